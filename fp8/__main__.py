@@ -18,8 +18,6 @@ from .recipes.recipe import RECIPES, Recipe
 from .studies import command, doctor
 from .version import __version__
 
-__all__ = ["main"]
-
 
 def _format_row(format: Format) -> tuple[Any, ...]:
     return (

@@ -40,6 +40,7 @@ PRIVATE = {
     },
     "fp8/distributed/fsdp.py": {
         "torch.Tensor._make_wrapper_subclass": "FSDP2's extension asks for a tensor subclass",
+        "torch.utils._pytree": "arguments of operations, lists of tensors among them",
     },
     "fp8/products/spellings.py": {
         "torch._grouped_mm": "what a mode sees of torch.nn.functional.grouped_mm",

@@ -38,15 +38,7 @@ _NOT_OF_MXFP8 = {
 """Options of TERecipeKwargs that MXFP8 block scaling does not have -> their defaults."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What to do. recipe: ours, or one of the library of ``backend``."""
-
-    recipe: Any
-    backend: str
-    opt_level: str | None
-    where: str | Where | None
-    options: dict[str, Any]
+_OURS = str | Recipe | Policy
 
 
 def prepare(
@@ -90,6 +82,29 @@ def prepare(
         TypeError: for another order of arguments.
         ImportError: without the libraries.
     """
+    _check(accelerator, model, others)
+    backend = _checked_backend(backend, recipe)
+    if backend == "msamp":
+        level = opt_level or getattr(recipe, "opt_level", None) or "O2"
+        ours = recipe if isinstance(recipe, _OURS) else "tensor"
+        model, optimizer = msamp.initialize(model, optimizer, level, recipe=ours)
+        return accelerator.prepare(model, optimizer, *others)
+    if opt_level == "O3" and backend in ADAPTERS:
+        raise ValueError(
+            f"opt_level 'O3' keeps weights in FP8, which the layers of {backend!r} do not take; "
+            "they have 'O1' and 'O2'"
+        )
+    model = _converted(accelerator, model, recipe, backend, where)
+    if opt_level is not None:
+        try:
+            model, optimizer = initialize(model, optimizer, opt_level=opt_level, recipe=None)
+        except (TypeError, ValueError):
+            revert(model)
+            raise
+    return accelerator.prepare(model, optimizer, *others)
+
+
+def _check(accelerator: Any, model: nn.Module, others: tuple[Any, ...]) -> None:
     need("accelerate")
     if not hasattr(accelerator, "mixed_precision"):
         kind = type(accelerator).__name__
@@ -105,68 +120,32 @@ def prepare(
             "prepare converts one model, got another: call it for each, with its own optimizer, or "
             "accelerator.prepare for one that is to stay as it is"
         )
-    plan = _plan(accelerator, model, recipe, backend, opt_level, where)
-    if plan.opt_level == "O3" and plan.backend in ADAPTERS:
-        raise ValueError(
-            f"opt_level 'O3' keeps weights in FP8, which the layers of {plan.backend!r} do not "
-            "take; they have 'O1' and 'O2'"
-        )
-    model = _converted(model, plan)
-    if plan.opt_level is not None:
-        try:
-            model, optimizer = _leveled(model, optimizer, plan, plan.opt_level)
-        except (TypeError, ValueError):
-            revert(model)
-            raise
-    prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, *others)
-    return prepared
 
 
-def _converted(model: nn.Module, plan: _Plan) -> nn.Module:
-    if plan.backend == "msamp":
-        return model
-    if isinstance(plan.recipe, str | Recipe | Policy):
-        return convert(model, plan.recipe, backend=plan.backend, where=plan.where)
-    library = adapter(plan.backend)
-    return expand(library.convert(revert(model), plan.recipe, where=plan.where, **plan.options))
-
-
-def _leveled(
-    model: nn.Module, optimizer: Optimizer | None, plan: _Plan, opt_level: str
-) -> tuple[nn.Module, Optimizer]:
-    if plan.backend == "msamp":
-        return msamp.initialize(model, optimizer, opt_level, recipe=plan.recipe)
-    return initialize(model, optimizer, opt_level=opt_level, recipe=None)
-
-
-def _plan(
-    accelerator: Any,
-    model: nn.Module,
-    recipe: Any,
-    backend: str,
-    opt_level: str | None,
-    where: str | Where | None,
-) -> _Plan:
+def _checked_backend(backend: str, recipe: Any) -> str:
+    """``backend``, or that of a recipe object of Accelerate's."""
     check_name("backend", backend, (*BACKENDS, *ADAPTERS, "msamp"))
-    if isinstance(recipe, str | Recipe | Policy):
-        level = opt_level or ("O2" if backend == "msamp" else None)
-        return _Plan(recipe=recipe, backend=backend, opt_level=level, where=where, options={})
-    wanted = _backend_of(recipe)
+    wanted = backend if isinstance(recipe, _OURS) else _backend_of(recipe)
     if backend not in ("auto", wanted):
         kind = type(recipe).__name__
         raise ValueError(f"{kind} is for backend {wanted!r}, got {backend!r}")
-    if wanted == "msamp":
-        level = opt_level or recipe.opt_level or "O2"
-        return _Plan(recipe="tensor", backend=wanted, opt_level=level, where=where, options={})
+    return wanted
+
+
+def _converted(
+    accelerator: Any, model: nn.Module, recipe: Any, backend: str, where: str | Where | None
+) -> nn.Module:
+    if isinstance(recipe, _OURS):
+        return convert(model, recipe, backend=backend, where=where)
     options: dict[str, Any] = {}
-    if wanted == "transformer_engine":
+    if backend == "transformer_engine":
         chosen = _te(recipe)
         options["in_eval"] = bool(recipe.use_autocast_during_eval)
     else:
         chosen = _ao(accelerator, recipe)
         where = _ao_where(model, recipe.module_filter_func, where)
     where = checked_function(where)
-    return _Plan(recipe=chosen, backend=wanted, opt_level=opt_level, where=where, options=options)
+    return expand(adapter(backend).convert(revert(model), chosen, where=where, **options))
 
 
 def _backend_of(recipe: Any) -> str:

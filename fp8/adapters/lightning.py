@@ -78,7 +78,8 @@ def FP8Precision(
         ImportError: if Lightning is not installed.
     """
     base = _base(("lightning", "pytorch_lightning"), ".pytorch", precision, library)
-    return _kind(base, True)(recipe, precision, (backend, where, rest), options)
+    how = {"backend": backend, "where": where, "rest": rest}
+    return _kind(base, True)(recipe, precision, how, options)
 
 
 def FP8FabricPrecision(
@@ -107,7 +108,8 @@ def FP8FabricPrecision(
         ValueError, TypeError, ImportError: as `FP8Precision`.
     """
     base = _base(("lightning", "lightning_fabric"), ".fabric", precision, library)
-    return _kind(base, False)(recipe, precision, (backend, where, rest), options)
+    how = {"backend": backend, "where": where, "rest": rest}
+    return _kind(base, False)(recipe, precision, how, options)
 
 
 def _base(names: tuple[str, str], part: str, precision: str, library: str | None) -> Any:
@@ -145,17 +147,17 @@ class _Converting:
         self,
         recipe: str | Recipe | Policy,
         precision: str,
-        how: tuple[Any, Any, Any],
+        how: dict[str, Any],
         options: Any,
     ) -> None:
         policy = as_policy(recipe)
         known = source_of(policy.recipe)
         self.recipe = recipe if isinstance(recipe, Policy) else known or AUTO
-        self._how = dict(zip(("backend", "where", "rest"), how, strict=True))
+        self._how = how
         self._model: nn.Module | None = None
-        if self._how["backend"] not in ADAPTERS:
+        if how["backend"] not in ADAPTERS:
             known = known if isinstance(known, Recipe) else RECIPES["tensor"]
-            checked_backend(self._how["backend"], known, ADAPTERS)
+            checked_backend(how["backend"], known, ADAPTERS)
         if PRECISIONS[precision] == "MixedPrecision":
             found = torch.accelerator.current_accelerator(check_available=True)
             options = {"device": "cpu" if found is None else found.type, **options}

@@ -9,8 +9,6 @@ from torch.nn import functional as F
 
 from ..common.mixin import Gained
 
-__all__ = ["Padded"]
-
 
 class Padded(Gained):
     """A linear layer that pads its input with rows of zeros to the multiple that its products need,

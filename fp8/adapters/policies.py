@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..common.libraries import need
-from ..recipes.policy import CASTS, Policy, composed, name_of, source_of
+from ..recipes.policy import Policy, composed, name_of, recipe_of
 from ..recipes.recipe import PLAIN, RECIPES, Recipe
 from ..selection.policies import resolve
 from . import torchao, transformer_engine
@@ -201,7 +201,7 @@ def for_transformer_engine(policy: Policy, model: nn.Module) -> Contexts:
         ImportError: without TransformerEngine.
     """
     policy, notes = _at_start(policy, "TransformerEngine")
-    base = composed((source_of(policy.recipe),) * len(CASTS), PLAIN)
+    base = recipe_of(policy.recipe)
     outer = None if base is None or _is_high(base) else te_recipe(base)
     inner: dict[str, Any] = {}
     for name, recipe in _recipes(policy, model).items():
@@ -279,7 +279,7 @@ def for_megatron(policy: Policy) -> MegatronFiles:
     ['--first-last-layers-bf16', '--num-layers-at-start-in-bf16=1', '--num-layers-at-end-in-bf16=2']
     """
     policy, notes = _at_start(policy, "Megatron")
-    base = _in_megatron("the policy", composed((source_of(policy.recipe),) * len(CASTS), PLAIN))
+    base = _in_megatron("the policy", recipe_of(policy.recipe))
     flags = [f"--{key}={value}" for key, value in _base_flags(base).items()]
     if policy.first or policy.last:
         _check_ends(policy, base)
@@ -336,7 +336,7 @@ def _matchers(policy: Policy, base: dict[str, str]) -> list[_Matcher]:
         what = f"rule {index} ({rule})"
         if rule.product is not None:
             raise ValueError(f"{what}: Megatron has no recipe for single casts of a layer")
-        config = _in_megatron(what, composed((source_of(rule.recipe),) * len(CASTS), PLAIN))
+        config = _in_megatron(what, recipe_of(rule.recipe))
         if config.get("fp8_quantization_recipe") == "delayed":
             raise ValueError(f"{what}: Megatron has 'delayed' for the whole model only")
         found.append(_Matcher(f"rule_{index}", rule.layers, config))

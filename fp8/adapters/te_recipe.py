@@ -15,8 +15,6 @@ from ..common.libraries import need
 from ..recipes.cast import Cast
 from ..recipes.recipe import RECIPES, Recipe, given_recipe
 
-__all__ = ["delayed_scaling", "format_of", "scale_of_one", "te_recipe"]
-
 _NEUTRAL = {
     "fp8_dpa": False,
     "fp8_mha": False,

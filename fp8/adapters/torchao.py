@@ -15,9 +15,8 @@ from ..formats.format import get_format
 from ..native.kernels import ALIGNMENT, why_not_device
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
-from ..selection.layers import inside_attention
 from ..selection.where import Where, checked_function
-from ..surgery.swap import forget, swap, why_not_exact
+from ..surgery.swap import forget, layers_for, swap, why_not_fit
 from .padding import Padded
 
 __all__ = ["ao_config", "convert", "revert"]
@@ -148,20 +147,14 @@ def convert(
         )
     emulated = config.kernel_preference == "emulated" if _is_mx(config) else config.emulate
     multiple = _MX_BLOCK if _is_mx(config) else 1 if emulated else ALIGNMENT
-    owners = inside_attention(model)
 
-    def make(name: str, module: nn.Module) -> nn.Module | str | None:
-        if not isinstance(module, nn.Linear):
-            return _other(module)
-        if id(module) in owners:
-            return f"computed by {owners[id(module)]}"
-        if where is not None and not where(name, module):
-            return "not chosen"
-        return _why_not(module, multiple) or _layer(module, config)
+    def make(module: Any) -> nn.Module | str:
+        return why_not_fit(module, multiple) or _layer(module, config)
 
     how = "torchao, " + ("MXFP8Linear" if _is_mx(config) else "Float8Linear")
     how += ", emulated" if emulated else ""
-    return swap(model, make, adapter="torchao", how=how)
+    layers = layers_for(model, (nn.Linear,), where, make, "torchao replaces linear layers")
+    return swap(model, layers, adapter="torchao", how=how)
 
 
 def its_recipe(recipe: Any) -> Any:
@@ -181,20 +174,6 @@ def _why_no_kernels(model: nn.Module, mx: bool) -> str:
         return f"no product of MX operands on {device.type}"
     capability = torch.cuda.get_device_capability(device)
     return "" if capability >= _MX_CAPABILITY else f"compute capability {capability}"
-
-
-def _other(module: nn.Module) -> str | None:
-    has_matrix = any(p.dim() > 1 for p in module.parameters(recurse=False))
-    return "torchao replaces linear layers" if has_matrix else None
-
-
-def _why_not(module: nn.Linear, multiple: int) -> str:
-    if why := why_not_exact(module, [nn.Linear]):
-        return why
-    if "weight" not in dict(module.named_parameters(recurse=False)):
-        return "its weight is computed, not a parameter"
-    odd = [size for size in module.weight.shape if size % multiple]
-    return f"{odd[0]} is no multiple of {multiple}" if odd else ""
 
 
 def _layer(module: nn.Linear, config: Any) -> nn.Module:

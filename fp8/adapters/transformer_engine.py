@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from ..common.libraries import need
 from ..common.mixin import Gained, bare_class, gain, lose
 from ..recipes.recipe import AUTO, Recipe
-from ..selection.layers import inside_attention
 from ..selection.where import Where, checked_function
-from ..surgery.swap import forget, shared, swap, why_not_exact
+from ..surgery.swap import forget, layers_for, shared, swap, why_not_fit
 from .padding import Padded
 from .te_recipe import delayed_scaling, te_recipe
 
@@ -127,52 +126,30 @@ def convert(
     te, chosen, where = need("transformer_engine"), its_recipe(recipe), checked_function(where)
     kind = type(chosen).__name__
     multiple = _MULTIPLES.get(kind, 16)
-    owners = inside_attention(model)
     once = shared(model) if kind == "DelayedScaling" and chosen.reduce_amax else set()
 
-    def make(name: str, module: nn.Module) -> nn.Module | str | None:
-        if not isinstance(module, _TYPES):
-            return _other(module)
-        why_not = _why_not(module, multiple)
-        if id(module) in owners:
-            why_not = f"computed by {owners[id(module)]}"
-        elif id(module) in once:
-            why_not = "has two names, and DelayedScaling takes one call a pass"
-        elif where is not None and not where(name, module):
-            why_not = "not chosen"
-        return why_not or _te_layer(te, module, multiple)
+    def make(module: nn.Module) -> nn.Module | str:
+        if id(module) in once:
+            return "has two names, and DelayedScaling takes one call a pass"
+        return _why_not(module, multiple) or _te_layer(te, module, multiple)
 
     how = f"TransformerEngine, {kind}"
-    model = swap(model, make, adapter="transformer_engine", how=how)
+    layers = layers_for(model, _TYPES, where, make, "TransformerEngine has no such layer")
+    model = swap(model, layers, adapter="transformer_engine", how=how)
     gain(model, _Autocast)
     model.fp8_te_recipe = chosen
     model.fp8_in_eval = in_eval  # type: ignore[assignment]
     return model
 
 
-def _other(module: nn.Module) -> str | None:
-    """Why a layer of another kind stays, if it has a matrix."""
-    has_matrix = any(p.dim() > 1 for p in module.parameters(recurse=False))
-    return "TransformerEngine has no such layer" if has_matrix else None
-
-
 def _why_not(module: nn.Module, multiple: int) -> str:
-    own = dict(module.named_parameters(recurse=False))
-    if why := why_not_exact(module, _TYPES):
-        return why
+    """Why TransformerEngine has no layer like one of torch; "" if it has one."""
     if isinstance(module, nn.LayerNorm | nn.RMSNorm) and not module.elementwise_affine:
         return f"te.{type(module).__name__} has no form without weight"
     if isinstance(module, nn.LayerNorm) and module.bias is None:
         return "te.LayerNorm has no form without bias"
-    if "weight" not in own:
-        return "its weight is computed, not a parameter"
-    if own["weight"].dtype not in _DTYPES:
-        return f"TransformerEngine has no {own['weight'].dtype}"
-    if isinstance(module, nn.Linear):
-        odd = [size for size in own["weight"].shape if size % multiple]
-        if odd:
-            return f"{odd[0]} is no multiple of {multiple}"
-    return ""
+    why, dtype = why_not_fit(module, multiple), module.weight.dtype
+    return why or ("" if dtype in _DTYPES else f"TransformerEngine has no {dtype}")
 
 
 def _te_layer(te: Any, module: nn.Module, multiple: int) -> nn.Module:

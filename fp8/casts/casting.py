@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,33 +34,9 @@ from ..recipes.scaling import (
     with_margin,
 )
 from ..tensors.scaled_tensor import plain
-from .counts import Blocks, observe
+from .counts import Blocks, Observed, observe
 from .measuring import measuring
 from .sharded import amax_of, scales_of
-
-__all__ = [
-    "Spec",
-    "cast_backward",
-    "cast_forward",
-    "corrected_tiles",
-    "format_of",
-    "is_symmetric",
-    "is_whole",
-    "labelled",
-    "rotated",
-    "round_straight",
-    "rounded",
-    "rounding_of",
-    "shifted",
-    "spec_of",
-    "static_scale",
-    "tensor_unit",
-    "turn_of",
-    "unrotated",
-    "untiled",
-    "whole_scale",
-    "without_autocast",
-]
 
 aten = torch.ops.aten
 
@@ -140,18 +116,8 @@ class Spec(NamedTuple):
         return random or self.rule in CORRECTED
 
 
-@overload
-def spec_of(cast: Cast) -> Spec: ...
-
-
-@overload
-def spec_of(cast: Cast | None) -> Spec | None: ...
-
-
-def spec_of(cast: Cast | None) -> Spec | None:
-    """``cast`` as a `Spec`; None for None."""
-    if cast is None:
-        return None
+def spec_of(cast: Cast) -> Spec:
+    """``cast`` as a `Spec`."""
     return _known_spec(cast.text)
 
 
@@ -210,31 +176,28 @@ def cast_forward(
     measures, ``x`` is measured and returned unchanged. A rotation is left out, because only a
     product whose other operand is rotated too cancels it.
     """
-    if cast is not None and (pass_ := measuring()) is not None:
+    if cast is None:
+        return x
+    if (pass_ := measuring()) is not None:
         pass_.operand(history, x)
         return x
     spec = labelled(shifted(unrotated(spec_of(cast)), exponent), name, operand)
-    return x if spec is None else _in_one_call(x, spec, axis, history)
+    return _in_one_call(x, spec, axis, history)
 
 
-def cast_backward(
-    x: Tensor,
-    cast: Cast | None,
-    axis: int = -1,
-    history: Tensor | None = None,
-    name: str = "",
-) -> Tensor:
-    """``x`` unchanged; its gradient is rounded under ``cast``, or measured as in `cast_forward`.
-    A rotation is left out."""
-    if cast is not None and (pass_ := measuring()) is not None:
+def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: str) -> Tensor:
+    """``x`` unchanged; its gradient is rounded under ``cast`` along axis -1, or measured as in
+    `cast_forward`. A rotation is left out."""
+    if cast is None:
+        return x
+    if (pass_ := measuring()) is not None:
         return pass_.gradient(history, x)
-    spec = labelled(unrotated(spec_of(cast)), name, "grad")
-    return x if spec is None else _round_gradient(x, history, spec, axis)
+    return _round_gradient(x, history, labelled(unrotated(spec_of(cast)), name, "grad"))
 
 
 @in_graph
-def _round_gradient(x: Tensor, history: Tensor | None, spec: Spec, axis: int) -> Tensor:
-    return apply(_RoundGradient, x, history, spec, axis, written=history)
+def _round_gradient(x: Tensor, history: Tensor | None, spec: Spec | None) -> Tensor:
+    return apply(_RoundGradient, x, history, spec, written=history)
 
 
 def round_straight(
@@ -392,7 +355,7 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any)
             blocks = Blocks(tiles.abs().amax(dims, keepdim=True), scale, unit)
     if label:
         measured = rule is None and not spec.margin and scale is not None
-        observe(label, x, y, whole, format, measured, blocks)
+        observe(label, Observed(x, y, whole, format, measured, blocks))
     return y
 
 
@@ -451,17 +414,16 @@ class _RoundGradient(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, history: Tensor | None, spec: Spec, axis: int) -> Tensor:
+    def forward(x: Tensor, history: Tensor | None, spec: Spec) -> Tensor:
         return same(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.history, ctx.spec, ctx.axis = inputs
+        _, ctx.history, ctx.spec = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        g = round_straight(grad, ctx.spec, ctx.axis, ctx.history, record=True)
-        return g, None, None, None
+        return round_straight(grad, ctx.spec, -1, ctx.history, record=True), None, None
 
 
 def _hadamard_matrix(size: int, like: Tensor) -> Tensor:

@@ -23,9 +23,7 @@ from .casting import (
     untiled,
     whole_scale,
 )
-from .counts import observe
-
-__all__ = ["Codes", "codes", "narrowed", "widened"]
+from .counts import Observed, observe
 
 
 class Codes(NamedTuple):
@@ -68,7 +66,7 @@ def codes(
         units = x if scale is None else x / scale
         y = quantize_operand(units, format, **how)
         if spec.label and rule is None and history is None:
-            observe(spec.label, units, y, None, format)
+            observe(spec.label, Observed(units, y, None, format))
         scale = static_scale(0, x) if scale is None else scale
     else:
         tiles, dims = scaled_tiles(x, tile, axis)

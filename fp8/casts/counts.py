@@ -30,21 +30,6 @@ from .kurtosis import ACTIVATIONS, NORMAL, Halves, kurtosis
 if TYPE_CHECKING:
     from ..recipes.recipe import Recipe
 
-__all__ = [
-    "COUNTS",
-    "OPEN",
-    "Blocks",
-    "CastRecorder",
-    "Look",
-    "Observed",
-    "forget_looks",
-    "is_sampled",
-    "look_here",
-    "observe",
-    "product_name",
-    "stride",
-]
-
 COUNTS = (
     *("elements", "sampled", "zero", "subnormal", "saturated", "nonfinite", "signal", "noise"),
     "fourth",
@@ -97,13 +82,17 @@ class Blocks(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """The arguments of `observe`: an operand before and after its cast."""
+    """An operand before and after its cast.
+
+    scale: of each element, or of all. static: whether `fp8.calibrate` set it. blocks: of a cast
+    with scales of two levels.
+    """
 
     x: Tensor
     y: Tensor
     scale: Tensor | None
     format: Format
-    static: bool
+    static: bool = False
     blocks: Blocks | None = None
 
 
@@ -372,23 +361,10 @@ def _counted_name(kind: str, weight: Tensor | None, recipe: Recipe) -> str:
     return f"{look.token}|{layer}"
 
 
-def observe(
-    label: str,
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor | None,
-    format: Format,
-    static: bool = False,
-    blocks: Blocks | None = None,
-) -> None:
-    """Reports a cast to its recorder: operand ``x``, result ``y``, and ``scale`` per element or for
-    all.
-
-    Inf and NaN are counted in all of x, the rest in a sample of evenly spaced elements. static:
-    whether `fp8.calibrate` set the scale. blocks: of a cast with scales of two levels.
-    """
+def observe(label: str, seen: Observed) -> None:
+    """Reports a cast to its recorder. Inf and NaN are counted in all elements of the operand, the
+    rest in a sample of evenly spaced ones."""
     token, layer, operand = label.split("|")
     recorder = _RECORDERS.get(token)
-    if recorder is None or x.numel() == 0:
-        return
-    recorder.count(layer, operand, Observed(x, y, scale, format, static, blocks))
+    if recorder is not None and seen.x.numel():
+        recorder.count(layer, operand, seen)

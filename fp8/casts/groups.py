@@ -9,7 +9,7 @@ operator.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +18,17 @@ from ..tensors.scaled_tensor import plain
 from .casting import Spec, rounded
 from .codes import Codes, codes, widened
 
-__all__ = [
-    "aligned",
-    "bounds",
-    "cast_groups",
-    "group_codes",
-    "group_states",
-    "pieces",
-    "product_shape",
-]
+
+class Groups(NamedTuple):
+    """How the groups of an operand lie, and the axis that the product sums over.
+
+    offs: (groups,), int32, their ends along the axis ``split`` of a matrix; None for a stack. Axes
+    are -2 or -1.
+    """
+
+    offs: Tensor | None
+    split: int
+    axis: int
 
 
 def bounds(offs: Tensor, size: int) -> list[int]:
@@ -76,14 +78,14 @@ def aligned(offs: Tensor, multiple: int) -> Tensor:
     return (-(-sizes // multiple) * multiple).cumsum(0, dtype=torch.int32)
 
 
-def _like(x: Tensor, offs: Tensor | None, split: int, axis: int, hadamard: int) -> Tensor:
+def _zeros(x: Tensor, groups: Groups, hadamard: int) -> Tensor:
     """Zeros for the cast operand: `rotated` fills the summed axis up to a multiple of its size, of
     each group if it splits that axis."""
     if not hadamard:
         return torch.zeros_like(x)
-    shape = list(x.shape)
-    if offs is not None and x.dim() == 2 and split == axis:
-        shape[axis] += offs.shape[0] * (hadamard - 1)
+    shape, axis = list(x.shape), groups.axis
+    if groups.offs is not None and x.dim() == 2 and groups.split == axis:
+        shape[axis] += groups.offs.shape[0] * (hadamard - 1)
     else:
         shape[axis] = -(-shape[axis] // hadamard) * hadamard
     return x.new_zeros(shape)
@@ -107,11 +109,10 @@ def _cast_groups(
     text: str,
     label: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The cast operand, its scale factors, the units of groups, and the history afterwards. split:
-    the axis that groups split, if x is one matrix. axis: the axis that the product sums over.
-    apart: whether the result is that of `group_codes`. text, label: of the spec."""
-    spec = Spec.from_text(text, label)
-    y, scales, units, after = _results(x, offs, history, split, axis, apart, spec.hadamard)
+    """The cast operand, its scale factors, the units of groups, and the history afterwards. apart:
+    whether the result is that of `group_codes`. text, label: of the spec."""
+    spec, groups = Spec.from_text(text, label), Groups(offs, split, axis)
+    y, scales, units, after = _results(x, groups, history, apart, spec.hadamard)
     states: list[Tensor] = [] if history is None else group_states(after)
     ends = offs if offs is None or split != axis else aligned(offs, spec.hadamard)
     parts = (pieces(x, offs, split), pieces(y, ends, split), pieces(scales, ends, split))
@@ -127,6 +128,12 @@ def _cast_groups(
     return y, scales, units, after
 
 
+@_cast_groups.register_fake
+def _(x, offs, history, turn, split, axis, record, apart, text, label):  # type: ignore[no-untyped-def]
+    groups = Groups(offs, split, axis)
+    return _results(x, groups, history, apart, Spec.from_text(text).hadamard)
+
+
 def _codes(x: Tensor, spec: Spec, axis: int, *given: Any) -> Codes:
     """`codes` with the scale of each element, in the orientation of ``x``."""
     y = codes(x, spec, axis, *given)
@@ -135,20 +142,13 @@ def _codes(x: Tensor, spec: Spec, axis: int, *given: Any) -> Codes:
 
 
 def _results(
-    x: Tensor,
-    offs: Tensor | None,
-    history: Tensor | None,
-    split: int,
-    axis: int,
-    apart: bool,
-    hadamard: int,
+    x: Tensor, groups: Groups, history: Tensor | None, apart: bool, hadamard: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `_cast_groups` returns if all groups are empty."""
-    y = _like(x, offs, split, axis, hadamard)
-    if apart:
-        y = y.float()
-    scales = torch.ones_like(y) if apart else _no_scales(y, split)
-    units = scales.new_ones(x.shape[0] if offs is None else offs.shape[0])
+    y = _zeros(x, groups, hadamard)
+    y = y.float() if apart else y
+    scales = torch.ones_like(y) if apart else _no_scales(y, groups.split)
+    units = scales.new_ones(x.shape[0] if groups.offs is None else groups.offs.shape[0])
     return y, scales, units, x.new_empty((0,)) if history is None else history.clone()
 
 
@@ -161,28 +161,10 @@ def _no_scales(x: Tensor, split: int) -> Tensor:
     return torch.ones(shape, dtype=dtype, device=x.device)
 
 
-@_cast_groups.register_fake
-def _(
-    x: Tensor,
-    offs: Tensor | None,
-    history: Tensor | None,
-    turn: Tensor | None,
-    split: int,
-    axis: int,
-    record: bool,
-    apart: bool,
-    text: str,
-    label: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _results(x, offs, history, split, axis, apart, Spec.from_text(text).hadamard)
-
-
 def cast_groups(
     x: Tensor,
-    offs: Tensor | None,
+    groups: Groups,
     spec: Spec | None,
-    split: int,
-    axis: int,
     history: Tensor | None = None,
     record: bool | None = None,
     turn: Tensor | None = None,
@@ -194,10 +176,8 @@ def cast_groups(
 
     Args:
         x: (groups, rows, columns), or (rows, columns).
-        offs: (groups,), int32: the ends of the groups of a matrix. None for a stack.
+        groups: how they lie.
         spec: the cast; None returns ``x``.
-        split: the axis of a matrix that ``offs`` splits, -2 or -1.
-        axis: the axis that the product sums over, -2 or -1.
         history: (groups, length) or (groups,), float32: the state of each group.
         record, turn: as in `rounded`.
 
@@ -208,39 +188,36 @@ def cast_groups(
     if spec is None:
         return x, None
     record = torch.is_grad_enabled() if record is None else record
-    y, scales, _ = _cast(x, offs, spec, split, axis, history, record, turn, apart=False)
+    y, scales, _ = _cast(x, groups, spec, history, record, turn, apart=False)
     scaled = spec.tile == (0, 0) and (spec.rule is not None or spec.margin or history is not None)
     return y, scales if scaled else None
 
 
 def group_codes(
     x: Tensor,
-    offs: Tensor | None,
+    groups: Groups,
     spec: Spec,
-    split: int,
-    axis: int,
     history: Tensor | None = None,
     record: bool = False,
     turn: Tensor | None = None,
 ) -> Codes:
     """`fp8.casts.codes.codes` of every group of ``x``, with the scale of each element and the unit
     of each group. Arguments as in `cast_groups`."""
-    y = Codes(*_cast(x, offs, spec, split, axis, history, record, turn, apart=True))
-    return y if axis == -1 else y.mT
+    y = Codes(*_cast(x, groups, spec, history, record, turn, apart=True))
+    return y if groups.axis == -1 else y.mT
 
 
 def _cast(
     x: Tensor,
-    offs: Tensor | None,
+    groups: Groups,
     spec: Spec,
-    split: int,
-    axis: int,
     history: Tensor | None,
     record: bool,
     turn: Tensor | None,
     apart: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The first results of `_cast_groups`; writes the last into ``history``."""
+    offs, split, axis = groups
     arguments = (offs, history, turn, split, axis, record, apart, spec.text, spec.label)
     y, scales, units, after = torch.ops.fp8.cast_groups(plain(x).detach(), *arguments)
     if history is not None and record:

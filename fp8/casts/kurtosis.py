@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-__all__ = ["ACTIVATIONS", "NORMAL", "Halves", "kurtosis"]
-
 ACTIVATIONS = ("input", "query", "key", "value")
 """The operands whose kurtosis is watched."""
 NORMAL, WATCHED = 3.0, 32

@@ -16,8 +16,6 @@ from ..common.validation import refuse_transformed
 from ..recipes.scaling import second_moment
 from ..tensors.scaled_tensor import plain
 
-__all__ = ["MEASURING", "Measurement", "Moment", "measuring", "uncast"]
-
 
 @dataclass
 class Moment:

@@ -29,17 +29,6 @@ from ..common.compiler import (
 from ..recipes.scaling import inverse_of
 from .casting import Spec, format_of
 
-__all__ = [
-    "SharedCasts",
-    "as_number",
-    "cached",
-    "check_single_backward",
-    "save_operands",
-    "saved_operands",
-    "saved_tensors",
-    "shared_casts",
-]
-
 T = TypeVar("T")
 
 Operand = tuple[Tensor, Spec | None, Tensor | None]

@@ -15,8 +15,6 @@ from ..formats.format import Format
 from ..recipes.rules import UNITS
 from ..recipes.scaling import Tile, largest_finite, scale_of, unit_of
 
-__all__ = ["amax_of", "scales_of"]
-
 
 def amax_of(x: Any) -> Tensor:
     """The largest finite magnitude of a whole DTensor, 0-dim, on every process; 0 without one."""

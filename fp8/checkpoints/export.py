@@ -17,8 +17,6 @@ from ..common.mixin import check_module
 from ..common.report import Report, Row
 from .weights import Weights, weights
 
-__all__ = ["export"]
-
 
 def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
     """Writes ``model``, converted by `fp8.convert`, into ``folder`` for serving in low precision.

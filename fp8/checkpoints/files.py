@@ -33,7 +33,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used. The message starts with the file name."""
 
 
-def write_atomically(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]) -> None:
+def write_atomically(path: str | os.PathLike[str], write: Callable[[IO[bytes]], object]) -> None:
     """Writes a file through a temporary file next to ``path`` that is renamed into place.
 
     The file is synced to disk before the rename, and the rename before the function returns. A

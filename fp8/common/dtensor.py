@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["as_shard", "check_whole", "is_dtensor", "part_of", "reduced", "unreduced", "whole"]
-
 
 def is_dtensor(x: Any) -> bool:
     """Whether ``x`` is a DTensor. Does not import torch.distributed, which torch may lack."""

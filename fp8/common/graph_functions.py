@@ -5,7 +5,5 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["GRAPH_FUNCTIONS"]
-
 GRAPH_FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """Qualified name -> function. A graph can hold a string where it cannot hold a class."""

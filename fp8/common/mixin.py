@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-__all__ = ["Gained", "bare_class", "check_module", "check_not_scripted", "gain", "lose"]
-
 
 class Gained:
     """Base class of all behaviours: a mixin placed before the module's own class in the MRO. A

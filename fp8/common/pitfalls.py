@@ -17,18 +17,6 @@ import torch
 from .compiler import eager_only
 from .validation import check_flag
 
-__all__ = [
-    "CheckpointWarning",
-    "ConvertWarning",
-    "OptimizerWarning",
-    "PitfallWarning",
-    "RecipeWarning",
-    "ScaleWarning",
-    "show",
-    "strict",
-    "warn_once",
-]
-
 
 class PitfallWarning(UserWarning):
     """Base class of all warnings of this package. Filter it, or a subclass, with `warnings`."""

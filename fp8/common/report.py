@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, overload
-
-__all__ = ["LEFT_ALONE", "Report", "Row", "Rows", "as_table", "note", "notes_on"]
+from typing import Any, TypeVar, overload
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Any)
 
 LEFT_ALONE = "left alone"
 _NOTES = "fp8_notes"
@@ -45,20 +44,6 @@ class Rows(Sequence[T]):
     def __getitem__(self, index: slice) -> list[T]: ...
     def __getitem__(self, index: int | slice) -> T | list[T]:
         return self.rows[index]
-
-
-class _Line(Protocol):
-    """The attributes that the rows of all reports have."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def done(self) -> str: ...
-    @property
-    def left_alone(self) -> bool: ...
-
-
-R = TypeVar("R", bound=_Line)
 
 
 class Report(Rows[R]):

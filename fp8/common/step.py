@@ -16,25 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "Batch",
-    "Loss",
-    "arguments",
-    "call",
-    "copied",
-    "described",
-    "evaluating",
-    "find_loss",
-    "loss_value",
-    "plain",
-    "scalars",
-    "seeded",
-    "starts",
-    "tensors",
-    "untouched",
-    "unwrapped",
-]
-
 Batch = Any
 """A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments."""
 
@@ -70,10 +51,11 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def copied(batch: Batch) -> Batch:
-    """A copy of a batch, for a model that writes into its input or takes parts out of it; the batch
-    itself if it has no copy."""
+    """A copy of a batch that shares neither storage nor autograd graph with it, for a model that
+    writes into its input or takes parts out of it; the batch itself if it has no copy."""
     try:
-        return copy.deepcopy(batch)
+        memo = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in tensors(batch)}
+        return copy.deepcopy(batch, memo)
     except (RuntimeError, TypeError, NotImplementedError):
         return batch
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["Setting", "Stack"]
-
 
 class Stack(threading.local):
     """A per-thread stack of what is running, innermost last; initially empty in each thread.

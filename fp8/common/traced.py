@@ -8,8 +8,6 @@ import torch
 
 from .graph_functions import GRAPH_FUNCTIONS
 
-__all__ = ["apply"]
-
 
 @torch.compiler.allow_in_graph
 def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,18 +10,6 @@ import torch
 
 from .compiler import eager_only
 
-__all__ = [
-    "check_between",
-    "check_choice",
-    "check_flag",
-    "check_keys",
-    "check_name",
-    "check_number",
-    "check_whole",
-    "nearest",
-    "refuse_transformed",
-]
-
 
 def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
     """Raises ValueError unless ``got`` is in ``allowed``. what: the name of the argument.

@@ -12,8 +12,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-__all__ = ["checkpointed", "in_backward", "in_recomputation", "in_reentrant"]
-
 
 def checkpointed(
     mode: TorchFunctionMode, function: Callable[..., Any], *args: Any, **kwargs: Any

@@ -18,24 +18,6 @@ from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
 from .activation_checkpointing import in_reentrant
 
-__all__ = [
-    "ACTIVE",
-    "BACKENDS",
-    "Block",
-    "Entered",
-    "active_recipe",
-    "checked_backend",
-    "chosen",
-    "entered",
-    "histories",
-    "index_of",
-    "layer_histories",
-    "product_recipe",
-    "static_exponents",
-    "unit_products",
-    "with_static",
-]
-
 BACKENDS = ("simulate", "native", "auto")
 """How a product is computed. "simulate": from rounded operands in the dtype of the tensors.
 "native": by torch's FP8 kernels where they support it. "auto": by those kernels on devices that

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from ..casts.casting import rounding_of, spec_of, static_scale
 from ..casts.operands import static_exponent
@@ -26,7 +27,7 @@ from ..common.report import LEFT_ALONE, Report, Row
 from ..formats.format import get_format
 from ..formats.quantize import quantize_operand
 from ..optim.encodings import decode
-from ..optim.state import PARTS, parameters_of, read
+from ..optim.state import PARTS, local, parameters_of, read
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, Recipe, given_recipe
 from ..recipes.scaling import largest_finite, scale_of
@@ -163,7 +164,7 @@ def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
 
 def _portable(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    shape = _local(parameter).shape
+    shape = local(parameter).shape
     for key, value in state.items():
         name, suffix = next(((key.removesuffix(p), p) for p in PARTS if key.endswith(p)), (key, ""))
         if suffix == PARTS[0]:
@@ -173,10 +174,6 @@ def _portable(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
             sharded = is_shard and not isinstance(value, DTensor)
             found[name] = _like(parameter, value) if sharded else value
     return found
-
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _checked(recipe: Recipe) -> Cast:
@@ -209,26 +206,21 @@ def _wrapped(weight: nn.Parameter, cast: Cast) -> nn.Parameter:
 
 def _as_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """A state_dict hook that replaces the weight by a plain tensor, or a DTensor of one."""
-    weight = state.get(f"{prefix}weight")
+    weight: Any = state.get(f"{prefix}weight")
     if isinstance(weight, nn.Parameter):  # with keep_vars
         return
-    local = _local(weight)
-    if isinstance(local, _Weight):
-        state[f"{prefix}weight"] = _like(weight, local.plain)
+    shard = local(weight)
+    if isinstance(shard, _Weight):
+        state[f"{prefix}weight"] = _like(weight, shard.plain)
 
 
-def _like(weight: Any, local: Tensor) -> Tensor:
-    """``local``, wrapped as the shard of a DTensor like ``weight`` if that is a DTensor."""
+def _like(weight: Any, shard: Tensor) -> Tensor:
+    """``shard`` as that of a DTensor like ``weight``, if that is one."""
     if not isinstance(weight, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
+        return shard
+    mesh, placements = weight.device_mesh, weight.placements
+    given: Any = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
+    return DTensor.from_local(shard, mesh, placements, **given)
 
 
 # Operations of FSDP2 and torch on a weight that return a weight: views and copies.
@@ -248,17 +240,6 @@ _COPIES = {
     aten._to_copy.default,
     aten._pin_memory.default,
 }
-
-
-def _each(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with ``change`` applied to every ``kind`` in its lists, tuples and dicts."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_each(kind, change, part) for part in value)
-    if isinstance(value, dict):
-        return {name: _each(kind, change, part) for name, part in value.items()}
-    return value
 
 
 class _Weight(Tensor):
@@ -309,7 +290,7 @@ class _Weight(Tensor):
             weights.append(weight)
             return weight.plain
 
-        args, kwargs = _each(_Weight, unwrap, (args, kwargs or {}))
+        args, kwargs = tree_map_only(_Weight, unwrap, (args, kwargs or {}))
         result = function(*args, **kwargs)
         if function._schema.is_mutable:
             for weight in weights:
@@ -317,7 +298,9 @@ class _Weight(Tensor):
         if function not in _VIEWS | _COPIES or not isinstance(first, _Weight):
             return result
         known = first.known if function in _VIEWS else None
-        return _each(Tensor, lambda t: _Weight(t, first.cast, first.exponent, known), result)
+        return tree_map_only(
+            Tensor, lambda t: _Weight(t, first.cast, first.exponent, known), result
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain tensor."""

@@ -16,7 +16,7 @@ from ..formats.format import Format
 from ..formats.quantize import quantize
 from ..recipes.rules import RULES
 
-__all__ = ["BLOCK", "GRADIENT_FORMAT", "HookState", "all_reduce_hook"]
+__all__ = ["BLOCK", "GRADIENT_FORMAT", "all_reduce_hook"]
 
 BLOCK = 32
 """Elements of a bucket that share a scale, as in OCP MX; the scales are E8M0."""
@@ -30,24 +30,13 @@ scale."""
 _NONFINITE = 255  # NaN of E8M0 and the largest byte, so it survives every maximum
 
 
-class HookState:
-    """The state of `all_reduce_hook`.
-
-    Args:
-        process_group: None is the default group.
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self.process_group = process_group
-
-
 def all_reduce_hook(
-    state: HookState,
+    state: dist.ProcessGroup | None,
     bucket: dist.GradBucket,  # type: ignore[name-defined, unused-ignore]
 ) -> torch.futures.Future[Tensor]:
     """The mean of a bucket of gradients over all processes, sent in FP8 and summed in float32.
 
-    Use it as ``model.register_comm_hook(HookState(), all_reduce_hook)`` on a
+    Use it as ``model.register_comm_hook(None, all_reduce_hook)`` on a
     `DistributedDataParallel`.
 
     Each process sends every other process its part of the bucket, adds what it receives to its own
@@ -61,15 +50,15 @@ def all_reduce_hook(
     multiple of 32 elements per process. A single process rounds and sends nothing.
 
     Args:
-        state: the `HookState` of the model.
+        state: the process group; None is the default group.
         bucket: gradients of any floating-point dtype.
 
     Returns:
         A future of the mean, in the dtype of the bucket, the same on all processes.
     """
     gradients = bucket.buffer()
-    if dist.get_world_size(state.process_group) > 1:
-        gradients.copy_(_mean(gradients.detach(), state.process_group))
+    if dist.get_world_size(state) > 1:
+        gradients.copy_(_mean(gradients.detach(), state))
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(gradients)
     return done

@@ -15,8 +15,6 @@ from ..surgery.convert import check_ready
 from ..tensors.scaled_tensor import DTYPES, STORED, ScaledTensor
 from .weights import plain_weights, scale_weights
 
-__all__ = ["store_frozen"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -26,8 +26,6 @@ from ..tensors.scaled_tensor import DTYPES, ScaledTensor
 from .optimizer import settings_of, take_over
 from .weights import SHARDED, scale_weights
 
-__all__ = ["LEVELS", "Level", "initialize"]
-
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=Optimizer)
 

@@ -11,18 +11,8 @@ from torch import Tensor, nn
 
 from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row, as_table
+from ..optim.state import purpose_of
 from ..tensors.scaled_tensor import ScaledTensor
-
-__all__ = ["Bytes", "State", "state"]
-
-KINDS = {
-    "exp_avg_sq": "second_moment",
-    "exp_avg": "first_moment",
-    "momentum_buffer": "first_moment",
-    "master": "master",
-}
-"""Prefix of a name in an optimizer's state -> its kind; the first match counts. Adam's moments and
-SGD's momentum; scales have the name of what they scale."""
 
 NOT_COVERED = "no weight of a linear layer or convolution, or not trained when the level began"
 
@@ -122,8 +112,7 @@ def _bytes(parameters: Iterable[Any], optimizer: torch.optim.Optimizer | None) -
         sizes["master"] += _size(vars(parameter).get("loaded"))
         kept = {} if optimizer is None else optimizer.state.get(parameter, {})
         for name, value in kept.items():
-            kinds = (kind for start, kind in KINDS.items() if name.startswith(start))
-            sizes[next(kinds, "other")] += _size(value)
+            sizes[purpose_of(name, "other")] += _size(value)
     return Bytes(**sizes)
 
 

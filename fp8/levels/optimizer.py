@@ -14,8 +14,6 @@ from ..optim import SGD, Adam, AdamW, Muon
 from ..optim.base import LowPrecision
 from ..optim.state import convert
 
-__all__ = ["settings_of", "take_over"]
-
 KINDS: dict[type[Optimizer], type[LowPrecision]] = {
     torch.optim.SGD: SGD,
     torch.optim.AdamW: AdamW,

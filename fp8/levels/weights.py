@@ -13,8 +13,6 @@ from ..optim.encodings import decode
 from ..optim.state import MASTER, carried, has, read, rounds_to
 from ..tensors.scaled_tensor import OWN, ScaledTensor, keep_gradients_in, plain, scaled
 
-__all__ = ["SHARDED", "export_weights", "plain_weights", "scale_weights"]
-
 SHARDED = (
     "fully_shard keeps shards of its own: call fp8.distributed.fsdp.gather_in_fp8 before it, which "
     "sends weights in FP8, and step its parameters with fp8.optim.AdamW, which keeps states in FP8"

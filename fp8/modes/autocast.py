@@ -42,16 +42,6 @@ from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
 from .by_layer import ByLayer, layers_by_policy
 from .dispatch import EXPANDED, LEFT, OPAQUE, PRODUCTS, handler_of
 
-__all__ = [
-    "EXPANDED",
-    "OPAQUE",
-    "PRODUCTS",
-    "autocast",
-    "checkpoint_contexts",
-    "outside_compiler",
-]
-
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -16,8 +16,6 @@ from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import Recipe
 from ..selection.policies import resolve
 
-__all__ = ["ByLayer", "check_eager", "layers_by_policy"]
-
 Layers = dict[nn.Module, Recipe | None]
 
 

@@ -30,8 +30,6 @@ from ..products.spellings import by_function
 from ..products.summed import warn_unsummed
 from ..recipes.recipe import Recipe
 
-__all__ = ["EXPANDED", "LEFT", "OPAQUE", "PRODUCTS", "Handler", "handler_of"]
-
 Handler = Callable[..., Any]
 """(recipe, *args, **kwargs) -> the result; NotImplemented, if torch should compute the call; or, if
 the recipe cannot be applied to its products, a string with the reason."""
@@ -247,7 +245,7 @@ def _bilinear(
     rounded = [cast_forward(t, cast, -1, h, name, role, e) for t, cast, h, role, e in operands]
     first, second, weight, bias = matmul.to_autocast_dtype(*rounded, bias)
     y = aten.bilinear.default(first, second, weight, None)
-    y = cast_backward(y, recipe.grad, -1, of_grad, name)
+    y = cast_backward(y, recipe.grad, of_grad, name)
     return y if bias is None else y + bias
 
 
@@ -288,17 +286,14 @@ PRODUCTS: dict[Callable[..., Any], Handler] = {
     **by_function(_HANDLERS),
     F.linear: _layer(matmul.linear),
     torch.linalg.vecdot: _vecdot,
-    torch.inner: _inner,
-    torch.Tensor.inner: _inner,
+    **dict.fromkeys((torch.inner, Tensor.inner), _inner),
     torch.einsum: _einsum,
     torch.tensordot: _tensordot,
     F.bilinear: _bilinear,
-    F.conv1d: _layer(conv),
-    F.conv2d: _layer(conv),
-    F.conv3d: _layer(conv),
-    F.conv_transpose1d: _layer(conv_transpose),
-    F.conv_transpose2d: _layer(conv_transpose),
-    F.conv_transpose3d: _layer(conv_transpose),
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _layer(conv)),
+    **dict.fromkeys(
+        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _layer(conv_transpose)
+    ),
     F.scaled_dot_product_attention: _layer(attention),
     torch.ops.higher_order.flex_attention: _layer(flex_attention),
 }
@@ -349,25 +344,17 @@ if hasattr(F, "linear_cross_entropy"):  # torch 2.13
     EXPANDED[F.linear_cross_entropy] = _linear_cross_entropy
 
 _RECURRENT = "one kernel computes all its products; write it out step by step"
+_ORDER = "it chooses the order of its products itself; write them with @"
 _SPARSE = "sparse operands have no cast"
 
 OPAQUE: dict[Callable[..., Any], str] = {
-    torch.lstm: _RECURRENT,
-    torch.gru: _RECURRENT,
-    torch.rnn_tanh: _RECURRENT,
-    torch.rnn_relu: _RECURRENT,
-    torch.lstm_cell: _RECURRENT,
-    torch.gru_cell: _RECURRENT,
-    torch.rnn_tanh_cell: _RECURRENT,
-    torch.rnn_relu_cell: _RECURRENT,
-    torch.chain_matmul: "it chooses the order of its products itself; write them with @",
-    torch.linalg.multi_dot: "it chooses the order of its products itself; write them with @",
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _RECURRENT),
+    **dict.fromkeys((torch.lstm_cell, torch.gru_cell), _RECURRENT),
+    **dict.fromkeys((torch.rnn_tanh_cell, torch.rnn_relu_cell), _RECURRENT),
+    **dict.fromkeys((torch.chain_matmul, torch.linalg.multi_dot), _ORDER),
     torch.conv_tbc: "call conv1d",
-    torch.sparse.mm: _SPARSE,
-    torch.sparse.addmm: _SPARSE,
-    torch.smm: _SPARSE,
-    torch.hspmm: _SPARSE,
-    torch.sspaddmm: _SPARSE,
+    **dict.fromkeys((torch.sparse.mm, torch.sparse.addmm), _SPARSE),
+    **dict.fromkeys((torch.smm, torch.hspmm, torch.sspaddmm), _SPARSE),
 }
 """Torch function whose products cannot run under a recipe -> the reason and an alternative."""
 
@@ -377,12 +364,9 @@ _POWERS = "a cast in each of its products would add up errors; write them with @
 
 LEFT: dict[Callable[..., Any], str] = {
     torch.cdist: "the distance is a difference of its products, in which errors of casts grow",
-    F.affine_grid: _COORDINATES,
-    torch.affine_grid_generator: _COORDINATES,
+    **dict.fromkeys((F.affine_grid, torch.affine_grid_generator), _COORDINATES),
     **dict.fromkeys((torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef), _STATISTICS),
-    torch.matrix_power: _POWERS,
-    Tensor.matrix_power: _POWERS,
-    torch.linalg.matrix_power: _POWERS,
+    **dict.fromkeys((torch.matrix_power, Tensor.matrix_power, torch.linalg.matrix_power), _POWERS),
     F.triplet_margin_with_distance_loss: "a mode does not see what its distance_function calls",
 }
 """Torch function whose products stay in high precision, with a warning -> why."""

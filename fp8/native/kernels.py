@@ -17,21 +17,6 @@ from ..casts.casting import Spec, format_of
 from ..casts.codes import codes, widened
 from ..recipes.rules import CORRECTED, UNITS, scale_format
 
-__all__ = [
-    "ALIGNMENT",
-    "KERNELS",
-    "GemmKernel",
-    "KernelOperand",
-    "in_pairs",
-    "kernel_of",
-    "multiply",
-    "store",
-    "swizzled",
-    "turned",
-    "why_not_device",
-    "why_not_kernel",
-]
-
 ALIGNMENT = 16
 """The sizes of a weight must be multiples of this, because CUDA kernels read 16 bytes at a time.
 The rule holds on every device, so that what runs natively on one runs natively on all."""

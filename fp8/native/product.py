@@ -8,7 +8,7 @@ backward pass.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,24 +39,13 @@ from .kernels import (
     why_not_device,
 )
 
-__all__ = [
-    "alignment",
-    "devices",
-    "fits",
-    "kernels",
-    "product",
-    "takes",
-    "why_not_here",
-    "why_not_recipe",
-]
-
 Pairs = tuple[tuple[Spec | None, Spec | None], ...]
 """The specs of both operands of each of the three products."""
 
 
 def _pairs(recipe: Recipe) -> Pairs:
-    products = (recipe.forward, recipe.grad_input, recipe.grad_weight)
-    return tuple((spec_of(a), spec_of(b)) for a, b in products)
+    specs = [None if cast is None else spec_of(cast) for cast in recipe.casts]
+    return tuple(zip(specs[::2], specs[1::2], strict=True))
 
 
 def why_not_recipe(recipe: Recipe) -> str:
@@ -132,14 +121,24 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
     )
 
 
+class _Settings(NamedTuple):
+    """The constants of a product. kinds: the kernels of the three products. scales: of the output
+    and of both gradients. specs: of the gradient, for a and for b. dtype: the name of that of the
+    result."""
+
+    kinds: tuple[str, ...]
+    scales: tuple[float, float, float]
+    specs: tuple[Spec, Spec]
+    dtype: str
+
+
 class _Native(Function):
     """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), which are passed only to receive
     gradients.
 
-    Arguments: a, b and bias; the history of the gradient or None; the kernels of the three
-    products; three scales; the specs of the gradient; the name of the result's dtype; what is
-    shared of the saved a; and four operands of three tensors each (`KernelOperand`): a and b for
-    this product, then for the backward ones, None if the `turned` forward operands serve.
+    Arguments: a, b and bias; the history of the gradient or None; `_Settings`; what is shared of
+    the saved a; and four operands of three tensors each (`KernelOperand`): a and b for this
+    product, then for the backward ones, None if the `turned` forward operands serve.
     """
 
     @staticmethod
@@ -148,24 +147,18 @@ class _Native(Function):
         b: Tensor,
         bias: Tensor | None,
         history: Tensor | None,
-        kinds: tuple[str, ...],
-        s_y: float,
-        s_a: float,
-        s_b: float,
-        specs: tuple[Spec, ...],
-        dtype: str,
+        how: _Settings,
         shared: SharedCasts | None,
         *operands: Tensor | None,
     ) -> Tensor:
         left, right, *_ = _stored(operands)
-        y = multiply(kinds[0], left, right, s_y, getattr(torch, dtype))
+        y = multiply(how.kinds[0], left, right, how.scales[0], getattr(torch, how.dtype))
         y = _first(y, a.shape[0])
         return y if bias is None else own(y.add_(bias))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, _, ctx.history, ctx.kinds, _, *rest = inputs
-        ctx.s_a, ctx.s_b, ctx.specs, _, ctx.shared, *operands = rest
+        _, _, _, ctx.history, ctx.how, ctx.shared, *operands = inputs
         used, again = _stored(operands[:6]), _stored(operands[6:])
         pairs = list(zip(used, again, strict=True))
         ctx.save_for_backward(*_flat(x if y.data is None else y for x, y in pairs))
@@ -176,19 +169,19 @@ class _Native(Function):
         check_single_backward(ctx)
         saved = zip(_stored(saved_tensors(ctx)), ctx.turn, strict=True)
         a, b = (turned(x) if turn else x for x, turn in saved)
-        for_a, for_b = ctx.specs
+        (_, for_da, for_db), (_, s_a, s_b), (for_a, for_b), _ = ctx.how
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
             g = store(grad, for_a, -1, ctx.history, record=True)
-            da = _first(multiply(ctx.kinds[1], g, b, ctx.s_a, grad.dtype), grad.shape[0])
+            da = _first(multiply(for_da, g, b, s_a, grad.dtype), grad.shape[0])
         if ctx.needs_input_grad[1]:
             if g is None:
                 g = store(grad, for_b, -2, ctx.history, record=True)
             else:
                 g = _again(grad, g, for_a, for_b) or turned(g)
-            db = multiply(ctx.kinds[2], g, a, ctx.s_b, grad.dtype)
+            db = multiply(for_db, g, a, s_b, grad.dtype)
         if ctx.needs_input_grad[2]:
-            dbias = grad.sum(0) * ctx.s_b
+            dbias = grad.sum(0) * s_b
         return da, db, dbias, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
@@ -253,6 +246,5 @@ def product(
             other = cached(shared, key, lambda: _again(a, left, for_a, a_again))
             again = [other, _again(b, right, for_b, b_again)]
     operands = _flat([left, right, *again])
-    specs, name = (grad_for_a, grad_for_b), dtype_name(dtype)
-    settings = (kinds, *scales, specs, name, shared)
-    return apply(_Native, a, b, bias, of_grad, *settings, *operands, written=of_grad)
+    how = _Settings(kinds, scales, (grad_for_a, grad_for_b), dtype_name(dtype))
+    return apply(_Native, a, b, bias, of_grad, how, shared, *operands, written=of_grad)

@@ -19,8 +19,6 @@ from ..casts.casting import Spec, round_straight
 from ..common.compiler import taken_as_constant
 from .kernels import kernel_of, multiply, store, why_not_kernel
 
-__all__ = ["kernels", "why_not"]
-
 Pair = tuple[Spec | None, Spec | None]
 
 _PRODUCTS = {
@@ -99,8 +97,8 @@ def _disproof(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: str) 
 @torch.no_grad()
 def _tried(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: torch.dtype) -> str:
     kind, _ = kernel_of(a, b)
-    x = _sample(_ROWS, _INNER, a, seed=0).to(device)
-    y = _sample(_OUTER, _INNER, b, seed=1).to(device)
+    x = _sample(_ROWS, a, seed=0).to(device)
+    y = _sample(_OUTER, b, seed=1).to(device)
     try:
         left, right = (
             store(t if axis == -1 else t.T.contiguous(), spec, axis)
@@ -115,16 +113,16 @@ def _tried(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: torch.dt
     return "" if excess <= 1 else f"the kernel is off by {excess:.2g} times what rounding explains"
 
 
-def _sample(rows: int, columns: int, spec: Spec, seed: int) -> Tensor:
+def _sample(rows: int, spec: Spec, seed: int) -> Tensor:
     """Values 0, 1 and -1 times a power of two per tile, which the cast does not change."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = [by or size for size, by in zip((rows, columns), spec.tile, strict=True)]
-    tiles = [-(-size // by) for size, by in zip((rows, columns), sizes, strict=True)]
+    sizes = [by or size for size, by in zip((rows, _INNER), spec.tile, strict=True)]
+    tiles = [-(-size // by) for size, by in zip((rows, _INNER), sizes, strict=True)]
     powers = 2.0 ** torch.randint(-2, 3, tiles, generator=generator)
     spread = powers.repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)
-    draw = torch.rand(rows, columns, generator=generator)
+    draw = torch.rand(rows, _INNER, generator=generator)
     signs = (draw < _SHARE / 2).float() - (draw > 1 - _SHARE / 2).float()
-    return signs * spread[:rows, :columns]
+    return signs * spread[:rows, :_INNER]
 
 
 def _excess(got: Tensor, a: Tensor, b: Tensor) -> float:

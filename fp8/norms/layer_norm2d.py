@@ -17,8 +17,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..common.compiler import FIRST_LOOK, apply
 
-__all__ = ["layer_norm2d"]
-
 BLOCK = 16
 """The number of channels that compiled code sums at once, each contiguous in memory."""
 

@@ -19,16 +19,6 @@ from ..formats.format import dtype_name
 from . import norm
 from .layer_norm2d import layer_norm2d
 
-__all__ = [
-    "NORMS",
-    "PRECISIONS",
-    "NoEffectWarning",
-    "apply_low_precision_layernorm",
-    "low_precision_norms",
-    "norm_report",
-    "revert_norms",
-]
-
 M = TypeVar("M", bound=nn.Module)
 
 NORMS: dict[type[nn.Module], Callable[..., Tensor]] = {

@@ -1,8 +1,9 @@
 """`Adam`, `AdamW`, `SGD` and `Muon` with states in 8 or 16 bits and weights in any format.
 Imports `fp8.selection`, `fp8.products`, `fp8.tensors` and below."""
 
-from .adam import Adam, AdamW, state_bytes
+from .adam import Adam, AdamW
 from .muon import Muon, muon_groups
 from .sgd import SGD
+from .state import state_bytes
 
 __all__ = ["SGD", "Adam", "AdamW", "Muon", "muon_groups", "state_bytes"]

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..common.compiler import compiled_as
 from ..common.validation import check_flag, check_name, check_number
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
@@ -63,10 +62,7 @@ from .state import (
     parameters_of,
     prepare,
     read,
-    state_bytes,
 )
-
-__all__ = ["Adam", "AdamW", "check_adam", "state_bytes", "step_units", "units_of"]
 
 HALF = 15
 """Random bits for each of the two moments, from one 32-bit word."""
@@ -94,63 +90,34 @@ class _How(NamedTuple):
         return (MASTER, self.weight), (FIRST, self.first), (SECOND, self.second)
 
 
-Kept = tuple[Encoded, Encoded, Encoded]
-"""The weight and the two moments."""
+class _Kept(NamedTuple):
+    """The weight and the two moments, as they are stored."""
+
+    weight: Encoded
+    first: Encoded
+    second: Encoded
+
+    def part(self, start: int, stop: int) -> _Kept:
+        """Views of some elements, as `Encoded.part`."""
+        return _Kept(*(stored.part(start, stop) for stored in self))
 
 
-class _Room(threading.local):
-    """A buffer for float32 copies, of at most `fp8.optim.adam.COMPILED` elements. It is kept per
-    thread: allocating it on each step takes up to half of the time of the step."""
-
-    numbers = torch.empty(0, device="cpu")
-
-    # A graph must not depend on the state of this thread.
-    @compiled_as(lambda _, rows, columns: torch.empty(rows, columns))
-    def of(self, rows: int, columns: int) -> Tensor:
-        if len(self.numbers) < rows * columns:
-            self.numbers = torch.empty(rows * columns, dtype=torch.float32, device="cpu")
-        return self.numbers[: rows * columns].view(rows, columns)
-
-
-ROOM = _Room()
-
-
-def _adam_compiled(
-    kept: Kept, old: list[Tensor], room: Tensor, numbers: Tensor, how: _How, keys: list[Key]
-) -> Tensor:
-    """`_adam`, compiled. On a CPU, 16-bit tensors are read from float32 copies in ``room``: torch's
-    loops for AVX-512 use masked loads for 16-bit values, which are not prefetched and wait for
-    preceding masked stores."""
-    rows = iter(room)
-    for i, x in enumerate(old):
-        if x.element_size() == 2 and (row := next(rows, None)) is not None:
-            old[i] = row[: len(x)].copy_(x)
-    device = old[0].device
-    words = [torch.as_tensor(key, device=device) for key in keys]  # ints would recompile
-    step = _compiled(False if device.type == "cpu" and how.in_blocks else None)
-    return step(kept, old, numbers, how, words)
-
-
-def _adam(
-    kept: Kept, old: Sequence[Tensor], numbers: Tensor, how: _How, keys: Sequence[Key]
-) -> Tensor:
+def _adam(kept: _Kept, grad: Tensor, numbers: Tensor, how: _How, keys: Sequence[Key]) -> Tensor:
     """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay; updates ``kept`` in
-    place. Values and gradient are read from ``old``: the same tensors, or copies. They are not
-    views, because torch.compile needs tensors that share memory to be one tensor.
+    place.
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
         w = decay w - size m / (root sqrt(v) + eps)
 
-    Computed in float32, from the new moments before they are rounded. old: (n,) each. numbers:
-    (11,), the scalars of the formulas and the three values 1 / scale. Returns the largest magnitude
-    of a weight that has a scale, else 0.
+    Computed in float32, from the new moments before they are rounded. numbers: (11,), the scalars
+    of the formulas and the three values 1 / scale. Returns the largest magnitude of a weight that
+    has a scale, else 0.
     """
-    weight, first, second = (s._replace(values=x) for s, x in zip(kept, old, strict=False))
     decay, b1, c1, b2, c2, size, root, eps, *units = numbers.unbind()
-    g = old[3].to(torch.float32)
-    m = decode(first) * b1 + g * c1
-    v = decode(second) * b2 + g * g * c2
-    w = decode(weight) * decay - m * size / (v.sqrt() * root + eps)
+    g = grad.to(torch.float32)
+    m = decode(kept.first) * b1 + g * c1
+    v = decode(kept.second) * b2 + g * g * c2
+    w = decode(kept.weight) * decay - m * size / (v.sqrt() * root + eps)
     bits = low = high = None
     of_weight, of_first, of_second = how.stochastic
     if of_first or of_second:
@@ -159,15 +126,16 @@ def _adam(
         low = fewer_bits(word << 16, HALF) if of_second else None
     if of_weight:
         bits = bits_from_key(g.shape, keys[1], device=g.device)
-    write(w, kept[0], how.weight, units[0], bits=bits)
-    write(m, kept[1], how.first, units[1], bits=high)
-    write(v, kept[2], how.second, units[2], away=True, bits=low)
+    write(w, kept.weight, how.weight, units[0], bits=bits)
+    write(m, kept.first, how.first, units[1], bits=high)
+    write(v, kept.second, how.second, units[2], away=True, bits=low)
     return w.abs().amax() if how.weight.scale == "tensor" else w.new_zeros(())
 
 
 @functools.cache
 def _compiled(dynamic: bool | None) -> Callable[..., Tensor]:
     skip = torch.compiler.skip_guard_on_globals_unsafe  # no function of this package changes
+    warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # inductor
     return torch.compile(_adam, dynamic=dynamic, options={"guard_filter_fn": skip})
 
 
@@ -182,9 +150,6 @@ PLAIN = {
     ),
 }
 """The encodings of weights without a master, by dtype."""
-
-COMPILED = 1 << 22
-"""Elements that a compiled step on a CPU copies to float32 at once: 16 MiB."""
 
 BLOCKS = 1 << 16
 """Elements that a compiled step with blocks processes at once per CPU thread. The number is
@@ -405,48 +370,42 @@ def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _step(unit: _Unit, scales: Scales) -> None:
-    """Updates one unit in chunks that stay in a processor's cache. The remainder of a compiled unit
-    runs in eager mode."""
-    kept = (unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
+    """Updates one unit in chunks. The remainder of a compiled unit runs in eager mode."""
+    kept = _Kept(unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
     grad, numbers, how = unit.gradient(), unit.numbers(scales), unit.how
     count = len(grad)
     keys = unit.keys() if any(how.stochastic) else []
-    size, least, narrow = _sizes((grad, *(stored.values for stored in kept)), unit)
-    room = ROOM.of(narrow, min(size, count))
+    size, least = _sizes(unit, grad)
     whole = count - count % least
     largest = []
     for begin, end in itertools.pairwise([*range(0, whole, size), whole, count]):
         if begin == end:
             continue
-        parts = kept
-        if end - begin < count:
-            parts = (kept[0].part(begin, end), kept[1].part(begin, end), kept[2].part(begin, end))
-        old = [parts[0].values, parts[1].values, parts[2].values, grad[begin:end]]
-        rest = (numbers, how, [key_at(key, begin) for key in keys])
+        parts = kept if end - begin == count else kept.part(begin, end)
+        given = (parts, grad[begin:end], numbers, how)
+        at = [key_at(key, begin) for key in keys]
         if unit.compiled and begin < whole:
-            largest.append(_adam_compiled(parts, old, room, *rest))
+            words = [torch.as_tensor(key, device=grad.device) for key in at]  # ints would recompile
+            step = _compiled(False if grad.is_cpu and how.in_blocks else None)
+            largest.append(step(*given, words))
         else:
-            largest.append(_adam(parts, old, *rest))
-    if kept[0].amax is not None and largest:
-        kept[0].amax.copy_(torch.stack(largest).amax())
+            largest.append(_adam(*given, at))
+    if kept.weight.amax is not None and largest:
+        kept.weight.amax.copy_(torch.stack(largest).amax())
     for stored, scale in zip(kept, scales, strict=True):
         if stored.scale is not None and scale is not None:
             stored.scale.fill_(scale)
     unit.finish(*kept)
 
 
-def _sizes(read: Sequence[Tensor], unit: _Unit) -> tuple[int, int, int]:
-    """The chunk size (a power of two, or all elements); the number that compiled chunks are
-    multiples of; and the number of 16-bit tensors to copy to float32."""
-    least, threads = BLOCK if unit.compiled else 1, (torch.get_num_threads() - 1).bit_length()
-    if not read[0].is_cpu:
-        return max(len(read[0]), 1), least, 0
-    if not unit.compiled:
-        return CHUNK << threads, least, 0
-    narrow = [x.element_size() for x in read].count(2)
-    if unit.how.in_blocks:
-        return BLOCKS << threads, BLOCKS << threads, narrow
-    return COMPILED >> max(narrow - 1, 0).bit_length(), least, narrow
+def _sizes(unit: _Unit, grad: Tensor) -> tuple[int, int]:
+    """The chunk size, a power of two or all elements, and what compiled chunks are multiples of."""
+    threads = (torch.get_num_threads() - 1).bit_length()
+    if grad.is_cpu and unit.compiled and unit.how.in_blocks:
+        return BLOCKS << threads, BLOCKS << threads
+    least = BLOCK if unit.compiled else 1
+    in_cache = grad.is_cpu and not unit.compiled
+    return CHUNK << threads if in_cache else max(len(grad), 1), least
 
 
 def check_adam(group: dict[str, Any]) -> None:
@@ -585,6 +544,7 @@ class AdamW(_Adam):
     >>> _ = optimizer.step()
     >>> optimizer.state[weight]["exp_avg_values"].dtype
     torch.float8_e4m3fn
+    >>> from fp8.optim import state_bytes
     >>> state_bytes(optimizer)
     {'first_moment': 16896, 'second_moment': 16896, 'master': 0, 'step': 4}
     """

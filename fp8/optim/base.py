@@ -33,8 +33,6 @@ from .state import (
     warn_of_broadcasts,
 )
 
-__all__ = ["LowPrecision", "check_group", "finite_everywhere", "refuse"]
-
 
 def refuse(**options: bool | None) -> None:
     """Raises ValueError for enabled options of torch's optimizers that are not supported."""

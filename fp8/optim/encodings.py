@@ -23,8 +23,6 @@ from ..formats.format import FORMATS, Format
 from ..formats.rounding import LAYOUTS, Grid, round_to_grid
 from ..recipes.scaling import scale_of, scale_of_number, scaled_tiles
 
-__all__ = ["BLOCK", "ENCODINGS", "MASTERS", "MOMENTA", "MOMENTS", "Encoded", "Encoding"]
-
 BLOCK = 128
 """Consecutive elements that share the scale of a block, as in DeepSeek-V3 (arXiv:2412.19437)."""
 

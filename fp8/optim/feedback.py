@@ -13,8 +13,6 @@ from ..common.validation import check_flag
 from .encodings import ENCODINGS, MOMENTS, Encoded, Encoding, decode, write
 from .state import Group, is_plain, local
 
-__all__ = ["add_error", "check_feedback", "has_feedback"]
-
 ALLOWED = tuple(name for name in MOMENTS["first_moment"] if ENCODINGS[name].scale != "tensor")
 """The first moments that hold what is added: a scale for the tensor is set before the step."""
 

@@ -45,8 +45,6 @@ from .state import (
 
 aten = torch.ops.aten  # which no mode casts, if a step is made inside of `fp8.autocast`
 
-__all__ = ["ALGORITHMS", "RATES", "Muon", "amplifies", "muon_groups", "orthogonalized"]
-
 ALGORITHMS = {"muon": "int8_block", "adamw": "e4m3"}
 """Algorithm of a group -> its default ``first_moment``."""
 

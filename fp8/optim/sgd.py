@@ -14,8 +14,6 @@ from ..tensors.scaled_tensor import plain
 from .base import LowPrecision, check_group, finite_everywhere, refuse
 from .state import MASTER, MOMENTUM, Group, State, local, names, put_weight, weight_of
 
-__all__ = ["SGD"]
-
 
 def _check(group: Group) -> None:
     """Raises ValueError or TypeError for invalid settings of a group."""

@@ -15,33 +15,17 @@ from torch.optim.optimizer import Optimizer
 from ..tensors.scaled_tensor import plain
 from .encodings import ENCODINGS, Encoded, Encoding, decode, scale_for, write, zeros
 
-__all__ = [
-    "FIRST",
-    "MASTER",
-    "MOMENTUM",
-    "SECOND",
-    "carried",
-    "check_numbers",
-    "convert",
-    "everywhere",
-    "has",
-    "keep",
-    "local",
-    "names",
-    "numbers_of",
-    "parameters_of",
-    "prepare",
-    "put_weight",
-    "read",
-    "rounds_to",
-    "state_bytes",
-    "warn_of_broadcasts",
-    "weight_of",
-]
-
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
 MOMENTUM = "momentum_buffer"
 """Names of the tensors in a state. All but the master are those of torch."""
+
+PURPOSES = {
+    SECOND: "second_moment",
+    FIRST: "first_moment",
+    MOMENTUM: "first_moment",
+    MASTER: "master",
+}
+"""How a name in a state begins -> what the tensor is for; the first match counts."""
 
 PARTS = ("_values", "_scale", "_amax")
 """Suffixes of these names for a tensor that is stored with a scale."""
@@ -328,11 +312,13 @@ def state_bytes(optimizer: Optimizer) -> dict[str, int]:
     Returns:
         "first_moment", "second_moment", "master" and "step" -> bytes on this process.
     """
-    kinds = {SECOND: "second_moment", FIRST: "first_moment", MASTER: "master", "step": "step"}
-    kinds[MOMENTUM] = "first_moment"
     found = dict.fromkeys(("first_moment", "second_moment", "master", "step"), 0)
     for state in optimizer.state.values():
-        for key, value in state.items():
-            kind = next(kind for name, kind in kinds.items() if key.startswith(name))
-            found[kind] += local(value).nbytes
+        for name, value in state.items():
+            found[purpose_of(name, "step")] += local(value).nbytes
     return found
+
+
+def purpose_of(name: str, otherwise: str) -> str:
+    """What a tensor of a state is for, by `PURPOSES`."""
+    return next((p for start, p in PURPOSES.items() if name.startswith(start)), otherwise)

@@ -22,8 +22,6 @@ from ..casts.saved_operands import save_operands, saved_operands
 from ..common.compiler import apply
 from ..recipes.cast import Cast
 
-__all__ = ["ACTIVATIONS", "KERNELS", "ActivationKernel"]
-
 aten = torch.ops.aten
 
 
@@ -210,19 +208,10 @@ ACTIVATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.gelu: _gelu,
     F.silu: _silu,
     F.glu: _glu,
-    F.relu: _relu,
-    F.relu_: _relu_,
-    torch.relu: _relu,
-    torch.relu_: _relu_,
-    torch.Tensor.relu: _relu,
-    torch.Tensor.relu_: _relu_,
-    torch.mul: _gate,
-    torch.multiply: _gate,
-    torch.Tensor.mul: _gate,
-    torch.Tensor.multiply: _gate,
-    torch.Tensor.__mul__: _gate,
-    torch.Tensor.__rmul__: _gate,
-    operator.mul: _gate,
+    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _relu),
+    **dict.fromkeys((F.relu_, torch.relu_, Tensor.relu_), _relu_),
+    **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.multiply), _gate),
+    **dict.fromkeys((Tensor.__mul__, Tensor.__rmul__, operator.mul), _gate),
 }
 """Torch function -> its implementation under `saved_activations`: (cast, *args, **kwargs) -> the
 result, or NotImplemented if torch should compute the call."""

@@ -27,8 +27,6 @@ from ..recipes.recipe import Recipe
 from .matmul import matmul, to_autocast_dtype, uncast_matmul
 from .summed import warn_unsummed
 
-__all__ = ["attention", "by_products", "flex_attention", "is_fused"]
-
 
 def attention(
     query: Tensor,
@@ -135,7 +133,7 @@ def _cast_around(
     key = cast_forward(key, cast, -1, of[1], name, "key")
     value = cast_forward(value, cast, -2, of[2], name, "value")
     y, *rest = kernel(query, key, value)
-    return cast_backward(y, recipe.grad, -1, of_grad, name), *rest
+    return cast_backward(y, recipe.grad, of_grad, name), *rest
 
 
 def by_products(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +37,7 @@ from .matmul import (
     to_autocast_dtype,
 )
 from .summed import warn_unsummed
-
-__all__ = ["conv", "conv_transpose"]
+from .summed_convolution import Geometry
 
 aten = torch.ops.aten
 
@@ -64,6 +63,14 @@ def _cast(
     return y.reshape(last.shape).movedim(-1, 1), None
 
 
+class _Settings(NamedTuple):
+    """The constants of a convolution. scales: of the output and of both gradients."""
+
+    scales: Scales
+    geometry: Geometry
+    casts: Casts = Casts()
+
+
 class _Convolution(Function):
     """A convolution, or its transpose, with a scale for the output and for each of the two
     gradients.
@@ -71,8 +78,7 @@ class _Convolution(Function):
     A scale multiplies the smaller tensor (the weight, or the weight's gradient) instead of the
     feature maps. `aten.convolution_backward` is itself differentiable. Arguments: the cast input
     and weight, and their scale factors; the operands that backward casts instead, or None; bias or
-    None; the history of the gradient or None; the three scales; (stride, padding, dilation,
-    transposed, output_padding, groups); `Casts`; what is shared of the saved input.
+    None; the history of the gradient or None; `_Settings`; what is shared of the saved input.
     """
 
     generate_vmap_rule = True
@@ -87,48 +93,44 @@ class _Convolution(Function):
         other_weight: Tensor | None,
         bias: Tensor | None,
         history: Tensor | None,
-        s_y: float,
-        s_dx: float,
-        s_dw: float,
-        geometry: tuple[Any, ...],
-        casts: Casts,
+        how: _Settings,
         shared: SharedCasts | None,
     ) -> Tensor:
-        return aten.convolution.default(input, _times(weight, s_y), bias, *geometry)
+        weight = _times(weight, how.scales[0])
+        return aten.convolution.default(input, weight, bias, *how.geometry)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, scale_x, scale_w, other_x, other_w, _, ctx.history, *rest = inputs
-        _, ctx.s_dx, ctx.s_dw, ctx.geometry, ctx.casts, shared = rest
-        save_both(ctx, (x, scale_x, other_x), (w, scale_w, other_w), ctx.casts, shared)
+        x, w, scale_x, scale_w, other_x, other_w, _, ctx.history, ctx.how, shared = inputs
+        save_both(ctx, (x, scale_x, other_x), (w, scale_w, other_w), ctx.how.casts, shared)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, w = saved_operands(ctx, grad.dtype)
         needs_x, needs_w, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
-        for_x, for_w = ctx.casts.grad_for_a, ctx.casts.grad_for_b
-        again_x, again_w = ctx.casts.a_again, ctx.casts.b_again
+        (_, s_dx, s_dw), geometry, casts = ctx.how
+        for_x, for_w = casts.grad_for_a, casts.grad_for_b
         gradient = aten.convolution_backward.default
-        one_call = needs_x and needs_w and not again_x and one_copy(for_x, for_w)
+        one_call = needs_x and needs_w and not casts.a_again and one_copy(for_x, for_w)
         dx: Any = None
         dw: Any = None
         db = g = None
         if needs_x:
             g, _ = _cast(grad, for_x, -1, ctx.history, record=True)
-            w_again, _ = _cast(w, again_w, -1 if ctx.geometry[3] else -2, weight=True)
-            scaled = _times(w_again.to(grad.dtype), ctx.s_dx)
+            w_again, _ = _cast(w, casts.b_again, -1 if geometry.transposed else -2, weight=True)
+            scaled = _times(w_again.to(grad.dtype), s_dx)
             wanted = [True, one_call, False]  # the weight's gradient does not need the weight
-            dx, dw, _ = gradient(g, x.to(grad.dtype), scaled, None, *ctx.geometry, wanted)
+            dx, dw, _ = gradient(g, x.to(grad.dtype), scaled, None, *geometry, wanted)
         if needs_w and not one_call:
             if g is None or not one_copy(for_x, for_w):
                 g, _ = _cast(grad, for_w, -2, ctx.history, record=True)
-            x = _cast(x, again_x, -2)[0].to(grad.dtype)
-            _, dw, _ = gradient(g, x, w.to(grad.dtype), None, *ctx.geometry, [False, True, False])
+            x = _cast(x, casts.a_again, -2)[0].to(grad.dtype)
+            _, dw, _ = gradient(g, x, w.to(grad.dtype), None, *geometry, [False, True, False])
         if dw is not None:
-            dw = _times(dw, ctx.s_dw)
+            dw = _times(dw, s_dw)
         if needs_bias:  # of the uncast gradient, as in fp8.products.matmul.linear
-            db = _times(grad.sum([d for d in range(grad.dim()) if d != 1]), ctx.s_dw)
-        return (dx, dw, *[None] * 4, db, *[None] * 7)
+            db = _times(grad.sum([d for d in range(grad.dim()) if d != 1]), s_dw)
+        return (dx, dw, *[None] * 4, db, *[None] * 3)
 
 
 def _convolve(
@@ -136,7 +138,7 @@ def _convolve(
     weight: Tensor,
     bias: Tensor | None,
     scales: Scales,
-    geometry: tuple[Any, ...],
+    geometry: Geometry,
     unit: bool,
 ) -> Tensor:
     """Casts the operands and calls `_Convolution`."""
@@ -167,7 +169,7 @@ def _simulated(
     weight: Tensor,
     bias: Tensor | None,
     scales: Scales,
-    geometry: tuple[Any, ...],
+    geometry: Geometry,
     casts: Casts,
     histories: list[Any],
     shared: SharedCasts | None,
@@ -176,30 +178,30 @@ def _simulated(
     of_x, of_w, of_grad = histories
     first, second, casts = with_copies(x, weight, casts)
     x, scale_x = _cast(x, casts.a, -1, of_x)
-    weight, scale_w = _cast(weight, casts.b, -2 if geometry[3] else -1, of_w, weight=True)
+    weight, scale_w = _cast(weight, casts.b, -2 if geometry.transposed else -1, of_w, weight=True)
     x, weight, bias = _of_one_dtype(x, weight, bias)
-    operands = (x, weight, scale_x, scale_w, first, second)
-    settings = (*scales, geometry, casts, shared)
-    return apply(_Convolution, *operands, bias, of_grad, *settings, written=of_grad)
+    operands = (x, weight, scale_x, scale_w, first, second, bias, of_grad)
+    how = _Settings(scales, geometry, casts)
+    return apply(_Convolution, *operands, how, shared, written=of_grad)
 
 
 def _uncast(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: tuple[Any, ...]
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: Geometry
 ) -> Tensor:
     """`_as_it_is` in a graph."""
     x, weight, bias = to_autocast_dtype(x, weight, bias)
-    settings = (*scales, geometry, Casts(), None)
-    return _Convolution.apply(x, weight, *[None] * 4, bias, None, *settings)
+    how = _Settings(scales, geometry)
+    return _Convolution.apply(x, weight, *[None] * 4, bias, None, how, None)
 
 
 @partial(in_graph, graph=_uncast)
 def _as_it_is(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: tuple[Any, ...]
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: Geometry
 ) -> Tensor:
     """The convolution without casts."""
     x, weight, bias = _of_one_dtype(x, weight, bias)
-    settings = (*scales, geometry, Casts(), None)
-    return apply_eagerly(_Convolution, x, weight, *[None] * 4, bias, None, *settings)
+    how = _Settings(scales, geometry)
+    return apply_eagerly(_Convolution, x, weight, *[None] * 4, bias, None, how, None)
 
 
 def _of_one_dtype(
@@ -285,7 +287,7 @@ def conv(
     if padding == "same" and any(step != 1 for step in strides):
         raise ValueError(f"padding='same' needs stride 1, got {stride!r}")
     x, margins = _padded(x, weight, padding, steps)
-    geometry = (strides, margins, steps, False, [0] * dims, groups)
+    geometry = Geometry(strides, margins, steps, False, [0] * dims, groups)
     y = _convolve(x, weight, bias, scales, geometry, unit)
     return y if input.dim() == dims + 2 else y.squeeze(0)
 
@@ -320,6 +322,6 @@ def conv_transpose(
             (output_padding, "output_padding"),
         )
     )
-    geometry = (steps, margins, stretch, True, extra, groups)
+    geometry = Geometry(steps, margins, stretch, True, extra, groups)
     y = _convolve(x, weight, bias, scales, geometry, unit)
     return y if input.dim() == dims + 2 else y.squeeze(0)

@@ -19,8 +19,6 @@ from ..recipes.recipe import Recipe
 from .matmul import ONES, Scales, matmul
 from .summed import warn_unsummed
 
-__all__ = ["as_equation", "as_matmul", "einsum", "letters", "sums_products"]
-
 aten = torch.ops.aten
 
 
@@ -46,7 +44,7 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
         for i, (t, history, exponent) in enumerate(zip(operands, of, static, strict=True), 1)
     ]
     y = aten.einsum.default(equation, operands)
-    return cast_backward(y, recipe.grad, -1, of_grad, name)
+    return cast_backward(y, recipe.grad, of_grad, name)
 
 
 def as_matmul(

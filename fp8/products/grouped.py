@@ -12,7 +12,7 @@ that are split by offsets. The ranks of both operands determine what is split:
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.autograd import Function
 
 from ..casts.casting import Spec, turn_of
 from ..casts.counts import is_sampled, product_name
-from ..casts.groups import aligned, bounds, cast_groups, pieces, product_shape
+from ..casts.groups import Groups, aligned, bounds, cast_groups, pieces, product_shape
 from ..casts.measuring import Measurement, measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
 from ..casts.saved_operands import save_operands, saved_operands
@@ -32,8 +32,6 @@ from ..native import product as native
 from ..recipes.recipe import Recipe
 from . import summed
 from .matmul import ONES, Scales, check_scales, gemm, linear
-
-__all__ = ["MULTIPLY_GROUPS", "grouped_mm"]
 
 
 @torch.library.custom_op(
@@ -83,13 +81,24 @@ def _ends(offs: Tensor | None, spec: Spec | None) -> Tensor | None:
     return offs if offs is None or spec is None else aligned(offs, spec.hadamard)
 
 
-class _Grouped(Function):
-    """``s_y * a b^T`` by groups. a and b are passed to receive gradients.
+class _Settings(NamedTuple):
+    """The constants of a grouped product.
 
-    The cast operands, their scale factors, and the rest are as in `_Product`. again_a, again_b:
-    whether backward casts the operand instead of using the cast one. split: the axis of operands of
-    rank two that the offsets split.
+    scales: of the output and of both gradients. casts: None for operands that backward does not
+    cast again. split: the axis of operands of rank two that the offsets split. again_a, again_b:
+    whether backward casts the operand instead of using the cast one.
     """
+
+    scales: Scales
+    casts: Casts
+    split: int
+    again_a: bool
+    again_b: bool
+
+
+class _Grouped(Function):
+    """``s_y * a b^T`` by groups. a and b are passed to receive gradients. The cast operands and
+    their scale factors are as in `fp8.products.matmul`."""
 
     @staticmethod
     def forward(
@@ -101,25 +110,18 @@ class _Grouped(Function):
         scale_a: Tensor | None,
         scale_b: Tensor | None,
         history: Tensor | None,
-        s_y: float,
-        s_a: float,
-        s_b: float,
-        casts: Casts,
-        split: int,
-        again_a: bool,
-        again_b: bool,
+        how: _Settings,
     ) -> Tensor:
-        ends = _ends(offs, casts.a) if split == -1 else offs
-        return MULTIPLY_GROUPS(cast_a, cast_b.mT, ends, s_y)
+        ends = _ends(offs, how.casts.a) if how.split == -1 else offs
+        return MULTIPLY_GROUPS(cast_a, cast_b.mT, ends, how.scales[0])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, offs, cast_a, cast_b, scale_a, scale_b, ctx.history, *rest = inputs
-        _, ctx.s_a, ctx.s_b, ctx.casts, ctx.split, again_a, again_b = rest
+        a, b, offs, cast_a, cast_b, scale_a, scale_b, ctx.history, ctx.how = inputs
         ctx.turned, ctx.has_offs = b.mT.is_contiguous(), offs is not None
         saved: list[Any] = [
-            (a, None, None) if again_a else (cast_a, ctx.casts.a, scale_a),
-            (b, None, None) if again_b else (cast_b, ctx.casts.b, scale_b),
+            (a, None, None) if ctx.how.again_a else (cast_a, ctx.how.casts.a, scale_a),
+            (b, None, None) if ctx.how.again_b else (cast_b, ctx.how.casts.b, scale_b),
         ]
         save_operands(ctx, *saved, *([] if offs is None else [(offs, None, None)]))
 
@@ -127,29 +129,29 @@ class _Grouped(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b, *rest = saved_operands(ctx, grad.dtype)
         offs = rest[0] if ctx.has_offs else None
-        casts, history, split = ctx.casts, ctx.history, ctx.split
+        how, history = ctx.how, ctx.history
+        casts, (_, s_a, s_b) = how.casts, how.scales
         if is_differentiated_again() and any(casts):
             raise RuntimeError("create_graph=True: a grouped product with casts has one gradient")
+        along, across = Groups(offs, how.split, -1), Groups(offs, how.split, -2)
         needs_a, needs_b, *_ = ctx.needs_input_grad
-        multiply = MULTIPLY_GROUPS
         da = db = for_a = None
         if needs_a:
-            turn, spec = turn_of(casts.grad_for_a, grad), casts.grad_for_a
-            for_a, _ = cast_groups(grad, offs, spec, split, -1, history, True, turn)
-            again, _ = cast_groups(b, offs, casts.b_again, split, -2, turn=turn)
-            da = multiply(for_a, again, offs, ctx.s_a)
+            turn = turn_of(casts.grad_for_a, grad)
+            for_a, _ = cast_groups(grad, along, casts.grad_for_a, history, True, turn)
+            again, _ = cast_groups(b, across, casts.b_again, turn=turn)
+            da = MULTIPLY_GROUPS(for_a, again, offs, s_a)
         if needs_b:
             for_b, turn = for_a, turn_of(casts.grad_for_b, grad)
             if for_b is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
-                spec = casts.grad_for_b
-                for_b, _ = cast_groups(grad, offs, spec, split, -2, history, True, turn)
-            again, _ = cast_groups(a, offs, casts.a_again, split, -2, turn=turn)
-            ends = _ends(offs, casts.grad_for_b) if split == -2 else offs
+                for_b, _ = cast_groups(grad, across, casts.grad_for_b, history, True, turn)
+            again, _ = cast_groups(a, across, casts.a_again, turn=turn)
+            ends = _ends(offs, casts.grad_for_b) if how.split == -2 else offs
             if ctx.turned:
-                db = multiply(again.mT, for_b, ends, ctx.s_b).mT
+                db = MULTIPLY_GROUPS(again.mT, for_b, ends, s_b).mT
             else:
-                db = multiply(for_b.mT, again, ends, ctx.s_b)
-        return da, db, *[None] * 13
+                db = MULTIPLY_GROUPS(for_b.mT, again, ends, s_b)
+        return da, db, *[None] * 7
 
 
 def _product(
@@ -191,12 +193,12 @@ def _simulated(
     """Casts the operands and multiplies their values. split: as in `cast_groups`, of a."""
     first, second, needed = with_copies(a, b, casts)
     of_a, of_b, of_grad = histories
-    turn = turn_of(casts.a, a)
-    cast_a, scale_a = cast_groups(a, offs, casts.a, split, -1, of_a, turn=turn)
-    cast_b, scale_b = cast_groups(b, offs, casts.b, split, -1, of_b, turn=turn)
+    turn, along = turn_of(casts.a, a), Groups(offs, split, -1)
+    cast_a, scale_a = cast_groups(a, along, casts.a, of_a, turn=turn)
+    cast_b, scale_b = cast_groups(b, along, casts.b, of_b, turn=turn)
     operands = (a, b, offs, cast_a.detach(), cast_b.detach(), scale_a, scale_b)
-    settings = (*scales, needed, split, first is not None, second is not None)
-    return apply(_Grouped, *operands, of_grad, *settings, written=of_grad)
+    settings = _Settings(scales, needed, split, first is not None, second is not None)
+    return apply(_Grouped, *operands, of_grad, settings, written=of_grad)
 
 
 def _measured(
@@ -283,8 +285,6 @@ def grouped_mm(
     *,
     scales: Scales = ONES,
     recipe: Recipe | None = None,
-    backend: str = "simulate",
-    static: Exponents | None = None,
     unit: bool = False,
 ) -> Tensor:
     """``s_y * left @ right`` by groups, as `torch.nn.functional.grouped_mm`.
@@ -307,7 +307,7 @@ def grouped_mm(
             and floating-point dtypes are supported; both operands have the same.
         offs: (groups,), int32: the ends of the groups, along the axis called tokens here. None for
             two stacks. Rows beyond the last end are zero in the result and in gradients.
-        scales, recipe, backend, static, unit: as in `fp8.products.matmul.matmul`.
+        scales, recipe, unit: as in `fp8.products.matmul.matmul`.
 
     Returns:
         (tokens, n), (groups, m, n), (groups, m, n) or (m, tokens), in the dtype of the operands.
@@ -317,15 +317,14 @@ def grouped_mm(
             or exceed the number of tokens.
         TypeError: for operands of different dtypes.
     """
-    recipe, backend = chosen(recipe, backend, unit)
+    recipe, backend = chosen(recipe, "simulate", unit)
     _check(left, right, offs)
     if left.dtype != right.dtype:
         raise TypeError(f"grouped_mm needs one dtype, got {left.dtype} and {right.dtype}")
     if recipe is not None:
         refuse_nested(left)
     s_y, s_left, s_right = check_scales(scales)
-    if static is None:
-        static = (0, 0) if recipe is None else static_exponents(recipe, left, right)
+    static = static_exponents(recipe, left, right)
     if left.dim() == 3 and right.dim() == 2:  # the stack is the weight: (right^T left^T)^T
         turned = (s_y, s_right, s_left)
         return _product(right.mT, left, offs, turned, recipe, backend, static[::-1]).mT

@@ -16,8 +16,6 @@ from torch.nn import functional as F
 from ..context.active import product_recipe
 from .attention import by_products
 
-__all__ = ["check_masks", "merge_masks", "multi_head_attention_forward", "projections"]
-
 
 def projections(
     query: Tensor,

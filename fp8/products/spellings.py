@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["SPELLINGS", "by_function"]
-
 T = TypeVar("T")
 
 SPELLINGS: dict[str, tuple[Callable[..., Any], ...]] = {

@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from ..casts.casting import Spec, format_of, turn_of
 from ..casts.codes import Codes, codes, narrowed, widened
-from ..casts.groups import aligned, group_codes, pieces, product_shape
+from ..casts.groups import Groups, aligned, group_codes, pieces, product_shape
 from ..casts.operands import Casts, one_copy
 from ..casts.saved_operands import saved_tensors
 from ..common.compiler import is_differentiated_again
@@ -32,18 +32,31 @@ from ..sums.dot import dot
 from ..sums.tensor_cores import Matrix, instruction_for
 from ..tensors.scaled_tensor import plain
 
-__all__ = ["KINDS", "Kind", "Specs", "multiply", "operand", "product", "warn_unsummed"]
+Scales = tuple[float, float, float]
 
 
-Specs = tuple[Spec | None, Spec | None]
-"""The specs of both operands of a product."""
+class Settings(NamedTuple):
+    """The constants of a product and its gradients.
+
+    scales: of the output and of both gradients. sums: `fp8.Recipe.sums`. dtype: the name of that of
+    the output. split: the axis that the offsets of a grouped product split; 0 for others. kind: a
+    name in KINDS. geometry: of a convolution.
+    """
+
+    scales: Scales
+    casts: Casts
+    sums: str
+    dtype: str
+    split: int = 0
+    kind: str = "matrix"
+    geometry: Any = None
 
 
 def product(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
-    scales: tuple[float, float, float],
+    scales: Scales,
     casts: Casts,
     histories: list[Tensor | None],
     sums: str,
@@ -51,23 +64,22 @@ def product(
     offs: Tensor | None = None,
     split: int = 0,
     kind: str = "matrix",
-    how: tuple[Any, ...] = (),
+    geometry: Any = None,
 ) -> Tensor:
     """``s_y * a b^T + bias`` in ``dtype`` for a (m, k) and b (n, k), or batches of them.
 
-    casts, histories: as in `fp8.products.matmul`. sums: `fp8.Recipe.sums`. A product of which an
-    operand is not cast sums as torch does. dtype: a name. bias has that dtype, and is added after
-    the result is rounded to it, along dimension 1. offs, split: those of a grouped product, as in
-    `fp8.products.grouped`; split is 0 for others. kind: a name in KINDS, with its settings ``how``.
+    casts, histories: as in `fp8.products.matmul`. A product of which an operand is not cast sums as
+    torch does. bias has the dtype, and is added after the result is rounded to it, along dimension
+    1. offs: of a grouped product, as in `fp8.products.grouped`. Others as in `Settings`.
     """
     of_a, of_b, of_grad = histories
     record = torch.is_grad_enabled()
     with torch.no_grad():
-        turn = turn_of(casts.a, a)
-        left = operand(a, casts.a, -1, of_a, record, turn, offs, split)
-        right = operand(b, casts.b, -1, of_b, record, turn, offs, split)
-    settings = (*scales, casts, sums, dtype, split, kind, how)
-    y: Tensor = _Summed.apply(a, b, offs, of_grad, *settings, *left, *right)
+        turn, groups = turn_of(casts.a, a), Groups(offs, split, -1)
+        left = operand(a, casts.a, groups, of_a, record, turn)
+        right = operand(b, casts.b, groups, of_b, record, turn)
+    how = Settings(scales, casts, sums, dtype, split, kind, geometry)
+    y: Tensor = _Summed.apply(a, b, offs, of_grad, how, *left, *right)
     return y if bias is None else _Biased.apply(y, bias, scales[2])
 
 
@@ -109,30 +121,19 @@ class _Summed(Function):
         b: Tensor,
         offs: Tensor | None,
         history: Tensor | None,
-        s_y: float,
-        s_a: float,
-        s_b: float,
-        casts: Casts,
-        sums: str,
-        dtype: str,
-        split: int,
-        kind: str,
-        how: tuple[Any, ...],
+        how: Settings,
         *operands: Tensor | None,
     ) -> Tensor:
         left, right = Codes(*operands[:3]), Codes(*operands[3:])  # type: ignore[arg-type]
-        y = KINDS[kind].output(left, right, casts[:2], sums, (offs, split), how)
-        return (y * s_y).to(getattr(torch, dtype))
+        y = KINDS[how.kind].output(left, right, how.casts.a, how.casts.b, offs, how)
+        return (y * how.scales[0]).to(getattr(torch, how.dtype))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, offs, ctx.history, _, *rest = inputs
-        ctx.s_a, ctx.s_b, casts, ctx.sums, _, ctx.split, ctx.kind, ctx.how, *operands = rest
-        ctx.casts, ctx.dtypes = casts, (a.dtype, b.dtype)
-        keep_a = one_copy(casts.a, casts.a_again)
-        keep_b = one_copy(casts.b, casts.b_again)
-        of_a = operands[:3] if keep_a else (a, None, None)
-        of_b = operands[3:] if keep_b else (b, None, None)
+        a, b, offs, ctx.history, ctx.how, *operands = inputs
+        casts, ctx.dtypes = ctx.how.casts, (a.dtype, b.dtype)
+        of_a = operands[:3] if one_copy(casts.a, casts.a_again) else (a, None, None)
+        of_b = operands[3:] if one_copy(casts.b, casts.b_again) else (b, None, None)
         ctx.save_for_backward(offs, *of_a, *of_b)
 
     @staticmethod
@@ -141,74 +142,64 @@ class _Summed(Function):
             raise RuntimeError(
                 "create_graph=True: products with accumulate= have no second derivative"
             )
-        casts, (offs, *saved), history = ctx.casts, saved_tensors(ctx), ctx.history
-        kind, groups = KINDS[ctx.kind], (offs, ctx.split)
+        how, history, (offs, *saved) = ctx.how, ctx.history, saved_tensors(ctx)
+        casts, kind, (_, s_a, s_b) = how.casts, KINDS[how.kind], how.scales
+        along, across = Groups(offs, how.split, -1), Groups(offs, how.split, -2)
         da = db = g = None
         if ctx.needs_input_grad[0]:
             turn = turn_of(casts.grad_for_a, grad)
-            g = operand(grad, casts.grad_for_a, -1, history, True, turn, *groups)
-            b = _second(saved[3:], casts.b_again, turn, *groups)
-            specs = casts.grad_for_a, casts.b_again
-            da = kind.grad_a(g, b, specs, ctx.sums, groups, ctx.how) * ctx.s_a
+            g = operand(grad, casts.grad_for_a, along, history, True, turn)
+            b = _second(saved[3:], casts.b_again, across, turn)
+            da = kind.grad_a(g, b, casts.grad_for_a, casts.b_again, offs, how) * s_a
             da = da.to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             turn = turn_of(casts.grad_for_b, grad)
             if g is not None and one_copy(casts.grad_for_a, casts.grad_for_b):
                 g = g.mT
             else:
-                g = operand(grad, casts.grad_for_b, -2, history, True, turn, *groups)
-            a = _second(saved[:3], casts.a_again, turn, *groups)
-            specs = casts.grad_for_b, casts.a_again
-            db = kind.grad_b(g, a, specs, ctx.sums, groups, ctx.how) * ctx.s_b
+                g = operand(grad, casts.grad_for_b, across, history, True, turn)
+            a = _second(saved[:3], casts.a_again, across, turn)
+            db = kind.grad_b(g, a, casts.grad_for_b, casts.a_again, offs, how) * s_b
             db = db.to(ctx.dtypes[1])
-        return da, db, *[None] * 17
+        return da, db, *[None] * 9
 
 
-def _second(
-    saved: Sequence[Any], spec: Spec | None, turn: Tensor | None, offs: Tensor | None, split: int
-) -> Codes:
+def _second(saved: Sequence[Any], spec: Spec | None, groups: Groups, turn: Tensor | None) -> Codes:
     """The codes of an operand for its second product, along its other axis. saved: its codes, or
     itself without them."""
     if saved[1] is not None:
         return Codes(*saved).mT
-    return operand(saved[0], spec, -2, None, False, turn, offs, split)
+    return operand(saved[0], spec, groups, turn=turn)
 
 
 def operand(
     x: Tensor,
     spec: Spec | None,
-    axis: int = -1,
+    groups: Groups,
     history: Tensor | None = None,
     record: bool = False,
     turn: Tensor | None = None,
-    offs: Tensor | None = None,
-    split: int = 0,
 ) -> Codes:
-    """`fp8.casts.codes.codes`, or `group_codes` if ``split`` is not 0; of an operand that is not
+    """`fp8.casts.codes.codes`, or `group_codes` if groups split an axis; of an operand that is not
     cast its values, with scale 1."""
     if spec is not None:
         check_dtype(plain(x))
-    if spec is not None and split:
-        return group_codes(x, offs, spec, split, axis, history, record, turn)
+    if spec is not None and groups.split:
+        return group_codes(x, groups, spec, history, record, turn)
     if spec is not None and x.numel():
-        return codes(x, spec, axis, history, record, turn)
-    return Codes(x if axis == -1 else x.mT, x.new_ones((), dtype=torch.float32))
+        return codes(x, spec, groups.axis, history, record, turn)
+    return Codes(x if groups.axis == -1 else x.mT, x.new_ones((), dtype=torch.float32))
 
 
 def multiply(
-    a: Codes,
-    b: Codes,
-    of_a: Spec | None,
-    of_b: Spec | None,
-    sums: str,
-    offs: Tensor | None = None,
-    split: int = 0,
+    a: Codes, b: Codes, of_a: Spec | None, of_b: Spec | None, offs: Tensor | None, how: Settings
 ) -> Tensor:
     """``a b^T``; float32 if both are cast, otherwise in the dtype of one that is not."""
     if of_a is None or of_b is None:
         dtype = (a if of_a is None else b).values.dtype
-        first, second = (_decoded(x, spec, split).to(dtype) for x, spec in ((a, of_a), (b, of_b)))
-        if split:
+        pairs = ((a, of_a), (b, of_b))
+        first, second = (_decoded(x, spec, how.split).to(dtype) for x, spec in pairs)
+        if how.split:
             y: Tensor = torch.ops.fp8.multiply_groups(first, second.mT, offs, 1.0)
             return y
         return torch.matmul(first, second.mT)
@@ -216,9 +207,8 @@ def multiply(
         offs = aligned(offs, of_a.hadamard)
     turned = [x.values.mT.is_contiguous() for x in (a, b)]
     left, right = _as_used(a.values, b.values, turned)
-    settings = (of_a.text, of_b.text, sums, bool(split), turned)
-    y = _summed(left, a.scale, a.unit, right, b.scale, b.unit, offs, *settings)
-    return y
+    settings = (of_a.text, of_b.text, how.sums, bool(how.split), turned)
+    return _summed(left, a.scale, a.unit, right, b.scale, b.unit, offs, *settings)
 
 
 def _decoded(x: Codes, spec: Spec | None, split: int) -> Tensor:
@@ -229,28 +219,17 @@ def _decoded(x: Codes, spec: Spec | None, split: int) -> Tensor:
     return x.values * scale.to(x.values.dtype)
 
 
-def _matrix(
-    left: Codes,
-    right: Codes,
-    specs: Specs,
-    sums: str,
-    groups: tuple[Tensor | None, int],
-    how: tuple[Any, ...],
-) -> Tensor:
-    return multiply(left, right, *specs, sums, *groups)
-
-
 class Kind(NamedTuple):
     """A row of KINDS: the output, from the codes of both operands, and the gradients of both, from
     the codes of the output's gradient and of the other operand. What is cast along its other axis
-    is given as a transpose. Further arguments: both specs, sums, (offs, split) and how."""
+    is given as a transpose. Further arguments: as of `multiply`."""
 
     output: Callable[..., Tensor]
     grad_a: Callable[..., Tensor]
     grad_b: Callable[..., Tensor]
 
 
-KINDS: dict[str, Kind] = {"matrix": Kind(_matrix, _matrix, _matrix)}
+KINDS: dict[str, Kind] = {"matrix": Kind(multiply, multiply, multiply)}
 """Name -> how a kind of product is computed; `fp8.products.summed_convolution` adds a row."""
 
 
@@ -299,20 +278,7 @@ def _as_used(a: Tensor, b: Tensor, turned: Sequence[bool]) -> tuple[Tensor, Tens
 
 
 @_summed.register_fake
-def _(
-    a: Tensor,
-    a_scale: Tensor,
-    a_unit: Tensor | None,
-    b: Tensor,
-    b_scale: Tensor,
-    b_unit: Tensor | None,
-    offs: Tensor | None,
-    of_a: str,
-    of_b: str,
-    sums: str,
-    grouped: bool,
-    turned: list[bool],
-) -> Tensor:
+def _(a, a_scale, a_unit, b, b_scale, b_unit, offs, of_a, of_b, sums, grouped, turned):  # type: ignore[no-untyped-def]
     a, b = _as_used(a, b, turned)
     shape = product_shape(a, b.mT, offs) if grouped else [*a.shape[:-1], b.shape[-2]]
     return a.new_empty(shape, dtype=torch.float32)

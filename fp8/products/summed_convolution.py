@@ -9,22 +9,21 @@ positions. Each group is a product.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..casts.casting import Spec
 from ..casts.codes import Codes
 from ..casts.operands import Casts
-from .summed import KINDS, Kind, Specs, multiply, product
-
-__all__ = ["convolution"]
+from .summed import KINDS, Kind, Scales, Settings, multiply, product
 
 aten = torch.ops.aten
 
 
-class _Geometry(NamedTuple):
+class Geometry(NamedTuple):
     """The arguments of `aten.convolution`."""
 
     stride: list[int]
@@ -35,17 +34,25 @@ class _Geometry(NamedTuple):
     groups: int
 
     @property
-    def turned(self) -> _Geometry:
+    def turned(self) -> Geometry:
         """That of the convolution which computes the input gradient."""
         return self._replace(transposed=not self.transposed)
+
+
+class _Sizes(NamedTuple):
+    """Of the output, the input and the kernel of a convolution."""
+
+    output: tuple[int, ...]
+    input: tuple[int, ...]
+    kernel: tuple[int, ...]
 
 
 def convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    scales: tuple[float, float, float],
-    geometry: tuple[Any, ...],
+    scales: Scales,
+    geometry: Geometry,
     casts: Casts,
     histories: list[Tensor | None],
     sums: str,
@@ -54,76 +61,63 @@ def convolution(
     """``s_y * convolution(x, weight) + bias`` in ``dtype``, for casts with one scale for each
     operand.
 
-    x: (batch, channels, *size). weight, geometry: as in `aten.convolution`; what does not fit
-    raises its error. casts, histories, sums, dtype and the bias: as in `fp8.products.summed`.
+    x: (batch, channels, *size). weight: as in `aten.convolution`; what does not fit raises its
+    error. casts, histories, sums, dtype and the bias: as in `fp8.products.summed`.
     """
     with torch.no_grad():
         shapes = (torch.empty(t.shape, device="meta") for t in (x, weight))
         size = aten.convolution.default(*shapes, None, *geometry).shape[2:]
-    how = (geometry, tuple(size), tuple(x.shape[2:]), tuple(weight.shape[2:]))
+    how = (geometry, _Sizes(tuple(size), tuple(x.shape[2:]), tuple(weight.shape[2:])))
     settings = (scales, casts, histories, sums, dtype)
-    return product(x, weight, bias, *settings, kind="convolution", how=how)
+    return product(x, weight, bias, *settings, kind="convolution", geometry=how)
 
 
-def _output(x: Codes, w: Codes, specs: Specs, sums: str, _: Any, how: tuple[Any, ...]) -> Tensor:
-    geometry, size, _, _ = how
-    return _convolved(x, w, specs, _Geometry(*geometry), size, sums)
+def _output(x: Codes, w: Codes, of_x: Spec, of_w: Spec, _: None, how: Settings) -> Tensor:
+    geometry, sizes = how.geometry
+    return _convolved(x, w, of_x, of_w, geometry, sizes.output, how)
 
 
-def _grad_x(g: Codes, w: Codes, specs: Specs, sums: str, _: Any, how: tuple[Any, ...]) -> Tensor:
-    geometry, _, size, _ = how
-    return _convolved(g, w.mT, specs, _Geometry(*geometry).turned, size, sums)
-
-
-def _grad_w(g: Codes, x: Codes, specs: Specs, sums: str, _: Any, how: tuple[Any, ...]) -> Tensor:
-    geometry, _, _, kernel = how
-    return _of_weight(x.mT, g.mT, specs[::-1], kernel, _Geometry(*geometry), sums)
-
-
-KINDS["convolution"] = Kind(_output, _grad_x, _grad_w)
+def _grad_x(g: Codes, w: Codes, of_g: Spec, of_w: Spec, _: None, how: Settings) -> Tensor:
+    geometry, sizes = how.geometry
+    return _convolved(g, w.mT, of_g, of_w, geometry.turned, sizes.input, how)
 
 
 def _convolved(
     maps: Codes,
     kernels: Codes,
-    specs: Specs,
-    how: _Geometry,
+    of_maps: Spec,
+    of_kernels: Spec,
+    geometry: Geometry,
     size: Sequence[int],
-    sums: str,
+    how: Settings,
 ) -> Tensor:
     """The convolution, (batch, channels, *size), in the dtype of `multiply`."""
     batch, w = maps.values.shape[0], kernels.values
-    left = maps._replace(values=_unfolded(maps.values, w.shape[2:], how, size))
-    if how.transposed:  # (groups, inputs of one, outputs of one, *kernel)
-        w = w.unflatten(0, (how.groups, -1)).transpose(1, 2)
-    else:
-        w = w.unflatten(0, (how.groups, -1))
+    left = maps._replace(values=_unfolded(maps.values, w.shape[2:], geometry, size))
+    w = w.unflatten(0, (geometry.groups, -1))
+    if geometry.transposed:  # (groups, inputs of one, outputs of one, *kernel)
+        w = w.transpose(1, 2)
     right = kernels._replace(values=w.movedim(2, -1).flatten(2))
-    y = multiply(left, right, *specs, sums)
+    y = multiply(left, right, of_maps, of_kernels, None, how)
     return y.unflatten(1, (batch, *size)).movedim(-1, 1).movedim(2, 0).flatten(1, 2)
 
 
-def _of_weight(
-    x: Codes,
-    grad: Codes,
-    specs: Specs,
-    kernel: Sequence[int],
-    how: _Geometry,
-    sums: str,
-) -> Tensor:
-    """The gradient of the weight. specs: of x, of grad."""
-    if how.transposed:  # the maps that the kernel moves over, and those with one position for each
-        x, grad, specs = grad, x, specs[::-1]
-    size = grad.values.shape[2:]
-    moved = x._replace(values=_unfolded(x.values, kernel, how._replace(transposed=False), size).mT)
-    still = grad._replace(
-        values=grad.values.unflatten(1, (how.groups, -1)).movedim(0, 2).flatten(2)
-    )
-    y = multiply(moved, still, *specs, sums)
-    return y.unflatten(1, (*kernel, -1)).movedim((-1, -2), (1, 2)).flatten(0, 1)
+def _grad_w(g: Codes, x: Codes, of_g: Spec, of_x: Spec, _: None, how: Settings) -> Tensor:
+    geometry, sizes = how.geometry
+    x, g = x.mT, g.mT
+    if geometry.transposed:  # the maps that the kernel moves over, and those with one position each
+        x, g, of_x, of_g = g, x, of_g, of_x
+    plain = geometry._replace(transposed=False)
+    moved = x._replace(values=_unfolded(x.values, sizes.kernel, plain, g.values.shape[2:]).mT)
+    by_group = g.values.unflatten(1, (geometry.groups, -1)).movedim(0, 2).flatten(2)
+    y = multiply(moved, g._replace(values=by_group), of_x, of_g, None, how)
+    return y.unflatten(1, (*sizes.kernel, -1)).movedim((-1, -2), (1, 2)).flatten(0, 1)
 
 
-def _unfolded(x: Tensor, kernel: Sequence[int], how: _Geometry, size: Sequence[int]) -> Tensor:
+KINDS["convolution"] = Kind(_output, _grad_x, _grad_w)
+
+
+def _unfolded(x: Tensor, kernel: Sequence[int], how: Geometry, size: Sequence[int]) -> Tensor:
     """What each output reads: (groups, batch * positions, kernel positions * channels of one)."""
     dims, channels = len(size), x.shape[1] // how.groups
     x = x.movedim(1, -1)
@@ -139,7 +133,7 @@ def _unfolded(x: Tensor, kernel: Sequence[int], how: _Geometry, size: Sequence[i
 
 
 def _positions(
-    length: int, size: int, kernel: int, how: _Geometry, dim: int, device: torch.device
+    length: int, size: int, kernel: int, how: Geometry, dim: int, device: torch.device
 ) -> Tensor:
     """The position that output and kernel position read along a dimension, (size, kernel);
     ``length`` for none."""

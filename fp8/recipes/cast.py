@@ -16,8 +16,6 @@ from ..formats.rounding import ROUNDINGS
 from .rules import CORRECTED, E8M0, RULES, scale_format
 from .scaling import SCALINGS
 
-__all__ = ["SIGNS", "Cast"]
-
 SIGNS = ("fixed", "random")
 """Of rotations: see `Cast.signs`."""
 

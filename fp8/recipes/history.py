@@ -13,20 +13,6 @@ from ..common.compiler import eager_only
 from ..common.dtensor import part_of
 from ..common.mixin import check_module
 
-__all__ = [
-    "AmaxHistory",
-    "LayerHistory",
-    "add_initial_histories",
-    "forget",
-    "has_scales",
-    "histories",
-    "is_history",
-    "reduce_amax",
-    "remember",
-    "settle",
-    "static_scales",
-]
-
 Group = torch.distributed.ProcessGroup | None
 
 

@@ -16,25 +16,13 @@ from .recipe import (
     ATTENTION,
     AUTO,
     OPERANDS,
+    PLAIN,
     PRODUCTS,
     RECIPES,
     SAME,
     Recipe,
     given_recipe,
 )
-
-__all__ = [
-    "CASTS",
-    "CONCERNS",
-    "ROLES",
-    "Policy",
-    "Rule",
-    "Source",
-    "as_policy",
-    "composed",
-    "name_of",
-    "source_of",
-]
 
 CASTS = tuple(f"{name}.{operand}" for name, operands in PRODUCTS.items() for operand in operands)
 """The casts of a layer: product.operand."""
@@ -71,6 +59,11 @@ def _stored(recipe: Any) -> str | Recipe | None:
 def source_of(recipe: str | Recipe | None) -> Source:
     """The `Source` that a recipe of a policy stands for."""
     return recipe if recipe is None or recipe == AUTO else given_recipe(recipe)
+
+
+def recipe_of(recipe: str | Recipe | None) -> Recipe | None:
+    """The recipe that one of a policy stands for, "tensor" for "auto"; None for high precision."""
+    return None if recipe is None else given_recipe(recipe) or PLAIN
 
 
 def name_of(recipe: str | Recipe | None) -> str:

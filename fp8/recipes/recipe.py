@@ -12,22 +12,6 @@ from ..formats.format import get_format
 from ..sums.tensor_cores import TENSOR_CORES, instruction_for
 from .cast import Cast
 
-__all__ = [
-    "ATTENTION",
-    "AUTO",
-    "OPERANDS",
-    "PLAIN",
-    "PRODUCTS",
-    "RECIPES",
-    "SAME",
-    "STATIC",
-    "UNIT",
-    "Recipe",
-    "get_recipe",
-    "given_recipe",
-    "needs_unit_scale",
-]
-
 AUTO = "auto"
 """Instead of a recipe: "unit" for unit-scaled tensors, "tensor" for all others."""
 
@@ -136,21 +120,8 @@ class Recipe:
                 raise ValueError(
                     f'{field} cannot have scaling "{cast.scaling}": one history, one cast'
                 )
-        saved = self.saved_activations
-        if saved is not None and (
-            saved.tile != (0, 0) or saved.keeps_history or saved.is_sum or saved.hadamard
-        ):
-            raise ValueError(
-                'saved_activations needs scaling "unit" or "tensor", no mean, no residual and no '
-                f"rotation, got {saved}"
-            )
-        for product in PRODUCTS:
-            casts = getattr(self, product)
-            turns = [(cast.hadamard, cast.signs) if cast else (0, "fixed") for cast in casts]
-            if turns[0] != turns[1]:
-                raise ValueError(
-                    f"{product} needs both operands rotated alike, got (hadamard, signs)={turns}"
-                )
+        self._check_saved()
+        self._check_rotations()
         self._check_sums()
         inner = tuple(filter(None, (self.attention_scores, self.attention_values)))
         object.__setattr__(self, "attention", inner)
@@ -164,6 +135,25 @@ class Recipe:
         object.__setattr__(self, "keeps_history", kept)
         text = "\n".join("" if cast is None else cast.text for cast in self.casts)
         object.__setattr__(self, "text", text)
+
+    def _check_saved(self) -> None:
+        saved = self.saved_activations
+        if saved is not None and (
+            saved.tile != (0, 0) or saved.keeps_history or saved.is_sum or saved.hadamard
+        ):
+            raise ValueError(
+                'saved_activations needs scaling "unit" or "tensor", no mean, no residual and no '
+                f"rotation, got {saved}"
+            )
+
+    def _check_rotations(self) -> None:
+        for product in PRODUCTS:
+            casts = getattr(self, product)
+            turns = [(cast.hadamard, cast.signs) if cast else (0, "fixed") for cast in casts]
+            if turns[0] != turns[1]:
+                raise ValueError(
+                    f"{product} needs both operands rotated alike, got (hadamard, signs)={turns}"
+                )
 
     def _check_sums(self) -> None:
         if self.accumulate is None:
@@ -283,18 +273,12 @@ def _or_same(cast: Cast | str | None, same: Cast | None) -> Cast | None:
     return same if isinstance(cast, str) else cast
 
 
-def _all(name: str, format: str, scaling: str = "unit", **options: Any) -> Recipe:
-    """A recipe with the same cast for every operand."""
+def _all(
+    name: str, format: str, scaling: str = "unit", grad: str | None = None, **options: Any
+) -> Recipe:
+    """A recipe with the same cast for every operand. grad: another format for gradients."""
     cast = Cast(format=format, scaling=scaling, **options)
-    return Recipe(name=name, input=cast, weight=cast, grad=cast)
-
-
-def _e4m3_e5m2(name: str, scaling: str) -> Recipe:
-    """e4m3 for precision, e5m2 for range (Micikevicius et al. 2022, section 3)."""
-    forward = Cast(format="e4m3", scaling=scaling)
-    return Recipe(
-        name=name, input=forward, weight=forward, grad=Cast(format="e5m2", scaling=scaling)
-    )
+    return Recipe(name=name, input=cast, weight=cast, grad=replace(cast, format=grad or format))
 
 
 def _row_gw_hp() -> Recipe:
@@ -335,14 +319,6 @@ def _deepseek_v3() -> Recipe:
         grad=vector,
         accumulate="hopper",
         promote=128,
-    )
-
-
-def _mxfp6() -> Recipe:
-    """e2m3, the more precise format, in the forward pass; e3m2, the wider one, for gradients."""
-    forward = Cast(format="e2m3", scaling="mx")
-    return Recipe(
-        name="mxfp6", input=forward, weight=forward, grad=Cast(format="e3m2", scaling="mx")
     )
 
 
@@ -427,16 +403,14 @@ def _coat() -> Recipe:
     """COAT (arXiv:2410.19313) and its published code: float32 scales of tensors, and activations
     kept in e4m3. There what is kept has a scale for 16 values, and optimizer states are e4m3 of
     expanded values."""
-    forward = Cast(format="e4m3", scaling="tensor", rule="exact")
-    grad = replace(forward, format="e5m2")
-    return Recipe(name="coat", input=forward, weight=forward, grad=grad, saved_activations=forward)
+    recipe = _all("coat", "e4m3", "tensor", grad="e5m2", rule="exact")
+    return replace(recipe, saved_activations=recipe.input)
 
 
 def _fog() -> Recipe:
     """FOG (arXiv:2505.20524): delayed scales of 1024 passes for all products, those inside of
     attention too. Its blocks are the model's."""
-    forward = Cast(format="e4m3", scaling="delayed", history=1024)
-    one = Recipe(name="fog", input=forward, weight=forward, grad=replace(forward, format="e5m2"))
+    one = _all("fog", "e4m3", "delayed", grad="e5m2", history=1024)
     return replace(one, attention_scores=one, attention_values=one)
 
 
@@ -453,16 +427,17 @@ def _moss() -> Recipe:
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        # Without scales: for unit-scaled models.
-        _e4m3_e5m2("unit", "unit"),
+        # Without scales: for unit-scaled models. e4m3 for precision, e5m2 for range (Micikevicius
+        # et al. 2022, arXiv:2209.05433, section 3).
+        _all("unit", "e4m3", "unit", grad="e5m2"),
         _all("unit_e4m3", "e4m3"),
         # One scale per tensor.
-        _e4m3_e5m2("tensor", "tensor"),
-        # Micikevicius et al. 2022 (arXiv:2209.05433), section 3.1, with 16 passes as in FP8-LM.
-        _e4m3_e5m2("delayed", "delayed"),
+        _all("tensor", "e4m3", "tensor", grad="e5m2"),
+        # Micikevicius et al. 2022, section 3.1, with 16 passes as in FP8-LM.
+        _all("delayed", "e4m3", "delayed", grad="e5m2"),
         # Powers of two, measured once: the loss scale of half precision (Micikevicius et al. 2018,
         # arXiv:1710.03740, section 3.2), separately for each operand.
-        _e4m3_e5m2("static", "static"),
+        _all("static", "e4m3", "static", grad="e5m2"),
         # One scale per row or block along the summed axis.
         _all("row", "e4m3", "row"),
         _row_gw_hp(),
@@ -471,7 +446,8 @@ RECIPES: dict[str, Recipe] = {
         # Mishra et al., "Recipes for pre-training LLMs with MXFP8" (arXiv:2506.08027): e4m3 for all
         # three, scales rounded up.
         _all("mxfp8", "e4m3", "mx"),
-        _mxfp6(),
+        # e2m3, the more precise format, in the forward pass; e3m2, the wider one, for gradients.
+        _all("mxfp6", "e2m3", "mx", grad="e3m2"),
         # Exactly OCP MX specification 1.0, section 6.3: e2m1, scales by the floor rule.
         _all("mxfp4", "e2m1", "mx", rule="floor"),
         _nvfp4(),
@@ -485,9 +461,9 @@ RECIPES: dict[str, Recipe] = {
         # Of papers whose casts in eight bits are rows above, or nearly so; docs/recipes.md has what
         # else they do.
         # Smooth-SwiGLU: Fishman et al. (arXiv:2409.12517).
-        _e4m3_e5m2("smooth_swiglu", "delayed"),
+        _all("smooth_swiglu", "e4m3", "delayed", grad="e5m2"),
         # µnit scaling: Narayan et al. (arXiv:2502.05967).
-        _e4m3_e5m2("mus", "unit"),
+        _all("mus", "e4m3", "unit", grad="e5m2"),
         _coat(),
         _fog(),
         _moss(),

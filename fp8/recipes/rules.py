@@ -11,20 +11,6 @@ from ..formats.format import Format, get_format
 from ..formats.quantize import quantize
 from ..formats.rounding import LAYOUTS
 
-__all__ = [
-    "BY_ERROR",
-    "BY_SPREAD",
-    "CLIP",
-    "CORRECTED",
-    "E8M0",
-    "LARGEST",
-    "RULES",
-    "SMALLEST",
-    "UNITS",
-    "defined",
-    "scale_format",
-]
-
 SMALLEST, LARGEST = -126, 127
 """The range of scale factors as exponents of two: the normal powers of float32. E8M0 starts at
 2**-127. Static scales end at 2**126, so that their inverse is normal too."""

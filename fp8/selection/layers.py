@@ -14,22 +14,6 @@ from ..formats.quantize import is_dense
 from ..recipes.history import has_scales
 from ..recipes.recipe import PLAIN, STATIC, UNIT, Recipe
 
-__all__ = [
-    "ACTIVATIONS",
-    "ADAPTERS",
-    "EXCEPTIONS",
-    "LAYERS",
-    "auto_of",
-    "candidates",
-    "has_one_product",
-    "holds_experts",
-    "inside_attention",
-    "is_transposed",
-    "is_unit_scaled",
-    "layers_of",
-    "why_quantized",
-]
-
 ADAPTERS = ("transformer_engine", "torchao")
 """Backends that are other libraries. Their layers replace those of the model."""
 

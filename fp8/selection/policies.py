@@ -15,7 +15,7 @@ from ..recipes.policy import CASTS, Policy, Rule, Source, composed, source_of
 from ..recipes.recipe import Recipe
 from .layers import ACTIVATIONS, auto_of, candidates, layers_of
 from .roles import with_role
-from .where import Layers, blocks_of, within
+from .where import Layers, blocks_of, weighted, within
 
 __all__ = ["Decision", "bare_name", "matches", "resolve"]
 
@@ -112,8 +112,7 @@ def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, s
             found.setdefault(name, f"keep {role}: {why}")
     if not policy.first and not policy.last:
         return found
-    weighted = {name: layer for name, layer in layers.items() if list(layer.parameters())}
-    every = blocks_of(model, weighted)
+    every = blocks_of(model, weighted(layers))
     blocks = [b for b in every if not any(within(b, other) for other in every)]
     if policy.first + policy.last > len(blocks):
         raise ValueError(

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from ..common.mixin import bare_class
 from .layers import is_transposed, layers_of
-from .where import WHERE, Layers, blocks_of, sizes_of, within
+from .where import WHERE, Layers, blocks_of, sizes_of, weighted, within
 
 __all__ = ["NEVER_CAST", "roles", "with_role"]
 
@@ -26,17 +26,17 @@ def _outside(model: nn.Module, layers: Layers) -> dict[str, bool]:
     A layer whose input, but not output, has the width of the blocks reads it, and one whose output
     alone has that width does not. For others the position decides: after the first block or before.
     """
-    weighted = {name: layer for name, layer in layers.items() if list(layer.parameters())}
-    left = WHERE["hidden"](model, weighted)
-    blocks = blocks_of(model, weighted)
+    layers = weighted(layers)
+    left = WHERE["hidden"](model, layers)
+    blocks = blocks_of(model, layers)
     if not blocks:
         return dict.fromkeys(left, True)
-    names = list(weighted)
+    names = list(layers)
     start = next(i for i, name in enumerate(names) if any(within(name, b) for b in blocks))
-    width = sizes_of(weighted[names[start]])[0]
+    width = sizes_of(layers[names[start]])[0]
     found = {}
     for name in left:
-        before, after = (size == width for size in sizes_of(weighted[name]))
+        before, after = (size == width for size in sizes_of(layers[name]))
         found[name] = before if before != after else names.index(name) > start
     return found
 
@@ -50,9 +50,9 @@ def _readout(model: nn.Module, layers: Layers) -> dict[str, str]:
 
 
 def _residual(model: nn.Module, layers: Layers) -> dict[str, str]:
-    weighted = {name: layer for name, layer in layers.items() if list(layer.parameters())}
-    outside = WHERE["hidden"](model, weighted)
-    joins = WHERE["umup"](model, weighted)
+    layers = weighted(layers)
+    outside = WHERE["hidden"](model, layers)
+    joins = WHERE["umup"](model, layers)
     return {name: why for name, why in joins.items() if name not in outside}
 
 
@@ -134,18 +134,14 @@ def with_role(role: str, model: nn.Module, layers: Layers) -> dict[str, str]:
     Raises ValueError if nothing in the model has the role: it cannot be determined.
     """
     found = _FINDERS[role](model, layers)
-    if not found and role not in NEVER_CAST and not _FINDERS[role](model, _weighted(model)):
+    every = {name: layer for name, layer, _ in layers_of(model)}
+    if not found and role not in NEVER_CAST and not _FINDERS[role](model, every):
         why = _NOT_FOUND.get(role, "it has no layer")
         raise ValueError(
             f"role {role!r} is not found in this {bare_class(model).__name__}: {why}. Use a rule "
             "with the names of the layers"
         )
     return found
-
-
-def _weighted(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> layer, of all layers with a weight."""
-    return {name: layer for name, layer, _ in layers_of(model)}
 
 
 def roles(model: nn.Module, layers: Layers) -> dict[str, str]:

@@ -175,6 +175,11 @@ def _about(parameter: inspect.Parameter) -> str:
     return "name" if word in _NAME else "layer" if word in _LAYER else ""
 
 
+def weighted(layers: Layers) -> dict[str, nn.Module]:
+    """The layers that have parameters."""
+    return {name: layer for name, layer in layers.items() if list(layer.parameters())}
+
+
 def choose(where: str | Where | None, model: nn.Module, layers: Layers) -> dict[str, str]:
     """The layers that ``where`` leaves alone: name -> reason.
 
@@ -183,8 +188,8 @@ def choose(where: str | Where | None, model: nn.Module, layers: Layers) -> dict[
     if where is None:
         return {}
     if isinstance(where, str):
-        layers = {name: layer for name, layer in layers.items() if list(layer.parameters())}
-        return {name: f"{where}: {why}" for name, why in WHERE[where](model, layers).items()}
+        left_alone = WHERE[where](model, weighted(layers))
+        return {name: f"{where}: {why}" for name, why in left_alone.items()}
     left = [name for name, layer in layers.items() if not where(name, layer)]
     if len(left) == len(layers) and isinstance(where, _Checked) and where.turned is None:
         with suppress(AttributeError, TypeError):  # perhaps it takes (layer, name)

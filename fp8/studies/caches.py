@@ -17,8 +17,6 @@ from ..adapters.transformers import (
 )
 from ..common.step import Batch, evaluating
 
-__all__ = ["cache_found", "has_cache"]
-
 TOKENS = 8
 """Of the pass that shows the shapes of a cache."""
 

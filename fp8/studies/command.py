@@ -13,8 +13,6 @@ from .hardware import HARDWARE
 from .preflight import RECIPES_TRIED, Preflight, PreflightError, preflight
 from .sources import from_function, from_transformers
 
-__all__ = ["add_arguments", "run"]
-
 BUDGET, DEMO_BUDGET = 540.0, 180.0
 """Seconds by default, and for ``--demo``. With its imports and its last run the command takes up to
 a tenth more."""

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 
 from .training import Setup
 
-__all__ = ["GPT", "setup", "text_batches"]
-
 SOURCES = ("argparse", "ast", "collections", "datetime", "functools", "inspect", "typing")
 """Modules of the standard library whose source is the text."""
 

@@ -12,8 +12,6 @@ from ..native.kernels import why_not_device
 from ..native.product import why_not_here
 from ..recipes.recipe import RECIPES
 
-__all__ = ["as_text", "examine", "is_well"]
-
 Section = list[dict[str, str]]
 
 

@@ -14,8 +14,6 @@ from ..common.libraries import need
 from ..common.mixin import check_module
 from .stats import Sampler
 
-__all__ = ["Dump", "dump"]
-
 
 class _DumpRecorder(CastRecorder):
     """Keeps copies of the operands that match a pattern, until `write`."""

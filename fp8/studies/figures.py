@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Drawing", "Key", "frontier", "losses"]
-
 Values = npt.NDArray[np.float64]
 
 _INK, _LINE = "#010101", "#020202"  # of the text, of the grid
@@ -62,11 +60,11 @@ class Drawing(NamedTuple):
     keys: list[Key]
 
 
-def _new_figure(width: float, height: float) -> Figure:
+def _new_figure(height: float) -> Figure:
     need("matplotlib")
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(5.2, height), layout="constrained")
 
 
 def _as_svg(figure: Figure, salt: str) -> str:
@@ -125,7 +123,7 @@ def frontier(choices: Sequence[Choice]) -> Drawing | None:
     keys += [Key("chosen", -1, mark="○")] if any(choice.chosen for choice in drawn) else []
     keys += [Key(name, -1, mark=mark) for name, mark in marks.items()]
     with _styled():
-        figure = _new_figure(5.2, 3.8)
+        figure = _new_figure(3.8)
         axes = figure.subplots()
         for i, recipe in enumerate(recipes):
             _frontier_of(axes, i, [c for c in drawn if c.recipe == recipe], marks)
@@ -190,7 +188,7 @@ def losses(runs: Sequence[Run]) -> Drawing | None:
     names = sorted(dict.fromkeys(run.name for run in runs), key=lambda name: name != "reference")
     keys = [_key(i, name) for i, name in enumerate(names)]
     with _styled():
-        figure = _new_figure(5.2, 5.4 if differences else 3.2)
+        figure = _new_figure(5.4 if differences else 3.2)
         panels = figure.subplots(2 if differences else 1, 1, sharex=True, squeeze=False)[:, 0]
         for axes, drawn in zip(panels, (curves, differences), strict=False):
             for key in keys:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from .findings import Candidate, Estimate
 
-__all__ = ["FINE", "finalists", "recommended", "worst_error"]
-
 FINE = 0.25
 """The update error up to which a policy is expected to train as the reference. On a GPT of two
 layers the recipes with errors up to 0.14 ended within 0.005 nats of it after 600 steps, and one

@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -33,15 +34,13 @@ from .caches import cache_found, has_cache
 from .finalists import FINE, finalists, recommended, worst_error
 from .findings import Candidate, CastScore, Choice, Findings, Product, Run
 from .hardware import Hardware, estimate
-from .progress import Progress
+from .progress import stage
 from .proof import REFERENCE, compare, prove
 from .search import choice, frontier, keeping, knee, layer_scores, name_of, published, score, shares
 from .trace import trace
 from .training import Prepare, Problem, train, under
 from .update_error import Probe, quiet
 from .verdict import sentences
-
-__all__ = ["Flight", "Settings"]
 
 REFERENCE_PART, SEARCH_PART, CASTS_PART = 1 / 20, 1 / 5, 1 / 10
 """The parts of the budget for the reference run, for the search and for single casts."""
@@ -97,7 +96,7 @@ class Flight:
         self.settings = settings
         self.findings = findings
         self.on_stage: Callable[[], object] = lambda: None
-        self.progress = Progress(show=False)
+        self.shows_progress = False
         self._source = source
         self._begun = time.perf_counter()
         self._problem: Problem | None = None
@@ -133,10 +132,10 @@ class Flight:
             "single casts": self._casts,
             "training": self._prove,
         }
-        for name, stage in stages.items():
+        for name, run in stages.items():
             if name not in self.findings.seconds or name == "training":
                 begun = time.perf_counter()
-                stage()
+                run()
                 self.findings.seconds[name] = time.perf_counter() - begun
                 self.conclude()
                 self.on_stage()
@@ -260,7 +259,7 @@ class Flight:
     def _trained(self, name: str, seed: int) -> Run:
         """The run of a candidate, or of the reference, which is stored if it is new."""
         steps = self.problem.steps
-        with self.progress.stage(f"{name}, seed {seed}", steps) as tick, quiet():
+        with self._progress(f"{name}, seed {seed}", steps) as tick, quiet():
             prepare = None if name == REFERENCE else self._preparation(name)
             at = self._snapshot_steps() if (name, seed) == (REFERENCE, 0) else ()
             run, snapshots = train(self.problem, name, seed, prepare, snapshots=at, on_step=tick)
@@ -292,7 +291,7 @@ class Flight:
                 "the optimizer has no second moments: update errors are those of the gradient "
                 "itself, which is the step of SGD alone"
             )
-        with self.progress.stage("update errors", len(self.settings.recipes)) as tick:
+        with self._progress("update errors", len(self.settings.recipes)) as tick:
             for recipe in self.settings.recipes:
                 self._measured(self._candidate(recipe, [], cast), probes)
                 tick()
@@ -319,7 +318,7 @@ class Flight:
         searched = [c for c in coarse if math.isfinite(worst_error(c))] or (
             self.findings.candidates[-1:]
         )
-        with self.progress.stage("search", len(share) * len(searched)) as tick:
+        with self._progress("search", len(share) * len(searched)) as tick:
             for candidate in sorted(searched, key=lambda c: c.bits):
                 self._searched(candidate, share, deadline, tick)
 
@@ -411,7 +410,7 @@ class Flight:
         deadline = time.perf_counter() + CASTS_PART * self.settings.budget
         order = sorted(share, key=lambda name: share[name], reverse=True)
         left = 0
-        with self.progress.stage("single casts", len(order)) as tick:
+        with self._progress("single casts", len(order)) as tick:
             for layer in order:
                 tick()
                 if time.perf_counter() > deadline:
@@ -512,6 +511,9 @@ class Flight:
 
     def _recipe(self, name: str) -> Recipe:
         return next(recipe for recipe in self.settings.recipes if recipe.name == name)
+
+    def _progress(self, name: str, total: int) -> AbstractContextManager[Callable[[], None]]:
+        return stage(name, total, show=self.shows_progress)
 
     def _note(self, text: str) -> None:
         if text not in self.findings.notes:

@@ -13,8 +13,6 @@ from ..formats.format import FORMATS
 from .figures import frontier, losses
 from .findings import Candidate, CastScore, Estimate, Findings, OperandRange, Product
 
-__all__ = ["page"]
-
 _PRODUCTS = {
     "forward": "forward",
     "grad_input": "input gradient",

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..checkpoints.files import write_atomically
 from ..common.libraries import transforms as installed
 from ..common.report import as_table
 from ..common.step import Batch, Loss
@@ -22,10 +23,7 @@ from ..recipes.recipe import Recipe, get_recipe
 from .findings import Candidate, Findings
 from .flight import Flight, Settings
 from .hardware import Hardware, get_hardware
-from .progress import Progress
 from .training import Setup
-
-__all__ = ["RECIPES_TRIED", "Preflight", "PreflightError", "preflight"]
 
 RECIPES_TRIED = ("bf16", "tensor", "static", "row", "block", "mxfp8", "nvfp4", "mxfp4", "unit")
 """The recipes that a preflight compares by default."""
@@ -88,9 +86,7 @@ class Preflight:
             text = page(self.findings)
         else:
             text = self.to_json()
-        part = path.with_name(path.name + ".part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        write_atomically(path, lambda file: file.write(text.encode()))
 
     @staticmethod
     def load(path: str | Path) -> Preflight:
@@ -170,7 +166,7 @@ def preflight(
     )
     before = Findings() if resume is None else Preflight.load(resume).findings
     flight = Flight(_source(model, batches, loss, optimizer), settings, before)
-    flight.progress = Progress(show=progress)
+    flight.shows_progress = progress
     return _flown(flight, None if save is None else _checked(save))
 
 

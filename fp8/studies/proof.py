@@ -13,19 +13,6 @@ from typing import NamedTuple
 
 from .findings import Candidate, Run
 
-__all__ = [
-    "REFERENCE",
-    "Gap",
-    "compare",
-    "gap",
-    "half_width",
-    "is_decided",
-    "outcome",
-    "prove",
-    "seeds_needed",
-    "student",
-]
-
 REFERENCE = "reference"
 """The name of the runs in the model's own precision."""
 

@@ -22,19 +22,6 @@ from ..selection.where import WHERE, choose
 from .findings import CastScore, Choice, Product
 from .update_error import Probe
 
-__all__ = [
-    "alone",
-    "choice",
-    "frontier",
-    "keeping",
-    "knee",
-    "layer_scores",
-    "name_of",
-    "published",
-    "score",
-    "shares",
-]
-
 
 def shares(products: Iterable[Product]) -> dict[str, float]:
     """Layer -> its share of the FLOPs of all products. Layers that cannot be cast count in the

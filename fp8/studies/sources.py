@@ -19,8 +19,6 @@ from ..common.step import described
 from .demo import text_batches
 from .training import FullSize, Setup
 
-__all__ = ["from_function", "from_transformers", "shrunk"]
-
 WIDTH, LAYERS, HEADS, EXPERTS = 256, 4, 4, 4
 """The largest width and numbers of layers, heads and experts of a configuration that is trained."""
 

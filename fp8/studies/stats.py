@@ -20,8 +20,6 @@ from ..modes.autocast import STANCE
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Sampler", "Stats", "StatsRow", "stats"]
-
 
 @dataclass(frozen=True)
 class StatsRow:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from ..common.step import Batch, call, copied, tensors, untouched
 from ..products.grouped import MULTIPLY_GROUPS
 from .findings import Product
-
-__all__ = ["trace"]
 
 aten = torch.ops.aten
 
@@ -114,14 +114,14 @@ def _address(x: Tensor) -> int:
 
 
 class _Trace(TorchDispatchMode):
-    """Collects the products of a forward pass. path: returns the name of the module that is
+    """Collects the products of a forward pass. running: the names of the modules that are
     running."""
 
-    def __init__(self, weights: _Weights, path: Callable[[], str]) -> None:
+    def __init__(self, weights: _Weights, running: Sequence[str]) -> None:
         super().__init__()
         self.products: Counter[Product] = Counter()
         self._weights = weights
-        self._path = path
+        self._running = running
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -141,11 +141,12 @@ class _Trace(TorchDispatchMode):
         return output
 
     def _add(self, kind: str, sizes: _Sizes) -> None:
-        owner = self._weights.owner(sizes.weight, self._path())
+        path = self._running[-1] if self._running else ""
+        owner = self._weights.owner(sizes.weight, path)
         has_weight = owner is not None
         kind = kind if has_weight or kind == "convolution" else "matmul"
         product = Product(
-            layer=owner or self._path() or "(model)",
+            layer=owner or path or "(model)",
             role="hidden" if has_weight else "activations",
             kind=kind,
             m=sizes.m,
@@ -183,10 +184,10 @@ def trace(
     """
     roles, why_not = roles or {}, why_not or {}
     model = copy.deepcopy(model).train()
-    running = _Running(model)
-    mode = _Trace(_Weights(model), running.path)
-    with untouched(model), torch.no_grad(), running, sdpa_kernel(SDPBackend.MATH), mode:
-        call(model, copied(batch))
+    with untouched(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _running(model) as names:
+        mode = _Trace(_Weights(model), names)
+        with mode:
+            call(model, copied(batch))
     return [
         replace(
             product,
@@ -200,28 +201,22 @@ def trace(
     ]
 
 
-class _Running:
-    """Knows the name of the module that is running, by hooks that are removed on exit."""
+@contextmanager
+def _running(model: nn.Module) -> Iterator[list[str]]:
+    """Within the block, the names of the modules that are running, outermost first."""
+    names: list[str] = []
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._names: list[str] = []
-        self._handles: list[Any] = []
+    def leave(*_: Any) -> None:
+        names.pop()
 
-    def path(self) -> str:
-        """The name of the innermost module that is running; "" for the model or none."""
-        return self._names[-1] if self._names else ""
-
-    def __enter__(self) -> None:
-        for name, module in self._model.named_modules():
-            self._handles += [
-                module.register_forward_pre_hook(lambda *_, name=name: self._names.append(name)),
-                module.register_forward_hook(lambda *_: self._pop(), always_call=True),
-            ]
-
-    def _pop(self) -> None:
-        self._names.pop()
-
-    def __exit__(self, *error: Any) -> None:
-        for handle in self._handles:
+    handles: list[RemovableHandle] = []
+    for name, module in model.named_modules():
+        handles += [
+            module.register_forward_pre_hook(lambda *_, name=name: names.append(name)),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+    try:
+        yield names
+    finally:
+        for handle in handles:
             handle.remove()

@@ -38,8 +38,6 @@ from .findings import OperandRange
 from .stats import Stats, StatsRow
 from .training import Snapshot, loss_of
 
-__all__ = ["Probe", "UpdateError", "quiet"]
-
 EPSILON = 1e-8
 """Added to sqrt(v): Adam's epsilon."""
 

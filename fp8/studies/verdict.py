@@ -8,8 +8,6 @@ from .finalists import finalists, worst_error
 from .findings import Candidate, Estimate, Findings
 from .proof import seeds_needed
 
-__all__ = ["sentences"]
-
 LOST = 0.1
 """The share of an operand that becomes zero above which the verdict names it."""
 

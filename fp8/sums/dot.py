@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from .tensor_cores import Instruction, Matrix, Part, exponent_of
 
-__all__ = ["dot"]
-
 TILE = (128, 256)
 """The rows and columns of the sums that are computed together, so that they stay in the cache."""
 

@@ -17,8 +17,6 @@ from ..recipes.rules import LARGEST, SMALLEST
 from ..recipes.scaling import nearest_power
 from .convert import choose_static
 
-__all__ = ["calibrate", "calibration"]
-
 Group = torch.distributed.ProcessGroup | None
 
 

@@ -30,7 +30,16 @@ from ..recipes.history import (
     remember,
     settle,
 )
-from ..recipes.policy import CASTS, Policy, Source, as_policy, composed, name_of, source_of
+from ..recipes.policy import (
+    CASTS,
+    Policy,
+    Source,
+    as_policy,
+    composed,
+    name_of,
+    recipe_of,
+    source_of,
+)
 from ..recipes.recipe import AUTO, PLAIN, STATIC, Recipe, needs_unit_scale
 from ..selection.layers import (
     ACTIVATIONS,
@@ -47,21 +56,6 @@ from ..selection.policies import resolve
 from ..selection.where import Where, checked_where, choose
 from .parametrized import OfParameters, leave_parametrizations
 from .swap import adapted, is_replacement, warn_nothing
-
-__all__ = [
-    "Converted",
-    "adapter",
-    "advance",
-    "check_fits",
-    "check_ready",
-    "choose_recipes",
-    "choose_static",
-    "convert",
-    "expand",
-    "report",
-    "revert",
-    "set_recipe",
-]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -269,7 +263,7 @@ def convert(
     if backend in ADAPTERS:
         return _adapt(model, policy, adapter(backend), where, rest)
     others = None if rest is None else source_of(rest)
-    base = composed((source_of(policy.recipe),) * len(CASTS), PLAIN)
+    base = recipe_of(policy.recipe)
     checked_backend(backend, base or PLAIN, ADAPTERS)
     model = _without_adapters(model)
     found = resolve(policy.at(0), model)  # raises before anything changes
@@ -314,7 +308,7 @@ def _adapt(model: M, policy: Policy, adapter: Any, where: str | Where | None, re
     """`convert` with the layers of another library."""
     if rest is not None:
         raise ValueError(f"rest={rest!r} needs a backend of this library; choose another backend")
-    base = composed((source_of(policy.recipe),) * len(CASTS), PLAIN)
+    base = recipe_of(policy.recipe)
     if not policy.selects and base is not None:
         adapter.its_recipe(base)  # raises before anything changes
     model = _without_adapters(model)

@@ -14,8 +14,6 @@ from ..selection.layers import auto_of
 from ..selection.policies import matches
 from .convert import Converted, check_fits, set_recipe
 
-__all__ = ["override"]
-
 _KEPT = (
     *("fp8_recipe", "fp8_backend", "fp8_multiple", "fp8_since"),
     *("fp8_known", "fp8_by_call", "_buffers"),

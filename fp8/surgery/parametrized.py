@@ -13,8 +13,6 @@ from ..common.mixin import Gained, gain
 from ..context.active import ACTIVE
 from ..modes.autocast import autocast
 
-__all__ = ["OfParameters", "leave_parametrizations"]
-
 
 class OfParameters(Gained):
     """The computation of a parametrized weight: its products are not those of the layer."""

@@ -11,19 +11,8 @@ from torch import nn
 from ..common.mixin import Gained, bare_class
 from ..common.pitfalls import ConvertWarning, warn_once
 from ..common.report import LEFT_ALONE, Report, Row
-from ..selection.layers import why_quantized
-
-__all__ = [
-    "Adapted",
-    "Make",
-    "adapted",
-    "forget",
-    "is_replacement",
-    "shared",
-    "swap",
-    "warn_nothing",
-    "why_not_exact",
-]
+from ..selection.layers import inside_attention, why_quantized
+from ..selection.where import Where
 
 Make = Callable[[str, nn.Module], "nn.Module | str | None"]
 """(name, module) -> its replacement; the reason why it stays; or None, if it is not concerned."""
@@ -124,11 +113,47 @@ def shared(model: nn.Module) -> set[int]:
     return {key for key, count in names.items() if count > 1}
 
 
-def why_not_exact(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> str:
-    """Why a module of one of the replaceable ``kinds``, or of a subclass, stays; "" if it may be
-    replaced."""
+def layers_for(
+    model: nn.Module,
+    kinds: tuple[type[nn.Module], ...],
+    where: Where | None,
+    make: Callable[[nn.Module], nn.Module | str],
+    other: str,
+) -> Make:
+    """A `Make` of a library that replaces layers of exactly ``kinds``.
+
+    make: its replacement of such a layer, or why the layer stays. other: why layers with a matrix
+    of other kinds stay.
+    """
+    owners = inside_attention(model)
+
+    def replacement(name: str, module: nn.Module) -> nn.Module | str | None:
+        if not isinstance(module, kinds):
+            has_matrix = any(p.dim() > 1 for p in module.parameters(recurse=False))
+            return other if has_matrix else None
+        if id(module) in owners:
+            return f"computed by {owners[id(module)]}"
+        if where is not None and not where(name, module):
+            return "not chosen"
+        return _why_not_exact(module, kinds) or make(module)
+
+    return replacement
+
+
+def _why_not_exact(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> str:
+    """Why a module of one of the ``kinds``, or of a subclass, stays; "" if it may be replaced."""
     if type(module) in kinds:
         return why_quantized(module)
     if isinstance(module, Gained):
         return "transformed: its scales would be lost"
     return why_quantized(module) or "a subclass: its forward may be its own"
+
+
+def why_not_fit(module: nn.Module, multiple: int) -> str:
+    """Why a layer does not fit kernels for sizes that are multiples of ``multiple``: its weight is
+    no parameter, or, of a linear layer, a size is no such multiple; "" if it fits."""
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is None:
+        return "its weight is computed, not a parameter"
+    odd = [size for size in weight.shape if size % multiple]
+    return f"{odd[0]} is no multiple of {multiple}" if odd and isinstance(module, nn.Linear) else ""

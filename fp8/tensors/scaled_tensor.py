@@ -25,8 +25,6 @@ from ..common.compiler import apply, eager_only
 from ..formats.format import FORMATS, Format, dtype_name, get_format
 from ..recipes.scaling import in_format
 
-__all__ = ["DTYPES", "STORED", "ScaledTensor", "keep_gradients_in", "plain", "scaled"]
-
 aten = torch.ops.aten
 
 STORED = ("e4m3", "e5m2", "fp16")

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8.distributed.fsdp import gather_in_fp8, portable_state_dict
-from fp8.distributed.gradient_hook import HookState, all_reduce_hook
+from fp8.distributed.gradient_hook import all_reduce_hook
 from unit_scaling.parameter import has_parameter_data
 
 T = TypeVar("T")
@@ -132,7 +132,7 @@ def distribute(model: nn.Module, ranks: Ranks, rehearse: Callable[[nn.Module], N
     if ranks.kind == "ddp":
         wrapped = DistributedDataParallel(model)
         if ranks.fp8:
-            wrapped.register_comm_hook(HookState(), all_reduce_hook)
+            wrapped.register_comm_hook(None, all_reduce_hook)
         return wrapped
     if ranks.kind == "fsdp":
         if ranks.fp8:

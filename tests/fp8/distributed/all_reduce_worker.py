@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8
-from fp8.distributed.gradient_hook import BLOCK, HookState, all_reduce_hook
+from fp8.distributed.gradient_hook import BLOCK, all_reduce_hook
 from tests.launch import as_rank
 
 WORLD = 4
@@ -34,7 +34,7 @@ class Bucket:
         return self._index
 
 
-def reduced(gradients: Tensor, state: HookState) -> Tensor:
+def reduced(gradients: Tensor, state: dist.ProcessGroup | None) -> Tensor:
     return all_reduce_hook(state, Bucket(gradients.clone())).wait()
 
 
@@ -71,7 +71,7 @@ def check_error(kind: str, size: int, group: dist.ProcessGroup) -> None:
     mine = gradients(kind, size, dist.get_rank(group))
     everyone = of_all(mine, group).double()
     world, mean = len(everyone), everyone.mean(0)
-    result = reduced(mine, HookState(group))
+    result = reduced(mine, group)
     assert torch.equal(of_all(result, group), result.expand(world, -1)), "ranks differ"
     error = (result - mean).abs()
     # Each rounding is off by 1/33 of the value, or by half of the smallest step, 2**-6 units, where
@@ -96,7 +96,7 @@ def check_nonfinite(group: dist.ProcessGroup) -> None:
         x = torch.ones(200)
         if dist.get_rank(group) == 1:
             x[70] = bad
-        result = reduced(x, HookState(group))
+        result = reduced(x, group)
         expected = torch.ones(200, dtype=torch.bool)
         expected[64:96] = False  # the block that it is in
         assert torch.equal(result.isfinite(), expected)
@@ -107,12 +107,12 @@ def check_exact(group: dist.ProcessGroup) -> None:
     """What e3m4 holds comes out unchanged, in every dtype; zeros and tiny values of others too."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         x = torch.arange(-31, 32, dtype=dtype) / 4
-        result = reduced(x, HookState(group))
+        result = reduced(x, group)
         assert result.dtype == dtype
         assert torch.equal(result, x)
     x = torch.full((64,), 2.0**-100) if dist.get_rank(group) else torch.zeros(64)
     share = 1 - 1 / dist.get_world_size(group)
-    assert torch.equal(reduced(x, HookState(group)), torch.full((64,), share * 2.0**-100))
+    assert torch.equal(reduced(x, group), torch.full((64,), share * 2.0**-100))
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def sent() -> Iterator[list[float]]:
 def check_bytes(group: dist.ProcessGroup) -> float:
     x = torch.randn(100_000)
     with sent() as fp8_bytes:
-        reduced(x, HookState(group))
+        reduced(x, group)
     with sent() as plain:
         dist.all_reduce(x, group=group)
     ratio = fp8_bytes[0] / plain[0]
@@ -175,7 +175,7 @@ def check_model(group: dist.ProcessGroup) -> None:
             found.append([p.grad.clone() for p in model.parameters()])
         if found is expected:
             plain = DistributedDataParallel(model, process_group=group)
-            plain.register_comm_hook(HookState(group), all_reduce_hook)
+            plain.register_comm_hook(group, all_reduce_hook)
     for step, other in zip(expected, got, strict=True):
         for a, b in zip(step, other, strict=True):
             assert (a - b).norm() <= 2**-5 * a.norm()
@@ -192,7 +192,7 @@ def check_level(level: str, group: dist.ProcessGroup) -> None:
         models.append(fp8.initialize(model, None, level, "tensor")[0])
     one, model = models
     ddp = DistributedDataParallel(model, process_group=group)
-    ddp.register_comm_hook(HookState(group), all_reduce_hook)
+    ddp.register_comm_hook(group, all_reduce_hook)
     x = torch.randn(2 * world, 32, generator=torch.Generator().manual_seed(0))
     one(x).square().mean().backward()
     ddp(x.chunk(world)[rank]).square().mean().backward()
@@ -217,7 +217,7 @@ def main(rank: int, store: Path) -> None:
             check_level(level, group)
         print(f"{dist.get_world_size(group)} ranks: {check_bytes(group):.4f} of the bytes")
     x = torch.randn(100)
-    assert torch.equal(reduced(x, HookState(alone)), x)
+    assert torch.equal(reduced(x, alone), x)
 
 
 if __name__ == "__main__":

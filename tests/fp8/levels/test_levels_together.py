@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8
 import unit_scaling as uu
-from fp8.distributed.gradient_hook import HookState, all_reduce_hook
+from fp8.distributed.gradient_hook import all_reduce_hook
 from fp8.levels.initialize import LEVELS
 from fp8.tensors.scaled_tensor import ScaledTensor, plain, scaled
 from unit_scaling.transforms import unit_scale
@@ -97,7 +97,7 @@ def test_ddp(level, hooked):
     model, optimizer = build(level)
     parallel = nn.parallel.DistributedDataParallel(model)
     if hooked:
-        parallel.register_comm_hook(HookState(), all_reduce_hook)
+        parallel.register_comm_hook(None, all_reduce_hook)
     losses = run(model, optimizer, 3, parallel)
     assert losses == pytest.approx(expected, rel=0.02 if hooked else 0)
     assert isinstance(model[0].weight.grad, ScaledTensor)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8
 from fp8 import Recipe
 from fp8.context.active import active_recipe
-from fp8.modes.autocast import EXPANDED, OPAQUE, PRODUCTS
+from fp8.modes.dispatch import EXPANDED, OPAQUE, PRODUCTS
 from tests.fp8.calls import (
     CALLS,
     COARSE,

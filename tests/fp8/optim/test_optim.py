@@ -207,7 +207,6 @@ def test_learning_rates_of_unit_scaling():
 def test_compiled_and_eager_keep_the_same_bits(dtype, settings, monkeypatch):
     """States, in several pieces and with a rest that is not compiled; weights to a multiplication
     fused with an addition, which is at most a unit in the last place of 16 bits."""
-    monkeypatch.setattr(fp8.optim.adam, "COMPILED", 1 << 11)
     monkeypatch.setattr(fp8.optim.adam, "BLOCKS", 1 << 11)
     weights, states = [], []
     for compile in (False, True):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8.casts.casting import spec_of
-from fp8.casts.groups import cast_groups
+from fp8.casts.groups import Groups, cast_groups
 from fp8.products.grouped import grouped_mm
 from fp8.products.matmul import linear, matmul
 from fp8.studies.trace import trace
@@ -517,6 +517,6 @@ def test_scales_by_column_of_a_group_are_torchaos():
     offs = torch.tensor([3, 41, 90, 96], dtype=torch.int32)
     values, scales = ao.torch_to_float8_per_group_colwise(x, offs, round_scales_to_power_of_2=True)
     spec = spec_of(fp8.Cast(format="e4m3", scaling="row", rule="up"))
-    ours, _ = cast_groups(x, offs, spec, -2, -2)
+    ours, _ = cast_groups(x, Groups(offs, split=-2, axis=-2), spec)
     inverse = scales.view(4, K).repeat_interleave(torch.diff(offs, prepend=offs.new_zeros(1)), 0)
     assert torch.equal(ours, values.float() / inverse)

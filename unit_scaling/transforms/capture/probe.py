@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8.common.compiler import FIRST_LOOK
 from fp8.common.threads import Stack
-from fp8.modes.autocast import EXPANDED
+from fp8.modes.dispatch import EXPANDED
 
 from ...common.watched import WATCHERS
 from ..run.install import HOOKS, Call, Places

@@ -27,7 +27,7 @@ from torch.func import debug_unwrap
 
 from fp8.common.compiler import FirstLook
 from fp8.common.step import plain
-from fp8.modes.autocast import EXPANDED
+from fp8.modes.dispatch import EXPANDED
 
 from ..run import install
 from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes

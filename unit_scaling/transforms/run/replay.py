@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8.common.compiler import FirstLook, called
 from fp8.context.activation_checkpointing import checkpointed
 from fp8.context.active import with_static
-from fp8.modes.autocast import EXPANDED
+from fp8.modes.dispatch import EXPANDED
 
 from ...rules.table import OPS
 from ...scale import scale_edge
