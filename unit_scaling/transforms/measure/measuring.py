@@ -2,7 +2,8 @@
 
 The copy runs forward and backward once, with the model's own loss, or with unit normal gradients at
 its outputs. In the forward pass, op rules whose results differ from RMS 1 by more than `REACH` are
-corrected by a power of two: rules assume uncorrelated positions and inputs of RMS 1.
+corrected by a power of two: rules assume uncorrelated positions and inputs of RMS 1. The results of
+patterns and matrix formulas get the power of two nearest to 1/RMS.
 """
 
 from __future__ import annotations
@@ -186,6 +187,7 @@ class Measuring(Watching):
         self._rest = (planned, known, at_settled_length, *rest)
         nodes = planned.flow.nodes
         self._checked = {nodes[i].key: nodes[i].place for i in planned.checked}
+        self._unruled = {nodes[i].key for i in planned.unruled}
         self._writing = {nodes[i].key for i in planned.checked if (0,) in nodes[i].written}
         self._products = {nodes[i].key: bias for i, bias in planned.products.items()}
         self._attends = {nodes[i].key for i in planned.settled if at_settled_length}
@@ -232,7 +234,7 @@ class Measuring(Watching):
         exponent = None if place is None else self.found.corrections.get(place)
         if exponent is None:
             size = math.log2(rms_of(output))
-            exponent = -round(size) if abs(size) > REACH else 0
+            exponent = -round(size) if key in self._unruled or abs(size) > REACH else 0
             if place is not None:
                 self._passes[place].append(exponent)
         return output * 2.0**exponent if exponent else output

@@ -56,6 +56,7 @@ class Planned:
     """A plan, the flow it was made from, and what the measurement needs to know about its calls.
 
     rows: the call of each row of the plan. checked: calls whose factor the measurement may correct.
+    unruled: those of them whose factor is measured alone: results of patterns and matrix formulas.
     products: those whose operands the measurement may give factors to -> the slot of the bias or
     None.
     settled: calls that use the factor of another sequence length, for which their result has RMS 1.
@@ -67,6 +68,7 @@ class Planned:
     flow: Flow
     rows: list[int]
     checked: frozenset[int]
+    unruled: frozenset[int]
     products: Mapping[int, Slot | None]
     settled: frozenset[int]
     small: Mapping[tuple[int, Slot], float]
@@ -96,7 +98,8 @@ def make_plan(graph: CallGraph, settings: Settings) -> Planned:
             if planner.is_checked(index, row):
                 checked.add(index)
     settled = frozenset(planner.attention.of_others)
-    return Planned(plan, planner.flow, rows, frozenset(checked), products, settled, small)
+    unruled = frozenset(filter(planner.is_unruled, checked))
+    return Planned(plan, planner.flow, rows, frozenset(checked), unruled, products, settled, small)
 
 
 def _bias(node: CallNode) -> Slot | None:
@@ -122,7 +125,7 @@ class _Planner:
         self.interior = Interior(flow, settings.whole)
         self.units: dict[int, Unit] = {}
         self.residuals = Residuals()
-        formulas = Matrices(flow, settings.weights.factors, settings.settled.units).kept()
+        formulas = Matrices(flow).kept()
         if not settings.preserve:
             self.units = find_units(flow, _has_rule, settings.settled.units)
             self.residuals = find_residuals(flow, settings.residual, formulas)
@@ -169,9 +172,14 @@ class _Planner:
         free = row.done in ("scaled", LEFT_ALONE) and not self.settings.preserve
         free = free and index not in self.residuals.adds and index not in self.attention.of_others
         free = free and not self.nodes[index].inside and not row.why.startswith("readout")
-        free = free and index not in self.distances and index not in self.kept
+        free = free and index not in self.distances
+        free = free and (index not in self.kept or self.kept[index].done == "scaled")
         free = free and self.nodes[index].key is not None  # a replay does not see other calls
         return free and (index in self.interior or self.flow.is_product(index))
+
+    def is_unruled(self, index: int) -> bool:
+        """Whether no rule has a factor for the result of a pattern or of a matrix formula."""
+        return index in self.kept or (index in self.units and self.units[index].factor is None)
 
     def settle_small(self, index: int, node: CallNode) -> dict[tuple[int, Slot], float]:
         """Settles that no measurement makes up for a small parameter that keeps its values, such as
@@ -269,15 +277,16 @@ class _Planner:
         return step, kept.done, kept.why
 
     def _formula(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """A formula of elementwise calls: its last call has one factor, by quadrature."""
+        """A pattern: its last call has one factor, by quadrature if it is elementwise."""
         if index not in self.within:
             return None
         unit = self.units.get(index)
         if unit is None:
             return _NOTHING
-        calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
-        why = f"{unit.name} of {calls}, factor {unit.output:.3g}"
-        return Step(output=unit.output), "scaled", why
+        why = f"{unit.name} of {f'{len(unit.calls)} calls' if len(unit.calls) > 1 else 'one call'}"
+        if unit.factor is None:
+            return None, "scaled", why
+        return Step(output=unit.factor), "scaled", f"{why}, factor {unit.factor:.3g}"
 
     def _residual(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """A residual add: the weights of its terms."""
