@@ -52,13 +52,12 @@ UNITS: dict[str, Pattern] = {
 
 @dataclass(frozen=True)
 class Unit:
-    """Calls that form one function. entry: the node of its input; the last call returns the result.
+    """Calls that form one function; the last one returns the result.
 
     factor: of the result; None if it is measured.
     """
 
     name: str
-    entry: int
     calls: tuple[int, ...]
     factor: float | None = None
 
@@ -85,7 +84,7 @@ def find_units(
         if not ruled and any(_curved(flow, c) for c in plain):
             factor = _factor(flow, entry, calls, settled, factors)
             if math.isfinite(factor):
-                found[calls[-1]] = Unit("formula", entry, calls, factor)
+                found[calls[-1]] = Unit("formula", calls, factor)
     return found
 
 
@@ -103,7 +102,7 @@ def _unit(flow: Flow, last: int) -> Unit | None:
         calls = _region(flow, entry, last)
         name = _match(flow, calls) if calls else None
         if name is not None:
-            found = Unit(name, entry, calls)
+            found = Unit(name, calls)
         if name not in (None, "softmax") or not calls or flow.parents[entry] < 0:
             break
         entry = flow.parents[entry]
