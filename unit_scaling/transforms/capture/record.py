@@ -35,7 +35,6 @@ from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
 __all__ = [
     "DISTRIBUTION",
     "HELD",
-    "CallGraph",
     "CallNode",
     "Input",
     "Place",
@@ -156,13 +155,6 @@ class CallNode:
         return self.path, self.kind or self.name, self.site
 
 
-@dataclass
-class CallGraph:
-    """The calls of a model in order; each refers to earlier ones only."""
-
-    nodes: list[CallNode] = field(default_factory=list)
-
-
 def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
     """The tensors of arguments with their slots, recursively through lists, tuples and dicts."""
     if isinstance(value, Tensor):
@@ -208,7 +200,7 @@ def replaced(value: Any, tensors: dict[Slot, Any]) -> Any:
 
 
 class Recorder(FirstLook):
-    """Fills a `CallGraph` while a model runs.
+    """Records the calls of a model while it runs, as ``nodes``; each refers to earlier ones only.
 
     kinds: the table of `capture.kinds`. parameters: names by id. factors: the divisors of
     parameters, by name; tensors computed from parameters alone use the original values. inputs: id
@@ -228,7 +220,7 @@ class Recorder(FirstLook):
         parametrizations: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
-        self.graph = CallGraph()
+        self.nodes: list[CallNode] = []
         self._kinds = kinds
         self._parameters = parameters
         self._factors = factors
@@ -277,7 +269,7 @@ class Recorder(FirstLook):
         name = _name(function)
         node = CallNode(key, name, path, function, inputs, args, kwargs)
         node.where, node.inside, node.site = _location()
-        sources = [self.graph.nodes[i.node] for i in inputs]
+        sources = [self.nodes[i.node] for i in inputs]
         node.origin = sources[0].origin if kind in TRANSPARENT and inputs else None
         node.computed = _computed(node.kind, sources)
         if path in self._parametrizations:
@@ -297,7 +289,7 @@ class Recorder(FirstLook):
         # Arguments that it returns may be used by themselves.
         same = set() if node.written else made & {id(t) for _, t in given}
         if kind is not None and written and made == same:
-            self.graph.nodes.append(node)
+            self.nodes.append(node)
         elif written or kind is not None:
             self._add(node, sources, written, same)
         return output
@@ -310,7 +302,7 @@ class Recorder(FirstLook):
         """
         for i in inputs:
             if i.slot[0] == 1:
-                node = self.graph.nodes[i.node]
+                node = self.nodes[i.node]
                 node.wanted = node.live = True
         return tuple(_varied(t) for t in tensors)
 
@@ -340,7 +332,7 @@ class Recorder(FirstLook):
             node.wanted = self._inputs.get(id(tensor), False)
             if name is not None:
                 node.rms = rms_of(tensor)
-            self.graph.nodes.append(node)
+            self.nodes.append(node)
             self._remember([tensor])
         index, part = self._node_of[id(tensor)]
         return index, tensor.numel(), part
@@ -351,7 +343,7 @@ class Recorder(FirstLook):
             return True
         index, _ = self._node_of[id(tensor)]
         chosen = isinstance(maker, BackwardCFunction) and self._makers.get(maker) != index
-        return chosen or not self.graph.nodes[index].live
+        return chosen or not self.nodes[index].live
 
     def _add_hidden(self, tensor: Tensor, maker: Node) -> None:
         """Adds the function whose gradient ``maker`` computes, as a call that nothing scales."""
@@ -359,22 +351,22 @@ class Recorder(FirstLook):
             Input((slot,), *self._source(t)) if isinstance(t, Tensor) else Input((slot,), t, 0)
             for slot, t in enumerate(self._known_before(maker))
         ]
-        sources = [self.graph.nodes[i.node] for i in inputs]
+        sources = [self.nodes[i.node] for i in inputs]
         where, path = _location()[0], self._path()
         if id(tensor) in self._node_of and not isinstance(maker, BackwardCFunction):
             name, inside = "copy_", ""  # into a view of the tensor
         else:
             name = maker.name().removesuffix("0").removesuffix("Backward")
             inside = f"the autograd function {name}"
-        if self.graph.nodes and self.graph.nodes[-1].inside == inside != "":  # its own calls
-            where, path = self.graph.nodes[-1].where, self.graph.nodes[-1].path
+        if self.nodes and self.nodes[-1].inside == inside != "":  # its own calls
+            where, path = self.nodes[-1].where, self.nodes[-1].path
         node = CallNode(None, name, path, type(maker), inputs, shape=tuple(tensor.shape))
         node.inside, node.where = inside, where
         node.computed = _computed("", sources)
         node.rms = rms_of(tensor) if node.computed else 1.0
         node.live = node.floating = True
-        self.graph.nodes.append(node)
-        self._makers[maker] = len(self.graph.nodes) - 1
+        self.nodes.append(node)
+        self._makers[maker] = len(self.nodes) - 1
 
     def _known_before(self, maker: Node) -> list[int | Tensor]:
         """What autograd derives a function's arguments from: nodes, and leaves of its graph."""
@@ -410,15 +402,15 @@ class Recorder(FirstLook):
         for part, tensor in enumerate(tensors):
             if id(tensor) in others:
                 continue
-            self._node_of[id(tensor)] = (len(self.graph.nodes) - 1, part)
+            self._node_of[id(tensor)] = (len(self.nodes) - 1, part)
             self._kept.append(tensor)
             if tensor.grad_fn is not None:
-                self._makers[tensor.grad_fn] = len(self.graph.nodes) - 1
+                self._makers[tensor.grad_fn] = len(self.nodes) - 1
 
     def _original(self, arguments: Any, inputs: list[Input]) -> Any:
         """Arguments with parameters multiplied back to their original scale."""
         args, kwargs = arguments
-        names = {i.slot: self.graph.nodes[i.node].origin or "" for i in inputs}
+        names = {i.slot: self.nodes[i.node].origin or "" for i in inputs}
         factors = {slot: self._factors.get(name, 1.0) for slot, name in names.items()}
         values = dict((*tensors_in(args), *tensors_in(kwargs)))
         scaled = {slot: values[slot] * f for slot, f in factors.items() if f != 1.0}
@@ -444,7 +436,7 @@ class Recorder(FirstLook):
             with torch.no_grad():
                 written[0].div_(rms_of(written[0]))
         node.results = len(written)
-        self.graph.nodes.append(node)
+        self.nodes.append(node)
         self._remember(written, others)
 
 

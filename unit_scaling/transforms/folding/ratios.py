@@ -29,7 +29,7 @@ from ..capture.kinds import (
     TRANSPARENT,
     is_added,
 )
-from ..capture.record import MASKING, CallGraph, CallNode, Input
+from ..capture.record import MASKING, CallNode, Input
 from ..plan.actions import Plan, Step, Tie
 
 __all__ = ["find_ties"]
@@ -90,14 +90,14 @@ _ONES = frozenset(
 
 
 def find_ties(
-    graph: CallGraph, plan: Plan, buffers: Mapping[int, str], outputs: Sequence[int]
+    nodes: Sequence[CallNode], plan: Plan, buffers: Mapping[int, str], outputs: Sequence[int]
 ) -> tuple[Tie, ...]:
     """Returns the equations for the factors of the plain model's parameters.
 
     buffers: names, by id, of the running statistics of norms. outputs: the nodes of the model's
     results.
     """
-    found = _Ratios(graph, plan, buffers)
+    found = _Ratios(nodes, plan, buffers)
     for node in outputs:
         found.tie(found.ratios[node], {}, "", "output", "the results are those of the plain model")
     return tuple(found.ties)
@@ -161,13 +161,12 @@ class _Call:
 
 
 class _Ratios:
-    def __init__(self, graph: CallGraph, plan: Plan, buffers: Mapping[int, str]) -> None:
+    def __init__(self, nodes: Sequence[CallNode], plan: Plan, buffers: Mapping[int, str]) -> None:
         self.ties: list[Tie] = []
         self.ratios: list[Ratio | None] = []
-        self._nodes = graph.nodes
         self._buffers = buffers
         self._plan = plan
-        for node in graph.nodes:
+        for node in nodes:
             self.ratios.append(self._of(node))
 
     def tie(

@@ -104,9 +104,8 @@ class Matrices:
 
     def _is_layer(self, index: int) -> bool:
         """Whether a call multiplies values by weights, or is attention or a recurrent layer."""
-        node = self.flow.nodes[index]
-        weights = any(self.flow.nodes[i.node].computed for i in node.inputs)
-        return (weights and self.flow.is_product(index)) or node.kind in RECURRENT | ATTENTION
+        kind = self.flow.nodes[index].kind
+        return self.flow.is_layer(index) or kind in RECURRENT | ATTENTION
 
     def _is_power(self, index: int) -> bool:
         """Whether a call multiplies values with the same origin."""

@@ -1,4 +1,4 @@
-"""The planner: turns a recorded `CallGraph` into a `Plan` of scale factors.
+"""The planner: turns recorded calls into a `Plan` of scale factors.
 
 The first row of `DECIDERS` that applies to a call decides.
 
@@ -30,7 +30,7 @@ from ..capture.kinds import (
     TRANSPARENT,
     is_added,
 )
-from ..capture.record import DISTRIBUTION, CallGraph, CallNode, Slot, is_sparse
+from ..capture.record import DISTRIBUTION, CallNode, Slot, is_sparse
 from .actions import CallRow, Decision, Kept, Plan, Settings, Step, with_slots
 from .arguments import Arguments
 from .attention import Attention
@@ -75,15 +75,15 @@ class Planned:
     exponents: list[int] = field(default_factory=list)
 
 
-def make_plan(graph: CallGraph, settings: Settings) -> Planned:
-    """Returns the plan for a recorded graph: the factors of values, with true gradients."""
-    planner = _Planner(graph, settings)
+def make_plan(nodes: list[CallNode], settings: Settings) -> Planned:
+    """Returns the plan for recorded calls: the factors of values, with true gradients."""
+    planner = _Planner(nodes, settings)
     depths = planner.residuals.depths if settings.residual == "umup" else {}
     plan = Plan(inner=planner.inner, depths=depths)
     checked, products = set[int](), dict[int, Slot | None]()
     rows: list[int] = []
     small = dict[tuple[int, Slot], float]()
-    for index, node in enumerate(graph.nodes):
+    for index, node in enumerate(nodes):
         if node.function is None:
             continue
         step, row = planner.decide(index, node)
@@ -118,10 +118,10 @@ def _is_multilinear(node: CallNode) -> bool:
 
 
 class _Planner:
-    def __init__(self, graph: CallGraph, settings: Settings) -> None:
+    def __init__(self, nodes: list[CallNode], settings: Settings) -> None:
         self.settings = settings
-        self.nodes = graph.nodes
-        self.flow = flow = Flow(graph)
+        self.nodes = nodes
+        self.flow = flow = Flow(nodes)
         self.interior = Interior(flow, settings.whole)
         self.units: dict[int, Unit] = {}
         self.residuals = Residuals()
@@ -147,7 +147,7 @@ class _Planner:
         self.inner = self._inner_readouts()
         self.arguments = Arguments(flow, settings)
         self.attention = Attention(flow, settings)
-        self.consumers = consumers(graph)
+        self.consumers = consumers(nodes)
         self.distances = distances(self.consumers)
 
     def _inner_readouts(self) -> frozenset[str]:
@@ -214,13 +214,6 @@ class _Planner:
             if decision is not None:
                 return decision
         raise AssertionError("the last decider applies to every call")
-
-    def _is_layer(self, index: int) -> bool:
-        """Whether a call is a layer with a weight; such calls are scaled at the ends of the
-        interior too.
-        """
-        weights = any(self.nodes[i.node].computed for i in self.nodes[index].inputs)
-        return weights and self.nodes[index].kind in PRODUCTS | RECURRENT
 
     # Deciders, in the order of the table
 
@@ -296,8 +289,8 @@ class _Planner:
         return Step(slots=tuple((s, f, f) for s, f in slots)), "scaled", why
 
     def _outside(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """A call outside the `interior`: keeps its values."""
-        if index in self.interior or self._is_layer(index):
+        """A call outside the `interior`: keeps its values, unless it is a layer."""
+        if index in self.interior or self.flow.is_layer(index):
             return None
         restored = self.arguments.restored(node)
         silent = kind in NEUTRAL | CASTS and restored is None
