@@ -26,7 +26,7 @@ from ..capture.kinds import PRODUCTS, canonical
 from ..capture.probe import on_its_own
 from ..capture.record import Key, Place, Slot, rms_of, tensors_in
 from ..plan.actions import Plan, Step
-from ..plan.model_plan import pairs, tupled
+from ..plan.model_plan import read, written
 from ..plan.planner import Planned
 from ..plan.weights import pruned
 from ..run.border import records
@@ -71,11 +71,8 @@ class Measured:
         """
         if is_alone():
             return self
-        tables = [pairs(getattr(self, f.name)) for f in fields(self)]
-        found = [dict(tupled(table)) for table in json.loads(agreed(name, json.dumps(tables)))]
-        shared = Measured(
-            *(getattr(self, f.name) | t for f, t in zip(fields(self), found, strict=True))
-        )
+        found = read(Measured, json.loads(agreed(name, json.dumps(written(self)))))
+        shared = Measured(*(getattr(self, f.name) | getattr(found, f.name) for f in fields(self)))
         texts = {repr(place): place for place in shared.corrections}
         factors = {text: shared.corrections[place] for text, place in texts.items()}
         factors = agreed_once(f"{name}/corrections", factors)
