@@ -45,6 +45,7 @@ __all__ = [
     "is_sparse",
     "is_strided",
     "mapped",
+    "norm_of",
     "replaced",
     "rms_of",
     "sees_the_past",
@@ -462,6 +463,14 @@ def _computed(kind: str, sources: list[CallNode]) -> bool:
     plain = all(s.floating and not s.masking for s in others)
     mixes = kind in PRODUCTS | RECURRENT
     return bool(live) and all(s.computed for s in live) and plain and not mixes
+
+
+@torch.no_grad()
+def norm_of(tensor: Tensor) -> Tensor:
+    """The norm of the values in double precision, in which squares do not overflow."""
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    wide = torch.complex128 if values.is_complex() else torch.float64
+    return torch.linalg.vector_norm(values, dtype=wide)
 
 
 @torch.no_grad()

@@ -20,9 +20,7 @@ from ...rules.table import OPS, find_op
 from ..capture.kinds import (
     ATTENTION,
     AVERAGES,
-    CASTS,
     LOSSES,
-    PARTS,
     PRODUCTS,
     RECURRENT,
     TRANSPARENT,
@@ -39,39 +37,36 @@ Ratio = dict[str, float]
 SMALL = 1e-3
 """The largest number treated as an eps, which is added to a value or bounds it."""
 
-_KEEPS = (TRANSPARENT | PARTS | CASTS | AVERAGES) | frozenset(
+_KEEPS = (TRANSPARENT | AVERAGES) | frozenset(
     (
         "relu leaky_relu rrelu abs neg sum std norm vector_norm amax amin median cumsum cummax "
-        "cummin sort msort topk kthvalue gather take take_along_dim interpolate unfold fold "
-        "tril triu diag diag_embed diagonal trace nan_to_num detach dropout1d dropout2d "
-        "dropout3d feature_alpha_dropout embedding max_pool1d max_pool2d max_pool3d "
-        "max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices lp_pool1d "
-        "lp_pool2d lp_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d fft "
-        "fft2 fftn ifft ifft2 ifftn rfft rfft2 rfftn irfft irfft2 irfftn aminmax "
-        "embedding_bag broadcast_tensors meshgrid data requires_grad_ cpu cuda alias"
+        "cummin sort msort topk kthvalue gather interpolate fold tril triu diag diag_embed trace "
+        "nan_to_num detach dropout1d dropout2d dropout3d feature_alpha_dropout embedding "
+        "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices "
+        "max_pool3d_with_indices lp_pool1d lp_pool2d lp_pool3d adaptive_max_pool1d "
+        "adaptive_max_pool2d adaptive_max_pool3d fft fft2 fftn ifft ifft2 ifftn rfft rfft2 rfftn "
+        "irfft irfft2 irfftn aminmax embedding_bag broadcast_tensors meshgrid data "
+        "requires_grad_ cpu cuda alias"
     ).split()
 )
 """Kinds whose result has the ratio of the first argument."""
 
-_EQUAL = frozenset(
-    (
-        "add sub rsub cat concat concatenate stack hstack vstack dstack column_stack where maximum "
-        "minimum fmax fmin max min index_add scatter scatter_add scatter_reduce index_copy "
-        "index_put index_fill masked_fill masked_scatter __setitem__ copy_ pad clamp clip "
-        "clamp_min clamp_max fill_diagonal gt lt ge le eq ne __gt__ __lt__ __ge__ __le__ __eq__ "
-        "__ne__ block_diag"
-    ).split()
-)
-"""Kinds whose arguments and result have equal ratios; a number among them is 0 or a bound."""
-
 _FILLS = frozenset("masked_fill index_fill __setitem__ fill_diagonal".split())
 _MOVED = frozenset(
     (
-        "cat concat concatenate stack hstack vstack dstack column_stack block_diag max min "
-        "index_add scatter scatter_add scatter_reduce index_copy index_put masked_scatter copy_"
+        "cat stack hstack vstack dstack column_stack block_diag max min index_add scatter "
+        "scatter_add scatter_reduce index_copy index_put masked_scatter copy_"
     ).split()
 )
-"""Those of them whose numeric arguments are not values."""
+"""Kinds as in `_EQUAL` whose numeric arguments are not values."""
+
+_EQUAL = (_FILLS | _MOVED) | frozenset(
+    (
+        "add sub rsub where maximum minimum fmax fmin pad clamp clip clamp_min clamp_max gt lt ge "
+        "le eq ne __gt__ __lt__ __ge__ __le__ __eq__ __ne__"
+    ).split()
+)
+"""Kinds whose arguments and result have equal ratios; a number among them is 0 or a bound."""
 
 _POWERS = {"square": 2.0, "var": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "inverse": -1}
 _NORMS = frozenset("layer_norm rms_norm group_norm batch_norm instance_norm".split())

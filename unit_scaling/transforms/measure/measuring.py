@@ -24,7 +24,7 @@ from fp8.common.step import Loss, starts
 
 from ..capture.kinds import PRODUCTS, canonical
 from ..capture.probe import on_its_own
-from ..capture.record import Key, Place, Slot, rms_of, tensors_in
+from ..capture.record import Key, Place, Slot, norm_of, rms_of, tensors_in
 from ..plan.actions import Plan, Step
 from ..plan.model_plan import read, written
 from ..plan.planner import Planned
@@ -132,7 +132,7 @@ class Watching(Replay):
             if grad is None or self._path:
                 return  # not a gradient that the model takes itself
             try:
-                norm = torch.linalg.vector_norm(grad.detach(), dtype=_wide(grad)).item()
+                norm = norm_of(grad.detach()).item()
             except RuntimeError:  # no values inside vmap
                 return
             eps = torch.finfo(grad.dtype).eps ** ROUNDING
@@ -254,10 +254,6 @@ class Measuring(Watching):
         return self.found
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64
-
-
 def measure(
     mode: Measuring,
     twin: nn.Module,
@@ -326,14 +322,8 @@ def _backward(
         return False
     torch.autograd.backward(ends, gradients)
     for name, parameter in named.items():
-        size = 0.0 if parameter.grad is None else _rms(parameter.grad)
+        grad = parameter.grad
+        size = 0.0 if grad is None else norm_of(grad).item() / math.sqrt(max(1, grad.numel()))
         if 0 < size < math.inf:
             measuring.found.parameters[name] = math.log2(size)
     return gradients[0] is None
-
-
-@torch.no_grad()
-def _rms(grad: Tensor) -> float:
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    norm: float = torch.linalg.vector_norm(values, dtype=_wide(values)).item()
-    return norm / math.sqrt(max(1, grad.numel()))
