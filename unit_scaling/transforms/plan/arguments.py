@@ -61,14 +61,10 @@ class Arguments:
 
     def _computed(self, node: CallNode) -> list[Scaling]:
         """Divides computed weights (of a parametrization, for example) by their own scale."""
-        found = [
-            (i.slot, 1 / self._scale(i.node))
-            for i in node.inputs
-            if self.flow.nodes[i.node].computed
-            and self.flow.nodes[i.node].origin is None
-            and len(self.flow.nodes[i.node].shape) > 1
-        ]
-        return [(slot, factor, factor) for slot, factor in found]
+        sources = ((i, self.flow.nodes[i.node]) for i in node.inputs)
+        weights = [i for i, s in sources if s.computed and s.origin is None and len(s.shape) > 1]
+        factors = [1 / self._scale(i.node) for i in weights]
+        return [(i.slot, factor, factor) for i, factor in zip(weights, factors, strict=True)]
 
     def _scale(self, index: int) -> float:
         """The scale of a computed weight.
