@@ -5,6 +5,7 @@ The model's transforms stay active: the measured values are those the model comp
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from fp8.common.validation import check_name, check_whole
 from fp8.modes.autocast import outside_compiler
 
 from ..checks.first_call import skip_checks
-from .capture.copies import deep_copy, detached
+from .capture.copies import deep_copy
 from .capture.record import rms_of
 from .inspect.diagnosis import diagnosis
 from .inspect.measurement import RANGES, Measurement
@@ -167,7 +168,7 @@ def _step(
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     watch.active = True
     with torch.random.fork_rng(devices), torch.enable_grad():
-        output = outside_compiler(lambda: call(model, detached(batch, records=True)))
+        output = outside_compiler(lambda: call(model, _detached(batch)))
         watch.active = False  # checkpoints recompute parts of the model in the backward pass
         at_output = _measured(output)
         outside_compiler(lambda: _backward(output, loss, seed))
@@ -201,6 +202,14 @@ def _measured(output: Any) -> list[float]:
         for tensor in ends:
             tensor.register_hook(lambda grad: found.append(rms_of(grad)) if grad.any() else None)
     return found
+
+
+def _detached(batch: Any) -> Any:
+    """Returns a copy of ``batch`` that shares neither storage nor autograd graph with it."""
+    memo: dict[int, Any] = {}
+    for t in tensors(batch):
+        memo[id(t)] = t.detach().clone().requires_grad_(t.requires_grad)
+    return copy.deepcopy(batch, memo)
 
 
 def _backward(output: Any, loss: Loss | None, seed: int) -> None:

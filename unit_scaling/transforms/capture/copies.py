@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.common.mixin import bare_class
-from fp8.common.step import plain, tensors
+from fp8.common.step import plain
 
 from .record import tensors_in
 
@@ -33,6 +33,7 @@ __all__ = [
     "deep_copy",
     "detached",
     "example_of",
+    "fresh",
     "hooked",
     "remade",
     "twin_of",
@@ -94,15 +95,22 @@ def twin_of(module: M, scope: object, its_scope: object) -> M:
     return deep_copy(module, shared)
 
 
-def detached(value: Any, records: bool = False) -> Any:
-    """Returns a copy of arguments that shares neither storage nor autograd graph with them. Its
-    tensors require gradients as the originals do if ``records``.
-    """
-    memo: dict[int, Any] = {}
-    for t in tensors(value):
-        copied = t.detach().clone()
-        memo[id(t)] = copied.requires_grad_() if records and t.requires_grad else copied
+def detached(value: Any) -> Any:
+    """Returns a copy of arguments that shares no storage with them."""
+    memo: dict[int, Any] = {id(t): t.detach().clone() for _, t in tensors_in(value)}
     return copy.deepcopy(value, memo)
+
+
+def fresh(
+    args: tuple[Any, ...], kwargs: dict[str, Any], records: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Returns copies of arguments, which require gradients as the originals do if ``records``."""
+    copies: tuple[Any, dict[str, Any]] = detached((args, kwargs))
+    wanted = [t.requires_grad and records for _, t in tensors_in((args, kwargs))]
+    for (_, copied), wants in zip(tensors_in(copies), wanted, strict=True):
+        if wants:
+            copied.requires_grad_()
+    return copies
 
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]

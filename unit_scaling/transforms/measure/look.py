@@ -22,7 +22,7 @@ from fp8.common.report import LEFT_ALONE
 from fp8.common.step import plain
 from fp8.common.threads import Setting, Stack
 
-from ..capture.copies import detached, twin_of
+from ..capture.copies import detached, fresh, twin_of
 from ..capture.record import Key, Place, Recorder, Slot, held_by, tensors_in
 from ..capture.structure import Structure
 from ..folding.ratios import find_ties
@@ -248,7 +248,7 @@ def _step(
 
     prefix = f"{path}." if path else ""
     with torch.random.fork_rng(_devices(twin)), _SILENT:
-        failed = measure(mode, twin, run, detached(given, records()), prefix, loss)
+        failed = measure(mode, twin, run, fresh(*given, records()), prefix, loss)
     mode.check(settled.varying)
     return mode, failed
 
