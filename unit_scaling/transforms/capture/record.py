@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -255,9 +255,8 @@ class Recorder(FirstLook):
 
     def _see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         args, kwargs = canonical(function, args, kwargs)
-        inputs = [
-            Input(slot, *self._source(t)) for slot, t in (*tensors_in(args), *tensors_in(kwargs))
-        ]
+        given = (*tensors_in(args), *tensors_in(kwargs))
+        inputs = [self._input(slot, t) for slot, t in given]
         key, path = None, self._path()
         kind = self._kinds.get(function)
         if path.endswith(install.HOOKS) and kind not in TRANSPARENT:
@@ -275,16 +274,9 @@ class Recorder(FirstLook):
         node.computed = _computed(node.kind, sources)
         if path in self._parametrizations:
             node.computed = any(s.computed for s in sources)
-        call_args, call_kwargs = args, kwargs
-        if node.computed and kind is not None and kind not in TRANSPARENT:
-            call_args, call_kwargs = self._original((args, kwargs), inputs)
-        if function is torch.autograd.grad:
-            output = self._gradients(args[1], inputs)
-        else:
-            output = function(*call_args, **call_kwargs)
+        output = self._result(node, function)
         written = [args[0]] if kind == "__setitem__" else [t for _, t in tensors_in(output)]
         made = {id(t) for t in written}
-        given = (*tensors_in(args), *tensors_in(kwargs))
         if writes(function, name, args, kwargs):
             node.written = tuple(slot for slot, t in given if id(t) in made)
         # Arguments that it returns may be used by themselves.
@@ -294,6 +286,19 @@ class Recorder(FirstLook):
         elif written or kind is not None:
             self._add(node, sources, written, same)
         return output
+
+    def _result(self, node: CallNode, function: Callable[..., Any]) -> Any:
+        """Makes the call; one that computes a weight gets parameters at their original scale."""
+        if function is torch.autograd.grad:
+            return self._gradients(node.args[1], node.inputs)
+        if not node.computed or not node.kind or node.kind in TRANSPARENT:
+            return function(*node.args, **node.kwargs)
+        given, original = node.tensors, dict[Slot, Tensor]()
+        for i in node.inputs:
+            factor = self._factors.get(self.nodes[i.node].origin or "", 1.0)
+            if factor != 1.0:
+                original[i.slot] = given[i.slot] * factor
+        return function(*replaced(node.args, original), **replaced(node.kwargs, original))
 
     def _gradients(self, tensors: tuple[Tensor, ...], inputs: list[Input]) -> tuple[Tensor, ...]:
         """Stand-ins for gradients that a model computes, as recording has none.
@@ -307,11 +312,8 @@ class Recorder(FirstLook):
                 node.wanted = node.live = True
         return tuple(_varied(t) for t in tensors)
 
-    def _source(self, tensor: Tensor) -> tuple[int, int, int]:
-        """(node that a tensor comes from, its number of elements, its index in the node's result).
-
-        An unknown tensor gets a new node.
-        """
+    def _input(self, slot: Slot, tensor: Tensor) -> Input:
+        """The argument of a call. An unknown tensor gets a new node."""
         if id(inner := debug_unwrap(tensor)) in self._parameters:
             tensor = inner  # which torch.func.grad differentiates by
         maker = tensor.grad_fn
@@ -336,7 +338,7 @@ class Recorder(FirstLook):
             self.nodes.append(node)
             self._remember([tensor])
         index, part = self._node_of[id(tensor)]
-        return index, tensor.numel(), part
+        return Input(slot, index, tensor.numel(), part)
 
     def _is_hidden(self, tensor: Tensor, maker: Node) -> bool:
         """Whether autograd derives a tensor from others by more than the calls that were seen."""
@@ -349,11 +351,11 @@ class Recorder(FirstLook):
     def _add_hidden(self, tensor: Tensor, maker: Node) -> None:
         """Adds the function whose gradient ``maker`` computes, as a call that nothing scales."""
         inputs = [
-            Input((slot,), *self._source(t)) if isinstance(t, Tensor) else Input((slot,), t, 0)
+            self._input((slot,), t) if isinstance(t, Tensor) else Input((slot,), t, 0)
             for slot, t in enumerate(self._known_before(maker))
         ]
         sources = [self.nodes[i.node] for i in inputs]
-        where, path = _location()[0], self._path()
+        where, path = _location().where, self._path()
         if id(tensor) in self._node_of and not isinstance(maker, BackwardCFunction):
             name, inside = "copy_", ""  # into a view of the tensor
         else:
@@ -390,7 +392,7 @@ class Recorder(FirstLook):
     def ends(self, value: Any) -> dict[Slot, int]:
         """The nodes of the floating-point tensors of a model's result, by slot."""
         return {
-            slot: self._source(t)[0]
+            slot: self._input(slot, t).node
             for slot, t in tensors_in(value)
             if (t.is_floating_point() or t.is_complex())
             and (id(t) in self._node_of or t.grad_fn is not None)
@@ -407,15 +409,6 @@ class Recorder(FirstLook):
             self._kept.append(tensor)
             if tensor.grad_fn is not None:
                 self._makers[tensor.grad_fn] = len(self.nodes) - 1
-
-    def _original(self, arguments: Any, inputs: list[Input]) -> Any:
-        """Arguments with parameters multiplied back to their original scale."""
-        args, kwargs = arguments
-        names = {i.slot: self.nodes[i.node].origin or "" for i in inputs}
-        factors = {slot: self._factors.get(name, 1.0) for slot, name in names.items()}
-        values = dict((*tensors_in(args), *tensors_in(kwargs)))
-        scaled = {slot: values[slot] * f for slot, f in factors.items() if f != 1.0}
-        return replaced(args, scaled), replaced(kwargs, scaled)
 
     def _add(
         self,
@@ -546,7 +539,7 @@ def _position(code: CodeType, last: int) -> tuple[int, ...]:
 
 def site() -> Site:
     """The site of the running call, in `Place`."""
-    return _location()[2]
+    return _location().site
 
 
 def _is_of_distribution(frame: FrameType) -> bool:
@@ -557,8 +550,16 @@ def _is_of_distribution(frame: FrameType) -> bool:
     return isinstance(frame.f_locals.get("self"), kinds)
 
 
-def _location() -> tuple[str, str, Site]:
-    """(file and line of the running call, `CallNode.inside`, the site of `Place`).
+class _Location(NamedTuple):
+    """As in `CallNode`."""
+
+    where: str
+    inside: str
+    site: Site
+
+
+def _location() -> _Location:
+    """The location of the running call.
 
     Raises ValueError where `torch.utils.checkpoint` runs a function that is not a module: it would
     be recomputed in the backward pass without a plan.
@@ -586,4 +587,4 @@ def _location() -> tuple[str, str, Site]:
             module = frame.f_globals.get("__name__", file)  # the same on every machine
             found.append((module, *_position(frame.f_code, frame.f_lasti)))
         frame = frame.f_back
-    return where, inside, tuple(found)
+    return _Location(where, inside, tuple(found))
