@@ -6,7 +6,6 @@ every argument have RMS about 1. Each function is a row of `unit_scaling.rules.t
 op's u-muP hyperparameter, which controls its non-linearity.
 """
 
-from .ops.activations import *
 from .ops.arithmetic import *
 from .ops.attention import *
 from .ops.channel_norms import *
@@ -24,6 +23,7 @@ from .ops.reductions import *
 from .ops.regression import *
 from .ops.residuals import *
 from .ops.resizing import *
+from .ops.softmax import *
 from .ops.unary import *
 
 # Aliases.

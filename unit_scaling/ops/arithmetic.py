@@ -1,38 +1,116 @@
 """Arithmetic between tensors, and concatenation.
 
-Products and quotients with a number or of integers are not scaled: an explicit number, such as a
-temperature, is intentional.
+Operations with a number, or of integers, are not scaled: an explicit number, such as a temperature,
+is intentional.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..rules.table import Scales, positional, row, tie
-from ..scale import kept_in, scale_each, scale_output
-from .activations import BINARY, add, add_scales, operators, written
+from ..rules.table import Adapter, Scales, positional, row, tie
+from ..scale import kept_in, scale_each
+from .broadcast import scaled_terms, shares
 
-__all__ = ["addcmul", "cat", "div", "lerp", "mul", "stack", "sub"]
+__all__ = ["add", "addcmul", "cat", "div", "lerp", "mul", "stack", "sub"]
 
 Number = Tensor | float
 
 
 def _broadcast(operands: dict[str, Tensor], weights: Sequence[float]) -> Scales:
-    """The factors of the gradients: 1/weight, and 1/sqrt of the number of elements of the result
-    that each element of an operand contributes to.
+    """The factors of the gradients of weighted operands, of which some are broadcast."""
+    found = zip(operands, shares(*operands.values()), weights, strict=True)
+    return {name: share / (weight or 1.0) for name, share, weight in found}
+
+
+# Sums and differences
+
+
+def add_scales(
+    input: Tensor | float,
+    other: Tensor | float,
+    constraint: str | None = "to_output_scale",
+    alpha: float = 1,
+) -> Scales:
+    """Uncorrelated terms: 1/sqrt(1 + alpha**2); a broadcast term sums the gradients of its copies.
+
+    Sums with a number, sums of integers, and tensors added to a one-element tensor (a number with a
+    gradient) are not scaled.
     """
-    size = math.prod(torch.broadcast_shapes(*[t.shape for t in operands.values()]))
-    copies = [size / (t.numel() or 1) or 1.0 for t in operands.values()]
-    grads = [float(n**-0.5 / (w or 1.0)) for n, w in zip(copies, weights, strict=True)]
-    return dict(zip(operands, grads, strict=True))
+    if not _is_float(input) or not _is_float(other):
+        return {"output": 1.0, "input": 1.0, "other": 1.0}
+    assert isinstance(input, Tensor)
+    assert isinstance(other, Tensor)
+    grads, number = {"input": 1.0, "other": 1 / (abs(alpha) or 1.0)}, False
+    if input.shape != other.shape:
+        grads = _broadcast({"input": input, "other": other}, (1.0, abs(alpha)))
+        number = max(input.numel(), other.numel()) > 1 == min(input.numel(), other.numel())
+    return tie(constraint, output=1.0 if number else (1 + alpha * alpha) ** -0.5, **grads)
 
 
-# Differences
+def _is_float(value: Tensor | complex) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+#: torch's form of addition and subtraction, which take further arguments by name.
+BINARY = positional("input other")
+
+
+def written(input: Tensor, other: Tensor | float, **named: Any) -> dict[str, Any]:
+    """Adapts torch's in-place form of addition and subtraction."""
+    return {"input": input, "other": other, "out": input, **named}
+
+
+def operators(names: str, symbol: str, plain: Adapter, in_place: Adapter) -> dict[Any, Adapter]:
+    """Every spelling of a binary operation, with its adapter.
+
+    names: torch's names, separated by spaces. symbol: that of Python's operator.
+    """
+    found: dict[Any, Adapter] = {
+        getattr(space, name + mark): adapter
+        for mark, adapter in (("", plain), ("_", in_place))
+        for name in names.split()
+        for space in (torch, Tensor)
+        if hasattr(space, name + mark)
+    }
+    for mark, adapter in (("", plain), ("i", in_place)):
+        found[getattr(Tensor, f"__{mark}{symbol}__")] = adapter
+        found[getattr(operator, mark + symbol)] = adapter
+    return found
+
+
+@row(
+    add_scales,
+    adapters={**operators("add", "add", BINARY, written), torch.Tensor.__radd__: BINARY},
+)
+def add(
+    input: Tensor | float,
+    other: Tensor | float,
+    constraint: str | None = "to_output_scale",
+    alpha: float = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Computes ``s * (input + alpha * other)``; sums with a number or of integers are not scaled.
+
+    Args:
+        input: a tensor or a number; one-element tensors count as numbers.
+        other: a tensor broadcastable with ``input``, or a number.
+        constraint: see `unit_scaling.constraints`.
+        alpha: the factor of ``other``.
+        out: a tensor that the result is copied into and that is returned; may require gradients.
+
+    Returns:
+        The broadcast shape.
+    """
+    s = add_scales(input, other, constraint, alpha)
+    terms: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
+    return kept_in(out, scaled_terms(lambda a, b: torch.add(a, b, alpha=alpha), terms, s))
 
 
 def _torch_reversed_sub(input: Tensor, other: Number, *, alpha: float = 1) -> dict[str, Any]:
@@ -170,17 +248,7 @@ def addcmul(
     """Computes ``s * (input + value * tensor1 * tensor2)``; the shapes must be broadcastable."""
     s = addcmul_scales(input, tensor1, tensor2, value, constraint)
     operands = {"input": input, "tensor1": tensor1, "tensor2": tensor2}
-    return _sum_of_terms(lambda *terms: torch.addcmul(*terms, value=value), operands, s)
-
-
-def _sum_of_terms(fn: Callable[..., Tensor], operands: dict[str, Tensor], s: Scales) -> Tensor:
-    """Computes ``fn(*operands)`` with its factors, in a single pass per direction if they are
-    equal.
-    """
-    if len({s[name] for name in operands}) == 1:
-        return scale_output(fn(*operands.values()), s["output"], s["input"])
-    terms = [scale_each(t, 1.0, s[name]) for name, t in operands.items()]
-    return scale_each(fn(*terms), s["output"], 1.0)
+    return scaled_terms(lambda *terms: torch.addcmul(*terms, value=value), operands, s)
 
 
 def lerp_scales(
@@ -214,8 +282,8 @@ def lerp(
     s = lerp_scales(input, end, weight, constraint)
     operands = {"input": input, "end": end}
     if isinstance(weight, Tensor):
-        return _sum_of_terms(torch.lerp, {**operands, "weight": weight}, s)
-    return _sum_of_terms(lambda a, b: torch.lerp(a, b, weight), operands, s)
+        return scaled_terms(torch.lerp, {**operands, "weight": weight}, s)
+    return scaled_terms(lambda a, b: torch.lerp(a, b, weight), operands, s)
 
 
 # Concatenation

@@ -13,7 +13,7 @@ from fp8.norms.layer_norm2d import layer_norm2d as over_channels
 
 from ..common.constant import constant
 from ..rules.batch import row_scale
-from ..rules.quadrature import largest_square
+from ..rules.quadrature import absolute_moment, largest_square
 from ..rules.table import Adapter, Scales, positional, row, tie
 from ..scale import scale_each, scale_output
 
@@ -35,11 +35,8 @@ def channel_norm_scales(input: Tensor) -> Scales:
 
 
 def _scaled(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
-    s = channel_norm_scales(input)
-    return [
-        None if parameter is None else scale_each(parameter, 1.0, s[name])
-        for name, parameter in (("weight", weight), ("bias", bias))
-    ]
+    scale = channel_norm_scales(input)["weight"]
+    return [None if p is None else scale_each(p, 1.0, scale) for p in (weight, bias)]
 
 
 @row(
@@ -184,8 +181,7 @@ def normalize_scales(
 ) -> Scales:
     """The p-norm of n standard normal values, about sqrt(n) for p = 2.
 
-    For other p it is (n E|x|^p)^(1/p), where E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi); for p =
-    inf the RMS of the largest of n magnitudes.
+    For other p it is (n E|x|^p)^(1/p); for p = inf the RMS of the largest of n magnitudes.
     """
     if not p > 0:
         raise ValueError(f"normalize needs p above 0: got {p}")
@@ -194,8 +190,7 @@ def normalize_scales(
     if p == math.inf:
         norm = math.sqrt(constant(largest_square, 2 * size))
     else:
-        moment = 2 ** (p / 2) * math.gamma((p + 1) / 2) / math.sqrt(math.pi)
-        norm = (size * moment) ** (1 / p)
+        norm = (size * absolute_moment(p)) ** (1 / p)
     return tie(constraint, output=norm, input=norm)
 
 

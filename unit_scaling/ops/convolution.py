@@ -28,7 +28,8 @@ __all__ = [
 Ints = int | Sequence[int]
 
 
-def _each(value: Ints, dims: int) -> list[int]:
+def each(value: Ints, dims: int) -> list[int]:
+    """One setting for each dimension; a number applies to all."""
     values = [value] if isinstance(value, int) else list(value)
     return values * dims if len(values) == 1 else values
 
@@ -62,11 +63,11 @@ def conv_scales(
     fan_out, fan_in, *kernel = weight.shape
     dims = len(kernel)
     lengths = input.shape[-dims:]
-    strides, steps = _each(stride, dims), _each(dilation, dims)
+    strides, steps = each(stride, dims), each(dilation, dims)
     margins: Sequence[int | None] = (
         [None if padding == "same" else 0] * dims
         if isinstance(padding, str)
-        else _each(padding, dims)
+        else each(padding, dims)
     )
     positions = list(map(_positions, lengths, kernel, strides, margins, steps))
     uses = [
@@ -147,7 +148,7 @@ def conv_transpose_scales(
     taps = math.prod(kernel)
     batch = input.shape[0] if input.dim() == dims + 2 else 1
     grad = row_scale(batch * math.prod(input.shape[-dims:]), scale_power[2])
-    steps = math.prod(_each(stride, dims))
+    steps = math.prod(each(stride, dims))
     tied = tie(
         constraint,
         output=(groups * steps / (fan_in * taps)) ** scale_power[0],

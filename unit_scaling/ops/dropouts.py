@@ -1,4 +1,4 @@
-"""Dropout of channels, and alpha dropout; see activations.py for elementwise dropout."""
+"""Dropout of elements and of channels, and alpha dropout."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..rules.one_call import one_call
-from ..rules.table import Scales, row, tie
+from ..rules.table import Scales, positional, row, tie
 from ..scale import scale_each
-from .activations import DROPOUT, dropout_scales
 from .generated import with_first
 
-__all__ = ["alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"]
+__all__ = [
+    "alpha_dropout",
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "feature_alpha_dropout",
+]
 
 # The limit of selu at minus infinity, -scale * alpha: the value of a dropped element. Source:
 # Klambauer et al. 2017, "Self-Normalizing Neural Networks", section 2.
@@ -27,7 +33,13 @@ def _check(p: float) -> None:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
 
 
-def _channel_dropout(
+def dropout_scales(input: Tensor, p: float = 0.5, training: bool = True) -> Scales:
+    """Zeroing a fraction p and dividing by 1 - p multiplies the RMS by 1/sqrt(1 - p)."""
+    scale = math.sqrt(1 - p) if training and p < 1 else 1.0
+    return {"output": scale, "input": scale}
+
+
+def _dropout(
     fn: Callable[..., Tensor],
     input: Tensor,
     p: float = 0.5,
@@ -40,11 +52,34 @@ def _channel_dropout(
     return output.mul_(scale) if scale != 1.0 else output
 
 
+#: torch's form of dropout.
+DROPOUT = positional("input p train", train="training")
+
+
+@row(dropout_scales, replaces=(F.dropout, torch.dropout), adapters={torch.dropout: DROPOUT})
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Computes ``s * dropout(input, p)``; the identity if not training.
+
+    Args:
+        input: any shape, floating point.
+        p: the fraction set to zero, in [0, 1].
+        training: whether to apply dropout.
+        inplace: write the result into ``input``.
+
+    Returns:
+        The shape and dtype of ``input``.
+
+    Raises:
+        ValueError: p is outside [0, 1].
+    """
+    return _dropout(F.dropout, input, p, training, inplace)
+
+
 def _of_channels(fn: Callable[..., Tensor], shape: str) -> Callable[..., Tensor]:
     """Adds the row of a dropout of channels of inputs of this shape."""
     name = fn.__name__
     about = f"Computes ``s * {name}(input, p)`` of {shape}; arguments as in `dropout`."
-    op = with_first(_channel_dropout, fn, name, about)
+    op = with_first(_dropout, fn, name, about)
     return row(dropout_scales, replaces=(fn,))(one_call(op))
 
 

@@ -1,4 +1,4 @@
-"""Gated units, prelu, softmin and log_softmax."""
+"""Gated units: a value times an activation of another one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..rules.batch import row_scale
-from ..rules.elementwise import elementwise_factors, elementwise_scales
+from ..rules.elementwise import elementwise_scales
 from ..rules.table import Scales, factors, row, tie
-from ..scale import scale_each, scale_output
-from .activations import NN_SOFTMAX, softmax, softmax_scales
+from ..scale import scale_output
+from .fitted import RELU_GRAD_RMS, gated_scale
 
-__all__ = ["geglu", "glu", "log_softmax", "prelu", "reglu", "softmin"]
+__all__ = ["geglu", "glu", "reglu", "silu_glu"]
+
+
+def silu_glu_scales(mult: float = 1.0) -> Scales:
+    """One scale for all: input and gate are multiplied, so their gradients are tied."""
+    scale = gated_scale(1, mult, RELU_GRAD_RMS)
+    return {"output": scale, "input": scale, "gate": scale}
+
+
+@row(silu_glu_scales)
+def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
+    """Computes ``s * input * silu(mult * gate) / mult``, the gated unit of Llama's MLP.
+
+    Args:
+        input: floating point, broadcastable with ``gate``.
+        gate: floating point.
+        mult: the non-linearity of the gate, above 0.
+
+    Returns:
+        The broadcast shape.
+    """
+    s = silu_glu_scales(mult)
+    scale = s["output"] / mult
+    gate = gate if mult == 1.0 else gate * mult
+    return (input * F.silu(gate)).mul_(scale)
 
 
 def glu_scales(constraint: str | None = "to_output_scale") -> Scales:
@@ -82,69 +105,3 @@ def reglu(input: Tensor, gate: Tensor) -> Tensor:
     Source: Shazeer 2020, arXiv 2002.05202.
     """
     return (input * F.relu(gate)).mul_(math.sqrt(2))
-
-
-def prelu_scales(
-    input: Tensor, weight: Tensor, constraint: str | None = "to_output_scale"
-) -> Scales:
-    """As leaky_relu with torch's initial slope 1/4; a slope's gradient sums over all negative
-    inputs.
-    """
-    fwd, bwd = elementwise_factors(F.leaky_relu, (0.25,), {}, 1.0, constraint)
-    collected = row_scale(input.numel() // (weight.numel() or 1), 0.5)
-    return {"output": fwd, "input": bwd, "weight": 2**0.5 * collected}
-
-
-@row(prelu_scales, replaces=(F.prelu, torch.prelu, torch.Tensor.prelu))
-def prelu(input: Tensor, weight: Tensor, constraint: str | None = "to_output_scale") -> Tensor:
-    """Computes ``s * prelu(input, weight)``, with a unit-scaled gradient of the slopes.
-
-    Args:
-        input: floating point, (batch, channels, ...).
-        weight: one slope, or one for each channel.
-        constraint: see `unit_scaling.constraints`.
-    """
-    s = prelu_scales(input, weight, constraint)
-    output = F.prelu(input, scale_each(weight, 1.0, s["weight"] / s["input"]))
-    return scale_output(output, s["output"], s["input"])
-
-
-@row(softmax_scales, adapters={F.softmin: NN_SOFTMAX})
-def softmin(
-    input: Tensor,
-    dim: int | None = None,
-    dtype: torch.dtype | None = None,
-    constraint: str | None = "to_output_scale",
-    mult: float = 1.0,
-) -> Tensor:
-    """Computes ``s * softmax(-mult * input)`` along ``dim``; arguments as in `softmax`."""
-    return softmax(-input, dim, dtype, constraint, mult)
-
-
-def log_softmax_scales() -> Scales:
-    """Log-probabilities are not scaled, as losses use them. The gradient is ``g - softmax *
-    sum(g)``.
-    """
-    return {"output": 1.0, "input": 1.0}
-
-
-@row(
-    log_softmax_scales,
-    replaces=(
-        F.log_softmax,
-        torch.log_softmax,
-        torch.Tensor.log_softmax,
-        torch.special.log_softmax,
-    ),
-    adapters={F.log_softmax: NN_SOFTMAX},
-)
-def log_softmax(
-    input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, mult: float = 1.0
-) -> Tensor:
-    """Computes ``log_softmax(mult * input)`` along ``dim``; log-probabilities are not scaled.
-
-    For a unit normal input, the gradient has RMS 1 up to 1/sqrt(classes). Arguments are as in
-    `softmax`.
-    """
-    logits = input if mult == 1.0 else input * mult
-    return F.log_softmax(logits, dim, dtype=dtype, _stacklevel=5)

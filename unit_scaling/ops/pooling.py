@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 from ..common.constant import constant
 from ..rules.one_call import one_call
-from ..rules.quadrature import largest_square
+from ..rules.quadrature import absolute_moment, largest_square
 from ..rules.table import Scales, row, tie
 from ..scale import scale_output
+from .convolution import each
 from .generated import REQUIRED, described
 
 __all__ = [
@@ -45,15 +46,9 @@ Sizes = int | Sequence[int]
 Constraint = str | None
 
 
-def _each(value: Any, dims: int) -> list[int]:
-    """One setting for each dimension; a number applies to all."""
-    values = [value] if isinstance(value, int) else list(value)
-    return values * dims if len(values) == 1 else values
-
-
 def _steps(stride: Sizes | None, dims: int) -> list[int]:
     """The stride of each dimension; [] if it is omitted and equals the kernel."""
-    return [] if stride is None else _each(stride, dims)
+    return [] if stride is None else each(stride, dims)
 
 
 def _outputs_per_input(
@@ -65,9 +60,9 @@ def _outputs_per_input(
     dilation: Sizes = 1,
     ceil_mode: bool = False,
 ) -> float:
-    kernel = _each(kernel_size, dims)
+    kernel = each(kernel_size, dims)
     steps = _steps(stride, dims) or kernel
-    pads, dilations = _each(padding, dims), _each(dilation, dims)
+    pads, dilations = each(padding, dims), each(dilation, dims)
     ratio = 1.0
     for size, k, step, pad, d in zip(
         input.shape[-dims:], kernel, steps, pads, dilations, strict=True
@@ -83,7 +78,7 @@ def _outputs_per_input(
 
 def _window(dims: int, input: Tensor, kernel_size: Sizes, padding: Sizes = 0) -> int:
     """The number of elements in a window; with ``ceil_mode`` a kernel may exceed its input."""
-    sizes = zip(input.shape[-dims:], _each(kernel_size, dims), _each(padding, dims), strict=True)
+    sizes = zip(input.shape[-dims:], each(kernel_size, dims), each(padding, dims), strict=True)
     return math.prod([min(kernel, size + 2 * pad) for size, kernel, pad in sizes])
 
 
@@ -140,27 +135,22 @@ def lp_pool_scales(
     ceil_mode: bool = False,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
-    """1/RMS of the p-norm of n elements, which is sqrt(n) for p = 2.
+    """1/RMS of the p-norm of n elements, which is (n E|x|^p)^(1/p): sqrt(n) for p = 2.
 
-    In general it is (n E|x|^p)^(1/p), where E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi). The
-    gradient of a window is (|x| / norm)^(p - 1), of norm 1 for p = 2.
+    The gradient of a window is (|x| / norm)^(p - 1), of norm 1 for p = 2.
     """
-
-    def moment(p: float) -> float:
-        return float(2 ** (p / 2) * math.gamma((p + 1) / 2) / math.sqrt(math.pi))
-
     window, p = _window(dims, input, kernel_size), float(norm_type)
     if not 0 < p < math.inf:
         raise ValueError(f"norm_type is a positive number, got {norm_type}")
-    norm = (window * moment(p)) ** (1 / p)
-    share = window * moment(2 * p - 2) / norm ** (2 * p - 2)
+    norm = (window * absolute_moment(p)) ** (1 / p)
+    share = window * absolute_moment(2 * p - 2) / norm ** (2 * p - 2)
     ratio = _outputs_per_input(dims, input, kernel_size, stride, 0, 1, ceil_mode)
     return tie(constraint, output=1 / norm, input=(share * ratio) ** -0.5)
 
 
 def _adaptive_window(dims: int, input: Tensor, output_size: Any) -> tuple[float, float]:
     """(inputs per output, outputs per input)."""
-    sizes = [output_size] * dims if output_size is None else _each(output_size, dims)
+    sizes = [output_size] * dims if output_size is None else each(output_size, dims)
     window, ratio = 1.0, 1.0
     for size, wanted in zip(input.shape[-dims:], sizes, strict=True):
         share = 1.0 if wanted is None else max(1, size) / max(1, wanted)

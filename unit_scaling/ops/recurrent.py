@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..rules.batch import row_scale
 from ..rules.table import Constraint, Scales, row
-from .activations import dropout as unit_dropout
+from .dropouts import dropout as unit_dropout
 from .generated import with_first
 from .products import inverse, linear
 

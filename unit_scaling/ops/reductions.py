@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from ..rules.one_call import one_call
 from ..rules.table import Scales, positional, row, tie
-from ..scale import scale_each, scale_output
+from ..scale import scale_output
+from .broadcast import scaled_terms, shares
 
 __all__ = ["cosine_similarity", "cumsum", "mean", "std", "sum", "var"]
 
@@ -241,11 +242,10 @@ def cosine_similarity_scales(
     gradients of its copies.
     """
     shape = torch.broadcast_shapes(x1.shape, x2.shape)
-    width, size = shape[dim] if shape else 1, math.prod(shape)
+    width = shape[dim] if shape else 1
     gradient = width * (max(1, width - 2) / max(1, width - 1)) ** 0.5
-    shares = [((x.numel() or 1) / (size or 1)) ** 0.5 for x in (x1, x2)]
-    scales = {name: gradient * share for name, share in zip(("x1", "x2"), shares, strict=True)}
-    return tie(constraint, output=(width or 1) ** 0.5, **scales)
+    first, second = shares(x1, x2)
+    return tie(constraint, output=(width or 1) ** 0.5, x1=gradient * first, x2=gradient * second)
 
 
 @row(cosine_similarity_scales, replaces=(F.cosine_similarity, torch.cosine_similarity))
@@ -267,9 +267,4 @@ def cosine_similarity(
         constraint: see `unit_scaling.constraints`.
     """
     s = cosine_similarity_scales(x1, x2, dim, constraint)
-    if s["x1"] == s["x2"]:
-        output = F.cosine_similarity(x1, x2, dim, eps)
-        return scale_output(output, s["output"], s["x1"])
-    x1, x2 = scale_each(x1, 1.0, s["x1"]), scale_each(x2, 1.0, s["x2"])
-    output = F.cosine_similarity(x1, x2, dim, eps)
-    return scale_each(output, s["output"], 1.0)
+    return scaled_terms(lambda a, b: F.cosine_similarity(a, b, dim, eps), {"x1": x1, "x2": x2}, s)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..rules.table import Scales
-from .activations import softmax_scales
+from .broadcast import shares
 from .losses import loss_row
+from .softmax import softmax_scales
 
 __all__ = [
     "binary_cross_entropy",
@@ -26,15 +26,9 @@ __all__ = [
 
 def _pair(input: Tensor, target: Tensor, rms: float) -> Scales:
     """1/rms for both operands; a broadcast one sums the gradients of its copies."""
-    if input.shape == target.shape:
-        return {"output": 1.0, "input": 1 / rms, "target": 1 / rms}
-    size = math.prod(torch.broadcast_shapes(input.shape, target.shape))
-    copies = [size / (t.numel() or 1) or 1.0 for t in (input, target)]
-    return {
-        "output": 1.0,
-        "input": float((rms**2 * copies[0]) ** -0.5),
-        "target": float((rms**2 * copies[1]) ** -0.5),
-    }
+    same = input.shape == target.shape
+    first, second = (1.0, 1.0) if same else shares(input, target)
+    return {"output": 1.0, "input": first / rms, "target": second / rms}
 
 
 def _clipped_rms(limit: float) -> float:

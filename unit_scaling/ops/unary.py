@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..common.constant import specialised
+from ..rules.batch import row_scale
 from ..rules.elementwise import elementwise_factors, elementwise_scales, scaled_elementwise
 from ..rules.table import Adapter, Scales, factors, positional, row, tie
-from ..scale import kept_in, scale_output
+from ..scale import kept_in, scale_each, scale_output
 from . import from_output
-from .activations import RELU_GRAD_RMS, RELU_STD, gated_scale
+from .fitted import RELU_GRAD_RMS, RELU_STD, gated_scale
 from .generated import REQUIRED, described
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "logsigmoid",
     "mish",
     "pow",
+    "prelu",
     "relu",
     "relu6",
     "relu_squared",
@@ -229,3 +231,28 @@ def pow(input: Tensor, exponent: float, constraint: str | None = "to_output_scal
             with a finite second moment.
     """
     return scaled_elementwise(torch.pow, input, (exponent,), {}, 1.0, constraint)
+
+
+def prelu_scales(
+    input: Tensor, weight: Tensor, constraint: str | None = "to_output_scale"
+) -> Scales:
+    """As leaky_relu with torch's initial slope 1/4; a slope's gradient sums over all negative
+    inputs.
+    """
+    fwd, bwd = elementwise_factors(F.leaky_relu, (0.25,), {}, 1.0, constraint)
+    collected = row_scale(input.numel() // (weight.numel() or 1), 0.5)
+    return {"output": fwd, "input": bwd, "weight": 2**0.5 * collected}
+
+
+@row(prelu_scales, replaces=(F.prelu, torch.prelu, torch.Tensor.prelu))
+def prelu(input: Tensor, weight: Tensor, constraint: str | None = "to_output_scale") -> Tensor:
+    """Computes ``s * prelu(input, weight)``, with a unit-scaled gradient of the slopes.
+
+    Args:
+        input: floating point, (batch, channels, ...).
+        weight: one slope, or one for each channel.
+        constraint: see `unit_scaling.constraints`.
+    """
+    s = prelu_scales(input, weight, constraint)
+    output = F.prelu(input, scale_each(weight, 1.0, s["weight"] / s["input"]))
+    return scale_output(output, s["output"], s["input"])

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["largest_square", "normal_means"]
+__all__ = ["absolute_moment", "largest_square", "normal_means"]
 
 #: Nodes of a panel; exact for polynomials of degree 31.
 NODES = 16
@@ -74,6 +74,11 @@ def normal_means(f: Callable[[Tensor], Tensor]) -> list[float]:
         if low.numel() > MAX_PANELS:
             break
     raise ValueError(f"infinite around {low[0].item():.3g}")
+
+
+def absolute_moment(p: float) -> float:
+    """Returns E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi) for a standard normal x; p > -1."""
+    return float(2 ** (p / 2) * math.gamma((p + 1) / 2) / math.sqrt(math.pi))
 
 
 def largest_square(count: int) -> float:

@@ -105,11 +105,11 @@ def test_other_fields_are_refused_by_name():
         ModelPlan.from_dict({**data, "colour": 1})
     with pytest.raises(ValueError, match=r"a plan: unknown fields \[\], missing fields \['tags'\]"):
         ModelPlan.from_dict({name: value for name, value in data.items() if name != "tags"})
-    with pytest.raises(ValueError, match="a plan of version 3 is needed, got version 4"):
-        ModelPlan.from_dict({**data, "version": 4})
+    with pytest.raises(ValueError, match="a plan of version 4 is needed, got version 3"):
+        ModelPlan.from_dict({**data, "version": 3})
     (form,) = json.loads(plan.to_json())["plans"]
-    key = next(item for item in form["steps"] if item[3] is not None)
-    del key[3]["op"]
+    _, step = next(item for item in form[1]["steps"] if item[1] is not None)
+    del step["op"]
     with pytest.raises(ValueError, match=r"a step: unknown fields \[\], missing fields \['op'\]"):
         ModelPlan.from_dict({**data, "plans": [form]})
     with pytest.raises(ValueError, match="a plan is a dict of fields, got list"):

@@ -1,4 +1,4 @@
-"""Queries on a recorded `CallGraph`: dependencies and paths.
+"""Queries on recorded calls: dependencies and paths.
 
 Values flow along *live* edges: those along which gradients propagate between calls. A tensor
 computed from parameters alone (a tied, masked or normalised weight) is a weight, not a value.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 from .kinds import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT
-from .record import CallGraph, CallNode
+from .record import CallNode
 
 __all__ = ["Flow", "reached"]
 
@@ -31,8 +31,8 @@ def reached(starts: Iterable[T], next: Callable[[T], Iterable[T]]) -> set[T]:
 class Flow:
     """The value graph of a recorded run. Nodes are indices, in topological order."""
 
-    def __init__(self, graph: CallGraph) -> None:
-        self.nodes = graph.nodes
+    def __init__(self, nodes: list[CallNode]) -> None:
+        self.nodes = nodes
         self.sources = [self._sources(node) for node in self.nodes]
         self.readers: list[list[int]] = [[] for _ in self.nodes]
         for index, sources in enumerate(self.sources):
@@ -66,6 +66,11 @@ class Flow:
     def is_product(self, index: int) -> bool:
         """Whether the call is a product or a recurrent layer on values."""
         return self.nodes[index].kind in PRODUCTS | RECURRENT and self.nodes[index].live
+
+    def is_layer(self, index: int) -> bool:
+        """Whether the call is a product or a recurrent layer on values and a weight."""
+        weights = any(self.nodes[i.node].computed for i in self.nodes[index].inputs)
+        return weights and self.is_product(index)
 
     def is_attention(self, index: int) -> bool:
         """Whether the call is fused attention, or the softmax in front of a product."""

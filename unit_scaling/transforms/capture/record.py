@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -35,7 +35,6 @@ from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
 __all__ = [
     "DISTRIBUTION",
     "HELD",
-    "CallGraph",
     "CallNode",
     "Input",
     "Place",
@@ -46,6 +45,7 @@ __all__ = [
     "is_sparse",
     "is_strided",
     "mapped",
+    "norm_of",
     "replaced",
     "rms_of",
     "sees_the_past",
@@ -156,13 +156,6 @@ class CallNode:
         return self.path, self.kind or self.name, self.site
 
 
-@dataclass
-class CallGraph:
-    """The calls of a model in order; each refers to earlier ones only."""
-
-    nodes: list[CallNode] = field(default_factory=list)
-
-
 def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
     """The tensors of arguments with their slots, recursively through lists, tuples and dicts."""
     if isinstance(value, Tensor):
@@ -208,7 +201,7 @@ def replaced(value: Any, tensors: dict[Slot, Any]) -> Any:
 
 
 class Recorder(FirstLook):
-    """Fills a `CallGraph` while a model runs.
+    """Records the calls of a model while it runs, as ``nodes``; each refers to earlier ones only.
 
     kinds: the table of `capture.kinds`. parameters: names by id. factors: the divisors of
     parameters, by name; tensors computed from parameters alone use the original values. inputs: id
@@ -228,7 +221,7 @@ class Recorder(FirstLook):
         parametrizations: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
-        self.graph = CallGraph()
+        self.nodes: list[CallNode] = []
         self._kinds = kinds
         self._parameters = parameters
         self._factors = factors
@@ -262,9 +255,8 @@ class Recorder(FirstLook):
 
     def _see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         args, kwargs = canonical(function, args, kwargs)
-        inputs = [
-            Input(slot, *self._source(t)) for slot, t in (*tensors_in(args), *tensors_in(kwargs))
-        ]
+        given = (*tensors_in(args), *tensors_in(kwargs))
+        inputs = [self._input(slot, t) for slot, t in given]
         key, path = None, self._path()
         kind = self._kinds.get(function)
         if path.endswith(install.HOOKS) and kind not in TRANSPARENT:
@@ -277,30 +269,36 @@ class Recorder(FirstLook):
         name = _name(function)
         node = CallNode(key, name, path, function, inputs, args, kwargs)
         node.where, node.inside, node.site = _location()
-        sources = [self.graph.nodes[i.node] for i in inputs]
+        sources = [self.nodes[i.node] for i in inputs]
         node.origin = sources[0].origin if kind in TRANSPARENT and inputs else None
         node.computed = _computed(node.kind, sources)
         if path in self._parametrizations:
             node.computed = any(s.computed for s in sources)
-        call_args, call_kwargs = args, kwargs
-        if node.computed and kind is not None and kind not in TRANSPARENT:
-            call_args, call_kwargs = self._original((args, kwargs), inputs)
-        if function is torch.autograd.grad:
-            output = self._gradients(args[1], inputs)
-        else:
-            output = function(*call_args, **call_kwargs)
+        output = self._result(node, function)
         written = [args[0]] if kind == "__setitem__" else [t for _, t in tensors_in(output)]
         made = {id(t) for t in written}
-        given = (*tensors_in(args), *tensors_in(kwargs))
         if writes(function, name, args, kwargs):
             node.written = tuple(slot for slot, t in given if id(t) in made)
         # Arguments that it returns may be used by themselves.
         same = set() if node.written else made & {id(t) for _, t in given}
         if kind is not None and written and made == same:
-            self.graph.nodes.append(node)
+            self.nodes.append(node)
         elif written or kind is not None:
             self._add(node, sources, written, same)
         return output
+
+    def _result(self, node: CallNode, function: Callable[..., Any]) -> Any:
+        """Makes the call; one that computes a weight gets parameters at their original scale."""
+        if function is torch.autograd.grad:
+            return self._gradients(node.args[1], node.inputs)
+        if not node.computed or not node.kind or node.kind in TRANSPARENT:
+            return function(*node.args, **node.kwargs)
+        given, original = node.tensors, dict[Slot, Tensor]()
+        for i in node.inputs:
+            factor = self._factors.get(self.nodes[i.node].origin or "", 1.0)
+            if factor != 1.0:
+                original[i.slot] = given[i.slot] * factor
+        return function(*replaced(node.args, original), **replaced(node.kwargs, original))
 
     def _gradients(self, tensors: tuple[Tensor, ...], inputs: list[Input]) -> tuple[Tensor, ...]:
         """Stand-ins for gradients that a model computes, as recording has none.
@@ -310,15 +308,12 @@ class Recorder(FirstLook):
         """
         for i in inputs:
             if i.slot[0] == 1:
-                node = self.graph.nodes[i.node]
+                node = self.nodes[i.node]
                 node.wanted = node.live = True
         return tuple(_varied(t) for t in tensors)
 
-    def _source(self, tensor: Tensor) -> tuple[int, int, int]:
-        """(node that a tensor comes from, its number of elements, its index in the node's result).
-
-        An unknown tensor gets a new node.
-        """
+    def _input(self, slot: Slot, tensor: Tensor) -> Input:
+        """The argument of a call. An unknown tensor gets a new node."""
         if id(inner := debug_unwrap(tensor)) in self._parameters:
             tensor = inner  # which torch.func.grad differentiates by
         maker = tensor.grad_fn
@@ -340,10 +335,10 @@ class Recorder(FirstLook):
             node.wanted = self._inputs.get(id(tensor), False)
             if name is not None:
                 node.rms = rms_of(tensor)
-            self.graph.nodes.append(node)
+            self.nodes.append(node)
             self._remember([tensor])
         index, part = self._node_of[id(tensor)]
-        return index, tensor.numel(), part
+        return Input(slot, index, tensor.numel(), part)
 
     def _is_hidden(self, tensor: Tensor, maker: Node) -> bool:
         """Whether autograd derives a tensor from others by more than the calls that were seen."""
@@ -351,30 +346,30 @@ class Recorder(FirstLook):
             return True
         index, _ = self._node_of[id(tensor)]
         chosen = isinstance(maker, BackwardCFunction) and self._makers.get(maker) != index
-        return chosen or not self.graph.nodes[index].live
+        return chosen or not self.nodes[index].live
 
     def _add_hidden(self, tensor: Tensor, maker: Node) -> None:
         """Adds the function whose gradient ``maker`` computes, as a call that nothing scales."""
         inputs = [
-            Input((slot,), *self._source(t)) if isinstance(t, Tensor) else Input((slot,), t, 0)
+            self._input((slot,), t) if isinstance(t, Tensor) else Input((slot,), t, 0)
             for slot, t in enumerate(self._known_before(maker))
         ]
-        sources = [self.graph.nodes[i.node] for i in inputs]
-        where, path = _location()[0], self._path()
+        sources = [self.nodes[i.node] for i in inputs]
+        where, path = _location().where, self._path()
         if id(tensor) in self._node_of and not isinstance(maker, BackwardCFunction):
             name, inside = "copy_", ""  # into a view of the tensor
         else:
             name = maker.name().removesuffix("0").removesuffix("Backward")
             inside = f"the autograd function {name}"
-        if self.graph.nodes and self.graph.nodes[-1].inside == inside != "":  # its own calls
-            where, path = self.graph.nodes[-1].where, self.graph.nodes[-1].path
+        if self.nodes and self.nodes[-1].inside == inside != "":  # its own calls
+            where, path = self.nodes[-1].where, self.nodes[-1].path
         node = CallNode(None, name, path, type(maker), inputs, shape=tuple(tensor.shape))
         node.inside, node.where = inside, where
         node.computed = _computed("", sources)
         node.rms = rms_of(tensor) if node.computed else 1.0
         node.live = node.floating = True
-        self.graph.nodes.append(node)
-        self._makers[maker] = len(self.graph.nodes) - 1
+        self.nodes.append(node)
+        self._makers[maker] = len(self.nodes) - 1
 
     def _known_before(self, maker: Node) -> list[int | Tensor]:
         """What autograd derives a function's arguments from: nodes, and leaves of its graph."""
@@ -397,7 +392,7 @@ class Recorder(FirstLook):
     def ends(self, value: Any) -> dict[Slot, int]:
         """The nodes of the floating-point tensors of a model's result, by slot."""
         return {
-            slot: self._source(t)[0]
+            slot: self._input(slot, t).node
             for slot, t in tensors_in(value)
             if (t.is_floating_point() or t.is_complex())
             and (id(t) in self._node_of or t.grad_fn is not None)
@@ -410,19 +405,10 @@ class Recorder(FirstLook):
         for part, tensor in enumerate(tensors):
             if id(tensor) in others:
                 continue
-            self._node_of[id(tensor)] = (len(self.graph.nodes) - 1, part)
+            self._node_of[id(tensor)] = (len(self.nodes) - 1, part)
             self._kept.append(tensor)
             if tensor.grad_fn is not None:
-                self._makers[tensor.grad_fn] = len(self.graph.nodes) - 1
-
-    def _original(self, arguments: Any, inputs: list[Input]) -> Any:
-        """Arguments with parameters multiplied back to their original scale."""
-        args, kwargs = arguments
-        names = {i.slot: self.graph.nodes[i.node].origin or "" for i in inputs}
-        factors = {slot: self._factors.get(name, 1.0) for slot, name in names.items()}
-        values = dict((*tensors_in(args), *tensors_in(kwargs)))
-        scaled = {slot: values[slot] * f for slot, f in factors.items() if f != 1.0}
-        return replaced(args, scaled), replaced(kwargs, scaled)
+                self._makers[tensor.grad_fn] = len(self.nodes) - 1
 
     def _add(
         self,
@@ -444,7 +430,7 @@ class Recorder(FirstLook):
             with torch.no_grad():
                 written[0].div_(rms_of(written[0]))
         node.results = len(written)
-        self.graph.nodes.append(node)
+        self.nodes.append(node)
         self._remember(written, others)
 
 
@@ -470,6 +456,14 @@ def _computed(kind: str, sources: list[CallNode]) -> bool:
     plain = all(s.floating and not s.masking for s in others)
     mixes = kind in PRODUCTS | RECURRENT
     return bool(live) and all(s.computed for s in live) and plain and not mixes
+
+
+@torch.no_grad()
+def norm_of(tensor: Tensor) -> Tensor:
+    """The norm of the values in double precision, in which squares do not overflow."""
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    wide = torch.complex128 if values.is_complex() else torch.float64
+    return torch.linalg.vector_norm(values, dtype=wide)
 
 
 @torch.no_grad()
@@ -545,7 +539,7 @@ def _position(code: CodeType, last: int) -> tuple[int, ...]:
 
 def site() -> Site:
     """The site of the running call, in `Place`."""
-    return _location()[2]
+    return _location().site
 
 
 def _is_of_distribution(frame: FrameType) -> bool:
@@ -556,8 +550,16 @@ def _is_of_distribution(frame: FrameType) -> bool:
     return isinstance(frame.f_locals.get("self"), kinds)
 
 
-def _location() -> tuple[str, str, Site]:
-    """(file and line of the running call, `CallNode.inside`, the site of `Place`).
+class _Location(NamedTuple):
+    """As in `CallNode`."""
+
+    where: str
+    inside: str
+    site: Site
+
+
+def _location() -> _Location:
+    """The location of the running call.
 
     Raises ValueError where `torch.utils.checkpoint` runs a function that is not a module: it would
     be recomputed in the backward pass without a plan.
@@ -585,4 +587,4 @@ def _location() -> tuple[str, str, Site]:
             module = frame.f_globals.get("__name__", file)  # the same on every machine
             found.append((module, *_position(frame.f_code, frame.f_lasti)))
         frame = frame.f_back
-    return where, inside, tuple(found)
+    return _Location(where, inside, tuple(found))

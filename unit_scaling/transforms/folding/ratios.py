@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -21,15 +20,13 @@ from ...rules.table import OPS, find_op
 from ..capture.kinds import (
     ATTENTION,
     AVERAGES,
-    CASTS,
     LOSSES,
-    PARTS,
     PRODUCTS,
     RECURRENT,
     TRANSPARENT,
     is_added,
 )
-from ..capture.record import MASKING, CallGraph, CallNode, Input
+from ..capture.record import MASKING, CallNode, Input
 from ..plan.actions import Plan, Step, Tie
 
 __all__ = ["find_ties"]
@@ -40,39 +37,36 @@ Ratio = dict[str, float]
 SMALL = 1e-3
 """The largest number treated as an eps, which is added to a value or bounds it."""
 
-_KEEPS = (TRANSPARENT | PARTS | CASTS | AVERAGES) | frozenset(
+_KEEPS = (TRANSPARENT | AVERAGES) | frozenset(
     (
         "relu leaky_relu rrelu abs neg sum std norm vector_norm amax amin median cumsum cummax "
-        "cummin sort msort topk kthvalue gather take take_along_dim interpolate unfold fold "
-        "tril triu diag diag_embed diagonal trace nan_to_num detach dropout1d dropout2d "
-        "dropout3d feature_alpha_dropout embedding max_pool1d max_pool2d max_pool3d "
-        "max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices lp_pool1d "
-        "lp_pool2d lp_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d fft "
-        "fft2 fftn ifft ifft2 ifftn rfft rfft2 rfftn irfft irfft2 irfftn aminmax "
-        "embedding_bag broadcast_tensors meshgrid data requires_grad_ cpu cuda alias"
+        "cummin sort msort topk kthvalue gather interpolate fold tril triu diag diag_embed trace "
+        "nan_to_num detach dropout1d dropout2d dropout3d feature_alpha_dropout embedding "
+        "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices "
+        "max_pool3d_with_indices lp_pool1d lp_pool2d lp_pool3d adaptive_max_pool1d "
+        "adaptive_max_pool2d adaptive_max_pool3d fft fft2 fftn ifft ifft2 ifftn rfft rfft2 rfftn "
+        "irfft irfft2 irfftn aminmax embedding_bag broadcast_tensors meshgrid data "
+        "requires_grad_ cpu cuda alias"
     ).split()
 )
 """Kinds whose result has the ratio of the first argument."""
 
-_EQUAL = frozenset(
-    (
-        "add sub rsub cat concat concatenate stack hstack vstack dstack column_stack where maximum "
-        "minimum fmax fmin max min index_add scatter scatter_add scatter_reduce index_copy "
-        "index_put index_fill masked_fill masked_scatter __setitem__ copy_ pad clamp clip "
-        "clamp_min clamp_max fill_diagonal gt lt ge le eq ne __gt__ __lt__ __ge__ __le__ __eq__ "
-        "__ne__ block_diag"
-    ).split()
-)
-"""Kinds whose arguments and result have equal ratios; a number among them is 0 or a bound."""
-
 _FILLS = frozenset("masked_fill index_fill __setitem__ fill_diagonal".split())
 _MOVED = frozenset(
     (
-        "cat concat concatenate stack hstack vstack dstack column_stack block_diag max min "
-        "index_add scatter scatter_add scatter_reduce index_copy index_put masked_scatter copy_"
+        "cat stack hstack vstack dstack column_stack block_diag max min index_add scatter "
+        "scatter_add scatter_reduce index_copy index_put masked_scatter copy_"
     ).split()
 )
-"""Those of them whose numeric arguments are not values."""
+"""Kinds as in `_EQUAL` whose numeric arguments are not values."""
+
+_EQUAL = (_FILLS | _MOVED) | frozenset(
+    (
+        "add sub rsub where maximum minimum fmax fmin pad clamp clip clamp_min clamp_max gt lt ge "
+        "le eq ne __gt__ __lt__ __ge__ __le__ __eq__ __ne__"
+    ).split()
+)
+"""Kinds whose arguments and result have equal ratios; a number among them is 0 or a bound."""
 
 _POWERS = {"square": 2.0, "var": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "inverse": -1}
 _NORMS = frozenset("layer_norm rms_norm group_norm batch_norm instance_norm".split())
@@ -90,16 +84,17 @@ _ONES = frozenset(
 
 
 def find_ties(
-    graph: CallGraph, plan: Plan, buffers: Mapping[int, str], outputs: Sequence[int]
+    nodes: Sequence[CallNode], plan: Plan, buffers: Mapping[int, str], outputs: Sequence[int]
 ) -> tuple[Tie, ...]:
     """Returns the equations for the factors of the plain model's parameters.
 
     buffers: names, by id, of the running statistics of norms. outputs: the nodes of the model's
     results.
     """
-    found = _Ratios(graph, plan, buffers)
+    found = _Ratios(nodes, plan, buffers)
+    result = CallNode(None, "output")
     for node in outputs:
-        found.tie(found.ratios[node], {}, "", "output", "the results are those of the plain model")
+        found.tie(result, found.ratios[node], {}, "the results are those of the plain model")
     return tuple(found.ties)
 
 
@@ -161,25 +156,25 @@ class _Call:
 
 
 class _Ratios:
-    def __init__(self, graph: CallGraph, plan: Plan, buffers: Mapping[int, str]) -> None:
+    def __init__(self, nodes: Sequence[CallNode], plan: Plan, buffers: Mapping[int, str]) -> None:
         self.ties: list[Tie] = []
         self.ratios: list[Ratio | None] = []
-        self._nodes = graph.nodes
         self._buffers = buffers
         self._plan = plan
-        for node in graph.nodes:
+        for node in nodes:
             self.ratios.append(self._of(node))
 
     def tie(
-        self, a: Ratio | None, b: Ratio | None, path: str, call: str, why: str, soft: str = ""
+        self, node: CallNode, a: Ratio | None, b: Ratio | None, why: str, soft: str = ""
     ) -> None:
-        """Adds the equation that two ratios are equal. soft: as in `Tie`."""
+        """Adds the equation that two ratios at a call are equal. soft: as in `Tie`."""
         if a is None or b is None:
             return
         difference = _plus(a, _plus(b, times=-1))
         constant = difference.pop("", 0.0)
         if difference or abs(constant) > 1e-9:
-            self.ties.append(Tie(tuple(difference.items()), constant, path, call, why, soft))
+            terms = tuple(difference.items())
+            self.ties.append(Tie(terms, constant, node.path, node.name, why, soft))
 
     def _of(self, node: CallNode) -> Ratio | None:
         if node.function is None:
@@ -191,32 +186,29 @@ class _Ratios:
         try:
             return self._result(self._call(node))
         except Exception as error:  # arguments that no rule covers; fold names them
-            self.ties.append(Tie((), 1.0, node.path, node.name, str(error), ""))
-            return {}
+            return self._refused(node, str(error))
 
     def _call(self, node: CallNode) -> _Call:
         step = self._plan.steps.get(node.key) if node.key is not None else None
         step = step or Step()
         given = node.tensors
         used = [i for i in node.inputs if _has_scale(given[i.slot])]
-        factors: dict[Any, float] = {}
-        for slot, forward, _ in step.slots:
-            factors[slot] = factors.get(slot, 1.0) * forward
+        factors = {slot: forward for slot, forward, _ in step.slots}
         tensors = [given[i.slot] for i in used]
-        ratios = [
-            self._argument(node, i, t, factors.get(i.slot, 1.0))
-            for i, t in zip(used, tensors, strict=True)
-        ]
+        ratios = [self._argument(node, i, factors.get(i.slot, 1.0)) for i in used]
         output = _plus(_factor(step, node), _log(step.output))
         return _Call(node, step, used, tensors, ratios, output)
 
-    def _argument(self, node: CallNode, i: Input, tensor: Tensor, factor: float) -> Ratio | None:
-        name = self._buffers.get(id(tensor)) if node.kind in _NORMS else None  # running stats
+    def _argument(self, node: CallNode, i: Input, factor: float) -> Ratio | None:
+        of_norm = node.kind in _NORMS  # its running statistics
+        name = self._buffers.get(id(node.tensors[i.slot])) if of_norm else None
         own = {name: -1.0} if name is not None else self.ratios[i.node]
         return None if own is None else _plus(own, _log(factor))
 
     def _result(self, call: _Call) -> Ratio | None:
         kind = call.kind
+        if kind in RECURRENT:
+            return self._refused(call.node, "its factors lie between the steps of the recurrence")
         if kind in LOSSES or not call.ratios:
             result: Ratio | None = self._fixed(call)
         elif kind in _FREE:
@@ -251,8 +243,6 @@ class _Ratios:
             "_weight_norm": self._weight_norm,
             "_weight_norm_interface": self._weight_norm,
         }
-        if kind in RECURRENT:
-            return self._refused
         return rules.get(kind, self._fixed)
 
     # Rules
@@ -261,23 +251,23 @@ class _Ratios:
         """The common ratio of all of these."""
         known = sorted((r for r in ratios if r is not None), key=len)
         for other in known[1:]:
-            self.tie(other, known[0], call.node.path, call.node.name, why)
+            self.tie(call.node, other, known[0], why)
         return known[0] if known else None
 
     def _near_one(self, call: _Call, ratio: Ratio | None) -> None:
         """A norm adds its eps to squares: the error is least if the ratio of its input is 1."""
-        self.tie(ratio, {}, call.node.path, call.node.name, "its eps", "norm")
+        self.tie(call.node, ratio, {}, "its eps", "norm")
 
     def _fixed(self, call: _Call) -> Ratio:
         if call.node.floating:
             for ratio in call.ratios:
                 why = "it is not homogeneous: the ratio of its argument is 1"
-                self.tie(ratio, {}, call.node.path, call.node.name, why)
+                self.tie(call.node, ratio, {}, why)
         return {}
 
-    def _refused(self, call: _Call) -> Ratio:
-        why = "its factors lie between the steps of the recurrence"
-        self.ties.append(Tie((), 1.0, call.node.path, call.node.name, why, ""))
+    def _refused(self, node: CallNode, why: str) -> Ratio:
+        """Adds an equation without a solution."""
+        self.ties.append(Tie((), 1.0, node.path, node.name, why))
         return {}
 
     def _same(self, call: _Call) -> Ratio | None:
@@ -290,7 +280,7 @@ class _Ratios:
             self._near_one(call, ratio)
         if any(SMALL < abs(n) < -MASKING for n in bounds):
             why = "a number is added or compared: the ratio of the other term is 1"
-            self.tie(ratio, {}, call.node.path, call.node.name, why)
+            self.tie(call.node, ratio, {}, why)
         return ratio
 
     def _product(self, call: _Call) -> Ratio | None:
@@ -303,8 +293,8 @@ class _Ratios:
         if any(ratio is None for ratio in ratios):
             return bias
         result = _plus(*(r for r in ratios if r is not None))
-        self.tie(ratios[0], {}, node.path, node.name, "", "input")
-        self.tie(bias, result, node.path, node.name, "its bias has the ratio of its output")
+        self.tie(node, ratios[0], {}, "", "input")
+        self.tie(node, bias, result, "its bias has the ratio of its output")
         return result
 
     def _attention(self, call: _Call) -> Ratio | None:
@@ -317,8 +307,8 @@ class _Ratios:
         query, key = given["query"], given["key"]
         if query is not None and key is not None:
             why = "the ratios of its queries, keys and scale cancel"
-            self.tie(_plus(query, key, _log(temperature)), {}, node.path, node.name, why)
-        self.tie(given.get("attn_mask"), {}, node.path, node.name, "its mask has the ratio 1")
+            self.tie(node, _plus(query, key, _log(temperature)), {}, why)
+        self.tie(node, given.get("attn_mask"), {}, "its mask has the ratio 1")
         return given["value"]
 
     def _norm(self, call: _Call) -> Ratio | None:
@@ -328,10 +318,9 @@ class _Ratios:
         if x is not None:
             for name, power in (("running_mean", 1.0), ("running_var", 2.0)):
                 why = f"its {name} has the ratio of its input"
-                self.tie(given.get(name), _plus(x, times=power), node.path, node.name, why)
+                self.tie(node, given.get(name), _plus(x, times=power), why)
         weight = given.get("weight", {})
-        why = "its bias has the ratio of its gain"
-        self.tie(given.get("bias"), weight, node.path, node.name, why)
+        self.tie(node, given.get("bias"), weight, "its bias has the ratio of its gain")
         return weight
 
     def _normalize(self, call: _Call) -> Ratio:
@@ -350,28 +339,21 @@ class _Ratios:
         if None in call.ratios:
             return None
         divisor = (0,) if call.node.name.startswith("__r") else (1,)
-        parts = zip(call.inputs, call.known, strict=True)
-        return _plus(
-            *(_plus(r, times=-1.0 if i.slot in (divisor, ("other",)) else 1.0) for i, r in parts)
-        )
+        signs = [-1.0 if i.slot in (divisor, ("other",)) else 1.0 for i in call.inputs]
+        return _plus(*(_plus(r, times=s) for r, s in zip(call.known, signs, strict=True)))
 
     def _pow(self, call: _Call) -> Ratio | None:
         numbers, ratio = call.numbers(), call.first()
-        if len(call.ratios) > 1 and call.tensors[1].numel() == 1:
-            numbers = [float(call.tensors[1])]
-        elif len(call.ratios) != 1:
-            numbers = []
-        if (
-            not numbers
-            or call.node.name.startswith("__r")
-            or not isinstance(call.node.args[0], Tensor)
-        ):
+        if len(call.ratios) > 1:
+            numbers = [float(t) for t in call.tensors[1:] if t.numel() == 1]
+        base = isinstance(call.node.args[0], Tensor) and not call.node.name.startswith("__r")
+        if not (numbers and base):
             return self._fixed(call)
         return None if ratio is None else _plus(ratio, times=numbers[0])
 
     def _prelu(self, call: _Call) -> Ratio | None:
         value, slope = call.ratios
-        self.tie(slope, {}, call.node.path, call.node.name, "its slope has the ratio 1")
+        self.tie(call.node, slope, {}, "its slope has the ratio 1")
         return value
 
     def _weight_norm(self, call: _Call) -> Ratio | None:
@@ -388,7 +370,7 @@ class _Ratios:
     def _lerp(self, call: _Call) -> Ratio | None:
         start, end, *weight = call.ratios
         for ratio in weight:
-            self.tie(ratio, {}, call.node.path, call.node.name, "its weight has the ratio 1")
+            self.tie(call.node, ratio, {}, "its weight has the ratio 1")
         return self._equal(call, (start, end), "its terms have one ratio")
 
 

@@ -32,7 +32,7 @@ from ..capture.kinds import (
     is_added,
 )
 from ..capture.probe import Observer, on_its_own, unseen
-from ..capture.record import Slot, is_strided, mapped, tensors_in
+from ..capture.record import Slot, is_strided, mapped, norm_of, tensors_in
 from ..run.replay import Replay, factor_after
 from .measurement import Measurement
 
@@ -359,11 +359,9 @@ def _measurable(tensor: Tensor) -> bool:
     return known and tensor.is_floating_point() and tensor.numel() > 0
 
 
-@torch.no_grad()
 def _norm(tensor: Tensor) -> Tensor:
-    """The norm in float64, so that squares do not overflow. tensor: of no torch.func transform."""
-    values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    return debug_unwrap(torch.linalg.vector_norm(values, dtype=torch.float64))
+    """The norm of the values. tensor: of no torch.func transform."""
+    return debug_unwrap(norm_of(tensor))
 
 
 _TRANSFORMED = (

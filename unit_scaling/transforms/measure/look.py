@@ -113,13 +113,13 @@ def look(
     weights = tagged_weights(copies[0], path)
     hooked = [copies[0].get_submodule(name) for name in hooks]
     recorder, ends, kept = _record(scope, copies[0], path, given, weights, hooked)
-    planned = make_plan(recorder.graph, _settings(scope, weights, whole=not path))
+    planned = make_plan(recorder.nodes, _settings(scope, weights, whole=not path))
     gradients = _measure(scope, planned, copies[1], path, given, actual)
     _end(planned, ends, kept, gradients)
     if not path and scope.init == "unit":
         buffers = {id(b): name for name, b in copies[0].named_buffers()}
         results = list(ends.values())
-        planned.plan.ties = find_ties(recorder.graph, planned.plan, buffers, results)
+        planned.plan.ties = find_ties(recorder.nodes, planned.plan, buffers, results)
     return planned.plan
 
 

@@ -2,7 +2,8 @@
 
 The copy runs forward and backward once, with the model's own loss, or with unit normal gradients at
 its outputs. In the forward pass, op rules whose results differ from RMS 1 by more than `REACH` are
-corrected by a power of two: rules assume uncorrelated positions and inputs of RMS 1.
+corrected by a power of two: rules assume uncorrelated positions and inputs of RMS 1. The results of
+patterns and matrix formulas get the power of two nearest to 1/RMS.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from fp8.common.step import Loss, starts
 
 from ..capture.kinds import PRODUCTS, canonical
 from ..capture.probe import on_its_own
-from ..capture.record import Key, Place, Slot, rms_of, tensors_in
+from ..capture.record import Key, Place, Slot, norm_of, rms_of, tensors_in
 from ..plan.actions import Plan, Step
-from ..plan.model_plan import pairs, tupled
+from ..plan.model_plan import read, written
 from ..plan.planner import Planned
 from ..plan.weights import pruned
 from ..run.border import records
@@ -70,11 +71,8 @@ class Measured:
         """
         if is_alone():
             return self
-        tables = [pairs(getattr(self, f.name)) for f in fields(self)]
-        found = [dict(tupled(table)) for table in json.loads(agreed(name, json.dumps(tables)))]
-        shared = Measured(
-            *(getattr(self, f.name) | t for f, t in zip(fields(self), found, strict=True))
-        )
+        found = read(Measured, json.loads(agreed(name, json.dumps(written(self)))))
+        shared = Measured(*(getattr(self, f.name) | getattr(found, f.name) for f in fields(self)))
         texts = {repr(place): place for place in shared.corrections}
         factors = {text: shared.corrections[place] for text, place in texts.items()}
         factors = agreed_once(f"{name}/corrections", factors)
@@ -134,7 +132,7 @@ class Watching(Replay):
             if grad is None or self._path:
                 return  # not a gradient that the model takes itself
             try:
-                norm = torch.linalg.vector_norm(grad.detach(), dtype=_wide(grad)).item()
+                norm = norm_of(grad.detach()).item()
             except RuntimeError:  # no values inside vmap
                 return
             eps = torch.finfo(grad.dtype).eps ** ROUNDING
@@ -186,6 +184,7 @@ class Measuring(Watching):
         self._rest = (planned, known, at_settled_length, *rest)
         nodes = planned.flow.nodes
         self._checked = {nodes[i].key: nodes[i].place for i in planned.checked}
+        self._unruled = {nodes[i].key for i in planned.unruled}
         self._writing = {nodes[i].key for i in planned.checked if (0,) in nodes[i].written}
         self._products = {nodes[i].key: bias for i, bias in planned.products.items()}
         self._attends = {nodes[i].key for i in planned.settled if at_settled_length}
@@ -232,7 +231,7 @@ class Measuring(Watching):
         exponent = None if place is None else self.found.corrections.get(place)
         if exponent is None:
             size = math.log2(rms_of(output))
-            exponent = -round(size) if abs(size) > REACH else 0
+            exponent = -round(size) if key in self._unruled or abs(size) > REACH else 0
             if place is not None:
                 self._passes[place].append(exponent)
         return output * 2.0**exponent if exponent else output
@@ -253,10 +252,6 @@ class Measuring(Watching):
         self.found.parameters = {name: size + move for name, size in own}
         self.found.rounding = {key: size + move for key, size in self.rounding().items()}
         return self.found
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 def measure(
@@ -327,14 +322,8 @@ def _backward(
         return False
     torch.autograd.backward(ends, gradients)
     for name, parameter in named.items():
-        size = 0.0 if parameter.grad is None else _rms(parameter.grad)
+        grad = parameter.grad
+        size = 0.0 if grad is None else norm_of(grad).item() / math.sqrt(max(1, grad.numel()))
         if 0 < size < math.inf:
             measuring.found.parameters[name] = math.log2(size)
     return gradients[0] is None
-
-
-@torch.no_grad()
-def _rms(grad: Tensor) -> float:
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    norm: float = torch.linalg.vector_norm(values, dtype=_wide(values)).item()
-    return norm / math.sqrt(max(1, grad.numel()))

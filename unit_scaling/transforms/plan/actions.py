@@ -161,8 +161,8 @@ class Plan:
     idle: tuple[str, ...] = ()
     name: str = field(default="", compare=False)
     kept: tuple[Slot, ...] = ()
-    calls: dict[Key, Placed] = field(default_factory=dict, compare=False)
-    places: dict[Place, Placed] = field(default_factory=dict, compare=False)
+    calls: dict[Key, Placed] = field(default_factory=dict, init=False, compare=False)
+    places: dict[Place, Placed] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def counts(self) -> dict[str, Counter[str]]:

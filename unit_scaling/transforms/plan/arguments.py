@@ -1,4 +1,4 @@
-"""Scale factors for the weights and constants among the arguments of a call.
+"""Scale factors for the weights and one-hot rows among the arguments of a call.
 
 A product with one-hot rows (letters, codes) is a table lookup. Each entry of its result is one
 entry of the weight, not a sum over fan-in, and each row of the weight receives only its share of
@@ -13,23 +13,17 @@ import torch
 from torch import Tensor
 
 from ..capture.dataflow import Flow
-from ..capture.kinds import ADDED, PRODUCTS, RECURRENT
-from ..capture.record import CallNode, Slot, has_values, rms_of
+from ..capture.kinds import RECURRENT
+from ..capture.record import CallNode, Slot, has_values
 from .actions import Scaling, Settings, Step, with_slots
 
 __all__ = ["Arguments"]
-
-_MULTIPLY = PRODUCTS - {kind for kind, added in ADDED.items() if added.name != "bias"}
-"""Kinds that multiply all of their arguments, except biases."""
 
 _CHANNELS = frozenset("conv1d conv2d conv3d".split())
 _ROWS = RECURRENT | frozenset("linear matmul mm".split())
 
 _SAME = 0.05
 """A computed weight whose RMS differs less than this from a parameter's is an update of it."""
-
-_NEAR_ONE = 0.1
-"""A factor of a constant closer to 1 than this is dropped: it costs more than it gains."""
 
 
 class Arguments:
@@ -63,18 +57,14 @@ class Arguments:
 
     def scaled(self, node: CallNode) -> tuple[Scaling, ...]:
         """The factors of the arguments of a call that is scaled by its rule."""
-        return (*self._computed(node), *(self._one_hot(node) or self._constant(node)))
+        return (*self._computed(node), *self._one_hot(node))
 
     def _computed(self, node: CallNode) -> list[Scaling]:
         """Divides computed weights (of a parametrization, for example) by their own scale."""
-        found = [
-            (i.slot, 1 / self._scale(i.node))
-            for i in node.inputs
-            if self.flow.nodes[i.node].computed
-            and self.flow.nodes[i.node].origin is None
-            and len(self.flow.nodes[i.node].shape) > 1
-        ]
-        return [(slot, factor, factor) for slot, factor in found]
+        sources = ((i, self.flow.nodes[i.node]) for i in node.inputs)
+        weights = [i for i, s in sources if s.computed and s.origin is None and len(s.shape) > 1]
+        factors = [1 / self._scale(i.node) for i in weights]
+        return [(i.slot, factor, factor) for i, factor in zip(weights, factors, strict=True)]
 
     def _scale(self, index: int) -> float:
         """The scale of a computed weight.
@@ -91,18 +81,6 @@ class Arguments:
                 return self._factors[name]
         split = weight.path.rpartition(".")[0] in self._split
         return 1.0 if split and 0.5 <= weight.rms <= 2 else weight.rms
-
-    def _constant(self, node: CallNode) -> list[Scaling]:
-        """Divides constant matrices by their RMS: a cosine transform, a blur, the edges of a
-        graph."""
-        nodes, given = self.flow.nodes, node.tensors
-        if node.kind not in _MULTIPLY:
-            return []
-        constants = [i.slot for i in node.inputs if not nodes[i.node].live and i.numel > 1]
-        found = [
-            (slot, 1 / rms_of(given[slot])) for slot in constants if len(given[slot].shape) > 1
-        ]
-        return [(slot, factor, factor) for slot, factor in found if abs(factor - 1) > _NEAR_ONE]
 
     def _one_hot(self, node: CallNode) -> list[Scaling]:
         """The factor of a one-hot first argument of a product."""

@@ -15,7 +15,7 @@ in parts (of experts, for example) it has no factor, and its terms keep equal we
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from itertools import pairwise
 
 from fp8.common.report import LEFT_ALONE
@@ -57,7 +57,7 @@ class Carried:
             if node.function is not None and node.live and not node.computed:
                 self._members[node.place].append(index)
         self._scaled = {flow.nodes[index].place for index in adds}
-        cycles = _cycles({p: set(self._places(m, flow.readers)) for p, m in self._members.items()})
+        cycles = self._cycles()
         states = [cycle for cycle in cycles if self._is_state(cycle)]
         self._scaled |= {place for cycle in cycles if cycle not in states for place in cycle}
         for cycle in states:
@@ -80,6 +80,18 @@ class Carried:
         for index, count in self._sums.items():
             why = f"a running sum of {count} terms"
             found[index] = Kept("scaled", why, count**-0.5) if count > 1 else Kept("", "")
+        return found
+
+    def _cycles(self) -> list[set[Place]]:
+        """The sets of places whose calls depend on each other's earlier results."""
+        below = {p: set(self._places(m, self.flow.readers)) for p, m in self._members.items()}
+        above = {p: set(self._places(m, self.flow.sources)) for p, m in self._members.items()}
+        found: list[set[Place]] = []
+        for place, calls in self._members.items():
+            if len(calls) > 1 and not any(place in cycle for cycle in found):
+                ends = (reached(near[place], near.__getitem__) for near in (below, above))
+                cycle = set.intersection(*ends)
+                found += [cycle] if cycle else []
         return found
 
     def _places(self, calls: Iterable[int], edges: list[list[int]]) -> list[Place]:
@@ -122,35 +134,3 @@ class Carried:
 def _is_plain(places: set[Place]) -> bool:
     """Whether the calls at these places only add and move."""
     return not {kind for _, kind, _ in places} & (_ARITHMETIC - _ADDS)
-
-
-def _cycles(edges: Mapping[Place, set[Place]]) -> list[set[Place]]:
-    """The strongly connected components of a graph that have an edge (Kosaraju's algorithm)."""
-    back: dict[Place, set[Place]] = {place: set() for place in edges}
-    for place, others in edges.items():
-        for other in others:
-            back[other].add(place)
-    seen: set[Place] = set()
-    order = [place for start in edges for place in _visited(edges, start, seen)]
-    seen = set()
-    parts = [_visited(back, start, seen) for start in reversed(order)]
-    return [set(part) for part in parts if len(part) > 1 or (part and part[0] in edges[part[0]])]
-
-
-def _visited(edges: Mapping[Place, set[Place]], start: Place, seen: set[Place]) -> list[Place]:
-    """Unseen places in depth-first order, each after all places reachable from it."""
-    if start in seen:
-        return []
-    seen.add(start)
-    found, stack = [], [(start, iter(edges[start]))]
-    while stack:
-        place, rest = stack[-1]
-        for other in rest:
-            if other not in seen:
-                seen.add(other)
-                stack.append((other, iter(edges[other])))
-                break
-        else:
-            found.append(place)
-            stack.pop()
-    return found

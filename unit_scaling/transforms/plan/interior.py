@@ -20,15 +20,16 @@ class Interior:
     def __init__(self, flow: Flow, whole: bool) -> None:
         nodes = flow.nodes
         learned = [any(nodes[i.node].computed for i in node.inputs) for node in nodes]
-        layers = [
-            learned[index] and (flow.is_product(index) or node.kind in EMBEDDINGS)
+        layers = {
+            index
             for index, node in enumerate(nodes)
-        ]
+            if flow.is_layer(index) or (learned[index] and node.kind in EMBEDDINGS)
+        }
         above = [False] * len(nodes)
         for index, sources in enumerate(flow.sources):
             above[index] = learned[index] or any(above[source] for source in sources)
-        below = flow.before({index for index, layer in enumerate(layers) if layer})
-        part = not (whole and any(layers))
+        below = flow.before(layers)
+        part = not (whole and layers)
         self._inside = [part or (a and b) for a, b in zip(above, below, strict=True)]
         #: For each node, whether its result feeds a layer.
         self.feeds_layers = below

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from ..capture.dataflow import Flow
 from ..capture.kinds import CASTS, ELEMENTWISE, LIMITED, MOVES, TRANSPARENT
-from ..capture.record import DISTRIBUTION, CallGraph, CallNode
+from ..capture.record import DISTRIBUTION, CallNode
 from .interior import Interior
 
 __all__ = ["consumers", "cosines", "distances", "limited"]
@@ -27,10 +27,10 @@ _KEEPS = MOVES | CASTS | {"detach"}
 _BOUNDED = MOVES | CASTS | frozenset("clamp clamp_min maximum add".split())
 
 
-def consumers(graph: CallGraph) -> list[dict[int, str]]:
+def consumers(nodes: Sequence[CallNode]) -> list[dict[int, str]]:
     """For each node, the calls that read it, as an index too, and their kinds."""
-    readers: list[dict[int, str]] = [{} for _ in graph.nodes]
-    for index, node in enumerate(graph.nodes):
+    readers: list[dict[int, str]] = [{} for _ in nodes]
+    for index, node in enumerate(nodes):
         for i in node.inputs:
             readers[i.node][index] = node.kind
     return readers

@@ -8,17 +8,14 @@ diverge. Such calls are found by data flow, starting from
 2. sums of a *power* (a product of values with the same origin and no weight in between) and a
    constant or that value: ``3 * x - x @ x.T @ x``;
 3. sums of a product and squares of its operands: ``x**2 + y**2 - 2 * x @ y``;
-4. means of products that feed no layer: a correlation over samples, in a loss;
-5. functions of linear algebra, Fourier transforms and `torch.cdist`.
+4. functions of linear algebra, Fourier transforms and `torch.cdist`.
 
 They keep their values, as does everything they are computed from since the last layer or softmax,
-and everything computed from them up to the next. A result that feeds the rest of the model is
-multiplied by one factor that brings it to RMS 1.
+and everything computed from them up to the next. A result that feeds the rest of the model has a
+measured factor (`measure.measuring`).
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -34,9 +31,8 @@ from ..capture.kinds import (
     RECURRENT,
     SELECTIONS,
 )
-from ..capture.record import Input, Key, has_values, rms_of, tensors_in
+from ..capture.record import Input, has_values, tensors_in
 from .actions import Kept
-from .patterns import run_calls
 
 __all__ = ["Matrices"]
 
@@ -61,21 +57,16 @@ _Root = tuple[int, int]
 
 
 class Matrices:
-    """The calls of all matrix formulas.
+    """The calls of all matrix formulas."""
 
-    settled: factors fixed by earlier plans, by call; new ones are added. scales: parameter name ->
-    the number it was divided by; formulas use the original values.
-    """
-
-    def __init__(self, flow: Flow, scales: Mapping[str, float], settled: dict[Key, float]) -> None:
-        self.flow, self._scales = flow, scales
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
         self._roots: list[frozenset[_Root]] = []
         for index in range(len(flow.nodes)):
             self._roots.append(self._found(index))
         self._mixing = flow.before({i for i in range(len(flow.nodes)) if flow.is_product(i)})
         self._powers = {i for i in range(len(flow.nodes)) if self._is_power(i)}
         self.calls = self._closed(self._seeds())
-        self._settled = settled
 
     def kept(self) -> dict[int, Kept]:
         """What the plan does with these calls."""
@@ -83,10 +74,15 @@ class Matrices:
         for index in self.calls:
             named = self.flow.is_product(index) or self.flow.nodes[index].kind in ALGEBRA
             found[index] = Kept("unchanged" if named else "", KEEPS)
-        for index, factor in self._results().items():
-            why = f"the result of a formula of matrices, factor {factor:.3g}"
-            found[index] = Kept("scaled", why, factor)
+            if self._is_result(index):
+                found[index] = Kept("scaled", "the result of a formula of matrices")
         return found
+
+    def _is_result(self, index: int) -> bool:
+        """Whether a call of a formula feeds products, and no other call of the formula reads it."""
+        readers = self.flow.readers[index]
+        ends = all(self.flow.nodes[reader].kind in _ENDS for reader in readers)
+        return self._mixing[index] and self.calls.isdisjoint(readers) and not ends
 
     # Origins of values
 
@@ -108,9 +104,8 @@ class Matrices:
 
     def _is_layer(self, index: int) -> bool:
         """Whether a call multiplies values by weights, or is attention or a recurrent layer."""
-        node = self.flow.nodes[index]
-        weights = any(self.flow.nodes[i.node].computed for i in node.inputs)
-        return (weights and self.flow.is_product(index)) or node.kind in RECURRENT | ATTENTION
+        kind = self.flow.nodes[index].kind
+        return self.flow.is_layer(index) or kind in RECURRENT | ATTENTION
 
     def _is_power(self, index: int) -> bool:
         """Whether a call multiplies values with the same origin."""
@@ -131,20 +126,7 @@ class Matrices:
                 found.add(index)
             elif node.kind in _ADDS and len(node.inputs) == 2:
                 found |= self._summed(index)
-            elif node.kind in ("mul", "div") and not self._mixing[index]:
-                found |= self._averaged(index)
         return found
-
-    def _averaged(self, index: int) -> set[int]:
-        """A product of values and its division by the number of summed terms: a mean."""
-        node, at = self.flow.nodes[index], self._product(index)
-        numbers = [n for n in node.args if isinstance(n, int | float) and n]
-        if at is None or not numbers or self._is_layer(at) or len(self._values(at)) < 2:
-            return set()
-        first = self.flow.nodes[at].inputs[0].node
-        count = self.flow.nodes[first].shape[-1]
-        divisor = numbers[0] if node.kind == "div" else 1 / numbers[0]
-        return {index, at} if round(divisor) in (count, count - 1) else set()
 
     def _summed(self, index: int) -> set[int]:
         """A sum and the product in it, if they seed a formula."""
@@ -229,35 +211,6 @@ class Matrices:
         """Whether a value is a sum with an identity, up to moves and multiplications by numbers."""
         add = self.flow.nodes[self._base(index)]
         return add.kind in _ADDS and any(_is_identity(t) for _, t in tensors_in(add.args))
-
-    # Results of a formula
-
-    def _results(self) -> dict[int, float]:
-        """The factor of each result that feeds products and that no other call of the formula
-        reads.
-        """
-        nodes, readers, settled = self.flow.nodes, self.flow.readers, self._settled
-        ends = [i for i in sorted(self.calls) if self.calls.isdisjoint(readers[i])]
-        ends = [i for i in ends if self._mixing[i]]
-        ends = [i for i in ends if not all(nodes[r].kind in _ENDS for r in readers[i])]
-        keys = {i: key for i in ends if (key := nodes[i].key) is not None}
-        if any(key not in settled for key in keys.values()):
-            values = run_calls(self.flow, tuple(sorted(self.calls)), self._weights())
-            for i, key in keys.items():
-                factor = 1 / rms_of(values[i][0]) if len(values[i]) == 1 else 1.0
-                settled.setdefault(key, factor)
-        return {i: settled[key] for i, key in keys.items() if settled[key] != 1}
-
-    def _weights(self) -> dict[int, Tensor]:
-        """The original values of the parameters in the formulas."""
-        found: dict[int, Tensor] = {}
-        for node in (self.flow.nodes[call] for call in self.calls):
-            given = node.tensors
-            for i in node.inputs:
-                name = self.flow.nodes[i.node].origin
-                if name is not None:
-                    found[i.node] = given[i.slot] * self._scales.get(name, 1.0)
-        return found
 
 
 @torch.no_grad()

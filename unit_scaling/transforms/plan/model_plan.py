@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import nn
 
@@ -14,13 +14,11 @@ from fp8.common.report import as_table
 
 from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
 from ..capture.forms import Form
-from .actions import CallRow, Plan, Settled, Step, Tie
+from .actions import CallRow, Plan, Settled, Step
 
-__all__ = ["ModelPlan", "check_fits", "pairs", "retag", "tags_in", "tupled"]
+__all__ = ["ModelPlan", "check_fits", "read", "retag", "tags_in", "written"]
 
-T = TypeVar("T")
-
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -51,17 +49,7 @@ class ModelPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as lists, dicts, strings, numbers and None."""
-        settled = {f.name: pairs(getattr(self.settled, f.name)) for f in fields(Settled)}
-        return {
-            "version": VERSION,
-            "init": self.init,
-            "residual": self.residual,
-            "context_length": self.context_length,
-            "tags": {name: list(tags) for name, tags in self.tags.items()},
-            "rows": [_listed(dataclasses.astuple(row)) for row in self.rows],
-            "plans": [_written(form, plan) for form, plan in self.plans.items()],
-            "settled": settled,
-        }
+        return {"version": VERSION, **written(self)}
 
     def to_json(self) -> str:
         """Returns the plan as JSON. Numbers are exact."""
@@ -74,24 +62,13 @@ class ModelPlan:
         Raises:
             ValueError: a field is unknown or missing, or the version differs.
         """
-        names = ["version", *(f.name for f in fields(cls))]
-        given = _checked("a plan", data, names)
-        version = given.pop("version")
+        if not isinstance(data, Mapping):
+            raise ValueError(f"a plan is a dict of fields, got {type(data).__name__}")
+        version = data.get("version")
         if version != VERSION:
             raise ValueError(f"a plan of version {VERSION} is needed, got version {version!r}")
-        tables = given["settled"]
-        if isinstance(tables, Mapping):
-            tables = {"operands": [], "varying": [], **tables}  # which older plans lack
-        settled = _checked("settled", tables, [f.name for f in fields(Settled)])
-        return cls(
-            init=given["init"],
-            residual=given["residual"],
-            context_length=given["context_length"],
-            tags={name: Tags(*tags) for name, tags in given["tags"].items()},
-            rows=tuple(CallRow(*row) for row in given["rows"]),
-            plans=dict(_read(plan) for plan in given["plans"]),
-            settled=Settled(**{name: dict(tupled(value)) for name, value in settled.items()}),
-        )
+        result: ModelPlan = read(cls, {n: value for n, value in data.items() if n != "version"})
+        return result
 
     @classmethod
     def from_json(cls, text: str) -> ModelPlan:
@@ -121,99 +98,60 @@ def _said(step: Step) -> str:
     """A step as text, without the fields that have default values."""
     default = Step()
     told = [step.op or "as it is"]
-    for field in fields(Step):
+    for field in dataclasses.fields(Step):
         value = getattr(step, field.name)
         if field.name != "op" and value != getattr(default, field.name):
             told.append(f"{field.name}={value!r}")
     return ", ".join(told)
 
 
-def _checked(what: str, data: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Returns the fields of a dict; raises ValueError unless they are exactly ``names``."""
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{what} is a dict of fields, got {type(data).__name__}")
-    names = list(names)
-    unknown, missing = sorted(set(data) - {*names}), sorted({*names} - set(data))
-    if unknown or missing:
-        raise ValueError(f"{what}: unknown fields {unknown}, missing fields {missing}")
-    return dict(data)
+def written(value: Any) -> Any:
+    """``value`` for JSON: dataclasses as dicts of their fields, dicts with any keys as lists of
+    pairs, tuples and sets as lists. `read` restores it."""
+    if dataclasses.is_dataclass(value):
+        return {name: written(getattr(value, name)) for name in _saved(value)}
+    if isinstance(value, Mapping):
+        return [[written(key), written(item)] for key, item in value.items()]
+    if isinstance(value, frozenset):
+        return sorted(map(written, value))
+    return [written(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def pairs(table: Mapping[Any, Any]) -> list[Any]:
-    """A dict with any keys as a list of pairs, for JSON; ``dict(tupled(...))`` reads it."""
-    return [[_listed(key), _listed(value)] for key, value in table.items()]
+def read(kind: Any, data: Any) -> Any:
+    """Returns the value of a type, as in an annotation, that `written` wrote.
+
+    Raises ValueError unless the fields of a dataclass are exactly its own.
+    """
+    if dataclasses.is_dataclass(kind):
+        hints, names = get_type_hints(kind), _saved(kind)
+        unknown, missing = sorted({*data} - {*names}), sorted({*names} - {*data})
+        if unknown or missing:
+            what = _NAMES.get(kind.__name__, f"a {kind.__name__.lower()}")  # type: ignore[union-attr]
+            raise ValueError(f"{what}: unknown fields {unknown}, missing fields {missing}")
+        return kind(**{name: read(hints[name], data[name]) for name in names})  # type: ignore[operator]
+    given = get_args(kind)
+    if isinstance(data, Mapping):  # of a dataclass or None
+        return read(given[0], data)
+    if get_origin(kind) is dict:
+        return {read(given[0], key): read(given[1], item) for key, item in data}
+    if get_origin(kind) in (list, frozenset) or given[1:] == (...,):
+        return get_origin(kind)(read(given[0], item) for item in data)
+    if hasattr(kind, "_make"):
+        return kind._make(map(_tupled, data))
+    return _tupled(data)
 
 
-def _listed(value: Any) -> Any:
-    """Converts tuples to lists for JSON, recursively."""
-    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
+_NAMES = {"ModelPlan": "a plan", "Plan": "the plan of a form of call"}
+"""Classes in errors."""
 
 
-def tupled(value: Any) -> Any:
+def _saved(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind) if field.init]
+
+
+def _tupled(value: Any) -> Any:
     """Converts lists to tuples, recursively."""
-    return tuple(map(tupled, value)) if isinstance(value, list | tuple) else value
-
-
-def _named(value: Any) -> dict[str, Any]:
-    return {f.name: _listed(getattr(value, f.name)) for f in fields(value)}
-
-
-def _made(kind: type[T], data: Any) -> T:
-    given = _checked(f"a {kind.__name__.lower()}", data, [f.name for f in fields(kind)])  # type: ignore[arg-type]
-    return kind(**{name: tupled(value) for name, value in given.items()})
-
-
-_MEASURED = (
-    "name",
-    "unseen",
-    "idle",
-    "kept",
-    "ends",
-    "outputs",
-    "outside",
-    "entry",
-    "final",
-    "looks",
-    "corrections",
-    "operands",
-    "gauges",
-    "parameters",
-)
-_PLAN = ("form", "steps", "rows", "inner", "depths", "ties", *_MEASURED)
-
-
-def _written(form: Form, plan: Plan) -> dict[str, Any]:
-    steps = [[*key, None if step is None else _named(step)] for key, step in plan.steps.items()]
-    rows = [_listed(dataclasses.astuple(row)) for row in plan.rows]
-    ties = [_named(tie) for tie in plan.ties]
-    measured = (getattr(plan, name) for name in _MEASURED)
-    values = (
-        *(_listed(form), steps, rows, sorted(plan.inner), plan.depths, ties),
-        *(pairs(value) if isinstance(value, dict) else _listed(value) for value in measured),
-    )
-    return dict(zip(_PLAN, values, strict=True))
-
-
-def _read(data: Any) -> tuple[Form, Plan]:
-    if isinstance(data, Mapping):
-        # which older plans lack:
-        data = {"operands": [], "kept": [], "ends": [], "entry": 0, **data}
-    given = _checked("the plan of a form of call", data, _PLAN)
-    plan = Plan(
-        steps={
-            (path, kind, number): None if step is None else _made(Step, {"starts": [], **step})
-            for path, kind, number, step in given["steps"]
-        },
-        rows=[CallRow(*row) for row in given["rows"]],
-        inner=frozenset(given["inner"]),
-        depths=dict(given["depths"]),
-        ties=tuple(_made(Tie, tie) for tie in given["ties"]),
-    )
-    for name in _MEASURED:
-        value = given[name]
-        table = isinstance(getattr(plan, name), dict)
-        setattr(plan, name, dict(tupled(value)) if table else tupled(value))
-    return Form(*tupled(given["form"])), plan
+    return tuple(map(_tupled, value)) if isinstance(value, list | tuple) else value
 
 
 # A plan and a model

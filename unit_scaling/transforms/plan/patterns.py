@@ -1,17 +1,19 @@
 """Patterns: functions that a model decomposes into several calls, recognised as one unit each.
 
 A handwritten GELU, RMSNorm, softmax or rotary embedding runs unchanged, and its result is scaled as
-a whole. `UNITS` defines the patterns by data flow, never by names:
+a whole. Patterns are found by data flow, never by names:
 
-1. *formula*: every call is elementwise in one value, with numbers: a chain or a diamond.
-2. others: all paths from one call meet again in another, without a product in between.
+1. *formula*: every call is elementwise in one value, with numbers: a chain or a diamond. The factor
+   of its result is computed by quadrature.
+2. `UNITS`: all paths from one call meet again in another, without a product in between. The factor
+   of the result is measured (`measure.measuring`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +22,9 @@ from torch import Tensor
 from ...rules.elementwise import elementwise_rms
 from ..capture.dataflow import Flow, reached
 from ..capture.kinds import CASTS, ELEMENTWISE, LINEAR, MOVES
-from ..capture.record import CallNode, Key, Slot, replaced, tensors_in
+from ..capture.record import CallNode, Key, Slot, replaced
 
-__all__ = ["UNITS", "Pattern", "Unit", "find_units", "run_calls", "run_unit"]
+__all__ = ["UNITS", "Pattern", "Unit", "find_units"]
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,14 @@ UNITS: dict[str, Pattern] = {
 
 @dataclass(frozen=True)
 class Unit:
-    """Calls that form one function. entry: the node of its input; the last call returns the result.
+    """Calls that form one function; the last one returns the result.
 
-    output: the factor of the result.
+    factor: of the result; None if it is measured.
     """
 
     name: str
-    entry: int
     calls: tuple[int, ...]
-    output: float = 1.0
+    factor: float | None = None
 
 
 def find_units(
@@ -66,38 +67,24 @@ def find_units(
 ) -> dict[int, Unit]:
     """Returns the units of a model by their last call.
 
-    alone: whether a call has a rule of its own. settled: factors fixed by their last call; new ones
-    are added.
+    alone: whether a call has a rule of its own. settled: factors of formulas, fixed by their last
+    call; new ones are added.
     """
-    found = {}
-    spelled: dict[str, float] = {}
-    for unit in _candidates(flow, alone):
-        last = unit.calls[-1]
-        key = flow.nodes[last].key
-        assert key is not None
-        if key not in settled:
-            spelling = _spelling(flow, unit)
-            if spelling not in spelled:
-                spelled[spelling] = _measured(flow, unit)
-            settled[key] = spelled[spelling]
-        if math.isfinite(settled[key]) and settled[key] > 0:
-            found[last] = replace(unit, output=settled[key])
-    return found
-
-
-def _candidates(flow: Flow, alone: Callable[[CallNode], bool]) -> list[Unit]:
-    found: list[Unit] = []
+    found: dict[int, Unit] = {}
     taken: set[int] = set()
     for last in reversed(range(len(flow.nodes))):
         unit = None if last in taken else _unit(flow, last)
         if unit is not None and not taken.intersection(unit.calls):
-            found.append(unit)
+            found[last] = unit
             taken.update(unit.calls)
+    factors: dict[str, float] = {}
     for entry, calls in _formulas(flow, taken):
         plain = [c for c in calls if flow.nodes[c].kind not in CASTS]
         ruled = len(plain) == 1 and alone(flow.nodes[plain[0]])
         if not ruled and any(_curved(flow, c) for c in plain):
-            found.append(Unit("formula", entry, calls))
+            factor = _factor(flow, entry, calls, settled, factors)
+            if math.isfinite(factor):
+                found[calls[-1]] = Unit("formula", calls, factor)
     return found
 
 
@@ -115,7 +102,7 @@ def _unit(flow: Flow, last: int) -> Unit | None:
         calls = _region(flow, entry, last)
         name = _match(flow, calls) if calls else None
         if name is not None:
-            found = Unit(name, entry, calls)
+            found = Unit(name, calls)
         if name not in (None, "softmax") or not calls or flow.parents[entry] < 0:
             break
         entry = flow.parents[entry]
@@ -222,93 +209,65 @@ def _acts_on_elements(flow: Flow, index: int) -> bool:
     return numbers and all(flow.nodes[s].numel == node.numel for s in sources)
 
 
-# Factors
-
-SAMPLES, MOST_DRAWS = 2**14, 64
-"""The minimum number of samples for a unit, and the maximum number of draws of its input."""
-
-_NEAR_ONE = 0.05
-"""A sampled factor closer to 1 than this is set to 1: it would cost more than it gains."""
+# Factors of formulas
 
 
-def _measured(flow: Flow, unit: Unit) -> float:
-    """The factor of a unit; NaN if its result is constant or not finite."""
-    with torch.inference_mode(False), torch.enable_grad():
-        return _integrated(flow, unit) if unit.name == "formula" else _sampled(flow, unit)
+def _factor(
+    flow: Flow,
+    entry: int,
+    calls: tuple[int, ...],
+    settled: dict[Key, float],
+    factors: dict[str, float],
+) -> float:
+    """1/RMS of a formula of a standard normal variable; NaN if it is constant or not finite.
+
+    factors: of this plan, by the text of the formula.
+    """
+    key = flow.nodes[calls[-1]].key
+    assert key is not None
+    if key not in settled:
+        text = _text(flow, entry, calls)
+        if text not in factors:
+            factors[text] = _integrated(flow, entry, calls)
+        settled[key] = factors[text]
+    return settled[key]
 
 
-def _spelling(flow: Flow, unit: Unit) -> str:
-    place = {unit.entry: "input"} | {call: f"call {i}" for i, call in enumerate(unit.calls)}
-    parts = [unit.name, "" if unit.name == "formula" else str(_entry_shape(flow, unit))]
-    for call in unit.calls:
-        node = flow.nodes[call]
-        tensors = node.tensors
+def _text(flow: Flow, entry: int, calls: tuple[int, ...]) -> str:
+    place = {entry: "input"} | {call: f"call {i}" for i, call in enumerate(calls)}
+    parts = []
+    for node in (flow.nodes[call] for call in calls):
+        given = node.tensors
         marks: dict[Slot, Any] = {
-            i.slot: place.get(i.node) or _mark(tensors[i.slot]) for i in node.inputs
+            i.slot: place.get(i.node) or repr(given[i.slot].item()) for i in node.inputs
         }
         parts += [node.name, repr((replaced(node.args, marks), replaced(node.kwargs, marks)))]
     return "\n".join(parts)
 
 
-def _mark(tensor: Tensor) -> str:
-    return repr(tensor.item() if tensor.numel() == 1 else tuple(tensor.shape))
-
-
-def _integrated(flow: Flow, unit: Unit) -> float:
-    """1/RMS of a formula of a standard normal variable, by quadrature."""
+def _integrated(flow: Flow, entry: int, calls: tuple[int, ...]) -> float:
     try:
-        output, slope = elementwise_rms(lambda x: run_unit(flow, unit, x), 1.0, ())
+        with torch.inference_mode(False), torch.enable_grad():
+            output, slope = elementwise_rms(lambda x: _run(flow, entry, calls, x), 1.0, ())
     except ValueError:
         return math.nan
     return 1 / output if 0 < slope < math.inf else math.nan
 
 
-def _sampled(flow: Flow, unit: Unit) -> float:
-    """1/RMS of the result for standard normal samples."""
-    shape = _entry_shape(flow, unit)
-    draws = min(MOST_DRAWS, -(-SAMPLES // max(1, math.prod(shape))))
-    generator = torch.Generator().manual_seed(0)
-    squares = 0.0
-    for _ in range(draws):
-        result = run_unit(flow, unit, torch.randn(shape, generator=generator))
-        squares += result.detach().float().square().mean().item() / draws
-    factor = squares**-0.5 if squares else math.nan
-    return 1.0 if abs(factor - 1) < _NEAR_ONE else factor
-
-
-def _entry_shape(flow: Flow, unit: Unit) -> tuple[int, ...]:
-    """The shape of the input of a unit, which may be one of several results of a call."""
-    for node in (flow.nodes[call] for call in unit.calls):
-        given = node.tensors
-        for i in node.inputs:
-            if i.node == unit.entry:
-                return tuple(given[i.slot].shape)
-    return flow.nodes[unit.entry].shape
-
-
-def run_unit(flow: Flow, unit: Unit, x: Tensor) -> Tensor:
-    """The result of a unit for another input."""
-    return run_calls(flow, unit.calls, {unit.entry: x})[unit.calls[-1]][0]
-
-
-def run_calls(
-    flow: Flow, calls: tuple[int, ...], inputs: dict[int, Tensor]
-) -> dict[int, list[Tensor]]:
-    """Runs calls in order, with given tensors in place of the results of some nodes."""
-    values: dict[int, list[Tensor]] = {}
-    device = next((x.device for x in inputs.values()), None)
+def _run(flow: Flow, entry: int, calls: tuple[int, ...], x: Tensor) -> Tensor:
+    """The result of a formula for another input."""
+    values = {entry: x}
     for call in calls:
         node = flow.nodes[call]
         given = node.tensors
         tensors: dict[Slot, Any] = {
-            i.slot: values[i.node][i.part].clone()  # the call may write in place
+            i.slot: values[i.node].clone()  # the call may write in place
             if i.node in values
-            else inputs[i.node].clone()
-            if i.node in inputs
-            else given[i.slot].detach().clone().to(device or given[i.slot].device)
+            else given[i.slot].detach().clone().to(x.device)
             for i in node.inputs
         }
         assert node.function is not None
-        output = node.function(*replaced(node.args, tensors), **replaced(node.kwargs, tensors))
-        values[call] = [t for _, t in tensors_in(output)]
-    return values
+        values[call] = node.function(
+            *replaced(node.args, tensors), **replaced(node.kwargs, tensors)
+        )
+    return values[calls[-1]]

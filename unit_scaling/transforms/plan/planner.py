@@ -1,4 +1,4 @@
-"""The planner: turns a recorded `CallGraph` into a `Plan` of scale factors.
+"""The planner: turns recorded calls into a `Plan` of scale factors.
 
 The first row of `DECIDERS` that applies to a call decides.
 
@@ -30,7 +30,7 @@ from ..capture.kinds import (
     TRANSPARENT,
     is_added,
 )
-from ..capture.record import DISTRIBUTION, CallGraph, CallNode, Slot, is_sparse
+from ..capture.record import DISTRIBUTION, CallNode, Slot, is_sparse
 from .actions import CallRow, Decision, Kept, Plan, Settings, Step, with_slots
 from .arguments import Arguments
 from .attention import Attention
@@ -56,6 +56,7 @@ class Planned:
     """A plan, the flow it was made from, and what the measurement needs to know about its calls.
 
     rows: the call of each row of the plan. checked: calls whose factor the measurement may correct.
+    unruled: those of them whose factor is measured alone: results of patterns and matrix formulas.
     products: those whose operands the measurement may give factors to -> the slot of the bias or
     None.
     settled: calls that use the factor of another sequence length, for which their result has RMS 1.
@@ -67,21 +68,22 @@ class Planned:
     flow: Flow
     rows: list[int]
     checked: frozenset[int]
+    unruled: frozenset[int]
     products: Mapping[int, Slot | None]
     settled: frozenset[int]
     small: Mapping[tuple[int, Slot], float]
     exponents: list[int] = field(default_factory=list)
 
 
-def make_plan(graph: CallGraph, settings: Settings) -> Planned:
-    """Returns the plan for a recorded graph: the factors of values, with true gradients."""
-    planner = _Planner(graph, settings)
+def make_plan(nodes: list[CallNode], settings: Settings) -> Planned:
+    """Returns the plan for recorded calls: the factors of values, with true gradients."""
+    planner = _Planner(nodes, settings)
     depths = planner.residuals.depths if settings.residual == "umup" else {}
     plan = Plan(inner=planner.inner, depths=depths)
     checked, products = set[int](), dict[int, Slot | None]()
     rows: list[int] = []
     small = dict[tuple[int, Slot], float]()
-    for index, node in enumerate(graph.nodes):
+    for index, node in enumerate(nodes):
         if node.function is None:
             continue
         step, row = planner.decide(index, node)
@@ -96,7 +98,8 @@ def make_plan(graph: CallGraph, settings: Settings) -> Planned:
             if planner.is_checked(index, row):
                 checked.add(index)
     settled = frozenset(planner.attention.of_others)
-    return Planned(plan, planner.flow, rows, frozenset(checked), products, settled, small)
+    unruled = frozenset(filter(planner.is_unruled, checked))
+    return Planned(plan, planner.flow, rows, frozenset(checked), unruled, products, settled, small)
 
 
 def _bias(node: CallNode) -> Slot | None:
@@ -115,14 +118,14 @@ def _is_multilinear(node: CallNode) -> bool:
 
 
 class _Planner:
-    def __init__(self, graph: CallGraph, settings: Settings) -> None:
+    def __init__(self, nodes: list[CallNode], settings: Settings) -> None:
         self.settings = settings
-        self.nodes = graph.nodes
-        self.flow = flow = Flow(graph)
+        self.nodes = nodes
+        self.flow = flow = Flow(nodes)
         self.interior = Interior(flow, settings.whole)
         self.units: dict[int, Unit] = {}
         self.residuals = Residuals()
-        formulas = Matrices(flow, settings.weights.factors, settings.settled.units).kept()
+        formulas = Matrices(flow).kept()
         if not settings.preserve:
             self.units = find_units(flow, _has_rule, settings.settled.units)
             self.residuals = find_residuals(flow, settings.residual, formulas)
@@ -144,7 +147,7 @@ class _Planner:
         self.inner = self._inner_readouts()
         self.arguments = Arguments(flow, settings)
         self.attention = Attention(flow, settings)
-        self.consumers = consumers(graph)
+        self.consumers = consumers(nodes)
         self.distances = distances(self.consumers)
 
     def _inner_readouts(self) -> frozenset[str]:
@@ -169,9 +172,14 @@ class _Planner:
         free = row.done in ("scaled", LEFT_ALONE) and not self.settings.preserve
         free = free and index not in self.residuals.adds and index not in self.attention.of_others
         free = free and not self.nodes[index].inside and not row.why.startswith("readout")
-        free = free and index not in self.distances and index not in self.kept
+        free = free and index not in self.distances
+        free = free and (index not in self.kept or self.kept[index].done == "scaled")
         free = free and self.nodes[index].key is not None  # a replay does not see other calls
         return free and (index in self.interior or self.flow.is_product(index))
+
+    def is_unruled(self, index: int) -> bool:
+        """Whether no rule has a factor for the result of a pattern or of a matrix formula."""
+        return index in self.kept or (index in self.units and self.units[index].factor is None)
 
     def settle_small(self, index: int, node: CallNode) -> dict[tuple[int, Slot], float]:
         """Settles that no measurement makes up for a small parameter that keeps its values, such as
@@ -206,13 +214,6 @@ class _Planner:
             if decision is not None:
                 return decision
         raise AssertionError("the last decider applies to every call")
-
-    def _is_layer(self, index: int) -> bool:
-        """Whether a call is a layer with a weight; such calls are scaled at the ends of the
-        interior too.
-        """
-        weights = any(self.nodes[i.node].computed for i in self.nodes[index].inputs)
-        return weights and self.nodes[index].kind in PRODUCTS | RECURRENT
 
     # Deciders, in the order of the table
 
@@ -269,15 +270,16 @@ class _Planner:
         return step, kept.done, kept.why
 
     def _formula(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """A formula of elementwise calls: its last call has one factor, by quadrature."""
+        """A pattern: its last call has one factor, by quadrature if it is elementwise."""
         if index not in self.within:
             return None
         unit = self.units.get(index)
         if unit is None:
             return _NOTHING
-        calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
-        why = f"{unit.name} of {calls}, factor {unit.output:.3g}"
-        return Step(output=unit.output), "scaled", why
+        why = f"{unit.name} of {f'{len(unit.calls)} calls' if len(unit.calls) > 1 else 'one call'}"
+        if unit.factor is None:
+            return None, "scaled", why
+        return Step(output=unit.factor), "scaled", f"{why}, factor {unit.factor:.3g}"
 
     def _residual(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """A residual add: the weights of its terms."""
@@ -287,8 +289,8 @@ class _Planner:
         return Step(slots=tuple((s, f, f) for s, f in slots)), "scaled", why
 
     def _outside(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """A call outside the `interior`: keeps its values."""
-        if index in self.interior or self._is_layer(index):
+        """A call outside the `interior`: keeps its values, unless it is a layer."""
+        if index in self.interior or self.flow.is_layer(index):
             return None
         restored = self.arguments.restored(node)
         silent = kind in NEUTRAL | CASTS and restored is None

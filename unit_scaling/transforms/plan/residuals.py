@@ -42,7 +42,6 @@ class _Branch:
     end: int
     end_slot: Slot
     region: list[int]
-    attention: bool
     tau: float = 1.0
 
 
@@ -69,10 +68,11 @@ def find_residuals(flow: Flow, rule: str, formulas: Collection[int] = ()) -> Res
     for index, branch in adds.items():
         parts = _parts(flow, adds, branch)
         for part in parts or [branch]:
-            attention = part.attention and rule == "fixed"
-            part.tau = TAU_ATTENTION if attention else TAU_FEED_FORWARD
             if rule == "umup":
                 part.tau = _depth_rule(*places[index])
+            else:
+                attention = any(map(flow.is_attention, part.region))
+                part.tau = TAU_ATTENTION if attention else TAU_FEED_FORWARD
         branch.tau = sum(part.tau**2 for part in parts or [branch]) ** 0.5
         norm = (1 + branch.tau**2) ** 0.5
         weights = ((branch.slot, 1 / norm), (branch.end_slot, branch.tau / norm))
@@ -106,8 +106,7 @@ def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:
             continue  # broadcast over positions: a shift
         origin, region = _origin(flow, adds, skip, end)
         if any(map(flow.is_product, region)) and not _is_rest(flow, origin, region):
-            attention = any(map(flow.is_attention, region))
-            return _Branch(skip, slot, origin, end, end_slot, region, attention)
+            return _Branch(skip, slot, origin, end, end_slot, region)
     return None
 
 
@@ -148,8 +147,7 @@ def _parts(flow: Flow, adds: dict[int, _Branch], branch: _Branch) -> list[_Branc
     parts = []
     for slot, end in _terms(flow, index):
         region = flow.between(branch.origin, end)
-        attention = any(map(flow.is_attention, region))
-        parts.append(_Branch(branch.skip, slot, branch.origin, end, slot, region, attention))
+        parts.append(_Branch(branch.skip, slot, branch.origin, end, slot, region))
     apart = len(parts) == 2 and all(any(map(flow.is_product, part.region)) for part in parts)
     return parts if apart else []
 

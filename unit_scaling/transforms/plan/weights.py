@@ -27,6 +27,9 @@ __all__ = [
     "tagged_weights",
 ]
 
+Done = tuple[str, str]
+"""What the report says was done, and why."""
+
 SMALL = 0.5
 """A gain whose RMS is below this is scaled to RMS 1."""
 
@@ -71,26 +74,27 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
         module, path = owners[id(parameter)]
         leaf = name.rpartition(".")[2]
         stacked = id(module) in experts
+        done: Done | None
         if isinstance(module, ParametrizationList):
-            why = "parametrized: the weight is scaled where it is used"
-            rows.append(CallRow(path, leaf, "unchanged", why))
             tag(parameter, "weight" if parameter.dim() > 1 else "norm")
+            done = "unchanged", "parametrized: the weight is scaled where it is used"
         elif init == "unit" and _is_empty_token(parameter):
-            nn.init.normal_(parameter)
-            why = "a token of zeros, drawn from a standard normal"
-            rows.append(CallRow(path, leaf, "unit scale", why))
             tag(parameter, "weight")
+            nn.init.normal_(parameter)
+            done = "unit scale", "a token of zeros, drawn from a standard normal"
         elif parameter.dim() - stacked > 1 and not _is_gain(parameter):
             tag(parameter, "output" if name == readout else "weight", mup_stacked=stacked)
             mask = getattr(module, f"{pruned(module).get(leaf)}_mask", None)
-            rows.append(CallRow(path, leaf, *_rescale(parameter, init, mask)))
+            done = _rescale(parameter, init, mask)
         elif leaf.endswith("bias") or leaf.startswith("bias_"):  # recurrent layers have bias_ih_l0
-            _zero_bias(parameter, init, path, leaf, rows)
             tag(parameter, "bias")
+            done = _zero_bias(parameter) if init == "unit" else None
         else:
-            if not isinstance(module, nn.PReLU):  # its slopes are no gains
-                _unit_gain(parameter, init, path, leaf, rows)
             tag(parameter, "norm")
+            gain = init == "unit" and not isinstance(module, nn.PReLU)  # its slopes are no gains
+            done = _unit_gain(parameter) if gain else None
+        if done is not None:
+            rows.append(CallRow(path, leaf, *done))
     rows += _scripted(model)
     remember_tags(model)
     return rows
@@ -191,11 +195,8 @@ def _is_one_number(parameter: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> tuple[str, str]:
-    """Divides a weight by its RMS, or tags it with a power of two; returns (what was done, why).
-
-    mask: the part of the weight that is used.
-    """
+def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> Done:
+    """Divides a weight by its RMS, or tags it with a power of two. mask: the part that is used."""
     left = "unchanged" if init == "preserve" else LEFT_ALONE
     if parameter.is_meta:
         return left, "has no values yet (meta device)"
@@ -218,25 +219,23 @@ def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> tuple[s
 
 
 @torch.no_grad()
-def _zero_bias(
-    parameter: nn.Parameter, init: str, path: str, leaf: str, rows: list[CallRow]
-) -> None:
-    if init == "unit" and not parameter.is_meta and bool(parameter.any()):
-        parameter.zero_()
-        rows.append(CallRow(path, leaf, "set to zero", "init='unit'"))
+def _zero_bias(parameter: nn.Parameter) -> Done | None:
+    if parameter.is_meta or not bool(parameter.any()):
+        return None
+    parameter.zero_()
+    return "set to zero", "init='unit'"
 
 
 @torch.no_grad()
-def _unit_gain(
-    parameter: nn.Parameter, init: str, path: str, leaf: str, rows: list[CallRow]
-) -> None:
+def _unit_gain(parameter: nn.Parameter) -> Done | None:
     """Scales a gain to RMS 1 if it is initialised with a small or large constant, such as 1e-6, or
     with noise, as some libraries initialise batch norms. Its branch would otherwise have no values.
     """
-    if init != "unit" or parameter.is_meta or parameter.numel() < 2:
-        return
+    if parameter.is_meta or parameter.numel() < 2:
+        return None
     rms = parameter.double().square().mean().sqrt().item()
     same = bool(parameter.abs().min() == parameter.abs().max())
-    if 0 < rms < SMALL or (same and 2 < rms < math.inf):
-        parameter.div_(rms)
-        rows.append(CallRow(path, leaf, "unit scale", f"a gain, divided by {rms:.4g}"))
+    if not (0 < rms < SMALL or (same and 2 < rms < math.inf)):
+        return None
+    parameter.div_(rms)
+    return "unit scale", f"a gain, divided by {rms:.4g}"
