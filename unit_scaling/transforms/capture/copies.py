@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import copy
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -254,7 +254,7 @@ def _package(function: Any) -> str:
 def _is_installed(package: str) -> bool:
     """Whether a package is that of an installed library, not of a user's project."""
     file = getattr(sys.modules.get(package), "__file__", None) or ""
-    return file.startswith((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _belongs(hook: Any, module: nn.Module, parts: set[int]) -> bool:
