@@ -373,6 +373,9 @@ OPAQUE: dict[Callable[..., Any], str] = {
 
 _STATISTICS = "covariances of rounded values are not those of the values"
 _COORDINATES = "it computes coordinates, which a cast would move"
+_SOLUTION = (
+    "the gradient of the matrix is a product, in which errors of casts grow with its condition"
+)
 _POWERS = "a cast in each of its products would add up errors; write them with @"
 
 LEFT: dict[Callable[..., Any], str] = {
@@ -380,6 +383,18 @@ LEFT: dict[Callable[..., Any], str] = {
     F.affine_grid: _COORDINATES,
     torch.affine_grid_generator: _COORDINATES,
     **dict.fromkeys((torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef), _STATISTICS),
+    torch.linalg.solve: _SOLUTION,
+    torch.linalg.solve_ex: _SOLUTION,
+    torch.linalg.solve_triangular: _SOLUTION,
+    torch.linalg.lu_solve: _SOLUTION,
+    torch.linalg.lstsq: _SOLUTION,
+    torch.linalg.tensorsolve: _SOLUTION,
+    torch.triangular_solve: _SOLUTION,
+    Tensor.triangular_solve: _SOLUTION,
+    torch.lu_solve: _SOLUTION,
+    Tensor.lu_solve: _SOLUTION,
+    torch.cholesky_solve: _SOLUTION,
+    Tensor.cholesky_solve: _SOLUTION,
     torch.matrix_power: _POWERS,
     Tensor.matrix_power: _POWERS,
     torch.linalg.matrix_power: _POWERS,
