@@ -101,7 +101,7 @@ def _scale_sides(input: Tensor, fwd: float, bwd: float) -> Tensor:
         return scale_each(input, fwd, bwd)
     if not (input.requires_grad and torch.is_grad_enabled()):
         return input
-    output = input.view_as(input)
+    output = input[...]
     output.register_hook(lambda grad: None if grad is None else grad * bwd)
     return output
 

@@ -202,7 +202,7 @@ def apply(function: type[Function], *args: Any, written: Tensor | None = None) -
         call, seen = function.apply, []
         for arg in args:
             known = not isinstance(arg, Tensor) or arg is written or arg.requires_grad
-            seen.append(arg if known or not arg.is_floating_point() else arg.view_as(arg))
+            seen.append(arg if known or not arg.is_floating_point() else arg[...])
     for arg in args:
         if isinstance(arg, Tensor) and type(arg) is not Tensor and type(arg) is not Parameter:
             return call(*seen)
@@ -242,8 +242,11 @@ def same(x: Tensor) -> Tensor:
     Of results of a graph that share memory, the compiler makes one from the other, outside of the
     autograd functions between them, whose backward is then not called (torch 2.13). Inductor leaves
     the copy out where nothing depends on it.
+
+    ``x[...]`` keeps every stride. ``x.view_as(x)`` changes that of a batch of 1, from which kernels
+    of convolutions tell the layout.
     """
-    return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
+    return x.clone() if torch.compiler.is_compiling() else x[...]
 
 
 _LOSES_GRADIENTS = torch.__version__ < "2.12"

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
 Batch = Any
@@ -83,17 +84,40 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 def find_loss(output: Any) -> Tensor | None:
     """The ``loss`` of a model's output; else its first 0-dim tensor that requires a gradient;
-    else None."""
+    else None. One that does not train every parameter that the other results are computed from is
+    an auxiliary loss (of a router, of a codebook), not the loss.
+    """
     found = scalars(output)
-    return found[0] if found else None
+    if not found or _named_loss(output) is not None:
+        return found[0] if found else None
+    rest = _leaves(t for t in tensors(output) if t.requires_grad and t.dim())
+    return found[0] if rest <= _leaves(found[:1]) else None
+
+
+def _named_loss(output: Any) -> Any:
+    given = plain(output)
+    return given.get("loss") if isinstance(given, dict) else getattr(given, "loss", None)
+
+
+def _leaves(results: Iterable[Tensor]) -> set[Node]:
+    """The nodes of the leaves that tensors are computed from."""
+    todo = [t.grad_fn for t in results]
+    seen, leaves = set[Node | None]([None]), set[Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen or node is None:
+            continue
+        seen.add(node)
+        todo.extend(following for following, _ in node.next_functions)
+        leaves.update([node] if hasattr(node, "variable") else [])
+    return leaves
 
 
 def scalars(output: Any) -> list[Tensor]:
     """What `find_loss` chooses from. Of an output with a ``loss`` that requires a gradient, that
     alone."""
-    given = plain(output)
-    named = given.get("loss") if isinstance(given, dict) else getattr(given, "loss", None)
-    for parts in (named, given):
+    named = _named_loss(output)
+    for parts in (named, plain(output)):
         if found := [t for t in tensors([parts]) if t.dim() == 0 and t.requires_grad]:
             return found[:1] if parts is named else found
     return []

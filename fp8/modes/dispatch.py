@@ -360,13 +360,24 @@ OPAQUE: dict[Callable[..., Any], str] = {
 
 _STATISTICS = "covariances of rounded values are not those of the values"
 _COORDINATES = "it computes coordinates, which a cast would move"
+_SOLUTION = (
+    "the gradient of the matrix is a product, in which errors of casts grow with its condition"
+)
 _POWERS = "a cast in each of its products would add up errors; write them with @"
+
+_SOLVERS = (
+    *(torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.solve_triangular),
+    *(torch.linalg.lu_solve, torch.linalg.lstsq, torch.linalg.tensorsolve),
+    *(torch.triangular_solve, Tensor.triangular_solve, torch.lu_solve, Tensor.lu_solve),
+    *(torch.cholesky_solve, Tensor.cholesky_solve),
+)
 
 LEFT: dict[Callable[..., Any], str] = {
     torch.cdist: "the distance is a difference of its products, in which errors of casts grow",
     **dict.fromkeys((F.affine_grid, torch.affine_grid_generator), _COORDINATES),
     **dict.fromkeys((torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef), _STATISTICS),
     **dict.fromkeys((torch.matrix_power, Tensor.matrix_power, torch.linalg.matrix_power), _POWERS),
+    **dict.fromkeys(_SOLVERS, _SOLUTION),
     F.triplet_margin_with_distance_loss: "a mode does not see what its distance_function calls",
 }
 """Torch function whose products stay in high precision, with a warning -> why."""

@@ -155,6 +155,11 @@ LEFT_CALLS = {
     "affine_grid": lambda x: F.affine_grid(x[:4].view(-1, 2, 3), (4, 1, 2, 2), align_corners=False),
     "cov": lambda x: x.cov(),
     "corrcoef": torch.corrcoef,
+    "linalg_solve_triangular": lambda x: torch.linalg.solve_triangular(
+        x[:6].tril() + 3 * torch.eye(6), x.mT, upper=False
+    ),
+    "linalg_solve": lambda x: torch.linalg.solve(x[:6] + 3 * torch.eye(6), x.mT),
+    "cholesky_solve": lambda x: x.mT.cholesky_solve(x[:6].tril() + 3 * torch.eye(6)),
     "linalg_matrix_power": lambda x: torch.linalg.matrix_power(x[:6], 3),
     "triplet_margin_with_distance_loss": lambda x: F.triplet_margin_with_distance_loss(
         x, x.flip(0), x + 1, distance_function=lambda a, b: (a @ b.mT).diagonal()

@@ -292,3 +292,32 @@ def test_gradients_of_parameters_are_those_of_the_plain_model():
     plain = tiny()
     model = preserved(plain)
     torch.testing.assert_close(step(model), step(plain), rtol=1e-9, atol=1e-12)
+
+
+class Windows(nn.Module):
+    """Convolutions of what layers on channels-last pictures compute, as in Swin UNETR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(12, 12), nn.Conv2d(12, 4, 1)
+        self.conv = nn.Conv2d(12, 12, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.head(self.conv(hidden))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_layout_of_pictures_is_kept(batch: int, wanted: bool) -> None:
+    """Kernels of other layouts round otherwise, and tell the layout from strides."""
+    torch.manual_seed(0)
+    plain = Windows()
+    x = torch.randn(batch, 12, 32, 32).to(memory_format=torch.channels_last)
+    x.requires_grad_(wanted)
+    model = unit_scale(plain, init="preserve")
+    expected = plain(x)
+    for _ in range(2):
+        y = model(x)
+        assert torch.equal(y, expected)
+        assert y.stride() == expected.stride()

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import copy
 import sys
-import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -33,9 +33,10 @@ __all__ = [
     "deep_copy",
     "detached",
     "example_of",
-    "fresh",
     "hooked",
     "remade",
+    "remembered",
+    "tensors_within",
     "twin_of",
 ]
 
@@ -95,22 +96,64 @@ def twin_of(module: M, scope: object, its_scope: object) -> M:
     return deep_copy(module, shared)
 
 
-def detached(value: Any) -> Any:
-    """Returns a copy of arguments that shares no storage with them."""
-    memo: dict[int, Any] = {id(t): t.detach().clone() for _, t in tensors_in(value)}
-    return copy.deepcopy(value, memo)
+_NOT_ENTERED = (nn.Module, type)
 
 
-def fresh(
-    args: tuple[Any, ...], kwargs: dict[str, Any], records: bool
-) -> tuple[Any, dict[str, Any]]:
-    """Returns copies of arguments, which require gradients as the originals do if ``records``."""
-    copies: tuple[Any, dict[str, Any]] = detached((args, kwargs))
-    wanted = [t.requires_grad and records for _, t in tensors_in((args, kwargs))]
-    for (_, copied), wants in zip(tensors_in(copies), wanted, strict=True):
-        if wants:
-            copied.requires_grad_()
-    return copies
+def tensors_within(value: Any, known: dict[int, Any]) -> Iterator[Tensor]:
+    """As `tensors_in`, and those of objects: a distribution, a dataclass, a cache; no modules.
+
+    known: what has been looked at, by id.
+    """
+    if id(value) in known or isinstance(value, _NOT_ENTERED):
+        return
+    known[id(value)] = value
+    value = plain(value)
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_within(item, known)
+
+
+def detached(value: Any, records: bool = False) -> tuple[Any, dict[int, Tensor]]:
+    """Returns a copy of arguments that shares no storage with them, and the copies of tensors by
+    the ids of the originals.
+
+    records: whether the copies require gradients as the originals do.
+    """
+    found = list(tensors_within(value, {}))
+    copies = {id(t): t.detach().clone() for t in found}
+    for tensor in filter(lambda t: records and t.requires_grad, found):
+        copies[id(tensor)].requires_grad_()
+    return copy.deepcopy(value, dict(copies)), copies
+
+
+def remembered(value: Any) -> Callable[[], None]:
+    """Returns a function that gives the dicts, lists and objects within ``value`` what they hold
+    now: for a call that runs again from its beginning. Values of tensors are not kept.
+    """
+    before = list(_holders(value, {}))
+
+    def restore() -> None:
+        for holder, held in before:
+            holder.clear()
+            holder.update(held) if isinstance(holder, dict) else holder.extend(held)
+
+    return restore
+
+
+def _holders(value: Any, known: dict[int, Any]) -> Iterator[tuple[Any, Any]]:
+    """(dict or list, a copy of it) of everything within a value that a call may change."""
+    if id(value) in known or isinstance(value, Tensor | nn.Module | type | FunctionType):
+        return
+    known[id(value)] = value
+    holder = value if type(value) in (dict, list) else getattr(value, "__dict__", None)
+    if isinstance(holder, dict | list):
+        yield holder, holder.copy()
+    items = plain(value)
+    if isinstance(items, dict | list | tuple):
+        for item in items.values() if isinstance(items, dict) else items:
+            yield from _holders(item, known)
 
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
@@ -211,7 +254,7 @@ def _package(function: Any) -> str:
 def _is_installed(package: str) -> bool:
     """Whether a package is that of an installed library, not of a user's project."""
     file = getattr(sys.modules.get(package), "__file__", None) or ""
-    return file.startswith((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _belongs(hook: Any, module: nn.Module, parts: set[int]) -> bool:

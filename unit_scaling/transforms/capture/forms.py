@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .copies import tensors_within
+
 __all__ = ["Form", "described", "form_of", "without_shapes"]
 
 
@@ -35,7 +37,8 @@ def form_of(value: Any) -> Any:
         return tuple((name, form_of(item)) for name, item in value.items())
     if value is None or isinstance(value, bool | str):
         return value
-    return type(value).__name__
+    wanted = tuple(t.requires_grad for t in tensors_within(value, {}))
+    return (type(value).__name__, *wanted) if any(wanted) else type(value).__name__
 
 
 def without_shapes(form: Form) -> Form:

@@ -102,7 +102,8 @@ class CallNode:
 
     path: of the running module. live: whether it depends on a parameter or a floating-point input.
     computed: whether it depends on parameters only. rms: of the values, if computed. wanted:
-    whether it is an input that requires a gradient. where: file and line of the call. zero: whether
+    whether it is an input that requires a gradient; within: which an object among the arguments
+    holds. where: file and line of the call. zero: whether
     it is a constant of zeros. origin: the parameter that it is, or is a view or copy of. site: as
     in `Place`. inside: the autograd function that makes the call, or `DISTRIBUTION`. written: the
     arguments that the result is written into. results: the number of result tensors.
@@ -124,6 +125,7 @@ class CallNode:
     masking: bool = False
     zero: bool = False
     wanted: bool = False
+    within: bool = False
     rms: float = 1.0
     where: str = ""
     inside: str = ""
@@ -205,7 +207,8 @@ class Recorder(FirstLook):
 
     kinds: the table of `capture.kinds`. parameters: names by id. factors: the divisors of
     parameters, by name; tensors computed from parameters alone use the original values. inputs: id
-    of an input tensor -> whether it requires a gradient. path: returns the path of the running
+    of an input tensor -> whether it requires a gradient. within: the ids of those that do and are
+    held by objects among the arguments. path: returns the path of the running
     module. parametrizations: the paths of modules that compute a weight. Outputs of matrix products
     are scaled to RMS 1, as they will be under the plan, so that later calls see values of that
     size.
@@ -217,6 +220,7 @@ class Recorder(FirstLook):
         parameters: dict[int, str],
         factors: dict[str, float],
         inputs: dict[int, bool],
+        within: Collection[int],
         path: Callable[[], str],
         parametrizations: frozenset[str] = frozenset(),
     ) -> None:
@@ -225,7 +229,8 @@ class Recorder(FirstLook):
         self._kinds = kinds
         self._parameters = parameters
         self._factors = factors
-        self._inputs = inputs
+        self._inputs = inputs | dict.fromkeys(within, True)
+        self._within = within
         self._path = path
         self._parametrizations = parametrizations
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -333,6 +338,7 @@ class Recorder(FirstLook):
             node.live = node.floating and known and not node.masking
             node.zero = node.floating and not known and _all_zero(tensor)
             node.wanted = self._inputs.get(id(tensor), False)
+            node.within = id(tensor) in self._within
             if name is not None:
                 node.rms = rms_of(tensor)
             self.nodes.append(node)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from fp8.common.report import LEFT_ALONE
 from fp8.common.step import plain
 from fp8.common.threads import Setting, Stack
 
-from ..capture.copies import detached, fresh, twin_of
+from ..capture.copies import detached, tensors_within, twin_of
 from ..capture.record import Key, Place, Recorder, Slot, held_by, tensors_in
 from ..capture.structure import Structure
 from ..folding.ratios import find_ties
@@ -137,13 +137,13 @@ def _record(
     its arguments, in objects within its result, and those that hooks have seen, at the modules
     ``hooked``.
     """
-    wanted = [t.requires_grad for _, t in tensors_in(given)]
-    args, kwargs = detached(given)
-    copies = [id(t) for _, t in tensors_in((args, kwargs))]
-    inputs = dict(zip(copies, wanted, strict=True))
+    (args, kwargs), copies = detached(given)
+    inputs = {id(copies[id(t)]): t.requires_grad for _, t in tensors_in(given)}
+    wanted = [id(copies[id(t)]) for t in tensors_within(given, {}) if t.requires_grad]
+    within = [key for key in wanted if key not in inputs]
     running, computing = scope.path.items, parametrizations(twin, f"{path}." if path else "")
     path_now = lambda: running[-1] if running else path  # noqa: E731
-    rest = (inputs, path_now, computing)
+    rest = (inputs, within, path_now, computing)
     recorder = Recorder(scope.kinds, _names(twin, path), weights.factors, *rest)
     seen: list[Any] = []
     for module in hooked:
@@ -152,22 +152,8 @@ def _record(
         result = _run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
     ends = plain(result)
     known = {id(t): t for _, t in tensors_in(ends)}
-    kept = held_by(twin, path) | {"": [args, kwargs, seen, list(_inner(ends, known))]}
+    kept = held_by(twin, path) | {"": list(tensors_within([args, kwargs, seen, ends], known))}
     return recorder, recorder.ends(ends), recorder.ends(kept)
-
-
-def _inner(value: Any, known: dict[int, Any]) -> Iterator[torch.Tensor]:
-    """The tensors of objects within a result: a distribution, a dataclass, a cache. known: what has
-    been looked at, by id."""
-    if id(value) in known or isinstance(value, nn.Module | type):
-        return
-    known[id(value)] = value
-    value = plain(value)
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _inner(item, known)
 
 
 def _measure(
@@ -248,7 +234,7 @@ def _step(
 
     prefix = f"{path}." if path else ""
     with torch.random.fork_rng(_devices(twin)), _SILENT:
-        failed = measure(mode, twin, run, fresh(*given, records()), prefix, loss)
+        failed = measure(mode, twin, run, detached(given, records())[0], prefix, loss)
     mode.check(settled.varying)
     return mode, failed
 
@@ -358,8 +344,8 @@ def _end(
 
 def _keep(planned: Planned, kept: Collection[int], sizes: Mapping[Key, float]) -> set[int]:
     """Gives tensors that are kept the gauge 0 of gradients from outside, between the call that
-    computes them and those that read them. Returns their nodes: those that calls with steps compute
-    and read.
+    computes them and those that read them; those that an object among the arguments holds, too.
+    Returns the nodes of those that calls with steps compute and read.
     """
     plan, nodes = planned.plan, planned.flow.nodes
     edges = [(node.key, i) for node in nodes if node.live and node.function for i in node.inputs]
@@ -370,7 +356,7 @@ def _keep(planned: Planned, kept: Collection[int], sizes: Mapping[Key, float]) -
         end = planned.exponents[index], calls[key]
         plan.steps[key] = replace(plan.steps.get(key) or Step(), end=end)
     for reader, i in edges:
-        if reader is not None and i.node in found:
+        if reader is not None and (i.node in found or nodes[i.node].within):
             step = plan.steps.get(reader) or Step()
             start = i.slot, planned.exponents[i.node]
             plan.steps[reader] = replace(step, starts=(*step.starts, start))

@@ -143,18 +143,18 @@ def starting(tensor: Tensor, plan: Plan, exponent: int) -> Tensor:
         return tensor
     if _is_settled():
         return scale_edge(tensor, 1.0, 2.0 ** -(exponent + (plan.outside or 0)))
-    view = tensor.view_as(tensor)
+    view = tensor[...]
     view.register_hook(
         lambda grad: None if grad is None else grad * 2.0 ** -(exponent + (plan.outside or 0))
     )
-    return view.view_as(view)  # whose gradient the model may take, without that factor
+    return view[...]  # whose gradient the model may take, without that factor
 
 
 class _View(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, plan: Plan, exponent: int, size: float) -> Tensor:
         ctx.rest = plan, exponent, size
-        return tensor.view_as(tensor)
+        return tensor[...]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

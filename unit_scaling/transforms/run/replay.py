@@ -140,7 +140,8 @@ class Replay(FirstLook):
             return self._called(step, function, args, kwargs)
         args, kwargs = canonical(function, args, kwargs)
         given = (*tensors_in(args), *tensors_in(kwargs))
-        starts = [(slot, following.outside(t)) for slot, t in given if is_outside(t)]
+        outside = [(s, t) for s, t in given if is_outside(t) or id(t) in following.within]
+        starts = [(slot, following.outside(t)) for slot, t in outside]
         gauge, args, kwargs = following.enter(placed, args, kwargs)
         args, kwargs = self._started(starts, args, kwargs)
         output = self._called(step, function, args, kwargs)

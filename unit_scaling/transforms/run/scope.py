@@ -18,7 +18,7 @@ from fp8.context.activation_checkpointing import in_backward, in_recomputation
 from fp8.modes.autocast import outside_compiler
 
 from ...parameter import has_parameter_data, remember_tags, tag
-from ..capture.copies import Example, example_of, hooked, remade
+from ..capture.copies import Example, example_of, hooked, remade, remembered, tensors_within
 from ..capture.forms import Form, described, form_of, without_shapes
 from ..capture.kinds import KINDS
 from ..capture.record import has_values, tensors_in
@@ -251,7 +251,7 @@ class UnitScale:
         warn_of_break(module)
         if form.path and in_backward():
             return self._again(form, call)
-        stale, made = None, None
+        stale, made, restore = None, None, remembered((args, kwargs))
         if form in self._watched:
             with self._recording:
                 self._look_again(form, module, args, kwargs)
@@ -266,6 +266,7 @@ class UnitScale:
             try:
                 return self._replay(plan, call, module, (args, kwargs), form, eager=True)
             except PlanMissError as miss:
+                restore()
                 if plan is made and not self._is_news(miss.paths):
                     raise
                 stale = None if self._vary(miss.paths, certain=plan is made) else plan
@@ -416,6 +417,8 @@ class UnitScale:
         leaves = Leaves.of_model(module, form.path, *rest)
         following = Following(plan, self.settled, self.structure, leaves, exact)
         following.leave(plan.entry, given, ())
+        held = {id(t): t for t in tensors_within(given, {}) if t.requires_grad}
+        following.within = {key: t for key, t in held.items() if following.gauge(t) is None}
         return following
 
     def _first(

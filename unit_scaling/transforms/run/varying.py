@@ -86,6 +86,8 @@ class Following:
         self._leaves = leaves
         self._gauges: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._siblings: dict[str, str] = {}
+        #: The tensors that objects among the arguments hold, by id.
+        self.within: dict[int, Tensor] = {}
 
     def find(self, key: Key) -> Placed | None:
         """The planned call that corresponds to a call; None if there is none.
