@@ -15,7 +15,7 @@ even if the backward pass or a compiled graph runs under a mode.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,13 +105,22 @@ def _rotates(casts: Casts) -> bool:
     return casts.a is not None and casts.a.hadamard > 0
 
 
+class _Settings(NamedTuple):
+    """The constants of a product. scales: of the output and of both gradients. fuses: as in
+    `_fuses`."""
+
+    scales: Scales
+    casts: Casts
+    fuses: bool
+
+
 class _Product(Function):
     """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), or batches (B, m, k) and (B, n, k).
 
     All products have this form: it is the layout of FP8 GEMMs, and the gradient of a weight (n, k)
     has the layout of the weight. Arguments: cast a and b, and their scale factors; the operands
     that backward casts instead, or None; bias (n,) for two matrices, or None; the history of the
-    gradient or None; the three scales; `Casts`; what is shared of the saved a; `_fuses`.
+    gradient or None; `_Settings`; what is shared of the saved a.
 
     If the operands are rotated, they are given before the cast, because gradients are those of
     operands that are not rotated, and the cast ones in place of those that backward casts.
@@ -129,34 +138,29 @@ class _Product(Function):
         other_b: Tensor | None,
         bias: Tensor | None,
         history: Tensor | None,
-        s_y: float,
-        s_a: float,
-        s_b: float,
-        casts: Casts,
+        how: _Settings,
         shared: SharedCasts | None,
-        fuses: bool,
     ) -> Tensor:
-        if _rotates(casts):
+        if _rotates(how.casts):
             assert other_a is not None
             assert other_b is not None
             a, b = other_a, other_b
-        return gemm(a, b.mT, s_y, fuses, bias)
+        return gemm(a, b.mT, how.scales[0], how.fuses, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         # The history is not saved with save_for_backward: it is updated before it is used.
-        a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, _, *rest = inputs
+        a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, ctx.how, shared = inputs
         ctx.turned = b.mT.is_contiguous()  # the right operand of a matmul
-        ctx.s_a, ctx.s_b, ctx.casts, shared, ctx.fuses = rest
-        if _rotates(ctx.casts):
+        if _rotates(ctx.how.casts):
             other_a, other_b = a, b
-        save_both(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.casts, shared)
+        save_both(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.how.casts, shared)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = saved_operands(ctx, grad.dtype)
         needs_a, needs_b, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
-        casts = ctx.casts
+        scales, casts, fuses = ctx.how
         turns = turn_of(casts.grad_for_a, grad), turn_of(casts.grad_for_b, grad)
         for_a, for_b = gradients(grad, casts, ctx.history, (needs_a, needs_b), turns)
         again_a = again_b = None
@@ -164,9 +168,9 @@ class _Product(Function):
             again_a = round_straight(a, casts.a_again, -2, turn=turns[1]).to(grad.dtype)
         if needs_a:
             again_b = round_straight(b, casts.b_again, -2, turn=turns[0]).to(grad.dtype)
-        da, db = _both(ctx, again_a, again_b, for_a, for_b, ctx.s_a, ctx.s_b)
-        dbias = _of_bias(grad, ctx.s_b) if needs_bias else None
-        return da, db, *[None] * 4, dbias, *[None] * 7
+        da, db = _both(ctx.turned, fuses, again_a, again_b, for_a, for_b, scales)
+        dbias = _of_bias(grad, scales[2]) if needs_bias else None
+        return da, db, *[None] * 4, dbias, *[None] * 3
 
 
 class _Plain(Function):
@@ -181,7 +185,7 @@ class _Plain(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, _, ctx.scales, ctx.fuses = inputs
-        ctx.turned = b.mT.is_contiguous()
+        ctx.turned = b.mT.is_contiguous()  # as in `_Product`
         ctx.save_for_backward(a, b)
 
     @staticmethod
@@ -190,33 +194,34 @@ class _Plain(Function):
         if grad.is_complex():
             a, b = a.conj(), b.conj()
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
-        _, s_a, s_b = ctx.scales
         a, b = a if needs_b else None, b if needs_a else None
-        da, db = _both(ctx, a, b, grad, grad, s_a, s_b)
-        return da, db, _of_bias(grad, s_b) if needs_bias else None, None, None
+        da, db = _both(ctx.turned, ctx.fuses, a, b, grad, grad, ctx.scales)
+        return da, db, _of_bias(grad, ctx.scales[2]) if needs_bias else None, None, None
 
 
 def _both(
-    ctx: Any,
+    turned: bool,
+    fuses: bool,
     a: Tensor | None,
     b: Tensor | None,
     for_a: Tensor,
     for_b: Tensor,
-    s_a: float,
-    s_b: float,
+    scales: Scales,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of two operands, from the output's gradient as cast for each. a is None if b
-    needs no gradient, and vice versa."""
+    needs no gradient, and vice versa. turned: whether b's gradient has the layout of its
+    transpose."""
     da = db = None
-    if ctx.fuses and for_a is for_b and s_a == s_b:  # one multiplication for both
+    _, s_a, s_b = scales
+    if fuses and for_a is for_b and s_a == s_b:  # one multiplication for both
         for_a = for_b = for_a * s_a
         s_a = s_b = 1.0
     if b is not None:
-        da = gemm(for_a, b, s_a, ctx.fuses)
+        da = gemm(for_a, b, s_a, fuses)
     if a is not None:
-        first, second = (a.mT, for_b) if ctx.turned else (for_b.mT, a)
-        db = gemm(first, second, s_b, ctx.fuses)
-        db = db.mT if ctx.turned else db
+        first, second = (a.mT, for_b) if turned else (for_b.mT, a)
+        db = gemm(first, second, s_b, fuses)
+        db = db.mT if turned else db
     return da, db
 
 
@@ -309,8 +314,8 @@ def _simulated(
     operands = (x, w, scale_x, scale_w, first, second)
     if _rotates(casts):
         operands = (_unreduced(a), _unreduced(b), None, None, x.detach(), w.detach())
-    settings = (*scales, casts, shared, _fuses(x))
-    return apply(_Product, *operands, bias, of_grad, *settings, written=of_grad)
+    how = _Settings(scales, casts, _fuses(x))
+    return apply(_Product, *operands, bias, of_grad, how, shared, written=of_grad)
 
 
 def _unreduced(x: Tensor) -> Tensor:
