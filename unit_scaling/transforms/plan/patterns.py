@@ -1,12 +1,12 @@
 """Patterns: functions that a model decomposes into several calls, recognised as one unit each.
 
 A handwritten GELU, RMSNorm, softmax or rotary embedding runs unchanged, and its result is scaled as
-a whole. Patterns are found by data flow, never by names:
+a whole. Patterns are found by data flow, never by names or forms:
 
 1. *formula*: every call is elementwise in one value, with numbers: a chain or a diamond. The factor
    of its result is computed by quadrature.
-2. `UNITS`: all paths from one call meet again in another, without a product in between. The factor
-   of the result is measured (`measure.measuring`).
+2. *pattern*: all paths from one call meet again in another, without a product in between: the terms
+   depend on each other. The factor of the result is measured (`measure.measuring`).
 """
 
 from __future__ import annotations
@@ -24,40 +24,22 @@ from ..capture.dataflow import Flow, reached
 from ..capture.kinds import CASTS, ELEMENTWISE, LINEAR, MOVES
 from ..capture.record import CallNode, Key, Slot, replaced
 
-__all__ = ["UNITS", "Pattern", "Unit", "find_units"]
+__all__ = ["Unit", "find_units"]
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """A kind of unit: it has a call of each of the sets ``needs``, and all of its calls are in
-    ``only``.
-    """
-
-    needs: tuple[frozenset[str], ...]
-    only: frozenset[str]
-
-
-_REDUCTIONS = frozenset("mean sum var std norm vector_norm amax max logsumexp".split())
-_ROOTS = frozenset("rsqrt sqrt pow norm vector_norm std var".split())
-_FORMED = ELEMENTWISE | MOVES | _REDUCTIONS
-
-UNITS: dict[str, Pattern] = {
-    "softmax": Pattern((frozenset(["exp"]), frozenset(["sum"]), frozenset(["div"])), _FORMED),
-    "norm": Pattern((_ROOTS, frozenset(["mul", "div"]), _REDUCTIONS), _FORMED),
-    "centring": Pattern((frozenset(["mean"]), frozenset(["sub"])), _FORMED),
-    "linear form": Pattern((frozenset(["add", "sub"]), frozenset(["mul"])), LINEAR | MOVES),
-}
-"""Name -> pattern of the units that are not formulas; the first match applies."""
+_FORMED = (ELEMENTWISE | MOVES) | frozenset(
+    "mean sum var std norm vector_norm amax max logsumexp".split()
+)
+"""Kinds that a pattern may consist of."""
 
 
 @dataclass(frozen=True)
 class Unit:
     """Calls that form one function; the last one returns the result.
 
-    factor: of the result; None if it is measured.
+    factor: of the result of a formula; None for a pattern, where it is measured.
     """
 
-    name: str
     calls: tuple[int, ...]
     factor: float | None = None
 
@@ -73,10 +55,10 @@ def find_units(
     found: dict[int, Unit] = {}
     taken: set[int] = set()
     for last in reversed(range(len(flow.nodes))):
-        unit = None if last in taken else _unit(flow, last)
-        if unit is not None and not taken.intersection(unit.calls):
-            found[last] = unit
-            taken.update(unit.calls)
+        calls = () if last in taken else _pattern(flow, last)
+        if calls and taken.isdisjoint(calls):
+            found[last] = Unit(calls)
+            taken.update(calls)
     factors: dict[str, float] = {}
     for entry, calls in _formulas(flow, taken):
         plain = [c for c in calls if flow.nodes[c].kind not in CASTS]
@@ -84,33 +66,34 @@ def find_units(
         if not ruled and any(_curved(flow, c) for c in plain):
             factor = _factor(flow, entry, calls, settled, factors)
             if math.isfinite(factor):
-                found[calls[-1]] = Unit("formula", calls, factor)
+                found[calls[-1]] = Unit(calls, factor)
     return found
 
 
 _STEPS = 4
-"""How many forks to search upwards for a unit: the exp of a softmax precedes its fork."""
+"""How many calls to search upwards for the begin of a pattern."""
 
 
-def _unit(flow: Flow, last: int) -> Unit | None:
-    """The unit that ends at a call where paths meet."""
-    entry = flow.parents[last]
-    if entry < 0 or len(flow.sources[last]) < 2:
-        return None
-    found = None
+def _pattern(flow: Flow, last: int) -> tuple[int, ...]:
+    """The calls of the largest pattern that ends at a call where paths meet; () if there is none.
+
+    It begins at a fork: the paths of a softmax, ``e / e.sum()``, part at its exp, those of its
+    shift, ``x - x.amax()``, before it.
+    """
+    found: tuple[int, ...] = ()
+    entry = flow.parents[last] if len(flow.sources[last]) > 1 else -1
     for _ in range(_STEPS):
-        calls = _region(flow, entry, last)
-        name = _match(flow, calls) if calls else None
-        if name is not None:
-            found = Unit(name, calls)
-        if name not in (None, "softmax") or not calls or flow.parents[entry] < 0:
+        calls = _region(flow, entry, last) if entry >= 0 else ()
+        if not calls:
             break
+        if len(flow.readers[entry]) > 1 and not all(_acts_on_elements(flow, c) for c in calls):
+            found = calls
         entry = flow.parents[entry]
-    return found
+    return found if any(flow.nodes[c].kind not in MOVES for c in found) else ()
 
 
 def _region(flow: Flow, entry: int, last: int) -> tuple[int, ...]:
-    """The calls between two calls where all paths meet; () if a call cannot be in a unit."""
+    """The calls between two calls where all paths meet; () if they are no pattern."""
 
     def is_formed(index: int) -> bool:
         return flow.nodes[index].kind in _FORMED and not flow.nodes[index].inside
@@ -126,19 +109,6 @@ def _region(flow: Flow, entry: int, last: int) -> tuple[int, ...]:
         return ()
     closed = all(found.issuperset(flow.readers[c]) for c in calls[:-1])
     return calls if closed else ()
-
-
-def _match(flow: Flow, calls: tuple[int, ...]) -> str | None:
-    """The pattern that the calls match; None for a formula."""
-    if all(_acts_on_elements(flow, c) for c in calls):
-        return None
-    kinds = [flow.nodes[c].kind for c in calls]
-    # a product or quotient of two values is not linear
-    kinds += ["square" for c in calls if flow.nodes[c].kind in ("mul", "div") and _curved(flow, c)]
-    for name, pattern in UNITS.items():
-        if pattern.only.issuperset(kinds) and all(n.intersection(kinds) for n in pattern.needs):
-            return name
-    return None
 
 
 def _curved(flow: Flow, index: int) -> bool:

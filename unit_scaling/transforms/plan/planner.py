@@ -276,10 +276,11 @@ class _Planner:
         unit = self.units.get(index)
         if unit is None:
             return _NOTHING
-        why = f"{unit.name} of {f'{len(unit.calls)} calls' if len(unit.calls) > 1 else 'one call'}"
+        calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
         if unit.factor is None:
-            return None, "scaled", why
-        return Step(output=unit.factor), "scaled", f"{why}, factor {unit.factor:.3g}"
+            return None, "scaled", f"pattern of {calls}"
+        why = f"formula of {calls}, factor {unit.factor:.3g}"
+        return Step(output=unit.factor), "scaled", why
 
     def _residual(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """A residual add: the weights of its terms."""
