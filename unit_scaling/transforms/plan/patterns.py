@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,13 +60,13 @@ def find_units(
             found[last] = Unit(calls)
             taken.update(calls)
     factors: dict[str, float] = {}
-    for entry, calls in _formulas(flow, taken):
-        plain = [c for c in calls if flow.nodes[c].kind not in CASTS]
+    for formula in _formulas(flow, taken):
+        plain = [c for c in formula.calls if flow.nodes[c].kind not in CASTS]
         ruled = len(plain) == 1 and alone(flow.nodes[plain[0]])
         if not ruled and any(_curved(flow, c) for c in plain):
-            factor = _factor(flow, entry, calls, settled, factors)
+            factor = _factor(flow, formula, settled, factors)
             if math.isfinite(factor):
-                found[calls[-1]] = Unit(calls, factor)
+                found[formula.calls[-1]] = Unit(formula.calls, factor)
     return found
 
 
@@ -125,8 +125,15 @@ _ROUNDS = 8
 """The maximum number of cuts of formulas at values used outside; two are usually enough."""
 
 
-def _formulas(flow: Flow, taken: set[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """(entry, calls) of every maximal formula: elementwise calls on one value and numbers."""
+class _Formula(NamedTuple):
+    """Elementwise calls on one value, the result of ``entry``, and numbers."""
+
+    entry: int
+    calls: tuple[int, ...]
+
+
+def _formulas(flow: Flow, taken: set[int]) -> list[_Formula]:
+    """The maximal formulas without the calls ``taken``."""
     suitable = [i for i in range(len(flow.nodes)) if i not in taken and _acts_on_elements(flow, i)]
     ends: set[int] = set()
     for _ in range(_ROUNDS):
@@ -135,11 +142,11 @@ def _formulas(flow: Flow, taken: set[int]) -> list[tuple[int, tuple[int, ...]]]:
         if more <= ends:
             break
         ends |= more
-    found: list[tuple[int, tuple[int, ...]]] = []
+    found: list[_Formula] = []
     for last in sorted(ends & entry.keys()):
         calls = _upwards(flow, last, entry)
         if not ends.intersection(calls[:-1]):
-            found.append((entry[last][0], calls))
+            found.append(_Formula(entry[last][0], calls))
     return found
 
 
@@ -183,30 +190,26 @@ def _acts_on_elements(flow: Flow, index: int) -> bool:
 
 
 def _factor(
-    flow: Flow,
-    entry: int,
-    calls: tuple[int, ...],
-    settled: dict[Key, float],
-    factors: dict[str, float],
+    flow: Flow, formula: _Formula, settled: dict[Key, float], factors: dict[str, float]
 ) -> float:
     """1/RMS of a formula of a standard normal variable; NaN if it is constant or not finite.
 
     factors: of this plan, by the text of the formula.
     """
-    key = flow.nodes[calls[-1]].key
+    key = flow.nodes[formula.calls[-1]].key
     assert key is not None
     if key not in settled:
-        text = _text(flow, entry, calls)
+        text = _text(flow, formula)
         if text not in factors:
-            factors[text] = _integrated(flow, entry, calls)
+            factors[text] = _integrated(flow, formula)
         settled[key] = factors[text]
     return settled[key]
 
 
-def _text(flow: Flow, entry: int, calls: tuple[int, ...]) -> str:
-    place = {entry: "input"} | {call: f"call {i}" for i, call in enumerate(calls)}
+def _text(flow: Flow, formula: _Formula) -> str:
+    place = {formula.entry: "input"} | {c: f"call {i}" for i, c in enumerate(formula.calls)}
     parts = []
-    for node in (flow.nodes[call] for call in calls):
+    for node in (flow.nodes[call] for call in formula.calls):
         given = node.tensors
         marks: dict[Slot, Any] = {
             i.slot: place.get(i.node) or repr(given[i.slot].item()) for i in node.inputs
@@ -215,19 +218,19 @@ def _text(flow: Flow, entry: int, calls: tuple[int, ...]) -> str:
     return "\n".join(parts)
 
 
-def _integrated(flow: Flow, entry: int, calls: tuple[int, ...]) -> float:
+def _integrated(flow: Flow, formula: _Formula) -> float:
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            output, slope = elementwise_rms(lambda x: _run(flow, entry, calls, x), 1.0, ())
+            output, slope = elementwise_rms(lambda x: _run(flow, formula, x), 1.0, ())
     except ValueError:
         return math.nan
     return 1 / output if 0 < slope < math.inf else math.nan
 
 
-def _run(flow: Flow, entry: int, calls: tuple[int, ...], x: Tensor) -> Tensor:
+def _run(flow: Flow, formula: _Formula, x: Tensor) -> Tensor:
     """The result of a formula for another input."""
-    values = {entry: x}
-    for call in calls:
+    values = {formula.entry: x}
+    for call in formula.calls:
         node = flow.nodes[call]
         given = node.tensors
         tensors: dict[Slot, Any] = {
@@ -240,4 +243,4 @@ def _run(flow: Flow, entry: int, calls: tuple[int, ...], x: Tensor) -> Tensor:
         values[call] = node.function(
             *replaced(node.args, tensors), **replaced(node.kwargs, tensors)
         )
-    return values[calls[-1]]
+    return values[formula.calls[-1]]
