@@ -62,12 +62,12 @@ def _is_float(value: Tensor | complex) -> bool:
 BINARY = positional("input other")
 
 
-def written(input: Tensor, other: Tensor | float, **named: Any) -> dict[str, Any]:
+def _sum_written(input: Tensor, other: Tensor | float, **named: Any) -> dict[str, Any]:
     """Adapts torch's in-place form of addition and subtraction."""
     return {"input": input, "other": other, "out": input, **named}
 
 
-def operators(names: str, symbol: str, plain: Adapter, in_place: Adapter) -> dict[Any, Adapter]:
+def _operators(names: str, symbol: str, plain: Adapter, in_place: Adapter) -> dict[Any, Adapter]:
     """Every spelling of a binary operation, with its adapter.
 
     names: torch's names, separated by spaces. symbol: that of Python's operator.
@@ -87,7 +87,7 @@ def operators(names: str, symbol: str, plain: Adapter, in_place: Adapter) -> dic
 
 @row(
     add_scales,
-    adapters={**operators("add", "add", BINARY, written), torch.Tensor.__radd__: BINARY},
+    adapters={**_operators("add", "add", BINARY, _sum_written), torch.Tensor.__radd__: BINARY},
 )
 def add(
     input: Tensor | float,
@@ -120,7 +120,7 @@ def _torch_reversed_sub(input: Tensor, other: Number, *, alpha: float = 1) -> di
 @row(
     add_scales,
     adapters={
-        **operators("sub subtract", "sub", BINARY, written),
+        **_operators("sub subtract", "sub", BINARY, _sum_written),
         **dict.fromkeys((torch.Tensor.__rsub__, torch.rsub), _torch_reversed_sub),
     },
 )
@@ -161,7 +161,7 @@ def _written(input: Tensor, other: Number, **named: Any) -> dict[str, Any]:
 @row(
     mul_scales,
     adapters={
-        **operators("mul multiply", "mul", BINARY, _written),
+        **_operators("mul multiply", "mul", BINARY, _written),
         torch.Tensor.__rmul__: BINARY,
     },
 )
@@ -204,7 +204,7 @@ def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output
     return mul_scales(input, other, constraint)
 
 
-@row(div_scales, adapters=operators("div divide true_divide", "truediv", BINARY, _written))
+@row(div_scales, adapters=_operators("div divide true_divide", "truediv", BINARY, _written))
 def div(
     input: Tensor,
     other: Number,

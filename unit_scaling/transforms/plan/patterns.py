@@ -1,12 +1,12 @@
 """Patterns: functions that a model decomposes into several calls, recognised as one unit each.
 
 A handwritten GELU, RMSNorm, softmax or rotary embedding runs unchanged, and its result is scaled as
-a whole. Patterns are found by data flow, never by names:
+a whole. Patterns are found by data flow, never by names or forms:
 
 1. *formula*: every call is elementwise in one value, with numbers: a chain or a diamond. The factor
    of its result is computed by quadrature.
-2. `UNITS`: all paths from one call meet again in another, without a product in between. The factor
-   of the result is measured (`measure.measuring`).
+2. *pattern*: all paths from one call meet again in another, without a product in between: the terms
+   depend on each other. The factor of the result is measured (`measure.measuring`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,40 +24,22 @@ from ..capture.dataflow import Flow, reached
 from ..capture.kinds import CASTS, ELEMENTWISE, LINEAR, MOVES
 from ..capture.record import CallNode, Key, Slot, replaced
 
-__all__ = ["UNITS", "Pattern", "Unit", "find_units"]
+__all__ = ["Unit", "find_units"]
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """A kind of unit: it has a call of each of the sets ``needs``, and all of its calls are in
-    ``only``.
-    """
-
-    needs: tuple[frozenset[str], ...]
-    only: frozenset[str]
-
-
-_REDUCTIONS = frozenset("mean sum var std norm vector_norm amax max logsumexp".split())
-_ROOTS = frozenset("rsqrt sqrt pow norm vector_norm std var".split())
-_FORMED = ELEMENTWISE | MOVES | _REDUCTIONS
-
-UNITS: dict[str, Pattern] = {
-    "softmax": Pattern((frozenset(["exp"]), frozenset(["sum"]), frozenset(["div"])), _FORMED),
-    "norm": Pattern((_ROOTS, frozenset(["mul", "div"]), _REDUCTIONS), _FORMED),
-    "centring": Pattern((frozenset(["mean"]), frozenset(["sub"])), _FORMED),
-    "linear form": Pattern((frozenset(["add", "sub"]), frozenset(["mul"])), LINEAR | MOVES),
-}
-"""Name -> pattern of the units that are not formulas; the first match applies."""
+_FORMED = (ELEMENTWISE | MOVES) | frozenset(
+    "mean sum var std norm vector_norm amax max logsumexp".split()
+)
+"""Kinds that a pattern may consist of."""
 
 
 @dataclass(frozen=True)
 class Unit:
     """Calls that form one function; the last one returns the result.
 
-    factor: of the result; None if it is measured.
+    factor: of the result of a formula; None for a pattern, where it is measured.
     """
 
-    name: str
     calls: tuple[int, ...]
     factor: float | None = None
 
@@ -73,44 +55,45 @@ def find_units(
     found: dict[int, Unit] = {}
     taken: set[int] = set()
     for last in reversed(range(len(flow.nodes))):
-        unit = None if last in taken else _unit(flow, last)
-        if unit is not None and not taken.intersection(unit.calls):
-            found[last] = unit
-            taken.update(unit.calls)
+        calls = () if last in taken else _pattern(flow, last)
+        if calls and taken.isdisjoint(calls):
+            found[last] = Unit(calls)
+            taken.update(calls)
     factors: dict[str, float] = {}
-    for entry, calls in _formulas(flow, taken):
-        plain = [c for c in calls if flow.nodes[c].kind not in CASTS]
+    for formula in _formulas(flow, taken):
+        plain = [c for c in formula.calls if flow.nodes[c].kind not in CASTS]
         ruled = len(plain) == 1 and alone(flow.nodes[plain[0]])
         if not ruled and any(_curved(flow, c) for c in plain):
-            factor = _factor(flow, entry, calls, settled, factors)
+            factor = _factor(flow, formula, settled, factors)
             if math.isfinite(factor):
-                found[calls[-1]] = Unit("formula", calls, factor)
+                found[formula.calls[-1]] = Unit(formula.calls, factor)
     return found
 
 
 _STEPS = 4
-"""How many forks to search upwards for a unit: the exp of a softmax precedes its fork."""
+"""How many calls to search upwards for the begin of a pattern."""
 
 
-def _unit(flow: Flow, last: int) -> Unit | None:
-    """The unit that ends at a call where paths meet."""
-    entry = flow.parents[last]
-    if entry < 0 or len(flow.sources[last]) < 2:
-        return None
-    found = None
+def _pattern(flow: Flow, last: int) -> tuple[int, ...]:
+    """The calls of the largest pattern that ends at a call where paths meet; () if there is none.
+
+    It begins at a fork: the paths of a softmax, ``e / e.sum()``, part at its exp, those of its
+    shift, ``x - x.amax()``, before it.
+    """
+    found: tuple[int, ...] = ()
+    entry = flow.parents[last] if len(flow.sources[last]) > 1 else -1
     for _ in range(_STEPS):
-        calls = _region(flow, entry, last)
-        name = _match(flow, calls) if calls else None
-        if name is not None:
-            found = Unit(name, calls)
-        if name not in (None, "softmax") or not calls or flow.parents[entry] < 0:
+        calls = _region(flow, entry, last) if entry >= 0 else ()
+        if not calls:
             break
+        if len(flow.readers[entry]) > 1 and not all(_acts_on_elements(flow, c) for c in calls):
+            found = calls
         entry = flow.parents[entry]
-    return found
+    return found if any(flow.nodes[c].kind not in MOVES for c in found) else ()
 
 
 def _region(flow: Flow, entry: int, last: int) -> tuple[int, ...]:
-    """The calls between two calls where all paths meet; () if a call cannot be in a unit."""
+    """The calls between two calls where all paths meet; () if they are no pattern."""
 
     def is_formed(index: int) -> bool:
         return flow.nodes[index].kind in _FORMED and not flow.nodes[index].inside
@@ -128,19 +111,6 @@ def _region(flow: Flow, entry: int, last: int) -> tuple[int, ...]:
     return calls if closed else ()
 
 
-def _match(flow: Flow, calls: tuple[int, ...]) -> str | None:
-    """The pattern that the calls match; None for a formula."""
-    if all(_acts_on_elements(flow, c) for c in calls):
-        return None
-    kinds = [flow.nodes[c].kind for c in calls]
-    # a product or quotient of two values is not linear
-    kinds += ["square" for c in calls if flow.nodes[c].kind in ("mul", "div") and _curved(flow, c)]
-    for name, pattern in UNITS.items():
-        if pattern.only.issuperset(kinds) and all(n.intersection(kinds) for n in pattern.needs):
-            return name
-    return None
-
-
 def _curved(flow: Flow, index: int) -> bool:
     """Whether an elementwise call is more than a multiple of its input."""
     node = flow.nodes[index]
@@ -155,8 +125,15 @@ _ROUNDS = 8
 """The maximum number of cuts of formulas at values used outside; two are usually enough."""
 
 
-def _formulas(flow: Flow, taken: set[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """(entry, calls) of every maximal formula: elementwise calls on one value and numbers."""
+class _Formula(NamedTuple):
+    """Elementwise calls on one value, the result of ``entry``, and numbers."""
+
+    entry: int
+    calls: tuple[int, ...]
+
+
+def _formulas(flow: Flow, taken: set[int]) -> list[_Formula]:
+    """The maximal formulas without the calls ``taken``."""
     suitable = [i for i in range(len(flow.nodes)) if i not in taken and _acts_on_elements(flow, i)]
     ends: set[int] = set()
     for _ in range(_ROUNDS):
@@ -165,11 +142,11 @@ def _formulas(flow: Flow, taken: set[int]) -> list[tuple[int, tuple[int, ...]]]:
         if more <= ends:
             break
         ends |= more
-    found: list[tuple[int, tuple[int, ...]]] = []
+    found: list[_Formula] = []
     for last in sorted(ends & entry.keys()):
         calls = _upwards(flow, last, entry)
         if not ends.intersection(calls[:-1]):
-            found.append((entry[last][0], calls))
+            found.append(_Formula(entry[last][0], calls))
     return found
 
 
@@ -213,30 +190,26 @@ def _acts_on_elements(flow: Flow, index: int) -> bool:
 
 
 def _factor(
-    flow: Flow,
-    entry: int,
-    calls: tuple[int, ...],
-    settled: dict[Key, float],
-    factors: dict[str, float],
+    flow: Flow, formula: _Formula, settled: dict[Key, float], factors: dict[str, float]
 ) -> float:
     """1/RMS of a formula of a standard normal variable; NaN if it is constant or not finite.
 
     factors: of this plan, by the text of the formula.
     """
-    key = flow.nodes[calls[-1]].key
+    key = flow.nodes[formula.calls[-1]].key
     assert key is not None
     if key not in settled:
-        text = _text(flow, entry, calls)
+        text = _text(flow, formula)
         if text not in factors:
-            factors[text] = _integrated(flow, entry, calls)
+            factors[text] = _integrated(flow, formula)
         settled[key] = factors[text]
     return settled[key]
 
 
-def _text(flow: Flow, entry: int, calls: tuple[int, ...]) -> str:
-    place = {entry: "input"} | {call: f"call {i}" for i, call in enumerate(calls)}
+def _text(flow: Flow, formula: _Formula) -> str:
+    place = {formula.entry: "input"} | {c: f"call {i}" for i, c in enumerate(formula.calls)}
     parts = []
-    for node in (flow.nodes[call] for call in calls):
+    for node in (flow.nodes[call] for call in formula.calls):
         given = node.tensors
         marks: dict[Slot, Any] = {
             i.slot: place.get(i.node) or repr(given[i.slot].item()) for i in node.inputs
@@ -245,19 +218,19 @@ def _text(flow: Flow, entry: int, calls: tuple[int, ...]) -> str:
     return "\n".join(parts)
 
 
-def _integrated(flow: Flow, entry: int, calls: tuple[int, ...]) -> float:
+def _integrated(flow: Flow, formula: _Formula) -> float:
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            output, slope = elementwise_rms(lambda x: _run(flow, entry, calls, x), 1.0, ())
+            output, slope = elementwise_rms(lambda x: _run(flow, formula, x), 1.0, ())
     except ValueError:
         return math.nan
     return 1 / output if 0 < slope < math.inf else math.nan
 
 
-def _run(flow: Flow, entry: int, calls: tuple[int, ...], x: Tensor) -> Tensor:
+def _run(flow: Flow, formula: _Formula, x: Tensor) -> Tensor:
     """The result of a formula for another input."""
-    values = {entry: x}
-    for call in calls:
+    values = {formula.entry: x}
+    for call in formula.calls:
         node = flow.nodes[call]
         given = node.tensors
         tensors: dict[Slot, Any] = {
@@ -270,4 +243,4 @@ def _run(flow: Flow, entry: int, calls: tuple[int, ...], x: Tensor) -> Tensor:
         values[call] = node.function(
             *replaced(node.args, tensors), **replaced(node.kwargs, tensors)
         )
-    return values[calls[-1]]
+    return values[formula.calls[-1]]

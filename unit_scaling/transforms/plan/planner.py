@@ -31,7 +31,7 @@ from ..capture.kinds import (
     is_added,
 )
 from ..capture.record import DISTRIBUTION, CallNode, Slot, is_sparse
-from .actions import CallRow, Decision, Kept, Plan, Settings, Step, with_slots
+from .actions import CallRow, Decision, Kept, Plan, Settings, Step
 from .arguments import Arguments
 from .attention import Attention
 from .carried import Carried
@@ -169,13 +169,15 @@ class _Planner:
 
     def is_checked(self, index: int, row: CallRow) -> bool:
         """Whether a measurement may correct the factor of a call."""
-        free = row.done in ("scaled", LEFT_ALONE) and not self.settings.preserve
-        free = free and index not in self.residuals.adds and index not in self.attention.of_others
-        free = free and not self.nodes[index].inside and not row.why.startswith("readout")
-        free = free and index not in self.distances
-        free = free and (index not in self.kept or self.kept[index].done == "scaled")
-        free = free and self.nodes[index].key is not None  # a replay does not see other calls
-        return free and (index in self.interior or self.flow.is_product(index))
+        node = self.nodes[index]
+        chosen = index in self.residuals.adds or row.why.startswith("readout")
+        settled = index in self.attention.of_others or self.settings.preserve
+        kept = self.kept[index].done != "scaled" if index in self.kept else index in self.distances
+        if chosen or settled or kept or row.done not in ("scaled", LEFT_ALONE):
+            return False
+        if node.inside or node.key is None:  # a replay does not see the call
+            return False
+        return index in self.interior or self.flow.is_product(index)
 
     def is_unruled(self, index: int) -> bool:
         """Whether no rule has a factor for the result of a pattern or of a matrix formula."""
@@ -276,10 +278,11 @@ class _Planner:
         unit = self.units.get(index)
         if unit is None:
             return _NOTHING
-        why = f"{unit.name} of {f'{len(unit.calls)} calls' if len(unit.calls) > 1 else 'one call'}"
+        calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
         if unit.factor is None:
-            return None, "scaled", why
-        return Step(output=unit.factor), "scaled", f"{why}, factor {unit.factor:.3g}"
+            return None, "scaled", f"pattern of {calls}"
+        why = f"formula of {calls}, factor {unit.factor:.3g}"
+        return Step(output=unit.factor), "scaled", why
 
     def _residual(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """A residual add: the weights of its terms."""
@@ -328,20 +331,12 @@ class _Planner:
             sign = math.copysign(1.0, numbers[0]) if numbers else 1.0
             return Step(op="times", factor=sign), "scaled", "a number, taken out"
         if len(values) == 1 and any(o.computed for o in others):
-            return self._gain(node)
+            return None, "scaled", "a gain"
         if len(values) == 1 and not any(o.live for o in others):
             return None, "scaled", "times a constant"
         if node.kind == "mul" and find_op(node.function) is None:
             return None, "unchanged", "the product of two values"
         return None
-
-    def _gain(self, node: CallNode) -> Decision:
-        """A value times a tensor computed from parameters: a gain, initially of RMS 1."""
-        gains = [(i.slot, self.nodes[i.node]) for i in node.inputs if self.nodes[i.node].computed]
-        sizes = [(slot, gain.rms) for slot, gain in gains if gain.origin is None]
-        sizes = [(slot, rms) for slot, rms in sizes if abs(1 / rms - 1) > 0.1]
-        why = "a gain" + "".join(f", divided by {rms:.3g}" for _, rms in sizes)
-        return with_slots(None, [(slot, 1 / rms, 1 / rms) for slot, rms in sizes]), "scaled", why
 
     def _attention(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """Attention, and the products and softmax that it is composed of."""
