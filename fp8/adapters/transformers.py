@@ -167,7 +167,7 @@ class CacheError(NamedTuple):
     largest: float
     """The largest difference of a logit."""
     bytes: int
-    """Of keys, values and scales, after the batch."""
+    """The bytes of keys, values and scales after the batch."""
     plain_bytes: int
     """The same in high precision."""
 

@@ -43,7 +43,7 @@ aten = torch.ops.aten
 
 class Spec(NamedTuple):
     """A `Cast` as strings and numbers, which autograd functions and compiled graphs accept as
-    arguments.
+    arguments. Fields without a description are those of `Cast`.
 
     Without a rule, the scale factor comes from the operand's history (scaling "static"), or is
     ``2**margin``: 1, or the static scale set by `shifted`.
@@ -60,13 +60,9 @@ class Spec(NamedTuple):
     overflow: str
     random_bits: int
     mean: bool
-    """As in `Cast`."""
     residual: int
-    """As in `Cast`."""
     hadamard: int
-    """The size of the Hadamard rotation; 0: none."""
     signs: str = "fixed"
-    """As in `Cast`."""
     label: str = ""
     """The operand's label for `fp8.stats`; "": not sampled."""
 

@@ -55,36 +55,41 @@ def codes(
     axis: the axis that the product sums over. history, record, turn: as in
     `fp8.casts.casting.round_straight`.
     """
-    format = format_of(spec)
-    rule, tile, margin = spec.rule, spec.tile, spec.margin
-    how = rounding_of(spec)
     x = rotated(plain(x), spec.hadamard, axis, turn) if spec.hadamard else x
     x = plain(x, torch.float32)
-    unit = None
     scale = whole_scale(x, spec, history, record)
-    if rule is None or scale is not None:
-        units = x if scale is None else x / scale
-        y = quantize_operand(units, format, **how)
-        if spec.label and rule is None and history is None:
-            observe(spec.label, Observed(units, y, None, format))
-        scale = static_scale(0, x) if scale is None else scale
+    if spec.rule is None or scale is not None:
+        found = _of_whole(x, spec, scale, observed=history is None)
     else:
-        tiles, dims = scaled_tiles(x, tile, axis)
-        scale = with_margin(scale_of(tiles, dims, format, rule), margin, rule)
-        if scale_format(rule) == "e4m3":
-            unit = tensor_unit(tiles, dims, spec)
-        if unit is not None and rule in CORRECTED:
-            values, scale = corrected_tiles(tiles, dims, scale, unit, spec)
-        else:
-            inverse = inverse_of(scale, rule)
-            units = tiles / scale if inverse is None else tiles * inverse
-            values = quantize_operand(units, format, **how)
-        y = untiled(values, x, tile, axis)
-        if dims and tile[1]:
-            scale = scale.squeeze(dims)
-    if axis == -2:
-        y, scale = y.mT, scale.mT if scale.dim() else scale
-    return Codes(y, scale, unit)
+        found = _of_tiles(x, spec, spec.rule, axis)
+    return found.mT if axis == -2 else found
+
+
+def _of_whole(x: Tensor, spec: Spec, scale: Tensor | None, observed: bool) -> Codes:
+    """By one scale; None is the scale 1. Only casts without a rule are observed."""
+    format = format_of(spec)
+    units = x if scale is None else x / scale
+    values = quantize_operand(units, format, **rounding_of(spec))
+    if spec.label and spec.rule is None and observed:
+        observe(spec.label, Observed(units, values, None, format))
+    return Codes(values, static_scale(0, x) if scale is None else scale)
+
+
+def _of_tiles(x: Tensor, spec: Spec, rule: str, axis: int) -> Codes:
+    """By one scale for each tile, which the rule computes from the tile."""
+    format = format_of(spec)
+    tiles, dims = scaled_tiles(x, spec.tile, axis)
+    scale = with_margin(scale_of(tiles, dims, format, rule), spec.margin, rule)
+    unit = tensor_unit(tiles, dims, spec) if scale_format(rule) == "e4m3" else None
+    if unit is not None and rule in CORRECTED:
+        values, scale = corrected_tiles(tiles, dims, scale, unit, spec)
+    else:
+        inverse = inverse_of(scale, rule)
+        units = tiles / scale if inverse is None else tiles * inverse
+        values = quantize_operand(units, format, **rounding_of(spec))
+    if dims and spec.tile[1]:
+        scale = scale.squeeze(dims)
+    return Codes(untiled(values, x, spec.tile, axis), scale, unit)
 
 
 def widened(scale: Tensor, shape: Sequence[int], tile: tuple[int, int]) -> Tensor:

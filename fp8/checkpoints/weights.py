@@ -176,7 +176,6 @@ class Weights:
         Layers beside each other have the same ``weight_global_scale``: engines fuse some of them
         (queries, keys and values; gate and up) and take a single one for all.
         """
-        found: dict[str, Tensor] = {}
         largest: dict[str, Tensor] = {}
         factors: dict[str, float] = {}
         state = self._state()
@@ -188,9 +187,7 @@ class Weights:
             unit = global_unit(whole(tensor).float(), layer.fp8_recipe.weight) * factors[path]
             parent = path.rpartition(".")[0]
             largest[parent] = torch.maximum(largest.get(parent, unit), unit)
-        for path, factor in factors.items():
-            found[path] = largest[path.rpartition(".")[0]] / factor
-        return found
+        return {path: largest[path.rpartition(".")[0]] / f for path, f in factors.items()}
 
     def _check_histories(self) -> None:
         """Raises ValueError for a layer that needs a history and has none yet."""

@@ -217,7 +217,7 @@ def _exchanged(x: Tensor, splits: _Splits, group: dist.ProcessGroup | None) -> T
 
 
 def _scale_dtype(spec: Spec) -> torch.dtype:
-    """Of the scale factors in a message."""
+    """The dtype of the scale factors in a message."""
     return torch.float8_e8m0fnu if scale_format(spec.rule) == "e8m0" else torch.float32
 
 

@@ -22,7 +22,7 @@ KINDS: dict[type[Optimizer], type[LowPrecision]] = {
 }
 """A torch class, subclasses first -> the class with the same arithmetic."""
 
-NOT_HAD = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
+REMOVED = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
 """Options of torch's classes that are removed from the groups."""
 
 
@@ -121,7 +121,7 @@ def take_over(
     for group in optimizer.param_groups:
         old = group["params"]
         group["params"] = [replaced.get(p, p) for p in old]
-        for name in NOT_HAD:
+        for name in REMOVED:
             group.pop(name, None)
         group.update({**optimizer.defaults, **group, **options})
         for before, parameter in zip(old, group["params"], strict=True):

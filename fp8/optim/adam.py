@@ -263,8 +263,8 @@ class _Unit:
         if self.how.feedback:
             _split(self._rounded(weight.values, here[0]), here)
             error = weight.values - self.weight().values
-            numbers = self.numbers([None] * 3)[[1, 5, 6, 7]].tolist()
-            add_error(error, first, second, self.how.first, numbers)
+            _, b1, _, _, _, size, root, eps, *_ = self.numbers([None] * 3).tolist()
+            add_error(error, first, second, self.how.first, [b1, size, root, eps])
         elif joined or self.master or not is_plain(here[0]):
             _split(decode(weight) if self.master else weight.values, here)
         if joined:

@@ -40,7 +40,7 @@ class Geometry(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Of the output, the input and the kernel of a convolution."""
+    """The sizes of the output, the input and the kernel of a convolution."""
 
     output: tuple[int, ...]
     input: tuple[int, ...]

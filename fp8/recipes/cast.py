@@ -17,7 +17,7 @@ from .rules import CORRECTED, E8M0, RULES, scale_format
 from .scaling import SCALINGS
 
 SIGNS = ("fixed", "random")
-"""Of rotations: see `Cast.signs`."""
+"""The signs of a rotation: see `Cast.signs`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,20 @@ class Cast:
     `Format.text`."""
 
     def __post_init__(self) -> None:
-        format = get_format(self.format)
         check_choice("scaling", self.scaling, SCALINGS)
+        self._check_numbers()
+        self._complete_rule()
+        self._complete_history()
+        self._complete_tile()
+        self._check_rotation()
+        if self.rule in CORRECTED:
+            self._check_corrected()
+        self._check_sum()
+        object.__setattr__(self, "text", self._text())
+
+    def _check_numbers(self) -> None:
+        """Checks the format, and how it is rounded to."""
+        format = get_format(self.format)
         check_choice("rounding", self.rounding, ROUNDINGS)
         check_choice("overflow", self.overflow, OVERFLOWS)
         if not format.signed:
@@ -88,36 +100,10 @@ class Cast:
         if self.overflow == "nonfinite" and format.nonfinite is None:
             raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
         check_between("random_bits", self.random_bits, 1, 31)
-        check_between("margin", self.margin, -32, 32)
-        self._complete()
-        if self.hadamard not in (0, 2, 4, 8, 16, 32, 64, 128) or isinstance(self.hadamard, bool):
-            raise ValueError(
-                f"hadamard must be 0 or a power of two from 2 to 128, got {self.hadamard!r}"
-            )
-        if self.rule in CORRECTED:
-            self._check_corrected()
-        check_choice("signs", self.signs, SIGNS)
-        if self.signs == "random" and not self.hadamard:
-            raise ValueError("random signs need a rotation: give hadamard too")
-        check_flag("mean", self.mean)
-        check_between("residual", self.residual, 0, 4096)
-        if (self.hadamard or self.is_sum) and self.keeps_history:
-            raise ValueError(
-                f"scaling {self.scaling!r} has no mean, no residual and no rotation: its state is "
-                "that of the plain operand"
-            )
-        if self.residual and self.hadamard:
-            raise ValueError("a residual of channels needs hadamard=0: a rotation mixes channels")
-        inner = self.format.text if isinstance(self.format, Format) else self.format
-        rule = (self.rule or "") + (E8M0 if self.scaling == "mx" else "")
-        sizes = (*(self.tile or ()), self.margin, self.random_bits)
-        numbers = (*sizes, int(self.mean), self.residual, self.hadamard)
-        names = (rule, self.rounding, self.overflow, self.signs)
-        object.__setattr__(self, "text", ";".join([inner, *names, *map(str, numbers)]))
 
-    def _complete(self) -> None:
-        """Fills in the defaults of the scaling for a rule or tile that is None."""
+    def _complete_rule(self) -> None:
         row = SCALINGS[self.scaling]
+        check_between("margin", self.margin, -32, 32)
         if self.rule is None:
             object.__setattr__(self, "rule", row.rules[0] if row.rules else None)
         else:
@@ -127,13 +113,18 @@ class Cast:
                 raise ValueError(
                     f"scaling {self.scaling!r} has no rule {self.rule!r}; it has {allowed}"
                 )
+        if self.margin and self.rule is None:
+            raise ValueError(f"scaling {self.scaling!r} has no margin")
+
+    def _complete_history(self) -> None:
         delayed = self.scaling == "delayed"
         if self.history is None:
             object.__setattr__(self, "history", 16 if delayed else 0)
         bounds = (1, 4096) if delayed else (0, 0)
         check_between(f"history of scaling {self.scaling!r}", self.history, *bounds)
-        if self.margin and self.rule is None:
-            raise ValueError(f"scaling {self.scaling!r} has no margin")
+
+    def _complete_tile(self) -> None:
+        row = SCALINGS[self.scaling]
         if not isinstance(self.tile, tuple | list | type(None)):
             raise TypeError(f"a tile is two numbers (across, along), not {self.tile!r}")
         tile = row.tile if self.tile is None else tuple(self.tile)
@@ -147,6 +138,34 @@ class Cast:
             if tile == (1, 1):
                 raise ValueError("a tile of (1, 1) gives each element a scale; use a wider format")
         object.__setattr__(self, "tile", tile)
+
+    def _check_rotation(self) -> None:
+        if self.hadamard not in (0, 2, 4, 8, 16, 32, 64, 128) or isinstance(self.hadamard, bool):
+            raise ValueError(
+                f"hadamard must be 0 or a power of two from 2 to 128, got {self.hadamard!r}"
+            )
+        check_choice("signs", self.signs, SIGNS)
+        if self.signs == "random" and not self.hadamard:
+            raise ValueError("random signs need a rotation: give hadamard too")
+
+    def _check_sum(self) -> None:
+        check_flag("mean", self.mean)
+        check_between("residual", self.residual, 0, 4096)
+        if (self.hadamard or self.is_sum) and self.keeps_history:
+            raise ValueError(
+                f"scaling {self.scaling!r} has no mean, no residual and no rotation: its state is "
+                "that of the plain operand"
+            )
+        if self.residual and self.hadamard:
+            raise ValueError("a residual of channels needs hadamard=0: a rotation mixes channels")
+
+    def _text(self) -> str:
+        inner = self.format.text if isinstance(self.format, Format) else self.format
+        rule = (self.rule or "") + (E8M0 if self.scaling == "mx" else "")
+        sizes = (*(self.tile or ()), self.margin, self.random_bits)
+        numbers = (*sizes, int(self.mean), self.residual, self.hadamard)
+        names = (rule, self.rounding, self.overflow, self.signs)
+        return ";".join([inner, *names, *map(str, numbers)])
 
     def _check_corrected(self) -> None:
         across, along = self.tile or (0, 0)

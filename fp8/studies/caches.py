@@ -18,7 +18,7 @@ from ..adapters.transformers import (
 from ..common.step import Batch, evaluating
 
 TOKENS = 8
-"""Of the pass that shows the shapes of a cache."""
+"""The number of tokens of the pass that determines the shapes of a cache."""
 
 
 def has_cache(model: Any, batch: Batch) -> bool:

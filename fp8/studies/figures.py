@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -60,13 +61,6 @@ class Drawing(NamedTuple):
     keys: list[Key]
 
 
-def _new_figure(height: float) -> Figure:
-    need("matplotlib")
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(5.2, height), layout="constrained")
-
-
 def _as_svg(figure: Figure, salt: str) -> str:
     """The figure as an element whose colours are the page's ``--series-N``, ``--line`` and
     currentColor. salt: makes the identifiers of one page's figures distinct."""
@@ -87,12 +81,15 @@ def _as_svg(figure: Figure, salt: str) -> str:
     return svg.replace(_INK, "currentColor").replace(_LINE, "var(--line)").strip()
 
 
-def _styled() -> Any:
-    """A context in which figures have the page's style, whatever the user's matplotlibrc says."""
+@contextmanager
+def _new_figure(height: float) -> Iterator[Figure]:
+    """A figure that is drawn in the page's style, whatever the user's matplotlibrc says."""
     need("matplotlib")
     from matplotlib import style
+    from matplotlib.figure import Figure
 
-    return style.context(["default", _STYLE])
+    with style.context(["default", _STYLE]):
+        yield Figure(figsize=(5.2, height), layout="constrained")
 
 
 def _shown(value: float | None) -> float:
@@ -122,8 +119,7 @@ def frontier(choices: Sequence[Choice]) -> Drawing | None:
     ]
     keys += [Key("chosen", -1, mark="○")] if any(choice.chosen for choice in drawn) else []
     keys += [Key(name, -1, mark=mark) for name, mark in marks.items()]
-    with _styled():
-        figure = _new_figure(3.8)
+    with _new_figure(3.8) as figure:
         axes = figure.subplots()
         for i, recipe in enumerate(recipes):
             _frontier_of(axes, i, [c for c in drawn if c.recipe == recipe], marks)
@@ -187,8 +183,7 @@ def losses(runs: Sequence[Run]) -> Drawing | None:
     differences = _differences(runs)
     names = sorted(dict.fromkeys(run.name for run in runs), key=lambda name: name != "reference")
     keys = [_key(i, name) for i, name in enumerate(names)]
-    with _styled():
-        figure = _new_figure(5.4 if differences else 3.2)
+    with _new_figure(5.4 if differences else 3.2) as figure:
         panels = figure.subplots(2 if differences else 1, 1, sharex=True, squeeze=False)[:, 0]
         for axes, drawn in zip(panels, (curves, differences), strict=False):
             for key in keys:

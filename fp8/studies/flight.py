@@ -261,7 +261,7 @@ class Flight:
         steps = self.problem.steps
         with self._progress(f"{name}, seed {seed}", steps) as tick, quiet():
             prepare = None if name == REFERENCE else self._preparation(name)
-            at = self._snapshot_steps() if (name, seed) == (REFERENCE, 0) else ()
+            at = sorted({max(steps // 4, 1), steps}) if (name, seed) == (REFERENCE, 0) else ()
             run, snapshots = train(self.problem, name, seed, prepare, snapshots=at, on_step=tick)
         if (name, seed) == (REFERENCE, 0):
             model, loss = self.problem.model, self.problem.loss
@@ -269,10 +269,6 @@ class Flight:
             if not any(r.name == name and r.seed == seed for r in self.findings.runs):
                 self.findings.runs.append(run)
         return run
-
-    def _snapshot_steps(self) -> tuple[int, ...]:
-        steps = self.problem.steps
-        return tuple(sorted({max(steps // 4, 1), steps}))
 
     @property
     def probes(self) -> list[Probe]:
@@ -382,13 +378,11 @@ class Flight:
 
     def _operands(self) -> None:
         """The ranges of operands under the best candidate, and under casts without scales."""
-        names = dict.fromkeys([*filter(None, [self._shown()]), *self._unscaled()])
+        unscaled = [recipe.name for recipe in self.settings.recipes if recipe.unscaled]
+        names = dict.fromkeys([*filter(None, [self._shown()]), *unscaled])
         self.findings.ranges = [
             row for name in names for row in self.probes[-1].ranges(self._recipe(name))
         ]
-
-    def _unscaled(self) -> list[str]:
-        return [recipe.name for recipe in self.settings.recipes if recipe.unscaled]
 
     def _shown(self) -> str:
         """The recipe whose single casts are worth a map: the lowest precision of the finalists, or

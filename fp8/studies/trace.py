@@ -109,7 +109,7 @@ class _Weights:
 
 
 def _address(x: Tensor) -> int:
-    """Of the storage of a tensor; 0 if it has none."""
+    """The address of the storage of a tensor; 0 if it has none."""
     return x.untyped_storage().data_ptr() if x.layout == torch.strided else 0
 
 
