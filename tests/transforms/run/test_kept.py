@@ -20,8 +20,13 @@ from unit_scaling.transforms.report import plan
 INITS = ("unit", "preserve")
 
 
+class Action:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class Net(nn.Module):
-    """Keeps a hidden state, parts of another, and fills a dict."""
+    """Keeps a hidden state, parts of another, one within objects, and fills a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,12 +37,14 @@ class Net(nn.Module):
     def forget(self) -> None:
         self.hidden: Tensor | None = None
         self.parts: list[Tensor] = []
+        self.action: Any = None
 
     def forward(self, x: Tensor, store: dict[str, Tensor] | None = None) -> Tensor:
         y = F.gelu(self.a(x))
         self.hidden = y
         self.parts = list(self.b(y).chunk(2, -1))
         z = self.c(self.parts[0] * self.parts[1].sigmoid())
+        self.action = Action(Action(z))
         if store is not None:
             store["z"] = z
         return self.head(z.relu())
@@ -68,6 +75,11 @@ def parts(model: nn.Module) -> Tensor:
     return model.parts[1].square().mean() + model.parts[0].cos().mean()
 
 
+def within_objects(model: nn.Module) -> Tensor:
+    model(batch())
+    return model.action.value.value.exp().mean()
+
+
 def argument(model: nn.Module) -> Tensor:
     store: dict[str, Tensor] = {}
     return model(batch(), store).square().mean() + store["z"].square().mean()
@@ -90,7 +102,7 @@ def hook(model: nn.Module) -> Tensor:
     return value + first.sin().mean() + second.cos().mean()
 
 
-LOSSES = (output, hidden, both, parts, argument, of_a_part, hook)
+LOSSES = (output, hidden, both, parts, within_objects, argument, of_a_part, hook)
 
 
 def made(init: str) -> nn.Module:

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from fp8.common.pitfalls import ScaleWarning, warn_once
-from fp8.common.step import plain
+from fp8.common.step import plain, unfolded
 
 from ...scale import scale_edge
 from ..capture.record import HELD, Slot, mapped, rms_of, tensors_in
@@ -205,7 +205,7 @@ def _held(module: nn.Module, path: str, places: Iterable[Slot]) -> Iterator[tupl
         of = str(owner).removesuffix(HELD)
         if not path or f"{of}.".startswith(f"{path}."):
             part = module.get_submodule(of[len(path) :].removeprefix("."))
-            yield from tensors_in(plain(getattr(part, str(name), None)), (owner, name))
+            yield from tensors_in(unfolded(getattr(part, str(name), None)), (owner, name))
 
 
 def _replaced(output: Any, change: Callable[[Slot, Tensor], Tensor]) -> Any:
