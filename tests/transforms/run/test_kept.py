@@ -293,3 +293,20 @@ def test_results_that_no_call_of_the_recording_shows(init: str, how: str) -> Non
     assert init == "unit" or set(found.values()) == {0}
     model.forget()
     assert check_slopes(model, loss) == found
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_hooks_of_a_kept_tensor_are_its_own(retained: bool) -> None:
+    """Also from the second run on, in which the model holds a tensor of the first."""
+    model = made("unit")
+    seen: list[Tensor] = []
+
+    def hook(module: nn.Module, args: Any, y: Tensor) -> None:
+        seen.append(y)
+        y.retain_grad() if retained else y.register_hook(seen.append)
+
+    model.a.register_forward_hook(hook)
+    for _ in range(3):
+        seen.clear()
+        both(model).backward()
+        assert seen[0].grad is not None if retained else len(seen) == 2
