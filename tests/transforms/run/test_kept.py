@@ -310,3 +310,28 @@ def test_hooks_of_a_kept_tensor_are_its_own(retained: bool) -> None:
         seen.clear()
         both(model).backward()
         assert seen[0].grad is not None if retained else len(seen) == 2
+
+
+class Policy(nn.Module):
+    """Keeps a mean that its own loss reads, beside a tensor without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.mean, self.value = nn.Linear(32, 64), nn.Linear(64, 8), nn.Linear(64, 1)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x).tanh()
+        mean, _ = torch.broadcast_tensors(self.mean(hidden), x[:, :8])
+        self.kept = [mean, hidden.detach()]
+        return 0.1 * (mean - 1).square().mean() + self.value(hidden).square().mean()
+
+
+def test_gradients_stay_the_same_where_the_model_holds_a_tensor_of_an_earlier_run() -> None:
+    torch.manual_seed(0)
+    model = unit_scale(Policy().double())
+    _, first = gradients(model, lambda m: m(batch()))
+    for _ in range(2):
+        _, found = gradients(model, lambda m: m(batch()))
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, first[name], rtol=1e-12, atol=0)

@@ -95,7 +95,7 @@ def leaving(
 
     places = [slot[:2] for slot in known if slot and str(slot[0]).endswith(HELD)]
     for slot, tensor in _held(module, path, places):
-        if tensor.requires_grad and (slot in known or following) and not is_outside(tensor):
+        if tensor.requires_grad and slot in known and not is_outside(tensor):
             ending(tensor, plan, *end(slot, tensor))
     return _replaced(output, gauged)
 
