@@ -70,6 +70,22 @@ def plain(output: Any) -> Any:
     return dict(vars(output))
 
 
+def unfolded(value: Any, known: set[int] | None = None) -> Any:
+    """A value as dicts, lists and tensors, also where objects hold objects: a distribution, a
+    cache. Modules, and containers that come again, are None. known: the ids of containers seen.
+    """
+    if isinstance(value, Tensor):
+        return value
+    known = set() if known is None else known
+    items = None if isinstance(value, (nn.Module, type)) else plain(value)
+    if not isinstance(items, (dict, list, tuple)) or id(value) in known:
+        return None
+    known.add(id(value))
+    if isinstance(items, dict):
+        return {name: unfolded(item, known) for name, item in items.items()}
+    return [unfolded(item, known) for item in items]
+
+
 def tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in a batch or a model's output, including those in lists, tuples, dicts and a
     dataclass."""

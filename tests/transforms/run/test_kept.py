@@ -20,8 +20,13 @@ from unit_scaling.transforms.report import plan
 INITS = ("unit", "preserve")
 
 
+class Action:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class Net(nn.Module):
-    """Keeps a hidden state, parts of another, and fills a dict."""
+    """Keeps a hidden state, parts of another, one within objects, and fills a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,12 +37,14 @@ class Net(nn.Module):
     def forget(self) -> None:
         self.hidden: Tensor | None = None
         self.parts: list[Tensor] = []
+        self.action: Any = None
 
     def forward(self, x: Tensor, store: dict[str, Tensor] | None = None) -> Tensor:
         y = F.gelu(self.a(x))
         self.hidden = y
         self.parts = list(self.b(y).chunk(2, -1))
         z = self.c(self.parts[0] * self.parts[1].sigmoid())
+        self.action = Action(Action(z))
         if store is not None:
             store["z"] = z
         return self.head(z.relu())
@@ -68,6 +75,11 @@ def parts(model: nn.Module) -> Tensor:
     return model.parts[1].square().mean() + model.parts[0].cos().mean()
 
 
+def within_objects(model: nn.Module) -> Tensor:
+    model(batch())
+    return model.action.value.value.exp().mean()
+
+
 def argument(model: nn.Module) -> Tensor:
     store: dict[str, Tensor] = {}
     return model(batch(), store).square().mean() + store["z"].square().mean()
@@ -90,7 +102,7 @@ def hook(model: nn.Module) -> Tensor:
     return value + first.sin().mean() + second.cos().mean()
 
 
-LOSSES = (output, hidden, both, parts, argument, of_a_part, hook)
+LOSSES = (output, hidden, both, parts, within_objects, argument, of_a_part, hook)
 
 
 def made(init: str) -> nn.Module:
@@ -281,3 +293,45 @@ def test_results_that_no_call_of_the_recording_shows(init: str, how: str) -> Non
     assert init == "unit" or set(found.values()) == {0}
     model.forget()
     assert check_slopes(model, loss) == found
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_hooks_of_a_kept_tensor_are_its_own(retained: bool) -> None:
+    """Also from the second run on, in which the model holds a tensor of the first."""
+    model = made("unit")
+    seen: list[Tensor] = []
+
+    def hook(module: nn.Module, args: Any, y: Tensor) -> None:
+        seen.append(y)
+        y.retain_grad() if retained else y.register_hook(seen.append)
+
+    model.a.register_forward_hook(hook)
+    for _ in range(3):
+        seen.clear()
+        both(model).backward()
+        assert seen[0].grad is not None if retained else len(seen) == 2
+
+
+class Policy(nn.Module):
+    """Keeps a mean that its own loss reads, beside a tensor without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.mean, self.value = nn.Linear(32, 64), nn.Linear(64, 8), nn.Linear(64, 1)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x).tanh()
+        mean, _ = torch.broadcast_tensors(self.mean(hidden), x[:, :8])
+        self.kept = [mean, hidden.detach()]
+        return 0.1 * (mean - 1).square().mean() + self.value(hidden).square().mean()
+
+
+def test_gradients_stay_the_same_where_the_model_holds_a_tensor_of_an_earlier_run() -> None:
+    torch.manual_seed(0)
+    model = unit_scale(Policy().double())
+    _, first = gradients(model, lambda m: m(batch()))
+    for _ in range(2):
+        _, found = gradients(model, lambda m: m(batch()))
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, first[name], rtol=1e-12, atol=0)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.common.mixin import bare_class
-from fp8.common.step import plain
+from fp8.common.step import plain, unfolded
 
 from .record import tensors_in
 
@@ -62,7 +62,7 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None) -> M:
     parts = {id(part) for part in (*module.modules(), *module.parameters())}
     functions = list(_functions(module, parts))
     for part in module.modules():
-        kept = (t for value in vars(part).values() for _, t in tensors_in(plain(value)))
+        kept = (t for value in vars(part).values() for t in tensors_within(value))
         left = {id(t): t for t in kept if t.grad_fn is not None and id(t) not in memo}
         memo.update({key: t.detach().clone() for key, t in left.items()})
     result = copy.deepcopy(module, memo)
@@ -96,23 +96,10 @@ def twin_of(module: M, scope: object, its_scope: object) -> M:
     return deep_copy(module, shared)
 
 
-_NOT_ENTERED = (nn.Module, type)
-
-
-def tensors_within(value: Any, known: dict[int, Any]) -> Iterator[Tensor]:
-    """As `tensors_in`, and those of objects: a distribution, a dataclass, a cache; no modules.
-
-    known: what has been looked at, by id.
-    """
-    if id(value) in known or isinstance(value, _NOT_ENTERED):
-        return
-    known[id(value)] = value
-    value = plain(value)
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_within(item, known)
+def tensors_within(value: Any) -> Iterator[Tensor]:
+    """As `tensors_in`, and those of objects: a distribution, a dataclass, a cache; no modules."""
+    for _, tensor in tensors_in(unfolded(value)):
+        yield tensor
 
 
 def detached(value: Any, records: bool = False) -> tuple[Any, dict[int, Tensor]]:
@@ -121,7 +108,7 @@ def detached(value: Any, records: bool = False) -> tuple[Any, dict[int, Tensor]]
 
     records: whether the copies require gradients as the originals do.
     """
-    found = list(tensors_within(value, {}))
+    found = list(tensors_within(value))
     copies = {id(t): t.detach().clone() for t in found}
     for tensor in filter(lambda t: records and t.requires_grad, found):
         copies[id(tensor)].requires_grad_()

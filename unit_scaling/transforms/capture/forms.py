@@ -37,7 +37,7 @@ def form_of(value: Any) -> Any:
         return tuple((name, form_of(item)) for name, item in value.items())
     if value is None or isinstance(value, bool | str):
         return value
-    wanted = tuple(t.requires_grad for t in tensors_within(value, {}))
+    wanted = tuple(t.requires_grad for t in tensors_within(value))
     return (type(value).__name__, *wanted) if any(wanted) else type(value).__name__
 
 

@@ -26,7 +26,7 @@ from torch.autograd.graph import Node
 from torch.func import debug_unwrap
 
 from fp8.common.compiler import FirstLook
-from fp8.common.step import plain
+from fp8.common.step import unfolded
 from fp8.modes.dispatch import EXPANDED
 
 from ..run import install
@@ -179,7 +179,7 @@ def held_by(model: torch.nn.Module, path: str) -> dict[str, dict[str, Any]]:
         for attribute, value in vars(module).items():
             if attribute in _OF_MODULES:
                 continue
-            value = plain(value)
+            value = unfolded(value)
             if any(t.grad_fn is not None for _, t in tensors_in(value)):
                 found.setdefault(name + HELD, {})[attribute] = value
     return found

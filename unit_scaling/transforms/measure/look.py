@@ -139,7 +139,7 @@ def _record(
     """
     (args, kwargs), copies = detached(given)
     inputs = {id(copies[id(t)]): t.requires_grad for _, t in tensors_in(given)}
-    wanted = [id(copies[id(t)]) for t in tensors_within(given, {}) if t.requires_grad]
+    wanted = [id(copies[id(t)]) for t in tensors_within(given) if t.requires_grad]
     within = [key for key in wanted if key not in inputs]
     running, computing = scope.path.items, parametrizations(twin, f"{path}." if path else "")
     path_now = lambda: running[-1] if running else path  # noqa: E731
@@ -151,8 +151,9 @@ def _record(
     with torch.random.fork_rng(_devices(twin)), _SILENT, uncast():
         result = _run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
     ends = plain(result)
-    known = {id(t): t for _, t in tensors_in(ends)}
-    kept = held_by(twin, path) | {"": list(tensors_within([args, kwargs, seen, ends], known))}
+    known = {id(t) for _, t in tensors_in(ends)}
+    inner = [t for t in tensors_within([args, kwargs, seen, ends]) if id(t) not in known]
+    kept = held_by(twin, path) | {"": inner}
     return recorder, recorder.ends(ends), recorder.ends(kept)
 
 

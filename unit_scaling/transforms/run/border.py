@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from fp8.common.pitfalls import ScaleWarning, warn_once
-from fp8.common.step import plain
+from fp8.common.step import plain, unfolded
 
 from ...scale import scale_edge
 from ..capture.record import HELD, Slot, mapped, rms_of, tensors_in
@@ -95,7 +95,7 @@ def leaving(
 
     places = [slot[:2] for slot in known if slot and str(slot[0]).endswith(HELD)]
     for slot, tensor in _held(module, path, places):
-        if tensor.requires_grad and (slot in known or following) and not is_outside(tensor):
+        if tensor.requires_grad and slot in known and not is_outside(tensor):
             ending(tensor, plan, *end(slot, tensor))
     return _replaced(output, gauged)
 
@@ -205,7 +205,7 @@ def _held(module: nn.Module, path: str, places: Iterable[Slot]) -> Iterator[tupl
         of = str(owner).removesuffix(HELD)
         if not path or f"{of}.".startswith(f"{path}."):
             part = module.get_submodule(of[len(path) :].removeprefix("."))
-            yield from tensors_in(plain(getattr(part, str(name), None)), (owner, name))
+            yield from tensors_in(unfolded(getattr(part, str(name), None)), (owner, name))
 
 
 def _replaced(output: Any, change: Callable[[Slot, Tensor], Tensor]) -> Any:

@@ -75,6 +75,14 @@ The compiler of torch 2.13 compares them by identity but does not find them in a
 """
 
 
+_OF_ITSELF = {
+    Tensor.register_hook,
+    Tensor.retain_grad,
+    *(getattr(Tensor, name).__get__ for name in ("grad", "grad_fn")),
+}
+"""Calls that concern the tensor itself, not a stand-in with another gradient."""
+
+
 class Replay(FirstLook):
     """Executes ``plan``. ``path`` is the stack of running modules.
 
@@ -136,7 +144,7 @@ class Replay(FirstLook):
         kwargs: dict[str, Any],
     ) -> Any:
         placed, self._placed = self._placed, None
-        if not torch.is_grad_enabled():
+        if function in _OF_ITSELF or not torch.is_grad_enabled():
             return self._called(step, function, args, kwargs)
         args, kwargs = canonical(function, args, kwargs)
         given = (*tensors_in(args), *tensors_in(kwargs))

@@ -417,7 +417,7 @@ class UnitScale:
         leaves = Leaves.of_model(module, form.path, *rest)
         following = Following(plan, self.settled, self.structure, leaves, exact)
         following.leave(plan.entry, given, ())
-        held = {id(t): t for t in tensors_within(given, {}) if t.requires_grad}
+        held = {id(t): t for t in tensors_within(given) if t.requires_grad}
         following.within = {key: t for key, t in held.items() if following.gauge(t) is None}
         return following
 
