@@ -76,7 +76,7 @@ def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
     Returns ``input`` itself for integers and, in eager mode, if both factors are 1. A graph has a
     view instead, and does not guard on the factors.
     """
-    if not (input.is_floating_point() or input.is_complex()):
+    if not (input.dtype.is_floating_point or input.dtype.is_complex):
         return input
     return _scale_numbers(input, fwd, bwd)
 
@@ -107,7 +107,7 @@ def _scale_sides(input: Tensor, fwd: float, bwd: float) -> Tensor:
 
 
 def _has_scale(input: Tensor) -> bool:
-    return input.is_floating_point() or input.is_complex()
+    return input.dtype.is_floating_point or input.dtype.is_complex
 
 
 def scale_both(input: Tensor, scale: float) -> Tensor:
@@ -124,7 +124,7 @@ def scale_output(output: Tensor, fwd: float, bwd: float) -> Tensor:
     """
     if not (fwd is bwd or fwd == bwd):
         return scale_each(output, fwd, bwd)
-    if fwd == 1.0 or not (output.is_floating_point() or output.is_complex()):
+    if fwd == 1.0 or not (output.dtype.is_floating_point or output.dtype.is_complex):
         return output
     return output * fwd  # not by other functions: compiled code guards on each
 

@@ -38,7 +38,7 @@ class Codes(NamedTuple):
     @property
     def mT(self) -> Codes:
         """The transpose of an operand with one scale, or one for each square tile."""
-        scale = self.scale.mT if self.scale.dim() else self.scale
+        scale = self.scale.mT if self.scale.ndim else self.scale
         return Codes(self.values.mT, scale, self.unit)
 
 
@@ -96,7 +96,7 @@ def widened(scale: Tensor, shape: Sequence[int], tile: tuple[int, int]) -> Tenso
     """``scale``, one for each tile of the last two dimensions (0: all), repeated for each element
     of ``shape``; 0-dim stays so."""
     for dim, by in zip((-2, -1), tile, strict=True):
-        if scale.dim() and by != 1:
+        if scale.ndim and by != 1:
             scale = scale.repeat_interleave(by or shape[dim], dim).narrow(dim, 0, shape[dim])
     return scale
 

@@ -119,7 +119,7 @@ class CastRecorder:
         found: dict[int, str] = {}
         for name, parameter in self._model.named_parameters():
             module, _, own = name.rpartition(".")
-            stack = parameter.dim() == 3 and own != "weight"
+            stack = parameter.ndim == 3 and own != "weight"
             found.setdefault(id(parameter), name if stack else module or "(model)")
         return found
 
@@ -141,7 +141,7 @@ class CastRecorder:
         xs, ys = torch.where(finite, xs, 0.0), torch.where(finite, ys, 0.0)
         unit: Any = 1.0
         if scale is not None:
-            unit = scale.double() if scale.dim() == 0 else scale.flatten()[::step].double()
+            unit = scale.double() if scale.ndim == 0 else scale.flatten()[::step].double()
         counts = (
             torch.full((), x.numel(), device=x.device),
             torch.full((), xs.numel(), device=x.device),

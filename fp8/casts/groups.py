@@ -46,7 +46,7 @@ def bounds(offs: Tensor, size: int) -> list[int]:
 
 def pieces(x: Tensor, offs: Tensor | None, axis: int) -> list[Tensor]:
     """Views of the groups of ``x``. axis: the split one, if x is one matrix."""
-    if x.dim() == 3:
+    if x.ndim == 3:
         return list(x.unbind())
     assert offs is not None
     ends = bounds(offs, x.shape[axis])
@@ -56,7 +56,7 @@ def pieces(x: Tensor, offs: Tensor | None, axis: int) -> list[Tensor]:
 def product_shape(a: Tensor, b: Tensor, offs: Tensor | None) -> list[int]:
     """The shape of ``a @ b`` by groups."""
     shape = [a.shape[-2], b.shape[-1]]
-    if a.dim() == b.dim():
+    if a.ndim == b.ndim:
         shape = [a.shape[0] if offs is None else offs.shape[0], *shape]
     return shape
 
@@ -64,7 +64,7 @@ def product_shape(a: Tensor, b: Tensor, offs: Tensor | None) -> list[int]:
 def group_states(history: Tensor) -> list[Tensor]:
     """The state of each group, as one matrix has it: the amax history, or a static scale of shape
     (1,) if it is not set."""
-    if history.dim() > 1:
+    if history.ndim > 1:
         return list(history.unbind())
     return [state if float(state) else state.view(1) for state in history.unbind()]
 
@@ -84,7 +84,7 @@ def _zeros(x: Tensor, groups: Groups, hadamard: int) -> Tensor:
     if not hadamard:
         return torch.zeros_like(x)
     shape, axis = list(x.shape), groups.axis
-    if groups.offs is not None and x.dim() == 2 and groups.split == axis:
+    if groups.offs is not None and x.ndim == 2 and groups.split == axis:
         shape[axis] += groups.offs.shape[0] * (hadamard - 1)
     else:
         shape[axis] = -(-shape[axis] // hadamard) * hadamard
@@ -154,8 +154,8 @@ def _results(
 
 def _no_scales(x: Tensor, split: int) -> Tensor:
     """Scale factors of 1, one for each group of a stack or for each row or column that is split."""
-    shape = [x.shape[0], 1, 1] if x.dim() == 3 else [1, 1]
-    if x.dim() == 2:
+    shape = [x.shape[0], 1, 1] if x.ndim == 3 else [1, 1]
+    if x.ndim == 2:
         shape[split] = x.shape[split]
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return torch.ones(shape, dtype=dtype, device=x.device)

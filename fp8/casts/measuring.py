@@ -43,7 +43,7 @@ class Measurement:
 
     def operand(self, state: Tensor | None, x: Tensor) -> None:
         """Adds operand ``x`` with state ``state``; None: it has none and is skipped."""
-        if state is None or state.dim() > 1 or state.numel() != 1:
+        if state is None or state.ndim > 1 or state.numel() != 1:
             return
         total = second_moment(unreduced(x) if is_dtensor(x) else plain(x))
         refuse_transformed(total)

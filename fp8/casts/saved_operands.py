@@ -175,7 +175,7 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``data * scale``, computed in float32 or wider and rounded to ``dtype``. scale: 0-dim, or
     broadcastable to ``data``."""
-    one_scale = scale is None or not scale.dim()
+    one_scale = scale is None or not scale.ndim
     lookup = one_scale and type(data) is Tensor and data.dtype.itemsize == 1
     lookup = lookup and reads_values(data)  # a fifth of the time of a conversion
     codes = torch.arange(256, dtype=torch.uint8).view(data.dtype) if lookup else data

@@ -20,7 +20,7 @@ def amax_of(x: Any) -> Tensor:
     """The largest finite magnitude of a whole DTensor, 0-dim, on every process; 0 without one."""
     local = part_of(x)
     amax = largest_finite(local, None) if local.numel() else local.new_zeros(())
-    return reduced(x, amax, range(x.dim()), "max")
+    return reduced(x, amax, range(x.ndim), "max")
 
 
 def scales_of(

@@ -228,7 +228,7 @@ def check_dtype(x: Tensor) -> None:
 
 def is_dense(x: object) -> bool:
     """Whether ``x`` is a dense floating-point tensor, which casts support."""
-    return isinstance(x, Tensor) and x.is_floating_point() and x.layout == torch.strided
+    return isinstance(x, Tensor) and x.dtype.is_floating_point and x.layout == torch.strided
 
 
 @eager_only()  # the compiler knows the layout of inputs alone
@@ -317,7 +317,7 @@ def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
         if not 0 < scale < math.inf:
             raise ValueError(f"scale is {scale}, not positive and finite")
         return torch.full((), scale, dtype=dtype, device=x.device)
-    extra = x.dim() - scale.dim()
+    extra = x.ndim - scale.ndim
     sizes = zip(scale.shape, x.shape[extra:], strict=False)
     if extra < 0 or any(s != n for s, n in sizes if s != 1):  # not `s in (1, n)`: n may be symbolic
         raise ValueError(
@@ -368,7 +368,7 @@ def _quantize(
     inverse: Tensor | None = None,
 ) -> Tensor:
     x = x.resolve_neg()  # the storage of a view such as x.conj().imag holds -x
-    if not _is_plain(x) or (scale is not None and scale.dim()):
+    if not _is_plain(x) or (scale is not None and scale.ndim):
         return _whole(x, grid, rounding, scale, key, inverse)
     size = CHUNK * torch.get_num_threads()
     if x.numel() <= size:

@@ -94,7 +94,7 @@ def _combine(start: Word, parts: list[int | Tensor]) -> Word:
 
 def _check_seed(part: object) -> None:
     if isinstance(part, Tensor):
-        if part.dtype != torch.int64 or part.dim() != 0:
+        if part.dtype != torch.int64 or part.ndim != 0:
             raise TypeError(
                 f"a seed tensor must be 0-dim int64, got {part.dtype} of shape {tuple(part.shape)}"
             )

@@ -54,7 +54,7 @@ def _floating(*values: object) -> bool:
     for value in values:
         if isinstance(value, Tensor):
             refuse_nested(value)
-            if value.is_complex():
+            if value.dtype.is_complex:
                 warn_once(RecipeWarning, _COMPLEX, key="complex")
         if not is_dense(value):
             return False
@@ -86,9 +86,9 @@ def _is_product(left: object, right: object, ranks: tuple[int, int] | None) -> b
         return False
     if ranks is not None:
         equal_batch = ranks[0] < 3 or left.shape[:1] == right.shape[:1]
-        if (left.dim(), right.dim()) != ranks or not equal_batch:
+        if (left.ndim, right.ndim) != ranks or not equal_batch:
             return False
-    return left.dim() > 0 and left.shape[-1] != 1
+    return left.ndim > 0 and left.shape[-1] != 1
 
 
 def _two(ranks: tuple[int, int] | None = None) -> Handler:
@@ -121,9 +121,9 @@ def _reversed(recipe: Recipe, input: Tensor, other: Any) -> Any:
 
 def _inner(recipe: Recipe, input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Any:
     _refuse_out(out)
-    if not _is_product(input, other, None) or other.dim() == 0:
+    if not _is_product(input, other, None) or other.ndim == 0:
         return NotImplemented
-    right = other if other.dim() == 1 else other.flatten(0, -2).mT
+    right = other if other.ndim == 1 else other.flatten(0, -2).mT
     y = matmul.matmul(input, right, static=static_exponents(recipe, input, other))
     return y.reshape((*input.shape[:-1], *other.shape[:-1]))
 
@@ -201,16 +201,16 @@ def _tensordot(
     """One product of two matrices; the summed dimensions are flattened into the inner one."""
     _refuse_out(out)
     dims = dims.tolist() if isinstance(dims, Tensor) else dims
-    if not _floating(a, b) or (isinstance(dims, int) and not 0 < dims <= min(a.dim(), b.dim())):
+    if not _floating(a, b) or (isinstance(dims, int) and not 0 < dims <= min(a.ndim, b.ndim)):
         return NotImplemented
     if isinstance(dims, int):
-        dims = (range(a.dim() - dims, a.dim()), range(dims))
-    over_a, over_b = [d % a.dim() for d in dims[0]], [d % b.dim() for d in dims[1]]
+        dims = (range(a.ndim - dims, a.ndim), range(dims))
+    over_a, over_b = [d % a.ndim for d in dims[0]], [d % b.ndim for d in dims[1]]
     terms = math.prod([a.shape[d] for d in over_a])
     if terms == 1:
         return NotImplemented
-    free_a = [d for d in range(a.dim()) if d not in over_a]
-    free_b = [d for d in range(b.dim()) if d not in over_b]
+    free_a = [d for d in range(a.ndim) if d not in over_a]
+    free_b = [d for d in range(b.ndim) if d not in over_b]
     shape = [*[a.shape[d] for d in free_a], *[b.shape[d] for d in free_b]]
     rows, columns = math.prod([a.shape[d] for d in free_a]), math.prod([b.shape[d] for d in free_b])
     left = a.permute(*free_a, *over_a).reshape(rows, terms)

@@ -60,9 +60,9 @@ def layer_norm2d(
 
 
 def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    if input.dim() < 2:
-        raise ValueError(f"layer_norm2d takes (batch, channels, ...), got {input.dim()} dimensions")
-    if not input.is_floating_point():
+    if input.ndim < 2:
+        raise ValueError(f"layer_norm2d takes (batch, channels, ...), got {input.ndim} dimensions")
+    if not input.dtype.is_floating_point:
         raise TypeError(f"layer_norm2d takes a floating-point input, got {input.dtype}")
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None and value.shape != input.shape[1:2]:
@@ -84,7 +84,7 @@ def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         weight = None if weight is None else weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    image = x.dim() == 4
+    image = x.ndim == 4
     last = x.permute(0, 2, 3, 1) if image else x.movedim(1, -1)
     y = torch.layer_norm(last, [last.size(-1)], weight, bias, eps)
     return y.permute(0, 3, 1, 2) if image else y.movedim(-1, 1)
@@ -129,7 +129,7 @@ def wide(x: Tensor, value: Any) -> Any:
 
 def _across(x: Tensor, value: Tensor) -> Any:
     """``value`` (channels,), in the dtype of computation, shaped to broadcast to ``x``."""
-    return wide(x, value).view(-1, *[1] * (x.dim() - 2))
+    return wide(x, value).view(-1, *[1] * (x.ndim - 2))
 
 
 def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,7 +200,7 @@ def _gradients(
     """
     grad, normal = wide(x, grad), (wide(x, x) - mean) * rstd
     # Summed per image first, so that inductor on CPUs works on one image in the cache.
-    pixels = [*range(2, x.dim())]
+    pixels = [*range(2, x.ndim)]
     dweight, dbias = ((t.sum(pixels) if pixels else t).sum(0) for t in (grad * normal, grad))
     g = grad if weight is None else grad * _across(x, weight)
     share = 1.0 / x.shape[1]

@@ -248,7 +248,7 @@ class LayerNorm2d(nn.LayerNorm):
     def check_channels(self, input: Tensor) -> None:
         """Raises ValueError for another number of channels, which no weight would reveal."""
         channels = self.normalized_shape[0]
-        if not self.elementwise_affine and input.dim() > 1 and input.size(1) != channels:
+        if not self.elementwise_affine and input.ndim > 1 and input.size(1) != channels:
             raise ValueError(f"LayerNorm2d has {channels} channels, its input {input.size(1)}")
 
     def forward(self, input: Tensor) -> Tensor:

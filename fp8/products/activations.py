@@ -155,7 +155,7 @@ def _mask(bits: Tensor, like: Tensor) -> Tensor:
 def _applies(*tensors: object) -> bool:
     """Whether autograd saves these tensors."""
     return torch.is_grad_enabled() and all(
-        isinstance(t, Tensor) and t.requires_grad and t.is_floating_point() for t in tensors
+        isinstance(t, Tensor) and t.requires_grad and t.dtype.is_floating_point for t in tensors
     )
 
 

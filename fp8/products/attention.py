@@ -89,9 +89,9 @@ def is_fused(
     """
     if query.device.type != "cpu":
         return True
-    if dropout_p or query.dim() != 4 or query.shape[-1] != value.shape[-1]:
+    if dropout_p or query.ndim != 4 or query.shape[-1] != value.shape[-1]:
         return False
-    if attn_mask is not None and (attn_mask.dim() not in (2, 4) or attn_mask.requires_grad):
+    if attn_mask is not None and (attn_mask.ndim not in (2, 4) or attn_mask.requires_grad):
         return False
     return enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2]
 
@@ -174,7 +174,7 @@ def by_products(
         if is_causal:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             return scores.masked_fill(later, -math.inf)
-        if attn_mask is None or attn_mask.is_floating_point():
+        if attn_mask is None or attn_mask.dtype.is_floating_point:
             return scores if attn_mask is None else scores + attn_mask
         return scores.masked_fill(~attn_mask, -math.inf)
 
@@ -254,5 +254,5 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
         raise TypeError(f"query, key and value need one dtype, got {', '.join(dtypes)}")
     if causal and mask is not None:
         raise ValueError("is_causal=True needs attn_mask=None, got both")
-    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+    if mask is not None and mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise TypeError(f"attn_mask must be boolean or floating point, not {mask.dtype}")

@@ -129,7 +129,7 @@ class _Convolution(Function):
         if dw is not None:
             dw = _times(dw, s_dw)
         if needs_bias:  # of the uncast gradient, as in fp8.products.matmul.linear
-            db = _times(grad.sum([d for d in range(grad.dim()) if d != 1]), s_dw)
+            db = _times(grad.sum([d for d in range(grad.ndim) if d != 1]), s_dw)
         return (dx, dw, *[None] * 4, db, *[None] * 3)
 
 
@@ -231,7 +231,7 @@ def _padded(
     input: Tensor, weight: Tensor, padding: str | Ints, dilation: list[int]
 ) -> tuple[Tensor, list[int]]:
     """The input and the symmetric padding still to apply. "same" is resolved as in torch."""
-    dims = weight.dim() - 2
+    dims = weight.ndim - 2
     if not isinstance(padding, str):
         return input, _per_dim(padding, dims, "padding")
     if padding == "valid":
@@ -247,10 +247,10 @@ def _padded(
 
 def _dims(input: Tensor, weight: Tensor) -> int:
     """The number of convolved dimensions, determined by the weight."""
-    dims = weight.dim() - 2
+    dims = weight.ndim - 2
     if dims not in (1, 2, 3):
         raise ValueError(f"conv needs a weight of 3 to 5 dimensions, got {tuple(weight.shape)}")
-    if input.dim() not in (dims + 1, dims + 2):
+    if input.ndim not in (dims + 1, dims + 2):
         raise ValueError(
             f"conv with a weight of shape {tuple(weight.shape)} needs an input of {dims + 1} or "
             f"{dims + 2} dimensions, got shape {tuple(input.shape)}"
@@ -281,7 +281,7 @@ def conv(
     """
     scales = check_scales(scales)
     dims = _dims(input, weight)
-    x = input if input.dim() == dims + 2 else input.unsqueeze(0)
+    x = input if input.ndim == dims + 2 else input.unsqueeze(0)
     steps = _per_dim(dilation, dims, "dilation")
     strides = _per_dim(stride, dims, "stride")
     if padding == "same" and any(step != 1 for step in strides):
@@ -289,7 +289,7 @@ def conv(
     x, margins = _padded(x, weight, padding, steps)
     geometry = Geometry(strides, margins, steps, False, [0] * dims, groups)
     y = _convolve(x, weight, bias, scales, geometry, unit)
-    return y if input.dim() == dims + 2 else y.squeeze(0)
+    return y if input.ndim == dims + 2 else y.squeeze(0)
 
 
 def conv_transpose(
@@ -312,7 +312,7 @@ def conv_transpose(
     """
     scales = check_scales(scales)
     dims = _dims(input, weight)
-    x = input if input.dim() == dims + 2 else input.unsqueeze(0)
+    x = input if input.ndim == dims + 2 else input.unsqueeze(0)
     steps, margins, stretch, extra = (
         _per_dim(value, dims, what)
         for value, what in (
@@ -324,4 +324,4 @@ def conv_transpose(
     )
     geometry = Geometry(steps, margins, stretch, True, extra, groups)
     y = _convolve(x, weight, bias, scales, geometry, unit)
-    return y if input.dim() == dims + 2 else y.squeeze(0)
+    return y if input.ndim == dims + 2 else y.squeeze(0)

@@ -98,7 +98,7 @@ def letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
     if not arrow:
         once = sorted(c for c in {*inputs} & {*string.ascii_letters} if inputs.count(c) == 1)
         output = "".join(["..." if "..." in inputs else "", *once])
-    hidden = [x.dim() - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True)]
+    hidden = [x.ndim - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True)]
     dots = "".join(c for c in string.ascii_letters if c not in equation)[: max(hidden)]
     terms = [t.replace("...", dots[len(dots) - n :]) for t, n in zip(terms, hidden, strict=True)]
     return terms, output.replace("...", dots)

@@ -42,7 +42,7 @@ from .matmul import ONES, Scales, check_scales, gemm, linear
 def _multiply_groups(a: Tensor, b: Tensor, offs: Tensor | None, alpha: float) -> Tensor:
     """``alpha * a @ b`` by groups, in the shapes of `torch.nn.functional.grouped_mm`; zero outside
     of all groups."""
-    rank_a, rank_b = a.dim(), b.dim()
+    rank_a, rank_b = a.ndim, b.ndim
     y = a.new_zeros(product_shape(a, b, offs))
     split = -1 if rank_a == 3 else -2
     left = pieces(a, offs, -2 if rank_b == 3 else -1)
@@ -164,7 +164,7 @@ def _product(
     static: Exponents,
 ) -> Tensor:
     """``a b^T`` by groups. b is cast as a weight if it is a stack."""
-    layer, split = b.dim() == 3, -2 if b.dim() == 3 else -1
+    layer, split = b.ndim == 3, -2 if b.ndim == 3 else -1
     groups = b.shape[0] if layer else offs.shape[0]  # type: ignore[union-attr]
     histories = layer_histories(recipe, "grouped_mm", a, b, layer, groups)
     if (pass_ := measuring()) is not None and recipe is not None:
@@ -255,9 +255,9 @@ def _by_group(
 
 def _check(left: Tensor, right: Tensor, offs: Tensor | None) -> None:
     shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
-    if not {left.dim(), right.dim()} <= {2, 3}:
+    if not {left.ndim, right.ndim} <= {2, 3}:
         raise ValueError(f"grouped_mm needs operands of 2 or 3 dimensions, got {shapes}")
-    if (offs is None) != (left.dim() == right.dim() == 3):
+    if (offs is None) != (left.ndim == right.ndim == 3):
         given = "without offs" if offs is None else "with offs"
         raise ValueError(
             f"grouped_mm needs offs if an operand is a matrix, not for two stacks; got {shapes} "
@@ -265,9 +265,9 @@ def _check(left: Tensor, right: Tensor, offs: Tensor | None) -> None:
         )
     if left.shape[-1] != right.shape[-2]:
         raise ValueError(f"grouped_mm needs matching inner sizes, got shapes {shapes}")
-    counts = [x.shape[0] for x in (left, right) if x.dim() == 3]
+    counts = [x.shape[0] for x in (left, right) if x.ndim == 3]
     if offs is not None:
-        if offs.dtype != torch.int32 or offs.dim() != 1:
+        if offs.dtype != torch.int32 or offs.ndim != 1:
             raise ValueError(
                 f"offs must be int32 of one dimension, got {offs.dtype}, {tuple(offs.shape)}"
             )
@@ -325,7 +325,7 @@ def grouped_mm(
         refuse_nested(left)
     s_y, s_left, s_right = check_scales(scales)
     static = static_exponents(recipe, left, right)
-    if left.dim() == 3 and right.dim() == 2:  # the stack is the weight: (right^T left^T)^T
+    if left.ndim == 3 and right.ndim == 2:  # the stack is the weight: (right^T left^T)^T
         turned = (s_y, s_right, s_left)
         return _product(right.mT, left, offs, turned, recipe, backend, static[::-1]).mT
     return _product(left, right.mT, offs, (s_y, s_left, s_right), recipe, backend, static)

@@ -79,7 +79,7 @@ def gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = 
     `_fuses`."""
     if bias is not None:
         return aten.addmm.default(bias, a, b, alpha=alpha)
-    batches = a.dim() == 3
+    batches = a.ndim == 3
     if alpha == 1.0 or fuses:
         y = aten.bmm.default(a, b) if batches else aten.mm.default(a, b)
         return y if alpha == 1.0 else y * alpha
@@ -89,7 +89,7 @@ def gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = 
 
 
 def _fuses_in_graph(a: Tensor) -> bool:
-    return a.dim() == 3 and a.dtype != torch.float16
+    return a.ndim == 3 and a.dtype != torch.float16
 
 
 @compiled_as(_fuses_in_graph)
@@ -191,7 +191,7 @@ class _Plain(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
-        if grad.is_complex():
+        if grad.dtype.is_complex:
             a, b = a.conj(), b.conj()
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
         a, b = a if needs_b else None, b if needs_a else None
@@ -266,9 +266,9 @@ def _multiply(
     of torch.autocast represent every value of an 8-bit format (with a scale factor: within their
     exponent range).
     """
-    if a.is_complex() and b.is_complex():
+    if a.dtype.is_complex and b.dtype.is_complex:
         recipe = None
-    elif not a.is_floating_point():
+    elif not a.dtype.is_floating_point:
         scales = ONES
     if recipe is None:
         return _as_it_is(a, b, bias, scales)
@@ -343,7 +343,9 @@ def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
-        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+        t.to(dtype)
+        if t is not None and t.dtype.is_floating_point and t.dtype != torch.float64
+        else t
         for t in tensors
     )
 
@@ -386,20 +388,20 @@ def linear(
         static = (0, 0) if recipe is None else static_exponents(recipe, input, weight)
     if recipe is not None:
         refuse_nested(input)
-    if weight.dim() == 1:
+    if weight.ndim == 1:
         bias = None if bias is None else bias.reshape(1)
         given: Any = {"scales": scales, "recipe": recipe, "backend": backend, "static": static}
         return linear(input, weight[None], bias, **given).squeeze(-1)
-    if weight.dim() != 2:
+    if weight.ndim != 2:
         raise ValueError(f"linear needs a weight of 2 dimensions, got shape {tuple(weight.shape)}")
-    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+    if input.ndim == 0 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"linear needs an input of shape (..., {weight.shape[1]}) for a weight of shape "
             f"{tuple(weight.shape)}, got {tuple(input.shape)}"
         )
-    if input.dim() == 2:
+    if input.ndim == 2:
         return _multiply(input, weight, bias, scales, recipe, backend, static)
-    rows = input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2)
+    rows = input.unsqueeze(0) if input.ndim == 1 else input.flatten(0, -2)
     y = _multiply(rows, weight, bias, scales, recipe, backend, static)
     return y.reshape(*input.shape[:-1], weight.shape[0])
 
@@ -427,18 +429,18 @@ def matmul(
     scales = check_scales(scales)
     if static is None:
         static = (0, 0) if recipe is None else static_exponents(recipe, left, right)
-    if left.dim() == 0 or right.dim() == 0:
+    if left.ndim == 0 or right.ndim == 0:
         raise ValueError("matmul needs operands of at least one dimension, got a 0-dim tensor")
-    if left.shape[-1] != right.shape[-2 if right.dim() > 1 else 0]:
+    if left.shape[-1] != right.shape[-2 if right.ndim > 1 else 0]:
         raise ValueError(
             f"matmul needs matching inner sizes, got shapes {tuple(left.shape)} and "
             f"{tuple(right.shape)}"
         )
-    a = left.unsqueeze(0) if left.dim() == 1 else left
-    b = right.unsqueeze(1) if right.dim() == 1 else right
+    a = left.unsqueeze(0) if left.ndim == 1 else left
+    b = right.unsqueeze(1) if right.ndim == 1 else right
     y = _batched(a, b, scales, recipe, backend, static, kind)
-    y = y.squeeze(-1) if right.dim() == 1 else y
-    return y.squeeze(-1 if right.dim() == 1 else -2) if left.dim() == 1 else y
+    y = y.squeeze(-1) if right.ndim == 1 else y
+    return y.squeeze(-1 if right.ndim == 1 else -2) if left.ndim == 1 else y
 
 
 def uncast_matmul(left: Tensor, right: Tensor, *, scales: Scales, kind: str) -> Tensor:
@@ -464,12 +466,12 @@ def _batched(
 ) -> Tensor:
     """The product of two matrices or (broadcast) batches of them, in one call of `_Product`."""
     batch = a.shape[:-2]
-    if b.dim() == 2:  # a batch times one matrix is one product
-        rows = a if a.dim() == 2 else a.flatten(0, -2)
+    if b.ndim == 2:  # a batch times one matrix is one product
+        rows = a if a.ndim == 2 else a.flatten(0, -2)
     else:
         if b.shape[:-2] != batch:
             batch = torch.broadcast_shapes(batch, b.shape[:-2])
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
     y = _multiply(rows, b.mT, None, scales, recipe, backend, static, kind)
-    return y if y.dim() == a.dim() else y.reshape(*batch, a.shape[-2], b.shape[-1])
+    return y if y.ndim == a.ndim else y.reshape(*batch, a.shape[-2], b.shape[-1])

@@ -35,7 +35,7 @@ def projections(
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if mask is None or mask.is_floating_point():
+    if mask is None or mask.dtype.is_floating_point:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
@@ -45,7 +45,7 @@ def merge_masks(
 ) -> Tensor | None:
     """One additive mask that broadcasts to (batch, heads, L, S)."""
     mask = _additive(attn_mask, dtype)
-    if mask is not None and mask.dim() == 3:
+    if mask is not None and mask.ndim == 3:
         mask = mask.view(batch, heads, *mask.shape[-2:])
     padded = _additive(padding, dtype)
     if padded is None:
@@ -126,7 +126,7 @@ def multi_head_attention_forward(
         raise NotImplementedError(f"multi-head attention with {', '.join(used)} is not supported")
     if is_causal and attn_mask is None:
         raise ValueError("is_causal is a hint about attn_mask: give the mask as well")
-    batched = query.dim() == 3
+    batched = query.ndim == 3
     if not batched:
         query, key, value = (t.unsqueeze(1) for t in (query, key, value))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)

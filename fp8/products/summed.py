@@ -88,7 +88,7 @@ class _Biased(Function):
 
     @staticmethod
     def forward(y: Tensor, bias: Tensor, scale: float) -> Tensor:
-        return y + bias.view(-1, *[1] * (y.dim() - 2))
+        return y + bias.view(-1, *[1] * (y.ndim - 2))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -96,7 +96,7 @@ class _Biased(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, grad.sum([d for d in range(grad.dim()) if d != 1]) * ctx.scale, None
+        return grad, grad.sum([d for d in range(grad.ndim) if d != 1]) * ctx.scale, None
 
 
 def warn_unsummed(recipe: Recipe, product: str) -> None:
@@ -203,7 +203,7 @@ def multiply(
             y: Tensor = torch.ops.fp8.multiply_groups(first, second.mT, offs, 1.0)
             return y
         return torch.matmul(first, second.mT)
-    if offs is not None and a.values.dim() == b.values.dim():
+    if offs is not None and a.values.ndim == b.values.ndim:
         offs = aligned(offs, of_a.hadamard)
     turned = [x.values.mT.is_contiguous() for x in (a, b)]
     left, right = _as_used(a.values, b.values, turned)
@@ -263,9 +263,9 @@ def _summed(
     if not grouped:
         return _product(left, right, *specs, sums)
     y = torch.zeros(product_shape(a, b.mT, offs), device=a.device)
-    firsts = _groups(left, offs, -2 if b.dim() == 3 else -1, specs[0])
-    seconds = _groups(right, offs, -2 if a.dim() == 3 else -1, specs[1])
-    into = pieces(y, offs, -1 if a.dim() == 3 else -2)
+    firsts = _groups(left, offs, -2 if b.ndim == 3 else -1, specs[0])
+    seconds = _groups(right, offs, -2 if a.ndim == 3 else -1, specs[1])
+    into = pieces(y, offs, -1 if a.ndim == 3 else -2)
     for first, second, part in zip(firsts, seconds, into, strict=True):
         if first is not None and second is not None:
             part.copy_(_product(first, second, *specs, sums))
@@ -286,7 +286,7 @@ def _(a, a_scale, a_unit, b, b_scale, b_unit, offs, of_a, of_b, sums, grouped, t
 
 def _product(a: Codes, b: Codes, of_a: Spec, of_b: Spec, sums: str) -> Tensor:
     """The product of a (..., m, k) and b (..., n, k), float32."""
-    if a.values.dim() == 3:
+    if a.values.ndim == 3:
         pairs = zip(_each(a), _each(b), strict=True)
         batches = [_product(x, w, of_a, of_b, sums) for x, w in pairs]
         if not batches:
@@ -327,7 +327,7 @@ def _groups(x: Codes, offs: Tensor | None, axis: int, spec: Spec) -> list[Codes 
 
 def _each(x: Codes) -> list[Codes]:
     """The matrices of a batch."""
-    scales = x.scale if x.scale.dim() == 3 else [x.scale] * len(x.values)
+    scales = x.scale if x.scale.ndim == 3 else [x.scale] * len(x.values)
     return [Codes(*each, x.unit) for each in zip(x.values, scales, strict=True)]
 
 

@@ -55,7 +55,7 @@ def add_scales(
 
 
 def _is_float(value: Tensor | complex) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
 #: torch's form of addition and subtraction, which take further arguments by name.
@@ -146,7 +146,7 @@ def mul_scales(input: Number, other: Number, constraint: str | None = "to_output
     scales = {"output": 1.0, "input": 1.0, "other": 1.0}
     if not (isinstance(input, Tensor) and isinstance(other, Tensor)):
         return scales
-    if not (input.is_floating_point() and other.is_floating_point()):
+    if not (input.dtype.is_floating_point and other.dtype.is_floating_point):
         return scales
     if input.shape != other.shape:
         scales |= _broadcast({"input": input, "other": other}, (1.0, 1.0))

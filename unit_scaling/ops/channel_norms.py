@@ -29,7 +29,7 @@ __all__ = [
 
 def channel_norm_scales(input: Tensor) -> Scales:
     """The output has RMS 1; the weight of a channel sums gradients over all other dimensions."""
-    channels = input.shape[1] if input.dim() > 1 else 1
+    channels = input.shape[1] if input.ndim > 1 else 1
     scale = row_scale(input.numel() // (channels or 1), 0.5)
     return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
 
@@ -186,7 +186,7 @@ def normalize_scales(
     if not p > 0:
         raise ValueError(f"normalize needs p above 0: got {p}")
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    size = max(1, math.prod([input.shape[d] for d in dims])) if input.dim() else 1
+    size = max(1, math.prod([input.shape[d] for d in dims])) if input.ndim else 1
     if p == math.inf:
         norm = math.sqrt(constant(largest_square, 2 * size))
     else:

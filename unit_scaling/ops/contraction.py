@@ -26,9 +26,9 @@ def _letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
     if len(terms) != len(operands):
         raise ValueError(f"einsum {equation!r} needs {len(terms)} operands, got {len(operands)}")
     for term, x in zip(terms, operands, strict=True):
-        hidden = x.dim() - len(term.replace("...", ""))
+        hidden = x.ndim - len(term.replace("...", ""))
         if hidden < 0 or (hidden and "..." not in term):
-            raise ValueError(f"einsum: {term!r} does not fit an operand of {x.dim()} dimensions")
+            raise ValueError(f"einsum: {term!r} does not fit an operand of {x.ndim} dimensions")
     return letters(equation, operands)
 
 
@@ -90,9 +90,9 @@ def _torch_einsum(*args: Any) -> dict[str, Any]:
 def _torch_tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -> dict[str, Any]:
     dims = dims.tolist() if isinstance(dims, Tensor) else dims
     if isinstance(dims, int):
-        dims = (range(a.dim() - dims, a.dim()), range(dims))
-    first = list(string.ascii_letters[: a.dim()])
-    second = list(string.ascii_letters[a.dim() : a.dim() + b.dim()])
+        dims = (range(a.ndim - dims, a.ndim), range(dims))
+    first = list(string.ascii_letters[: a.ndim])
+    second = list(string.ascii_letters[a.ndim : a.ndim + b.ndim])
     for i, j in zip(*dims, strict=True):
         second[j] = first[i]
     output = [c for c in (*first, *second) if not (c in first and c in second)]
@@ -101,7 +101,7 @@ def _torch_tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -> di
 
 
 def _torch_inner(input: Tensor, other: Tensor) -> dict[str, Any]:
-    if not (input.dim() and other.dim()):
+    if not (input.ndim and other.ndim):
         return {"equation": "...,...->...", "left": input, "right": other}
     return _torch_tensordot(input, other, ([-1], [-1]))
 

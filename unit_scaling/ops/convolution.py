@@ -74,7 +74,7 @@ def conv_scales(
         k * min(1 / step, n / max(length, 1))
         for k, step, n, length in zip(kernel, strides, positions, lengths, strict=True)
     ]
-    batch = input.shape[0] if input.dim() == dims + 2 else 1
+    batch = input.shape[0] if input.ndim == dims + 2 else 1
     grad = row_scale(batch * math.prod(positions), scale_power[2])
     tied = tie(
         constraint,
@@ -146,7 +146,7 @@ def conv_transpose_scales(
     fan_in, out, *kernel = weight.shape
     dims = len(kernel)
     taps = math.prod(kernel)
-    batch = input.shape[0] if input.dim() == dims + 2 else 1
+    batch = input.shape[0] if input.ndim == dims + 2 else 1
     grad = row_scale(batch * math.prod(input.shape[-dims:]), scale_power[2])
     steps = math.prod(each(stride, dims))
     tied = tie(

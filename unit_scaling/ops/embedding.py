@@ -68,7 +68,7 @@ def _scale_gradient(output: Tensor, scale: float) -> Tensor:
 def _bag_size(input: Tensor, offsets: Tensor | None, include_last_offset: bool = False) -> float:
     """The average number of rows in a bag, at least 1."""
     if offsets is None:
-        return max(input.shape[-1] if input.dim() > 1 else 1, 1)
+        return max(input.shape[-1] if input.ndim > 1 else 1, 1)
     bags = offsets.numel() - include_last_offset
     return max(input.numel() / max(bags, 1), 1.0)
 

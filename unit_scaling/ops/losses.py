@@ -92,7 +92,7 @@ def _unit_loss(
 
 
 def _class_dim(input: Tensor) -> int:
-    return 0 if input.dim() == 1 else 1
+    return 0 if input.ndim == 1 else 1
 
 
 def cross_entropy_scales(input: Tensor, label_smoothing: float = 0.0) -> Scales:
@@ -100,7 +100,7 @@ def cross_entropy_scales(input: Tensor, label_smoothing: float = 0.0) -> Scales:
 
     Its RMS over V classes is sqrt(V - 1)/V; label smoothing multiplies it by 1 - label_smoothing.
     """
-    classes = input.shape[_class_dim(input)] if input.dim() else 1
+    classes = input.shape[_class_dim(input)] if input.ndim else 1
     scale = classes / math.sqrt(classes - 1) if classes > 1 else 1.0
     return {"output": 1.0, "input": scale / (1 - label_smoothing) if label_smoothing < 1 else scale}
 
@@ -146,7 +146,7 @@ def cross_entropy(
         "reduction": reduction,
     }
     s = {"output": 1.0, "input": scale / mult if mult else scale}
-    if target.is_floating_point() or label_smoothing:
+    if target.dtype.is_floating_point or label_smoothing:
         given |= {"input": logits, "label_smoothing": label_smoothing}
         return _unit_loss(F.cross_entropy, given, s)
     # As F.cross_entropy; value and sum share the softmax.
@@ -157,7 +157,7 @@ def cross_entropy(
 def nll_loss_scales(input: Tensor) -> Scales:
     """The gradient with respect to log-probabilities is -1 for the target class and 0 for
     others."""
-    classes = input.shape[_class_dim(input)] if input.dim() else 1
+    classes = input.shape[_class_dim(input)] if input.ndim else 1
     return {"output": 1.0, "input": float((classes or 1) ** 0.5)}
 
 
@@ -182,7 +182,7 @@ def ctc_loss_scales(log_probs: Tensor) -> Scales:
     labels. Over all alignments of 1 to 500 labels with 8 to 1000 frames, the gradient has 0.2 to
     0.9 of the RMS for a single certain class, most often about half.
     """
-    classes = log_probs.shape[-1] if log_probs.dim() else 1
+    classes = log_probs.shape[-1] if log_probs.ndim else 1
     return {"output": 1.0, "log_probs": 2 * classes / math.sqrt(max(1, classes - 1))}
 
 

@@ -40,7 +40,7 @@ def linear_scales(
     weight_grad_mult: float = 1.0,
 ) -> Scales:
     """1/sqrt of the number of terms of each sum: fan-in, fan-out, and the rows of the input."""
-    if weight.dim() != 2:
+    if weight.ndim != 2:
         raise ValueError(f"linear needs a weight of shape (out, in), got {tuple(weight.shape)}")
     fan_out, fan_in = weight.shape
     grad = row_scale(math.prod(input.shape[:-1]), scale_power[2]) * weight_grad_mult
@@ -115,8 +115,8 @@ def matmul_scales(
     left: Tensor, right: Tensor, constraint: str | None = "to_output_scale"
 ) -> Scales:
     """1/sqrt of the number of terms of each of the three products, including broadcast batches."""
-    rows = left.shape[-2] if left.dim() > 1 else 1
-    columns = right.shape[-1] if right.dim() > 1 else 1
+    rows = left.shape[-2] if left.ndim > 1 else 1
+    columns = right.shape[-1] if right.ndim > 1 else 1
     left_batch, right_batch = left.shape[:-2], right.shape[:-2]
     left_copies = right_copies = 1
     if left_batch != right_batch:
@@ -181,12 +181,12 @@ def grouped_mm_scales(
     k, m, n = left.shape[-1], left.shape[-2], right.shape[-1]
     if offs is None:
         return {"right": row_scale(m), **tie(constraint, output=inverse(k), left=inverse(n))}
-    tokens = {2: m, 3: n}[left.dim()] if left.dim() != right.dim() else k
+    tokens = {2: m, 3: n}[left.ndim] if left.ndim != right.ndim else k
     rows = tokens / (offs.shape[0] or 1)
-    if left.dim() == right.dim():
+    if left.ndim == right.ndim:
         sums = {"output": (rows or 1) ** -0.5, "left": inverse(n), "right": inverse(m)}
         return tie(constraint, **sums)
-    weight, other, width = ("right", "left", n) if right.dim() == 3 else ("left", "right", m)
+    weight, other, width = ("right", "left", n) if right.ndim == 3 else ("left", "right", m)
     return {
         weight: row_scale(rows),
         **tie(constraint, output=inverse(k), **{other: inverse(width)}),
@@ -258,14 +258,14 @@ def addmm_scales(
         mat2=product["right"] / a,
     )
     # Each element of input receives product elements / input elements gradients.
-    size = mat1.numel() // (mat1.shape[-1] or 1) * (mat2.shape[-1] if mat2.dim() > 1 else 1)
+    size = mat1.numel() // (mat1.shape[-1] or 1) * (mat2.shape[-1] if mat2.ndim > 1 else 1)
     own = ((input.numel() or 1) / (size or 1)) ** 0.5 / b
     return {"input": 1 / norm if constraint else own, **tied}
 
 
 def is_bias(input: Tensor, mat2: Tensor) -> bool:
     """Whether the added term of `addmm` is the bias of a layer with the weight ``mat2``."""
-    return input.dim() == 1 and mat2.dim() == 2
+    return input.ndim == 1 and mat2.ndim == 2
 
 
 def _torch_addmm(first: str, second: str) -> Callable[..., dict[str, Any]]:
@@ -329,7 +329,7 @@ def addmm(
         alpha: the factor of the product.
         constraint: see `unit_scaling.constraints`.
     """
-    if not (mat1.is_floating_point() or mat1.is_complex()):
+    if not (mat1.dtype.is_floating_point or mat1.dtype.is_complex):
         return input * beta + torch.matmul(mat1, mat2) * alpha
     s = addmm_scales(input, mat1, mat2, beta, alpha, constraint)
     scales = (alpha * s["output"], alpha * s["mat1"], alpha * s["mat2"])

@@ -23,15 +23,15 @@ Dims = int | Sequence[int] | None
 def _summed(input: Tensor, dim: Dims) -> int:
     """The number of terms of each sum."""
     if isinstance(dim, int):
-        return input.shape[dim] or 1 if input.dim() else 1
+        return input.shape[dim] or 1 if input.ndim else 1
     if dim is None or len(dim) == 0:
         return input.numel() or 1
-    return math.prod([input.shape[d] for d in dim]) or 1 if input.dim() else 1
+    return math.prod([input.shape[d] for d in dim]) or 1 if input.ndim else 1
 
 
 def _is_value(input: Tensor, dim: Dims, keepdim: bool) -> bool:
     """Whether a sum or mean keeps its value: over all elements (a loss), or a statistic."""
-    return keepdim or dim is None or not (input.is_floating_point() or input.is_complex())
+    return keepdim or dim is None or not (input.dtype.is_floating_point or input.dtype.is_complex)
 
 
 def sum_scales(
@@ -114,9 +114,9 @@ def mean(
 
 def cumsum_scales(input: Tensor, dim: int, constraint: str | None = "to_output_scale") -> Scales:
     """Sum k has k terms, (n + 1)/2 on average, in both directions."""
-    if not (input.is_floating_point() or input.is_complex()):
+    if not (input.dtype.is_floating_point or input.dtype.is_complex):
         return {"output": 1.0, "input": 1.0}
-    count = input.shape[dim] if input.dim() else 1
+    count = input.shape[dim] if input.ndim else 1
     scale = (2 / (count + 1)) ** 0.5
     return tie(constraint, output=scale, input=scale)
 

@@ -150,7 +150,7 @@ def kl_div_scales(input: Tensor) -> Scales:
     The target is assumed to be the softmax of a standard normal, with the factor of
     `softmax_scales`.
     """
-    scale = softmax_scales(input, -1)["output"] if input.dim() else 1.0
+    scale = softmax_scales(input, -1)["output"] if input.ndim else 1.0
     return {"output": 1.0, "input": scale, "target": scale}
 
 
@@ -174,7 +174,7 @@ kl_div = loss_row(
 def cosine_embedding_loss_scales(input1: Tensor) -> Scales:
     """The gradient of the cosine of n unit normal values has RMS 1/n: the other input over
     norms."""
-    width = input1.shape[-1] if input1.dim() else 1
+    width = input1.shape[-1] if input1.ndim else 1
     return {"output": 1.0, "input1": float(width), "input2": float(width)}
 
 

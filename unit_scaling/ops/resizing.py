@@ -45,7 +45,7 @@ def interpolate_scales(
     constraint: str | None = "to_output_scale",
 ) -> Scales:
     """1/RMS of weighted sums with torch's weights; inputs that are copied sum their gradients."""
-    dims = max(1, input.dim() - 2)
+    dims = max(1, input.ndim - 2)
     sizes = input.shape[-dims:]
     if size is not None:
         wanted = [size] * dims if isinstance(size, int) else list(size)

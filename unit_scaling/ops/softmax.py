@@ -18,7 +18,7 @@ def _softmax_dim(input: Tensor, dim: int | None) -> int:
     """The dimension, with the default of `torch.nn.functional.softmax`."""
     if dim is not None:
         return dim
-    return 0 if input.dim() in (0, 1, 3) else 1
+    return 0 if input.ndim in (0, 1, 3) else 1
 
 
 def softmax_scales(
@@ -31,7 +31,7 @@ def softmax_scales(
 
     The gradient is between n/mult and sqrt(n/mult). Source: u-muP, arXiv 2407.17465, appendix B.
     """
-    size = input.size(_softmax_dim(input, dim)) if input.dim() else 1
+    size = input.size(_softmax_dim(input, dim)) if input.ndim else 1
     if size == 0:
         return tie(constraint, output=1.0, input=1.0)
     power = 1 - limit_weight(4, mult) / 2  # logarithmic interpolation of n and its root

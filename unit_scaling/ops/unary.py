@@ -139,7 +139,7 @@ def _activation(
         given: dict[str, Any] = {}
         if args or named:
             mult, constraint, inplace, given = _given(name, defaults, args, named)
-        if not (input.is_floating_point() or input.is_complex()):
+        if not (input.dtype.is_floating_point or input.dtype.is_complex):
             return kept_in(input if inplace else None, fn(input, **given))
         if rule is None:
             fwd, bwd = elementwise_factors(fn, (), given, mult, constraint)

@@ -172,7 +172,7 @@ def _check_elementwise(f: Elementwise, name: str) -> None:
             f"{name} is not an elementwise function: its value at a point depends on the other "
             "points, or is random"
         )
-    if not (value.is_floating_point() and value.requires_grad):
+    if not (value.dtype.is_floating_point and value.requires_grad):
         raise ValueError(f"{name} cannot be unit-scaled: its output has no gradient")
     if torch.allclose(value, value[:1], rtol=1e-12, atol=1e-12):
         raise ValueError(f"{name} cannot be unit-scaled: it is constant from -6 to 6")

@@ -157,7 +157,7 @@ def example_of(value: Any) -> Any:
     these.
     """
     if isinstance(value, Tensor):
-        small = not value.is_floating_point() and value.numel() <= _MOST
+        small = not value.dtype.is_floating_point and value.numel() <= _MOST
         return value.detach().clone() if small else torch.empty_like(value, device="meta")
     if isinstance(value, dict):
         return {name: example_of(item) for name, item in value.items()}
@@ -174,7 +174,7 @@ def remade(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         if not value.is_meta:
             return value.to(device)
-        filled = torch.randn_like if value.is_floating_point() else torch.zeros_like
+        filled = torch.randn_like if value.dtype.is_floating_point else torch.zeros_like
         return filled(value, device=device)
     if isinstance(value, dict):
         return {name: remade(item, device) for name, item in value.items()}

@@ -30,7 +30,7 @@ def form_of(value: Any) -> Any:
     """The signature of an argument: its structure, not its sizes."""
     if isinstance(value, Tensor):
         ones = tuple(bool(size == 1) for size in value.shape)
-        return ("tensor", value.dim(), ones, value.requires_grad)
+        return ("tensor", value.ndim, ones, value.requires_grad)
     if isinstance(value, list | tuple):
         return tuple(form_of(item) for item in value)
     if isinstance(value, dict):

@@ -331,7 +331,7 @@ class Recorder(FirstLook):
             name = self._parameters.get(id(tensor))
             node = CallNode(None, name or "input", shape=tuple(tensor.shape))
             node.parameter = node.origin = name
-            node.floating = tensor.is_floating_point() or tensor.is_complex()
+            node.floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
             node.masking = name is None and _any_masking([tensor])
             node.computed = name is not None
             known = node.computed or id(tensor) in self._inputs
@@ -400,7 +400,7 @@ class Recorder(FirstLook):
         return {
             slot: self._input(slot, t).node
             for slot, t in tensors_in(value)
-            if (t.is_floating_point() or t.is_complex())
+            if (t.dtype.is_floating_point or t.dtype.is_complex)
             and (id(t) in self._node_of or t.grad_fn is not None)
         }
 
@@ -425,7 +425,7 @@ class Recorder(FirstLook):
     ) -> None:
         largest = max(written, key=Tensor.numel, default=None)
         node.shape = tuple(largest.shape) if largest is not None else ()
-        node.floating = any(t.is_floating_point() or t.is_complex() for t in written)
+        node.floating = any(t.dtype.is_floating_point or t.dtype.is_complex for t in written)
         differs = node.floating and node.kind not in CONSTANT
         node.live = differs and any(s.live for s in sources)
         node.masking = node.floating and not node.live and _any_masking(written)
@@ -468,7 +468,7 @@ def _computed(kind: str, sources: list[CallNode]) -> bool:
 def norm_of(tensor: Tensor) -> Tensor:
     """The norm of the values in double precision, in which squares do not overflow."""
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    wide = torch.complex128 if values.is_complex() else torch.float64
+    wide = torch.complex128 if values.dtype.is_complex else torch.float64
     return torch.linalg.vector_norm(values, dtype=wide)
 
 
@@ -478,7 +478,7 @@ def rms_of(tensor: Tensor) -> float:
     the tensor is sparse."""
     if not (tensor.numel() and is_strided(tensor)) or tensor.is_meta or not has_values([tensor]):
         return 1.0
-    sizes = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
+    sizes = tensor.detach().abs() if tensor.dtype.is_complex else tensor.detach()
     rms = sizes.float().square().mean().sqrt().item()
     return rms if math.isfinite(rms) and rms > 0 else 1.0
 
@@ -493,7 +493,7 @@ def has_values(tensors: Iterable[Tensor]) -> bool:
 
 
 def _any_masking(tensors: list[Tensor]) -> bool:
-    dense = [t for t in tensors if t.is_floating_point() and is_strided(t)]
+    dense = [t for t in tensors if t.dtype.is_floating_point and is_strided(t)]
     if any(t.is_meta for t in dense):
         raise RuntimeError(
             "the first call of a unit-scaled model looks at values, and there are none on the meta "
@@ -518,7 +518,7 @@ def is_sparse(node: CallNode) -> bool:
 
 def sees_the_past(mask: Tensor | None) -> bool:
     """Whether an attention mask lets the first query see only the first key."""
-    if mask is None or mask.dim() < 2 or min(mask.shape[-2:]) < 2 or not has_values([mask]):
+    if mask is None or mask.ndim < 2 or min(mask.shape[-2:]) < 2 or not has_values([mask]):
         return False
     seen = mask if mask.dtype == torch.bool else mask > MASKING
     return not bool(seen[..., 0, 1:].any())

@@ -92,7 +92,7 @@ def _new_weights(model: nn.Module, scope: object) -> Iterator[tuple[str, float]]
             continue  # its weight is scaled where it is used
         known = any(other is scope for other, _ in getattr(module, "_scopes", ()))
         for name, p in module.named_parameters(recurse=False):
-            if (known and has_parameter_data(p)) or p.is_meta or not p.is_floating_point():
+            if (known and has_parameter_data(p)) or p.is_meta or not p.dtype.is_floating_point:
                 continue
             rms = rms_of(p)
             if p.numel() > max(p.shape, default=1) and not 0.5 <= rms <= 2:

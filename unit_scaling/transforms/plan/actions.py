@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -137,9 +137,9 @@ class Plan:
     unseen: products with gauges whose gradient was zero. idle: parameters whose gradient was zero.
     name: the same in all processes that run the model. ties: the equations for `folding.ratios`.
     kept: attributes of modules that hold tensors with gradients after a run, as the begin of a
-    `Slot` with `HELD`. ends: all results, as in `outputs`. For models whose calls depend on values
-    (`run.varying`), not saved: calls and places, every call and the first one at each place of the
-    code.
+    `Slot` with `HELD`. ends: all results, as in `outputs`. Not saved: first, a plan made earlier
+    whose outside was not known, which is that of both; for models whose calls depend on values
+    (`run.varying`), calls and places, every call and the first one at each place of the code.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
@@ -161,6 +161,7 @@ class Plan:
     idle: tuple[str, ...] = ()
     name: str = field(default="", compare=False)
     kept: tuple[Slot, ...] = ()
+    first: Plan | None = field(default=None, init=False, compare=False, repr=False)
     calls: dict[Key, Placed] = field(default_factory=dict, init=False, compare=False)
     places: dict[Place, Placed] = field(default_factory=dict, init=False, compare=False)
 
@@ -171,6 +172,13 @@ class Plan:
         for path, kind, _ in self.steps:
             found[path][kind] += 1
         return found
+
+    def find_first(self, others: Iterable[Plan]) -> None:
+        """Sets `first`: the two may run in one step, whose gradients need one outside."""
+        unknown = (
+            p for p in others if p is not self and (p.outside, p.final) == (None, self.final)
+        )
+        self.first = next((p.first or p for p in unknown), None) if self.outside is None else None
 
     def other_paths(self, made: Mapping[tuple[str, str], int]) -> set[str]:
         """The modules that have made another number of calls of a kind with steps than planned.

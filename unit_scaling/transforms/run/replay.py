@@ -40,7 +40,7 @@ def _times(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     value = tensors[0]
     for other in tensors[1:]:  # the number may be a one-element tensor
-        value = other if other.dim() > value.dim() else value
+        value = other if other.ndim > value.ndim else value
     return value * step.factor
 
 
@@ -204,7 +204,7 @@ class Replay(FirstLook):
                 return None  # a call without factors, whatever branch it is in
         elif key in self._steps:
             return self._steps[key]
-        if not any(t.is_floating_point() for _, t in tensors_in((args, kwargs))):
+        if not any(t.dtype.is_floating_point for _, t in tensors_in((args, kwargs))):
             return None  # positions and masks have no scale
         other = "torch.export" if torch.compiler.is_exporting() else "the model"
         raise PlanMissError(

@@ -452,6 +452,7 @@ class UnitScale:
         if form in self.plans:
             older, newer = self.plans[form].places, plan.places
             plan.places = newer | older if self.settled.varying else older | newer
+        plan.find_first(self.plans.values())
         self.plans[form] = plan
         if not form.path:
             self._latest[form.training] = plan
