@@ -155,6 +155,11 @@ def bare_class(module: nn.Module) -> type[nn.Module]:
     return module._original if isinstance(module, Gained) else type(module)
 
 
+def gained_attributes(module: nn.Module) -> tuple[str, ...]:
+    """The names of the attributes that belong to behaviours added by `gain`."""
+    return module._attributes if isinstance(module, Gained) else ()
+
+
 def _become(module: nn.Module, gained: tuple[type[Gained], ...]) -> None:
     module.__class__ = _below(type(module), _subclass(bare_class(module), gained))
 

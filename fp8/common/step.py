@@ -76,6 +76,8 @@ def unfolded(value: Any, known: set[int] | None = None) -> Any:
     """
     if isinstance(value, Tensor):
         return value
+    if value is None or isinstance(value, str | int | float):
+        return None
     known = set() if known is None else known
     items = None if isinstance(value, (nn.Module, type)) else plain(value)
     if not isinstance(items, (dict, list, tuple)) or id(value) in known:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fp8.common.mixin import bare_class
 from fp8.common.step import plain, unfolded
 
+from .held import own_attributes
 from .record import tensors_in
 
 __all__ = [
@@ -61,8 +62,9 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None) -> M:
     memo = {} if memo is None else memo
     parts = {id(part) for part in (*module.modules(), *module.parameters())}
     functions = list(_functions(module, parts))
+    seen: set[int] = set()
     for part in module.modules():
-        kept = (t for value in vars(part).values() for t in tensors_within(value))
+        kept = (t for _, value in own_attributes(part) for t in tensors_within(value, seen))
         left = {id(t): t for t in kept if t.grad_fn is not None and id(t) not in memo}
         memo.update({key: t.detach().clone() for key, t in left.items()})
     result = copy.deepcopy(module, memo)
@@ -96,9 +98,10 @@ def twin_of(module: M, scope: object, its_scope: object) -> M:
     return deep_copy(module, shared)
 
 
-def tensors_within(value: Any) -> Iterator[Tensor]:
-    """As `tensors_in`, and those of objects: a distribution, a dataclass, a cache; no modules."""
-    for _, tensor in tensors_in(unfolded(value)):
+def tensors_within(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """As `tensors_in`, and those of objects: a distribution, a dataclass, a cache; no modules.
+    seen: the ids of containers that are left out; those of ``value`` are added."""
+    for _, tensor in tensors_in(unfolded(value, seen)):
         yield tensor
 
 

@@ -26,7 +26,6 @@ from torch.autograd.graph import Node
 from torch.func import debug_unwrap
 
 from fp8.common.compiler import FirstLook
-from fp8.common.step import unfolded
 from fp8.modes.dispatch import EXPANDED
 
 from ..run import install
@@ -34,14 +33,12 @@ from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
 
 __all__ = [
     "DISTRIBUTION",
-    "HELD",
     "CallNode",
     "Input",
     "Place",
     "Recorder",
     "Slot",
     "has_values",
-    "held_by",
     "is_sparse",
     "is_strided",
     "mapped",
@@ -74,13 +71,6 @@ MASKING = -1e4
 
 DISTRIBUTION = "torch.distributions"
 """Marks calls that must not be scaled: a density is that of the sample."""
-
-
-HELD = " held"
-"""Suffix of a module's name in the first part of the `Slot` of a tensor among its attributes."""
-
-_OF_MODULES = frozenset(vars(torch.nn.Module()))
-"""The attributes that every module has: its parameters, buffers, submodules, hooks."""
 
 
 @dataclass(frozen=True)
@@ -168,21 +158,6 @@ def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
     elif isinstance(value, dict):
         for name, item in value.items():
             yield from tensors_in(item, (*slot, name))
-
-
-def held_by(model: torch.nn.Module, path: str) -> dict[str, dict[str, Any]]:
-    """The attributes of the modules of ``model``, which is at ``path``, that hold tensors with a
-    gradient function: by the module's name with the suffix `HELD`.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for name, module in model.named_modules(prefix=path):
-        for attribute, value in vars(module).items():
-            if attribute in _OF_MODULES:
-                continue
-            value = unfolded(value)
-            if any(t.grad_fn is not None for _, t in tensors_in(value)):
-                found.setdefault(name + HELD, {})[attribute] = value
-    return found
 
 
 def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -> Any:

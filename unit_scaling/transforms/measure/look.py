@@ -23,7 +23,8 @@ from fp8.common.step import plain
 from fp8.common.threads import Setting, Stack
 
 from ..capture.copies import detached, tensors_within, twin_of
-from ..capture.record import Key, Place, Recorder, Slot, held_by, tensors_in
+from ..capture.held import held_by
+from ..capture.record import Key, Place, Recorder, Slot, tensors_in
 from ..capture.structure import Structure
 from ..folding.ratios import find_ties
 from ..plan.actions import CallRow, Plan, Settings, Settled, Step, Weights
