@@ -1,5 +1,7 @@
 """The generated pages of docs/ are up to date: tables of the code, benchmarks, parity."""
 
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,17 @@ from docs import build, demo, parity, questions
 from docs.features import COMPARISONS, DOCUMENTS, FEATURES, FIELD, HOW, PEERS
 from notebooks.nanogpt.settings import PRESETS
 from notebooks.nanogpt.variants import VARIANTS
+
+
+PAGES = sorted(Path(build.__file__).parent.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_rows_of_a_table_have_its_columns(page: Path):
+    """A bar in a cell that is not in code would begin another one."""
+    lines = [re.sub(r"`[^`]*`", "", line) for line in page.read_text(encoding="utf-8").split("\n")]
+    rows = [(a, b) for a, b in pairwise(lines) if a.startswith("|") and b.startswith("|")]
+    assert [b for a, b in rows if a.count("|") != b.count("|")] == []
 
 
 def test_tables_are_up_to_date():

@@ -135,7 +135,7 @@ def lp_pool_scales(
     ceil_mode: bool = False,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
-    """1/RMS of the p-norm of n elements, which is (n E|x|^p)^(1/p): sqrt(n) for p = 2.
+    """1/RMS of the p-norm of n elements, the p-th root of n E(abs(x)^p): sqrt(n) for p = 2.
 
     The gradient of a window is (|x| / norm)^(p - 1), of norm 1 for p = 2.
     """
