@@ -11,7 +11,6 @@ from docs.features import COMPARISONS, DOCUMENTS, FEATURES, FIELD, HOW, PEERS
 from notebooks.nanogpt.settings import PRESETS
 from notebooks.nanogpt.variants import VARIANTS
 
-
 PAGES = sorted(Path(build.__file__).parent.glob("*.md"))
 
 
