@@ -139,6 +139,14 @@ def distance(m: Tensor) -> Tensor:
     return torch.exp(-(squares[:, :, None] + squares[:, None] - 2 * m @ m.mT) / N)
 
 
+DIRECTIONS = torch.randn(N, N, generator=torch.Generator().manual_seed(2))
+
+
+def random_features(m: Tensor) -> Tensor:
+    """Of the kernel of a softmax: Choromanski et al., "Rethinking Attention" (2021), lemma 1."""
+    return torch.exp(m @ DIRECTIONS - m.square().sum(-1, keepdim=True) / 2)
+
+
 def filtered(m: Tensor) -> Tensor:
     return torch.fft.irfft(torch.fft.rfft(m) * torch.tensor([1, 2, 0.5, 0]), n=N)
 
@@ -159,6 +167,7 @@ FORMULAS: dict[str, Formula] = {
     "a polar factor": polar,
     "a kernel": kernel,
     "a distance": distance,
+    "random features": random_features,
     "a filter": filtered,
     "fft2": lambda m: torch.fft.fft2(m).real,
     "inv": lambda m: torch.linalg.inv(positive(m)),

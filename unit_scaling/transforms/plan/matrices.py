@@ -1,4 +1,4 @@
-"""Matrix formulas: powers of a matrix, sums with an identity, inverses.
+"""Matrix formulas: powers of a matrix, sums with an identity, inverses, distances.
 
 An inverse by Newton's iteration, ``v = v @ (2 * eye - k @ v)``, is a polynomial of one matrix and
 only holds for unscaled values. With a factor at each product it would converge to another matrix or
@@ -7,7 +7,8 @@ diverge. Such calls are found by data flow, starting from
 1. sums of an identity and a value: ``eye - k`` and products with it;
 2. sums of a *power* (a product of values with the same origin and no weight in between) and a
    constant or that value: ``3 * x - x @ x.T @ x``;
-3. functions of linear algebra, Fourier transforms and `torch.cdist`.
+3. sums of a product and squares of its operands: ``x**2 + y**2 - 2 * x @ y``;
+4. functions of linear algebra, Fourier transforms and `torch.cdist`.
 
 They keep their values, as does everything they are computed from since the last layer or softmax,
 and everything computed from them up to the next. A result that feeds the rest of the model has a
@@ -142,7 +143,7 @@ class Matrices:
             if power and constant and other.numel > 1 and not nodes[other.node].masking:
                 return {index, at}
             terms = frozenset[_Root]().union(*(self._from(i) for i in self._values(at)))
-            if power and terms & self._from(other):
+            if terms & self._from(other) and (power or self._squares(other.node)):
                 return {index, at}
         return set()
 
@@ -155,6 +156,12 @@ class Matrices:
         while (above := self.flow.up(index, _CHAINED)) is not None:
             index = above
         return index
+
+    def _squares(self, index: int) -> bool:
+        """Whether a value is a sum of squares only."""
+        above = reached([index], lambda i: self.flow.sources[i] if self._is_spelled(i) else ())
+        kinds = {self.flow.nodes[i].kind for i in above if self._is_spelled(i)}
+        return bool(kinds & _SQUARES) and bool(kinds & {"sum", "norm", "vector_norm"})
 
     # Closure of a formula
 
