@@ -55,10 +55,23 @@ def copied(batch: Batch) -> Batch:
     """A copy of a batch that shares neither storage nor autograd graph with it, for a model that
     writes into its input or takes parts out of it; the batch itself if it has no copy."""
     try:
-        memo = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in tensors(batch)}
-        return copy.deepcopy(batch, memo)
+        result, _ = detached(batch)
     except (RuntimeError, TypeError, NotImplementedError):
         return batch
+    return result
+
+
+def detached(value: Any, records: bool = True) -> tuple[Any, dict[int, Tensor]]:
+    """A copy of a batch or of arguments that shares neither storage nor autograd graph with them,
+    and the copies of tensors by the ids of the originals.
+
+    records: whether the copies require gradients as the originals do.
+    """
+    found = list(tensors_within(value))
+    copies = {id(t): t.detach().clone() for t in found}
+    for tensor in filter(lambda t: records and t.requires_grad, found):
+        copies[id(tensor)].requires_grad_()
+    return copy.deepcopy(value, dict(copies)), copies
 
 
 def plain(output: Any) -> Any:
@@ -100,6 +113,12 @@ def tensors(value: Any) -> Iterator[Tensor]:
                 yield from tensors(part)
 
 
+def tensors_within(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """As `tensors`, and those of objects within objects: a distribution, a cache; no modules. seen:
+    the ids of containers that are left out; those of ``value`` are added."""
+    return tensors(unfolded(value, seen))
+
+
 def find_loss(output: Any) -> Tensor | None:
     """The ``loss`` of a model's output; else its first 0-dim tensor that requires a gradient;
     else None. One that does not train every parameter that the other results are computed from is
@@ -109,7 +128,7 @@ def find_loss(output: Any) -> Tensor | None:
     if not found or _named_loss(output) is not None:
         return found[0] if found else None
     rest = _leaves(t for t in tensors(output) if t.requires_grad and t.dim())
-    return found[0] if rest <= _leaves(found[:1]) else None
+    return found[0] if not rest or rest <= _leaves(found[:1]) else None
 
 
 def _named_loss(output: Any) -> Any:

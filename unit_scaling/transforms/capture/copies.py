@@ -24,20 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from fp8.common.mixin import bare_class
-from fp8.common.step import plain, unfolded
+from fp8.common.step import plain, tensors_within
 
 from .held import own_attributes
-from .record import tensors_in
 
 __all__ = [
     "Example",
     "deep_copy",
-    "detached",
     "example_of",
     "hooked",
     "remade",
     "remembered",
-    "tensors_within",
     "twin_of",
 ]
 
@@ -96,26 +93,6 @@ def twin_of(module: M, scope: object, its_scope: object) -> M:
         hooks = {name: getattr(child, name) for name in _HOOKS}
         shared.update({id(dictionary): type(dictionary)() for dictionary in hooks.values()})
     return deep_copy(module, shared)
-
-
-def tensors_within(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """As `tensors_in`, and those of objects: a distribution, a dataclass, a cache; no modules.
-    seen: the ids of containers that are left out; those of ``value`` are added."""
-    for _, tensor in tensors_in(unfolded(value, seen)):
-        yield tensor
-
-
-def detached(value: Any, records: bool = False) -> tuple[Any, dict[int, Tensor]]:
-    """Returns a copy of arguments that shares no storage with them, and the copies of tensors by
-    the ids of the originals.
-
-    records: whether the copies require gradients as the originals do.
-    """
-    found = list(tensors_within(value))
-    copies = {id(t): t.detach().clone() for t in found}
-    for tensor in filter(lambda t: records and t.requires_grad, found):
-        copies[id(tensor)].requires_grad_()
-    return copy.deepcopy(value, dict(copies)), copies
 
 
 def remembered(value: Any) -> Callable[[], None]:

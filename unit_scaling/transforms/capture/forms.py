@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .copies import tensors_within
+from fp8.common.step import tensors_within
 
 __all__ = ["Form", "described", "form_of", "without_shapes"]
 

@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from fp8.casts.measuring import uncast
 from fp8.common.report import LEFT_ALONE
-from fp8.common.step import plain
+from fp8.common.step import detached, plain, tensors_within
 from fp8.common.threads import Setting, Stack
 
-from ..capture.copies import detached, tensors_within, twin_of
+from ..capture.copies import twin_of
 from ..capture.held import held_by
 from ..capture.record import Key, Place, Recorder, Slot, tensors_in
 from ..capture.structure import Structure
@@ -138,7 +138,7 @@ def _record(
     its arguments, in objects within its result, and those that hooks have seen, at the modules
     ``hooked``.
     """
-    (args, kwargs), copies = detached(given)
+    (args, kwargs), copies = detached(given, records=False)
     inputs = {id(copies[id(t)]): t.requires_grad for _, t in tensors_in(given)}
     wanted = [id(copies[id(t)]) for t in tensors_within(given) if t.requires_grad]
     within = [key for key in wanted if key not in inputs]
@@ -236,7 +236,8 @@ def _step(
 
     prefix = f"{path}." if path else ""
     with torch.random.fork_rng(_devices(twin)), _SILENT:
-        failed = measure(mode, twin, run, detached(given, records())[0], prefix, loss)
+        copies, _ = detached(given, records())
+        failed = measure(mode, twin, run, copies, prefix, loss)
     mode.check(settled.varying)
     return mode, failed
 

@@ -18,7 +18,7 @@ from fp8.context.activation_checkpointing import in_backward, in_recomputation
 from fp8.modes.autocast import outside_compiler
 
 from ...parameter import has_parameter_data, remember_tags, tag
-from ..capture.copies import Example, example_of, hooked, remade, remembered, tensors_within
+from ..capture.copies import Example, example_of, hooked, remade, remembered
 from ..capture.forms import Form, described, form_of, without_shapes
 from ..capture.kinds import KINDS
 from ..capture.record import has_values, tensors_in
@@ -416,9 +416,7 @@ class UnitScale:
         rest = (plan, self.settled, self.settle, exact, self.name)
         leaves = Leaves.of_model(module, form.path, *rest)
         following = Following(plan, self.settled, self.structure, leaves, exact)
-        following.leave(plan.entry, given, ())
-        held = {id(t): t for t in tensors_within(given) if t.requires_grad}
-        following.within = {key: t for key, t in held.items() if following.gauge(t) is None}
+        following.begin(given)
         return following
 
     def _first(

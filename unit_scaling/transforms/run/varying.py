@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fp8.common.step import tensors_within
+
 from ...scale import scale_edge
 from ..capture.record import Key, Slot, replaced, site, tensors_in
 from ..capture.structure import Structure, part
@@ -179,6 +181,12 @@ class Following:
         if self.gauge(tensor) is None:
             self.leave(0, tensor, ())
         return self.gauge(tensor) or 0
+
+    def begin(self, given: Any) -> None:
+        """Notes the gauge of arguments, and which tensors objects among them hold."""
+        self.leave(self._plan.entry, given, ())
+        held = [t for t in tensors_within(given) if t.requires_grad]
+        self.within = {id(t): t for t in held if self.gauge(t) is None}
 
     def leave(self, gauge: int | None, output: Any, args: tuple[Any, ...]) -> None:
         """Notes the gauge of the result of a call."""
