@@ -49,8 +49,8 @@ def scale_of(
     if rule == "exact":
         return min(max(float(real(amax) / real(format.max)), 2.0**-126), 2.0**127)
     if rule == "fit":
-        floor = 2.0 ** min(max(exponent - top, least), 127)
-        return min(floor * float(real(2.0 ** (top + 1) / format.max)), 2.0**127)
+        floor = 2.0 ** min(max(exponent - top, -127), 127)
+        return min(max(floor * float(real(2.0 ** (top + 1) / format.max)), 2.0**-126), 2.0**127)
     if rule == "quest":  # amax is the spread: see scale_by_error
         largest = min(amax * (2.92247856 / format.max * 2.0**top), np.finfo(np.float64).max)
         return scale_of(float(largest), format, "floor", 0, real, least)

@@ -184,13 +184,10 @@ def _spread(x: Tensor, dims: tuple[int, ...] | None, amax: Tensor) -> Tensor:
 def _by_rule(amax: Tensor, format: Format, rule: str, unit: Tensor | None) -> Tensor:
     """The scale of tiles with these amax, all finite. unit: of a rule in UNITS, else None."""
     name, stored, _ = rule.partition(E8M0)
-    if not stored:
-        scale = RULES[name](amax, format) if unit is None else RULES[name](amax, format, unit)
-        return defined(scale, amax)
-    small = amax < 1.0
-    amax = torch.where(small, 2 * amax, amax)  # the lower limit is halved
-    scale = defined(RULES[name](amax, format), amax)
-    return torch.where(small & (amax > 0), scale / 2, scale)
+    if stored:
+        return torch.where(amax > 0, RULES[name](amax, format), 1.0)
+    scale = RULES[name](amax, format) if unit is None else RULES[name](amax, format, unit)
+    return defined(scale, amax)
 
 
 def corrected(
@@ -287,7 +284,8 @@ def in_format(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 
 def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record: bool) -> Tensor:
-    """The scale factor from the largest entry of ``history``; from ``x`` itself if that is zero.
+    """The scale factor from the largest entry of ``history``; from ``x`` itself if that is zero or
+    not finite.
 
     record: add the largest finite magnitude of x in front and drop the oldest entry. Range as in
     `scale_of`; values beyond it overflow as the cast specifies. history: (length,), float32;
@@ -295,7 +293,7 @@ def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record:
     """
     now = largest_finite(x.detach(), None).float() if x.numel() else history.new_zeros(()).float()
     known = history.amax().float()
-    used = torch.where(known > 0, known, now)
+    used = torch.where((known > 0) & (known < torch.inf), known, now)
     scale = defined(RULES[rule](used, format), used)
     if record:
         now = torch.where(now < torch.inf, now, 0.0)
