@@ -4,9 +4,10 @@
 its size, under every recipe with five seeds; all its products are cast. Finished runs are kept in
 benchmarks/results/recipe_loss.jsonl with the commit that trained them; run again, it continues with
 what is missing. --train NAME ... trains these recipes alone; --train without a name trains nothing,
-and records what is there. The claims of papers that
-can be seen at this size are judged by the same runs. Recipes with the sums of a tensor core are in
-benchmarks.sums: they are the operands of others, at ten times the cost.
+and records what is there. --large takes 4 layers, 256 wide, and 2000 steps of half the batch: a run
+takes about 20 times as long, so that a part of the recipes and seeds is there. The claims of papers
+that can be seen at these sizes are judged by the same runs. Recipes with the sums of a tensor core
+are in benchmarks.sums: they are the operands of others, at ten times the cost.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from notebooks.nanogpt.train import Training, deterministic
 from unit_scaling.transforms import unit_scale
 
 SIZE = {"layers": 2, "heads": 2, "width": 64, "context": 64}
+LARGE = {"layers": 4, "heads": 4, "width": 256, "context": 64, "batch_size": 8, "iters": 2000}
 ONE_RATE: dict[str, Any] = {"umup": False, "unit_lr": 0.1}  # torch's AdamW for both models
 ITERS = 600  # twice the demo's: early in training, seeds differ by more than what is measured
 SEEDS = "0,1,2,3,4"
@@ -127,6 +129,9 @@ class Setting(NamedTuple):
     seeds: list[int]
     threads: int
     train: Collection[str]
+    models: Collection[str] = ()
+    suffix: str = ""
+    """Of the names of the results."""
 
     @property
     def question(self) -> str:
@@ -145,7 +150,8 @@ def losses(setting: Setting) -> Losses:
     for seed, kind, name in itertools.product(setting.seeds, MODELS, RUNS):
         recipe = RUNS[name]
         about = {"model": kind, "recipe": trained(name), "seed": seed, **shared}
-        if name not in setting.train and about not in finished:
+        trains = name in setting.train and kind in setting.models
+        if not trains and about not in finished:
             continue
 
         def train(kind: str = kind, recipe: Any = recipe, seed: int = seed) -> float:
@@ -234,15 +240,20 @@ def asked(
     if runs:
         only = "train these alone; without a name, nothing"
         parser.add_argument("--train", nargs="*", default=runs, metavar="RECIPE", help=only)
+        parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+        parser.add_argument("--large", action="store_true", help="the larger GPT")
     args = parser.parse_args()
-    settings = dataclasses.replace(PRESETS["small"], iters=args.iters, **SIZE, **ONE_RATE)
+    large, models = (args.large, args.models) if runs else (False, ())
+    size = LARGE if large else {**SIZE, "iters": args.iters}
+    settings = dataclasses.replace(PRESETS["small"], **size, **ONE_RATE)
     corpus = load_corpus(args.data, context=settings.context)
     numbers = [int(seed) for seed in args.seeds.split(",")]
     finished = Finished(args.out)
     train = args.train if runs else ()
     if unknown := set(train) - set(runs):
         parser.error(f"--train: no recipe {', '.join(sorted(unknown))}; allowed: {', '.join(runs)}")
-    return Setting(corpus, settings, finished, numbers, args.threads, train)
+    suffix = "_large" if large else ""
+    return Setting(corpus, settings, finished, numbers, args.threads, train, models, suffix)
 
 
 def main() -> int:
@@ -252,13 +263,13 @@ def main() -> int:
         found = losses(run)
         seeds = ",".join(map(str, run.seeds))
         report(
-            "recipe_loss",
+            f"recipe_loss{run.suffix}",
             f"{run.question}, and its gap to fp32 ± half its 95 % interval, seeds {seeds}",
             rows(found),
         )
         if claims := judged(found):
             report(
-                "recipe_claims",
+                f"recipe_claims{run.suffix}",
                 f"claims of papers, by the {run.question}, plain, all products cast: the largest "
                 "difference that is claimed, the mean one ± half its 95 % interval over seeds",
                 claims,

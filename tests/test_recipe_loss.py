@@ -10,22 +10,21 @@ import fp8
 from benchmarks import recipe_loss
 
 
-def test_the_benchmark_trains_records_and_goes_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize("suffix", ["", "_large"])
+def test_the_benchmark_trains_records_and_goes_on(tmp_path, monkeypatch, suffix):
     runs = {"fp32": None} | {name: fp8.RECIPES[name] for name in ("unit", "delayed", "static")}
     monkeypatch.setattr(recipe_loss, "RUNS", runs)
-    monkeypatch.setattr(
-        recipe_loss, "SIZE", {"layers": 1, "heads": 2, "width": 16, "context": 16, "batch_size": 2}
-    )
+    tiny = {"layers": 1, "heads": 2, "width": 16, "context": 16, "batch_size": 2}
+    monkeypatch.setattr(recipe_loss, "LARGE" if suffix else "SIZE", {**tiny, "iters": 2})
     monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
     text = tmp_path / "text.txt"
     text.write_text("a few words, again and again. " * 40)
     out = tmp_path / "runs" / "losses.jsonl"
     arguments = ["recipe_loss", f"--data={text}", "--iters=2", "--seeds=0,1", f"--out={out}"]
-    monkeypatch.setattr("sys.argv", arguments)
+    monkeypatch.setattr("sys.argv", arguments + ["--large"] * bool(suffix))
     assert recipe_loss.main() == 0
-    rows = {
-        row["name"]: row for row in json.loads((tmp_path / "recipe_loss.json").read_text())["rows"]
-    }
+    result = tmp_path / f"recipe_loss{suffix}.json"
+    rows = {row["name"]: row for row in json.loads(result.read_text())["rows"]}
     assert list(rows) == list(runs)
     for kind in recipe_loss.MODELS:
         assert rows["fp32"][f"{kind}_gap"] == rows["fp32"][f"{kind}_half"] == 0
@@ -40,7 +39,7 @@ def test_the_benchmark_trains_records_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.setitem(runs, "mus", fp8.RECIPES["mus"])  # the casts of "unit"
     monkeypatch.setattr(recipe_loss, "held_out_loss", None)  # nothing is trained again
     assert recipe_loss.main() == 0
-    table = json.loads((tmp_path / "recipe_loss.json").read_text())["rows"]
+    table = json.loads(result.read_text())["rows"]
     assert table[-1] == table[1] | {"name": "mus"}
 
 
