@@ -18,6 +18,17 @@ def test_recurrent_layers_are_measured_from_outside(layer: nn.Module):
     assert note.endswith("in the model itself: its steps are one call, not measured inside")
 
 
+def test_an_einsum_of_three_operands_is_measured_from_outside():
+    class Contraction(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum("ij,jk,kl->il", x, x, x)
+
+    result = uu.verify(Contraction(), torch.randn(4, 4, requires_grad=True))
+    assert len([row for row in result if row.kind == "activation"]) == 3
+    (note,) = result.notes
+    assert note == "einsum in the model itself: its steps are one call, not measured inside"
+
+
 def test_kernels_that_cannot_be_seen_through_are_noted():
     class Folded(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -147,11 +147,11 @@ class Watch(Observer):
         product = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | EMBEDDINGS | _UNCAST
         product = product and self.path.items[-1] not in self._computing
         place = self.path.items[-1] or "the model itself"
-        if kind in RECURRENT:
+        tensors = [t for _, t in tensors_in((args, kwargs))]
+        if kind in RECURRENT or (kind == "einsum" and len(tensors) > 2):
             self.notes.append(f"{kind} in {place}: its steps are one call, not measured inside")
         elif function in _UNCAST_CALLS and not product:
             self.notes.append(f"{kind} in {place} is not measured: {_UNCAST_CALLS[function]}")
-        tensors = [t for _, t in tensors_in((args, kwargs))]
         origins = [self._origin(t) for t in tensors]
         origin = self._joined(kind, origins)
         # products of constants (the angles of rotary embeddings, for example) are not measured
