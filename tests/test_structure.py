@@ -54,6 +54,9 @@ PRIVATE = {
         "torch.utils._python_dispatch": "return_and_correct_aliasing: compiled views share memory",
         "torch.utils._pytree": "arguments of operations, lists of tensors among them",
     },
+    "fp8/common/traced.py": {
+        "torch.compiler._is_compiling_flag": "what is_compiling() reads; set by torch 2.13 alone",
+    },
     "fp8/common/compiler.py": {
         "torch._dynamo": "has read torch's list of overridable functions, and keeps it",
     },

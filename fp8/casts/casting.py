@@ -114,15 +114,26 @@ class Spec(NamedTuple):
 
 def spec_of(cast: Cast) -> Spec:
     """``cast`` as a `Spec`."""
-    return _known_spec(cast.text)
+    return _spec_of(cast.text)
+
+
+def _known(
+    text: str, exponent: int = 0, name: str = "", operand: str = "", rotated: bool = True
+) -> Spec:
+    """The spec with a `Spec.text`, `shifted` by ``exponent``, `labelled`, and `unrotated` unless
+    ``rotated``."""
+    read = Spec.from_text(text)
+    spec = labelled(shifted(read if rotated else unrotated(read), exponent), name, operand)
+    assert spec is not None
+    return spec
 
 
 @taken_as_constant
-def _fields(text: str) -> tuple[Any, ...]:
-    return tuple(Spec.from_text(text))
+def _fields(*key: Any) -> tuple[Any, ...]:
+    return tuple(_known(*key))
 
 
-_known_spec = compiled_as(lambda text: Spec(*_fields(text)))(cache(Spec.from_text))
+_spec_of = compiled_as(lambda *key: Spec(*_fields(*key)))(cache(_known))
 
 
 def shifted(spec: Spec | None, exponent: int) -> Spec | None:
@@ -177,8 +188,7 @@ def cast_forward(
     if (pass_ := measuring()) is not None:
         pass_.operand(history, x)
         return x
-    spec = labelled(shifted(unrotated(spec_of(cast)), exponent), name, operand)
-    return _in_one_call(x, spec, axis, history)
+    return _in_one_call(x, _spec_of(cast.text, exponent, name, operand, False), axis, history)
 
 
 def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: str) -> Tensor:
@@ -188,7 +198,7 @@ def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: st
         return x
     if (pass_ := measuring()) is not None:
         return pass_.gradient(history, x)
-    return _round_gradient(x, history, labelled(unrotated(spec_of(cast)), name, "grad"))
+    return _round_gradient(x, history, _spec_of(cast.text, 0, name, "grad", False))
 
 
 @in_graph

@@ -47,12 +47,14 @@ def _casts_of(
     name: str = "",
     static: Exponents = (0, 0),
     operands: tuple[str, str] | None = None,
+    rotated: bool = True,
 ) -> Casts:
     """The specs of a recipe, given as its `Recipe.text`.
 
     layer: whether b is a weight; otherwise it is cast like a, and in the backward pass rotated like
     the gradient that it is multiplied by. name: the name of the product, for `fp8.stats`. static:
     the exponents of the static scale factors of a and b. operands: their names for `fp8.stats`.
+    rotated: False leaves rotations out.
     """
     specs = [Spec.from_text(line) if line else None for line in text.split("\n")]
     a, b, grad_for_a, b_again, grad_for_b, a_again = specs
@@ -63,6 +65,7 @@ def _casts_of(
         a, a_again = (shifted(spec, static[0]) for spec in (a, a_again))
         b, b_again = (shifted(spec, static[1]) for spec in (b, b_again))
     casts = Casts(a, b, grad_for_a, b_again, grad_for_b, a_again)
+    casts = casts if rotated else Casts(*map(unrotated, casts))
     if not name:
         return casts
     first, second = operands or ("input", "weight" if layer else "other")

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ..casts.casting import Spec, rounded, spec_of
 from ..casts.saved_operands import save_operands, saved_operands
-from ..common.compiler import apply
+from ..common.compiler import apply, in_graph
 from ..recipes.cast import Cast
 
 aten = torch.ops.aten
@@ -159,26 +159,26 @@ def _applies(*tensors: object) -> bool:
     )
 
 
-def _activated(x: Tensor, name: str, settings: tuple[Any, ...], cast: Cast) -> Tensor:
-    spec = spec_of(cast)
+@in_graph
+def _activated(x: Tensor, name: str, settings: tuple[Any, ...], spec: Spec) -> Tensor:
     return apply(_Activation, x, *rounded(x, spec), name, settings, spec)
 
 
 def _gelu(cast: Cast, input: Tensor, *, approximate: str = "none") -> Any:
     if not _applies(input) or approximate not in ("none", "tanh"):
         return NotImplemented
-    return _activated(input, "gelu", (approximate,), cast)
+    return _activated(input, "gelu", (approximate,), spec_of(cast))
 
 
 def _silu(cast: Cast, input: Tensor, inplace: bool = False) -> Any:
     if not _applies(input):
         return NotImplemented
-    output = _activated(input, "silu", (), cast)
+    output = _activated(input, "silu", (), spec_of(cast))
     return input.copy_(output) if inplace else output
 
 
 def _glu(cast: Cast, input: Tensor, dim: int = -1) -> Any:
-    return _activated(input, "glu", (dim,), cast) if _applies(input) else NotImplemented
+    return _activated(input, "glu", (dim,), spec_of(cast)) if _applies(input) else NotImplemented
 
 
 def _relu(cast: Cast, input: Tensor, inplace: bool = False) -> Any:
@@ -199,7 +199,11 @@ def _gate(cast: Cast, input: Tensor, other: Any, *, out: Tensor | None = None) -
         return NotImplemented
     if input.shape != other.shape or input.dtype != other.dtype:
         return NotImplemented
-    spec = spec_of(cast)
+    return _gated(input, other, spec_of(cast))
+
+
+@in_graph
+def _gated(input: Tensor, other: Tensor, spec: Spec) -> Tensor:
     (a, scale_a), (b, scale_b) = rounded(input, spec), rounded(other, spec)
     return apply(_Gate, input, other, a, b, scale_a, scale_b, spec)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from ..casts.casting import Spec, is_whole, round_straight, rounded, unrotated
+from ..casts.casting import Spec, is_whole, round_straight, rounded
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, casts_of, one_copy, with_copies
@@ -151,7 +151,7 @@ def _convolve(
         return measured(pass_, histories, x, weight, y)
     static = static_exponents(recipe, x, weight)
     name = product_name("conv", weight, recipe)
-    casts = Casts(*map(unrotated, casts_of(recipe.text, True, name, static)))
+    casts = casts_of(recipe.text, True, name, static, None, False)
     histories = layer_histories(recipe, "conv", x, weight)
     if recipe.accumulate is not None and not is_sampled(name):
         if is_whole(recipe):

@@ -22,7 +22,7 @@ from ..casts.codes import Codes, codes, narrowed, widened
 from ..casts.groups import Groups, aligned, group_codes, pieces, product_shape
 from ..casts.operands import Casts, one_copy
 from ..casts.saved_operands import saved_tensors
-from ..common.compiler import is_differentiated_again
+from ..common.compiler import in_graph, is_differentiated_again
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..formats.format import get_format
 from ..formats.quantize import check_dtype
@@ -52,6 +52,7 @@ class Settings(NamedTuple):
     geometry: Any = None
 
 
+@in_graph
 def product(
     a: Tensor,
     b: Tensor,

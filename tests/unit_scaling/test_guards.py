@@ -84,7 +84,8 @@ MORE |= dict.fromkeys(ONE_CALL, 29)
 @pytest.mark.parametrize(("given", "more"), MORE.items(), ids=[given[1] for given in MORE])
 def test_few_guards(given: tuple, more: int):
     space, *rest = given
-    assert nodes(U, *rest) - nodes(space, *rest) <= more
+    others = 0 if torch.__version__ >= (2, 13) else 15  # those of earlier versions guard more
+    assert nodes(U, *rest) - nodes(space, *rest) <= more + others
 
 
 #: (Op, its tensors) -> settings that are given one after the other to one compiled function.

@@ -119,6 +119,7 @@ def test_what_an_earlier_run_has_kept_is_gauged_once() -> None:
         assert torch.equal(model.get_parameter(name).grad, grad)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 cannot trace id() of a dict")
 def test_compiled_and_after_loading() -> None:
     model, x = made("unit")
     value, wanted = gradients(model, lambda m: LOSSES["both"](m, x))

@@ -143,6 +143,7 @@ def test_the_function_is_that_without_the_loss(loss: Loss) -> None:
     assert torch.equal(model(batch()), value)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 cannot trace id() of a dict")
 def test_compiled_and_after_loading() -> None:
     model = made("unit")
     value, wanted = gradients(model, both)
