@@ -22,6 +22,7 @@ from fp8.common.report import LEFT_ALONE
 from fp8.common.step import detached, plain, tensors_within
 from fp8.common.threads import Setting, Stack
 
+from ...parameter import restore_own_tags
 from ..capture.copies import twin_of
 from ..capture.held import held_by
 from ..capture.record import Key, Place, Recorder, Slot, tensors_in
@@ -86,6 +87,18 @@ def _without_warnings() -> AbstractContextManager[Any]:
 _SILENT = Setting(_without_warnings)
 
 
+def its_parameter(model: nn.Module, name: str) -> nn.Parameter:
+    """The parameter of that name, whose tags the first call changes. Raises RuntimeError if a
+    tensor stands in its place."""
+    try:
+        return model.get_parameter(name)
+    except AttributeError:
+        raise RuntimeError(
+            f"{UNSEEN}: call the model once before torch.func.functional_call, which replaces its "
+            "parameters"
+        ) from None
+
+
 def look(
     scope: Looking,
     module: nn.Module,
@@ -108,6 +121,7 @@ def look(
             "once before fully_shard or parallelize_module, with arguments of the same form, in "
             "the same mode, and with gradients if they are taken"
         )
+    restore_own_tags(module)
     copies = [twin_of(module, scope, _Recorded(scope)) for _ in range(2)]
     if evaluate:
         copies = [twin.eval() for twin in copies]
