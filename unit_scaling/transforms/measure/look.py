@@ -21,6 +21,7 @@ from fp8.casts.measuring import uncast
 from fp8.common.report import LEFT_ALONE
 from fp8.common.step import detached, plain, tensors_within
 from fp8.common.threads import Setting, Stack
+from fp8.context.activation_checkpointing import apart
 
 from ...parameter import restore_own_tags
 from ..capture.copies import twin_of
@@ -127,9 +128,10 @@ def look(
         copies = [twin.eval() for twin in copies]
     weights = tagged_weights(copies[0], path)
     hooked = [copies[0].get_submodule(name) for name in hooks]
-    recorder, ends, kept = _record(scope, copies[0], path, given, weights, hooked)
-    planned = make_plan(recorder.nodes, _settings(scope, weights, whole=not path))
-    gradients = _measure(scope, planned, copies[1], path, given, actual)
+    with apart():
+        recorder, ends, kept = _record(scope, copies[0], path, given, weights, hooked)
+        planned = make_plan(recorder.nodes, _settings(scope, weights, whole=not path))
+        gradients = _measure(scope, planned, copies[1], path, given, actual)
     _end(planned, ends, kept, gradients)
     if not path and scope.init == "unit":
         buffers = {id(b): name for name, b in copies[0].named_buffers()}

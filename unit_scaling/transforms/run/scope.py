@@ -252,7 +252,7 @@ class UnitScale:
         if form.path and in_backward():
             return self._again(form, call)
         stale, made, restore = None, None, remembered((args, kwargs))
-        if form in self._watched:
+        if form in self._watched and not in_recomputation():
             with self._recording:
                 self._look_again(form, module, args, kwargs)
         while True:
@@ -345,7 +345,8 @@ class UnitScale:
         """The mode that executes a plan; it measures gradients if the plan still lacks some."""
         rest = (self.kinds, self.replacements, self.path.items, following)
         shows = plan.looks < LOOKS and (not plan.final or bool(plan.unseen))
-        if traced or form.path or not (form.grads and shows and plan is self.plans.get(form)):
+        shows = shows and form.grads and not form.path and plan is self.plans.get(form)
+        if traced or not shows or in_recomputation():  # which receives no gradient
             return Replay(plan, *rest)
         self._watched[form] = watch = Watching(plan, plan.gauges.keys(), *rest)
         return watch
