@@ -17,7 +17,16 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 
-from ..common.compiler import apply, compiled_as, eager_only, in_graph, own, same, taken_as_constant
+from ..common.compiler import (
+    apply,
+    compiled_as,
+    eager_only,
+    in_graph,
+    own,
+    same,
+    taken_as_constant,
+    updates_states,
+)
 from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, unreduced
 from ..formats.format import FORMATS, Format, get_format
 from ..formats.quantize import check_dtype, quantize_operand
@@ -290,7 +299,7 @@ def whole_scale(
     if whole and is_dtensor(x):
         x = amax_of(x)
     if history is not None:
-        record = torch.is_grad_enabled() if record is None else record
+        record = updates_states() if record is None else record
         return history_scale(x, history, format_of(spec), rule, margin, record)
     if rule is None:
         return static_scale(margin, x) if margin else None
