@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8.common.pitfalls import ScaleWarning
-from tests.transforms.gradients import check_true
+from tests.transforms.gradients import check_true, gradients
 from tests.transforms.models import batch, gpt
 from unit_scaling.transforms import unit_scale
 
@@ -58,6 +58,27 @@ def test_a_plan_made_in_a_functional_call_is_that_of_the_model(
     found = functional_call(model, parameters, (x,))
     assert torch.equal(found, other(x))
     assert torch.equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_gradients_through_computed_parameters_are_true(init: str, calls: int, x: Tensor):
+    """As in MAML: what stands in the place of the parameters is no leaf, also when the plan is
+    made."""
+    torch.manual_seed(0)
+    model = unit_scale(Residual().double(), init=init)
+    for _ in range(calls):
+        model(x).square().mean().backward()
+    model.zero_grad()
+    leaves = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    for _ in range(2):
+        computed = {n: p * 1.0 for n, p in leaves.items()}
+        loss = functional_call(model, computed, (x,)).square().mean()
+        ours = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+        powers = check_true(model, lambda m: m(x).square().mean())
+        _, expected = gradients(model, lambda m: m(x).square().mean())
+        torch.testing.assert_close(ours, expected)
+        assert init == "unit" or set(powers.values()) == {0}
 
 
 def test_parameters_written_past_the_module_keep_the_plan_and_the_mark(model: nn.Module, x: Tensor):

@@ -122,8 +122,9 @@ def look(
             "once before fully_shard or parallelize_module, with arguments of the same form, in "
             "the same mode, and with gradients if they are taken"
         )
-    restore_own_tags(module)
     copies = [twin_of(module, scope, _Recorded(scope)) for _ in range(2)]
+    for twin in copies:
+        restore_own_tags(twin)
     if evaluate:
         copies = [twin.eval() for twin in copies]
     weights = tagged_weights(copies[0], path)
