@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fp8.common.compiler import eager_only
+from fp8.common.pitfalls import OptimizerWarning, warn_once
 from fp8.common.validation import check_name, check_number
 
 from .parameter import MupType, ParameterData, has_parameter_data
@@ -287,6 +288,7 @@ class _UnitScaled(torch.optim.Optimizer):
         self._scaling = (rule, independent, allow_untagged)
         self._lr_mult = None if lr_mult is None else dict(lr_mult)
         self._rates: set[float] = set()
+        self._begun = False
         self._given: list[Tensor] = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -323,8 +325,8 @@ class _UnitScaled(torch.optim.Optimizer):
         super().load_state_dict(_grouped_as(self, state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("_scaling", "_lr_mult", "_rates", "_given")}
-        return {**super().__getstate__(), **own}
+        own = ("_scaling", "_lr_mult", "_rates", "_begun", "_given")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
 
 def _grouped_as(opt: _UnitScaled, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -377,21 +379,27 @@ def _common(groups: list[dict[str, Any]], number: int) -> dict[str, Any]:
     return first
 
 
+_FLAT = (
+    "all {} parameter groups have learning rate {:.4g}, and u-muP gave them different ones: a "
+    "schedule or a loop has set one for all. Give a schedule one per group, as in OneCycleLR(opt, "
+    "max_lr=[g['lr'] for g in opt.param_groups]); in a loop, multiply by group['mup_lr_scale']"
+)
+
+
 @eager_only()
-def _refuse_flat_rates(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raises ValueError for equal rates. Runs before each step, until one has a nonzero rate."""
-    if len(opt._rates) < 2:  # type: ignore[attr-defined]
+def _refuse_flat_rates(opt: Any, args: Any, kwargs: Any) -> None:
+    """Raises ValueError for equal rates before the first step with a nonzero rate; warns later, as
+    a schedule may end in one rate. Tensors, whose values may be on a device, are not read then."""
+    groups = opt.param_groups
+    if len(opt._rates) < 2 or (opt._begun and isinstance(groups[0]["lr"], Tensor)):
         return
-    rates = {float(group["lr"]) for group in opt.param_groups}
-    if len(rates) == 1 and rates != {0.0}:
-        raise ValueError(
-            f"all {len(opt.param_groups)} parameter groups have learning rate {rates.pop():.4g}, "
-            "and u-muP gave them different ones: a schedule or a loop has set one for all. Give a "
-            "schedule one per group, as in OneCycleLR(opt, max_lr=[g['lr'] for g in "
-            "opt.param_groups]); in a loop, multiply by group['mup_lr_scale']"
-        )
-    if rates != {0.0}:
-        opt._rates = set()  # type: ignore[attr-defined]
+    rates = {float(group["lr"]) for group in groups}
+    flat = len(rates) == 1 and rates != {0.0}
+    if flat and not opt._begun:
+        raise ValueError(_FLAT.format(len(groups), *rates))
+    if flat:
+        warn_once(OptimizerWarning, _FLAT.format(len(groups), *rates), about=opt, key="flat")
+    opt._begun = opt._begun or rates != {0.0}
 
 
 class SGD(_UnitScaled, torch.optim.SGD):

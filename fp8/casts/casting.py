@@ -15,8 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.forward_ad import unpack_dual
 
-from ..common.compiler import apply, compiled_as, in_graph, own, same, taken_as_constant
+from ..common.compiler import (
+    apply,
+    compiled_as,
+    eager_only,
+    in_graph,
+    own,
+    same,
+    taken_as_constant,
+    updates_states,
+)
 from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, unreduced
 from ..formats.format import FORMATS, Format, get_format
 from ..formats.quantize import check_dtype, quantize_operand
@@ -249,9 +259,16 @@ def rounded(
     if spec.hadamard:
         x = rotated(x, spec.hadamard, axis, turn)
     scale = whole_scale(x, spec, history, record)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not _has_tangent(x):
         return _rounded(x, scale, spec, axis), scale
     return apply(_Round, x, scale, spec, axis), scale
+
+
+@eager_only(False)
+def _has_tangent(x: Tensor) -> bool:
+    """Whether a forward-mode derivative is computed, for which torch refuses an autograd
+    function."""
+    return unpack_dual(x).tangent is not None
 
 
 def _around_mean(x: Tensor, spec: Spec, axis: int, turn: Tensor | None) -> Tensor:
@@ -292,7 +309,7 @@ def whole_scale(
     if whole and is_dtensor(x):
         x = amax_of(x)
     if history is not None:
-        record = torch.is_grad_enabled() if record is None else record
+        record = updates_states() if record is None else record
         return history_scale(x, history, format_of(spec), rule, margin, record)
     if rule is None:
         return static_scale(margin, x) if margin else None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.compiler import updates_states
 from ..tensors.scaled_tensor import plain
 from .casting import Spec, rounded
 from .codes import Codes, codes, widened
@@ -187,7 +188,7 @@ def cast_groups(
     """
     if spec is None:
         return x, None
-    record = torch.is_grad_enabled() if record is None else record
+    record = updates_states() if record is None else record
     y, scales, _ = _cast(x, groups, spec, history, record, turn, apart=False)
     scaled = spec.tile == (0, 0) and (spec.rule is not None or spec.margin or history is not None)
     return y, scales if scaled else None

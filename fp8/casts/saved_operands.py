@@ -60,16 +60,17 @@ def shared_casts(x: Tensor, history: Tensor | None, *specs: Spec | None) -> Shar
     """What the preceding product saved of ``x``, so that this one can share it.
 
     None if each product saves its own: without casts; in compiled code, where the compiler handles
-    it; for a subclass of Tensor; for casts with random bits or signs; and with a history, unless
-    scale factors can be read without a device synchronization (on a CPU).
+    it; for a subclass of Tensor; for a leaf, which ``.data`` and numpy write without a new version;
+    for casts with random bits or signs; and with a history, unless scale factors can be read
+    without a device synchronization (on a CPU).
     """
     if not any(specs) or not torch.is_grad_enabled():
         return None
     by_chance = any(spec is not None and spec.is_random for spec in specs)
     unknown = history is not None and x.device.type != "cpu"
-    if type(x) is not Tensor or by_chance or unknown or x.is_inference():  # no _version
-        return None
     owner = x if x._base is None else x._base
+    if type(x) is not Tensor or by_chance or unknown or owner.grad_fn is None:
+        return None
     part = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype)
     if _LAST.owner() is not owner or _LAST.part != part:
         shared = SharedCasts()

@@ -167,6 +167,14 @@ def reads_values(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and x.device.type == "cpu"
 
 
+def updates_states() -> bool:
+    """Whether a pass updates what a recipe keeps between passes: if gradients are recorded. An
+    exported program has none, and so the scales of the model at its export."""
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        return False  # in torch 2.11, every graph that the compiler traces counts as exported
+    return torch.is_grad_enabled()
+
+
 def is_differentiated_again() -> bool:
     """Whether the backward pass that is running records its own (``create_graph=True``). A compiled
     one is not differentiated again."""

@@ -23,7 +23,7 @@ from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_const
 from ..common.pitfalls import RecipeWarning, show
 from ..common.threads import Setting
 from ..common.validation import check_name
-from ..context.activation_checkpointing import checkpointed, in_reentrant
+from ..context.activation_checkpointing import checkpointed, in_recomputation, in_reentrant
 from ..context.active import (
     ACTIVE,
     Block,
@@ -232,6 +232,8 @@ class autocast:
         if self.by_layer is not None:
             self.by_layer.enter(self)
         eager = not torch.compiler.is_dynamo_compiling()
+        if self.recipe is not None and self.recipe.changes_scales and in_recomputation():
+            _check_recomputes(self.recipe)
         if eager:
             STANCE.hold()
         else:
@@ -306,8 +308,8 @@ _NOT_NESTED = (
 def _check_recomputes(recipe: Recipe) -> None:
     if recipe.changes_scales:
         raise NotImplementedError(
-            f"recipe {recipe.name!r} cannot be checkpointed: the recomputation would use other "
-            'scales, because scaling "delayed" has updated them'
+            f"recipe {recipe.name!r} cannot be checkpointed with use_reentrant=False: the "
+            'recomputation would use other scales, because scaling "delayed" has updated them'
         )
 
 

@@ -23,7 +23,7 @@ from ..casts.saved_operands import (
     check_single_backward,
     saved_tensors,
 )
-from ..common.compiler import apply, own
+from ..common.compiler import apply, own, updates_states
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.recipe import Recipe
@@ -115,7 +115,7 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
     return (
         a.dim() == b.dim() == 2
         and a.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and min(*a.shape, *b.shape) > 0
+        and all(size > 0 for size in (*a.shape, *b.shape))  # min would be a guard on a dynamic one
         and b.shape[0] % multiple == 0
         and b.shape[1] % multiple == 0
     )
@@ -236,7 +236,7 @@ def product(
     """
     for_a, for_b, grad_for_a, b_again, grad_for_b, a_again = [c for c in casts if c is not None]
     of_a, of_b, of_grad = histories
-    record = torch.is_grad_enabled()
+    record = updates_states()
     with torch.no_grad():
         left = _left(a, for_a, of_a, record, shared)
         right = store(b, for_b, -1, of_b, record)

@@ -4,6 +4,7 @@ masters that follow external changes of their weights."""
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -125,8 +126,8 @@ class LowPrecision(Optimizer):
         if not self.step_all():
             for group in self.param_groups:
                 group["skipped_steps"] += 1
-        self._versions = {p: _version(p) for p in self._with_master()}
-        for p in self._versions:
+        self._marks = {p: _mark(p) for p in self._with_master()}
+        for p in self._marks:
             vars(p).pop("loaded", None)
         return loss
 
@@ -135,10 +136,8 @@ class LowPrecision(Optimizer):
 
     def _refresh_masters(self) -> None:
         """Resets masters whose weights differ from the rounded master."""
-        known = getattr(self, "_versions", {})
-        for p in self._with_master():
-            if known.get(p) == _version(p):
-                continue
+        now = {p: _mark(p) for p in self._with_master()}
+        for p in _changed(getattr(self, "_marks", {}), now):
             master = read(self.state[p], MASTER)
             if not rounds_to(decode(master).view(p.shape), p):
                 if "loaded" not in vars(p):
@@ -188,9 +187,25 @@ def _readable(value: Any) -> Any:
     return _Bits(value) if small else value
 
 
-def _version(parameter: Any) -> tuple[int, ...]:
-    """A value that changes when the parameter is written."""
-    return (parameter._version, *getattr(parameter, "writes", ()))
+def _mark(parameter: Any) -> Tensor:
+    """Numbers that change when a parameter is written: its versions, and sums of its bits, because
+    ``.data`` and numpy write without a new version."""
+    versions = (parameter._version, *getattr(parameter, "writes", ()))
+    mark = torch.tensor(versions, device=parameter.device)
+    if len(versions) > 1:
+        return mark
+    rows = torch.atleast_2d(local(parameter.detach())).flatten(1).contiguous()
+    whole = rows.shape[1] * rows.itemsize % 8 == 0
+    bits = rows.view(torch.int64 if whole else torch.int16)
+    return torch.cat([mark, bits.sum(0), bits.sum(1)])
+
+
+def _changed(before: dict[Any, Tensor], now: dict[Any, Tensor]) -> list[Any]:
+    """The parameters whose marks differ, with one synchronization with a device."""
+    same = [p for p in now if p in before and before[p].shape == now[p].shape]
+    flags = [(before[p] != now[p]).any() for p in same]
+    differ = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+    return [*(now.keys() - set(same)), *itertools.compress(same, differ)]
 
 
 def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..casts.codes import Codes, codes, narrowed, widened
 from ..casts.groups import Groups, aligned, group_codes, pieces, product_shape
 from ..casts.operands import Casts, one_copy
 from ..casts.saved_operands import saved_tensors
-from ..common.compiler import in_graph, is_differentiated_again
+from ..common.compiler import in_graph, is_differentiated_again, updates_states
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..formats.format import get_format
 from ..formats.quantize import check_dtype
@@ -74,7 +74,7 @@ def product(
     1. offs: of a grouped product, as in `fp8.products.grouped`. Others as in `Settings`.
     """
     of_a, of_b, of_grad = histories
-    record = torch.is_grad_enabled()
+    record = updates_states()
     with torch.no_grad():
         turn, groups = turn_of(casts.a, a), Groups(offs, split, -1)
         left = operand(a, casts.a, groups, of_a, record, turn)

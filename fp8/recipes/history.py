@@ -157,7 +157,7 @@ class AmaxHistory:
 
 def _numbered(counter: list[int], product: str) -> str:
     counter[0] += 1
-    return f"{counter[0]:03d}.{product}"
+    return f"{str(counter[0]).zfill(3)}.{product}"
 
 
 def _in_stack(operand: Tensor) -> str:

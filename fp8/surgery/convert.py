@@ -17,7 +17,6 @@ from ..common.compiler import FIRST_LOOK, eager_only
 from ..common.mixin import Gained, bare_class, check_module, check_not_scripted, gain, lose
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..common.report import LEFT_ALONE, Report, Row, notes_on
-from ..context.activation_checkpointing import in_recomputation
 from ..context.active import ACTIVE, checked_backend
 from ..modes.autocast import autocast
 from ..native.product import alignment, devices, why_not_here, why_not_recipe
@@ -102,8 +101,6 @@ class Converted(Gained):
         if "parametrizations" in self._modules:  # which may be newer than the conversion
             leave_parametrizations(self)
         history = LayerHistory(self) if self.fp8_recipe.needs_history else None
-        if self.fp8_recipe.changes_scales and in_recomputation():
-            raise NotImplementedError(_RECOMPUTED.format(self.fp8_recipe.name))
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.
         alone = history is None and self._active == (Converted,) and not FIRST_LOOK.items
@@ -140,12 +137,6 @@ class Converted(Gained):
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]
         return f"{own}, fp8={self.fp8_recipe.name}" if own else f"fp8={self.fp8_recipe.name}"
-
-
-_RECOMPUTED = (
-    "recipe {!r} cannot be checkpointed with use_reentrant=False: the recomputation would use "
-    'other scales, because scaling "delayed" has updated them'
-)
 
 
 def _is_a_tensor(*args: Any, **kwargs: Any) -> bool:

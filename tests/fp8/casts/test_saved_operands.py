@@ -103,10 +103,12 @@ def test_layers_with_one_input_keep_its_bytes_once(function, backend, name):
     size, shape = ((16, 4, 32), (48, 32)) if function is F.linear else ((8, 32, 8), (48, 32, 3))
     x, *weights = (randn(*dims) for dims in (size, shape, shape, shape))
 
+    activation = x * 1.0
+
     def run() -> None:
         with fp8.autocast(name, backend=backend, history=fp8.AmaxHistory()):
             for w in weights:
-                function(x, w)
+                function(activation, w)
 
     assert bytes_of(held(run)) <= x.numel() + sum(w.numel() + 4 * len(w) for w in weights) + 600
     apart = grads([x.clone() for _ in weights], weights, function, name, backend)
@@ -116,7 +118,9 @@ def test_layers_with_one_input_keep_its_bytes_once(function, backend, name):
 
 
 @pytest.mark.parametrize("backend", ["simulate", "native"])
-@pytest.mark.parametrize("change", ["in place", "after backward", "other part", "other recipe"])
+@pytest.mark.parametrize(
+    "change", ["in place", "data", "after backward", "other part", "other recipe"]
+)
 def test_an_input_that_is_no_longer_the_same_is_cast_again(change, backend):
     """Each gradient is that of the values which its own forward pass saw."""
     w, buffer = randn(16, 16), randn(32, 16).detach()
@@ -126,6 +130,8 @@ def test_an_input_that_is_no_longer_the_same_is_cast_again(change, backend):
         y = F.linear(x, w)
     if change == "in place":
         x.mul_(2.0)
+    elif change == "data":
+        x.data.mul_(2.0)
     elif change == "after backward":
         torch.autograd.grad(y.sum(), w)
         x.data.mul_(2.0)  # the version of x does not tell

@@ -211,3 +211,17 @@ def test_a_product_with_casts_is_one_call_of_the_graph():
     (graph,) = graphs
     called = [node.args[0] for node in graph.graph.nodes if node.target is traced.apply]
     assert called == ["fp8.products.matmul._simulated", "fp8.products.convolution._simulated"]
+
+
+@pytest.mark.parametrize("backend", ["simulate", "auto"])
+@pytest.mark.parametrize("recipe", ["unit", "tensor", "row", "delayed", "static"])
+@pytest.mark.filterwarnings("ignore::fp8.RecipeWarning")
+def test_a_converted_model_is_exported_for_any_batch(recipe, backend):
+    """The look for kernels puts no guard on the number of tokens."""
+    model = fp8.convert(nn.Sequential(nn.Linear(32, 16), nn.GELU()), recipe, backend=backend)
+    model(randn(4, 5, 32)).sum().backward()
+    batch = {0: torch.export.Dim("batch", min=2, max=64)}
+    exported = torch.export.export(model, (randn(4, 5, 32).detach(),), dynamic_shapes=(batch,))
+    x = randn(7, 5, 32, seed=1).detach()
+    with torch.no_grad():
+        assert torch.equal(exported.module()(x), model(x))

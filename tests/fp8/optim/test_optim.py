@@ -313,6 +313,32 @@ def test_float16_master_weights():
     assert torch.equal(weight.detach(), master.to(torch.bfloat16))
 
 
+WRITES = {
+    "data": lambda p: setattr(p, "data", p.data * 2),
+    "data in place": lambda p: p.data.clamp_(-0.5, 0.5),
+    "numpy": lambda p: p.detach().view(torch.int16).numpy().fill(16256),
+    "rows": lambda p: p.data.copy_(p.data.flip(0).clone()),
+    "columns": lambda p: p.data.copy_(p.data.flip(-1).clone()),
+    "one element": lambda p: p.data.view(-1)[-1:].add_(8.0),
+}
+
+
+@pytest.mark.parametrize("cls", [AdamW, SGD])
+@pytest.mark.parametrize("write", WRITES)
+def test_masters_follow_what_is_written_past_the_version_of_a_weight(cls, write):
+    for shape in [(64, 96), (96, 65), (4097,), (8,)]:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(shape).bfloat16())
+        optimizer = cls([weight], lr=1e-3, weight_decay=0.0, master_weights="float32")
+        for _ in range(2):
+            weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+            WRITES[write](weight)
+            written = weight.detach().clone()
+            optimizer.step()
+            assert torch.equal(weight, written)
+
+
 @pytest.mark.parametrize("master", [None, "float16"])
 def test_a_scaled_tensor_is_a_parameter(master):
     weight = nn.Parameter(fp8.scaled(torch.randn(96, 64), "fp16"))

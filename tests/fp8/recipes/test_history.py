@@ -207,6 +207,10 @@ def test_the_first_pass_is_not_compiled():
     with pytest.raises(Exception, match=says):
         torch.compile(forward, fullgraph=True, backend="eager")(randn(5, 8))
     torch._dynamo.reset()
+    fast = torch.compile(forward, backend="eager")  # which leaves that pass to eager mode
+    assert torch.equal(fast(randn(5, 8)), forward(randn(5, 8)))
+    assert {"001.linear.0", "001.linear.1"} <= history.tensors.keys()
+    torch._dynamo.reset()
 
 
 def test_refusals():

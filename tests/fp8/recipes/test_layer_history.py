@@ -203,9 +203,12 @@ def test_native():
     assert torch.equal(auto(x), simulated(x))
 
 
-def test_a_checkpoint_is_refused_by_name():
-    layer = fp8.convert(nn.Linear(8, 8), "delayed")
-    loss = checkpoint(layer, randn(4, 8), use_reentrant=False).sum()
+@pytest.mark.parametrize("of_layer", [True, False])
+def test_a_checkpoint_is_refused_by_name(of_layer):
+    layer, history = nn.Linear(8, 8), fp8.AmaxHistory()
+    block = fp8.autocast("delayed", history=history)
+    call = fp8.convert(layer, "delayed") if of_layer else block(layer.forward)
+    loss = checkpoint(call, randn(4, 8), use_reentrant=False).sum()
     with pytest.raises(NotImplementedError, match="recipe 'delayed' cannot be checkpointed"):
         loss.backward()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, vmap
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import fp8
 from tests.fp8.products.test_matmul import randn
@@ -72,3 +72,13 @@ def test_scales_that_are_set_are_used(name: str) -> None:
     y.sum().backward()
     assert torch.equal(y, expected(x))
     assert set(fp8.calibration(model).values()) == {0}
+
+
+@pytest.mark.parametrize("recipe", ["unit", "tensor", "row", "bf16"])
+@pytest.mark.filterwarnings("ignore::fp8.RecipeWarning")
+def test_forward_mode_is_refused_without_gradients_too(recipe):
+    """Where no backward pass is recorded, a cast is no autograd function, and loses the tangent."""
+    layer, x = fp8.convert(nn.Linear(8, 8), recipe), randn(4, 8)
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context, pytest.raises(NotImplementedError, match="forward mode AD"):
+            jvp(layer, (x,), (x,))

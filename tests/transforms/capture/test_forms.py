@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+import fp8
 import unit_scaling as uu
 from tests.transforms.gradients import check_slopes, check_true
 from tests.transforms.models import Net
@@ -161,6 +162,22 @@ def test_checkpointed_modules_are_scaled_when_they_are_computed_again(reentrant:
         found[-1] += [p.grad for p in model.parameters()]
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_model_within_a_checkpoint_is_looked_at_once_for_each_step(before: int) -> None:
+    """Looks in the forward pass alone, whose tensors the checkpoint does not count."""
+    torch.manual_seed(0)
+    conv = nn.Sequential(nn.Conv1d(4, 8, 3), nn.GELU(), nn.Flatten(), nn.Linear(48, 4))
+    models = [fp8.convert(unit_scale(conv), "unit") for _ in range(2)]
+    x = torch.randn(6, 4, 8, requires_grad=True)
+    for step in range(before + 3):
+        found = []
+        for model, inside in zip(models, (False, step >= before), strict=True):
+            y = checkpoint(model, x, use_reentrant=False) if inside else model(x)
+            y.square().mean().backward()
+            found.append([y, *(p.grad for p in model.parameters())])
+        assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -1,5 +1,7 @@
 """Transformed models under torch.func, exported, and differentiated twice: they work or refuse."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch.nn import functional as F
 import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8.common.pitfalls import ScaleWarning
-from tests.transforms.gradients import check_true
+from tests.transforms.gradients import check_true, gradients
 from tests.transforms.models import batch, gpt
 from unit_scaling.transforms import unit_scale
 
@@ -43,6 +45,64 @@ def test_func_grad_is_that_of_autograd(model: nn.Module, x: Tensor):
     model(x).square().sum().backward()  # the first, which what arrives from outside is measured in
     grads = grad(lambda p: functional_call(model, p, (x,)).square().sum())(parameters)
     torch.testing.assert_close(grads, {name: p.grad for name, p in parameters.items()})
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_plan_made_in_a_functional_call_is_that_of_the_model(
+    model: nn.Module, x: Tensor, calls: int
+):
+    other = copy.deepcopy(model)
+    parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for _ in range(calls):  # after it, the gradients that arrive are known, and the plan is anew
+        model(x).square().sum().backward()
+    found = functional_call(model, parameters, (x,))
+    assert torch.equal(found, other(x))
+    assert torch.equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_gradients_through_computed_parameters_are_true(init: str, calls: int, x: Tensor):
+    """As in MAML: what stands in the place of the parameters is no leaf, also when the plan is
+    made."""
+    torch.manual_seed(0)
+    model = unit_scale(Residual().double(), init=init)
+    for _ in range(calls):
+        model(x).square().mean().backward()
+    model.zero_grad()
+    leaves = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    for _ in range(2):
+        computed = {n: p * 1.0 for n, p in leaves.items()}
+        loss = functional_call(model, computed, (x,)).square().mean()
+        ours = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+        powers = check_true(model, lambda m: m(x).square().mean())
+        _, expected = gradients(model, lambda m: m(x).square().mean())
+        torch.testing.assert_close(ours, expected)
+        assert init == "unit" or set(powers.values()) == {0}
+
+
+def test_parameters_written_past_the_module_keep_the_plan_and_the_mark(model: nn.Module, x: Tensor):
+    expected = copy.deepcopy(model)(x)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = nn.Parameter(parameter.detach().clone())
+    assert any("unit_scaled" in key for key in model.state_dict())
+    assert torch.equal(model(x), expected)
+
+
+def test_a_first_functional_call_that_would_change_tags_is_refused(x: Tensor):
+    class Early(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).relu())
+
+    model = unit_scale(Early()).double()
+    parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="once before torch"):
+        functional_call(model, parameters, (x,))
 
 
 def test_vmap_gives_each_example_its_own_gradient(model: nn.Module, x: Tensor):

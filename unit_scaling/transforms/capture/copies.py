@@ -87,12 +87,20 @@ def twin_of(module: M, scope: object, its_scope: object) -> M:
     """Returns a copy that shares parameters, has its own buffers and ``its_scope`` instead of
     ``scope``, and keeps only the hooks that belong to the model.
     """
-    shared: dict[int, Any] = {id(p): p for p in module.parameters()}
+    shared: dict[int, Any] = {id(p): _leaf(p) for p in module.parameters()}
     shared[id(scope)] = its_scope
     for child in module.modules():
         hooks = {name: getattr(child, name) for name in _HOOKS}
         shared.update({id(dictionary): type(dictionary)() for dictionary in hooks.values()})
     return deep_copy(module, shared)
+
+
+def _leaf(parameter: Tensor) -> Tensor:
+    """What stands in the place of a parameter, as one: `torch.func.functional_call` may have put
+    the result of a computation there."""
+    if parameter.grad_fn is None:
+        return parameter
+    return parameter.detach().requires_grad_(parameter.requires_grad)
 
 
 def remembered(value: Any) -> Callable[[], None]:

@@ -21,7 +21,9 @@ from fp8.casts.measuring import uncast
 from fp8.common.report import LEFT_ALONE
 from fp8.common.step import detached, plain, tensors_within
 from fp8.common.threads import Setting, Stack
+from fp8.context.activation_checkpointing import apart
 
+from ...parameter import restore_own_tags
 from ..capture.copies import twin_of
 from ..capture.held import held_by
 from ..capture.record import Key, Place, Recorder, Slot, tensors_in
@@ -86,6 +88,18 @@ def _without_warnings() -> AbstractContextManager[Any]:
 _SILENT = Setting(_without_warnings)
 
 
+def its_parameter(model: nn.Module, name: str) -> nn.Parameter:
+    """The parameter of that name, whose tags the first call changes. Raises RuntimeError if a
+    tensor stands in its place."""
+    try:
+        return model.get_parameter(name)
+    except AttributeError:
+        raise RuntimeError(
+            f"{UNSEEN}: call the model once before torch.func.functional_call, which replaces its "
+            "parameters"
+        ) from None
+
+
 def look(
     scope: Looking,
     module: nn.Module,
@@ -109,13 +123,16 @@ def look(
             "the same mode, and with gradients if they are taken"
         )
     copies = [twin_of(module, scope, _Recorded(scope)) for _ in range(2)]
+    for twin in copies:
+        restore_own_tags(twin)
     if evaluate:
         copies = [twin.eval() for twin in copies]
     weights = tagged_weights(copies[0], path)
     hooked = [copies[0].get_submodule(name) for name in hooks]
-    recorder, ends, kept = _record(scope, copies[0], path, given, weights, hooked)
-    planned = make_plan(recorder.nodes, _settings(scope, weights, whole=not path))
-    gradients = _measure(scope, planned, copies[1], path, given, actual)
+    with apart():
+        recorder, ends, kept = _record(scope, copies[0], path, given, weights, hooked)
+        planned = make_plan(recorder.nodes, _settings(scope, weights, whole=not path))
+        gradients = _measure(scope, planned, copies[1], path, given, actual)
     _end(planned, ends, kept, gradients)
     if not path and scope.init == "unit":
         buffers = {id(b): name for name, b in copies[0].named_buffers()}

@@ -23,7 +23,7 @@ from fp8.common.pitfalls import PitfallWarning, warn_once
 from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
 
-from ...parameter import TaggedModule, forget_tags
+from ...parameter import TaggedModule, forget_tags, restore_own_tags
 from . import marker
 from .plan_state import PlanState
 
@@ -153,6 +153,7 @@ class _Transformed(Gained, TaggedModule):
         scopes = [path for scope, path in self._scopes if getattr(scope, "unit_scaled", False)]
         if not scopes or (scopes[0] and prefix):
             return []
+        restore_own_tags(self)
         types = ("weight", "output")
         return [n for n, p in self.named_parameters() if getattr(p, "mup_type", "") in types]
 

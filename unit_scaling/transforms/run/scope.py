@@ -24,7 +24,7 @@ from ..capture.kinds import KINDS
 from ..capture.record import has_values, tensors_in
 from ..capture.structure import Structure, part, structure_of, warn_of_new_weights
 from ..folding.solve import Folded, folded
-from ..measure.look import RUNNING, UNSEEN, look
+from ..measure.look import RUNNING, UNSEEN, its_parameter, look
 from ..measure.measuring import Actual, Watching
 from ..plan.actions import MEASURED, CallRow, Plan, Settled
 from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
@@ -252,7 +252,7 @@ class UnitScale:
         if form.path and in_backward():
             return self._again(form, call)
         stale, made, restore = None, None, remembered((args, kwargs))
-        if form in self._watched:
+        if form in self._watched and not in_recomputation():
             with self._recording:
                 self._look_again(form, module, args, kwargs)
         while True:
@@ -345,7 +345,8 @@ class UnitScale:
         """The mode that executes a plan; it measures gradients if the plan still lacks some."""
         rest = (self.kinds, self.replacements, self.path.items, following)
         shows = plan.looks < LOOKS and (not plan.final or bool(plan.unseen))
-        if traced or form.path or not (form.grads and shows and plan is self.plans.get(form)):
+        shows = shows and form.grads and not form.path and plan is self.plans.get(form)
+        if traced or not shows or in_recomputation():  # which receives no gradient
             return Replay(plan, *rest)
         self._watched[form] = watch = Watching(plan, plan.gauges.keys(), *rest)
         return watch
@@ -473,7 +474,7 @@ class UnitScale:
     def _demote(self, model: nn.Module, names: frozenset[str]) -> None:
         """Tags as weights the parameters that were taken for the readout before the first call."""
         for name in sorted(names):
-            tag(model.get_parameter(name), "weight")
+            tag(its_parameter(model, name), "weight")
             path, _, leaf = name.rpartition(".")
             why = "not the readout: make the optimizer after the first call"
             self.rows.append(CallRow(path, leaf, "tagged as weight", why))
@@ -482,9 +483,9 @@ class UnitScale:
         """Sets the depth tag of residual branch parameters that have none."""
         counts: Counter[int] = Counter()
         for name, depth in depths.items():
-            parameter: Any = model.get_parameter(name)
+            parameter: Any = its_parameter(model, name)
             if has_parameter_data(parameter) and parameter.mup_scaling_depth is None:
-                tag(model.get_parameter(name), parameter.mup_type, depth)
+                tag(its_parameter(model, name), parameter.mup_type, depth)
                 counts[depth] += 1
         for depth, count in counts.items():
             why = f"depth {depth}, in residual branches: make the optimizer after the first call"
