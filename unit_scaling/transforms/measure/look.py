@@ -153,8 +153,8 @@ def _record(
         result = _run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
     ends = plain(result)
     known = {id(t) for _, t in tensors_in(ends)}
-    inner = [t for t in tensors_within([args, kwargs, seen, ends]) if id(t) not in known]
-    kept = held_by(twin, path) | {"": inner}
+    inner = [t for t in tensors_within(ends) if id(t) not in known]
+    kept = held_by(twin, path) | {"": [*inner, *tensors_within([args, kwargs, seen])]}
     return recorder, recorder.ends(ends), recorder.ends(kept)
 
 
