@@ -38,6 +38,10 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]
         lambda h, s: {"cache": Cache(h, s)},
         lambda d: 0.01 * d["cache"].layers[0].square().mean(),
     ),
+    "within an object, and a result": (
+        lambda h, s: (h, Cache(h, s)),
+        lambda both: both[0].square().mean() + both[1].layers[0].sin().mean(),
+    ),
     "distribution": (
         lambda _, s: torch.distributions.Normal(s, s.exp()),
         lambda d: -d.log_prob(torch.ones(16, 3)).mean(),

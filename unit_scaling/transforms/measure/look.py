@@ -141,10 +141,10 @@ def _record(
     (args, kwargs), copies = detached(given, records=False)
     inputs = {id(copies[id(t)]): t.requires_grad for _, t in tensors_in(given)}
     wanted = [id(copies[id(t)]) for t in tensors_within(given) if t.requires_grad]
-    within = [key for key in wanted if key not in inputs]
+    entering = [key for key in wanted if key not in inputs]
     running, computing = scope.path.items, parametrizations(twin, f"{path}." if path else "")
     path_now = lambda: running[-1] if running else path  # noqa: E731
-    rest = (inputs, within, path_now, computing)
+    rest = (inputs, entering, path_now, computing)
     recorder = Recorder(scope.kinds, _names(twin, path), weights.factors, *rest)
     seen: list[Any] = []
     for module in hooked:
@@ -152,9 +152,10 @@ def _record(
     with torch.random.fork_rng(_devices(twin)), _SILENT, uncast():
         result = _run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
     ends = plain(result)
-    known = {id(t) for _, t in tensors_in(ends)}
-    inner = [t for t in tensors_within(ends) if id(t) not in known]
-    kept = held_by(twin, path) | {"": [*inner, *tensors_within([args, kwargs, seen])]}
+    within = list(tensors_within(ends))
+    inner = Counter(map(id, within)) - Counter(id(t) for _, t in tensors_in(ends))
+    others = [t for t in within if id(t) in inner]
+    kept = held_by(twin, path) | {"": [*others, *tensors_within([args, kwargs, seen])]}
     return recorder, recorder.ends(ends), recorder.ends(kept)
 
 
