@@ -328,18 +328,19 @@ def _end(
     """
     plan, flow = planned.plan, planned.flow
     outside = _keep(planned, kept.values(), sizes)
+    read = {i.node for node in flow.nodes if node.live and node.function for i in node.inputs}
     held = {slot: node for slot, node in kept.items() if slot[0]}
     plan.kept = tuple(dict.fromkeys(slot[:2] for slot in held))
     for slot, index in {**ends, **held}.items():
         node = flow.nodes[index]
-        if slot in held and (index in outside or flow.readers[index]):
+        if slot in held and (index in outside or index in read):
             continue
         size = 0.0 if node.key is None else sizes.get(node.key, 0.0)
         plan.ends[slot] = planned.exponents[index], size
         if index in outside:
             continue
         single = sum(other == index for other in ends.values()) == 1 and node.results == 1
-        if node.key is None or flow.readers[index] or not single:
+        if node.key is None or index in read or not single:
             plan.outputs[slot] = planned.exponents[index], size
         else:
             step = plan.steps.get(node.key) or Step()
