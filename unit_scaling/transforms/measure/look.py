@@ -24,7 +24,7 @@ from fp8.common.threads import Setting, Stack
 
 from ..capture.copies import twin_of
 from ..capture.held import held_by
-from ..capture.record import Key, Place, Recorder, Slot, tensors_in
+from ..capture.record import CallNode, Key, Place, Recorder, Slot, tensors_in
 from ..capture.structure import Structure
 from ..folding.ratios import find_ties
 from ..plan.actions import CallRow, Plan, Settings, Settled, Step, Weights
@@ -34,7 +34,7 @@ from ..run.border import records
 from ..run.install import Call, Places, Scope, find_scope, is_sharded
 from ..run.varying import Following
 from .gauge import note_places, place, with_true_gradients
-from .measuring import Actual, Measuring, measure
+from .measuring import Actual, Measured, Measuring, measure
 from .ranks import fingerprint, numbered
 
 __all__ = ["RUNNING", "UNSEEN", "Given", "Looking", "look"]
@@ -108,20 +108,43 @@ def look(
             "once before fully_shard or parallelize_module, with arguments of the same form, in "
             "the same mode, and with gradients if they are taken"
         )
-    copies = [twin_of(module, scope, _Recorded(scope)) for _ in range(2)]
-    if evaluate:
-        copies = [twin.eval() for twin in copies]
-    weights = tagged_weights(copies[0], path)
-    hooked = [copies[0].get_submodule(name) for name in hooks]
-    recorder, ends, kept = _record(scope, copies[0], path, given, weights, hooked)
-    planned = make_plan(recorder.nodes, _settings(scope, weights, whole=not path))
-    gradients = _measure(scope, planned, copies[1], path, given, actual)
-    _end(planned, ends, kept, gradients)
+    twin = _twin(scope, module, evaluate)
+    weights = tagged_weights(twin, path)
+    hooked = [twin.get_submodule(name) for name in hooks]
+    recorder, ends, kept = _record(scope, twin, path, given, weights, hooked)
+    around = any(node.around for node in recorder.nodes)
+    while True:
+        planned = make_plan(recorder.nodes, _settings(scope, weights, whole=not path))
+        with torch.set_grad_enabled(around or torch.is_grad_enabled()):
+            other = _twin(scope, module, evaluate)
+            found = _measure(scope, planned, other, path, given, actual)
+        if not (around and _is_hidden(recorder.nodes, found.again)):
+            break
+    _end(planned, ends, kept, found.gradients)
     if not path and scope.init == "unit":
-        buffers = {id(b): name for name, b in copies[0].named_buffers()}
+        buffers = {id(b): name for name, b in twin.named_buffers()}
         results = list(ends.values())
         planned.plan.ties = find_ties(recorder.nodes, planned.plan, buffers, results)
     return planned.plan
+
+
+def _twin(scope: Looking, module: nn.Module, evaluate: bool) -> nn.Module:
+    twin = twin_of(module, scope, _Recorded(scope))
+    return twin.eval() if evaluate else twin
+
+
+def _is_hidden(nodes: Iterable[CallNode], again: Collection[str]) -> bool:
+    """Whether an autograd function calls modules that its backward pass does not run ``again``, but
+    computes their gradients itself: marks their calls as its own."""
+    hidden = [
+        node
+        for node in nodes
+        if node.around and not node.inside
+        if not any(f"{node.path}.".startswith(f"{path}.") for path in again)
+    ]
+    for node in hidden:
+        node.inside = node.around
+    return bool(hidden)
 
 
 def _record(
@@ -166,11 +189,8 @@ def _measure(
     path: str,
     given: Given,
     actual: Actual | None,
-) -> Mapping[Key, float]:
-    """Measures corrections and gauges for a plan and completes it.
-
-    Returns log2 of the RMS of the true gradient at each call.
-    """
+) -> Measured:
+    """Measures corrections and gauges for a plan and completes it."""
     with_true_gradients(planned)
     scope.settle(twin.training and records())
     plan, settled = planned.plan, scope.settled
@@ -199,7 +219,7 @@ def _measure(
         plan.rows.append(CallRow(path, "backward", LEFT_ALONE, f"gradients as they are: {failed}"))
     if not path:
         scope.forget_loose(plan)
-    return found.gradients
+    return found
 
 
 def _is_shared(planned: Planned, known: Mapping[Place, int]) -> bool:
@@ -309,6 +329,7 @@ class _Recorded:
         """As the scope's; raises as `inside`."""
         if self.inside(path) is not None or self.measuring is None:
             return self.scope.run(call, module, path, args, kwargs)
+        self.measuring.found.again[path] = True
         RUNNING.items.append(self.scope)
         try:
             with self.measuring.again():
