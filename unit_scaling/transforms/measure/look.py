@@ -23,6 +23,7 @@ from fp8.common.step import detached, plain, tensors_within
 from fp8.common.threads import Setting, Stack
 
 from ..capture.copies import twin_of
+from ..capture.forms import Form
 from ..capture.held import held_by
 from ..capture.record import CallNode, Key, Place, Recorder, Slot, tensors_in
 from ..capture.structure import Structure
@@ -58,6 +59,7 @@ class Looking(Scope, Protocol):
     kinds: dict[Callable[..., Any], str]
     replacements: dict[Callable[..., Any], Callable[..., Any]]
     settled: Settled
+    plans: dict[Form, Plan]
     structure: Structure
     init: str
     residual: str
@@ -213,6 +215,9 @@ def _measure(
         plan.outside = scope.arriving.get(plan.final, 0)
     if preserve:
         plan.outside = 0  # gradients of parameters are the true ones
+    plan.find_first(scope.plans.values())
+    if plan.first is not None:  # the two may run in one step
+        settled = replace(settled, parameters=plan.first.measured | settled.parameters)
     found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)
     place(planned, found, settled, preserve, scope.name)
     if failed:
