@@ -97,8 +97,9 @@ def calibrate(
 
 
 _NOTHING = (
-    "calibrate: no product of {} has static scales: call fp8.convert(model, 'static') first, or "
-    "calibrate inside of fp8.autocast('static', history=fp8.AmaxHistory())"
+    "calibrate: no product of {} has static scales. fp8.convert(model, 'static') gives them to the "
+    "layers that fp8.report(model) lists as converted. To products of all other modules, inside of "
+    "fp8.autocast('static', history=fp8.AmaxHistory()), calibrate gives them itself"
 )
 
 

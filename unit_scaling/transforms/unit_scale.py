@@ -51,7 +51,7 @@ def unit_scale(
         module: the model; it is not changed.
         replace: maps torch functions to functions with the same arguments to call instead, e.g.
             {F.relu: U.relu_squared}. A function without an ``inplace`` argument is called without
-            it and returns a new tensor.
+            it; its result is copied to where the original would write.
         init: "unit" scales every weight to RMS 1 and sets every bias to 0. "preserve" changes no
             parameter and no value: casts without scales divide each weight by the power of two
             nearest to its RMS and multiply the product by it, and a loss inside the model is

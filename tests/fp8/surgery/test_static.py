@@ -235,9 +235,7 @@ def test_refusals():
         ValueError, match=r"loss must return a tensor of one element, got a tensor of shape"
     ):
         fp8.calibrate(model, x, lambda y: y)
-    with pytest.raises(
-        ValueError, match=r"no product of Linear has static scales: call fp8\.convert"
-    ):
+    with pytest.raises(ValueError, match=r"no product of Linear has static scales\. fp8\.convert"):
         fp8.calibrate(nn.Linear(8, 8), x)
     with pytest.raises(TypeError, match=r"calibrate needs an nn\.Module, got int"):
         fp8.calibrate(5, x)
@@ -251,6 +249,27 @@ def test_refusals():
     assert fp8.calibration(model) == dict.fromkeys(ROLES)
     with pytest.raises(ValueError, match=r"history=fp8.AmaxHistory\(\), not None"):
         fp8.autocast("static")
+
+
+class OwnProduct(nn.Module):
+    """No layer that `fp8.convert` replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def test_products_of_a_module_without_layers_are_calibrated_inside_of_the_mode() -> None:
+    model = OwnProduct()
+    with pytest.warns(fp8.ConvertWarning, match=r"run the model under fp8\.autocast"):
+        fp8.convert(model, "static")
+    with pytest.raises(ValueError, match=r"inside of fp8\.autocast\('static'"):
+        fp8.calibrate(model, torch.randn(4, 8))
+    with fp8.autocast("static", history=fp8.AmaxHistory()):
+        assert len(fp8.calibrate(model, torch.randn(4, 8))) == 3
 
 
 def test_the_first_step_measures_by_itself():

@@ -312,9 +312,9 @@ def test_frozen_models_are_scaled_too() -> None:
 
 
 class Attention(nn.Module):
-    """Causal attention with a cache, by one call or written out."""
+    """Causal attention with a cache, by one call or written out, perhaps masked once more."""
 
-    def __init__(self, written: bool) -> None:
+    def __init__(self, written: str) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), linear()
         self.written = written
@@ -327,15 +327,18 @@ class Attention(nn.Module):
             mask = torch.full((x.shape[1], k.shape[1]), -torch.inf).triu(
                 1 + k.shape[1] - x.shape[1]
             )
-            y = (q @ k.transpose(-1, -2) / WIDTH**0.5 + mask).softmax(-1) @ v
+            weights = (q @ k.transpose(-1, -2) / WIDTH**0.5 + mask).softmax(-1)
+            if self.written == "masked":
+                weights = weights.masked_fill(mask < 0, 0.0)
+            y = weights @ v
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None)
         return x + self.out(y), [k, v]
 
 
 @pytest.mark.parametrize("length", [None, 64])
-@pytest.mark.parametrize("written", [False, True])
-def test_a_cache_computes_what_the_whole_sequence_does(written: bool, length: int | None) -> None:
+@pytest.mark.parametrize("written", ["", "written", "masked"])
+def test_a_cache_computes_what_the_whole_sequence_does(written: str, length: int | None) -> None:
     torch.manual_seed(0)
     model = unit_scale(Attention(written).double(), context_length=length)
     x = torch.randn(2, 12, WIDTH, dtype=torch.float64)
@@ -364,7 +367,7 @@ def test_operators_compile() -> None:
         y = m.a(x) ** 2 + (1 - x) / 2**0.5 + 1 / (x.detach() + 9) + 2.0 ** x.detach()
         return m.b(y * torch.tensor(0.5))[0]
 
-    model = unit_scale(Net(forward, a=linear(), b=Attention(written=True)))
+    model = unit_scale(Net(forward, a=linear(), b=Attention("written")))
     x = torch.randn(2, 8, WIDTH)
     expected = model(x)
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -31,5 +31,5 @@ def test_gradients_of_losses_of_any_size_are_true_from_the_first_step_on(sizes):
     for _ in range(3):
         check_true(
             model,
-            lambda m: first * m(X, True).square().mean() + second * m(X).square().mean(),
+            lambda m: first * m(X, True).square().mean() + second * m(X[:1, :1]).square().mean(),
         )

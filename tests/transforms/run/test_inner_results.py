@@ -38,6 +38,10 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]
         lambda h, s: {"cache": Cache(h, s)},
         lambda d: 0.01 * d["cache"].layers[0].square().mean(),
     ),
+    "within an object, and a result": (
+        lambda h, s: (h, Cache(h, s)),
+        lambda both: both[0].square().mean() + both[1].layers[0].sin().mean(),
+    ),
     "distribution": (
         lambda _, s: torch.distributions.Normal(s, s.exp()),
         lambda d: -d.log_prob(torch.ones(16, 3)).mean(),
@@ -72,6 +76,33 @@ def test_gradients_are_true(form: str, init: str) -> None:
     torch.manual_seed(0)
     model = unit_scale(Model(form).double(), init=init)
     check_true(model, lambda m: loss(m, form))
+
+
+class Table(nn.Module):
+    """Returns what it computes from a parameter alone, beside what it computes from that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.mid = nn.Embedding(6, 8), nn.Linear(8, 32), nn.Linear(32, 32)
+        self.other, self.head = nn.Linear(8, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        table = self.table.weight.expand(4, -1, -1)
+        table = table * table.exp()
+        hidden = self.mid(self.up(table.sin()).relu()) + self.other(x)
+        return self.head(hidden.relu()), table
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+def test_results_computed_from_parameters_that_calls_read(init: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+
+    def loss(model: nn.Module) -> Tensor:
+        output, table = model(x)
+        return 1e-3 * output.square().mean() + table.square().mean()
+
+    check_true(unit_scale(Table().double(), init=init), loss)
 
 
 @pytest.mark.parametrize("form", ["dataclass", "object"])

@@ -40,24 +40,58 @@ class _Reversible(torch.autograd.Function):
         return dy, dz + b.grad, None, None
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
+class _OfModule(_Reversible):
+    """As `_Reversible`, by a module that adds, and that the backward pass does not run."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, block: nn.Module) -> Any:
+        ctx.parts = block.f, block.g
+        y, z = block(a, b)
+        ctx.save_for_backward(y.detach(), z.detach())
+        return y, z
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dz: Tensor) -> Any:
+        return _Reversible.backward(ctx, dy, dz)[:3]
+
+
+class Coupled(nn.Module):
+    def __init__(self, f: nn.Module, g: nn.Module) -> None:
         super().__init__()
+        self.f, self.g = f, g
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        y = a + self.f(b)
+        return y, b + self.g(y)
+
+
+class Net(nn.Module):
+    def __init__(self, of_module: bool = False) -> None:
+        super().__init__()
+        self.of_module = of_module
         parts = (nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4))
-        self.parts = nn.ModuleList(parts)
+        pairs = zip(parts, parts, strict=True)
+        self.parts = nn.ModuleList(Coupled(f, g) for f, g in pairs)
         self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.first(x).chunk(2, -1)
-        for f, g in zip(self.parts[::2], self.parts[1::2], strict=True):
-            a, b = _Reversible.apply(a, b, f, g)
+        for part in self.parts:
+            if self.of_module:
+                a, b = _OfModule.apply(a, b, part)
+            else:
+                a, b = _Reversible.apply(a, b, part.f, part.g)
         return F.mse_loss(self.last(torch.cat([a, b], -1)), x[:, :4])
 
 
+@pytest.mark.parametrize("of_module", [False, True])
 @pytest.mark.parametrize("init", ["unit", "preserve"])
-def test_gradients_are_true(init: str) -> None:
+def test_gradients_are_true(init: str, of_module: bool) -> None:
     torch.manual_seed(0)
-    model, x = unit_scale(Net().double(), init=init), torch.randn(32, 8, dtype=torch.float64)
+    model, x = (
+        unit_scale(Net(of_module).double(), init=init),
+        torch.randn(32, 8, dtype=torch.float64),
+    )
     for _ in range(2):
         model.zero_grad()
         model(x).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,3 +104,39 @@ def test_a_compiled_part_is_warned_of() -> None:
         torch.compile(model.image, backend="aot_eager")(x).sin().mean().backward()
     for name, p in model.image.named_parameters():
         torch.testing.assert_close(p.grad, wanted[f"image.{name}"])
+
+
+class Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, SimpleNamespace]:
+        hidden = F.gelu(self.a(x))
+        return self.b(hidden), SimpleNamespace(layers=[hidden])
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.head = Hidden(), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.part(x)[0].tanh())
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_a_loss_of_what_objects_among_the_results_of_a_part_hold(init: str) -> None:
+    torch.manual_seed(0)
+    model, x = unit_scale(Headed().double(), init=init), torch.randn(16, 32, dtype=torch.float64)
+
+    def of_part(model: nn.Module) -> Tensor:
+        y, held = model.part(x)
+        return y.square().mean() + held.layers[0].sin().mean()
+
+    powers = []
+    for loss in (lambda m: m(x).square().mean(), of_part):
+        _, found = gradients(model, loss)
+        _, true = gradients(without_gauges(model), loss)
+        powers.append({name: exponent(grad, true[name]) for name, grad in found.items()})
+    assert powers[1].items() <= powers[0].items()

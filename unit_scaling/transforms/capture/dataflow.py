@@ -16,6 +16,9 @@ __all__ = ["Flow", "reached"]
 
 T = TypeVar("T")
 
+_MASKS = frozenset("masked_fill where nan_to_num".split())
+"""Kinds that set elements to constants: those of rows of attention weights without any key."""
+
 
 def reached(starts: Iterable[T], next: Callable[[T], Iterable[T]]) -> set[T]:
     """All items reachable from ``starts`` along ``next``, including ``starts``."""
@@ -85,14 +88,15 @@ class Flow:
         return node.kind == "div" and not set(divisors).isdisjoint(self.sources[index])
 
     def weighs(self, index: int) -> int | None:
-        """The product that uses the result of a call as an operand, through moves and dropout only.
+        """The product that uses the result of a call as an operand, through moves, dropout and
+        masks only.
 
         None if there is none.
         """
         for reader in self.readers[index]:
             if self.is_product(reader):
                 return reader
-            if self.nodes[reader].kind in TRANSPARENT:
+            if self.nodes[reader].kind in TRANSPARENT | _MASKS:
                 found = self.weighs(reader)
                 if found is not None:
                     return found

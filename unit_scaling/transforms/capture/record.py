@@ -95,8 +95,9 @@ class CallNode:
     whether it is an input that requires a gradient; within: which an object among the arguments
     holds. where: file and line of the call. zero: whether
     it is a constant of zeros. origin: the parameter that it is, or is a view or copy of. site: as
-    in `Place`. inside: the autograd function that makes the call, or `DISTRIBUTION`. written: the
-    arguments that the result is written into. results: the number of result tensors.
+    in `Place`. inside: the autograd function that makes the call, or `DISTRIBUTION`. around: the
+    autograd function that calls the running module. written: the arguments that the result is
+    written into. results: the number of result tensors.
     """
 
     key: Key | None
@@ -119,6 +120,7 @@ class CallNode:
     rms: float = 1.0
     where: str = ""
     inside: str = ""
+    around: str = ""
     written: tuple[Slot, ...] = ()
     results: int = 1
     site: Site = ()
@@ -249,6 +251,7 @@ class Recorder(FirstLook):
         name = _name(function)
         node = CallNode(key, name, path, function, inputs, args, kwargs)
         node.where, node.inside, node.site = _location()
+        node.around = "" if torch.is_grad_enabled() else _function_around()
         sources = [self.nodes[i.node] for i in inputs]
         node.origin = sources[0].origin if kind in TRANSPARENT and inputs else None
         node.computed = _computed(node.kind, sources)
@@ -569,3 +572,13 @@ def _location() -> _Location:
             found.append((module, *_position(frame.f_code, frame.f_lasti)))
         frame = frame.f_back
     return _Location(where, inside, tuple(found))
+
+
+def _function_around() -> str:
+    """The autograd function that calls the running module, perhaps through others; "" if none."""
+    frame, found = inspect.currentframe(), ""
+    while frame is not None and not found and frame.f_code.co_name != "_record":
+        if frame.f_code.co_filename == _FUNCTION and frame.f_code.co_name == "apply":
+            found = f"the autograd function {frame.f_locals['cls'].__name__}"
+        frame = frame.f_back
+    return found

@@ -25,8 +25,9 @@ from fp8.context.activation_checkpointing import apart
 
 from ...parameter import restore_own_tags
 from ..capture.copies import twin_of
+from ..capture.forms import Form
 from ..capture.held import held_by
-from ..capture.record import Key, Place, Recorder, Slot, tensors_in
+from ..capture.record import CallNode, Key, Place, Recorder, Slot, tensors_in
 from ..capture.structure import Structure
 from ..folding.ratios import find_ties
 from ..plan.actions import CallRow, Plan, Settings, Settled, Step, Weights
@@ -36,7 +37,7 @@ from ..run.border import records
 from ..run.install import Call, Places, Scope, find_scope, is_sharded
 from ..run.varying import Following
 from .gauge import note_places, place, with_true_gradients
-from .measuring import Actual, Measuring, measure
+from .measuring import Actual, Measured, Measuring, measure
 from .ranks import fingerprint, numbered
 
 __all__ = ["RUNNING", "UNSEEN", "Given", "Looking", "look"]
@@ -60,6 +61,7 @@ class Looking(Scope, Protocol):
     kinds: dict[Callable[..., Any], str]
     replacements: dict[Callable[..., Any], Callable[..., Any]]
     settled: Settled
+    plans: dict[Form, Plan]
     structure: Structure
     init: str
     residual: str
@@ -122,23 +124,45 @@ def look(
             "once before fully_shard or parallelize_module, with arguments of the same form, in "
             "the same mode, and with gradients if they are taken"
         )
-    copies = [twin_of(module, scope, _Recorded(scope)) for _ in range(2)]
-    for twin in copies:
-        restore_own_tags(twin)
-    if evaluate:
-        copies = [twin.eval() for twin in copies]
-    weights = tagged_weights(copies[0], path)
-    hooked = [copies[0].get_submodule(name) for name in hooks]
+    twin = _twin(scope, module, evaluate)
+    weights = tagged_weights(twin, path)
+    hooked = [twin.get_submodule(name) for name in hooks]
     with apart():
-        recorder, ends, kept = _record(scope, copies[0], path, given, weights, hooked)
-        planned = make_plan(recorder.nodes, _settings(scope, weights, whole=not path))
-        gradients = _measure(scope, planned, copies[1], path, given, actual)
-    _end(planned, ends, kept, gradients)
+        recorder, ends, kept = _record(scope, twin, path, given, weights, hooked)
+        around = any(node.around for node in recorder.nodes)
+        while True:
+            planned = make_plan(recorder.nodes, _settings(scope, weights, whole=not path))
+            with torch.set_grad_enabled(around or torch.is_grad_enabled()):
+                other = _twin(scope, module, evaluate)
+                found = _measure(scope, planned, other, path, given, actual)
+            if not (around and _is_hidden(recorder.nodes, found.again)):
+                break
+    _end(planned, ends, kept, found.gradients)
     if not path and scope.init == "unit":
-        buffers = {id(b): name for name, b in copies[0].named_buffers()}
+        buffers = {id(b): name for name, b in twin.named_buffers()}
         results = list(ends.values())
         planned.plan.ties = find_ties(recorder.nodes, planned.plan, buffers, results)
     return planned.plan
+
+
+def _twin(scope: Looking, module: nn.Module, evaluate: bool) -> nn.Module:
+    twin = twin_of(module, scope, _Recorded(scope))
+    restore_own_tags(twin)
+    return twin.eval() if evaluate else twin
+
+
+def _is_hidden(nodes: Iterable[CallNode], again: Collection[str]) -> bool:
+    """Whether an autograd function calls modules that its backward pass does not run ``again``, but
+    computes their gradients itself: marks their calls as its own."""
+    hidden = [
+        node
+        for node in nodes
+        if node.around and not node.inside
+        if not any(f"{node.path}.".startswith(f"{path}.") for path in again)
+    ]
+    for node in hidden:
+        node.inside = node.around
+    return bool(hidden)
 
 
 def _record(
@@ -158,10 +182,10 @@ def _record(
     (args, kwargs), copies = detached(given, records=False)
     inputs = {id(copies[id(t)]): t.requires_grad for _, t in tensors_in(given)}
     wanted = [id(copies[id(t)]) for t in tensors_within(given) if t.requires_grad]
-    within = [key for key in wanted if key not in inputs]
+    entering = [key for key in wanted if key not in inputs]
     running, computing = scope.path.items, parametrizations(twin, f"{path}." if path else "")
     path_now = lambda: running[-1] if running else path  # noqa: E731
-    rest = (inputs, within, path_now, computing)
+    rest = (inputs, entering, path_now, computing)
     recorder = Recorder(scope.kinds, _names(twin, path), weights.factors, *rest)
     seen: list[Any] = []
     for module in hooked:
@@ -169,9 +193,10 @@ def _record(
     with torch.random.fork_rng(_devices(twin)), _SILENT, uncast():
         result = _run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
     ends = plain(result)
-    known = {id(t) for _, t in tensors_in(ends)}
-    inner = [t for t in tensors_within([args, kwargs, seen, ends]) if id(t) not in known]
-    kept = held_by(twin, path) | {"": inner}
+    within = list(tensors_within(ends))
+    inner = Counter(map(id, within)) - Counter(id(t) for _, t in tensors_in(ends))
+    others = [t for t in within if id(t) in inner]
+    kept = held_by(twin, path) | {"": [*others, *tensors_within([args, kwargs, seen])]}
     return recorder, recorder.ends(ends), recorder.ends(kept)
 
 
@@ -182,11 +207,8 @@ def _measure(
     path: str,
     given: Given,
     actual: Actual | None,
-) -> Mapping[Key, float]:
-    """Measures corrections and gauges for a plan and completes it.
-
-    Returns log2 of the RMS of the true gradient at each call.
-    """
+) -> Measured:
+    """Measures corrections and gauges for a plan and completes it."""
     with_true_gradients(planned)
     scope.settle(twin.training and records())
     plan, settled = planned.plan, scope.settled
@@ -209,13 +231,16 @@ def _measure(
         plan.outside = scope.arriving.get(plan.final, 0)
     if preserve:
         plan.outside = 0  # gradients of parameters are the true ones
+    plan.find_first(scope.plans.values())
+    if plan.first is not None:  # the two may run in one step
+        settled = replace(settled, parameters=plan.first.measured | settled.parameters)
     found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)
     place(planned, found, settled, preserve, scope.name)
     if failed:
         plan.rows.append(CallRow(path, "backward", LEFT_ALONE, f"gradients as they are: {failed}"))
     if not path:
         scope.forget_loose(plan)
-    return found.gradients
+    return found
 
 
 def _is_shared(planned: Planned, known: Mapping[Place, int]) -> bool:
@@ -325,6 +350,7 @@ class _Recorded:
         """As the scope's; raises as `inside`."""
         if self.inside(path) is not None or self.measuring is None:
             return self.scope.run(call, module, path, args, kwargs)
+        self.measuring.found.again[path] = True
         RUNNING.items.append(self.scope)
         try:
             with self.measuring.again():
@@ -344,18 +370,19 @@ def _end(
     """
     plan, flow = planned.plan, planned.flow
     outside = _keep(planned, kept.values(), sizes)
+    read = {i.node for node in flow.nodes if node.live and node.function for i in node.inputs}
     held = {slot: node for slot, node in kept.items() if slot[0]}
     plan.kept = tuple(dict.fromkeys(slot[:2] for slot in held))
     for slot, index in {**ends, **held}.items():
         node = flow.nodes[index]
-        if slot in held and (index in outside or flow.readers[index]):
+        if slot in held and (index in outside or index in read):
             continue
         size = 0.0 if node.key is None else sizes.get(node.key, 0.0)
         plan.ends[slot] = planned.exponents[index], size
         if index in outside:
             continue
         single = sum(other == index for other in ends.values()) == 1 and node.results == 1
-        if node.key is None or flow.readers[index] or not single:
+        if node.key is None or index in read or not single:
             plan.outputs[slot] = planned.exponents[index], size
         else:
             step = plan.steps.get(node.key) or Step()

@@ -56,7 +56,8 @@ class Measured:
     parameters. operands: of the arguments of products.
 
     rounding: log2 of the norm of the rounding errors of each gradient of a result. corrections:
-    place of a call -> exponent of a factor of its result, shared by all loop iterations.
+    place of a call -> exponent of a factor of its result, shared by all loop iterations. again: the
+    modules that the backward pass runs again.
     """
 
     gradients: dict[Key, float] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class Measured:
     parameters: dict[str, float] = field(default_factory=dict)
     operands: dict[tuple[Key, Slot], float] = field(default_factory=dict)
     corrections: dict[Place, int] = field(default_factory=dict)
+    again: dict[str, bool] = field(default_factory=dict)
 
     def shared(self, name: str) -> Measured:
         """The measurements of the first process of the job, and of others where it has none: see

@@ -173,6 +173,11 @@ class Plan:
             found[path][kind] += 1
         return found
 
+    @property
+    def measured(self) -> dict[str, int]:
+        """`parameters` without those ``idle``."""
+        return {name: c for name, c in self.parameters.items() if name not in self.idle}
+
     def find_first(self, others: Iterable[Plan]) -> None:
         """Sets `first`: the two may run in one step, whose gradients need one outside."""
         unknown = (
@@ -225,8 +230,7 @@ class Settled:
             gauges = {k: c for k, c in plan.gauges.items() if k not in plan.unseen}
             self.gauges = {**gauges, **self.gauges}
         if plan.outside is not None:
-            seen = {name: c for name, c in plan.parameters.items() if name not in plan.idle}
-            own = {name: c + plan.outside for name, c in seen.items()}
+            own = {name: c + plan.outside for name, c in plan.measured.items()}
             self.parameters = {**own, **self.parameters}
 
 

@@ -98,7 +98,18 @@ def leaving(
     for slot, tensor in _held(module, path, places):
         if tensor.requires_grad and slot in known and not is_outside(tensor):
             ending(tensor, plan, *end(slot, tensor))
-    return _replaced(output, gauged)
+
+    result = _replaced(output, gauged)
+    if following is None:
+        return result
+
+    def inner(tensor: Tensor) -> Tensor:
+        own = following.gauge(tensor)
+        if own is None or tensor.grad_fn is None or is_outside(tensor):
+            return tensor
+        return tensor if id(tensor) in following.within else _View.apply(tensor, plan, own, 0.0)
+
+    return _replaced_within(result, inner, set())
 
 
 def returns_other(output: Any, plan: Plan) -> bool:
@@ -229,7 +240,28 @@ def _replaced(output: Any, change: Callable[[Slot, Tensor], Tensor]) -> Any:
     return output
 
 
-def _set(output: Any, name: str, value: Any) -> None:
+def _replaced_within(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
+    """A value with its tensors changed, those of lists, dicts and objects in place. seen: the ids
+    of those that are left out."""
+    if isinstance(value, Tensor):
+        return change(value)
+    items = plain(value)
+    if isinstance(value, nn.Module | type) or id(value) in seen:
+        return value
+    if not isinstance(items, dict | list | tuple):
+        return value
+    seen.add(id(value))
+    pairs = dict(items if isinstance(items, dict) else enumerate(items))
+    new = {name: _replaced_within(item, change, seen) for name, item in pairs.items()}
+    changed = {name: item for name, item in new.items() if item is not pairs[name]}
+    if isinstance(value, tuple) and changed:
+        return getattr(value, "_make", tuple)(new.values())
+    for name, item in changed.items():
+        _set(value, name, item)
+    return value
+
+
+def _set(output: Any, name: Any, value: Any) -> None:
     if hasattr(output, "__setitem__"):
         output[name] = value
     else:

@@ -234,21 +234,25 @@ class Replay(FirstLook):
     ) -> Any:
         if step.slots or step.starts:
             args, kwargs = canonical(function, args, kwargs)
+        written = kwargs.get("out", args[0] if step.writes and args else None)
         args, kwargs = self._started(step.starts, args, kwargs)
+        elsewhere = step.output != 1.0 or step.op in ("times", "replace")
         for slot, fwd, bwd in step.slots:
             if isinstance(slot[0], str):
                 kwargs = _changed(kwargs, slot, scale_edge, fwd, bwd)
+            elif slot == (0,) and args[0] is written and fwd == bwd:
+                written.mul_(fwd)
             else:
+                elsewhere |= slot == (0,) and fwd != 1.0
                 args = _changed(args, slot, scale_edge, fwd, bwd)
         if step.slots and kwargs.get("inplace"):  # autograd functions' outputs must not be written
-            kwargs = {**kwargs, "inplace": False}
-        if step.writes and step.output != 1.0:  # backward may need what is overwritten
-            output = self._compute(step, function, (args[0].clone(), *args[1:]), kwargs)
-            return args[0].copy_(output * step.output)
+            kwargs, elsewhere = {**kwargs, "inplace": False}, True
+        if written is not None and elsewhere and args[0] is written and step.op != "times":
+            args = (written.clone(), *args[1:])  # backward may need what is overwritten
         output = self._compute(step, function, args, kwargs)
-        if step.output == 1.0 or not isinstance(output, Tensor):
-            return output
-        return output * step.output
+        if step.output != 1.0 and isinstance(output, Tensor):
+            output = output * step.output
+        return output if written is None or not elsewhere else written.copy_(output)
 
     def _compute(
         self,

@@ -1,0 +1,65 @@
+"""A call that writes in place: its first argument and its result are one tensor, whatever factors
+the call has, so a model may read either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.transforms.gradients import check_slopes
+from unit_scaling.transforms import unit_scale
+
+WRITES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "a residual add": lambda m, y: y.add_(m.b(y.relu())),
+    "+=": lambda m, y: y.__iadd__(m.b(y.relu())),
+    "a number": lambda _, y: y.mul_(-2.0),
+    "/= a number": lambda _, y: y.__itruediv__(-4.0),
+    "a pattern": lambda _, y: y.mul_(y.sigmoid()),
+    "a sum": lambda _, y: y.sub_(y.relu()),
+    "an argument": lambda _, y: F.relu(input=y, inplace=True),
+    "replaced": lambda _, y: F.silu(y, inplace=True),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, written: str, reads: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 32), nn.Linear(32, 32)
+        self.c, self.head = nn.Linear(32, 16), nn.Linear(16, 3)
+        self.written, self.reads = written, reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        z = WRITES[self.written](self, y)
+        return self.head(self.c(y if self.reads == "the argument" else z).relu())
+
+
+def loss(model: nn.Module) -> Tensor:
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return model(x).square().mean()
+
+
+def made(written: str, reads: str, init: str) -> nn.Module:
+    torch.manual_seed(0)
+    return unit_scale(Net(written, reads).double(), {F.silu: torch.tanh}, init=init)
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+@pytest.mark.parametrize("written", WRITES)
+def test_the_argument_is_the_result(written: str, init: str) -> None:
+    by_result, by_argument = (made(written, r, init) for r in ("the result", "the argument"))
+    assert torch.equal(loss(by_result), loss(by_argument))
+    assert check_slopes(by_argument, loss)
+
+
+@pytest.mark.parametrize("written", ["a residual add", "/= a number", "replaced"])
+def test_compiled(written: str) -> None:
+    model = made(written, "the result", "unit")
+    wanted = loss(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(loss(compiled), wanted)
