@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from fp8.common.report import LEFT_ALONE
 
@@ -17,7 +17,6 @@ __all__ = [
     "MEASURED",
     "CallRow",
     "Decision",
-    "Kept",
     "Placed",
     "Plan",
     "Scaling",
@@ -64,14 +63,6 @@ class Step:
 
 Decision = tuple[Step | None, str, str]
 """(step, what the report says was done or "" for no row, why)."""
-
-
-class Kept(NamedTuple):
-    """A call that keeps its values: as in `Decision`, and a factor of its result."""
-
-    done: str
-    why: str
-    output: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -202,15 +193,15 @@ class Settled:
     """What the first call signature fixes for all others, so that they compute the same.
 
     keys: attention call -> (the number of keys to scale for, whether it is causal). units: last
-    call of a unit -> the factor of its output. carried: as in `plan.carried`. corrections,
-    operands, gauges, parameters: exponents of the factors of results and of arguments of products,
-    and of the gauges of calls and parameters (`measure.gauge`). varying: the paths of modules whose
-    number of calls depends on values, True for each (`run.varying`).
+    call of a formula -> the factor of its output. loops: as ``known`` in `Regions.loops`.
+    corrections, operands, gauges, parameters: exponents of the factors of results and of arguments
+    of products, and of the gauges of calls and parameters (`measure.gauge`). varying: the paths of
+    modules whose number of calls depends on values, True for each (`run.varying`).
     """
 
     keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
     units: dict[Key, float] = field(default_factory=dict)
-    carried: dict[Place, int] = field(default_factory=dict)
+    loops: dict[Place, str] = field(default_factory=dict)
     corrections: dict[Place, int] = field(default_factory=dict)
     operands: dict[tuple[Key, Slot], int] = field(default_factory=dict)
     gauges: dict[Key, int] = field(default_factory=dict)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,43 +20,27 @@ from torch import Tensor
 
 from ...rules.elementwise import elementwise_rms
 from ..capture.dataflow import Flow, reached
-from ..capture.kinds import CASTS, ELEMENTWISE, LINEAR, MOVES
+from ..capture.kinds import CASTS, ELEMENTWISE, FORMED, LINEAR, MOVES
 from ..capture.record import CallNode, Key, Slot, replaced
+from .regions import Region
 
-__all__ = ["Unit", "find_units"]
-
-
-_FORMED = (ELEMENTWISE | MOVES) | frozenset(
-    "mean sum var std norm vector_norm amax max logsumexp".split()
-)
-"""Kinds that a pattern may consist of."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Calls that form one function; the last one returns the result.
-
-    factor: of the result of a formula; None for a pattern, where it is measured.
-    """
-
-    calls: tuple[int, ...]
-    factor: float | None = None
+__all__ = ["find_units"]
 
 
 def find_units(
     flow: Flow, alone: Callable[[CallNode], bool], settled: dict[Key, float]
-) -> dict[int, Unit]:
-    """Returns the units of a model by their last call.
+) -> list[Region]:
+    """Returns the patterns and formulas of a model; their last call returns the result.
 
     alone: whether a call has a rule of its own. settled: factors of formulas, fixed by their last
     call; new ones are added.
     """
-    found: dict[int, Unit] = {}
+    found: list[Region] = []
     taken: set[int] = set()
     for last in reversed(range(len(flow.nodes))):
         calls = () if last in taken else _pattern(flow, last)
         if calls and taken.isdisjoint(calls):
-            found[last] = Unit(calls)
+            found.append(_region_of(calls, "pattern"))
             taken.update(calls)
     factors: dict[str, float] = {}
     for formula in _formulas(flow, taken):
@@ -66,8 +49,13 @@ def find_units(
         if not ruled and any(_curved(flow, c) for c in plain):
             factor = _factor(flow, formula, settled, factors)
             if math.isfinite(factor):
-                found[formula.calls[-1]] = Unit(formula.calls, factor)
+                found.append(_region_of(formula.calls, "formula", factor))
     return found
+
+
+def _region_of(calls: tuple[int, ...], name: str, factor: float | None = None) -> Region:
+    what = f"{name} of {len(calls)} calls" if len(calls) > 1 else f"{name} of one call"
+    return Region(frozenset(calls), what, frozenset(calls[-1:]), factor)
 
 
 _STEPS = 4
@@ -96,7 +84,7 @@ def _region(flow: Flow, entry: int, last: int) -> tuple[int, ...]:
     """The calls between two calls where all paths meet; () if they are no pattern."""
 
     def is_formed(index: int) -> bool:
-        return flow.nodes[index].kind in _FORMED and not flow.nodes[index].inside
+        return flow.nodes[index].kind in FORMED and not flow.nodes[index].inside
 
     def sources(index: int) -> set[int]:
         return set(flow.sources[index]) - {entry} if is_formed(index) else set()
