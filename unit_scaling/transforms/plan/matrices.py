@@ -5,8 +5,8 @@ only holds for unscaled values. With a factor at each product it would converge 
 diverge. Such calls are found by data flow. They start from
 
 1. sums of an identity and a value: ``eye - k`` and products with it;
-2. sums of a *power* (a product of values with the same origin and no weight in between) and a
-   constant or that value: ``3 * x - x @ x.T @ x``;
+2. sums of a *power* (a product of values with the same origin and no weight in between) and that
+   value: ``3 * x - x @ x.T @ x``;
 3. sums of a product and squares of its operands: ``x**2 + y**2 - 2 * x @ y``;
 4. functions of linear algebra, Fourier transforms and `torch.cdist`.
 """
@@ -126,11 +126,9 @@ class Matrices:
                 return {index}
             if not self.flow.is_product(at):
                 continue
-            power = at in self.powers
-            if power and constant and other.numel > 1 and not nodes[other.node].masking:
-                return {index, at}
             terms = frozenset[_Root]().union(*self.origins(at))
-            if terms & self._from(other) and (power or self._squares(other.node)):
+            known = at in self.powers or self._squares(other.node)
+            if known and terms & self._from(other):
                 return {index, at}
         return set()
 

@@ -326,8 +326,6 @@ class _Planner:
             return None, "scaled", "a gain"
         if len(values) == 1 and not any(o.live for o in others):
             return None, "scaled", "times a constant"
-        if node.kind == "mul" and find_op(node.function) is None:
-            return None, "unchanged", "the product of two values"
         return None
 
     def _attention(self, index: int, node: CallNode, kind: str) -> Decision | None:
