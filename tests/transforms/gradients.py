@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from unit_scaling.transforms.plan.actions import Placed, Step
+from unit_scaling.transforms.plan.actions import Arriving, Placed, Step
 from unit_scaling.transforms.run.install import find_scope
 from unit_scaling.transforms.run.scope import UnitScale
 
@@ -29,7 +29,7 @@ def without_gauges(model: nn.Module) -> nn.Module:
         plan.calls = {key: _untracked(call) for key, call in plan.calls.items()}
         plan.places = {place: _untracked(call) for place, call in plan.places.items()}
         plan.parameters = dict.fromkeys(plan.parameters, 0)
-        plan.outputs, plan.ends, plan.outside = {}, {}, 0
+        plan.outputs, plan.ends, plan.arriving = {}, {}, Arriving(0)
     scope.settled.parameters = dict.fromkeys(scope.settled.parameters, 0)
     return twin
 

@@ -190,7 +190,7 @@ def _is_gauged(model: nn.Module) -> bool:
 def _forget_losses(model: nn.Module) -> None:
     """Discards the measured gradient scales at the output, which depend on the user's loss."""
     for plan in _plans(model).values():
-        plan.outside = None
+        plan.arriving.exponent = None
 
 
 def _measured(output: Any) -> list[float]:

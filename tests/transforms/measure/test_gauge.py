@@ -558,3 +558,28 @@ def test_rows_times_numbers_have_unit_scale(scale: float) -> None:
     rows = {(r.path, r.tensor): r.rms for r in found.rows}
     assert 2**-1.5 < rows["head", "input"] < 2**1.5, found
     assert 2**-1.5 < rows["layer", "gradient of output"] < 2**1.5, found
+
+
+class Reduced(nn.Module):
+    """A loss that is a mean or a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = linear(), linear(VOCAB)
+
+    def forward(self, x: Tensor, y: Tensor, reduction: str) -> Tensor:
+        return F.cross_entropy(self.down(F.gelu(self.up(x))), y, reduction=reduction)
+
+
+def test_another_form_of_call_has_gauges_for_its_own_gradients() -> None:
+    """Those of parameters are the ones of the first form."""
+    torch.manual_seed(0)
+    model, x, y = unit_scale(Reduced()), torch.randn(1024, WIDTH), classes(1024)
+    model(x, y, "mean").backward()
+    means = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(x, y, "sum").backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, 1024 * means[name], rtol=1e-3, atol=1e-2)
+    given = {"x": x, "y": y, "reduction": "sum"}
+    assert uu.verify(model, given).share("gradient") == 1

@@ -87,6 +87,26 @@ def test_another_form_of_call_has_no_factor_either() -> None:
         assert not any(plan.corrections[place] for place in plan.corrections if place[1] == "mul")
 
 
+def test_gradients_fit_e5m2_once_it_has_learned() -> None:
+    """They are multiplied by it: at RMS 1 for a parameter of 1e-6, they would leave e5m2."""
+    torch.manual_seed(0)
+    model = unit_scale(Branches(1e-6, *SPELLINGS["number"]))
+    model().backward()
+    found: list[float] = []
+    for layer in model.layers:
+        layer.register_forward_hook(
+            lambda _, __, y: y.register_hook(lambda g: found.append(g.abs().max().item())) and None
+        )
+    model()
+    with torch.no_grad():
+        for parameter in model.small:
+            parameter.fill_(1.0)
+    found.clear()
+    model().backward()
+    assert len(found) == 2
+    assert max(found) < torch.finfo(torch.float8_e5m2).max
+
+
 @pytest.mark.parametrize("number", [1, 32])
 def test_slopes_are_no_gains(number: int) -> None:
     """At RMS 1, an nn.PReLU is the identity."""

@@ -143,7 +143,8 @@ def test_the_report_names_the_unit(name: str) -> None:
     ours(torch.randn(4, 256, WIDTH))
     kind = "formula" if name in FORMULAS else "pattern"
     rows = [row for row in uu.report(ours) if row.path == "1"]
-    assert [row.why.partition(" of ")[0] for row in rows if " of " in row.why] == [kind]
+    named = [row.why.partition("result of a ")[2] for row in rows if "result of a" in row.why]
+    assert [what.partition(" of ")[0] for what in named] == [kind]
     assert not [row for row in rows if row.call == "add" and "residual" in row.why]
     assert not [row for row in rows if row.left_alone]
 

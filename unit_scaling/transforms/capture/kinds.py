@@ -27,6 +27,7 @@ __all__ = [
     "CONSTANT",
     "ELEMENTWISE",
     "EMBEDDINGS",
+    "FORMED",
     "KEPT",
     "KINDS",
     "LAYERS",
@@ -158,6 +159,13 @@ ELEMENTWISE = LINEAR | frozenset(
     ).split()
 )
 """Kinds that are elementwise if their other arguments are numbers."""
+
+FORMED = (ELEMENTWISE | MOVES) | frozenset(
+    (
+        "sum mean norm vector_norm var std amax amin max min logsumexp cumsum lerp addcmul addcdiv"
+    ).split()
+)
+"""Kinds that a region of calls may consist of, besides products (`plan.regions`)."""
 
 LIMITED = frozenset(
     (

@@ -191,12 +191,10 @@ class _Regions:
             for index in calls:
                 self.exponents[index] = self._own(index, chosen[root] or 0)
         leaves = [index for index in range(len(self.nodes)) if self._is_leaf(index)]
-        for index in leaves:
-            self.exponents[index] = self._of_leaf(index, chosen)
-        for bias, weight in self._biases():  # the product applies its weight's factor to the bias
-            own = self._gradient(bias)
-            if own is None or abs(self.exponents[weight] + own) <= REACH:
-                self.exponents[bias] = self.exponents[weight]
+        weights = dict(self._biases())
+        for index in sorted(leaves, key=weights.__contains__):  # biases after their weights
+            near = [weights[index]] if index in weights else self._readers[index]
+            self.exponents[index] = self._of_leaf(index, near, chosen)
         self._agree(index for index in leaves if not self._is_bound(index, chosen))
 
     def _one(self) -> int:
@@ -229,24 +227,21 @@ class _Regions:
             self.exponents[index] = shared.get(name or "", self.exponents[index])
 
     def _biases(self) -> Iterator[tuple[int, int]]:
-        """(bias, weight) of products, for parameters that are the bias of one product only."""
+        """(bias, weight) of products, which apply the factor of their weight to both."""
         for node in self.nodes:
             step = None if node.key is None else self.plan.steps.get(node.key)
             names, at = operands(node, step), {i.slot: i.node for i in node.inputs}
             if "bias" in names and "weight" in names:
-                bias, weight = at[names["bias"]], at[names["weight"]]
-                once = len(self._readers[bias]) == 1
-                known = self.nodes[bias].parameter in self._settled.parameters
-                if self._is_leaf(bias) and once and not known and not self._true:
-                    yield bias, weight
+                yield at[names["bias"]], at[names["weight"]]
 
     def _offset(self) -> int:
         """The offset to gauges fixed by another call signature, whose gradient may have another
         initial scale.
         """
-        known = self._settled.gauges
-        moves = [-g - known[key] for key, g in self._measured.gradients.items() if key in known]
-        return round(sorted(moves)[len(moves) // 2]) if moves else 0
+        known, keys = self._settled.gauges, enumerate(node.key for node in self.nodes)
+        both = [(i, known[key]) for i, key in keys if key is not None and key in known]
+        moves = sorted(w - gauge for i, gauge in both if (w := self._wanted(i)) is not None)
+        return round(moves[len(moves) // 2]) if moves else 0
 
     def _of_region(self, calls: list[int]) -> int | None:
         if self._true and any(self._is_leaf(i.node) for i in self._forced(calls)):
@@ -293,7 +288,8 @@ class _Regions:
         """Whether a parameter has the gauge of a region."""
         return self._find(index) in chosen or index in self._tied
 
-    def _of_leaf(self, index: int, chosen: Mapping[int, int | None]) -> int:
+    def _of_leaf(self, index: int, near: Iterable[int], chosen: Mapping[int, int | None]) -> int:
+        """near: the nodes whose gauge needs no factor for this one."""
         node = self.nodes[index]
         if self._is_bound(index, chosen):
             return chosen.get(self._find(index)) or 0
@@ -302,12 +298,12 @@ class _Regions:
             return 0
         if name in self._settled.parameters:
             return self._settled.parameters[name] - (self.plan.outside or 0)
-        near = [self.exponents[r] for r in self._readers[index]]
+        gauges = [self.exponents[other] for other in near]
         found = self._gradient(index)
         if found is None:
-            return near[0] if near else 0
+            return gauges[0] if gauges else 0
         found += self._grows[index]
-        return next((c for c in near if abs(c + found) <= REACH), round(-found))
+        return next((c for c in gauges if abs(c + found) <= REACH), round(-found))
 
     def _gradient(self, index: int) -> float | None:
         """log2 of the RMS of a parameter's gradient; None if it is zero.

@@ -30,7 +30,7 @@ from ..capture.held import held_by
 from ..capture.record import CallNode, Key, Place, Recorder, Slot, tensors_in
 from ..capture.structure import Structure
 from ..folding.ratios import find_ties
-from ..plan.actions import CallRow, Plan, Settings, Settled, Step, Weights
+from ..plan.actions import Arriving, CallRow, Plan, Settings, Settled, Step, Weights
 from ..plan.planner import Planned, make_plan
 from ..plan.weights import parametrizations, pruned, tagged_weights
 from ..run.border import records
@@ -54,8 +54,8 @@ UNSEEN = "unit_scale has not seen this form of call yet"
 class Looking(Scope, Protocol):
     """The part of `UnitScale` that recording and measuring use.
 
-    arriving: `Plan.final` -> `Plan.outside` of the first plan of that kind, once known. name: of
-    the model, the same in all processes; "" until the first recording.
+    arriving: `Plan.final` -> what arrives at the plans of that kind. name: of the model, the same
+    in all processes; "" until the first recording.
     """
 
     kinds: dict[Callable[..., Any], str]
@@ -66,7 +66,7 @@ class Looking(Scope, Protocol):
     init: str
     residual: str
     context_length: int | None
-    arriving: dict[bool, int]
+    arriving: dict[bool, Arriving]
     name: str
 
     def settle(self, training: bool = False) -> None:
@@ -226,14 +226,17 @@ def _measure(
     mode, failed = _step(scope, planned, twin, path, given, known, False, loss)
     preserve = scope.init == "preserve"
     if actual is not None:
-        plan.final, plan.outside = True, actual.outside
-    elif settled.parameters:  # the exponents of parameters hold for that of the first plan
-        plan.outside = scope.arriving.get(plan.final, 0)
-    if preserve:
-        plan.outside = 0  # gradients of parameters are the true ones
-    plan.find_first(scope.plans.values())
-    if plan.first is not None:  # the two may run in one step
-        settled = replace(settled, parameters=plan.first.measured | settled.parameters)
+        plan.final, plan.arriving = True, Arriving(actual.outside)
+    elif preserve:
+        plan.arriving = Arriving(0)  # gradients of parameters are the true ones
+    else:
+        plan.arriving = scope.arriving.setdefault(plan.final, plan.arriving)
+    if settled.parameters and plan.outside is None:  # their exponents hold for what arrived first
+        plan.arriving = scope.arriving[plan.final] = Arriving(0)
+    if plan.outside is None:  # it may run in one step with others of which it is not known
+        for other in scope.plans.values():
+            if other is not plan and other.arriving is plan.arriving:
+                settled = replace(settled, parameters=other.measured | settled.parameters)
     found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)
     place(planned, found, settled, preserve, scope.name)
     if failed:

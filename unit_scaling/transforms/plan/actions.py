@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from fp8.common.report import LEFT_ALONE
 
@@ -15,9 +15,9 @@ from ..capture.record import Key, Place, Slot
 
 __all__ = [
     "MEASURED",
+    "Arriving",
     "CallRow",
     "Decision",
-    "Kept",
     "Placed",
     "Plan",
     "Scaling",
@@ -64,14 +64,6 @@ class Step:
 
 Decision = tuple[Step | None, str, str]
 """(step, what the report says was done or "" for no row, why)."""
-
-
-class Kept(NamedTuple):
-    """A call that keeps its values: as in `Decision`, and a factor of its result."""
-
-    done: str
-    why: str
-    output: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -125,21 +117,28 @@ class Placed:
 
 
 @dataclass
+class Arriving:
+    """The exponent of gradients that arrive at the output, None until known: see `run.border`."""
+
+    exponent: int | None = None
+
+
+@dataclass
 class Plan:
     """The steps of every known call (None: unchanged) and their report.
 
     inner: readout weights that are not last: their output feeds products or residual connections.
     depths: parameter of a residual branch -> layers of its stack. outputs: tensor of the model's
-    result that other calls read too -> as `Step.end`. outside: the exponent of gradients arriving
-    at the output, None until known; see `run.border`. entry: the gauge of the arguments. final:
+    result that other calls read too -> as `Step.end`. arriving: shared by plans that may run in one
+    step, whose gradients need one exponent. entry: the gauge of the arguments. final:
     whether the gauges were measured with the model's own loss. looks: the number of steps watched
     for zero gradients. corrections, operands, gauges, parameters: measurements, as in `Settled`.
     unseen: products with gauges whose gradient was zero. idle: parameters whose gradient was zero.
     name: the same in all processes that run the model. ties: the equations for `folding.ratios`.
     kept: attributes of modules that hold tensors with gradients after a run, as the begin of a
-    `Slot` with `HELD`. ends: all results, as in `outputs`. Not saved: first, a plan made earlier
-    whose outside was not known, which is that of both; for models whose calls depend on values
-    (`run.varying`), calls and places, every call and the first one at each place of the code.
+    `Slot` with `HELD`. ends: all results, as in `outputs`. Not saved, for models whose calls depend
+    on values (`run.varying`): calls and places, every call and the first one at each place of the
+    code.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
@@ -149,7 +148,7 @@ class Plan:
     ties: tuple[Tie, ...] = ()
     ends: dict[Slot, tuple[int, float]] = field(default_factory=dict)
     outputs: dict[Slot, tuple[int, float]] = field(default_factory=dict)
-    outside: int | None = None
+    arriving: Arriving = field(default_factory=Arriving)
     entry: int = 0
     final: bool = False
     looks: int = 0
@@ -161,7 +160,6 @@ class Plan:
     idle: tuple[str, ...] = ()
     name: str = field(default="", compare=False)
     kept: tuple[Slot, ...] = ()
-    first: Plan | None = field(default=None, init=False, compare=False, repr=False)
     calls: dict[Key, Placed] = field(default_factory=dict, init=False, compare=False)
     places: dict[Place, Placed] = field(default_factory=dict, init=False, compare=False)
 
@@ -178,12 +176,10 @@ class Plan:
         """`parameters` without those ``idle``."""
         return {name: c for name, c in self.parameters.items() if name not in self.idle}
 
-    def find_first(self, others: Iterable[Plan]) -> None:
-        """Sets `first`: the two may run in one step, whose gradients need one outside."""
-        unknown = (
-            p for p in others if p is not self and (p.outside, p.final) == (None, self.final)
-        )
-        self.first = next((p.first or p for p in unknown), None) if self.outside is None else None
+    @property
+    def outside(self) -> int | None:
+        """The exponent of gradients that arrive at the output; None until known."""
+        return self.arriving.exponent
 
     def other_paths(self, made: Mapping[tuple[str, str], int]) -> set[str]:
         """The modules that have made another number of calls of a kind with steps than planned.
@@ -207,15 +203,15 @@ class Settled:
     """What the first call signature fixes for all others, so that they compute the same.
 
     keys: attention call -> (the number of keys to scale for, whether it is causal). units: last
-    call of a unit -> the factor of its output. carried: as in `plan.carried`. corrections,
-    operands, gauges, parameters: exponents of the factors of results and of arguments of products,
-    and of the gauges of calls and parameters (`measure.gauge`). varying: the paths of modules whose
-    number of calls depends on values, True for each (`run.varying`).
+    call of a formula -> the factor of its output. loops: as ``known`` in `Regions.loops`.
+    corrections, operands, gauges, parameters: exponents of the factors of results and of arguments
+    of products, and of the gauges of calls and parameters (`measure.gauge`). varying: the paths of
+    modules whose number of calls depends on values, True for each (`run.varying`).
     """
 
     keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
     units: dict[Key, float] = field(default_factory=dict)
-    carried: dict[Place, int] = field(default_factory=dict)
+    loops: dict[Place, str] = field(default_factory=dict)
     corrections: dict[Place, int] = field(default_factory=dict)
     operands: dict[tuple[Key, Slot], int] = field(default_factory=dict)
     gauges: dict[Key, int] = field(default_factory=dict)

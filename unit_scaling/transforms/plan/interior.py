@@ -30,9 +30,9 @@ class Interior:
             above[index] = learned[index] or any(above[source] for source in sources)
         below = flow.before(layers)
         part = not (whole and layers)
-        self._inside = [part or (a and b) for a, b in zip(above, below, strict=True)]
+        self.calls = {i for i in range(len(nodes)) if part or (above[i] and below[i])}
         #: For each node, whether its result feeds a layer.
         self.feeds_layers = below
 
     def __contains__(self, index: int) -> bool:
-        return self._inside[index]
+        return index in self.calls

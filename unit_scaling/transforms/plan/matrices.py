@@ -2,17 +2,13 @@
 
 An inverse by Newton's iteration, ``v = v @ (2 * eye - k @ v)``, is a polynomial of one matrix and
 only holds for unscaled values. With a factor at each product it would converge to another matrix or
-diverge. Such calls are found by data flow, starting from
+diverge. Such calls are found by data flow. They start from
 
 1. sums of an identity and a value: ``eye - k`` and products with it;
-2. sums of a *power* (a product of values with the same origin and no weight in between) and a
-   constant or that value: ``3 * x - x @ x.T @ x``;
+2. sums of a *power* (a product of values with the same origin and no weight in between) and that
+   value: ``3 * x - x @ x.T @ x``;
 3. sums of a product and squares of its operands: ``x**2 + y**2 - 2 * x @ y``;
 4. functions of linear algebra, Fourier transforms and `torch.cdist`.
-
-They keep their values, as does everything they are computed from since the last layer or softmax,
-and everything computed from them up to the next. A result that feeds the rest of the model has a
-measured factor (`measure.measuring`).
 """
 
 from __future__ import annotations
@@ -25,31 +21,22 @@ from ..capture.kinds import (
     ALGEBRA,
     ATTENTION,
     CASTS,
-    ELEMENTWISE,
+    FORMED,
     MOVES,
     PARTS,
     RECURRENT,
     SELECTIONS,
 )
 from ..capture.record import Input, has_values, tensors_in
-from .actions import Kept
 
-__all__ = ["Matrices"]
+__all__ = ["ADDS", "ENDS", "Matrices"]
 
-KEEPS = "in a formula of matrices: keeps its values"
-"""The reason shown in the report."""
-
-_ADDS = frozenset(["add", "sub", "rsub"])
-_SQUARES = frozenset("pow square norm vector_norm".split())
-_ENDS = frozenset("softmax log_softmax sigmoid tanh normalize".split())
+ADDS = frozenset(["add", "sub", "rsub"])
+ENDS = frozenset("softmax log_softmax sigmoid tanh normalize".split())
 """Calls whose output scale does not depend on their input."""
-_FEATURES = frozenset(
-    "relu relu6 leaky_relu rrelu elu selu celu gelu silu mish hardswish softplus hardtanh".split()
-)
-_SPELLED = ((ELEMENTWISE | MOVES) - _FEATURES - _ENDS) | frozenset(
-    "sum mean norm vector_norm var std amax amin max min maximum minimum logsumexp".split()
-)
-"""Kinds that may be part of a formula, besides products."""
+
+_SQUARES = frozenset("pow square norm vector_norm".split())
+_SUMS = frozenset("sum norm vector_norm".split())
 _CHAINED = MOVES | CASTS | frozenset(["mul", "div", "neg"])
 
 _Root = tuple[int, int]
@@ -57,42 +44,26 @@ _Root = tuple[int, int]
 
 
 class Matrices:
-    """The calls of all matrix formulas."""
+    """Queries on the origins of values. powers: the products of values with the same origin."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self._roots: list[frozenset[_Root]] = []
         for index in range(len(flow.nodes)):
             self._roots.append(self._found(index))
-        self._mixing = flow.before({i for i in range(len(flow.nodes)) if flow.is_product(i)})
-        self._powers = {i for i in range(len(flow.nodes)) if self._is_power(i)}
-        self.calls = self._closed(self._seeds())
+        self.powers = {i for i in range(len(flow.nodes)) if self._is_power(i)}
 
-    def kept(self) -> dict[int, Kept]:
-        """What the plan does with these calls."""
-        found = {}
-        for index in self.calls:
-            named = self.flow.is_product(index) or self.flow.nodes[index].kind in ALGEBRA
-            found[index] = Kept("unchanged" if named else "", KEEPS)
-            if self._is_result(index):
-                found[index] = Kept("scaled", "the result of a formula of matrices")
-        return found
-
-    def _is_result(self, index: int) -> bool:
-        """Whether a call of a formula feeds products, and no other call of the formula reads it."""
-        readers = self.flow.readers[index]
-        ends = all(self.flow.nodes[reader].kind in _ENDS for reader in readers)
-        return self._mixing[index] and self.calls.isdisjoint(readers) and not ends
-
-    # Origins of values
+    def origins(self, index: int) -> list[frozenset[_Root]]:
+        """Those of the arguments of a call: what they are computed from, back to the last layer,
+        softmax or slice."""
+        return [self._from(i) for i in self._values(index)]
 
     def _found(self, index: int) -> frozenset[_Root]:
-        """The values that a call is computed from, back to the last layer, softmax or slice."""
         node, sources = self.flow.nodes[index], self.flow.sources[index]
         whole = node.kind not in SELECTIONS or node.numel == node.inputs[0].numel
-        if not sources or not whole or node.kind in _ENDS or self._is_layer(index):
+        if not sources or not whole or node.kind in ENDS or self._is_layer(index):
             return frozenset([(index, 0)])
-        return frozenset[_Root]().union(*(self._from(i) for i in self._values(index)))
+        return frozenset[_Root]().union(*self.origins(index))
 
     def _from(self, i: Input) -> frozenset[_Root]:
         if self.flow.nodes[i.node].kind in PARTS:
@@ -108,23 +79,39 @@ class Matrices:
         return self.flow.is_layer(index) or kind in RECURRENT | ATTENTION
 
     def _is_power(self, index: int) -> bool:
-        """Whether a call multiplies values with the same origin."""
-        values = self._values(index)
-        if not self.flow.is_product(index) or self._is_layer(index) or len(values) < 2:
+        if not self.flow.is_product(index) or self._is_layer(index):
             return False
-        first, *others = (self._from(i) for i in values[-2:])
+        first, *others = self.origins(index)[-2:]
         return any(first & other for other in others)
+
+    def base(self, index: int) -> int:
+        """The call that a value comes from through moves and multiplications by numbers."""
+        while (above := self.flow.up(index, _CHAINED)) is not None:
+            index = above
+        return index
+
+    def is_formed(self, index: int) -> bool:
+        """Whether a call on values may be part of a region, besides products."""
+        node = self.flow.nodes[index]
+        return node.kind in FORMED - ENDS and not node.inside and bool(self.flow.sources[index])
+
+    def is_near_identity(self, index: int, reader: int) -> bool:
+        """Whether a product reads a sum with an identity, up to moves and numbers."""
+        add = self.flow.nodes[self.base(index)]
+        identity = add.kind in ADDS and any(_is_identity(t) for _, t in tensors_in(add.args))
+        return identity and not self._is_layer(reader)
 
     # Seeds of a formula
 
-    def _seeds(self) -> set[int]:
+    def seeds(self) -> set[int]:
+        """The calls that formulas start from."""
         found = set[int]()
         for index, node in enumerate(self.flow.nodes):
             if node.inside or not self.flow.sources[index]:
                 continue
             if node.kind in ALGEBRA:
                 found.add(index)
-            elif node.kind in _ADDS and len(node.inputs) == 2:
+            elif node.kind in ADDS and len(node.inputs) == 2:
                 found |= self._summed(index)
         return found
 
@@ -133,84 +120,24 @@ class Matrices:
         nodes, inputs = self.flow.nodes, self.flow.nodes[index].inputs
         given = dict(tensors_in(nodes[index].args))
         for term, other in (inputs, inputs[::-1]):
-            at = self._product(term.node)
+            at = self.base(term.node)
             constant = not nodes[other.node].live and nodes[other.node].floating
             if constant and nodes[term.node].live and _is_identity(given.get(other.slot)):
                 return {index}
-            if at is None:
+            if not self.flow.is_product(at):
                 continue
-            power = at in self._powers
-            if power and constant and other.numel > 1 and not nodes[other.node].masking:
-                return {index, at}
-            terms = frozenset[_Root]().union(*(self._from(i) for i in self._values(at)))
-            if terms & self._from(other) and (power or self._squares(other.node)):
+            terms = frozenset[_Root]().union(*self.origins(at))
+            known = at in self.powers or self._squares(other.node)
+            if known and terms & self._from(other):
                 return {index, at}
         return set()
 
-    def _product(self, index: int) -> int | None:
-        """The product that a value comes from through moves and multiplications by numbers."""
-        at = self._base(index)
-        return at if self.flow.is_product(at) else None
-
-    def _base(self, index: int) -> int:
-        while (above := self.flow.up(index, _CHAINED)) is not None:
-            index = above
-        return index
-
     def _squares(self, index: int) -> bool:
         """Whether a value is a sum of squares only."""
-        above = reached([index], lambda i: self.flow.sources[i] if self._is_spelled(i) else ())
-        kinds = {self.flow.nodes[i].kind for i in above if self._is_spelled(i)}
-        return bool(kinds & _SQUARES) and bool(kinds & {"sum", "norm", "vector_norm"})
-
-    # Closure of a formula
-
-    def _is_spelled(self, index: int) -> bool:
-        node = self.flow.nodes[index]
-        return node.kind in _SPELLED and not node.inside and bool(self.flow.sources[index])
-
-    def _closed(self, seeds: set[int]) -> set[int]:
-        flow, places = self.flow, dict[object, list[int]]()
-        if not seeds:
-            return set()
-        for index in range(len(flow.nodes)):
-            if flow.is_product(index) or flow.nodes[index].kind in _ADDS:
-                places.setdefault(flow.nodes[index].place, []).append(index)
-        found: set[int] = set()
-        todo = seeds
-        while todo:
-            found |= todo
-            found = reached(found, lambda i: filter(self._is_above, flow.sources[i]))
-            again = {j for i in found for j in places.get(flow.nodes[i].place, ())}
-            below = {j for i in found for j in flow.readers[i] if self._is_below(i, j, found)}
-            todo = (again | below) - found
-        return {i for i in found if flow.nodes[i].function is not None}
-
-    def _is_above(self, index: int) -> bool:
-        """Whether a formula extends above one of its calls."""
-        node = self.flow.nodes[index]
-        if index in self._powers or node.kind in _ENDS:
-            return True
-        if not self._is_spelled(index):
-            return False
-        first, *others = (self._from(i) for i in self._values(index))
-        if node.kind not in _ADDS or any(first & other for other in others):
-            return True
-        return all(self._is_spelled(self._base(i.node)) for i in self._values(index))
-
-    def _is_below(self, index: int, reader: int, found: set[int]) -> bool:
-        """Whether a formula extends to a call that reads one of its calls."""
-        node = self.flow.nodes[reader]
-        if self.flow.is_product(reader):
-            identity = self._identity(index)
-            return reader in self._powers or (identity and not self._is_layer(reader))
-        known = self._is_spelled(reader) or node.kind in ALGEBRA
-        return known and found.issuperset(self.flow.sources[reader])
-
-    def _identity(self, index: int) -> bool:
-        """Whether a value is a sum with an identity, up to moves and multiplications by numbers."""
-        add = self.flow.nodes[self._base(index)]
-        return add.kind in _ADDS and any(_is_identity(t) for _, t in tensors_in(add.args))
+        flow = self.flow
+        above = reached([index], lambda i: flow.sources[i] if self.is_formed(i) else ())
+        kinds = {flow.nodes[i].kind for i in above if self.is_formed(i)}
+        return bool(kinds & _SQUARES) and bool(kinds & _SUMS)
 
 
 @torch.no_grad()

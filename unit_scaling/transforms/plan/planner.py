@@ -19,6 +19,7 @@ from fp8.common.report import LEFT_ALONE
 from ...rules.table import find_op
 from ..capture.dataflow import Flow
 from ..capture.kinds import (
+    ALGEBRA,
     ATTENTION,
     CASTS,
     ELEMENTWISE,
@@ -31,14 +32,13 @@ from ..capture.kinds import (
     is_added,
 )
 from ..capture.record import DISTRIBUTION, CallNode, Slot, is_sparse
-from .actions import CallRow, Decision, Kept, Plan, Settings, Step
+from .actions import CallRow, Decision, Plan, Settings, Step
 from .arguments import Arguments
 from .attention import Attention
-from .carried import Carried
 from .interior import Interior
 from .kept import consumers, cosines, distances, limited
-from .matrices import Matrices
-from .patterns import Unit, find_units
+from .patterns import find_units
+from .regions import Region, Regions
 from .residuals import Residuals, find_residuals
 from .weights import SMALL
 
@@ -47,8 +47,8 @@ __all__ = ["DECIDERS", "Planned", "make_plan"]
 _NOTHING: Decision = (None, "", "")
 _OUTSIDE = "not between two layers: keeps its values"
 _DISTANCE = "in a distance whose argmin is taken: keeps its values"
-_COSINE = Kept("unchanged", "of a cosine, after the last layer: keeps its values")
-_LIMITED = Kept("unchanged", "its logarithm or the like is taken: keeps its range")
+_COSINE = "cosine after the last layer"
+_LIMITED = "value whose logarithm or the like is taken"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Planned:
     """A plan, the flow it was made from, and what the measurement needs to know about its calls.
 
     rows: the call of each row of the plan. checked: calls whose factor the measurement may correct.
-    unruled: those of them whose factor is measured alone: results of patterns and matrix formulas.
+    unruled: those of them whose factor is measured alone: results of regions.
     products: those whose operands the measurement may give factors to -> the slot of the bias or
     None.
     settled: calls that use the factor of another sequence length, for which their result has RMS 1.
@@ -123,32 +123,34 @@ class _Planner:
         self.nodes = nodes
         self.flow = flow = Flow(nodes)
         self.interior = Interior(flow, settings.whole)
-        self.units: dict[int, Unit] = {}
         self.residuals = Residuals()
-        formulas = Matrices(flow).kept()
+        self.regions: dict[int, Region] = {}
         if not settings.preserve:
-            self.units = find_units(flow, _has_rule, settings.settled.units)
-            self.residuals = find_residuals(flow, settings.residual, formulas)
-        settled = settings.settled.carried
-        carried = Carried(flow, self.interior, self.residuals.adds, settled).kept()
-        self.kept = carried | formulas
-        self.units = {
-            last: unit
-            for last, unit in self.units.items()
-            if last in self.interior and self.kept.keys().isdisjoint(unit.calls)
-        }
-        self.within = {call for unit in self.units.values() for call in unit.calls}
-        bounded = filter(self._has_one_factor, limited(flow, self.interior))
-        self.kept = (
-            dict.fromkeys(bounded, _LIMITED)
-            | dict.fromkeys(cosines(flow, self.interior), _COSINE)
-            | self.kept
-        )
+            self._find_regions()
         self.inner = self._inner_readouts()
         self.arguments = Arguments(flow, settings)
         self.attention = Attention(flow, settings)
         self.consumers = consumers(nodes)
         self.distances = distances(self.consumers)
+
+    def _find_regions(self) -> None:
+        """Finds the regions, and the residual adds between them; the last that holds a call keeps
+        it."""
+        flow, settings, interior = self.flow, self.settings, self.interior
+        closed = Regions(flow, interior)
+        matrices = closed.formulas()
+        inside = {call for region in matrices for call in region.calls}
+        self.residuals = find_residuals(flow, settings.residual, inside)
+        carried = closed.loops(self.residuals.adds, settings.settled.loops)
+        inside = inside.union(*(region.calls for region in carried))
+        for unit in find_units(flow, _has_rule, settings.settled.units):
+            if inside.isdisjoint(unit.calls) and all(last in interior for last in unit.exits):
+                self.regions |= dict.fromkeys(unit.calls, unit)
+        bounded = {i for i in limited(flow, interior) & interior.calls if self._has_one_factor(i)}
+        alone = dict.fromkeys(bounded, _LIMITED) | dict.fromkeys(cosines(flow, interior), _COSINE)
+        self.regions |= {i: Region(frozenset([i]), what) for i, what in alone.items()}
+        for region in (*carried, *matrices):
+            self.regions |= dict.fromkeys(region.calls, region)
 
     def _inner_readouts(self) -> frozenset[str]:
         """The readout weights whose output feeds layers or residual adds."""
@@ -163,25 +165,25 @@ class _Planner:
         return named & self.settings.weights.readouts
 
     def _has_one_factor(self, index: int) -> bool:
-        """Whether a call of the interior is elementwise, or the last one of a unit."""
-        alone = self.nodes[index].kind in ELEMENTWISE and index not in self.within
-        return index in self.interior and (alone or index in self.units)
+        """Whether a call is elementwise, or the last one of a unit."""
+        region = self.regions.get(index)
+        return self.nodes[index].kind in ELEMENTWISE if region is None else index in region.exits
 
     def is_checked(self, index: int, row: CallRow) -> bool:
         """Whether a measurement may correct the factor of a call."""
         node = self.nodes[index]
         chosen = index in self.residuals.adds or row.why.startswith("readout")
-        settled = index in self.attention.of_others or self.settings.preserve
-        kept = self.kept[index].done != "scaled" if index in self.kept else index in self.distances
-        if chosen or settled or kept or row.done not in ("scaled", LEFT_ALONE):
+        if chosen or index in self.attention.of_others or self.settings.preserve:
+            return False
+        if row.done not in ("scaled", LEFT_ALONE) or index in self.distances:
             return False
         if node.inside or node.key is None:  # a replay does not see the call
             return False
         return index in self.interior or self.flow.is_product(index)
 
     def is_unruled(self, index: int) -> bool:
-        """Whether no rule has a factor for the result of a pattern or of a matrix formula."""
-        return index in self.kept or (index in self.units and self.units[index].factor is None)
+        """Whether no rule has a factor for the result of a region."""
+        return index in self.regions and self.regions[index].factor is None
 
     def settle_small(self, index: int, node: CallNode) -> dict[tuple[int, Slot], float]:
         """Settles that no measurement makes up for a small parameter that keeps its values, such as
@@ -260,29 +262,19 @@ class _Planner:
             return None, done, f"computes a weight by {node.name}, from parameters of RMS 1"
         return step, "unchanged" if step else "", "computes a weight, from parameters as they were"
 
-    def _keeps(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """A call of a matrix formula, of a state carried by a loop, of a cosine after the last
-        layer, or of a value whose logarithm is taken: keeps its values."""
-        kept = self.kept.get(index)
-        if kept is None:
+    def _region(self, index: int, node: CallNode, kind: str) -> Decision | None:
+        """A call of a region: runs as in the model; a result that leaves it has one factor."""
+        region = self.regions.get(index)
+        if region is None:
             return None
         step = self.arguments.restored(node)
-        if kept.output != 1:
-            step = replace(step or Step(), output=kept.output)
-        return step, kept.done, kept.why
-
-    def _formula(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """A pattern: its last call has one factor, by quadrature if it is elementwise."""
-        if index not in self.within:
-            return None
-        unit = self.units.get(index)
-        if unit is None:
-            return _NOTHING
-        calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
-        if unit.factor is None:
-            return None, "scaled", f"pattern of {calls}"
-        why = f"formula of {calls}, factor {unit.factor:.3g}"
-        return Step(output=unit.factor), "scaled", why
+        if index in region.exits:
+            if region.factor is None:
+                return step, "scaled", f"result of a {region.what}"
+            step = replace(step or Step(), output=region.factor)
+            return step, "scaled", f"result of a {region.what}, factor {region.factor:.3g}"
+        named = self.flow.is_product(index) or kind in ALGEBRA or index == region.first
+        return step, "unchanged" if named else "", f"in a {region.what}: keeps its values"
 
     def _residual(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """A residual add: the weights of its terms."""
@@ -334,8 +326,6 @@ class _Planner:
             return None, "scaled", "a gain"
         if len(values) == 1 and not any(o.live for o in others):
             return None, "scaled", "times a constant"
-        if node.kind == "mul" and find_op(node.function) is None:
-            return None, "unchanged", "the product of two values"
         return None
 
     def _attention(self, index: int, node: CallNode, kind: str) -> Decision | None:
@@ -383,8 +373,7 @@ DECIDERS: tuple[Decider, ...] = (
     _Planner._preserved,
     _Planner._distance,
     _Planner._weight,
-    _Planner._keeps,
-    _Planner._formula,
+    _Planner._region,
     _Planner._residual,
     _Planner._outside,
     _Planner._add,

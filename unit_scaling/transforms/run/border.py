@@ -180,10 +180,7 @@ def _normalised(grad: Tensor | None, plan: Plan, exponent: int, size: float) -> 
     if torch.is_grad_enabled():
         warn_once(ScaleWarning, _TWICE, key=str(id(plan)))
     if plan.outside is None:
-        first = plan.first or plan
-        if first.outside is None:
-            first.outside = _outside(grad, size, plan.name)
-        plan.outside = first.outside
+        plan.arriving.exponent = _outside(grad, size, plan.name)
     return grad * 2.0 ** (exponent + (plan.outside or 0))
 
 

@@ -26,7 +26,7 @@ from ..capture.structure import Structure, part, structure_of, warn_of_new_weigh
 from ..folding.solve import Folded, folded
 from ..measure.look import RUNNING, UNSEEN, its_parameter, look
 from ..measure.measuring import Actual, Watching
-from ..plan.actions import MEASURED, CallRow, Plan, Settled
+from ..plan.actions import MEASURED, Arriving, CallRow, Plan, Settled
 from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
 from .border import entering, holds, leaving, records, returns_other
 from .install import (
@@ -99,8 +99,8 @@ class UnitScale:
         self._latest: dict[bool, Plan] = {}
         self._watched: dict[Form, Watching] = {}
         self._missed: frozenset[str] = frozenset()
-        #: `Plan.final` -> `Plan.outside` of the first plan of that kind, once known.
-        self.arriving: dict[bool, int] = {}
+        #: `Plan.final` -> what arrives at the plans of that kind.
+        self.arriving: dict[bool, Arriving] = {}
         #: The name of the model in the agreements of processes.
         self.name = ""
         self._held: Any = None
@@ -190,10 +190,9 @@ class UnitScale:
         """
         for known in list(self.plans.values()):
             if training and known.final and known.outside is None:
-                known.outside = 0
+                known.arriving.exponent = 0
             self.settled.settle(known)
-            if known.outside is not None:
-                self.arriving.setdefault(known.final, known.outside)
+            self.arriving.setdefault(known.final, known.arriving)
 
     def has_changed(self, module: nn.Module, path: str) -> bool:
         """Whether ``module``, at ``path``, has changed since the scope was installed."""
@@ -223,7 +222,7 @@ class UnitScale:
         gone = part(self.structure, path)
         kept = {name: entry for name, entry in self.structure.items() if name not in gone}
         self.structure = kept | structure_of(module, self, path)
-        self.plans, self._latest, self.settled = {}, {}, Settled()
+        self.plans, self._latest, self.settled, self.arriving = {}, {}, Settled(), {}
         self.edition = str(int(self.edition) + 1)
 
     def _known(self, form: Form) -> Plan | None:
@@ -451,7 +450,6 @@ class UnitScale:
         if form in self.plans:
             older, newer = self.plans[form].places, plan.places
             plan.places = newer | older if self.settled.varying else older | newer
-        plan.find_first(self.plans.values())
         self.plans[form] = plan
         if not form.path:
             self._latest[form.training] = plan
@@ -542,6 +540,7 @@ class UnitScale:
         """Adopts a plan instead of recording the model."""
         self.rows = list(plan.rows)
         self.plans, self.settled = copy.deepcopy((plan.plans, plan.settled))
+        self.arriving = {}
         self._latest = {form.training: p for form, p in self.plans.items() if not form.path}
 
     def _check_seen(self, model: nn.Module) -> None:

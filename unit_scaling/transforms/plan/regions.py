@@ -1,0 +1,179 @@
+"""Regions: calls that together mean what they mean for the values of the model only.
+
+The rule of an op holds for one call on independent values of RMS 1. The calls of a region depend
+on each other. They run as in the model, with the values that its weights had, and results that
+leave the region for the rest of the model have a factor: a measured one (`measure.measuring`), or
+none if the next pass of a loop reads them, if a call that writes into its argument computes them,
+or if only functions read them whose output scale does not depend on their input. Regions are
+
+1. *formulas of matrices* (`plan.matrices`);
+2. *states carried by a loop* (`Regions.loops`);
+3. patterns of calls (`plan.patterns`), the only ones whose factor may be found by quadrature;
+4. cosines and arguments of logarithms after the last layer, without a factor (`plan.kept`).
+
+The first two are closed: with a call, everything it is computed from since the last layer belongs
+to the region, and everything computed from the region alone up to the next.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from ..capture.dataflow import Flow, reached
+from ..capture.kinds import ALGEBRA, CASTS, ELEMENTWISE
+from ..capture.record import Place
+from .interior import Interior
+from .matrices import ADDS, ENDS, Matrices
+
+__all__ = ["Region", "Regions"]
+
+_MULTIPLY = frozenset("mul div lerp addcmul addcdiv".split())
+_ARITHMETIC = ELEMENTWISE - CASTS | _MULTIPLY
+_FEATURES = frozenset(
+    "relu relu6 leaky_relu rrelu elu selu celu gelu silu mish hardswish softplus hardtanh".split()
+)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Calls that run as in the model.
+
+    what: names it in the report. exits: the calls whose results have a factor. factor: that of the
+    results; None for a measured one.
+    """
+
+    calls: frozenset[int]
+    what: str
+    exits: frozenset[int] = frozenset()
+    factor: float | None = None
+
+    @property
+    def first(self) -> int | None:
+        """The call that the report names if none has a factor."""
+        return None if self.exits else min(self.calls)
+
+
+class Regions:
+    """The closed regions of a model."""
+
+    def __init__(self, flow: Flow, interior: Interior) -> None:
+        self.flow, self._interior = flow, interior
+        self.matrices = Matrices(flow)
+        self._outside = set[int]()  # calls that belong to no region
+        self._body = set[int]()  # calls that repeat at their places
+        self._carried = set[Place]()  # whose results the next pass of a loop reads
+        self._mixing = flow.before({i for i in range(len(flow.nodes)) if flow.is_product(i)})
+        self._members: dict[Place, list[int]] = defaultdict(list)
+        for index, node in enumerate(flow.nodes):
+            if node.function is not None and node.live and not node.computed:
+                self._members[node.place].append(index)
+
+    def formulas(self) -> list[Region]:
+        """The formulas of matrices."""
+        return self._split(self._closed(self.matrices.seeds()), "formula of matrices")
+
+    def loops(self, adds: Iterable[int], known: dict[Place, str]) -> list[Region]:
+        """The states that Python loops carry from one pass to the next: ``s = a * s + b``.
+
+        A factor at each pass would be raised to the power of their number. Seeds are the calls that
+        repeat at the same place and depend on their own earlier results without a product in
+        between. A loop around products (a recurrent cell, layers) is an ordinary network and is
+        scaled. Of a running sum, the adds alone are a region.
+
+        adds: residual adds, which are excluded. known: the places of such loops in other forms of
+        call, as a single pass must compute what the loop does; those of this flow are added. Each
+        with "state" or "sum" if the next pass reads the result, or "".
+        """
+        flow, members = self.flow, self._members
+        self._outside.update(adds)
+        for cycle in _cycles(flow, members):
+            calls = {i for place in cycle for i in members[place]}
+            kinds = {kind for _, kind, _ in cycle} & _ARITHMETIC
+            if kinds and not any(i in self._outside or flow.is_product(i) for i in calls):
+                known.update(dict.fromkeys(cycle, "sum" if kinds <= ADDS else "state"))
+            else:
+                self._outside |= calls
+        self._body = {i for calls in members.values() if len(calls) > 1 for i in calls}
+        self._carried = {place for place, role in known.items() if role}
+        loops: dict[bool, set[int]] = {False: set(), True: set()}
+        for place, role in known.items():
+            loops[role == "sum"].update(members.get(place, ()))
+        closed = self._closed(loops[False] - self._outside)
+        for index in sorted(closed & self._body):
+            known.setdefault(flow.nodes[index].place, "")
+        return self._split(closed | loops[True], "value carried by a loop")
+
+    def _split(self, calls: set[int], what: str) -> list[Region]:
+        """Connected regions of these calls."""
+        calls = {i for i in calls if self.flow.nodes[i].function is not None}
+        exits = {i for i in calls if self._is_exit(i, calls)}
+        found: list[Region] = []
+        while calls:
+            part = frozenset(reached([min(calls)], partial(self._near, set(calls))))
+            found.append(Region(part, what, part & exits))
+            calls -= part
+        return found
+
+    def _near(self, calls: set[int], index: int) -> set[int]:
+        return calls.intersection(self.flow.sources[index] + self.flow.readers[index])
+
+    def _is_exit(self, index: int, calls: set[int]) -> bool:
+        """Whether a result leaves a region for products, and no other call of the region, or pass
+        of its loop, reads it."""
+        node, readers = self.flow.nodes[index], self.flow.readers[index]
+        ends = all(self.flow.nodes[reader].kind in ENDS for reader in readers)
+        feeds = self._mixing[index] and index in self._interior and calls.isdisjoint(readers)
+        return feeds and not (ends or node.written or node.place in self._carried)
+
+    def _closed(self, seeds: set[int]) -> set[int]:
+        flow, found, todo = self.flow, set[int](), seeds
+        while todo:
+            found |= todo
+            found = reached(found, lambda i: filter(self._is_above, flow.sources[i]))
+            again = {j for i in found for j in self._members.get(flow.nodes[i].place, ())}
+            below = {j for i in found for j in flow.readers[i] if self._is_below(i, j, found)}
+            todo = (again | below) - found - self._outside
+        return found
+
+    def _is_above(self, index: int) -> bool:
+        """Whether a region extends above one of its calls."""
+        kind, matrices = self.flow.nodes[index].kind, self.matrices
+        if index in self._outside or index in matrices.powers or kind in ENDS:
+            return index not in self._outside
+        if kind not in ADDS or not matrices.is_formed(index):
+            return matrices.is_formed(index)
+        first, *others = matrices.origins(index)
+        dependent = not others or any(first & other for other in others)
+        return dependent or all(
+            matrices.is_formed(matrices.base(s)) for s in self.flow.sources[index]
+        )
+
+    def _is_below(self, index: int, reader: int, found: set[int]) -> bool:
+        """Whether a region extends to a call that reads one of its calls."""
+        kind = self.flow.nodes[reader].kind
+        if self.flow.is_product(reader):
+            return reader in self.matrices.powers or self.matrices.is_near_identity(index, reader)
+        known = kind in ALGEBRA or (self.matrices.is_formed(reader) and kind not in _FEATURES)
+        return (known and found.issuperset(self.flow.sources[reader])) or (
+            reader in self._body and self.matrices.is_formed(reader)
+        )
+
+
+def _cycles(flow: Flow, members: dict[Place, list[int]]) -> list[set[Place]]:
+    """The sets of places whose calls depend on each other's earlier results."""
+
+    def near(edges: list[list[int]]) -> dict[Place, set[Place]]:
+        found = {p: {flow.nodes[j].place for i in members[p] for j in edges[i]} for p in members}
+        return {place: {p for p in places if p in members} for place, places in found.items()}
+
+    below, above = near(flow.readers), near(flow.sources)
+    found: list[set[Place]] = []
+    for place, calls in members.items():
+        if len(calls) > 1 and not any(place in cycle for cycle in found):
+            ends = (reached(edges[place], edges.__getitem__) for edges in (below, above))
+            cycle = set.intersection(*ends)
+            found += [cycle] if cycle else []
+    return found
