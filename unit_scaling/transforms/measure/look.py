@@ -234,9 +234,9 @@ def _measure(
     if settled.parameters and plan.outside is None:  # their exponents hold for what arrived first
         plan.arriving = scope.arriving[plan.final] = Arriving(0)
     if plan.outside is None:  # it may run in one step with others of which it is not known
-        for other in scope.plans.values():
-            if other is not plan and other.arriving is plan.arriving:
-                settled = replace(settled, parameters=other.measured | settled.parameters)
+        for each in scope.plans.values():
+            if each is not plan and each.arriving is plan.arriving:
+                settled = replace(settled, parameters=each.measured | settled.parameters)
     found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)
     place(planned, found, settled, preserve, scope.name)
     if failed:
