@@ -225,9 +225,23 @@ def _measure(
         known = first.finish({}).corrections
     mode, failed = _step(scope, planned, twin, path, given, known, False, loss)
     preserve = scope.init == "preserve"
+    settled = _share_arriving(scope, plan, actual)
+    found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)
+    place(planned, found, settled, preserve, scope.name)
+    if failed:
+        plan.rows.append(CallRow(path, "backward", LEFT_ALONE, f"gradients as they are: {failed}"))
+    if not path:
+        scope.forget_loose(plan)
+    return found
+
+
+def _share_arriving(scope: Looking, plan: Plan, actual: Actual | None) -> Settled:
+    """Sets what arrives at the results of a plan, in one cell for all plans that may run in one
+    step. Returns what is settled for it, with the parameters of these."""
+    settled = scope.settled
     if actual is not None:
         plan.final, plan.arriving = True, Arriving(actual.outside)
-    elif preserve:
+    elif scope.init == "preserve":
         plan.arriving = Arriving(0)  # gradients of parameters are the true ones
     else:
         plan.arriving = scope.arriving.setdefault(plan.final, plan.arriving)
@@ -237,13 +251,7 @@ def _measure(
         for each in scope.plans.values():
             if each is not plan and each.arriving is plan.arriving:
                 settled = replace(settled, parameters=each.measured | settled.parameters)
-    found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)
-    place(planned, found, settled, preserve, scope.name)
-    if failed:
-        plan.rows.append(CallRow(path, "backward", LEFT_ALONE, f"gradients as they are: {failed}"))
-    if not path:
-        scope.forget_loose(plan)
-    return found
+    return settled
 
 
 def _is_shared(planned: Planned, known: Mapping[Place, int]) -> bool:
