@@ -197,6 +197,20 @@ def test_gradients_of_what_is_computed_again_are_true(init: str, reentrant: bool
     assert init == "unit" or set(powers.values()) == {0}
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_plans_made_in_reentrant_checkpoints_are_those_without() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Checkpointed(None), nn.Linear(WIDTH, 4)).double()
+    found = []
+    for reentrant in (None, True):
+        torch.manual_seed(0)
+        model = unit_scale(plain)
+        for model[1].reentrant, batch in ((None, 4), (reentrant, 1)):  # two forms, two plans
+            x = torch.randn(batch, 8, WIDTH, dtype=torch.float64)
+            found.append(check_slopes(model, lambda m: m(x).square().mean() * 1e-3))  # noqa: B023
+    assert found[0] == found[1] == found[3]
+
+
 def test_reentrant_checkpoints_are_refused_where_calls_depend_on_values() -> None:
     class Repeated(Checkpointed):
         steps = 1

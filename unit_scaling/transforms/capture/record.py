@@ -329,6 +329,8 @@ class Recorder(FirstLook):
         if id(tensor) not in self._node_of:
             return True
         index, _ = self._node_of[id(tensor)]
+        if maker.name() == _RECOMPUTES:
+            self._makers[maker] = index
         chosen = isinstance(maker, BackwardCFunction) and self._makers.get(maker) != index
         return chosen or not self.nodes[index].live
 
@@ -416,6 +418,11 @@ class Recorder(FirstLook):
         node.results = len(written)
         self.nodes.append(node)
         self._remember(written, others)
+
+
+_RECOMPUTES = "CheckpointFunctionBackward"
+"""What autograd calls a checkpoint with ``use_reentrant=True``: its gradient is that of the calls
+within, which a replay sees when they are computed again."""
 
 
 def _varied(like: Tensor) -> Tensor:
