@@ -147,9 +147,8 @@ def _layout(cls: type) -> tuple[type, ...]:
         root = above
     if root.__base__ in (object, None):
         return ()
-    first: Any = root.__base__
-    if first is Generic:
-        first = first[TypeVar("T")]
+    generic: Any = Generic
+    first: Any = generic[TypeVar("T")] if root.__base__ is generic else root.__base__
     return (types.new_class(root.__name__, (first,)),)
 
 
