@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -134,7 +135,21 @@ def _make_subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) 
         **({"forward": forward} if behaviour in active else {}),
         **({"__deepcopy__": _deepcopy} if hasattr(original, "__deepcopy__") else {}),
     }
-    return type(base.__name__, (behaviour, base), names)
+    return type(base.__name__, (*_layout(base), behaviour, base), names)
+
+
+def _layout(cls: type) -> tuple[type, ...]:
+    """The first base of a subclass whose objects have the layout of ``cls``: not that of
+    `nn.Module` if the first base of ``cls`` is abstract or generic.
+    """
+    root = cls
+    while (above := root.__base__) is not None and above.__dictoffset__:
+        root = above
+    if root.__base__ in (object, None):
+        return ()
+    generic: Any = Generic
+    first: Any = generic[TypeVar("T")] if root.__base__ is generic else root.__base__
+    return (types.new_class(root.__name__, (first,)),)
 
 
 def check_module(what: str, model: object) -> None:
