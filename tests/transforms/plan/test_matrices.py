@@ -151,6 +151,12 @@ def filtered(m: Tensor) -> Tensor:
     return torch.fft.irfft(torch.fft.rfft(m) * torch.tensor([1, 2, 0.5, 0]), n=N)
 
 
+def in_place(m: Tensor) -> Tensor:
+    k = torch.linalg.inv(positive(m)) + EYE
+    k[:, 0].mul_(0.5)
+    return k
+
+
 FORMULAS: dict[str, Formula] = {
     "Nystromformer": nystrom,
     "Newton-Schulz of degree 5": muon,
@@ -169,6 +175,7 @@ FORMULAS: dict[str, Formula] = {
     "a distance": distance,
     "random features": random_features,
     "a filter": filtered,
+    "in place": in_place,
     "fft2": lambda m: torch.fft.fft2(m).real,
     "inv": lambda m: torch.linalg.inv(positive(m)),
     "inverse": lambda m: torch.inverse(positive(m)),
@@ -304,13 +311,42 @@ def test_parts_of_one_layer_are_no_powers() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = self.qkv(x).chunk(3, -1)
-            a, b = self.qkv(x)[..., :16], self.qkv(x)[..., 16:32]
-            scores = (q @ k.mT + a @ b.mT + torch.linspace(0, 1, x.shape[1])) / 4
+            y = self.qkv(x)
+            a, b = y[..., :16], y[..., 16:32]
+            scores = q @ k.mT + (a @ b.mT + a.sum(-1, keepdim=True)) / 4
             return F.cross_entropy(self.head((scores @ v).mean(1)), torch.arange(len(x)) % 8)
 
     model = unit_scale(Fused())
     model(torch.randn(16, 12, 16))
     assert not any("formula of matrices" in row.why for row in uu.report(model))
+
+
+def test_an_activation_of_a_formula_is_scaled_by_its_rule() -> None:
+    torch.manual_seed(0)
+    model, seen = unit_scale(Model(lambda m: F.gelu(0.01 * torch.fft.fft(m).real))), []
+    model.read.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(torch.randn(64, 16))
+    assert 0.7 < seen[-1].square().mean().sqrt() < 1.42
+    (row,) = [row for row in uu.report(model) if row.call == "gelu"]
+    assert (row.done, row.why) == ("scaled", "")
+
+
+def test_a_formula_ends_at_the_residual_adds_above_it() -> None:
+    class Stream(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.mix, self.head = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(12, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            h = h + self.mix(F.relu(h))
+            return self.head(torch.cdist(h, h))
+
+    model = unit_scale(Stream())
+    model(torch.randn(16, 12, 16))
+    whys = {row.call: row.why for row in uu.report(model)}
+    assert whys["add"].startswith("residual add")
+    assert "formula of matrices" in whys["cdist"]
 
 
 class Angle(torch.autograd.Function):

@@ -4,9 +4,8 @@
    and unscaled terms.
 2. *Cosines* after the last layer. A direction is a value divided by its norm. The product of two
    directions, or of a direction and a constant, is at most 1 by design: a margin is added to its
-   angle, or a temperature turns it into a logit. In attention it is a logit like any other.
-   Directions read by an autograd function keep their values as well, because its calls are left
-   alone.
+   angle, or a temperature turns it into a logit. In attention it is a logit like any other, except
+   inside an autograd function, whose calls are left alone.
 3. Values of functions that are defined on an *interval* alone, after the last layer.
 """
 
@@ -16,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from ..capture.dataflow import Flow
 from ..capture.kinds import CASTS, ELEMENTWISE, LIMITED, MOVES, TRANSPARENT
-from ..capture.record import DISTRIBUTION, CallNode
+from ..capture.record import CallNode
 from .interior import Interior
 
 __all__ = ["consumers", "cosines", "distances", "limited"]
@@ -67,8 +66,6 @@ def cosines(flow: Flow, interior: Interior) -> set[int]:
         made.append(_directions(flow, made, node))
         if not interior.feeds_layers[index] and _is_cosine(flow, made, node):
             found |= {index}.union(*(made[i.node] for i in node.inputs))
-        elif node.inside and node.inside != DISTRIBUTION:
-            found = found.union(*(made[i.node] for i in node.inputs))
     return found
 
 

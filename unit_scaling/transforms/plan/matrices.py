@@ -95,12 +95,6 @@ class Matrices:
         node = self.flow.nodes[index]
         return node.kind in FORMED - ENDS and not node.inside and bool(self.flow.sources[index])
 
-    def is_near_identity(self, index: int, reader: int) -> bool:
-        """Whether a product reads a sum with an identity, up to moves and numbers."""
-        add = self.flow.nodes[self.base(index)]
-        identity = add.kind in ADDS and any(_is_identity(t) for _, t in tensors_in(add.args))
-        return identity and not self._is_layer(reader)
-
     # Seeds of a formula
 
     def seeds(self) -> set[int]:

@@ -3,8 +3,8 @@
 The rule of an op holds for one call on independent values of RMS 1. The calls of a region depend
 on each other. They run as in the model, with the values that its weights had, and results that
 leave the region for the rest of the model have a factor: a measured one (`measure.measuring`), or
-none if the next pass of a loop reads them, if a call that writes into its argument computes them,
-or if only functions read them whose output scale does not depend on their input. Regions are
+none if the next pass of a loop reads them, or if a call that writes into its argument computes
+them. Regions are
 
 1. *formulas of matrices* (`plan.matrices`);
 2. *states carried by a loop* (`Regions.loops`);
@@ -12,7 +12,7 @@ or if only functions read them whose output scale does not depend on their input
 4. cosines and arguments of logarithms after the last layer, without a factor (`plan.kept`).
 
 The first two are closed: with a call, everything it is computed from since the last layer belongs
-to the region, and everything computed from the region alone up to the next.
+to the region, and everything computed from the region alone up to the next layer or activation.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ __all__ = ["Region", "Regions"]
 
 _MULTIPLY = frozenset("mul div lerp addcmul addcdiv".split())
 _ARITHMETIC = ELEMENTWISE - CASTS | _MULTIPLY
-_FEATURES = frozenset(
+_ACTIVATIONS = frozenset(
     "relu relu6 leaky_relu rrelu elu selu celu gelu silu mish hardswish softplus hardtanh".split()
 )
+"""Functions of a result of a region, which expect RMS 1."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,6 @@ class Regions:
             kinds = {kind for _, kind, _ in cycle} & _ARITHMETIC
             if kinds and not any(i in self._outside or flow.is_product(i) for i in calls):
                 known.update(dict.fromkeys(cycle, "sum" if kinds <= ADDS else "state"))
-            else:
-                self._outside |= calls
         self._body = {i for calls in members.values() if len(calls) > 1 for i in calls}
         self._carried = {place for place, role in known.items() if role}
         loops: dict[bool, set[int]] = {False: set(), True: set()}
@@ -124,9 +123,8 @@ class Regions:
         """Whether a result leaves a region for products, and no other call of the region, or pass
         of its loop, reads it."""
         node, readers = self.flow.nodes[index], self.flow.readers[index]
-        ends = all(self.flow.nodes[reader].kind in ENDS for reader in readers)
         feeds = self._mixing[index] and index in self._interior and calls.isdisjoint(readers)
-        return feeds and not (ends or node.written or node.place in self._carried)
+        return feeds and not node.written and node.place not in self._carried
 
     def _closed(self, seeds: set[int]) -> set[int]:
         flow, found, todo = self.flow, set[int](), seeds
@@ -134,7 +132,7 @@ class Regions:
             found |= todo
             found = reached(found, lambda i: filter(self._is_above, flow.sources[i]))
             again = {j for i in found for j in self._members.get(flow.nodes[i].place, ())}
-            below = {j for i in found for j in flow.readers[i] if self._is_below(i, j, found)}
+            below = {j for i in found for j in flow.readers[i] if self._is_below(j, found)}
             todo = (again | below) - found - self._outside
         return found
 
@@ -151,15 +149,13 @@ class Regions:
             matrices.is_formed(matrices.base(s)) for s in self.flow.sources[index]
         )
 
-    def _is_below(self, index: int, reader: int, found: set[int]) -> bool:
+    def _is_below(self, reader: int, found: set[int]) -> bool:
         """Whether a region extends to a call that reads one of its calls."""
-        kind = self.flow.nodes[reader].kind
-        if self.flow.is_product(reader):
-            return reader in self.matrices.powers or self.matrices.is_near_identity(index, reader)
-        known = kind in ALGEBRA or (self.matrices.is_formed(reader) and kind not in _FEATURES)
-        return (known and found.issuperset(self.flow.sources[reader])) or (
-            reader in self._body and self.matrices.is_formed(reader)
-        )
+        kind, is_formed = self.flow.nodes[reader].kind, self.matrices.is_formed
+        if reader in self.matrices.powers or (reader in self._body and is_formed(reader)):
+            return True
+        known = kind in ALGEBRA or (is_formed(reader) and kind not in _ACTIVATIONS)
+        return known and found.issuperset(self.flow.sources[reader])
 
 
 def _cycles(flow: Flow, members: dict[Place, list[int]]) -> list[set[Place]]:
