@@ -147,8 +147,8 @@ def _layout(cls: type) -> tuple[type, ...]:
         root = above
     if root.__base__ in (object, None):
         return ()
-    generic: Any = Generic
-    first: Any = generic[TypeVar("T")] if root.__base__ is generic else root.__base__
+    first: Any = root.__base__
+    first = first[TypeVar("T")] if issubclass(first, Generic) else first
     return (types.new_class(root.__name__, (first,)),)
 
 

@@ -61,6 +61,7 @@ class Coupled(nn.Module):
         self.f, self.g = f, g
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = torch.cat([a, b], -1).chunk(2, -1)
         y = a + self.f(b)
         return y, b + self.g(y)
 
@@ -98,3 +99,12 @@ def test_gradients_are_true(init: str, of_module: bool) -> None:
     powers = check_true(model, lambda m: m(x), rtol=1e-7)
     assert check_slopes(model, lambda m: m(x)) == powers
     assert init == "unit" or set(powers.values()) == {0}
+
+
+def test_hooks_inside_of_the_function_see_no_gradient() -> None:
+    torch.manual_seed(0)
+    model, x = unit_scale(Net(True).double()), torch.randn(32, 8, dtype=torch.float64)
+    seen: list[Any] = []
+    for part in model.parts:
+        part.f[0].register_forward_hook(lambda *call: seen.append(call))
+    check_true(model, lambda m: m(x), rtol=1e-7)

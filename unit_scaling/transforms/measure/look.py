@@ -408,6 +408,7 @@ def _keep(planned: Planned, kept: Collection[int], sizes: Mapping[Key, float]) -
     plan, nodes = planned.plan, planned.flow.nodes
     edges = [(node.key, i) for node in nodes if node.live and node.function for i in node.inputs]
     other = {i.node for key, i in edges if key is None}
+    other |= {index for index, node in enumerate(nodes) if node.around}  # no gradient comes from it
     found = {i: key for i in kept if nodes[i].live and (key := nodes[i].key) and i not in other}
     calls = {key: sizes.get(key, 0.0) for key in found.values()}
     for index, key in found.items():
