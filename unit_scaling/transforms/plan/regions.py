@@ -103,7 +103,7 @@ class Regions:
         closed = self._closed(loops[False] - self._outside)
         for index in sorted(closed & self._body):
             known.setdefault(flow.nodes[index].place, "")
-        return self._split(closed | loops[True], "value carried by a loop")
+        return self._split(closed | loops[True] - self._outside, "value carried by a loop")
 
     def _split(self, calls: set[int], what: str) -> list[Region]:
         """Connected regions of these calls."""
