@@ -98,3 +98,20 @@ def test_a_run_that_misses_the_plan_starts_again_from_the_same_arguments() -> No
         results = [m(part.double(), cache) for m, cache in zip((plain, model), caches, strict=True)]
         assert torch.equal(*results)
         assert torch.equal(*(cache.layers[0]["keys"] for cache in caches))
+
+
+def test_a_run_that_misses_the_plan_draws_the_same_numbers_again() -> None:
+    class Dropping(Choosing):
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:
+            return super().forward(nn.functional.dropout(x), cache)
+
+    torch.manual_seed(0)
+    plain = Dropping().double()
+    model = unit_scale(plain, init="preserve")
+    for part in (torch.ones(4, 3, 8), -torch.ones(4, 3, 8), torch.ones(4, 3, 8)):
+        results = []
+        for each in (plain, model):
+            torch.manual_seed(1)
+            cache = Cache(torch.zeros(4, 0, WIDTH, dtype=torch.float64))
+            results.append((each(part.double(), cache), torch.rand(1)))
+        assert all(map(torch.equal, *results))

@@ -105,11 +105,16 @@ def _leaf(parameter: Tensor) -> Tensor:
 
 def remembered(value: Any) -> Callable[[], None]:
     """Returns a function that gives the dicts, lists and objects within ``value`` what they hold
-    now: for a call that runs again from its beginning. Values of tensors are not kept.
+    now, and torch its random state: for a call that runs again from its beginning. Values of
+    tensors are not kept.
     """
     before = list(_holders(value, {}))
+    state = torch.get_rng_state()
+    others = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore() -> None:
+        torch.set_rng_state(state)
+        torch.cuda.set_rng_state_all(others)
         for holder, held in before:
             holder.clear()
             holder.update(held) if isinstance(holder, dict) else holder.extend(held)
