@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,15 +89,24 @@ def run(given: argparse.Namespace) -> int:
             progress=not given.quiet,
         )
     except PreflightError as error:
-        print(f"fp8 preflight: {error}", file=sys.stderr)
+        print(f"fp8 preflight: {error}{_place(error.__cause__ or error)}", file=sys.stderr)
         _write(error.report, out, figures)
         return 1
     except (ValueError, TypeError, ImportError, OSError) as error:
-        print(f"fp8 preflight: {error}", file=sys.stderr)
+        print(f"fp8 preflight: {error}{_place(error)}", file=sys.stderr)
         return 2
     print(result)
     _write(result, out, figures)
     return 0
+
+
+def _place(error: BaseException) -> str:
+    """What the user's code has raised and where; "" for an error of this package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = str(Path(__file__).parents[1])
+    if not frames or frames[-1].filename.startswith(own):
+        return ""
+    return f" ({type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno})"
 
 
 def _source(given: argparse.Namespace) -> Callable[..., Any]:

@@ -88,11 +88,14 @@ def test_the_command_writes_a_page_and_figures(train_py, capsys):
         ("--transformers a.json", 2, "--text FILE"),
         ("--demo --recipes mxfp5", 2, "unknown recipe"),
         ("broken.py:setup --quiet", 1, "batches ran out"),
+        ("raising.py:setup --quiet", 1, "preflight: boom (ValueError at "),
     ],
 )
 def test_bad_commands(train_py, capsys, arguments, code, message):
     broken = "import torch\ndef setup():\n    return torch.nn.Linear(4, 4), []\n"
     (train_py / "broken.py").write_text(broken, encoding="utf-8")
+    raising = "def setup():\n    raise ValueError('boom')\n"
+    (train_py / "raising.py").write_text(raising, encoding="utf-8")
     assert main(["preflight", *arguments.split()]) == code
     assert message in capsys.readouterr().err
 
