@@ -412,6 +412,7 @@ def _coca() -> Case:
     more = {"context_length": LENGTH, "vocab_size": WORDS, "width": 64, "heads": 4, "layers": 2}
     words |= {"embed_cls": True, "output_tokens": True}
     model = open_clip.CoCa(64, multimodal_cfg=more, text_cfg=words, vision_cfg=vision)
+    nn.init.normal_(model.text_decoder.text_projection, std=64**-0.5)  # is whatever memory held
     loss = CoCaLoss(caption_loss_weight=2.0, clip_loss_weight=1.0)
 
     def total(output: Mapping[str, Any]) -> Tensor:
