@@ -50,10 +50,11 @@ _SHOWN_ABOUT: weakref.WeakKeyDictionary[Any, set[tuple[type[PitfallWarning], str
     weakref.WeakKeyDictionary()
 )
 _STRICT = [False]
-_OWN = tuple(
+OWN = tuple(
     str(Path(folder).resolve())
     for folder in (Path(__file__).parents[1], Path(__file__).parents[2] / "unit_scaling")
 )
+"""The folders of this project's code."""
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -120,7 +121,7 @@ def _level_of_caller() -> int:
     level, frame = 1, sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((*_OWN, _TORCH)):
+        if not file.startswith((*OWN, _TORCH)):
             return level
         level, frame = level + 1, frame.f_back  # type: ignore[assignment]
     return 2

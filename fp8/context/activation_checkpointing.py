@@ -49,8 +49,7 @@ def in_recomputation() -> bool:
     """Whether a checkpoint with ``use_reentrant=False`` is recomputing in the backward pass."""
     if torch.compiler.is_dynamo_compiling():
         return False
-    here = ("recompute_fn", CheckpointFunction.forward.__code__.co_filename)
-    return any((frame.f_code.co_name, frame.f_code.co_filename) == here for frame in _frames())
+    return _in_checkpoint("recompute_fn")
 
 
 def in_backward() -> bool:
@@ -66,11 +65,16 @@ def in_backward() -> bool:
 def apart() -> AbstractContextManager[Any]:
     """Context in which a checkpoint with ``use_reentrant=False`` that is running neither sees nor
     counts the tensors that are saved."""
-    codes = {"checkpoint", "recompute_fn"}
-    file = CheckpointFunction.forward.__code__.co_filename
-    if any(f.f_code.co_name in codes and f.f_code.co_filename == file for f in _frames()):
+    if _in_checkpoint("checkpoint", "recompute_fn"):
         return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     return nullcontext()
+
+
+def _in_checkpoint(*names: str) -> bool:
+    """Whether one of these functions of `torch.utils.checkpoint` is running."""
+    file = CheckpointFunction.forward.__code__.co_filename
+    codes = (frame.f_code for frame in _frames())
+    return any(code.co_name in names and code.co_filename == file for code in codes)
 
 
 def _frames() -> Iterator[FrameType]:

@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,23 +187,29 @@ def _readable(value: Any) -> Any:
     return _Bits(value) if small else value
 
 
-def _mark(parameter: Any) -> Tensor:
-    """Numbers that change when a parameter is written: its versions, and sums of its bits, because
-    ``.data`` and numpy write without a new version."""
-    versions = (parameter._version, *getattr(parameter, "writes", ()))
-    mark = torch.tensor(versions, device=parameter.device)
-    if len(versions) > 1:
-        return mark
+class _Mark(NamedTuple):
+    """What changes when a parameter is written. sums: of its bits, because ``.data`` and numpy
+    write without a new version; none for a parameter that counts such writes itself."""
+
+    version: tuple[Any, ...]
+    sums: Tensor
+
+
+def _mark(parameter: Any) -> _Mark:
+    writes = getattr(parameter, "writes", ())
+    version = (parameter._version, *writes, parameter.shape, parameter.dtype)
+    if writes:
+        return _Mark(version, torch.empty(0))
     rows = torch.atleast_2d(local(parameter.detach())).flatten(1).contiguous()
     whole = rows.shape[1] * rows.itemsize % 8 == 0
     bits = rows.view(torch.int64 if whole else torch.int16)
-    return torch.cat([mark, bits.sum(0), bits.sum(1)])
+    return _Mark(version, torch.cat([bits.sum(0), bits.sum(1)]))
 
 
-def _changed(before: dict[Any, Tensor], now: dict[Any, Tensor]) -> list[Any]:
+def _changed(before: dict[Any, _Mark], now: dict[Any, _Mark]) -> list[Any]:
     """The parameters whose marks differ, with one synchronization with a device."""
-    same = [p for p in now if p in before and before[p].shape == now[p].shape]
-    flags = [(before[p] != now[p]).any() for p in same]
+    same = [p for p in now if p in before and before[p].version == now[p].version]
+    flags = [(before[p].sums != now[p].sums).any() for p in same]
     differ = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
     return [*(now.keys() - set(same)), *itertools.compress(same, differ)]
 

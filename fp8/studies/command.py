@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..common.pitfalls import OWN
 from .demo import setup as demo
 from .hardware import HARDWARE
 from .preflight import RECIPES_TRIED, Preflight, PreflightError, preflight
@@ -103,8 +104,7 @@ def run(given: argparse.Namespace) -> int:
 def _place(error: BaseException) -> str:
     """What the user's code has raised and where; "" for an error of this package."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = str(Path(__file__).parents[1])
-    if not frames or frames[-1].filename.startswith(own):
+    if not frames or frames[-1].filename.startswith(OWN):
         return ""
     return f" ({type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno})"
 

@@ -110,7 +110,8 @@ def remembered(value: Any) -> Callable[[], None]:
     """
     before = list(_holders(value, {}))
     state = torch.get_rng_state()
-    others = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    on_devices = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+    others = torch.cuda.get_rng_state_all() if on_devices else []
 
     def restore() -> None:
         torch.set_rng_state(state)

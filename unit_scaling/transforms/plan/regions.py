@@ -139,8 +139,10 @@ class Regions:
     def _is_above(self, index: int) -> bool:
         """Whether a region extends above one of its calls."""
         kind, matrices = self.flow.nodes[index].kind, self.matrices
-        if index in self._outside or index in matrices.powers or kind in ENDS:
-            return index not in self._outside
+        if index in self._outside:
+            return False
+        if index in matrices.powers or kind in ENDS:
+            return True
         if kind not in ADDS or not matrices.is_formed(index):
             return matrices.is_formed(index)
         first, *others = matrices.origins(index)
