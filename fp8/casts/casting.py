@@ -477,7 +477,19 @@ def turn_of(spec: Spec | None, like: Tensor) -> Tensor | None:
             "random signs of a rotation differ between processes of tensor parallelism; take "
             'signs="fixed"'
         )
-    return 1.0 - 2.0 * torch.randint(2, (spec.hadamard,), device=like.device)
+    return _drawn(spec.hadamard, like)
+
+
+def _drawn_in_graph(count: int, like: Tensor) -> Tensor:
+    """`_drawn`, in a graph after ``like``. Of the signs for two gradients, torch's partitioner may
+    move the rotation of a saved operand, which no gradient enters, to the forward graph and draw
+    other signs in the backward graph (torch 2.13). The sum of no elements is 0."""
+    return 1.0 - 2.0 * torch.randint(2, (count,), device=like.device) + like[:0].sum()
+
+
+@compiled_as(_drawn_in_graph)
+def _drawn(count: int, like: Tensor) -> Tensor:
+    return 1.0 - 2.0 * torch.randint(2, (count,), device=like.device)
 
 
 def rotated(x: Tensor, size: int, axis: int, turn: Tensor | None = None) -> Tensor:

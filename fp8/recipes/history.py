@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..common.compiler import eager_only
+from ..common.compiler import eager_only, taken_as_constant
 from ..common.dtensor import part_of
 from ..common.mixin import check_module
+from ..common.pitfalls import PitfallWarning, show
 
 Group = torch.distributed.ProcessGroup | None
 
@@ -37,7 +38,8 @@ class AmaxHistory:
 
     With scaling "static", the first pass in which an operand is finite and not all zeros sets its
     scale permanently, to the power of two nearest to its RMS. `fp8.calibrate`, called inside of the
-    block, sets it again.
+    block, sets it again. A function that was compiled before its scales were set measures them in
+    each pass, although it uses the first.
 
     Each process of a data-parallel run has its own history; `reduce` makes them equal.
 
@@ -47,28 +49,54 @@ class AmaxHistory:
     """
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        #: The operands whose static scale is set.
-        self.known: set[str] = set()
+        self._states, self._known = Live(), Live()
         #: Number of a product -> the matrix of a stack of weights that it multiplies.
         self.matrices: dict[int, str] = {}
         #: Name of a product with a weight -> the shape of the weight.
         self.shapes: dict[str, torch.Size] = {}
 
-    def tensor(self, name: str, length: int, device: torch.device, groups: int = 0) -> Tensor:
-        """The history of an operand, created with zeros if new. length: 0 for a static scale, which
-        is returned as by `_static`. groups: the number of states, of a grouped product.
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name.replace(":", "."): tensor for name, tensor in vars(self._states).items()}
 
-        Raises ValueError if it has another length, RuntimeError if it would be created while
-        compiling.
+    @tensors.setter
+    def tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        self._states = Live()
+        vars(self._states).update({_attribute(name): t for name, t in tensors.items()})
+
+    @property
+    def known(self) -> set[str]:
+        """The operands whose static scale is set."""
+        return {name.replace(":", ".") for name, is_set in vars(self._known).items() if is_set}
+
+    def tensor(self, name: str, length: int, device: torch.device, groups: int = 0) -> Tensor:
+        """The history of an operand, created with zeros if new. length: 0 for a static scale, of
+        which a view of shape (1,) is returned if it is not set and is to be measured. groups: the
+        number of states, of a grouped product.
+
+        Raises ValueError if it has another length.
         """
-        if name not in self.tensors:
-            _check_creates(name)
-            with torch.inference_mode(False):
-                self.tensors[name] = _zeros(length, device, groups)
-        known = self.tensors[name]
-        _check_shape(name, known, length, groups)
-        return known if length or groups else self._static(name, known)
+        key = _attribute(name)
+        if not self._note(key):
+            self._create(key, length, groups, str(device))
+        state, known = getattr(self._states, key), getattr(self._known, key)
+        return _checked(name, state, _shape(length, groups), known)
+
+    @taken_as_constant
+    def _note(self, key: str) -> bool:
+        """Whether there is a state of this name; notes whether it is set. As `_create`, executed
+        also while a graph is traced that reads the state afterwards."""
+        states = vars(self._states)
+        if key in states:
+            note(self._known, key, states[key])
+        return key in states
+
+    @taken_as_constant
+    def _create(self, key: str, length: int, groups: int, device: str) -> bool:
+        with torch.inference_mode(False):
+            vars(self._states)[key] = torch.zeros(_shape(length, groups), device=device)
+        vars(self._known)[key] = False
+        return True
 
     def number(self, counter: list[int], product: str, *operands: Tensor) -> str:
         """The name of the next product. counter: [number of products so far].
@@ -109,21 +137,9 @@ class AmaxHistory:
                 "expert, or grouped products"
             )
 
-    def _static(self, name: str, scale: Tensor) -> Tensor:
-        """``scale``, or a view of shape (1,) if it is not set and is to be measured.
-
-        Eager code checks whether a pass has set it. While compiling, the result of the last check
-        is used, so that the graph does not switch between measuring and not.
-        """
-        if name not in self.known:
-            if not _is_set(scale):
-                return scale.view(1)
-            self.known.add(name)
-        return scale
-
     def settle(self) -> None:
         """Checks again which static scales are set."""
-        self.known = {name for name, t in self.tensors.items() if _is_positive(t)}
+        _settle(self._known, vars(self._states))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the tensors, for a checkpoint."""
@@ -135,14 +151,15 @@ class AmaxHistory:
         for name, tensor in state.items():
             if not (isinstance(tensor, Tensor) and tensor.dtype == torch.float32):
                 raise TypeError(f"the history of {name} is no float32 tensor: {tensor!r}")
-        for name in set(self.tensors) - set(state):
-            del self.tensors[name]
+        before = self.tensors
+        for name in before.keys() - state.keys():
+            delattr(self._states, _attribute(name))
         for name, tensor in state.items():
-            known = self.tensors.get(name)
+            known = before.get(name)
             if known is not None and known.shape == tensor.shape:
                 known.copy_(tensor)
             else:
-                self.tensors[name] = tensor.detach().clone()
+                setattr(self._states, _attribute(name), tensor.detach().clone())
         self.settle()
 
     def reduce(self, group: Group = None) -> None:
@@ -152,7 +169,7 @@ class AmaxHistory:
         Call it after the backward pass, on all processes, with the same products. Does nothing if
         torch.distributed is not initialized.
         """
-        _reduce([self.tensors[name] for name in sorted(self.tensors)], group)
+        _reduce([tensor for _, tensor in sorted(self.tensors.items())], group)
 
 
 def _numbered(counter: list[int], product: str) -> str:
@@ -180,33 +197,43 @@ def _reduce(tensors: Iterable[Tensor], group: Group) -> None:
         tensor.copy_(largest.view_as(tensor))
 
 
-def _check_shape(name: str, known: Tensor, length: int, groups: int) -> None:
-    needed = _shape(length, groups)
-    if known.shape != needed:
+class Live:
+    """Values by name, as attributes. A graph reads an attribute as it is when the call is traced,
+    and an item of a dict as it was when the trace first read the dict."""
+
+
+def _attribute(name: str) -> str:
+    return name.replace(".", ":")  # no name of an attribute that a graph reads has a dot
+
+
+def note(known: Live, name: str, state: Tensor) -> None:
+    """Notes whether a state is a static scale that is set."""
+    if not vars(known).get(name):
+        vars(known)[name] = not torch.compiler.is_exporting() and _is_set(part_of(state))
+
+
+def _settle(known: Live, states: Mapping[str, Tensor]) -> None:
+    vars(known).clear()
+    vars(known).update({name: _is_positive(part_of(state)) for name, state in states.items()})
+
+
+def _checked(name: str, state: Tensor, shape: torch.Size, known: bool) -> Tensor:
+    if state.shape != shape:
         raise ValueError(
-            f"the history of {name} has shape {tuple(known.shape)}, and the recipe and the "
-            f"product need {tuple(needed)}"
+            f"the history of {name} has shape {tuple(state.shape)}, and the recipe and the product "
+            f"need {tuple(shape)}"
         )
-
-
-def _check_creates(name: str) -> None:
-    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-        raise RuntimeError(f"there is no history of {name} yet: run the first pass in eager mode")
+    return state if shape or known else state.view(1)
 
 
 def _shape(length: int, groups: int = 0) -> torch.Size:
     return torch.Size(size for size in (groups, length) if size)
 
 
-def _zeros(length: int, device: torch.device, groups: int = 0) -> Tensor:
-    return torch.zeros(_shape(length, groups), device=device)
-
-
 def _is_positive(scale: Tensor) -> bool:
     return not scale.dim() and not scale.is_meta and bool(scale > 0)
 
 
-@eager_only(False)
 def _is_set(scale: Tensor) -> bool:
     """Whether a scale was set since it was created. Reads the value, which synchronizes with its
     device, only if the tensor was written."""
@@ -216,7 +243,7 @@ def _is_set(scale: Tensor) -> bool:
 _AMAX, _SCALE = "fp8_amax_", "fp8_scale_"
 _ROLES = {"0": "input", "1": "weight", "grad": "grad"}
 _KNOWN = "fp8_known"
-"""The attribute of a layer that lists the roles whose static scale is set."""
+"""The attribute of a layer that says which of its static scales are set."""
 _BY_CALL = "fp8_by_call"
 """The attribute of a layer that says whether it computes several products."""
 
@@ -251,22 +278,36 @@ class LayerHistory(AmaxHistory):
         role = _ROLES.get(operand, operand)
         if layer.fp8_by_call:
             role = f"{product.replace('.', '_')}_{role}"
-        buffer = (_AMAX if length else _SCALE) + role
+        buffer, shape = (_AMAX if length else _SCALE) + role, _shape(length, groups)
         if buffer not in layer._buffers:
             _check_creates(name)
-            layer.register_buffer(buffer, _zeros(length, device, groups))
-        known: Tensor = part_of(getattr(layer, buffer))
-        _check_shape(name, known, length, groups)
-        if length or groups or role in layer.fp8_known:
-            return known
-        if not _is_set(known):
-            return known.view(1)
-        layer.fp8_known = (*layer.fp8_known, role)
-        return known
+            layer.register_buffer(buffer, torch.zeros(shape, device=device))
+        layer.fp8_note(buffer)
+        state = part_of(getattr(layer, buffer))
+        return _checked(name, state, shape, getattr(layer.fp8_known, buffer))
 
     def settle(self) -> None:
         """Checks again which static scales are set."""
         settle(self._layer)
+
+
+def _check_creates(name: str) -> None:
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        _warn_eager(name)
+        raise RuntimeError(f"there is no history of {name} yet: run the first pass in eager mode")
+
+
+@taken_as_constant
+def _warn_eager(name: str) -> bool:
+    show(PitfallWarning, _EAGER.format(name))
+    return True
+
+
+_EAGER = (
+    "a compiled function calls a layer of several products for the first time, and there is no "
+    "history of {} yet: the function runs in eager mode, now and later. Call the layer once before "
+    "it is compiled"
+)
 
 
 def remember(layer: Any, recipe: Any, by_call: bool = False) -> None:
@@ -276,11 +317,11 @@ def remember(layer: Any, recipe: Any, by_call: bool = False) -> None:
     for role in () if by_call else _ROLES.values():
         cast = getattr(recipe, role)
         if cast is not None and cast.keeps_history:
-            zeros = _zeros(cast.history, layer.weight.device)
+            zeros = torch.zeros(_shape(cast.history), device=layer.weight.device)
             name = (_AMAX if cast.history else _SCALE) + role
             if getattr(layer, name, zeros[..., None]).shape != zeros.shape:
                 layer.register_buffer(name, zeros)
-    vars(layer).update({_KNOWN: (), _BY_CALL: by_call})
+    vars(layer).update({_KNOWN: Live(), _BY_CALL: by_call})
 
 
 def forget(layer: nn.Module) -> None:
@@ -299,9 +340,10 @@ def has_scales(layer: nn.Module) -> bool:
 def settle(layer: nn.Module) -> None:
     """Checks again which static scales of a layer are set, after they were written."""
     if _KNOWN in vars(layer):
-        kept = dict(layer.named_buffers(recurse=False)).items()
-        scales = {n.removeprefix(_SCALE): part_of(x) for n, x in kept if n.startswith(_SCALE)}
-        vars(layer)[_KNOWN] = tuple(role for role, x in scales.items() if _is_positive(x))
+        _settle(
+            vars(layer)[_KNOWN],
+            {n: x for n, x in layer.named_buffers(recurse=False) if is_history(n)},
+        )
 
 
 def add_initial_histories(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:

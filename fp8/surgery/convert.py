@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..casts.casting import is_whole
 from ..casts.counts import forget_looks
-from ..common.compiler import FIRST_LOOK, eager_only
+from ..common.compiler import FIRST_LOOK, eager_only, taken_as_constant
 from ..common.mixin import Gained, bare_class, check_module, check_not_scripted, gain, lose
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..common.report import LEFT_ALONE, Report, Row, notes_on
@@ -23,9 +23,11 @@ from ..native.product import alignment, devices, why_not_here, why_not_recipe
 from ..products.matmul import linear
 from ..recipes.history import (
     LayerHistory,
+    Live,
     add_initial_histories,
     forget,
     is_history,
+    note,
     remember,
     settle,
 )
@@ -96,6 +98,8 @@ class Converted(Gained):
     fp8_multiple: int
     #: The last number of tokens seen in eager mode that is not such a multiple.
     fp8_ragged: int
+    #: Buffer of a static scale -> whether it is set.
+    fp8_known: Live
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if "parametrizations" in self._modules:  # which may be newer than the conversion
@@ -113,6 +117,12 @@ class Converted(Gained):
         mode.reenters = True  # each call of the layer enters it anew
         with mode:
             return forward(*args, **kwargs)
+
+    @taken_as_constant
+    def fp8_note(self: Any, buffer: str) -> bool:
+        """`note` for a buffer, in eager mode and while a graph that reads it is traced."""
+        note(self.fp8_known, buffer, self._buffers[buffer])
+        return True
 
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
         if any(key.startswith(prefix + "fp8_scale_") for key in state_dict):

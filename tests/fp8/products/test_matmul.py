@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import threading
 from functools import partial
@@ -344,6 +345,26 @@ def test_random_signs_draw_anew_and_repeat_under_a_seed():
     for one, other, again in zip(first, second, three(), strict=True):
         assert torch.equal(one, again)
         assert not torch.equal(one, other)
+
+
+def test_random_signs_of_a_graph_are_those_of_both_operands():
+    """Of a saved operand the partitioner would rotate a copy in the forward graph, with others."""
+    torch._dynamo.reset()
+    plain = Cast(format="fp16", scaling="tensor")
+    turned = dataclasses.replace(plain, hadamard=32, signs="random")
+    casts = dict.fromkeys(("grad_input_weight", "grad_weight_input"), turned)
+    recipe = Recipe(name="signs", input=plain, weight=plain, grad=turned, **casts)
+    weight, x = randn(3, 7, 7), randn(3, 7, 32)
+
+    def forward(x: Tensor) -> Tensor:
+        with fp8.autocast(recipe):
+            return weight @ x
+
+    exact = torch.autograd.grad((weight @ x).square().sum(), (weight, x))
+    y = torch.compile(forward, fullgraph=True, backend="aot_eager")(x)
+    for found, true in zip(torch.autograd.grad(y.square().sum(), (weight, x)), exact, strict=True):
+        torch.testing.assert_close(found, true, rtol=0, atol=2e-3 * float(true.abs().max()))
+    torch._dynamo.reset()
 
 
 def test_gradcheck_where_the_scales_agree():

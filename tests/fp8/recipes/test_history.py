@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -194,22 +195,69 @@ def test_compiled():
     torch._dynamo.reset()
 
 
-def test_the_first_pass_is_not_compiled():
+@pytest.mark.parametrize("recipe", ["delayed", "static", "fog"])
+def test_the_first_pass_of_a_compiled_function(recipe: str):
+    """It creates the histories while the graph is traced, and is compiled as every later one."""
+    gated = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("up", "gate", "down")})
+
+    def net(x: Tensor) -> Tensor:
+        return gated["down"](nn.functional.silu(gated["gate"](x)) * gated["up"](x))
+
+    def run(compiled: bool) -> tuple[list[Any], dict[str, Tensor]]:
+        torch._dynamo.reset()
+        history = AmaxHistory()
+
+        def forward(x: Tensor) -> Tensor:
+            with fp8.autocast(recipe, history=history):
+                return net(x).sum()
+
+        if compiled:
+            forward = torch.compile(forward, fullgraph=True, backend="aot_eager")
+        found = []
+        for i in range(3):
+            gated.zero_grad()
+            forward((randn(8, 16, seed=i) * 2**i).detach()).backward()
+            found += [p.grad.clone() for p in gated.parameters()]
+        return found, history.tensors
+
+    (grads, tensors), (compiled_grads, compiled) = run(False), run(True)
+    for one, other in zip(grads, compiled_grads, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4 * float(one.abs().max()))
+    torch.testing.assert_close(compiled, tensors)
+    assert len(tensors) == 9
+    torch._dynamo.reset()
+
+
+def test_a_graph_does_not_measure_scales_that_a_pass_has_set():
+    torch._dynamo.reset()
     layer, history = nn.Linear(8, 4), AmaxHistory()
 
-    def forward(x):
-        with fp8.autocast("delayed", history=history):
+    def forward(x: Tensor) -> Tensor:
+        with fp8.autocast("static", history=history):
             return layer(x)
 
-    # Torch 2.11 shows the line that raises, not what it says.
-    lost = torch.__version__ < (2, 12)
-    says = r"history\.py.*\n +raise" if lost else "run the first pass in eager mode"
-    with pytest.raises(Exception, match=says):
-        torch.compile(forward, fullgraph=True, backend="eager")(randn(5, 8))
+    x = randn(5, 8).detach()
+    forward(x).sum().backward()
+    scales = history.state_dict()
+    assert history.known == set()  # nothing has read them
+    torch.compile(forward, fullgraph=True, backend="eager")(x)
+    assert history.known == set(scales)
+    history.load_state_dict({name: torch.zeros_like(t) for name, t in scales.items()})
+    assert history.known == set()
+    large = 100 * randn(5, 8).detach()
+    y = torch.compile(forward, fullgraph=True, backend="eager")(large)
+    assert torch.equal(y, forward(large))  # measured anew
     torch._dynamo.reset()
-    fast = torch.compile(forward, backend="eager")  # which leaves that pass to eager mode
-    assert torch.equal(fast(randn(5, 8)), forward(randn(5, 8)))
-    assert {"001.linear.0", "001.linear.1"} <= history.tensors.keys()
+
+
+def test_a_layer_of_several_products_that_is_compiled_before_its_first_pass_warns():
+    torch._dynamo.reset()
+    model = fp8.convert(nn.Sequential(nn.MultiheadAttention(16, 2, batch_first=True)), "delayed")
+    layer, x = model[0], randn(2, 4, 16)
+    fast = torch.compile(lambda x: layer(x, x, x)[0], backend="eager")
+    with pytest.warns(fp8.PitfallWarning, match="runs in eager mode, now and later"):
+        y = fast(x)
+    assert torch.equal(y, layer(x, x, x)[0])
     torch._dynamo.reset()
 
 
