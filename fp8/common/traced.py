@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
+from torch.autograd import Function
 
 from .graph_functions import GRAPH_FUNCTIONS
 
 _UNMARKED = torch.__version__ < "2.13"
-"""Whether `torch.compiler.is_compiling` is false while the compiler calls `apply`."""
+"""Whether `torch.compiler.is_compiling` is false while the compiler calls `apply`, or the backward
+of an autograd function."""
+
+
+@contextmanager
+def _marked() -> Iterator[None]:
+    """Sets the flag of `torch.compiler.is_compiling`, which is private. torch 2.13 sets it for the
+    duration of a compilation; with earlier versions it is set here, or `same` and `own` would
+    return views whose gradients are lost."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = before or _UNMARKED
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 @torch.compiler.allow_in_graph
 def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls the function ``name`` of `GRAPH_FUNCTIONS`. The compiler does not trace into it.
-
-    The flag of `torch.compiler.is_compiling` is private. torch 2.13 sets it for the duration of a
-    compilation; with earlier versions it is set here, or `same` and `own` would return views whose
-    gradients are lost.
-    """
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = before or _UNMARKED
-    try:
+    """Calls the function ``name`` of `GRAPH_FUNCTIONS`. The compiler does not trace into it."""
+    with _marked():
         return GRAPH_FUNCTIONS[name](*args, **kwargs)
-    finally:
-        torch.compiler._is_compiling_flag = before
+
+
+@cache
+def marked(function: type[Function]) -> type[Function]:
+    """``function``, whose backward counts as compiled too."""
+    if not _UNMARKED:
+        return function
+
+    def backward(*args: Any) -> Any:
+        with _marked():
+            return function.backward(*args)
+
+    return type(function.__name__, (function,), {"backward": staticmethod(backward)})

@@ -351,7 +351,7 @@ def test_random_signs_of_a_graph_are_those_of_both_operands():
     """Of a saved operand the partitioner would rotate a copy in the forward graph, with others."""
     torch._dynamo.reset()
     plain = Cast(format="fp16", scaling="tensor")
-    turned = dataclasses.replace(plain, hadamard=32, signs="random")
+    turned = dataclasses.replace(plain, hadamard=32, signs="random", rounding="stochastic")
     casts = dict.fromkeys(("grad_input_weight", "grad_weight_input"), turned)
     recipe = Recipe(name="signs", input=plain, weight=plain, grad=turned, **casts)
     weight, x = randn(3, 7, 7), randn(3, 7, 32)
