@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .frames import refuse_split_graphs
 from .graph_functions import GRAPH_FUNCTIONS
 
 _UNMARKED = torch.__version__ < "2.13"
@@ -20,6 +21,7 @@ def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     compilation; with earlier versions it is set here, or `same` and `own` would return views whose
     gradients are lost.
     """
+    refuse_split_graphs()
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = before or _UNMARKED
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8.common.pipelining import in_shape_inference
 from fp8.common.pitfalls import PitfallWarning, warn_once
 from fp8.common.threads import Stack
 from fp8.context.activation_checkpointing import in_backward, in_recomputation
@@ -29,15 +30,7 @@ from ..measure.measuring import Actual, Watching
 from ..plan.actions import MEASURED, Arriving, CallRow, Plan, Settled
 from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
 from .border import entering, holds, leaving, records, returns_other
-from .install import (
-    Call,
-    Places,
-    find_scope,
-    install,
-    is_exported,
-    is_sharded,
-    warn_of_break,
-)
+from .install import Call, Places, find_scope, install, is_exported, is_sharded, warn_of_break
 from .replay import PlanMissError, Replay
 from .varying import Following, Leaves
 
@@ -165,8 +158,9 @@ class UnitScale:
             if plan is not None and not changed and not self._is_followed(plan, form, module):
                 return self._replay(plan, call, module, (args, kwargs), form)
             if is_exported():
+                seen = plan is not None and not changed
                 raise RuntimeError(
-                    _VARIES if plan else f"{UNSEEN}: call the model once before torch.export"
+                    _VARIES if seen else f"{UNSEEN}: call the model once before torch.export"
                 )
             from .graph_break import outside_graph
 
@@ -250,6 +244,8 @@ class UnitScale:
         warn_of_break(module)
         if form.path and in_backward():
             return self._again(form, call)
+        if in_shape_inference():
+            return call()
         stale, made, restore = None, None, remembered((args, kwargs))
         if form in self._watched and not in_recomputation():
             with self._recording:
