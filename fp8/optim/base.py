@@ -22,6 +22,7 @@ from .encodings import ENCODINGS, MASTERS, decode
 from .state import (
     MASTER,
     Group,
+    align_gradient,
     convert,
     everywhere,
     has,
@@ -122,6 +123,8 @@ class LowPrecision(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for parameter in parameters_of(self):
+            align_gradient(parameter)
         self._refresh_masters()
         if not self.step_all():
             for group in self.param_groups:
@@ -139,7 +142,7 @@ class LowPrecision(Optimizer):
         now = {p: _mark(p) for p in self._with_master()}
         for p in _changed(getattr(self, "_marks", {}), now):
             master = read(self.state[p], MASTER)
-            if not rounds_to(decode(master).view(p.shape), p):
+            if not rounds_to(decode(master).view(local(p).shape), p):
                 if "loaded" not in vars(p):
                     warn_of_broadcasts()
                 encoding = ENCODINGS[dtype_name(master.values.dtype)]

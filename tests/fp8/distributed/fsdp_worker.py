@@ -209,6 +209,29 @@ def check_skipped_steps() -> None:
             assert state["exp_avg"].full_tensor().shape == list(model.parameters())[i].shape
 
 
+def check_sgd() -> None:
+    """A step of a shard is that of the whole weight, also after the weight was written."""
+    models = [nn.Linear(20, 65).bfloat16() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    fully_shard(models[0])
+    optimizers = [
+        fp8.optim.SGD(m.parameters(), 0.1, momentum=0.9, master_weights="float16") for m in models
+    ]
+    for i in range(3):
+        x = torch.randn(4, 20, dtype=torch.bfloat16)
+        for model, opt in zip(models, optimizers, strict=True):
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+            if i == 1:
+                with torch.no_grad():
+                    model.weight.mul_(0.5)
+                with pytest.warns(UserWarning, match="its master was reset"):
+                    opt.step()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q)
+
+
 def main(rank: int, store: Path) -> None:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for recipe in ("unit", "tensor"):
@@ -219,6 +242,7 @@ def main(rank: int, store: Path) -> None:
     check_checkpoint(store.parent)
     check_fp8_states(store.parent)
     check_skipped_steps()
+    check_sgd()
     model = fully_shard(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="weight is sharded: call gather_in_fp8"):
         gather_in_fp8(model)
