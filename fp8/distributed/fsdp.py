@@ -27,8 +27,7 @@ from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row
 from ..formats.format import get_format
 from ..formats.quantize import quantize_operand
-from ..optim.encodings import decode
-from ..optim.state import PARTS, local, parameters_of, read
+from ..optim.state import local, parameters_of, portable
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, Recipe, given_recipe
 from ..recipes.scaling import largest_finite, scale_of
@@ -190,10 +189,11 @@ def update_scales(model: nn.Module) -> None:
 def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     """The state_dict of ``optimizer`` in a form that loads with another number of processes.
 
-    A state with a scale, which belongs to one shard, is decoded to float32 under the name without a
-    suffix (``exp_avg``). A state of the weight's shape becomes a DTensor like the weight, so that
-    `torch.distributed.checkpoint` can reshard it. Every optimizer of this kind of `fp8.optim` or
-    torch loads it and rounds it to its own encodings.
+    For DTensors, ``optimizer.state_dict()`` has this form anyway; here whole parameters have it
+    too. A state with a scale, which belongs to one shard, is decoded to float32 under the name
+    without a suffix (``exp_avg``). A state of the weight's shape becomes a DTensor like the weight,
+    so that `torch.distributed.checkpoint` can reshard it. Every optimizer of this kind of
+    `fp8.optim` or torch loads it and rounds it to its own encodings.
 
     Args:
         optimizer: an optimizer of `fp8.optim`.
@@ -205,22 +205,8 @@ def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     parameters = parameters_of(optimizer)
     return {
         **state,
-        "state": {i: _portable(parameters[i], own) for i, own in state["state"].items()},
+        "state": {i: portable(parameters[i], own) for i, own in state["state"].items()},
     }
-
-
-def _portable(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    shape = local(parameter).shape
-    for key, value in state.items():
-        name, suffix = next(((key.removesuffix(p), p) for p in PARTS if key.endswith(p)), (key, ""))
-        if suffix == PARTS[0]:
-            value = decode(read(state, name)).view(shape)
-        if suffix in ("", PARTS[0]):
-            is_shard = isinstance(value, Tensor) and value.shape == shape
-            sharded = is_shard and not isinstance(value, DTensor)
-            found[name] = _like(parameter, value) if sharded else value
-    return found
 
 
 def _why_not_sent(recipe: Recipe | None) -> str:

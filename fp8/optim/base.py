@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from ..common.dtensor import is_dtensor
 from ..common.validation import check_name, check_number
 from ..formats.format import dtype_name
 from ..tensors.scaled_tensor import DTYPES, plain
@@ -30,6 +31,7 @@ from .state import (
     local,
     numbers_of,
     parameters_of,
+    portable,
     read,
     rounds_to,
     warn_of_broadcasts,
@@ -147,6 +149,14 @@ class LowPrecision(Optimizer):
                     warn_of_broadcasts()
                 encoding = ENCODINGS[dtype_name(master.values.dtype)]
                 keep(self.state[p], MASTER, p, encoding, numbers_of(p))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. That of a DTensor has no scales, which belong to one process: its moments
+        are DTensors in float32, which `load_state_dict` rounds again."""
+        saved, parameters = super().state_dict(), parameters_of(self)
+        divided = {i: own for i, own in saved["state"].items() if is_dtensor(parameters[i])}
+        portables = {i: portable(parameters[i], own) for i, own in divided.items()}
+        return {**saved, "state": {**saved["state"], **portables}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, for a state of this kind of optimizer from torch or from this package.

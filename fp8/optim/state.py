@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from ..common.dtensor import is_dtensor
+from ..common.dtensor import as_shard, is_dtensor
 from ..tensors.scaled_tensor import plain
 from .encodings import ENCODINGS, Encoded, Encoding, decode, scale_for, write, zeros
 
@@ -205,6 +205,22 @@ def read(state: State, name: str) -> Encoded:
         return Encoded(local(state[name]).reshape(-1))
     values = local(state[name + PARTS[0]]).reshape(-1)
     return Encoded(values, state[name + PARTS[1]], state.get(name + PARTS[2]))
+
+
+def portable(parameter: Tensor, state: State) -> State:
+    """``state`` without scales, which belong to one part of a parameter: what has one is decoded to
+    float32. What has the shape of the part is a DTensor if the parameter is."""
+    found: State = {}
+    shape = local(parameter).shape
+    for key, value in state.items():
+        name, suffix = next(((key.removesuffix(p), p) for p in PARTS if key.endswith(p)), (key, ""))
+        if suffix == PARTS[0]:
+            value = decode(read(state, name)).view(shape)
+        if suffix in ("", PARTS[0]):
+            is_part = isinstance(value, Tensor) and value.shape == shape
+            divided = is_part and is_dtensor(parameter) and not is_dtensor(value)
+            found[name] = as_shard(parameter, value) if divided else value
+    return found
 
 
 def convert(parameter: Tensor, saved: State, group: Group) -> State:

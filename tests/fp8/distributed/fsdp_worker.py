@@ -178,7 +178,26 @@ def check_fp8_states(folder: Path) -> None:
     step_fp8(model, opt)
     state = {"model": model.state_dict(), "opt": portable_state_dict(opt)}
     dcp.save(state, checkpoint_id=folder / "fp8_of_two")
+    check_resumed(folder, model, opt)
     check_skipped(model, opt)
+
+
+def check_resumed(folder: Path, model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    """As any trainer saves a sharded optimizer: each process has the numbers of its own shard."""
+    other = make_fp8(seed=5)
+    gather_in_fp8(other, "unit")
+    its_opt = optimizer(fully_shard(other))
+    states = [
+        dict(zip(("model", "opt"), get_state_dict(m, o), strict=True))
+        for m, o in ((model, opt), (other, its_opt))
+    ]
+    dcp.save(states[0], checkpoint_id=folder / "resumed")
+    dcp.load(states[1], checkpoint_id=folder / "resumed")
+    loaded = {"model_state_dict": states[1]["model"], "optim_state_dict": states[1]["opt"]}
+    set_state_dict(other, its_opt, **loaded)
+    for mine, expected in zip(numbers(its_opt), numbers(opt), strict=True):
+        assert torch.equal(mine, expected)
+    assert "exp_avg_values" in its_opt.state[other[0].weight]
 
 
 def check_skipped(model: nn.Module, opt: torch.optim.Optimizer) -> None:
