@@ -265,6 +265,10 @@ def main(rank: int, store: Path) -> None:
     model = fully_shard(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="weight is sharded: call gather_in_fp8"):
         gather_in_fp8(model)
+    with pytest.raises(ValueError, match="unit_scale copies the model, which FSDP has sharded"):
+        unit_scale(model)
+    with pytest.raises(ValueError, match="store_frozen takes whole weights"):
+        fp8.store_frozen(model.requires_grad_(False))
 
 
 if __name__ == "__main__":

@@ -201,6 +201,13 @@ def check_refused() -> None:
     halved = fp8.Recipe(name="halved", input=tensor, weight=tensor, grad_weight_input=None)
     with pytest.raises(ValueError, match="and as None for the gradient of the weight"):
         gather_input_in_fp8(fp8.convert(nn.Linear(16, 16), halved), mesh)
+    divided = parallelize_module(nn.Linear(16, 16), mesh, ColwiseParallel())
+    with pytest.raises(ValueError, match="unit_scale reads whole weights"):
+        unit_scale(divided)
+    with pytest.raises(ValueError, match="weight has no level, because processes divide it"):
+        fp8.initialize(divided, torch.optim.AdamW(divided.parameters()), "O2")
+    with pytest.raises(ValueError, match="store_frozen takes whole weights"):
+        fp8.store_frozen(divided.requires_grad_(False))
 
 
 class Sent(TorchDispatchMode):

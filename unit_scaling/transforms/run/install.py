@@ -34,6 +34,7 @@ __all__ = [
     "find_scope",
     "install",
     "is_exported",
+    "is_in_fsdp",
     "is_sharded",
     "uninstall",
     "warn_of_break",
@@ -260,11 +261,15 @@ _BREAKS = (
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP has sharded a submodule, which then has a method to gather parameters, or
-    parallelize_module has divided a parameter."""
+    """Whether FSDP has sharded a submodule, or parallelize_module has divided a parameter."""
+    return is_in_fsdp(model) or any(map(is_dtensor, model.parameters()))
+
+
+def is_in_fsdp(model: nn.Module) -> bool:
+    """Whether FSDP has sharded a submodule, which then has a method to gather parameters, and no
+    copy."""
     gathers = ("unshard", "summon_full_params")
-    by_fsdp = any(hasattr(child, name) for child in model.modules() for name in gathers)
-    return by_fsdp or any(map(is_dtensor, model.parameters()))
+    return any(hasattr(child, name) for child in model.modules() for name in gathers)
 
 
 def find_scope(model: nn.Module, kind: type) -> Any:
