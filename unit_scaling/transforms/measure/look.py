@@ -116,8 +116,14 @@ def look(
 
     hooks: as in `Form`. evaluate: run the copy in evaluation mode. actual: measurements from a step
     of the model itself.
-    Raises RuntimeError for a model sharded by FSDP2 or parallelize_module, which cannot be copied.
+    Raises RuntimeError for a model sharded by FSDP2 or parallelize_module, which cannot be copied,
+    and TypeError for arguments without values, of `torch.fx.symbolic_trace`.
     """
+    if any(isinstance(value, torch.fx.Proxy) for value in (*given[0], *given[1].values())):
+        raise TypeError(
+            "torch.fx.symbolic_trace cannot trace a unit-scaled model, whose factors are no calls "
+            "of its modules: trace it before unit_scale, or take torch.export"
+        )
     if is_sharded(module):
         raise RuntimeError(
             f"{UNSEEN}, and cannot look at a sharded {type(module).__name__}: call the model "
