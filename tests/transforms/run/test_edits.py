@@ -566,3 +566,21 @@ def test_adapters_on_a_unit_scaled_model(called):
         model(X)
     expected = unit_scale(adapted(before))(X)
     torch.testing.assert_close(adapted(model)(X), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_forward_around_that_of_the_model_is_outside_of_its_plan():
+    """As accelerate's, for mixed precision: what it computes is not recorded as the model's."""
+    torch.manual_seed(0)
+    plain = unit_scale(nn.Sequential(Block(), nn.Linear(SIZE, SIZE)))
+    wrapped = copy.deepcopy(plain)
+    inner = wrapped.forward
+    wrapped.forward = lambda x: inner(x).float().relu()
+    x = torch.randn(4, SIZE)
+    loss, expected = wrapped(x).sum(), plain(x).relu().sum()
+    loss *= 2.0  # as transformers' Trainer
+    loss.backward()
+    (2.0 * expected).backward()
+    for mine, p in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, p.grad)
+    assert not any("relu" in row.call for row in uu.report(wrapped))
+    assert not uu.plan(wrapped).settled.varying

@@ -153,6 +153,7 @@ def look(
 
 def _twin(scope: Looking, module: nn.Module, evaluate: bool) -> nn.Module:
     twin = twin_of(module, scope, _Recorded(scope))
+    vars(twin).pop("forward", None)  # what is set on the instance has called the class's, and ends
     restore_own_tags(twin)
     return twin.eval() if evaluate else twin
 
