@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -555,6 +556,17 @@ def test_adapters_on_a_preserved_model(called, dora, converted):
         results.append([t.detach() for t in outputs])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::fp8.ScaleWarning")
+def test_layers_beside_adapters_are_saved(tmp_path):
+    """peft looks for the names in the state_dict of a layer in that of the model."""
+    model = adapted(unit_scale(nn.Sequential(Block(), nn.Linear(SIZE, 2))), modules_to_save=["1"])
+    model(X).sum().backward()
+    model.save_pretrained(tmp_path)
+    with safetensors.safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
+        saved = file.get_tensor("base_model.model.1.weight")
+    assert torch.equal(saved, model.base_model.model[1].weight)
 
 
 @pytest.mark.filterwarnings("ignore::fp8.ScaleWarning")

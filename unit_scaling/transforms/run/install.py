@@ -150,9 +150,12 @@ class _Transformed(Gained, TaggedModule):
     def _own_weights(self, prefix: str) -> list[str]:
         """The names of the weights that a scope has scaled, if the module is its model or the
         state_dict is that of a submodule alone; otherwise none.
+
+        A layer without submodules has its own names alone: peft looks for them in the state_dict of
+        the model, for `modules_to_save`.
         """
         scopes = [path for scope, path in self._scopes if getattr(scope, "unit_scaled", False)]
-        if not scopes or (scopes[0] and prefix):
+        if not scopes or (scopes[0] and (prefix or not self._modules)):
             return []
         restore_own_tags(self)
         types = ("weight", "output")
