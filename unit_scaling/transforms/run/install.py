@@ -34,6 +34,7 @@ __all__ = [
     "find_scope",
     "install",
     "is_exported",
+    "is_flattened",
     "is_in_fsdp",
     "is_sharded",
     "uninstall",
@@ -265,7 +266,13 @@ _BREAKS = (
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP has sharded a submodule, or parallelize_module has divided a parameter."""
-    return is_in_fsdp(model) or any(map(is_dtensor, model.parameters()))
+    divided = is_in_fsdp(model) or is_flattened(model)
+    return divided or any(map(is_dtensor, model.parameters()))
+
+
+def is_flattened(model: nn.Module) -> bool:
+    """Whether FullyShardedDataParallel has flattened a parameter."""
+    return any(getattr(p, "_fsdp_flattened", False) for p in model.parameters())
 
 
 def is_in_fsdp(model: nn.Module) -> bool:

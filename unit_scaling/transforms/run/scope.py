@@ -23,7 +23,7 @@ from ..capture.copies import Example, example_of, hooked, remade, remembered
 from ..capture.forms import Form, described, form_of, without_shapes
 from ..capture.kinds import KINDS
 from ..capture.record import has_values, tensors_in
-from ..capture.structure import Structure, part, structure_of, warn_of_new_weights
+from ..capture.structure import Structure, check_kept, part, structure_of, warn_of_new_weights
 from ..folding.solve import Folded, folded
 from ..measure.look import RUNNING, UNSEEN, its_parameter, look
 from ..measure.measuring import Actual, Watching
@@ -201,7 +201,8 @@ class UnitScale:
         """Adopts the structure of ``module``, at ``path``: new submodules get the scope, and all
         plans are dropped.
 
-        Raises ValueError for a submodule with init="unit" in a model with init="preserve".
+        Raises ValueError for a submodule with init="unit" in a model with init="preserve", and
+        RuntimeError if plain tensors have taken the place of parameters.
         """
         for name, child in module.named_modules(prefix=path):
             other = find_scope(child, UnitScale)
@@ -210,6 +211,7 @@ class UnitScale:
                     f"{name or 'the model'} was unit-scaled with init='unit', and the model around "
                     "it with init='preserve', which has no factors: use one init for both"
                 )
+        check_kept(module, self.structure, path)
         if self.structure and self.unit_scaled:
             warn_of_new_weights(module, self)
         install(module, self, path)
