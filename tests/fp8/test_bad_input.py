@@ -212,6 +212,7 @@ def test_scale_tensors_are_refused_where_numbers_are(shape, bad):
         fp8.quantize(x, "e4m3", scale=bad)
 
 
+@pytest.mark.vmap
 def test_scale_tensors_that_cannot_be_looked_at_make_nan():
     """In a graph and under vmap, where nothing can be raised."""
     x, scale = torch.ones(3, 2), torch.tensor([1.0, 0.0, -2.0])

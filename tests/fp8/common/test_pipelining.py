@@ -61,6 +61,9 @@ def step(parts: list[nn.Module], x: Tensor, y: Tensor) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["delayed", "static", "unit_scale unit", "unit_scale delayed"])
 @pytest.mark.usefixtures("garbage")
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 sends between stages of a process"
+)
 def test_a_run_without_values_leaves_no_state(kind):
     """Before the first step stages are run, forward and backward, to find shapes."""
     parts = make(kind)
