@@ -158,8 +158,9 @@ def _check_seen(module: nn.Module, given: Given) -> None:
             )
         raise RuntimeError(
             f"{UNSEEN}, and cannot look at a sharded {type(module).__name__}: call the model "
-            "once before fully_shard or parallelize_module, with arguments of the same form (a "
-            "batch of one is another), in the same mode, and with gradients if they are taken"
+            "once before fully_shard or parallelize_module, after other changes of its modules, "
+            "with arguments of the same form (a batch of one is another), in the same mode, and "
+            "with gradients if they are taken"
         )
 
 
