@@ -257,6 +257,12 @@ def _by_scale(
     found: dict[float, list[Any]] = {}
     for index, entry in enumerate([params] if isinstance(params, Tensor) else list(params)):
         name, parameter = entry if isinstance(entry, tuple) else (f"number {index}", entry)
+        if getattr(parameter, "_fsdp_flattened", False):
+            raise ValueError(
+                f"FullyShardedDataParallel has flattened parameter {name}, whose shape decides its "
+                "learning rate: make the optimizer before wrapping the model with "
+                "use_orig_params=True, or use fully_shard"
+            )
         if has_parameter_data(parameter):
             scale = lr_scale_func(parameter)
         elif allow_untagged:

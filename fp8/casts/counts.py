@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.compiler import eager_only
+from ..common.pipelining import in_shape_inference
 from ..common.pitfalls import RecipeWarning, ScaleWarning, warn_once
 from ..formats.format import Format, get_format
 from .kurtosis import ACTIVATIONS, NORMAL, Halves, kurtosis
@@ -305,7 +306,7 @@ def look_here(recipe: Recipe | None) -> Look | None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
     place = (frame.f_code.co_filename, frame.f_lineno, recipe.name)
-    if place in _PLACES or not torch.is_grad_enabled():
+    if place in _PLACES or not torch.is_grad_enabled() or in_shape_inference():
         return None
     _PLACES.add(place)
     return Look(recipe.name)
@@ -316,7 +317,7 @@ def _look_at(weight: Tensor | None, recipe: str) -> tuple[Look | None, str]:
     if not isinstance(weight, nn.Parameter):
         return OPEN.look, ""
     seen = vars(weight).get(_LOOKED, ())
-    if recipe in seen or not torch.is_grad_enabled():
+    if recipe in seen or not torch.is_grad_enabled() or in_shape_inference():
         OPEN.look = None
         return None, ""
     setattr(weight, _LOOKED, (*seen, recipe))

@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from .frames import refuse_split_graphs
 from .graph_functions import GRAPH_FUNCTIONS
 from .threads import Stack
 
@@ -201,6 +202,8 @@ def apply(function: type[Function], *args: Any, written: Tensor | None = None) -
     """
     if not torch.compiler.is_compiling():
         return apply_eagerly(function, *args)
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        refuse_split_graphs()
     if not torch.is_grad_enabled():
         call, seen = function.forward, list(args)
     else:

@@ -40,11 +40,12 @@ class Gained:
     def __prepare_scriptable__(self) -> nn.Module:
         """Raises TypeError. `torch.jit.script` calls this first, and would fail on the
         attributes."""
-        name = self._original.__name__
-        raise TypeError(
-            f"a {name} that was transformed or converted cannot be scripted: take torch.export, or "
-            "fp8.revert or fp8.revert_norms before"
-        )
+        raise TypeError(_NO_TORCHSCRIPT.format(self._original.__name__, "scripted"))
+
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises TypeError. `torch.jit.trace` calls this in the place of the forward, whose
+        backward passes its graph lacks."""
+        raise TypeError(_NO_TORCHSCRIPT.format(self._original.__name__, "traced"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the original class, which can be imported; unpickling adds the behaviours
@@ -59,6 +60,12 @@ class Gained:
     def _kept(self, state: Any) -> dict[str, Any]:
         """The attributes of ``_attributes`` that ``state`` does not contain."""
         return {n: vars(self)[n] for n in self._attributes if n in vars(self) and n not in state}
+
+
+_NO_TORCHSCRIPT = (
+    "a {} that was transformed or converted cannot be {}: take torch.export, or fp8.revert or "
+    "fp8.revert_norms before"
+)
 
 
 def _restore(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from .frames import refuse_split_graphs
 from .graph_functions import GRAPH_FUNCTIONS
 
 _UNMARKED = torch.__version__ < "2.13"
@@ -33,6 +34,7 @@ def _marked() -> Iterator[None]:
 @torch.compiler.allow_in_graph
 def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the function ``name`` of `GRAPH_FUNCTIONS`. The compiler does not trace into it."""
+    refuse_split_graphs()
     with _marked():
         return GRAPH_FUNCTIONS[name](*args, **kwargs)
 

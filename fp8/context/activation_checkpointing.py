@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
 from typing import Any
 
 import torch
@@ -13,6 +11,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+from ..common.frames import frames
 
 
 def checkpointed(
@@ -42,7 +42,7 @@ def in_reentrant() -> bool:
     if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
         return False
     code = CheckpointFunction.forward.__code__
-    return any(frame.f_code is code for frame in _frames())
+    return any(frame.f_code is code for frame in frames())
 
 
 def in_recomputation() -> bool:
@@ -59,7 +59,7 @@ def in_backward() -> bool:
     if torch.compiler.is_dynamo_compiling():
         return False
     code = BackwardCFunction.apply.__code__
-    return any(frame.f_code is code for frame in _frames())
+    return any(frame.f_code is code for frame in frames())
 
 
 def apart() -> AbstractContextManager[Any]:
@@ -73,13 +73,5 @@ def apart() -> AbstractContextManager[Any]:
 def _in_checkpoint(*names: str) -> bool:
     """Whether one of these functions of `torch.utils.checkpoint` is running."""
     file = CheckpointFunction.forward.__code__.co_filename
-    codes = (frame.f_code for frame in _frames())
+    codes = (frame.f_code for frame in frames())
     return any(code.co_name in names and code.co_filename == file for code in codes)
-
-
-def _frames() -> Iterator[FrameType]:
-    """The frames of the active calls, innermost first."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

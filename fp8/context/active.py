@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..casts.measuring import measuring
 from ..common.compiler import called
+from ..common.pipelining import in_shape_inference
 from ..common.validation import check_name
 from ..native import product as native
 from ..recipes.cast import Cast
@@ -197,9 +198,9 @@ def histories(
 
     casts: one for each operand; the last is that of the gradient. groups: the number of groups of a
     grouped product, which have states of their own. The histories belong to the enclosing
-    `fp8.autocast`, which numbers its products.
+    `fp8.autocast`, which numbers its products. A run without values has none.
     """
-    if recipe is None or not recipe.keeps_history:
+    if recipe is None or not recipe.keeps_history or in_shape_inference():
         return [None] * len(casts)
     block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
     if block is None or block.history is None:

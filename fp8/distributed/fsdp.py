@@ -8,8 +8,9 @@ optimizer's view of the parameters.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,7 @@ from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row
 from ..formats.format import get_format
 from ..formats.quantize import quantize_operand
-from ..optim.encodings import decode
-from ..optim.state import PARTS, local, parameters_of, read
+from ..optim.state import local, parameters_of, portable
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, Recipe, given_recipe
 from ..recipes.scaling import largest_finite, scale_of
@@ -66,10 +66,11 @@ def gather_in_fp8(
     Args:
         model: changed in place.
         recipe: its weight cast needs a format with a torch dtype and scaling "unit" or "tensor".
-            "auto" selects one of the two for each layer, as in `fp8.convert`. "tensor" needs the
-            largest magnitude of each weight over all shards: call `update_scales` after each
-            optimizer step, otherwise every gather of a weight waits for an all-reduce of one
-            number.
+            "auto" is that of each layer, as in `fp8.convert`: of a model with converted layers the
+            others are sent unrounded, and so are those whose cast cannot be sent, and those that
+            the switch of a policy concerns. "tensor" needs the largest magnitude of each weight
+            over all shards: call `update_scales` after each optimizer step, otherwise every gather
+            of a weight waits for an all-reduce of one number.
         where: (name, layer) -> whether to send the weight in FP8; None: every layer.
 
     Returns:
@@ -77,34 +78,79 @@ def gather_in_fp8(
 
     Raises:
         TypeError: if ``model`` is not a module.
-        ValueError: for a recipe with another cast, and for a model that is already sharded.
+        ValueError: for a recipe, given by name, with another cast, and for a model that is already
+            sharded.
     """
     check_module("gather_in_fp8", model)
     given, where = given_recipe(recipe), checked_function(where)
-    if given is not None:
-        _checked(given)
+    if given is not None and (why := _why_not_sent(given)):
+        raise ValueError(why)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(f"{name} is sharded: call gather_in_fp8 before fully_shard")
-    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    chosen = _chosen(model, given, where)
     replaced: dict[int, nn.Parameter] = {}
     rows = []
-    for name, module in model.named_modules():
-        weight = dict(module.named_parameters(recurse=False)).get("weight")
-        if weight is None or weight.dim() < 2:
-            continue
-        why_not = _why_not(module, weight, looked_up)
-        if not why_not and where is not None and not where(name, module):
-            why_not = "not chosen"
-        if not why_not:
-            cast = _checked(given or auto_of(module))
+    for name, module, cast, why_not in chosen:
+        weight = module.weight
+        if cast is not None:
             if id(weight) not in replaced:
                 replaced[id(weight)] = _wrapped(weight, cast)
             module.register_state_dict_post_hook(_as_plain)
             module.weight = replaced[id(weight)]
-        done = LEFT_ALONE if why_not else f"sent as {cast}"
+        done = LEFT_ALONE if cast is None else f"sent as {cast}"
         rows.append(Row(name, bare_class(module).__name__, done, why_not))
     return Report(rows)
+
+
+class _Layer(NamedTuple):
+    """A layer with a weight. cast: as which it is sent, or None; why_not: the reason."""
+
+    name: str
+    module: Any
+    cast: Cast | None
+    why_not: str = ""
+
+
+def _chosen(
+    model: nn.Module, given: Recipe | None, where: Callable[[str, nn.Module], bool] | None
+) -> list[_Layer]:
+    """The layers with a weight. given: the recipe of all, or that of each."""
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    found = {} if given is not None else _converted(model)
+    layers = []
+    for name, module in model.named_modules():
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is None or weight.dim() < 2:
+            continue
+        used = given or (found.get(id(module)) if found else auto_of(module))
+        why_not = _why_not(module, weight, looked_up)
+        if not why_not and where is not None and not where(name, module):
+            why_not = "not chosen"
+        why_not = why_not or _why_not_sent(used)
+        cast = None if why_not or used is None else used.weight
+        layers.append(_Layer(name, module, cast, why_not))
+    holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
+    senders = Counter((id(layer.module.weight), layer.cast) for layer in layers)
+
+    def shared(layer: _Layer) -> _Layer:
+        key = id(layer.module.weight)
+        if layer.cast is None or holders[key] == senders[key, layer.cast]:
+            return layer
+        return layer._replace(cast=None, why_not="a module that is not sent so shares its weight")
+
+    return [shared(layer) for layer in layers]
+
+
+def _converted(model: nn.Module) -> dict[int, Recipe | None]:
+    """id -> recipe of each layer that `fp8.convert` has converted; None if a switch changes it."""
+    policies = [vars(module).get("fp8_policy") for module in model.modules()]
+    switches = any(policy is not None and policy.switch for policy in policies)
+    own = {id(m): vars(m) for m in model.modules() if vars(m).get("fp8_recipe") is not None}
+    return {
+        key: None if switches and values["fp8_switches"] else values["fp8_recipe"]
+        for key, values in own.items()
+    }
 
 
 def _why_not(module: nn.Module, weight: nn.Parameter, looked_up: set[int]) -> str:
@@ -143,10 +189,11 @@ def update_scales(model: nn.Module) -> None:
 def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     """The state_dict of ``optimizer`` in a form that loads with another number of processes.
 
-    A state with a scale, which belongs to one shard, is decoded to float32 under the name without a
-    suffix (``exp_avg``). A state of the weight's shape becomes a DTensor like the weight, so that
-    `torch.distributed.checkpoint` can reshard it. Every optimizer of this kind of `fp8.optim` or
-    torch loads it and rounds it to its own encodings.
+    For DTensors, ``optimizer.state_dict()`` has this form anyway; here whole parameters have it
+    too. A state with a scale, which belongs to one shard, is decoded to float32 under the name
+    without a suffix (``exp_avg``). A state of the weight's shape becomes a DTensor like the weight,
+    so that `torch.distributed.checkpoint` can reshard it. Every optimizer of this kind of
+    `fp8.optim` or torch loads it and rounds it to its own encodings.
 
     Args:
         optimizer: an optimizer of `fp8.optim`.
@@ -158,41 +205,30 @@ def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     parameters = parameters_of(optimizer)
     return {
         **state,
-        "state": {i: _portable(parameters[i], own) for i, own in state["state"].items()},
+        "state": {i: portable(parameters[i], own) for i, own in state["state"].items()},
     }
 
 
-def _portable(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    shape = local(parameter).shape
-    for key, value in state.items():
-        name, suffix = next(((key.removesuffix(p), p) for p in PARTS if key.endswith(p)), (key, ""))
-        if suffix == PARTS[0]:
-            value = decode(read(state, name)).view(shape)
-        if suffix in ("", PARTS[0]):
-            is_shard = isinstance(value, Tensor) and value.shape == shape
-            sharded = is_shard and not isinstance(value, DTensor)
-            found[name] = _like(parameter, value) if sharded else value
-    return found
-
-
-def _checked(recipe: Recipe) -> Cast:
-    """The recipe's cast of the weight. Raises ValueError for a cast that cannot be sent."""
+def _why_not_sent(recipe: Recipe | None) -> str:
+    """Why a weight of a layer with this recipe cannot be sent as its cast rounds it; "" if it
+    can."""
+    if recipe is None:
+        return "it computes in high precision, or will after a switch"
     cast = recipe.weight
     dtype = None if cast is None else get_format(cast.format).dtype
     if cast is None or dtype is None or dtype.itemsize > 1:
-        raise ValueError(f"recipe {recipe.name!r} has no FP8 dtype for weights, got {cast}")
+        return f"recipe {recipe.name!r} has no FP8 dtype for weights, got {cast}"
     if cast.scaling not in SCALINGS:
-        raise ValueError(
+        return (
             f"recipe {recipe.name!r} has weights with scaling {cast.scaling!r}, which goes along "
             f"what FSDP2 cuts; gather_in_fp8 takes {' and '.join(map(repr, SCALINGS))}"
         )
     if spec_of(cast).is_random or cast.is_sum or cast.hadamard or recipe.grad_input[1] != cast:
-        raise ValueError(
+        return (
             f"recipe {recipe.name!r} casts weights anew for each product; what is gathered is one "
             "copy for all"
         )
-    return cast
+    return ""
 
 
 def _wrapped(weight: nn.Parameter, cast: Cast) -> nn.Parameter:

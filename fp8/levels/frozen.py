@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from ..common.dtensor import is_dtensor
 from ..common.mixin import check_module
 from ..common.pitfalls import ConvertWarning, warn_once
 from ..common.validation import check_name
@@ -46,7 +47,8 @@ def store_frozen(model: M, format: str | None = "e4m3", *, where: str | Where | 
         ConvertWarning: if no weight was stored.
 
     Raises:
-        ValueError, TypeError: for an unknown format, and as `fp8.convert`.
+        ValueError, TypeError: for an unknown format, weights that processes divide, and as
+            `fp8.convert`.
 
     >>> import torch, fp8
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
@@ -70,6 +72,11 @@ def store_frozen(model: M, format: str | None = "e4m3", *, where: str | Where | 
     left = choose(where, model, layers)
     chosen = [module for name, module in layers.items() if name not in left]
     weights = [weight for module in chosen for weight in _frozen(module)]
+    if any(map(is_dtensor, weights)):
+        raise ValueError(
+            "store_frozen takes whole weights, and processes divide these: under FSDP2, "
+            "fp8.distributed.fsdp.gather_in_fp8 before fully_shard sends weights in one byte"
+        )
     if weights:
         scale_weights(model, weights, format, None)
     elif not any(isinstance(p, ScaledTensor) and p.exact for p in model.parameters()):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..common.dtensor import is_dtensor
 from ..common.mixin import check_module
 from ..common.validation import check_name
 from ..optim import AdamW
@@ -176,6 +177,11 @@ def _check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, ScaledTensor):
             raise ValueError(f"the model has a level already: {name} is a ScaledTensor")
+        if is_dtensor(parameter):
+            raise ValueError(
+                f"{name} has no level, because processes divide it: step it with fp8.optim.AdamW, "
+                "which keeps states in FP8"
+            )
         if parameter.is_meta:
             raise ValueError(
                 f"{name} is on the meta device: give the model memory and weights, and then a "

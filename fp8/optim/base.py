@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from ..common.dtensor import is_dtensor
 from ..common.validation import check_name, check_number
 from ..formats.format import dtype_name
 from ..tensors.scaled_tensor import DTYPES, plain
@@ -22,6 +23,7 @@ from .encodings import ENCODINGS, MASTERS, decode
 from .state import (
     MASTER,
     Group,
+    align_gradient,
     convert,
     everywhere,
     has,
@@ -29,6 +31,7 @@ from .state import (
     local,
     numbers_of,
     parameters_of,
+    portable,
     read,
     rounds_to,
     warn_of_broadcasts,
@@ -122,6 +125,8 @@ class LowPrecision(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for parameter in parameters_of(self):
+            align_gradient(parameter)
         self._refresh_masters()
         if not self.step_all():
             for group in self.param_groups:
@@ -139,11 +144,19 @@ class LowPrecision(Optimizer):
         now = {p: _mark(p) for p in self._with_master()}
         for p in _changed(getattr(self, "_marks", {}), now):
             master = read(self.state[p], MASTER)
-            if not rounds_to(decode(master).view(p.shape), p):
+            if not rounds_to(decode(master).view(local(p).shape), p):
                 if "loaded" not in vars(p):
                     warn_of_broadcasts()
                 encoding = ENCODINGS[dtype_name(master.values.dtype)]
                 keep(self.state[p], MASTER, p, encoding, numbers_of(p))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. That of a DTensor has no scales, which belong to one process: its moments
+        are DTensors in float32, which `load_state_dict` rounds again."""
+        saved, parameters = super().state_dict(), parameters_of(self)
+        divided = {i: own for i, own in saved["state"].items() if is_dtensor(parameters[i])}
+        portables = {i: portable(parameters[i], own) for i, own in divided.items()}
+        return {**saved, "state": {**saved["state"], **portables}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, for a state of this kind of optimizer from torch or from this package.

@@ -257,7 +257,7 @@ def _check_matrix(parameter: Tensor) -> None:
     if is_dtensor(parameter):
         raise TypeError(
             "Muon orthogonalizes whole matrices, got a DTensor of shape "
-            f"{tuple(parameter.shape)}, which processes divide"
+            f"{tuple(parameter.shape)}, which processes divide: use fp8.optim.AdamW there"
         )
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from ..common.dtensor import as_shard, is_dtensor
 from ..tensors.scaled_tensor import plain
 from .encodings import ENCODINGS, Encoded, Encoding, decode, scale_for, write, zeros
 
@@ -38,6 +39,14 @@ def local(tensor: Tensor) -> Tensor:
     """The local part of a sharded tensor; any other tensor unchanged."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def align_gradient(parameter: Any) -> None:
+    """Lays out the gradient of a DTensor like it. Under sequence parallelism that of a replicated
+    weight is a sum whose parts the processes hold, and that of a divided one may be replicated."""
+    grad = parameter.grad
+    if is_dtensor(grad) and grad.placements != parameter.placements:
+        parameter.grad = grad.detach().redistribute(placements=parameter.placements)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Any]:
@@ -116,8 +125,8 @@ def weight_of(parameter: Any, state: State, master: bool) -> Tensor:
     if not master:
         return plain(local(parameter).detach(), torch.float32)
     if has(state, MASTER):
-        return decode(read(state, MASTER)).view(parameter.shape)
-    return numbers_of(parameter).view(parameter.shape)
+        return decode(read(state, MASTER)).view(local(parameter).shape)
+    return numbers_of(parameter).view(local(parameter).shape)
 
 
 def put_weight(parameter: Any, state: State, weight: Tensor, master: Encoding | None) -> None:
@@ -125,8 +134,8 @@ def put_weight(parameter: Any, state: State, weight: Tensor, master: Encoding | 
     first, and which the weight is rounded from."""
     if master is not None:
         keep(state, MASTER, parameter, master, weight.flatten())
-        weight = decode(read(state, MASTER)).view(parameter.shape)
-    parameter.copy_(weight)
+        weight = decode(read(state, MASTER)).view(local(parameter).shape)
+    local(parameter).copy_(weight)
 
 
 def carried(parameter: Tensor) -> Tensor | None:
@@ -141,10 +150,10 @@ def carried(parameter: Tensor) -> Tensor | None:
 
 
 def rounds_to(numbers: Tensor, parameter: Tensor) -> bool:
-    """Whether writing ``numbers``, of the weight's shape, to the weight would leave it
+    """Whether writing ``numbers``, of the local shape, to the weight would leave it
     unchanged."""
-    rounded = parameter.detach().clone()
-    return torch.equal(rounded.copy_(numbers), parameter)
+    here = local(parameter.detach())
+    return torch.equal(here.clone().copy_(numbers), here)
 
 
 def warn_of_broadcasts() -> None:
@@ -198,6 +207,22 @@ def read(state: State, name: str) -> Encoded:
     return Encoded(values, state[name + PARTS[1]], state.get(name + PARTS[2]))
 
 
+def portable(parameter: Tensor, state: State) -> State:
+    """``state`` without scales, which belong to one part of a parameter: what has one is decoded to
+    float32. What has the shape of the part is a DTensor if the parameter is."""
+    found: State = {}
+    shape = local(parameter).shape
+    for key, value in state.items():
+        name, suffix = next(((key.removesuffix(p), p) for p in PARTS if key.endswith(p)), (key, ""))
+        if suffix == PARTS[0]:
+            value = decode(read(state, name)).view(shape)
+        if suffix in ("", PARTS[0]):
+            is_part = isinstance(value, Tensor) and value.shape == shape
+            divided = is_part and is_dtensor(parameter) and not is_dtensor(value)
+            found[name] = as_shard(parameter, value) if divided else value
+    return found
+
+
 def convert(parameter: Tensor, saved: State, group: Group) -> State:
     """Converts ``saved``, the state of an Adam, Muon or SGD of torch or of `fp8.optim`, to the
     encodings of ``group``.
@@ -227,7 +252,8 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
             keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
     elif has(saved, MASTER):
         with torch.no_grad():
-            parameter.copy_(decode(read(saved, MASTER)).view(parameter.shape))
+            here = local(parameter)
+            here.copy_(decode(read(saved, MASTER)).view(here.shape))
     return state
 
 

@@ -339,7 +339,8 @@ def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
             refuse_transformed(stored)
             state.copy_(stored)
         scale = now
-    scale = scale.squeeze()
+    if state.dim():
+        scale = scale.squeeze()
     return torch.where(scale > 0, scale, 1.0)
 
 

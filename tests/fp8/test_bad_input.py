@@ -175,9 +175,19 @@ def test_what_was_changed_cannot_be_scripted(use):
     model = use(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
     with pytest.raises(TypeError, match=r"cannot be scripted: take torch.export, or fp8.revert"):
         torch.jit.script(nn.Sequential(model))
+    with pytest.raises(TypeError, match=r"cannot be traced: take torch.export, or fp8.revert"):
+        torch.jit.trace(model, torch.randn(2, 8))
     assert model(torch.randn(2, 8)).shape == (2, 8)
     if use is not unit_scale:
         torch.jit.script(fp8.revert_norms(fp8.revert(model)))
+
+
+def test_what_is_unit_scaled_is_not_traced_symbolically():
+    plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    with pytest.raises(TypeError, match=r"symbolic_trace cannot trace .* before unit_scale"):
+        torch.fx.symbolic_trace(unit_scale(plain))
+    x = torch.randn(2, 8)
+    assert torch.equal(unit_scale(torch.fx.symbolic_trace(plain))(x), unit_scale(plain)(x))
 
 
 def test_a_model_without_values_gets_no_level():
@@ -202,6 +212,7 @@ def test_scale_tensors_are_refused_where_numbers_are(shape, bad):
         fp8.quantize(x, "e4m3", scale=bad)
 
 
+@pytest.mark.vmap
 def test_scale_tensors_that_cannot_be_looked_at_make_nan():
     """In a graph and under vmap, where nothing can be raised."""
     x, scale = torch.ones(3, 2), torch.tensor([1.0, 0.0, -2.0])

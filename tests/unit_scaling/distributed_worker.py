@@ -4,6 +4,7 @@ Each trains on its half of a batch, and compares with the whole batch in one pro
 """
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -99,6 +101,36 @@ def check(
     torch.testing.assert_close(result, expected)
 
 
+def check_flattened(scaled: nn.Module) -> None:
+    """FullyShardedDataParallel hides the shapes and the tags of weights: trained as in one process,
+    or refused by name."""
+
+    def wrapped(model: nn.Module, **options: Any) -> nn.Module:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+    tokens = torch.randint(VOCAB, (BATCH, 5), generator=torch.Generator().manual_seed(0))
+    expected = train(copy.deepcopy(scaled), [tokens], loss=F.cross_entropy)
+    model = copy.deepcopy(scaled)
+    opt = uu.optim.SGD(model.parameters(), 0.01, 0.9, readout_constraint="to_output_scale")
+    whole = wrapped(model, use_orig_params=True)
+    mine = tokens.chunk(WORLD)[dist.get_rank()]
+    for _ in range(2):
+        opt.zero_grad()
+        F.cross_entropy(whole(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten()).backward()
+        opt.step()
+    with FullyShardedDataParallel.summon_full_params(whole):
+        result = {n: p.detach().clone() for n, p in model.named_parameters()}
+    torch.testing.assert_close(result, expected)
+    with pytest.raises(ValueError, match="make the optimizer before wrapping the model"):
+        uu.optim.SGD(whole.parameters(), 0.01)
+    with pytest.raises(RuntimeError, match="'0' have become plain tensors, as under FullySharded"):
+        wrapped(copy.deepcopy(scaled))(mine)
+    part = ModuleWrapPolicy({nn.LayerNorm})
+    parts = wrapped(copy.deepcopy(scaled), use_orig_params=True, auto_wrap_policy=part)
+    with pytest.raises(RuntimeError, match=r"in FullyShardedDataParallel: use fully_shard, or"):
+        parts(mine)
+
+
 def main(rank: int, store: Path) -> None:
     torch.manual_seed(0)
     model = Model().double()
@@ -113,6 +145,9 @@ def main(rank: int, store: Path) -> None:
     # Is recorded before it is sharded, and measures the gradient of its loss.
     train(scaled, [torch.randint(VOCAB, (BATCH, 5))], steps=1, loss=F.cross_entropy)
     check(copy.deepcopy(scaled), lambda m: sharded(m, [m[2]]), 1, F.cross_entropy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        check_flattened(scaled)
     tokens = torch.zeros(2, 2, dtype=torch.int64)
     wrapped = DistributedDataParallel(copy.deepcopy(scaled))
     assert uu.verify(wrapped, tokens).rows == uu.verify(scaled, tokens).rows

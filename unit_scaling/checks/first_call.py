@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.common.compiler import eager_only
+from fp8.common.pipelining import in_shape_inference
 from fp8.common.pitfalls import ScaleWarning, warn_once
 
 from ..common.constant import aside
@@ -133,6 +134,8 @@ def check_gradient(owner: Any, output: Tensor) -> None:
     if owner.gradient_seen:
         return
     if not (output.requires_grad and output.dim() and torch.is_grad_enabled()):
+        return
+    if in_shape_inference():
         return
 
     @eager_only()

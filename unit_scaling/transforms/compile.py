@@ -16,7 +16,7 @@ from fp8.common.threads import Stack
 from ..checks.optimizers import remember_copy
 from .capture.copies import deep_copy
 from .capture.probe import unseen
-from .run.install import Call, Places, find_scope, install
+from .run.install import Call, Places, find_scope, install, is_in_fsdp
 
 __all__ = ["Backend", "Compile", "compile", "copied", "with_scope"]
 
@@ -104,8 +104,13 @@ def copied(module: M, transform: str) -> M:
     """Returns a deep copy of a model; a compiled model stays compiled.
 
     `copy.deepcopy` alone drops the effect of `nn.Module.compile`. transform is the name of the
-    caller. Raises TypeError if an attribute cannot be copied (a TorchScript function).
+    caller. Raises TypeError if an attribute cannot be copied (a TorchScript function), and
+    ValueError for a model in FSDP.
     """
+    if is_in_fsdp(module):
+        raise ValueError(
+            f"{transform} copies the model, which FSDP has sharded: call it before fully_shard"
+        )
     result = deep_copy(module)
     scope = find_scope(result, Compile)
     if scope is not None and unwrapped(result) is result:

@@ -19,7 +19,7 @@ from .compile import copied
 from .plan.model_plan import ModelPlan, check_fits, retag
 from .plan.residuals import RESIDUALS
 from .plan.weights import prepare, refuse_weights
-from .run.install import find_scope
+from .run.install import find_scope, is_in_fsdp, is_sharded
 from .run.pretrained import keep_transform, register
 from .run.replay import is_torch_function
 from .run.scope import Replacements, UnitScale
@@ -76,9 +76,9 @@ def unit_scale(
         TypeError: ``module`` is not an `nn.Module` or is TorchScript, or a replacement is not
             callable.
         ValueError: an option is unknown, a replacement is for something other than a torch
-            function, a hook computes a weight (`torch.nn.utils.weight_norm`), or
-            ``init="preserve"`` is used on a model of which a submodule was scaled with
-            ``init="unit"``.
+            function, a hook computes a weight (`torch.nn.utils.weight_norm`), processes have
+            divided the weights, or ``init="preserve"`` is used on a model of which a submodule was
+            scaled with ``init="unit"``.
     """
     check_module("unit_scale", module)
     check_name("init", init, INITS)
@@ -86,6 +86,7 @@ def unit_scale(
     check_flag("strict", strict)
     _check(replace, context_length)
     refuse_weights(module)
+    _check_whole(module)
     result = copied(module, "unit_scale")
     inner = unwrapped(result)
     if find_scope(inner, UnitScale) is not None:
@@ -172,6 +173,14 @@ def _check(replace: Any, length: Any) -> None:
     whole = isinstance(length, int) and not isinstance(length, bool) and length > 0
     if not (length is None or whole):
         raise ValueError(f"context_length is a positive number of keys, got {length!r}")
+
+
+def _check_whole(module: nn.Module) -> None:
+    if is_sharded(module) and not is_in_fsdp(module):
+        raise ValueError(
+            "unit_scale reads whole weights, which parallelize_module has divided: call it, and "
+            "its model once, before that"
+        )
 
 
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -178,7 +178,26 @@ def check_fp8_states(folder: Path) -> None:
     step_fp8(model, opt)
     state = {"model": model.state_dict(), "opt": portable_state_dict(opt)}
     dcp.save(state, checkpoint_id=folder / "fp8_of_two")
+    check_resumed(folder, model, opt)
     check_skipped(model, opt)
+
+
+def check_resumed(folder: Path, model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    """As any trainer saves a sharded optimizer: each process has the numbers of its own shard."""
+    other = make_fp8(seed=5)
+    gather_in_fp8(other, "unit")
+    its_opt = optimizer(fully_shard(other))
+    states = [
+        dict(zip(("model", "opt"), get_state_dict(m, o), strict=True))
+        for m, o in ((model, opt), (other, its_opt))
+    ]
+    dcp.save(states[0], checkpoint_id=folder / "resumed")
+    dcp.load(states[1], checkpoint_id=folder / "resumed")
+    loaded = {"model_state_dict": states[1]["model"], "optim_state_dict": states[1]["opt"]}
+    set_state_dict(other, its_opt, **loaded)
+    for mine, expected in zip(numbers(its_opt), numbers(opt), strict=True):
+        assert torch.equal(mine, expected)
+    assert "exp_avg_values" in its_opt.state[other[0].weight]
 
 
 def check_skipped(model: nn.Module, opt: torch.optim.Optimizer) -> None:
@@ -209,6 +228,29 @@ def check_skipped_steps() -> None:
             assert state["exp_avg"].full_tensor().shape == list(model.parameters())[i].shape
 
 
+def check_sgd() -> None:
+    """A step of a shard is that of the whole weight, also after the weight was written."""
+    models = [nn.Linear(20, 65).bfloat16() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    fully_shard(models[0])
+    optimizers = [
+        fp8.optim.SGD(m.parameters(), 0.1, momentum=0.9, master_weights="float16") for m in models
+    ]
+    for i in range(3):
+        x = torch.randn(4, 20, dtype=torch.bfloat16)
+        for model, opt in zip(models, optimizers, strict=True):
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+            if i == 1:
+                with torch.no_grad():
+                    model.weight.mul_(0.5)
+                with pytest.warns(UserWarning, match="its master was reset"):
+                    opt.step()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q)
+
+
 def main(rank: int, store: Path) -> None:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for recipe in ("unit", "tensor"):
@@ -219,9 +261,14 @@ def main(rank: int, store: Path) -> None:
     check_checkpoint(store.parent)
     check_fp8_states(store.parent)
     check_skipped_steps()
+    check_sgd()
     model = fully_shard(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="weight is sharded: call gather_in_fp8"):
         gather_in_fp8(model)
+    with pytest.raises(ValueError, match="unit_scale copies the model, which FSDP has sharded"):
+        unit_scale(model)
+    with pytest.raises(ValueError, match="store_frozen takes whole weights"):
+        fp8.store_frozen(model.requires_grad_(False))
 
 
 if __name__ == "__main__":

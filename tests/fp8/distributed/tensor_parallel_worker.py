@@ -123,6 +123,29 @@ def check_model(kind: str, recipe: str, sequence: bool, gathered: bool = False) 
         whole.zero_grad()
 
 
+def check_optimizers() -> None:
+    """Steps of one process. Gradients are laid out otherwise than weights: those of the norm, which
+    every process has, are sums of parts."""
+    full32 = {"first_moment": "float32", "second_moment": "float32"}
+    for kind, options in (
+        (fp8.optim.AdamW, full32),
+        (fp8.optim.AdamW, {**full32, "min_size": 0, "weight_decay": 0.1}),
+        (fp8.optim.SGD, {"momentum": 0.9}),
+    ):
+        model = model_of("plain", "unit")
+        whole, mesh = copy.deepcopy(model), dist.init_device_mesh("cpu", (WORLD,))
+        parallelize_module(model, mesh, plan(sequence=True))
+        optimizers = [kind(m.parameters(), 0.01, **options) for m in (model, whole)]
+        for x in torch.randn(3, 2, TOKENS, WIDTH):
+            (full(model(distribute_tensor(x, mesh, [Shard(1)]))) - x).square().mean().backward()
+            (whole(x) - x).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+            close(full(p), q, name)
+
+
 def close(got: Tensor, want: Tensor, name: str = "") -> None:
     error = ((got - want).norm() / want.norm()).item()
     assert error < 1e-3, (name, error)
@@ -178,6 +201,13 @@ def check_refused() -> None:
     halved = fp8.Recipe(name="halved", input=tensor, weight=tensor, grad_weight_input=None)
     with pytest.raises(ValueError, match="and as None for the gradient of the weight"):
         gather_input_in_fp8(fp8.convert(nn.Linear(16, 16), halved), mesh)
+    divided = parallelize_module(nn.Linear(16, 16), mesh, ColwiseParallel())
+    with pytest.raises(ValueError, match="unit_scale reads whole weights"):
+        unit_scale(divided)
+    with pytest.raises(ValueError, match="weight has no level, because processes divide it"):
+        fp8.initialize(divided, torch.optim.AdamW(divided.parameters()), "O2")
+    with pytest.raises(ValueError, match="store_frozen takes whole weights"):
+        fp8.store_frozen(divided.requires_grad_(False))
 
 
 class Sent(TorchDispatchMode):
@@ -301,6 +331,7 @@ def main(rank: int, store: Path) -> None:
     for kind, recipe in (("plain", "tensor"), ("unit", "unit")):
         check_model(kind, recipe, True, gathered=True)
     if WORLD == 2:
+        check_optimizers()
         check_llama()
     if WORLD == 4:
         check_two_dimensions(store.parent)

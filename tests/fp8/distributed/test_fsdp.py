@@ -131,6 +131,29 @@ def test_report_names_what_is_left_alone():
     assert [row.why for row in again][2:] == ["", *["its weight is a _Weight"] * 2]
 
 
+def sent(recipe: str | fp8.Policy, **options) -> list[str]:
+    layers = [nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)]
+    layers[2].weight = layers[1].weight
+    model = fp8.convert(nn.Sequential(*layers), recipe, **options)
+    report = gather_in_fp8(model)
+    assert model[1].weight is model[2].weight  # what is tied stays tied
+    return [row.why.partition(" has ")[0] or row.done for row in report]
+
+
+def test_layers_are_sent_as_they_compute():
+    """What a conversion leaves in high precision is not rounded on its way, nor twice."""
+    shared = "a module that is not sent so shares its weight"
+    high = "it computes in high precision, or will after a switch"
+    chosen = {"where": lambda name, layer: name != "1"}
+    assert sent("tensor") == ["sent as e4m3, tensor"] * 3
+    assert sent("unit_e4m3") == ["sent as e4m3, unit"] * 3
+    assert sent("mxfp8") == ["recipe 'mxfp8'"] * 3
+    assert sent("tensor", **chosen) == ["sent as e4m3, tensor", high, shared]
+    rest = sent("tensor", rest="bf16", **chosen)
+    assert rest == ["sent as e4m3, tensor", "recipe 'bf16'", shared]
+    assert sent(fp8.Policy("tensor", switch=[(0.9, "bf16")])) == [high] * 3
+
+
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -558,6 +559,17 @@ def test_adapters_on_a_preserved_model(called, dora, converted):
 
 
 @pytest.mark.filterwarnings("ignore::fp8.ScaleWarning")
+def test_layers_beside_adapters_are_saved(tmp_path):
+    """peft looks for the names in the state_dict of a layer in that of the model."""
+    model = adapted(unit_scale(nn.Sequential(Block(), nn.Linear(SIZE, 2))), modules_to_save=["1"])
+    model(X).sum().backward()
+    model.save_pretrained(tmp_path)
+    with safetensors.safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
+        saved = file.get_tensor("base_model.model.1.weight")
+    assert torch.equal(saved, model.base_model.model[1].weight)
+
+
+@pytest.mark.filterwarnings("ignore::fp8.ScaleWarning")
 @pytest.mark.parametrize("called", [False, True])
 def test_adapters_on_a_unit_scaled_model(called):
     """As of a model that had them before."""
@@ -566,3 +578,21 @@ def test_adapters_on_a_unit_scaled_model(called):
         model(X)
     expected = unit_scale(adapted(before))(X)
     torch.testing.assert_close(adapted(model)(X), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_forward_around_that_of_the_model_is_outside_of_its_plan():
+    """As accelerate's, for mixed precision: what it computes is not recorded as the model's."""
+    torch.manual_seed(0)
+    plain = unit_scale(nn.Sequential(Block(), nn.Linear(SIZE, SIZE)))
+    wrapped = copy.deepcopy(plain)
+    inner = wrapped.forward
+    wrapped.forward = lambda x: inner(x).float().relu()
+    x = torch.randn(4, SIZE)
+    loss, expected = wrapped(x).sum(), plain(x).relu().sum()
+    loss *= 2.0  # as transformers' Trainer
+    loss.backward()
+    (2.0 * expected).backward()
+    for mine, p in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, p.grad)
+    assert not any("relu" in row.call for row in uu.report(wrapped))
+    assert not uu.plan(wrapped).settled.varying

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8.common.pitfalls import ScaleWarning, warn_once
@@ -17,7 +17,7 @@ from fp8.common.pitfalls import ScaleWarning, warn_once
 from ...parameter import has_parameter_data
 from .record import rms_of
 
-__all__ = ["Structure", "part", "structure_of", "warn_of_new_weights"]
+__all__ = ["Structure", "check_kept", "part", "structure_of", "warn_of_new_weights"]
 
 Structure = dict[str, tuple[Any, ...]]
 """Path -> names of the class and its forward, name in the scope, parameters, children.
@@ -67,6 +67,23 @@ def part(structure: Structure, path: str) -> Structure:
             own = tuple((n, numbers.setdefault(i, len(numbers))) for n, i in parameters)
             found[name] = (kind, forward, place, own, children)
     return found
+
+
+def check_kept(model: nn.Module, before: Structure, path: str) -> None:
+    """Raises RuntimeError where plain tensors stand for all parameters of a module: its weights
+    have lost their tags. before: the structure when the scope was installed.
+    """
+    for name, module in model.named_modules(prefix=path):
+        own = vars(module)
+        known = [parameter for parameter, _ in before[name][3]] if name in before else []
+        left = any(parameter is not None for parameter in own["_parameters"].values())
+        if known and not left and all(isinstance(own.get(p), Tensor) for p in known):
+            raise RuntimeError(
+                f"the parameters of {name or type(module).__name__!r} have become plain tensors, "
+                "as under FullyShardedDataParallel and DataParallel, and a unit-scaled model knows "
+                "its weights as parameters: use fully_shard, use_orig_params=True, or "
+                "DistributedDataParallel"
+            )
 
 
 def warn_of_new_weights(model: nn.Module, scope: object) -> None:

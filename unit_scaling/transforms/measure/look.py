@@ -34,7 +34,7 @@ from ..plan.actions import Arriving, CallRow, Plan, Settings, Settled, Step, Wei
 from ..plan.planner import Planned, make_plan
 from ..plan.weights import parametrizations, pruned, tagged_weights
 from ..run.border import records
-from ..run.install import Call, Places, Scope, find_scope, is_sharded
+from ..run.install import Call, Places, Scope, find_scope, is_flattened, is_sharded
 from ..run.varying import Following
 from .gauge import note_places, place, with_true_gradients
 from .measuring import Actual, Measured, Measuring, measure
@@ -116,14 +116,10 @@ def look(
 
     hooks: as in `Form`. evaluate: run the copy in evaluation mode. actual: measurements from a step
     of the model itself.
-    Raises RuntimeError for a model sharded by FSDP2 or parallelize_module, which cannot be copied.
+    Raises RuntimeError for a model sharded by FSDP2 or parallelize_module, which cannot be copied,
+    and TypeError for arguments without values, of `torch.fx.symbolic_trace`.
     """
-    if is_sharded(module):
-        raise RuntimeError(
-            f"{UNSEEN}, and cannot look at a sharded {type(module).__name__}: call the model "
-            "once before fully_shard or parallelize_module, with arguments of the same form, in "
-            "the same mode, and with gradients if they are taken"
-        )
+    _check_seen(module, given)
     twin = _twin(scope, module, evaluate)
     weights = tagged_weights(twin, path)
     hooked = [twin.get_submodule(name) for name in hooks]
@@ -145,8 +141,32 @@ def look(
     return planned.plan
 
 
+def _check_seen(module: nn.Module, given: Given) -> None:
+    """Raises TypeError for arguments of `torch.fx.symbolic_trace`, and RuntimeError for a sharded
+    model."""
+    if any(isinstance(value, torch.fx.Proxy) for value in (*given[0], *given[1].values())):
+        raise TypeError(
+            "torch.fx.symbolic_trace cannot trace a unit-scaled model, whose factors are no calls "
+            "of its modules: trace it before unit_scale, or take torch.export"
+        )
+    if is_sharded(module):
+        if is_flattened(module):
+            raise RuntimeError(
+                f"{UNSEEN}, and cannot look at a {type(module).__name__} in "
+                "FullyShardedDataParallel: use fully_shard, or wrap the whole model alone, with "
+                "use_orig_params=True, after a call of the same form"
+            )
+        raise RuntimeError(
+            f"{UNSEEN}, and cannot look at a sharded {type(module).__name__}: call the model "
+            "once before fully_shard or parallelize_module, after other changes of its modules, "
+            "with arguments of the same form (a batch of one is another), in the same mode, and "
+            "with gradients if they are taken"
+        )
+
+
 def _twin(scope: Looking, module: nn.Module, evaluate: bool) -> nn.Module:
     twin = twin_of(module, scope, _Recorded(scope))
+    vars(twin).pop("forward", None)  # what is set on the instance has called the class's, and ends
     restore_own_tags(twin)
     return twin.eval() if evaluate else twin
 

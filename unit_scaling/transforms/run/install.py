@@ -34,6 +34,8 @@ __all__ = [
     "find_scope",
     "install",
     "is_exported",
+    "is_flattened",
+    "is_in_fsdp",
     "is_sharded",
     "uninstall",
     "warn_of_break",
@@ -149,9 +151,12 @@ class _Transformed(Gained, TaggedModule):
     def _own_weights(self, prefix: str) -> list[str]:
         """The names of the weights that a scope has scaled, if the module is its model or the
         state_dict is that of a submodule alone; otherwise none.
+
+        A layer without submodules has its own names alone: peft looks for them in the state_dict of
+        the model, for `modules_to_save`.
         """
         scopes = [path for scope, path in self._scopes if getattr(scope, "unit_scaled", False)]
-        if not scopes or (scopes[0] and prefix):
+        if not scopes or (scopes[0] and (prefix or not self._modules)):
             return []
         restore_own_tags(self)
         types = ("weight", "output")
@@ -260,11 +265,21 @@ _BREAKS = (
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP has sharded a submodule, which then has a method to gather parameters, or
-    parallelize_module has divided a parameter."""
+    """Whether FSDP has sharded a submodule, or parallelize_module has divided a parameter."""
+    divided = is_in_fsdp(model) or is_flattened(model)
+    return divided or any(map(is_dtensor, model.parameters()))
+
+
+def is_flattened(model: nn.Module) -> bool:
+    """Whether FullyShardedDataParallel has flattened a parameter."""
+    return any(getattr(p, "_fsdp_flattened", False) for p in model.parameters())
+
+
+def is_in_fsdp(model: nn.Module) -> bool:
+    """Whether FSDP has sharded a submodule, which then has a method to gather parameters, and no
+    copy."""
     gathers = ("unshard", "summon_full_params")
-    by_fsdp = any(hasattr(child, name) for child in model.modules() for name in gathers)
-    return by_fsdp or any(map(is_dtensor, model.parameters()))
+    return any(hasattr(child, name) for child in model.modules() for name in gathers)
 
 
 def find_scope(model: nn.Module, kind: type) -> Any:

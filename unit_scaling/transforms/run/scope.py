@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8.common.pipelining import in_shape_inference
 from fp8.common.pitfalls import PitfallWarning, warn_once
 from fp8.common.threads import Stack
 from fp8.context.activation_checkpointing import in_backward, in_recomputation
@@ -22,22 +23,14 @@ from ..capture.copies import Example, example_of, hooked, remade, remembered
 from ..capture.forms import Form, described, form_of, without_shapes
 from ..capture.kinds import KINDS
 from ..capture.record import has_values, tensors_in
-from ..capture.structure import Structure, part, structure_of, warn_of_new_weights
+from ..capture.structure import Structure, check_kept, part, structure_of, warn_of_new_weights
 from ..folding.solve import Folded, folded
 from ..measure.look import RUNNING, UNSEEN, its_parameter, look
 from ..measure.measuring import Actual, Watching
 from ..plan.actions import MEASURED, Arriving, CallRow, Plan, Settled
 from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
 from .border import entering, holds, leaving, records, returns_other
-from .install import (
-    Call,
-    Places,
-    find_scope,
-    install,
-    is_exported,
-    is_sharded,
-    warn_of_break,
-)
+from .install import Call, Places, find_scope, install, is_exported, is_sharded, warn_of_break
 from .replay import PlanMissError, Replay
 from .varying import Following, Leaves
 
@@ -165,8 +158,9 @@ class UnitScale:
             if plan is not None and not changed and not self._is_followed(plan, form, module):
                 return self._replay(plan, call, module, (args, kwargs), form)
             if is_exported():
+                seen = plan is not None and not changed
                 raise RuntimeError(
-                    _VARIES if plan else f"{UNSEEN}: call the model once before torch.export"
+                    _VARIES if seen else f"{UNSEEN}: call the model once before torch.export"
                 )
             from .graph_break import outside_graph
 
@@ -207,7 +201,8 @@ class UnitScale:
         """Adopts the structure of ``module``, at ``path``: new submodules get the scope, and all
         plans are dropped.
 
-        Raises ValueError for a submodule with init="unit" in a model with init="preserve".
+        Raises ValueError for a submodule with init="unit" in a model with init="preserve", and
+        RuntimeError if plain tensors have taken the place of parameters.
         """
         for name, child in module.named_modules(prefix=path):
             other = find_scope(child, UnitScale)
@@ -216,6 +211,7 @@ class UnitScale:
                     f"{name or 'the model'} was unit-scaled with init='unit', and the model around "
                     "it with init='preserve', which has no factors: use one init for both"
                 )
+        check_kept(module, self.structure, path)
         if self.structure and self.unit_scaled:
             warn_of_new_weights(module, self)
         install(module, self, path)
@@ -250,6 +246,8 @@ class UnitScale:
         warn_of_break(module)
         if form.path and in_backward():
             return self._again(form, call)
+        if in_shape_inference():
+            return call()
         stale, made, restore = None, None, remembered((args, kwargs))
         if form in self._watched and not in_recomputation():
             with self._recording:

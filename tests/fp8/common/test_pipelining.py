@@ -1,0 +1,100 @@
+"""Stages of torch.distributed.pipelining, two in one process: losses are those of a plain loop."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+from torch.nn import functional as F
+
+import fp8
+import unit_scaling as uu
+from unit_scaling.transforms import unit_scale
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
+
+PARTS = 2
+"""Micro-batches of a step."""
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def garbage(monkeypatch):
+    """What nothing has written is large."""
+    empty = torch.empty_strided
+    monkeypatch.setattr(torch, "empty_strided", lambda *a, **k: empty(*a, **k).fill_(2.0**100))
+
+
+def make(kind: str) -> list[nn.Module]:
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(2)]
+    if kind.startswith("unit_scale"):
+        parts = [unit_scale(part) for part in parts]
+    return [fp8.convert(part, kind.rpartition(" ")[2]) for part in parts]
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    both = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(step))
+    return both[0], both[1]
+
+
+def step(parts: list[nn.Module], x: Tensor, y: Tensor) -> list[float]:
+    losses = []
+    for inputs, targets in zip(x.chunk(PARTS), y.chunk(PARTS), strict=True):
+        loss = F.mse_loss(parts[1](parts[0](inputs)), targets)
+        loss.backward()
+        losses.append(loss.item())
+    for parameter in nn.ModuleList(parts).parameters():
+        parameter.grad /= PARTS  # as a schedule does
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["delayed", "static", "unit_scale unit", "unit_scale delayed"])
+@pytest.mark.usefixtures("garbage")
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 sends between stages of a process"
+)
+def test_a_run_without_values_leaves_no_state(kind):
+    """Before the first step stages are run, forward and backward, to find shapes."""
+    parts = make(kind)
+    expected = copy.deepcopy(parts)
+    made = [PipelineStage(part, i, 2, torch.device("cpu")) for i, part in enumerate(parts)]
+    schedule = ScheduleInterleaved1F1B(made, PARTS, loss_fn=F.mse_loss)
+    optimizers = [torch.optim.SGD(nn.ModuleList(p).parameters(), 0.1) for p in (parts, expected)]
+    for i in range(2):
+        x, y = data(i)
+        losses: list[Tensor] = []
+        schedule.step(x, target=y, losses=losses)
+        assert [loss.item() for loss in losses] == step(expected, x, y)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for part, other in zip(parts, expected, strict=True):
+        for mine, buffer in zip(part.buffers(), other.buffers(), strict=True):
+            torch.testing.assert_close(mine, buffer)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))),
+        nn.Sequential(uu.Linear(16, 16), uu.Linear(16, 16)),
+        nn.Sequential(uu.Softmax(-1, mult=2.0), uu.GELU()),
+    ],
+    ids=["converted", "products", "functions"],
+)
+def test_the_graph_of_a_model_is_not_split(model):
+    """It has no backward passes of autograd functions."""
+    with pytest.raises(RuntimeError) as error:
+        pipeline(model, (data(0)[0].requires_grad_(),), split_spec={"1": SplitPoint.BEGINNING})
+    assert "Make the stages of modules: PipelineStage" in str(error.value.__cause__)
