@@ -1,15 +1,15 @@
 """Makes a plan: records one copy of the model, then measures a second one.
 
-The copies share the model's parameters, have their own buffers and no hooks. The random state is
-restored afterwards.
+The copies share the model's parameters, have their own buffers and no hooks. What they write into
+parameters is undone, and random states are restored.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from fp8.casts.measuring import uncast
 from fp8.common.report import LEFT_ALONE
-from fp8.common.step import detached, plain, tensors_within
+from fp8.common.step import detached, plain, seeded, tensors_within
 from fp8.common.threads import Setting, Stack
+from fp8.common.written import restored
 from fp8.context.activation_checkpointing import apart
 
 from ...parameter import restore_own_tags
@@ -190,7 +191,7 @@ def _record(
     seen: list[Any] = []
     for module in hooked:
         module.register_forward_hook(lambda _, *rest: seen.append(rest), with_kwargs=True)
-    with torch.random.fork_rng(_devices(twin)), _SILENT, uncast():
+    with _unchanged(twin), _SILENT, uncast():
         result = _run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
     ends = plain(result)
     within = list(tensors_within(ends))
@@ -288,7 +289,7 @@ def _step(
         return _run_in(scope, mode, path, lambda: twin(*args, **kwargs))
 
     prefix = f"{path}." if path else ""
-    with torch.random.fork_rng(_devices(twin)), _SILENT:
+    with _unchanged(twin), _SILENT:
         copies, _ = detached(given, records())
         failed = measure(mode, twin, run, copies, prefix, loss)
     mode.check(settled.varying)
@@ -317,8 +318,12 @@ def _run_in(scope: Looking, mode: TorchFunctionMode, path: str, call: Call) -> A
         RUNNING.items.pop()
 
 
-def _devices(model: nn.Module) -> list[int]:
-    return sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+@contextmanager
+def _unchanged(twin: nn.Module) -> Iterator[None]:
+    """Restores random states, and the parameters, which ``twin`` shares with its model."""
+    devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
+    with seeded(None, devices), restored(twin.parameters()):
+        yield
 
 
 def _names(model: nn.Module, path: str) -> dict[int, str]:

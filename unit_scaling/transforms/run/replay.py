@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8.common.compiler import FirstLook, called
+from fp8.common.written import Writes
 from fp8.context.activation_checkpointing import checkpointed
 from fp8.context.active import with_static
 from fp8.modes.dispatch import EXPANDED
@@ -108,6 +109,7 @@ class Replay(FirstLook):
         self.counts: dict[tuple[str, str], int] = {}
         self._busy = False
         self.latest: Step | None = None  # the step of the previous call, for measuring
+        self.writes: Writes | None = None  # told of all calls
 
     def __torch_function__(
         self,
@@ -126,6 +128,8 @@ class Replay(FirstLook):
                 return EXPANDED[function](*args, **kwargs)
         self._busy = True
         try:
+            if self.writes is not None:
+                self.writes.note(function, args, kwargs)
             kind = self._kind(function)
             step = None if kind is None else self._next(kind, args, kwargs)
             self.latest = step

@@ -18,7 +18,7 @@ from fp8.context.activation_checkpointing import in_backward, in_recomputation
 from fp8.modes.autocast import outside_compiler
 
 from ...parameter import has_parameter_data, remember_tags, tag
-from ..capture.copies import Example, example_of, hooked, remade, remembered
+from ..capture.copies import Beginning, Example, example_of, hooked, remade
 from ..capture.forms import Form, described, form_of, without_shapes
 from ..capture.kinds import KINDS
 from ..capture.record import has_values, tensors_in
@@ -39,31 +39,16 @@ from .install import (
     warn_of_break,
 )
 from .replay import PlanMissError, Replay
-from .varying import Following, Leaves
+from .varying import ON_ITS_OWN, REENTRANT, VARIES, Following, Leaves
 
 __all__ = ["Replacements", "UnitScale"]
 
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
 
-_VARIES = (
-    "the number of calls that the model makes depends on values, so unit_scale tracks the gauges "
-    "of its tensors, which no graph can: it runs without torch.compile"
-)
-
-_ON_ITS_OWN = (
-    "{!r} is called on its own in training, under the plan of the whole model: unit_scale tracks "
-    "the gauges of its tensors, which no graph can, so this call runs without torch.compile"
-)
-
-_REENTRANT = (
-    "the calls of the model depend on values, so unit_scale tracks the gauges of its tensors, "
-    "which an autograd function hides that computes parts of the model again: for a checkpoint, "
-    "use_reentrant=False"
-)
-
 LOOKS = 8
 """The number of steps watched for initially zero gradients. Those of zero weights appear after one
-optimizer step, of two zero weights in sequence after two.
+optimizer step, of two zero weights in sequence after two. A call of so many that makes other calls
+than planned starts again with the attributes, parameters and buffers that it found.
 """
 
 
@@ -99,6 +84,7 @@ class UnitScale:
         self._latest: dict[bool, Plan] = {}
         self._watched: dict[Form, Watching] = {}
         self._missed: frozenset[str] = frozenset()
+        self._runs: Counter[Form] = Counter()
         #: `Plan.final` -> what arrives at the plans of that kind.
         self.arriving: dict[bool, Arriving] = {}
         #: The name of the model in the agreements of processes.
@@ -120,6 +106,7 @@ class UnitScale:
             "_recording": None,
             "_example": None,
             "_watched": {},
+            "_runs": Counter(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -166,7 +153,7 @@ class UnitScale:
                 return self._replay(plan, call, module, (args, kwargs), form)
             if is_exported():
                 raise RuntimeError(
-                    _VARIES if plan else f"{UNSEEN}: call the model once before torch.export"
+                    VARIES if plan else f"{UNSEEN}: call the model once before torch.export"
                 )
             from .graph_break import outside_graph
 
@@ -178,9 +165,9 @@ class UnitScale:
     ) -> Any:
         """As `run`, for a call that torch.compile leaves out of its graph."""
         if self.settled.varying:
-            warn_once(PitfallWarning, _VARIES, about=module, key="varying")
+            warn_once(PitfallWarning, VARIES, about=module, key="varying")
         elif path and self._latest:
-            warn_once(PitfallWarning, _ON_ITS_OWN.format(path), about=module, key=path)
+            warn_once(PitfallWarning, ON_ITS_OWN.format(path), about=module, key=path)
         return self.run(call, module, path, args, kwargs)
 
     def settle(self, training: bool = False) -> None:
@@ -223,6 +210,7 @@ class UnitScale:
         kept = {name: entry for name, entry in self.structure.items() if name not in gone}
         self.structure = kept | structure_of(module, self, path)
         self.plans, self._latest, self.settled, self.arriving = {}, {}, Settled(), {}
+        self._runs.clear()
         self.edition = str(int(self.edition) + 1)
 
     def _known(self, form: Form) -> Plan | None:
@@ -250,7 +238,9 @@ class UnitScale:
         warn_of_break(module)
         if form.path and in_backward():
             return self._again(form, call)
-        stale, made, restore = None, None, remembered((args, kwargs))
+        stale, made = None, None
+        early, self._runs[form] = self._runs[form] < LOOKS, self._runs[form] + 1
+        start = Beginning((args, kwargs), module if early else None)
         if form in self._watched and not in_recomputation():
             with self._recording:
                 self._look_again(form, module, args, kwargs)
@@ -263,9 +253,9 @@ class UnitScale:
                         continue  # another thread has made the plan
                     made = plan = self._first(form, module, args, kwargs)
             try:
-                return self._replay(plan, call, module, (args, kwargs), form, eager=True)
+                return self._replay(plan, call, module, (args, kwargs), form, start)
             except PlanMissError as miss:
-                restore()
+                start.restore()
                 if plan is made and not self._is_news(miss.paths):
                     raise
                 stale = None if self._vary(miss.paths, certain=plan is made) else plan
@@ -276,7 +266,7 @@ class UnitScale:
         """
         plan = self._known(form)
         if plan is None or (self.settled.varying and not in_recomputation()):
-            raise RuntimeError(_REENTRANT)
+            raise RuntimeError(REENTRANT)
         RUNNING.items.append(self)
         try:
             with Replay(plan, self.kinds, self.replacements, self.path.items):
@@ -365,8 +355,9 @@ class UnitScale:
         module: Any,
         given: Any,
         form: Form,
-        eager: bool = False,
+        start: Beginning | None = None,
     ) -> Any:
+        eager = start is not None
         traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
         if not (eager or traced):  # a graph break has left this frame to eager mode
             return outside_compiler(lambda: self._eager(form, call, module, *given))
@@ -375,6 +366,7 @@ class UnitScale:
         entered = entering(given, plan)
         following = None if traced else self._following(plan, module, form, entered)
         mode = self._mode(plan, form, following, traced)
+        mode.writes = None if start is None else start.writes
         RUNNING.items.append(self)
         if traced:
             module._tracing(True)
@@ -393,7 +385,7 @@ class UnitScale:
             other or module._is_otherwise(id(self), id(plan), tuple(mode.counts.items()))
         ):
             if is_exported():
-                raise RuntimeError(_VARIES)
+                raise RuntimeError(VARIES)
             from .graph_break import with_other_calls
 
             module._tracing(True)  # the graph is not used

@@ -27,7 +27,23 @@ from ..capture.structure import Structure, part
 from ..measure.ranks import agreed_once
 from ..plan.actions import Placed, Plan, Settled
 
-__all__ = ["Following", "Leaves"]
+__all__ = ["ON_ITS_OWN", "REENTRANT", "VARIES", "Following", "Leaves"]
+
+VARIES = (
+    "the number of calls that the model makes depends on values, so unit_scale tracks the gauges "
+    "of its tensors, which no graph can: it runs without torch.compile"
+)
+
+ON_ITS_OWN = (
+    "{!r} is called on its own in training, under the plan of the whole model: unit_scale tracks "
+    "the gauges of its tensors, which no graph can, so this call runs without torch.compile"
+)
+
+REENTRANT = (
+    "the calls of the model depend on values, so unit_scale tracks the gauges of its tensors, "
+    "which an autograd function hides that computes parts of the model again: for a checkpoint, "
+    "use_reentrant=False"
+)
 
 
 @dataclass(frozen=True)
