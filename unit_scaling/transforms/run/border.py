@@ -29,6 +29,7 @@ from .varying import Following
 
 __all__ = [
     "ending",
+    "ending_call",
     "entering",
     "holds",
     "is_outside",
@@ -145,6 +146,18 @@ def ending(output: Any, plan: Plan, exponent: int, size: float) -> Any:
             if tensor.grad_fn is not None:
                 _notes(tensor.grad_fn)[_OUTSIDE] = True
     return output
+
+
+def ending_call(output: Any, args: tuple[Any, ...], *rest: Any) -> Any:
+    """As `ending`, for a call with these arguments: one that returns nothing, as ``x[i] = y``, has
+    written its result into the first."""
+    if output is not None:
+        return ending(output, *rest)
+    if torch.is_grad_enabled() and _is_settled():
+        args[0].copy_(ending(args[0].clone(), *rest))
+    else:
+        ending(args[0], *rest)
+    return None
 
 
 def starting(tensor: Tensor, plan: Plan, exponent: int) -> Tensor:

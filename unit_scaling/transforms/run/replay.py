@@ -21,7 +21,7 @@ from ...scale import scale_edge
 from ..capture.kinds import KINDS, RECURRENT, TRANSPARENT, canonical
 from ..capture.record import Key, Slot, tensors_in
 from ..plan.actions import Placed, Plan, Step
-from .border import ending, is_outside, starting
+from .border import ending_call, is_outside, starting
 from .install import HOOKS
 from .varying import Following
 
@@ -159,7 +159,7 @@ class Replay(FirstLook):
         output = self._called(step, function, args, kwargs)
         kept = None if placed is None else placed.kept
         if kept is not None:
-            output = ending(output, self._plan, gauge or 0, kept)
+            output = ending_call(output, args, self._plan, gauge or 0, kept)
         following.leave(gauge, output, args)
         return output
 
@@ -184,7 +184,7 @@ class Replay(FirstLook):
         if step is None:
             return called(function, args, kwargs)
         output = self._execute(step, function, args, kwargs)
-        return output if step.end is None else ending(output, self._plan, *step.end)
+        return output if step.end is None else ending_call(output, args, self._plan, *step.end)
 
     def _kind(self, function: Callable[..., Any]) -> str | None:
         if torch.compiler.is_compiling():
