@@ -129,7 +129,8 @@ def look(
     weights = tagged_weights(twin, path)
     hooked = [twin.get_submodule(name) for name in hooks]
     with apart():
-        recorder, ends, kept = _record(scope, twin, path, given, weights, hooked)
+        with torch.inference_mode(False), torch.enable_grad():  # which show autograd functions
+            recorder, ends, kept = _record(scope, twin, path, given, weights, hooked)
         around = any(node.around for node in recorder.nodes)
         while True:
             planned = make_plan(recorder.nodes, _settings(scope, weights, whole=not path))

@@ -115,6 +115,14 @@ class Placed:
     written: tuple[Slot, ...]
     kept: float | None = None
 
+    def moved(self, gauge: int) -> Placed:
+        """The same call with its result in a gauge: its arguments are expected in one as much
+        larger, so that the factors of its step stay."""
+        if self.gauge is None or self.gauge == gauge:
+            return self
+        sources = tuple((slot, c + gauge - self.gauge) for slot, c in self.sources)
+        return replace(self, gauge=gauge, sources=sources)
+
 
 @dataclass
 class Arriving:
@@ -180,6 +188,14 @@ class Plan:
     def outside(self) -> int | None:
         """The exponent of gradients that arrive at the output; None until known."""
         return self.arriving.exponent
+
+    def in_its_gauge(self, places: dict[Place, Placed]) -> dict[Place, Placed]:
+        """The calls of an earlier plan in the gauge of this one, if all of its calls have one."""
+        gauges = {call.gauge for call in self.calls.values()} - {None}
+        if len(gauges) != 1:
+            return places
+        gauge = gauges.pop() or 0
+        return {at: call.moved(gauge) for at, call in places.items()}
 
     def other_paths(self, made: Mapping[tuple[str, str], int]) -> set[str]:
         """The modules that have made another number of calls of a kind with steps than planned.

@@ -326,7 +326,8 @@ class UnitScale:
         true = {key: size - plan.gauges[key] - outside for key, size in found.items()}
         self.settled.settle(plan)
         given = (module, form.path, (args, kwargs))
-        refined = self._look(*given, hooks=form.hooks, actual=Actual(true, later))
+        with torch.set_grad_enabled(form.grads):
+            refined = self._look(*given, hooks=form.hooks, actual=Actual(true, later))
         refined.looks = plan.looks
         self._use(form, refined)
 
@@ -440,7 +441,7 @@ class UnitScale:
     def _use(self, form: Form, plan: Plan) -> None:
         """Makes a plan that of a call signature. Places of other branches keep their steps."""
         if form in self.plans:
-            older, newer = self.plans[form].places, plan.places
+            older, newer = plan.in_its_gauge(self.plans[form].places), plan.places
             plan.places = newer | older if self.settled.varying else older | newer
         self.plans[form] = plan
         if not form.path:
