@@ -219,7 +219,8 @@ class Settled:
     """What the first call signature fixes for all others, so that they compute the same.
 
     keys: attention call -> (the number of keys to scale for, whether it is causal). units: last
-    call of a formula -> the factor of its output. loops: as ``known`` in `Regions.loops`.
+    call of a formula -> the factor of its output. weights: the factors of arguments that are
+    computed from parameters. loops: as ``known`` in `Regions.loops`.
     corrections, operands, gauges, parameters: exponents of the factors of results and of arguments
     of products, and of the gauges of calls and parameters (`measure.gauge`). varying: the paths of
     modules whose number of calls depends on values, True for each (`run.varying`).
@@ -227,6 +228,7 @@ class Settled:
 
     keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
     units: dict[Key, float] = field(default_factory=dict)
+    weights: dict[tuple[Key, Slot], float] = field(default_factory=dict)
     loops: dict[Place, str] = field(default_factory=dict)
     corrections: dict[Place, int] = field(default_factory=dict)
     operands: dict[tuple[Key, Slot], int] = field(default_factory=dict)
