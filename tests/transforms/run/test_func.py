@@ -146,7 +146,7 @@ def test_forward_mode_is_refused(model: nn.Module, x: Tensor):
 def test_differentiable_twice(model: nn.Module, x: Tensor):
     """A gradient with factors has no derivative of the function's."""
     x.requires_grad_()
-    with pytest.warns(ScaleWarning, match="second derivatives are not those of the function"):
+    with pytest.warns(ScaleWarning, match="derivatives of this call are not those of the function"):
         torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
 
 

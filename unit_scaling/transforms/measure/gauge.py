@@ -74,7 +74,9 @@ class _Regions:
         self._grows = self._growth(planned.small)
         self.exponents: list[int] = [0] * len(self.nodes)
         self._shift = self._offset()
-        if not any(node.function is torch.autograd.grad for node in self.nodes):
+        if settled.twice:
+            return
+        if not (measured.derives or any(n.function is torch.autograd.grad for n in self.nodes)):
             self._choose()
         elif not true_gradients:
             self.plan.entry = self._one()

@@ -230,6 +230,8 @@ def _measure(
     settled = _share_arriving(scope, plan, actual)
     found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)
     place(planned, found, settled, preserve, scope.name)
+    plan.true = settled.twice
+    failed = "they are differentiated" if plan.true else failed
     if failed:
         plan.rows.append(CallRow(path, "backward", LEFT_ALONE, f"gradients as they are: {failed}"))
     if not path:
@@ -242,8 +244,8 @@ def _share_arriving(scope: Looking, plan: Plan, actual: Actual | None) -> Settle
     step. Returns what is settled for it, with the parameters of these."""
     settled = scope.settled
     if actual is not None:
-        plan.final, plan.arriving = True, Arriving(actual.outside)
-    elif scope.init == "preserve":
+        plan.final, plan.arriving = True, Arriving(0 if settled.twice else actual.outside)
+    elif scope.init == "preserve" or settled.twice:
         plan.arriving = Arriving(0)  # gradients of parameters are the true ones
     else:
         plan.arriving = scope.arriving.setdefault(plan.final, plan.arriving)

@@ -13,11 +13,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from fp8.casts.measuring import uncast
 from fp8.common.step import Loss, starts
@@ -57,7 +59,8 @@ class Measured:
 
     rounding: log2 of the norm of the rounding errors of each gradient of a result. corrections:
     place of a call -> exponent of a factor of its result, shared by all loop iterations. again: the
-    modules that the backward pass runs again.
+    modules that the backward pass runs again. derives: "" if hooks of the model take gradients in
+    it.
     """
 
     gradients: dict[Key, float] = field(default_factory=dict)
@@ -66,6 +69,7 @@ class Measured:
     operands: dict[tuple[Key, Slot], float] = field(default_factory=dict)
     corrections: dict[Place, int] = field(default_factory=dict)
     again: dict[str, bool] = field(default_factory=dict)
+    derives: dict[str, bool] = field(default_factory=dict)
 
     def shared(self, name: str) -> Measured:
         """The measurements of the first process of the job, and of others where it has none: see
@@ -203,6 +207,8 @@ class Measuring(Watching):
     def _called(
         self, step: Step | None, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
+        if function == Tensor.register_hook:
+            args = (args[0], partial(self._hooked, args[1]))
         if self._key in self._products:
             self._measure_operands(step, *canonical(function, args, kwargs))
         if self._key not in self._checked:
@@ -211,6 +217,11 @@ class Measuring(Watching):
             return super()._called(step, function, args, kwargs)
         output = super()._called(step, function, (args[0].clone(), *args[1:]), kwargs)
         return args[0].copy_(output)
+
+    def _hooked(self, hook: Callable[[Tensor], Any], grad: Tensor) -> Any:
+        """Calls a hook of the model."""
+        with _Derivatives(self.found.derives):
+            return hook(grad)
 
     def _measure_operands(self, step: Step | None, args: Any, kwargs: dict[str, Any]) -> None:
         assert self._key is not None
@@ -306,6 +317,25 @@ class _Held(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
+
+
+class _Derivatives(TorchFunctionMode):
+    """Notes whether `torch.autograd.grad` is called."""
+
+    def __init__(self, found: dict[str, bool]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if function is torch.autograd.grad:
+            self._found[""] = True
+        return function(*args, **kwargs or {})
 
 
 def _backward(

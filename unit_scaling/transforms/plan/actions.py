@@ -144,9 +144,10 @@ class Plan:
     unseen: products with gauges whose gradient was zero. idle: parameters whose gradient was zero.
     name: the same in all processes that run the model. ties: the equations for `folding.ratios`.
     kept: attributes of modules that hold tensors with gradients after a run, as the begin of a
-    `Slot` with `HELD`. ends: all results, as in `outputs`. Not saved, for models whose calls depend
-    on values (`run.varying`): calls and places, every call and the first one at each place of the
-    code.
+    `Slot` with `HELD`. ends: all results, as in `outputs`. true: whether all gradients are those of
+    the function. Not saved: twice, whether a gradient of the model has been differentiated; and for
+    models whose calls depend on values (`run.varying`), calls and places, every call and the first
+    one at each place of the code.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
@@ -168,6 +169,8 @@ class Plan:
     idle: tuple[str, ...] = ()
     name: str = field(default="", compare=False)
     kept: tuple[Slot, ...] = ()
+    true: bool = False
+    twice: bool = field(default=False, init=False, compare=False)
     calls: dict[Key, Placed] = field(default_factory=dict, init=False, compare=False)
     places: dict[Place, Placed] = field(default_factory=dict, init=False, compare=False)
 
@@ -223,7 +226,8 @@ class Settled:
     computed from parameters. loops: as ``known`` in `Regions.loops`.
     corrections, operands, gauges, parameters: exponents of the factors of results and of arguments
     of products, and of the gauges of calls and parameters (`measure.gauge`). varying: the paths of
-    modules whose number of calls depends on values, True for each (`run.varying`).
+    modules whose number of calls depends on values, True for each (`run.varying`). twice: whether
+    gradients of the model are differentiated, and so have no gauges.
     """
 
     keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
@@ -235,6 +239,11 @@ class Settled:
     gauges: dict[Key, int] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
     varying: dict[str, bool] = field(default_factory=dict)
+    twice: bool = False
+
+    def differentiate(self) -> None:
+        """Takes all gauges back, as gradients of the model are differentiated."""
+        self.twice, self.gauges, self.parameters = True, {}, {}
 
     def settle(self, plan: Plan) -> None:
         """Adopts the measurements of a plan that are not fixed yet."""

@@ -42,8 +42,8 @@ __all__ = [
 
 _TWICE = (
     "a gradient of a model under unit_scale is computed with create_graph=True: the gradients of "
-    "its calls have factors of their own, so second derivatives are not those of the function. "
-    "Take the gradient inside of the model's forward, where it is the true one"
+    "its calls have factors of their own, so second derivatives of this call are not those of the "
+    "function. From the next call on, its gradients have no factors, and derivatives are true"
 )
 
 
@@ -194,7 +194,9 @@ def _normalised(grad: Tensor | None, plan: Plan, exponent: int, size: float) -> 
     if grad is None:
         return None
     if torch.is_grad_enabled():
-        warn_once(ScaleWarning, _TWICE, key=str(id(plan)))
+        if not plan.true:
+            warn_once(ScaleWarning, _TWICE, key=str(id(plan)))
+        plan.twice = True
     if plan.outside is None:
         plan.arriving.exponent = _outside(grad, size, plan.name)
     return grad * 2.0 ** (exponent + (plan.outside or 0))

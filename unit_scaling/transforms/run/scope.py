@@ -100,14 +100,8 @@ class UnitScale:
         return self.init == "unit"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "kinds": None,
-            "_recording": None,
-            "_example": None,
-            "_watched": {},
-            "_runs": Counter(),
-        }
+        fresh: dict[str, Any] = {"kinds": None, "_recording": None, "_example": None}
+        return self.__dict__ | fresh | {"_watched": {}, "_runs": Counter()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -209,7 +203,18 @@ class UnitScale:
         gone = part(self.structure, path)
         kept = {name: entry for name, entry in self.structure.items() if name not in gone}
         self.structure = kept | structure_of(module, self, path)
-        self.plans, self._latest, self.settled, self.arriving = {}, {}, Settled(), {}
+        self._forget()
+
+    def _forget(self, differentiated: bool = False) -> None:
+        """Drops all plans, and what is settled but for factors of values if gradients of the model
+        are ``differentiated``."""
+        if differentiated:
+            self.settle()
+            self.settled.differentiate()
+        else:
+            self.settled = Settled()
+        self.plans, self._latest, self.arriving = {}, {}, {}
+        self._watched.clear()
         self._runs.clear()
         self.edition = str(int(self.edition) + 1)
 
@@ -238,6 +243,8 @@ class UnitScale:
         warn_of_break(module)
         if form.path and in_backward():
             return self._again(form, call)
+        if any(plan.twice and not plan.true for plan in list(self.plans.values())):
+            self._forget(differentiated=True)
         stale, made = None, None
         early, self._runs[form] = self._runs[form] < LOOKS, self._runs[form] + 1
         start = Beginning((args, kwargs), module if early else None)
