@@ -245,6 +245,37 @@ class Settled:
         """Takes all gauges back, as gradients of the model are differentiated."""
         self.twice, self.gauges, self.parameters = True, {}, {}
 
+    def moved(self, paths: Mapping[str, str]) -> Settled:
+        """The same for modules at other ``paths``, without modules that are not among them. Gauges
+        are measured again, but those of parameters, which the state of an optimizer is in.
+        """
+
+        def calls(entries: dict[Any, Any]) -> dict[Any, Any]:
+            return {(paths[k[0]], *k[1:]): v for k, v in entries.items() if k[0] in paths}
+
+        def arguments(entries: dict[tuple[Key, Slot], Any]) -> dict[tuple[Key, Slot], Any]:
+            split = {
+                slot: {k: v for (k, s), v in entries.items() if s == slot} for _, slot in entries
+            }
+            return {(k, s): v for s, found in split.items() for k, v in calls(found).items()}
+
+        names = [(name, *name.rpartition(".")[::2]) for name in self.parameters]
+        return Settled(
+            keys=calls(self.keys),
+            units=calls(self.units),
+            weights=arguments(self.weights),
+            loops=calls(self.loops),
+            corrections=calls(self.corrections),
+            operands=arguments(self.operands),
+            parameters={
+                f"{paths[path]}.{leaf}".removeprefix("."): self.parameters[name]
+                for name, path, leaf in names
+                if path in paths
+            },
+            varying={paths[path]: True for path in self.varying if path in paths},
+            twice=self.twice,
+        )
+
     def settle(self, plan: Plan) -> None:
         """Adopts the measurements of a plan that are not fixed yet."""
         self.corrections = {**plan.corrections, **self.corrections}

@@ -22,7 +22,7 @@ from ..capture.copies import Beginning, Example, example_of, hooked, remade
 from ..capture.forms import Form, described, form_of, without_shapes
 from ..capture.kinds import KINDS
 from ..capture.record import has_values, tensors_in
-from ..capture.structure import Structure, part, structure_of, warn_of_new_weights
+from ..capture.structure import Structure, part, structure_of, survivors, warn_of_new_weights
 from ..folding.solve import Folded, folded
 from ..measure.look import RUNNING, UNSEEN, its_parameter, look
 from ..measure.measuring import Actual, Watching
@@ -186,7 +186,7 @@ class UnitScale:
 
     def follow(self, module: nn.Module, path: str = "") -> None:
         """Adopts the structure of ``module``, at ``path``: new submodules get the scope, and all
-        plans are dropped.
+        plans are dropped. Factors of the calls of other submodules stay.
 
         Raises ValueError for a submodule with init="unit" in a model with init="preserve".
         """
@@ -199,20 +199,17 @@ class UnitScale:
                 )
         if self.structure and self.unit_scaled:
             warn_of_new_weights(module, self)
-        install(module, self, path)
         gone = part(self.structure, path)
         kept = {name: entry for name, entry in self.structure.items() if name not in gone}
+        paths = survivors(self.structure, kept | structure_of(module, self, path))
+        install(module, self, path)
         self.structure = kept | structure_of(module, self, path)
+        self.settle()
+        self.settled = self.settled.moved(paths)
         self._forget()
 
-    def _forget(self, differentiated: bool = False) -> None:
-        """Drops all plans, and what is settled but for factors of values if gradients of the model
-        are ``differentiated``."""
-        if differentiated:
-            self.settle()
-            self.settled.differentiate()
-        else:
-            self.settled = Settled()
+    def _forget(self) -> None:
+        """Drops all plans."""
         self.plans, self._latest, self.arriving = {}, {}, {}
         self._watched.clear()
         self._runs.clear()
@@ -244,7 +241,9 @@ class UnitScale:
         if form.path and in_backward():
             return self._again(form, call)
         if any(plan.twice and not plan.true for plan in list(self.plans.values())):
-            self._forget(differentiated=True)
+            self.settle()
+            self.settled.differentiate()
+            self._forget()
         stale, made = None, None
         early, self._runs[form] = self._runs[form] < LOOKS, self._runs[form] + 1
         start = Beginning((args, kwargs), module if early else None)
