@@ -201,7 +201,8 @@ class UnitScale:
             warn_of_new_weights(module, self)
         gone = part(self.structure, path)
         kept = {name: entry for name, entry in self.structure.items() if name not in gone}
-        paths = survivors(self.structure, kept | structure_of(module, self, path))
+        now = kept | structure_of(module, self, path) if self.structure else {}
+        paths = survivors(self.structure, now)
         install(module, self, path)
         self.structure = kept | structure_of(module, self, path)
         self.settle()
