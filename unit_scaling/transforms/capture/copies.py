@@ -108,10 +108,11 @@ def _leaf(parameter: Tensor) -> Tensor:
 
 class Beginning:
     """What a call finds, for one that runs again from its beginning: what the dicts, lists and
-    objects within ``given`` hold, and random states.
+    objects within ``given`` hold, and torch's random states.
 
-    module: whose attributes, and the values of its parameters and buffers, are kept too; None for
-    none. writes: to be told of the calls that it makes.
+    module: whose attributes, and the values of its parameters and buffers, are kept too, as are the
+    random states of Python and numpy (slow to read); None for none. writes: to be told of the calls
+    that it makes.
     """
 
     def __init__(self, given: Any, module: nn.Module | None) -> None:
@@ -120,7 +121,8 @@ class Beginning:
         self._attributes = [(part, dict(own_attributes(part))) for part in parts]
         self._buffers = [(part._buffers, part._buffers.copy()) for part in parts]
         self.writes = None if module is None else Writes(_tensors_of(module))
-        self._states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+        self._state = torch.get_rng_state()
+        self._others = None if module is None else (random.getstate(), np.random.get_state())  # noqa: NPY002
         on_devices = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
         self._on_devices = torch.cuda.get_rng_state_all() if on_devices else []
 
@@ -128,10 +130,11 @@ class Beginning:
         """Puts all of it back."""
         if self.writes is not None:
             self.writes.undo()
-        state, python, numpy = self._states
-        torch.set_rng_state(state)
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(self._state)
+        if self._others is not None:
+            python, numpy = self._others
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
         torch.cuda.set_rng_state_all(self._on_devices)
         for holder, held in (*self._held, *self._buffers):
             holder.clear()
