@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.func import debug_unwrap
 
 from fp8.common.compiler import apply, compiled_as, in_graph, same
 
@@ -99,11 +100,24 @@ def scale_edge(input: Tensor, fwd: float, bwd: float) -> Tensor:
 def _scale_sides(input: Tensor, fwd: float, bwd: float) -> Tensor:
     if not _is_one(fwd):
         return scale_each(input, fwd, bwd)
-    if not (input.requires_grad and torch.is_grad_enabled()):
+    if not (has_gradient(input) and torch.is_grad_enabled()):
         return input
     output = input[...]
+    if not output.requires_grad:  # here, inside a transform of torch.func: it has no hooks
+        return scale_each(input, fwd, bwd)
     output.register_hook(lambda grad: None if grad is None else grad * bwd)
     return output
+
+
+def _requires_grad(tensor: Tensor) -> bool:
+    return tensor.requires_grad
+
+
+@compiled_as(_requires_grad)
+def has_gradient(tensor: Tensor) -> bool:
+    """Whether autograd records what is computed from a tensor. The examples inside `torch.vmap`
+    do not say so; the tensors that they are parts of do."""
+    return tensor.requires_grad or debug_unwrap(tensor).requires_grad
 
 
 def _has_scale(input: Tensor) -> bool:

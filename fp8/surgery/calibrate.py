@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..casts.measuring import MEASURING, Measurement, Moment
 from ..common.mixin import check_module
 from ..common.step import Batch, Loss, call, starts, untouched, unwrapped
+from ..common.written import restored
 from ..modes.autocast import outside_compiler
 from ..recipes.history import AmaxHistory, histories, settle, static_scales
 from ..recipes.rules import LARGEST, SMALLEST
@@ -181,7 +182,12 @@ def _measure(
     measurement: Measurement,
 ) -> None:
     """One forward and backward pass of ``model`` without side effects."""
-    with untouched(model), torch.inference_mode(False), torch.enable_grad():
+    with (
+        untouched(model),
+        restored(model.parameters()),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         MEASURING.items.append(measurement)
         try:
             ends, gradients = starts(call(model, batch), loss)

@@ -14,7 +14,7 @@ from torch import nn
 
 from fp8.common.mixin import check_module
 from fp8.common.report import as_table
-from fp8.common.step import Batch, Loss, call, copied, starts, tensors, unwrapped
+from fp8.common.step import Batch, Loss, call, copied, seeded, starts, tensors, unwrapped
 from fp8.common.validation import check_name, check_whole
 from fp8.modes.autocast import outside_compiler
 
@@ -166,7 +166,7 @@ def _step(
     """A training step, which ``watch`` measures. Returns the result of `_measured`."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     watch.active = True
-    with torch.random.fork_rng(devices), torch.enable_grad():
+    with seeded(None, devices), torch.enable_grad():
         output = outside_compiler(lambda: call(model, copied(batch)))
         watch.active = False  # checkpoints recompute parts of the model in the backward pass
         at_output = _measured(output)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 import unit_scaling as uu
 from tests.transforms.gradients import check_slopes, check_true
@@ -85,3 +86,43 @@ def test_a_weight_of_a_function_that_no_plan_knows_is_reported() -> None:
     model = unit_scale(Net(lambda h, p, q: h @ torch.special.i1(p), (16, 8), (1, 1)))
     assert 0.25 < model().square().mean().sqrt() < 4
     assert [row.call for row in uu.report(model).left_alone][:1] == ["special_i1"]
+
+
+class Noisy(nn.Module):
+    """Weights that are drawn, as in Bayesian layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.spread = (nn.Parameter(torch.randn(16, 16)) for _ in range(2))
+        self.enter, self.leave = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.mean + self.spread * torch.randn(16, 16)
+        return self.leave((self.enter(x) @ weight).relu())
+
+
+def weight_normed() -> nn.Module:
+    return nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(8, 16)),
+        nn.ReLU(),
+        parametrizations.weight_norm(nn.Linear(16, 16)),
+        nn.ReLU(),
+        nn.Linear(16, 4),
+    )
+
+
+@pytest.mark.parametrize("make", [Noisy, weight_normed])
+def test_a_computed_weight_keeps_its_factor(make: Callable[[], nn.Module]) -> None:
+    """Evaluation is planned after training has changed the RMS of the weight."""
+    torch.manual_seed(0)
+    model, x = unit_scale(make()), torch.randn(32, 8)
+    optimizer = uu.optim.AdamW(model.parameters(), lr=1.0)
+    for seed in range(12):
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        (model(x) - 5).square().mean().backward()
+        optimizer.step()
+    torch.manual_seed(0)
+    wanted = model(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(model.eval()(x), wanted)

@@ -1,6 +1,7 @@
 """Transformed models under torch.func, exported, and differentiated twice: they work or refuse."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -145,7 +146,7 @@ def test_forward_mode_is_refused(model: nn.Module, x: Tensor):
 def test_differentiable_twice(model: nn.Module, x: Tensor):
     """A gradient with factors has no derivative of the function's."""
     x.requires_grad_()
-    with pytest.warns(ScaleWarning, match="second derivatives are not those of the function"):
+    with pytest.warns(ScaleWarning, match="derivatives of this call are not those of the function"):
         torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
 
 
@@ -259,3 +260,24 @@ def test_a_model_may_ask_whether_gradients_are_needed() -> None:
     model, x = unit_scale(Asking()), torch.randn(16, 8)
     model(x).sum().backward()
     assert model.layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+def test_gradients_through_vmap_are_those_of_a_batch(init: str):
+    """Of parameters, outside of vmap, and of inputs."""
+    torch.manual_seed(0)
+    model = unit_scale(Residual().double(), init=init)
+    x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+
+    def results(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        leaves = [x, *model.parameters()]
+        return list(torch.autograd.grad(100 * call(x).square().sum(), leaves))
+
+    for _ in range(2):
+        results(model)[0].sum()
+    model(x[0])
+    wanted = results(model)
+    torch.testing.assert_close(results(vmap(model)), wanted)
+    of_input = grad(lambda x: 100 * model(x).square().sum())
+    torch.testing.assert_close(of_input(x.detach()), wanted[0])
+    torch.testing.assert_close(vmap(of_input)(x.detach()), wanted[0])

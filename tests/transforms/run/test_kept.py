@@ -337,3 +337,32 @@ def test_gradients_stay_the_same_where_the_model_holds_a_tensor_of_an_earlier_ru
         _, found = gradients(model, lambda m: m(batch()))
         for name, grad in found.items():
             torch.testing.assert_close(grad, first[name], rtol=1e-12, atol=0)
+
+
+class Cell(nn.Module):
+    """Keeps both results of an LSTM cell, of which one is computed from the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.LSTMCell(8, 16), nn.Linear(16, 4)
+        self.state: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = self.cell(x, self.state)
+        return self.out(self.state[0])
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+def test_results_of_one_call_of_which_one_is_computed_from_the_other(init: str) -> None:
+    torch.manual_seed(0)
+    model = unit_scale(Cell().double(), init=init)
+    x = torch.randn(16, 8, dtype=torch.float64)
+
+    def loss(model: nn.Module) -> Tensor:
+        model.state = None  # type: ignore[assignment]
+        first, second = model(x).square().mean(), model(x).square().mean()
+        return 30 * (first + second) + model.state[1].square().mean()  # type: ignore[index]
+
+    powers = check_slopes(model, loss)
+    assert len(powers) == 6
+    assert init == "unit" or set(powers.values()) == {0}

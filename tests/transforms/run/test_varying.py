@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import unit_scaling as uu
 from tests.launch import run_ranks
-from tests.transforms.gradients import check_true
+from tests.transforms.gradients import check_slopes, check_true
 from unit_scaling.transforms import unit_scale
 from unit_scaling.transforms.plan.model_plan import ModelPlan
 from unit_scaling.transforms.run.replay import PlanMissError
@@ -204,3 +204,68 @@ def test_varying_modules_are_saved_with_the_plan() -> None:
 
 def test_processes_agree_on_experts_that_only_one_has_used(tmp_path: Path) -> None:
     run_ranks(Path(__file__).with_name("varying_worker.py"), 2, tmp_path / "store")
+
+
+class Assigned(torch.autograd.Function):
+    """Writes into a tensor without autograd's knowledge, as solvers of differential equations do:
+    no call shows that the result is computed from the value."""
+
+    @staticmethod
+    def forward(ctx, scratch, value, index):
+        ctx.index = index
+        scratch.data[index] = value
+        return scratch
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad[ctx.index], None
+
+
+class Solver(nn.Module):
+    """Makes steps until a value is reached."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.field = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 32), nn.Tanh())
+        self.slope, self.leave = nn.Linear(32, 8), nn.Linear(8, 2)
+
+    def forward(self, x, most):
+        y, steps = self.enter(x), 0
+        while steps < most:
+            stages = Assigned.apply(x.new_empty(2, *y.shape), self.slope(self.field(y)), 0)
+            half = y + 0.5 * stages[0]
+            stages = Assigned.apply(stages, self.slope(self.field(half)), 1)
+            y, steps = y + 0.3 * stages.sum(0), steps + 1
+            if steps == 3:
+                y = y + self.slope(self.field(y)).relu()
+        return self.leave(y)
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+def test_what_autograd_functions_hide_has_the_gauge_of_all(init):
+    torch.manual_seed(0)
+    model = unit_scale(Solver().double(), init=init)
+    x, found = torch.randn(16, 8).double(), []
+    for most in (1, 2, 4, 1, 3):
+        loss = lambda m, most=most: 50 * m(x, most).square().mean()  # noqa: E731
+        found.append(check_slopes(model, loss))
+    assert all(each == found[0] for each in found)
+    assert init == "unit" or set(found[0].values()) == {0}
+
+
+@pytest.mark.parametrize("first", ["training", "evaluation"])
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_the_function_is_the_same_without_gradients(first, without):
+    """Autograd functions are seen by what autograd records."""
+    torch.manual_seed(0)
+    model, x = unit_scale(Solver()), torch.randn(16, 8)
+    if first == "training":
+        for _ in range(2):
+            model(x, 2).sum().backward()
+            with without():  # looks again, at gradients that the first look lacked
+                wanted = model(x, 2)
+    with without():
+        found = model.eval()(x, 2)
+    assert torch.equal(found, model(x, 2))
+    assert torch.equal(found, model.train()(x, 2))
+    assert first == "evaluation" or torch.equal(found, wanted)

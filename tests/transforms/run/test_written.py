@@ -63,3 +63,58 @@ def test_compiled(written: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(loss(compiled), wanted)
+
+
+class Filled(nn.Module):
+    """Its result is written by ``x[i] = y``, which returns nothing, and may be read or kept too."""
+
+    def __init__(self, reads: bool, keeps: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 3)
+        self.reads, self.keeps = reads, keeps
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.b(self.a(x).relu())
+        filled = torch.zeros_like(x)
+        filled[:, 1::2] = y[:, 1::2]
+        if self.keeps:
+            self.kept = filled
+        return (y if self.keeps else filled), (self.c(filled) if self.reads else y)
+
+
+def filled_loss(model: nn.Module) -> Tensor:
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    first, second = model(x)
+    kept: Tensor | None = model.kept  # type: ignore[assignment]
+    rest = 0 if kept is None else kept.square().mean()
+    return 100 * first.square().mean() + second.square().mean() + rest
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_result_that_is_filled(reads: bool, keeps: bool, init: str) -> None:
+    torch.manual_seed(0)
+    model = Filled(reads, keeps).double()
+    scaled = unit_scale(model, init=init)
+    powers = check_slopes(scaled, filled_loss)
+    assert len(powers) == (6 if reads else 4)
+    if init == "preserve":
+        assert set(powers.values()) == {0}
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_result_that_is_filled_compiled(reads: bool) -> None:
+    torch.manual_seed(0)
+    model = unit_scale(Filled(reads, keeps=False).double())
+    for _ in range(3):
+        filled_loss(model).backward()
+    model.zero_grad()
+    filled_loss(model).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    filled_loss(torch.compile(model, backend="aot_eager")).backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(found) == len(expected)
+    assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))

@@ -14,27 +14,30 @@ made for recording keep these hooks and no others.
 from __future__ import annotations
 
 import copy
+import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fp8.common.mixin import bare_class
 from fp8.common.step import plain, tensors_within
+from fp8.common.written import Writes
 
 from .held import own_attributes
 
 __all__ = [
+    "Beginning",
     "Example",
     "deep_copy",
     "example_of",
     "hooked",
     "remade",
-    "remembered",
     "twin_of",
 ]
 
@@ -103,24 +106,49 @@ def _leaf(parameter: Tensor) -> Tensor:
     return parameter.detach().requires_grad_(parameter.requires_grad)
 
 
-def remembered(value: Any) -> Callable[[], None]:
-    """Returns a function that gives the dicts, lists and objects within ``value`` what they hold
-    now, and torch its random state: for a call that runs again from its beginning. Values of
-    tensors are not kept.
-    """
-    before = list(_holders(value, {}))
-    state = torch.get_rng_state()
-    on_devices = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
-    others = torch.cuda.get_rng_state_all() if on_devices else []
+class Beginning:
+    """What a call finds, for one that runs again from its beginning: what the dicts, lists and
+    objects within ``given`` hold, and torch's random states.
 
-    def restore() -> None:
-        torch.set_rng_state(state)
-        torch.cuda.set_rng_state_all(others)
-        for holder, held in before:
+    module: whose attributes, and the values of its parameters and buffers, are kept too, as are the
+    random states of Python and numpy (slow to read); None for none. writes: to be told of the calls
+    that it makes.
+    """
+
+    def __init__(self, given: Any, module: nn.Module | None) -> None:
+        parts = [] if module is None else list(module.modules())
+        self._held = list(_holders(given, {}))
+        self._attributes = [(part, dict(own_attributes(part))) for part in parts]
+        self._buffers = [(part._buffers, part._buffers.copy()) for part in parts]
+        self.writes = None if module is None else Writes(_tensors_of(module))
+        self._state = torch.get_rng_state()
+        self._others = None if module is None else (random.getstate(), np.random.get_state())  # noqa: NPY002
+        on_devices = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+        self._on_devices = torch.cuda.get_rng_state_all() if on_devices else []
+
+    def restore(self) -> None:
+        """Puts all of it back."""
+        if self.writes is not None:
+            self.writes.undo()
+        torch.set_rng_state(self._state)
+        if self._others is not None:
+            python, numpy = self._others
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
+        torch.cuda.set_rng_state_all(self._on_devices)
+        for holder, held in (*self._held, *self._buffers):
             holder.clear()
             holder.update(held) if isinstance(holder, dict) else holder.extend(held)
+        for part, before in self._attributes:
+            now = dict(own_attributes(part))
+            for name in now.keys() - before.keys():
+                del vars(part)[name]
+            vars(part).update({n: v for n, v in before.items() if now.get(n, self) is not v})
 
-    return restore
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def _holders(value: Any, known: dict[int, Any]) -> Iterator[tuple[Any, Any]]:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from fp8.common.step import tensors_within
 
+from ...scale import has_gradient
+
 __all__ = ["Form", "described", "form_of", "without_shapes"]
 
 
@@ -30,7 +32,7 @@ def form_of(value: Any) -> Any:
     """The signature of an argument: its structure, not its sizes."""
     if isinstance(value, Tensor):
         ones = tuple(bool(size == 1) for size in value.shape)
-        return ("tensor", value.ndim, ones, value.requires_grad)
+        return ("tensor", value.ndim, ones, has_gradient(value))
     if isinstance(value, list | tuple):
         return tuple(form_of(item) for item in value)
     if isinstance(value, dict):
@@ -55,5 +57,5 @@ def _without_shapes(form: Any) -> Any:
 
 def described(tensor: Tensor) -> str:
     """A tensor argument as described in errors."""
-    wanted = ", requires a gradient" if tensor.requires_grad else ""
+    wanted = ", requires a gradient" if has_gradient(tensor) else ""
     return f"a tensor of shape {list(tensor.shape)}{wanted}"

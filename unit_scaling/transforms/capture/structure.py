@@ -17,7 +17,7 @@ from fp8.common.pitfalls import ScaleWarning, warn_once
 from ...parameter import has_parameter_data
 from .record import rms_of
 
-__all__ = ["Structure", "check_kept", "part", "structure_of", "warn_of_new_weights"]
+__all__ = ["Structure", "check_kept", "part", "structure_of", "survivors", "warn_of_new_weights"]
 
 Structure = dict[str, tuple[Any, ...]]
 """Path -> names of the class and its forward, name in the scope, parameters, children.
@@ -84,6 +84,16 @@ def check_kept(model: nn.Module, before: Structure, path: str) -> None:
                 "its weights as parameters: use fully_shard, use_orig_params=True, or "
                 "DistributedDataParallel"
             )
+
+
+def survivors(before: Structure, after: Structure) -> dict[str, str]:
+    """Path -> new path of the modules of ``before`` that are in ``after`` and run the same code."""
+    places = {place: path for path, (_, _, place, _, _) in after.items()}
+    return {
+        place: path
+        for place, path in places.items()
+        if place in before and before[place][:2] == after[path][:2]
+    }
 
 
 def warn_of_new_weights(model: nn.Module, scope: object) -> None:

@@ -74,7 +74,9 @@ class _Regions:
         self._grows = self._growth(planned.small)
         self.exponents: list[int] = [0] * len(self.nodes)
         self._shift = self._offset()
-        if not any(node.function is torch.autograd.grad for node in self.nodes):
+        if settled.twice:
+            return
+        if not (measured.derives or any(n.function is torch.autograd.grad for n in self.nodes)):
             self._choose()
         elif not true_gradients:
             self.plan.entry = self._one()
@@ -122,7 +124,18 @@ class _Regions:
                     tied |= self._join_base(i.node)
             elif (index, i.slot) not in self._free and not self._is_leaf(i.node):
                 self._union(index, i.node)
-        return tied
+        return tied | self._joined()
+
+    def _joined(self) -> set[int]:
+        """Joins all calls where gauges are tracked through calls that a replay does not see, whose
+        results have none: returns these nodes."""
+        calls = [i for i, n in enumerate(self.nodes) if n.live and not self._is_leaf(i)]
+        hidden = any(self.nodes[i].function and self.nodes[i].key is None for i in calls)
+        if not (self._settled.varying and hidden):
+            return set()
+        for index in calls:
+            self._union(calls[0], index)
+        return set(calls)
 
     def _boundaries(self) -> Counter[int]:
         """For each call, the number of edges that would need a factor if it had its own gauge."""
@@ -246,6 +259,10 @@ class _Regions:
     def _of_region(self, calls: list[int]) -> int | None:
         if self._true and any(self._is_leaf(i.node) for i in self._forced(calls)):
             return 0
+        for i in self._forced(calls):
+            known = self._settled.parameters.get(self.nodes[i.node].parameter or "")
+            if known is not None:
+                return known - (self.plan.outside or 0)
         for index in calls:
             key = self.nodes[index].key
             if key in self._settled.gauges and self.is_product(index):

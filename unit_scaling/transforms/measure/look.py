@@ -1,15 +1,15 @@
 """Makes a plan: records one copy of the model, then measures a second one.
 
-The copies share the model's parameters, have their own buffers and no hooks. The random state is
-restored afterwards.
+The copies share the model's parameters, have their own buffers and no hooks. What they write into
+parameters is undone, and random states are restored.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from fp8.casts.measuring import uncast
 from fp8.common.report import LEFT_ALONE
-from fp8.common.step import detached, plain, tensors_within
+from fp8.common.step import detached, plain, seeded, tensors_within
 from fp8.common.threads import Setting, Stack
+from fp8.common.written import restored
 from fp8.context.activation_checkpointing import apart
 
 from ...parameter import restore_own_tags
@@ -124,7 +125,8 @@ def look(
     weights = tagged_weights(twin, path)
     hooked = [twin.get_submodule(name) for name in hooks]
     with apart():
-        recorder, ends, kept = _record(scope, twin, path, given, weights, hooked)
+        with torch.inference_mode(False), torch.enable_grad():  # which show autograd functions
+            recorder, ends, kept = _record(scope, twin, path, given, weights, hooked)
         around = any(node.around for node in recorder.nodes)
         while True:
             planned = make_plan(recorder.nodes, _settings(scope, weights, whole=not path))
@@ -210,7 +212,7 @@ def _record(
     seen: list[Any] = []
     for module in hooked:
         module.register_forward_hook(lambda _, *rest: seen.append(rest), with_kwargs=True)
-    with torch.random.fork_rng(_devices(twin)), _SILENT, uncast():
+    with _unchanged(twin), _SILENT, uncast():
         result = _run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
     ends = plain(result)
     within = list(tensors_within(ends))
@@ -248,6 +250,8 @@ def _measure(
     settled = _share_arriving(scope, plan, actual)
     found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)
     place(planned, found, settled, preserve, scope.name)
+    plan.true = settled.twice
+    failed = "they are differentiated" if plan.true else failed
     if failed:
         plan.rows.append(CallRow(path, "backward", LEFT_ALONE, f"gradients as they are: {failed}"))
     if not path:
@@ -260,8 +264,8 @@ def _share_arriving(scope: Looking, plan: Plan, actual: Actual | None) -> Settle
     step. Returns what is settled for it, with the parameters of these."""
     settled = scope.settled
     if actual is not None:
-        plan.final, plan.arriving = True, Arriving(actual.outside)
-    elif scope.init == "preserve":
+        plan.final, plan.arriving = True, Arriving(0 if settled.twice else actual.outside)
+    elif scope.init == "preserve" or settled.twice:
         plan.arriving = Arriving(0)  # gradients of parameters are the true ones
     else:
         plan.arriving = scope.arriving.setdefault(plan.final, plan.arriving)
@@ -308,7 +312,7 @@ def _step(
         return _run_in(scope, mode, path, lambda: twin(*args, **kwargs))
 
     prefix = f"{path}." if path else ""
-    with torch.random.fork_rng(_devices(twin)), _SILENT:
+    with _unchanged(twin), _SILENT:
         copies, _ = detached(given, records())
         failed = measure(mode, twin, run, copies, prefix, loss)
     mode.check(settled.varying)
@@ -337,8 +341,12 @@ def _run_in(scope: Looking, mode: TorchFunctionMode, path: str, call: Call) -> A
         RUNNING.items.pop()
 
 
-def _devices(model: nn.Module) -> list[int]:
-    return sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+@contextmanager
+def _unchanged(twin: nn.Module) -> Iterator[None]:
+    """Restores random states, and the parameters, which ``twin`` shares with its model."""
+    devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
+    with seeded(None, devices), restored(twin.parameters()):
+        yield
 
 
 def _names(model: nn.Module, path: str) -> dict[int, str]:

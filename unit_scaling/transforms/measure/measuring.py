@@ -13,16 +13,21 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import Node
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
+import fp8.products
 from fp8.casts.measuring import uncast
 from fp8.common.step import Loss, starts
 
-from ..capture.kinds import PRODUCTS, canonical
+from ..capture.kinds import PRODUCTS, RECURRENT, canonical
 from ..capture.probe import on_its_own
 from ..capture.record import Key, Place, Slot, norm_of, rms_of, tensors_in
 from ..plan.actions import Plan, Step
@@ -33,7 +38,7 @@ from ..run.border import records
 from ..run.replay import Replay
 from .ranks import agreed, agreed_once, is_alone
 
-__all__ = ["REACH", "Actual", "Measured", "Measuring", "Watching", "measure"]
+__all__ = ["REACH", "Actual", "Measured", "Measuring", "Watching", "measure", "products_within"]
 
 REACH = 1.5
 """The allowed error of log2(RMS). [1/4, 4] allows 2; 0.5 is left for variation between batches.
@@ -57,7 +62,8 @@ class Measured:
 
     rounding: log2 of the norm of the rounding errors of each gradient of a result. corrections:
     place of a call -> exponent of a factor of its result, shared by all loop iterations. again: the
-    modules that the backward pass runs again.
+    modules that the backward pass runs again. derives: "" if hooks of the model take gradients in
+    it.
     """
 
     gradients: dict[Key, float] = field(default_factory=dict)
@@ -66,6 +72,7 @@ class Measured:
     operands: dict[tuple[Key, Slot], float] = field(default_factory=dict)
     corrections: dict[Place, int] = field(default_factory=dict)
     again: dict[str, bool] = field(default_factory=dict)
+    derives: dict[str, bool] = field(default_factory=dict)
 
     def shared(self, name: str) -> Measured:
         """The measurements of the first process of the job, and of others where it has none: see
@@ -121,26 +128,29 @@ class Watching(Replay):
             if key[1] in PRODUCTS and (step is None or step.end is None):
                 output = on_its_own(output, args, kwargs)
             output = self._seen(key, output)
+            products = products_within(output, (args, kwargs)) if key[1] in RECURRENT else []
+            for node in products:
+                node.register_prehook(partial(self._note, key))
+            for _, tensor in () if products else tensors_in(output):
+                if tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex()):
+                    tensor.register_hook(lambda grad: self._note(key, (grad,)))
         return output
 
     def _seen(self, key: Key, output: Any) -> Any:
-        for _, tensor in tensors_in(output):
-            if tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex()):
-                self._watch(key, tensor)
+        """The result of a call, as the model shall read it."""
         return output
 
-    def _watch(self, key: Key, tensor: Tensor) -> None:
-        def note(grad: Tensor | None) -> None:
+    def _note(self, key: Key, grads: tuple[Tensor | None, ...]) -> None:
+        """Notes a gradient of a call's result, or of the products within."""
+        for grad in grads:
             if grad is None or self._path:
-                return  # not a gradient that the model takes itself
+                continue  # not a gradient that the model takes itself
             try:
                 norm = norm_of(grad.detach()).item()
             except RuntimeError:  # no values inside vmap
-                return
+                continue
             eps = torch.finfo(grad.dtype).eps ** ROUNDING
             self._squares[key].append(_Norm(norm**2, grad.numel(), (eps * norm) ** 2))
-
-        tensor.register_hook(note)
 
     def gradients(self) -> dict[Key, float]:
         """log2 of the RMS of each measured gradient that is finite and not zero."""
@@ -156,6 +166,25 @@ class Watching(Replay):
         """Sums over the backward passes."""
         parts = list(self._squares.items())  # a backward pass may run in another thread
         return {key: _Norm(*map(sum, zip(*each, strict=True))) for key, each in parts}
+
+
+def products_within(output: Any, given: Any) -> list[Node]:
+    """The products between the arguments and the results of a call, which recurrent layers and
+    cells have: their casts see the gradients of the gates."""
+    ends = {t.grad_fn for _, t in tensors_in(given)}
+    todo, found = [t.grad_fn for _, t in tensors_in(output)], dict[Node | None, None]()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found and node not in ends:
+            found[node] = None
+            todo.extend(following for following, _ in node.next_functions)
+    return [node for node in found if node is not None and _is_product(node)]
+
+
+def _is_product(node: Node) -> bool:
+    """Whether a node is of an autograd function of `fp8.products`."""
+    function = getattr(node, "_forward_cls", Function)
+    return str(function.backward.__module__).startswith(fp8.products.__name__)
 
 
 class _Norm(NamedTuple):
@@ -203,6 +232,8 @@ class Measuring(Watching):
     def _called(
         self, step: Step | None, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
+        if function == Tensor.register_hook:
+            args = (args[0], partial(self._hooked, args[1]))
         if self._key in self._products:
             self._measure_operands(step, *canonical(function, args, kwargs))
         if self._key not in self._checked:
@@ -211,6 +242,11 @@ class Measuring(Watching):
             return super()._called(step, function, args, kwargs)
         output = super()._called(step, function, (args[0].clone(), *args[1:]), kwargs)
         return args[0].copy_(output)
+
+    def _hooked(self, hook: Callable[[Tensor], Any], grad: Tensor) -> Any:
+        """Calls a hook of the model."""
+        with _Derivatives(self.found.derives):
+            return hook(grad)
 
     def _measure_operands(self, step: Step | None, args: Any, kwargs: dict[str, Any]) -> None:
         assert self._key is not None
@@ -226,7 +262,7 @@ class Measuring(Watching):
         floats = isinstance(output, Tensor) and output.is_floating_point()
         if floats and (key in self._checked or key in self._attends):
             output = self._corrected(key, output)
-        return super()._seen(key, output)
+        return output
 
     def _corrected(self, key: Key, output: Tensor) -> Tensor:
         place = self._checked.get(key)
@@ -306,6 +342,25 @@ class _Held(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
+
+
+class _Derivatives(TorchFunctionMode):
+    """Notes whether `torch.autograd.grad` is called."""
+
+    def __init__(self, found: dict[str, bool]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if function is torch.autograd.grad:
+            self._found[""] = True
+        return function(*args, **kwargs or {})
 
 
 def _backward(

@@ -115,6 +115,14 @@ class Placed:
     written: tuple[Slot, ...]
     kept: float | None = None
 
+    def moved(self, gauge: int) -> Placed:
+        """The same call with its result in a gauge: its arguments are expected in one as much
+        larger, so that the factors of its step stay."""
+        if self.gauge is None or self.gauge == gauge:
+            return self
+        sources = tuple((slot, c + gauge - self.gauge) for slot, c in self.sources)
+        return replace(self, gauge=gauge, sources=sources)
+
 
 @dataclass
 class Arriving:
@@ -136,9 +144,10 @@ class Plan:
     unseen: products with gauges whose gradient was zero. idle: parameters whose gradient was zero.
     name: the same in all processes that run the model. ties: the equations for `folding.ratios`.
     kept: attributes of modules that hold tensors with gradients after a run, as the begin of a
-    `Slot` with `HELD`. ends: all results, as in `outputs`. Not saved, for models whose calls depend
-    on values (`run.varying`): calls and places, every call and the first one at each place of the
-    code.
+    `Slot` with `HELD`. ends: all results, as in `outputs`. true: whether all gradients are those of
+    the function. Not saved: twice, whether a gradient of the model has been differentiated; and for
+    models whose calls depend on values (`run.varying`), calls and places, every call and the first
+    one at each place of the code.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
@@ -160,6 +169,8 @@ class Plan:
     idle: tuple[str, ...] = ()
     name: str = field(default="", compare=False)
     kept: tuple[Slot, ...] = ()
+    true: bool = False
+    twice: bool = field(default=False, init=False, compare=False)
     calls: dict[Key, Placed] = field(default_factory=dict, init=False, compare=False)
     places: dict[Place, Placed] = field(default_factory=dict, init=False, compare=False)
 
@@ -180,6 +191,14 @@ class Plan:
     def outside(self) -> int | None:
         """The exponent of gradients that arrive at the output; None until known."""
         return self.arriving.exponent
+
+    def in_its_gauge(self, places: dict[Place, Placed]) -> dict[Place, Placed]:
+        """The calls of an earlier plan in the gauge of this one, if all of its calls have one."""
+        gauges = {call.gauge for call in self.calls.values()} - {None}
+        if len(gauges) != 1:
+            return places
+        gauge = gauges.pop() or 0
+        return {at: call.moved(gauge) for at, call in places.items()}
 
     def other_paths(self, made: Mapping[tuple[str, str], int]) -> set[str]:
         """The modules that have made another number of calls of a kind with steps than planned.
@@ -203,20 +222,59 @@ class Settled:
     """What the first call signature fixes for all others, so that they compute the same.
 
     keys: attention call -> (the number of keys to scale for, whether it is causal). units: last
-    call of a formula -> the factor of its output. loops: as ``known`` in `Regions.loops`.
+    call of a formula -> the factor of its output. weights: the factors of arguments that are
+    computed from parameters. loops: as ``known`` in `Regions.loops`.
     corrections, operands, gauges, parameters: exponents of the factors of results and of arguments
     of products, and of the gauges of calls and parameters (`measure.gauge`). varying: the paths of
-    modules whose number of calls depends on values, True for each (`run.varying`).
+    modules whose number of calls depends on values, True for each (`run.varying`). twice: whether
+    gradients of the model are differentiated, and so have no gauges.
     """
 
     keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
     units: dict[Key, float] = field(default_factory=dict)
+    weights: dict[tuple[Key, Slot], float] = field(default_factory=dict)
     loops: dict[Place, str] = field(default_factory=dict)
     corrections: dict[Place, int] = field(default_factory=dict)
     operands: dict[tuple[Key, Slot], int] = field(default_factory=dict)
     gauges: dict[Key, int] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
     varying: dict[str, bool] = field(default_factory=dict)
+    twice: bool = False
+
+    def differentiate(self) -> None:
+        """Takes all gauges back, as gradients of the model are differentiated."""
+        self.twice, self.gauges, self.parameters = True, {}, {}
+
+    def moved(self, paths: Mapping[str, str]) -> Settled:
+        """The same for modules at other ``paths``, without modules that are not among them. Gauges
+        are measured again, but those of parameters, which the state of an optimizer is in.
+        """
+
+        def calls(entries: dict[Any, Any]) -> dict[Any, Any]:
+            return {(paths[k[0]], *k[1:]): v for k, v in entries.items() if k[0] in paths}
+
+        def arguments(entries: dict[tuple[Key, Slot], Any]) -> dict[tuple[Key, Slot], Any]:
+            split = {
+                slot: {k: v for (k, s), v in entries.items() if s == slot} for _, slot in entries
+            }
+            return {(k, s): v for s, found in split.items() for k, v in calls(found).items()}
+
+        names = [(name, *name.rpartition(".")[::2]) for name in self.parameters]
+        return Settled(
+            keys=calls(self.keys),
+            units=calls(self.units),
+            weights=arguments(self.weights),
+            loops=calls(self.loops),
+            corrections=calls(self.corrections),
+            operands=arguments(self.operands),
+            parameters={
+                f"{paths[path]}.{leaf}".removeprefix("."): self.parameters[name]
+                for name, path, leaf in names
+                if path in paths
+            },
+            varying={paths[path]: True for path in self.varying if path in paths},
+            twice=self.twice,
+        )
 
     def settle(self, plan: Plan) -> None:
         """Adopts the measurements of a plan that are not fixed yet."""

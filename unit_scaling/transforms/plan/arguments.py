@@ -34,6 +34,7 @@ class Arguments:
         self._factors = settings.weights.factors
         self._split = settings.weights.split
         self._exponents = settings.weights.exponents
+        self._settled = settings.settled.weights
 
     def restored(self, node: CallNode) -> Step | None:
         """The step that multiplies the weights of a call back to their original scale."""
@@ -60,11 +61,20 @@ class Arguments:
         return (*self._computed(node), *self._one_hot(node))
 
     def _computed(self, node: CallNode) -> list[Scaling]:
-        """Divides computed weights (of a parametrization, for example) by their own scale."""
+        """Divides computed weights (of a parametrization, for example) by their own scale, that of
+        the first plan: training, or the random numbers that they are computed from, change it.
+        """
+        if node.key is None:  # a replay does not see it
+            return []
         sources = ((i, self.flow.nodes[i.node]) for i in node.inputs)
         weights = [i for i, s in sources if s.computed and s.origin is None and len(s.shape) > 1]
-        factors = [1 / self._scale(i.node) for i in weights]
-        return [(i.slot, factor, factor) for i, factor in zip(weights, factors, strict=True)]
+        found: list[Scaling] = []
+        for i in weights:
+            place = node.key, i.slot
+            if place not in self._settled:
+                self._settled[place] = 1 / self._scale(i.node)
+            found.append((i.slot, self._settled[place], self._settled[place]))
+        return found
 
     def _scale(self, index: int) -> float:
         """The scale of a computed weight.

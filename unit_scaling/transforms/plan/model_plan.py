@@ -18,7 +18,7 @@ from .actions import CallRow, Plan, Settled, Step
 
 __all__ = ["ModelPlan", "check_fits", "read", "retag", "tags_in", "written"]
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True)

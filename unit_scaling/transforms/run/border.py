@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from fp8.common.pitfalls import ScaleWarning, warn_once
 from fp8.common.step import plain, unfolded
 
-from ...scale import scale_edge
+from ...scale import has_gradient, scale_edge
 from ..capture.held import HELD
 from ..capture.record import Slot, mapped, rms_of, tensors_in
 from ..measure.ranks import agreed
@@ -29,6 +29,7 @@ from .varying import Following
 
 __all__ = [
     "ending",
+    "ending_call",
     "entering",
     "holds",
     "is_outside",
@@ -41,8 +42,8 @@ __all__ = [
 
 _TWICE = (
     "a gradient of a model under unit_scale is computed with create_graph=True: the gradients of "
-    "its calls have factors of their own, so second derivatives are not those of the function. "
-    "Take the gradient inside of the model's forward, where it is the true one"
+    "its calls have factors of their own, so second derivatives of this call are not those of the "
+    "function. From the next call on, its gradients have no factors, and derivatives are true"
 )
 
 
@@ -87,7 +88,7 @@ def leaving(
         return exponent if tracked is None else tracked, size
 
     def gauged(slot: Slot, tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad or not (slot in known or following):
+        if not has_gradient(tensor) or not (slot in known or following):
             return tensor
         exponent, size = end(slot, tensor)
         if _is_settled():
@@ -138,7 +139,10 @@ def ending(output: Any, plan: Plan, exponent: int, size: float) -> Any:
         return output
     if _is_settled():
         factor = 2.0 ** (exponent + (plan.outside or 0))
-        return mapped(lambda _, t: scale_edge(t, 1.0, factor) if t.requires_grad else t, output)
+        return mapped(lambda _, t: scale_edge(t, 1.0, factor), output)
+    if sum(t.requires_grad for _, t in tensors_in(output)) > 1:
+        # One may be computed from another, as the output of an LSTM cell from its state.
+        output = mapped(lambda _, t: t[...] if t.requires_grad else t, output)
     for _, tensor in tensors_in(output):
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: _normalised(grad, plan, exponent, size))
@@ -147,11 +151,23 @@ def ending(output: Any, plan: Plan, exponent: int, size: float) -> Any:
     return output
 
 
+def ending_call(output: Any, args: tuple[Any, ...], *rest: Any) -> Any:
+    """As `ending`, for a call with these arguments: one that returns nothing, as ``x[i] = y``, has
+    written its result into the first."""
+    if output is not None:
+        return ending(output, *rest)
+    if torch.is_grad_enabled() and _is_settled():
+        args[0].copy_(ending(args[0].clone(), *rest))
+    else:
+        ending(args[0], *rest)
+    return None
+
+
 def starting(tensor: Tensor, plan: Plan, exponent: int) -> Tensor:
     """Returns a tensor from outside of the model for a call that gives it a gradient of this gauge,
     as an argument that receives the true gradient.
     """
-    if not tensor.requires_grad or not torch.is_grad_enabled():
+    if not has_gradient(tensor) or not torch.is_grad_enabled():
         return tensor
     if _is_settled():
         return scale_edge(tensor, 1.0, 2.0 ** -(exponent + (plan.outside or 0)))
@@ -178,7 +194,9 @@ def _normalised(grad: Tensor | None, plan: Plan, exponent: int, size: float) -> 
     if grad is None:
         return None
     if torch.is_grad_enabled():
-        warn_once(ScaleWarning, _TWICE, key=str(id(plan)))
+        if not plan.true:
+            warn_once(ScaleWarning, _TWICE, key=str(id(plan)))
+        plan.twice = True
     if plan.outside is None:
         plan.arriving.exponent = _outside(grad, size, plan.name)
     return grad * 2.0 ** (exponent + (plan.outside or 0))
@@ -186,9 +204,7 @@ def _normalised(grad: Tensor | None, plan: Plan, exponent: int, size: float) -> 
 
 def entering(given: Any, plan: Plan) -> Any:
     """Returns arguments that receive the true gradients."""
-    if not any(t.requires_grad for _, t in tensors_in(given)):
-        return given
-    if not (_is_traced() or records()):
+    if not torch.is_grad_enabled() or not any(has_gradient(t) for _, t in tensors_in(given)):
         return given
     return mapped(lambda _, tensor: starting(tensor, plan, plan.entry), given)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8.common.compiler import FirstLook, called
+from fp8.common.written import Writes
 from fp8.context.activation_checkpointing import checkpointed
 from fp8.context.active import with_static
 from fp8.modes.dispatch import EXPANDED
@@ -20,7 +21,7 @@ from ...scale import scale_edge
 from ..capture.kinds import KINDS, RECURRENT, TRANSPARENT, canonical
 from ..capture.record import Key, Slot, tensors_in
 from ..plan.actions import Placed, Plan, Step
-from .border import ending, is_outside, starting
+from .border import ending_call, is_outside, starting
 from .install import HOOKS
 from .varying import Following
 
@@ -108,6 +109,7 @@ class Replay(FirstLook):
         self.counts: dict[tuple[str, str], int] = {}
         self._busy = False
         self.latest: Step | None = None  # the step of the previous call, for measuring
+        self.writes: Writes | None = None  # told of all calls
 
     def __torch_function__(
         self,
@@ -126,6 +128,8 @@ class Replay(FirstLook):
                 return EXPANDED[function](*args, **kwargs)
         self._busy = True
         try:
+            if self.writes is not None:
+                self.writes.note(function, args, kwargs)
             kind = self._kind(function)
             step = None if kind is None else self._next(kind, args, kwargs)
             self.latest = step
@@ -155,7 +159,7 @@ class Replay(FirstLook):
         output = self._called(step, function, args, kwargs)
         kept = None if placed is None else placed.kept
         if kept is not None:
-            output = ending(output, self._plan, gauge or 0, kept)
+            output = ending_call(output, args, self._plan, gauge or 0, kept)
         following.leave(gauge, output, args)
         return output
 
@@ -180,7 +184,7 @@ class Replay(FirstLook):
         if step is None:
             return called(function, args, kwargs)
         output = self._execute(step, function, args, kwargs)
-        return output if step.end is None else ending(output, self._plan, *step.end)
+        return output if step.end is None else ending_call(output, args, self._plan, *step.end)
 
     def _kind(self, function: Callable[..., Any]) -> str | None:
         if torch.compiler.is_compiling():

@@ -19,11 +19,18 @@ from fp8.context.activation_checkpointing import in_backward, in_recomputation
 from fp8.modes.autocast import outside_compiler
 
 from ...parameter import has_parameter_data, remember_tags, tag
-from ..capture.copies import Example, example_of, hooked, remade, remembered
+from ..capture.copies import Beginning, Example, example_of, hooked, remade
 from ..capture.forms import Form, described, form_of, without_shapes
 from ..capture.kinds import KINDS
 from ..capture.record import has_values, tensors_in
-from ..capture.structure import Structure, check_kept, part, structure_of, warn_of_new_weights
+from ..capture.structure import (
+    Structure,
+    check_kept,
+    part,
+    structure_of,
+    survivors,
+    warn_of_new_weights,
+)
 from ..folding.solve import Folded, folded
 from ..measure.look import RUNNING, UNSEEN, its_parameter, look
 from ..measure.measuring import Actual, Watching
@@ -32,31 +39,16 @@ from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
 from .border import entering, holds, leaving, records, returns_other
 from .install import Call, Places, find_scope, install, is_exported, is_sharded, warn_of_break
 from .replay import PlanMissError, Replay
-from .varying import Following, Leaves
+from .varying import ON_ITS_OWN, REENTRANT, VARIES, Following, Leaves
 
 __all__ = ["Replacements", "UnitScale"]
 
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
 
-_VARIES = (
-    "the number of calls that the model makes depends on values, so unit_scale tracks the gauges "
-    "of its tensors, which no graph can: it runs without torch.compile"
-)
-
-_ON_ITS_OWN = (
-    "{!r} is called on its own in training, under the plan of the whole model: unit_scale tracks "
-    "the gauges of its tensors, which no graph can, so this call runs without torch.compile"
-)
-
-_REENTRANT = (
-    "the calls of the model depend on values, so unit_scale tracks the gauges of its tensors, "
-    "which an autograd function hides that computes parts of the model again: for a checkpoint, "
-    "use_reentrant=False"
-)
-
 LOOKS = 8
 """The number of steps watched for initially zero gradients. Those of zero weights appear after one
-optimizer step, of two zero weights in sequence after two.
+optimizer step, of two zero weights in sequence after two. A call of so many that makes other calls
+than planned starts again with the attributes, parameters and buffers that it found.
 """
 
 
@@ -92,6 +84,7 @@ class UnitScale:
         self._latest: dict[bool, Plan] = {}
         self._watched: dict[Form, Watching] = {}
         self._missed: frozenset[str] = frozenset()
+        self._runs: Counter[Form] = Counter()
         #: `Plan.final` -> what arrives at the plans of that kind.
         self.arriving: dict[bool, Arriving] = {}
         #: The name of the model in the agreements of processes.
@@ -107,13 +100,8 @@ class UnitScale:
         return self.init == "unit"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "kinds": None,
-            "_recording": None,
-            "_example": None,
-            "_watched": {},
-        }
+        fresh: dict[str, Any] = {"kinds": None, "_recording": None, "_example": None}
+        return self.__dict__ | fresh | {"_watched": {}, "_runs": Counter()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -160,7 +148,7 @@ class UnitScale:
             if is_exported():
                 seen = plan is not None and not changed
                 raise RuntimeError(
-                    _VARIES if seen else f"{UNSEEN}: call the model once before torch.export"
+                    VARIES if seen else f"{UNSEEN}: call the model once before torch.export"
                 )
             from .graph_break import outside_graph
 
@@ -172,9 +160,9 @@ class UnitScale:
     ) -> Any:
         """As `run`, for a call that torch.compile leaves out of its graph."""
         if self.settled.varying:
-            warn_once(PitfallWarning, _VARIES, about=module, key="varying")
+            warn_once(PitfallWarning, VARIES, about=module, key="varying")
         elif path and self._latest:
-            warn_once(PitfallWarning, _ON_ITS_OWN.format(path), about=module, key=path)
+            warn_once(PitfallWarning, ON_ITS_OWN.format(path), about=module, key=path)
         return self.run(call, module, path, args, kwargs)
 
     def settle(self, training: bool = False) -> None:
@@ -199,7 +187,7 @@ class UnitScale:
 
     def follow(self, module: nn.Module, path: str = "") -> None:
         """Adopts the structure of ``module``, at ``path``: new submodules get the scope, and all
-        plans are dropped.
+        plans are dropped. Factors of the calls of other submodules stay.
 
         Raises ValueError for a submodule with init="unit" in a model with init="preserve", and
         RuntimeError if plain tensors have taken the place of parameters.
@@ -214,11 +202,21 @@ class UnitScale:
         check_kept(module, self.structure, path)
         if self.structure and self.unit_scaled:
             warn_of_new_weights(module, self)
-        install(module, self, path)
         gone = part(self.structure, path)
         kept = {name: entry for name, entry in self.structure.items() if name not in gone}
+        now = kept | structure_of(module, self, path) if self.structure else {}
+        paths = survivors(self.structure, now)
+        install(module, self, path)
         self.structure = kept | structure_of(module, self, path)
-        self.plans, self._latest, self.settled, self.arriving = {}, {}, Settled(), {}
+        self.settle()
+        self.settled = self.settled.moved(paths)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops all plans."""
+        self.plans, self._latest, self.arriving = {}, {}, {}
+        self._watched.clear()
+        self._runs.clear()
         self.edition = str(int(self.edition) + 1)
 
     def _known(self, form: Form) -> Plan | None:
@@ -248,7 +246,13 @@ class UnitScale:
             return self._again(form, call)
         if in_shape_inference():
             return call()
-        stale, made, restore = None, None, remembered((args, kwargs))
+        if any(plan.twice and not plan.true for plan in list(self.plans.values())):
+            self.settle()
+            self.settled.differentiate()
+            self._forget()
+        stale, made = None, None
+        early, self._runs[form] = self._runs[form] < LOOKS, self._runs[form] + 1
+        start = Beginning((args, kwargs), module if early else None)
         if form in self._watched and not in_recomputation():
             with self._recording:
                 self._look_again(form, module, args, kwargs)
@@ -261,9 +265,9 @@ class UnitScale:
                         continue  # another thread has made the plan
                     made = plan = self._first(form, module, args, kwargs)
             try:
-                return self._replay(plan, call, module, (args, kwargs), form, eager=True)
+                return self._replay(plan, call, module, (args, kwargs), form, start)
             except PlanMissError as miss:
-                restore()
+                start.restore()
                 if plan is made and not self._is_news(miss.paths):
                     raise
                 stale = None if self._vary(miss.paths, certain=plan is made) else plan
@@ -274,7 +278,7 @@ class UnitScale:
         """
         plan = self._known(form)
         if plan is None or (self.settled.varying and not in_recomputation()):
-            raise RuntimeError(_REENTRANT)
+            raise RuntimeError(REENTRANT)
         RUNNING.items.append(self)
         try:
             with Replay(plan, self.kinds, self.replacements, self.path.items):
@@ -334,7 +338,8 @@ class UnitScale:
         true = {key: size - plan.gauges[key] - outside for key, size in found.items()}
         self.settled.settle(plan)
         given = (module, form.path, (args, kwargs))
-        refined = self._look(*given, hooks=form.hooks, actual=Actual(true, later))
+        with torch.set_grad_enabled(form.grads):
+            refined = self._look(*given, hooks=form.hooks, actual=Actual(true, later))
         refined.looks = plan.looks
         self._use(form, refined)
 
@@ -363,8 +368,9 @@ class UnitScale:
         module: Any,
         given: Any,
         form: Form,
-        eager: bool = False,
+        start: Beginning | None = None,
     ) -> Any:
+        eager = start is not None
         traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
         if not (eager or traced):  # a graph break has left this frame to eager mode
             return outside_compiler(lambda: self._eager(form, call, module, *given))
@@ -373,6 +379,7 @@ class UnitScale:
         entered = entering(given, plan)
         following = None if traced else self._following(plan, module, form, entered)
         mode = self._mode(plan, form, following, traced)
+        mode.writes = None if start is None else start.writes
         RUNNING.items.append(self)
         if traced:
             module._tracing(True)
@@ -391,7 +398,7 @@ class UnitScale:
             other or module._is_otherwise(id(self), id(plan), tuple(mode.counts.items()))
         ):
             if is_exported():
-                raise RuntimeError(_VARIES)
+                raise RuntimeError(VARIES)
             from .graph_break import with_other_calls
 
             module._tracing(True)  # the graph is not used
@@ -446,7 +453,7 @@ class UnitScale:
     def _use(self, form: Form, plan: Plan) -> None:
         """Makes a plan that of a call signature. Places of other branches keep their steps."""
         if form in self.plans:
-            older, newer = self.plans[form].places, plan.places
+            older, newer = plan.in_its_gauge(self.plans[form].places), plan.places
             plan.places = newer | older if self.settled.varying else older | newer
         self.plans[form] = plan
         if not form.path:

@@ -21,13 +21,29 @@ from torch import Tensor, nn
 
 from fp8.common.step import tensors_within
 
-from ...scale import scale_edge
+from ...scale import has_gradient, scale_edge
 from ..capture.record import Key, Slot, replaced, site, tensors_in
 from ..capture.structure import Structure, part
 from ..measure.ranks import agreed_once
 from ..plan.actions import Placed, Plan, Settled
 
-__all__ = ["Following", "Leaves"]
+__all__ = ["ON_ITS_OWN", "REENTRANT", "VARIES", "Following", "Leaves"]
+
+VARIES = (
+    "the number of calls that the model makes depends on values, so unit_scale tracks the gauges "
+    "of its tensors, which no graph can: it runs without torch.compile"
+)
+
+ON_ITS_OWN = (
+    "{!r} is called on its own in training, under the plan of the whole model: unit_scale tracks "
+    "the gauges of its tensors, which no graph can, so this call runs without torch.compile"
+)
+
+REENTRANT = (
+    "the calls of the model depend on values, so unit_scale tracks the gauges of its tensors, "
+    "which an autograd function hides that computes parts of the model again: for a checkpoint, "
+    "use_reentrant=False"
+)
 
 
 @dataclass(frozen=True)
@@ -146,7 +162,7 @@ class Following:
         argument. args, kwargs: `canonical`.
         """
         given = [
-            (slot, t) for slot, t in (*tensors_in(args), *tensors_in(kwargs)) if t.requires_grad
+            (slot, t) for slot, t in (*tensors_in(args), *tensors_in(kwargs)) if has_gradient(t)
         ]
         if call is None or call.gauge is None:
             result, moves = self._passed_on(given)
@@ -185,7 +201,7 @@ class Following:
     def begin(self, given: Any) -> None:
         """Notes the gauge of arguments, and which tensors objects among them hold."""
         self.leave(self._plan.entry, given, ())
-        held = [t for t in tensors_within(given) if t.requires_grad]
+        held = [t for t in tensors_within(given) if has_gradient(t)]
         self.within = {id(t): t for t in held if self.gauge(t) is None}
 
     def leave(self, gauge: int | None, output: Any, args: tuple[Any, ...]) -> None:
@@ -193,7 +209,7 @@ class Following:
         if gauge is None:
             return
         for _, tensor in tensors_in(args[:1] if output is None else output):
-            if tensor.requires_grad:
+            if has_gradient(tensor):
                 self._gauges[id(tensor)] = weakref.ref(tensor), gauge
 
 
