@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import Spec, turn_of
+from ..casts.casting import Spec, turn_of, without_autocast
 from ..casts.counts import is_sampled, product_name
 from ..casts.groups import Groups, aligned, bounds, cast_groups, pieces, product_shape
 from ..casts.measuring import Measurement, measuring
@@ -41,15 +41,16 @@ from .matmul import ONES, Scales, check_scales, gemm, linear
 )
 def _multiply_groups(a: Tensor, b: Tensor, offs: Tensor | None, alpha: float) -> Tensor:
     """``alpha * a @ b`` by groups, in the shapes of `torch.nn.functional.grouped_mm`; zero outside
-    of all groups."""
+    of all groups. `torch.autocast` does not reach inside, in eager mode as in a graph."""
     rank_a, rank_b = a.ndim, b.ndim
     y = a.new_zeros(product_shape(a, b, offs))
     split = -1 if rank_a == 3 else -2
     left = pieces(a, offs, -2 if rank_b == 3 else -1)
     right = pieces(b, offs, -1 if rank_a == 3 else -2)
-    for x, w, into in zip(left, right, pieces(y, offs, split), strict=True):
-        if into.numel() and x.numel():
-            into.copy_(gemm(x, w, alpha, fuses=False))
+    with without_autocast(a):
+        for x, w, into in zip(left, right, pieces(y, offs, split), strict=True):
+            if into.numel() and x.numel():
+                into.copy_(gemm(x, w, alpha, fuses=False))
     return y
 
 

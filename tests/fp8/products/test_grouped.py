@@ -385,6 +385,8 @@ def test_compiled_under_autocast_in_float32():
     assert torch.equal(eager, compiled)
     grads = [torch.autograd.grad(y.square().sum(), (x, w)) for y in (eager, compiled)]
     assert all(map(torch.equal, *grads))
+    with torch.autocast("cpu", torch.bfloat16):  # which has no grouped product
+        assert torch.equal(product(x, w), eager)
 
 
 def test_checkpointed():
