@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+import torch
+
 __all__ = ["PIPELINING", "frames", "refuse_split_graphs"]
 
 PIPELINING = "torch.distributed.pipelining"
@@ -23,7 +25,7 @@ def refuse_split_graphs() -> None:
     """Raises RuntimeError where `torch.distributed.pipelining.pipeline` exports a model to train
     its parts: an exported program has no backward pass of an autograd function."""
     library = sys.modules.get(PIPELINING)
-    if library is None:
+    if library is None or torch.compiler.is_dynamo_compiling():  # which traces no frames
         return
     code = library.pipeline.__code__
     if any(frame.f_code is code for frame in frames()):

@@ -192,6 +192,10 @@ class Plan:
         """The exponent of gradients that arrive at the output; None until known."""
         return self.arriving.exponent
 
+    def covers(self, path: str) -> bool:
+        """Whether it has steps of the module at ``path``."""
+        return any(p == path or p.startswith(f"{path}.") for p, _, _ in self.steps)
+
     def in_its_gauge(self, places: dict[Place, Placed]) -> dict[Place, Placed]:
         """The calls of an earlier plan in the gauge of this one, if all of its calls have one."""
         gauges = {call.gauge for call in self.calls.values()} - {None}

@@ -228,7 +228,7 @@ class UnitScale:
             plan = self.plans.get(form._replace(grads=True))
         if plan is None and form.path:
             plan = self._latest.get(form.training)
-            return plan if plan is not None and _covers(plan, form.path) else None
+            return plan if plan is not None and plan.covers(form.path) else None
         if plan is not None and not form.path:
             self._latest[form.training] = plan
         return plan
@@ -597,7 +597,3 @@ class UnitScale:
         for form, other in list(self.plans.items()):
             if form.path or (plan.final and not other.final and other.outside is None):
                 del self.plans[form]
-
-
-def _covers(plan: Plan, path: str) -> bool:
-    return any(p == path or p.startswith(f"{path}.") for p, _, _ in plan.steps)

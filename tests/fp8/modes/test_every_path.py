@@ -1,0 +1,168 @@
+"""One result on every path: eager, compiled, checkpointed, converted, pickled, from JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fp8
+from fp8 import AmaxHistory, Cast, Recipe
+from fp8.casts.casting import spec_of
+
+WIDTH = 32
+
+
+class Attention(nn.Module):
+    """The products inside are composed in one half of the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.project(x).chunk(3, dim=-1)
+        )
+        fused = F.scaled_dot_product_attention(q[:, :2], k[:, :2], v[:, :2], is_causal=True)
+        composed = (q[:, 2:] @ k[:, 2:].mT * 8**-0.5).softmax(-1) @ v[:, 2:]
+        return x + self.out(torch.cat([fused, composed], 1).transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, 48, bias=False), nn.Linear(WIDTH, 48, bias=False)
+        self.down = nn.Linear(48, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Products(nn.Module):
+    """Products of parameters by other functions than linear, one parameter in two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.heads = nn.Parameter(torch.randn(2, WIDTH, WIDTH) / WIDTH**0.5)
+        self.mix = nn.Parameter(torch.randn(8, 8) / 8**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, x.flatten(0, 1), self.weight).view_as(x)
+        y = y + torch.tanh(x) @ self.weight.mT
+        y = y + torch.einsum("bld,hde->bhle", x, self.heads).mean(1)
+        return x + self.mix @ y
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=4)
+        self.second = nn.ConvTranspose1d(WIDTH, WIDTH, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(F.gelu(self.first(x.mT))).mT
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Products(), Attention(), nn.LayerNorm(WIDTH), Gated(), Convolutions())
+
+
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+
+def step(model: nn.Module, run: Run) -> list[Tensor]:
+    """The loss and all gradients of two passes."""
+    torch.manual_seed(1)
+    found: list[Tensor] = []
+    for x in torch.randn(2, 2, 8, WIDTH):
+        x.requires_grad_()
+        loss = run(model, x).square().mean()
+        found += [loss.detach(), *torch.autograd.grad(loss, (x, *model.parameters()))]
+    return found
+
+
+def under(recipe: Recipe, inner: Run) -> Run:
+    """``inner`` in a block with one history."""
+    history = AmaxHistory()
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        with fp8.autocast(recipe, history=history):
+            return inner(model, x)
+
+    return run
+
+
+def plain(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def checkpointed(model: nn.Sequential, x: Tensor, **how: object) -> Tensor:
+    for part in model:
+        x = checkpoint(part, x, use_reentrant=False, **how)
+    return x
+
+
+def compiled(run: Run) -> Run:
+    torch._dynamo.reset()
+    return torch.compile(run, fullgraph=True, backend="aot_eager")
+
+
+CASTS = (
+    *("input", "weight", "grad"),
+    *("grad_input_weight", "grad_weight_grad", "grad_weight_input"),
+)
+OWN_SUMS = {name: r for name, r in fp8.RECIPES.items() if r.accumulate is None}
+
+
+def is_random(recipe: Recipe) -> bool:
+    """Whether the numbers that it draws depend on the order of the backward pass."""
+    return any(spec_of(cast).is_random for cast in recipe.casts if cast is not None)
+
+
+def in_float16(cast: Cast | str | None) -> Cast | str | None:
+    """With its rotation and rounding, and a format whose errors are small."""
+    if not isinstance(cast, Cast):  # "same"
+        return cast
+    scaling = {"scaling": "tensor", "rule": None, "tile": None}
+    return dataclasses.replace(cast, format="fp16", **scaling)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", OWN_SUMS)
+def test_a_recipe(name: str):
+    recipe = OWN_SUMS[name]
+    again = functools.partial(checkpointed, context_fn=fp8.checkpoint_contexts)
+    read = Recipe.from_dict(json.loads(json.dumps(recipe.to_dict())))
+    expected = step(net(), under(recipe, plain))
+    paths = {"pickled": (pickle.loads(pickle.dumps(net())), under(recipe, plain))}
+    paths["from JSON"] = net(), under(read, plain)
+    if not is_random(recipe):
+        paths["compiled"] = net(), compiled(under(recipe, plain))
+    if not recipe.changes_scales:
+        paths["checkpointed"] = net(), under(recipe, again)
+    for path, (model, run) in paths.items():
+        for ours, theirs in zip(step(model, run), expected, strict=True):
+            assert (ours - theirs).norm() <= 1e-5 * theirs.norm(), path
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", [n for n, r in OWN_SUMS.items() if is_random(r)])
+def test_random_numbers_of_a_graph(name: str):
+    """Both operands of a product have the same signs, however a graph is divided."""
+    recipe = OWN_SUMS[name]
+    casts = {n: in_float16(getattr(recipe, n)) for n in CASTS}
+    run = compiled(under(Recipe(name="precise", **casts), plain))
+    for ours, true in zip(step(net(), run), step(net(), plain), strict=True):
+        assert (ours - true).norm() <= 0.01 * true.norm()
