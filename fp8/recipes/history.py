@@ -292,8 +292,10 @@ class LayerHistory(AmaxHistory):
 
 
 def _check_creates(name: str) -> None:
-    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+    compiling = torch.compiler.is_dynamo_compiling()
+    if compiling:  # torch.export raises, and leaves nothing to eager mode
         _warn_eager(name)
+    if compiling or torch.compiler.is_exporting():
         raise RuntimeError(f"there is no history of {name} yet: run the first pass in eager mode")
 
 
