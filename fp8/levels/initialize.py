@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
-from typing import TypeVar, overload
+from typing import TypeVar, cast, overload
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from ..common.dtensor import is_dtensor
@@ -187,24 +187,29 @@ def _check_model(model: nn.Module) -> None:
                 f"{name} is on the meta device: give the model memory and weights, and then a "
                 "level and an optimizer, which would go on to hold what is there now"
             )
-    if _in_ddp(model):
-        raise ValueError(
-            "the model is inside of a DistributedDataParallel, which goes on to average the "
-            f"gradients of its old weights: {_FIRST}"
-        )
+    if dist.is_available() and dist.is_initialized():
+        _check_accumulators(model)
 
 
-def _in_ddp(model: nn.Module) -> bool:
-    """Whether a DistributedDataParallel in use wraps the model or a part of it."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return False
-    modules = set(model.modules())
+def _check_accumulators(model: nn.Module) -> None:
+    """Raises ValueError if gradients of the old weights are still in use: by a wrapper such as
+    DistributedDataParallel, or by the graph of a forward pass."""
 
-    def found() -> bool:
-        wraps = (x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel))
-        return any(not modules.isdisjoint(ddp.modules()) for ddp in wraps)
+    def in_use(parameter: Tensor) -> bool:
+        """A mark in the node that accumulates the gradient lasts while something holds it."""
+        cast(dict[str, bool], get_gradient_edge(parameter).node.metadata)["fp8.levels"] = True
+        return "fp8.levels" in cast(dict[str, bool], get_gradient_edge(parameter).node.metadata)
 
-    return found() and gc.collect() >= 0 and found()  # a discarded one may not be collected yet
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if any(map(in_use, trained.values())):
+        gc.collect()  # a discarded wrapper may not be collected yet
+        for name, parameter in trained.items():
+            if in_use(parameter):
+                raise ValueError(
+                    f"the gradient of the present {name} is still in use: a "
+                    f"DistributedDataParallel goes on to average it ({_FIRST}), or the result of "
+                    "an earlier forward pass is kept (delete it)"
+                )
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> set[Tensor]:
