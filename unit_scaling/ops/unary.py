@@ -23,7 +23,6 @@ from ..rules.batch import row_scale
 from ..rules.elementwise import elementwise_factors, elementwise_scales, scaled_elementwise
 from ..rules.table import Adapter, Scales, factors, positional, row, tie
 from ..scale import kept_in, scale_each, scale_output
-from . import from_output
 from .fitted import RELU_GRAD_RMS, RELU_STD, gated_scale
 from .generated import REQUIRED, described
 
@@ -147,10 +146,7 @@ def _activation(
             fwd, bwd = factors(rule, mult, constraint, mult=mult)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
         x = x if mult == 1.0 else x * mult
-        if from_output.applies(name):
-            output = from_output.activation(x, name, fwd, bwd)
-        else:
-            output = scale_output(fn(x, **given), fwd, bwd)
+        output = scale_output(fn(x, **given), fwd, bwd)
         return input.copy_(output) if inplace else output
 
     about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
