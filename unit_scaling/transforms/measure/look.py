@@ -41,7 +41,7 @@ from .gauge import note_places, place, with_true_gradients
 from .measuring import Actual, Measured, Measuring, measure
 from .ranks import fingerprint, numbered
 
-__all__ = ["RUNNING", "UNSEEN", "Given", "Looking", "look"]
+__all__ = ["RUNNING", "UNSEEN", "Given", "Looking", "look", "run_in"]
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call."""
@@ -213,7 +213,7 @@ def _record(
     for module in hooked:
         module.register_forward_hook(lambda _, *rest: seen.append(rest), with_kwargs=True)
     with _unchanged(twin), _SILENT, uncast():
-        result = _run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
+        result = run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
     ends = plain(result)
     within = list(tensors_within(ends))
     inner = Counter(map(id, within)) - Counter(id(t) for _, t in tensors_in(ends))
@@ -309,7 +309,7 @@ def _step(
     find_scope(twin, _Recorded).measuring = mode
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return _run_in(scope, mode, path, lambda: twin(*args, **kwargs))
+        return run_in(scope, mode, path, lambda: twin(*args, **kwargs))
 
     prefix = f"{path}." if path else ""
     with _unchanged(twin), _SILENT:
@@ -331,8 +331,8 @@ def _settings(scope: Looking, weights: Weights, whole: bool) -> Settings:
     )
 
 
-def _run_in(scope: Looking, mode: TorchFunctionMode, path: str, call: Call) -> Any:
-    """Runs ``call()``, the forward of a copy of the module at ``path``, under a mode."""
+def run_in(scope: Looking, mode: TorchFunctionMode, path: str, call: Call) -> Any:
+    """Runs ``call()``, the forward of the module at ``path`` or of a copy of it, under a mode."""
     RUNNING.items.append(scope)
     try:
         with mode:
@@ -390,12 +390,7 @@ class _Recorded:
         if self.inside(path) is not None or self.measuring is None:
             return self.scope.run(call, module, path, args, kwargs)
         self.measuring.found.again[path] = True
-        RUNNING.items.append(self.scope)
-        try:
-            with self.measuring.again():
-                return self.scope.within(path, call)
-        finally:
-            RUNNING.items.pop()
+        return run_in(self.scope, self.measuring.again(), path, call)
 
 
 def _end(

@@ -196,7 +196,7 @@ def _normalised(grad: Tensor | None, plan: Plan, exponent: int, size: float) -> 
     if torch.is_grad_enabled():
         if not plan.true:
             warn_once(ScaleWarning, _TWICE, key=str(id(plan)))
-        plan.twice = True
+        plan.true = True
     if plan.outside is None:
         plan.arriving.exponent = _outside(grad, size, plan.name)
     return grad * 2.0 ** (exponent + (plan.outside or 0))

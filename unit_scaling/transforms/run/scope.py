@@ -32,7 +32,7 @@ from ..capture.structure import (
     warn_of_new_weights,
 )
 from ..folding.solve import Folded, folded
-from ..measure.look import RUNNING, UNSEEN, its_parameter, look
+from ..measure.look import RUNNING, UNSEEN, its_parameter, look, run_in
 from ..measure.measuring import Actual, Watching
 from ..plan.actions import MEASURED, Arriving, CallRow, Plan, Settled
 from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
@@ -246,7 +246,7 @@ class UnitScale:
             return self._again(form, call)
         if in_shape_inference():
             return call()
-        if any(plan.twice and not plan.true for plan in list(self.plans.values())):
+        if not self.settled.twice and any(plan.true for plan in list(self.plans.values())):
             self.settle()
             self.settled.differentiate()
             self._forget()
@@ -279,12 +279,8 @@ class UnitScale:
         plan = self._known(form)
         if plan is None or (self.settled.varying and not in_recomputation()):
             raise RuntimeError(REENTRANT)
-        RUNNING.items.append(self)
-        try:
-            with Replay(plan, self.kinds, self.replacements, self.path.items):
-                return self.within(form.path, call)
-        finally:
-            RUNNING.items.pop()
+        mode = Replay(plan, self.kinds, self.replacements, self.path.items)
+        return run_in(self, mode, form.path, call)
 
     def _is_followed(self, plan: Plan, form: Form, module: nn.Module) -> bool:
         """Whether the gauges of tensors are tracked: if calls depend on values, and in training if
