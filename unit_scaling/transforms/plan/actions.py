@@ -144,9 +144,10 @@ class Plan:
     unseen: products with gauges whose gradient was zero. idle: parameters whose gradient was zero.
     name: the same in all processes that run the model. ties: the equations for `folding.ratios`.
     kept: attributes of modules that hold tensors with gradients after a run, as the begin of a
-    `Slot` with `HELD`. ends: all results, as in `outputs`. true: whether all gradients must be those
-    of the function, as one has been differentiated. Not saved, for models whose calls depend on
-    values (`run.varying`): calls and places, every call and the first one at each place of the code.
+    `Slot` with `HELD`. ends: all results, as in `outputs`. true: whether all gradients must be
+    those of the function, as one has been differentiated. Not saved, for models whose calls depend
+    on values (`run.varying`): calls and places, every call and the first one at each place of the
+    code.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
