@@ -17,8 +17,6 @@ from ..scale import scale_output
 from .quadrature import normal_means
 from .table import Scales, factors, tie
 
-__all__ = ["elementwise_rms", "elementwise_scales", "scaled_elementwise", "unit_scaled"]
-
 Elementwise = Callable[..., Tensor]
 
 

@@ -18,8 +18,6 @@ from .capture.copies import deep_copy
 from .capture.probe import unseen
 from .run.install import Call, Places, find_scope, install, is_in_fsdp
 
-__all__ = ["Backend", "Compile", "compile", "copied", "with_scope"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

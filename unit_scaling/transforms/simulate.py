@@ -20,8 +20,6 @@ from ..formats import FPFormat
 from .compile import copied
 from .run.install import Call, Places, install, warn_of_break
 
-__all__ = ["Simulate", "simulate_format", "simulate_fp8"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -28,8 +28,6 @@ from .inspect.history import History, Pass
 from .inspect.metrics import Metrics
 from .run.install import Call, Places, install, is_exported
 
-__all__ = ["Tap", "Taps", "Track", "track_scales"]
-
 M = TypeVar("M", bound=nn.Module)
 
 _OPERATORS: dict[str, Callable[..., Any]] = {

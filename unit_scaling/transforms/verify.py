@@ -30,8 +30,6 @@ from .plan.weights import parametrizations
 from .run.install import find_scope, install, is_sharded
 from .run.scope import LOOKS, UnitScale
 
-__all__ = ["RANGES", "Measurement", "Verification", "verify"]
-
 
 class Verification(Serializable[Measurement]):
     """The measurements of `verify`; prints as a table.

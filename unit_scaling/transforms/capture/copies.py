@@ -31,16 +31,6 @@ from fp8.common.written import Writes
 
 from .held import own_attributes
 
-__all__ = [
-    "Beginning",
-    "Example",
-    "deep_copy",
-    "example_of",
-    "hooked",
-    "remade",
-    "twin_of",
-]
-
 M = TypeVar("M", bound=nn.Module)
 
 _HOOKS = (

@@ -12,8 +12,6 @@ from fp8.common.step import unfolded
 
 from .record import tensors_in
 
-__all__ = ["HELD", "held_by", "own_attributes"]
-
 HELD = " held"
 """Suffix of a module's name in the first part of the `Slot` of a tensor among its attributes."""
 

@@ -19,8 +19,6 @@ from ...common.watched import WATCHERS
 from ..run.install import HOOKS, Call, Places
 from .record import Recorder, tensors_in
 
-__all__ = ["Observer", "on_its_own", "unseen"]
-
 
 def unseen() -> AbstractContextManager[None]:
     """Disables function modes within the block, so that plans do not count its calls."""

@@ -31,25 +31,6 @@ from fp8.modes.dispatch import EXPANDED
 from ..run import install
 from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
 
-__all__ = [
-    "DISTRIBUTION",
-    "CallNode",
-    "Input",
-    "Place",
-    "Recorder",
-    "Slot",
-    "has_values",
-    "is_sparse",
-    "is_strided",
-    "mapped",
-    "norm_of",
-    "replaced",
-    "rms_of",
-    "sees_the_past",
-    "site",
-    "tensors_in",
-]
-
 Slot = tuple[int | str, ...]
 """The location of a tensor in a call: (1,) is the second argument; ("weight",), (0, 2) in a list.
 """

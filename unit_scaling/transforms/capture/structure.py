@@ -17,8 +17,6 @@ from fp8.common.pitfalls import ScaleWarning, warn_once
 from ...parameter import has_parameter_data
 from .record import rms_of
 
-__all__ = ["Structure", "check_kept", "part", "structure_of", "survivors", "warn_of_new_weights"]
-
 Structure = dict[str, tuple[Any, ...]]
 """Path -> names of the class and its forward, name in the scope, parameters, children.
 

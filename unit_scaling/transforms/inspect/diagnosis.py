@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from ...checks.first_call import LOW_GRADIENT
 from .measurement import Measurement
 
-__all__ = ["diagnosis"]
-
 _INIT = (
     "bring a plain model to RMS 1 by unit_scale; weights of uu layers were overwritten after the "
     "layers had drawn them: leave them out of the init, or call reset_parameters() after it"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["RANGES", "Measurement"]
-
 RANGES: dict[str, tuple[float, float] | None] = {
     "activation": (1 / 4, 4.0),
     "output": None,

@@ -36,8 +36,6 @@ from ..capture.record import Slot, is_strided, mapped, norm_of, tensors_in
 from ..run.replay import Replay, factor_after
 from .measurement import Measurement
 
-__all__ = ["Watch"]
-
 _UNCAST = frozenset(["chain_matmul", "multi_dot"])
 """Products that no recipe applies to; they are measured all the same."""
 

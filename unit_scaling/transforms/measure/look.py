@@ -41,8 +41,6 @@ from .gauge import note_places, place, with_true_gradients
 from .measuring import Actual, Measured, Measuring, measure
 from .ranks import fingerprint, numbered
 
-__all__ = ["RUNNING", "UNSEEN", "Given", "Looking", "look", "run_in"]
-
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call."""
 

@@ -13,22 +13,6 @@ from fp8.common.report import LEFT_ALONE
 from ...rules.table import Constraint
 from ..capture.record import Key, Place, Slot
 
-__all__ = [
-    "MEASURED",
-    "Arriving",
-    "CallRow",
-    "Decision",
-    "Placed",
-    "Plan",
-    "Scaling",
-    "Settings",
-    "Settled",
-    "Step",
-    "Tie",
-    "Weights",
-    "with_slots",
-]
-
 MEASURED = "measured"
 """The report's word for a call without a rule whose factor was measured."""
 

@@ -15,8 +15,6 @@ from ..capture.kinds import ATTENTION
 from ..capture.record import CallNode, sees_the_past
 from .actions import Decision, Settings, Step
 
-__all__ = ["Attention"]
-
 
 class Attention:
     """Decides on softmaxes over attention logits, their products with values, and fused

@@ -25,8 +25,6 @@ from ..capture.kinds import CASTS, ELEMENTWISE, FORMED, LINEAR, MOVES
 from ..capture.record import CallNode, Key, Slot, replaced
 from .regions import Region
 
-__all__ = ["find_units"]
-
 
 def find_units(
     flow: Flow, alone: Callable[[CallNode], bool], settled: dict[Key, float]

@@ -42,8 +42,6 @@ from .regions import Region, Regions
 from .residuals import Residuals, find_residuals
 from .weights import SMALL
 
-__all__ = ["DECIDERS", "Planned", "make_plan"]
-
 _NOTHING: Decision = (None, "", "")
 _OUTSIDE = "not between two layers: keeps its values"
 _DISTANCE = "in a distance whose argmin is taken: keeps its values"

@@ -27,19 +27,6 @@ from ..measure.ranks import agreed
 from ..plan.actions import Plan
 from .varying import Following
 
-__all__ = [
-    "ending",
-    "ending_call",
-    "entering",
-    "holds",
-    "is_outside",
-    "leaving",
-    "records",
-    "returns_other",
-    "starting",
-]
-
-
 _TWICE = (
     "a gradient of a model under unit_scale is computed with create_graph=True: the gradients of "
     "its calls have factors of their own, so second derivatives of this call are not those of the "

@@ -27,20 +27,6 @@ from ...parameter import TaggedModule, forget_tags, restore_own_tags
 from . import marker
 from .plan_state import PlanState
 
-__all__ = [
-    "HOOKS",
-    "Places",
-    "Scope",
-    "find_scope",
-    "install",
-    "is_exported",
-    "is_flattened",
-    "is_in_fsdp",
-    "is_sharded",
-    "uninstall",
-    "warn_of_break",
-]
-
 HOOKS = " hooks"
 """Suffix of a module's name in `Scope.path` while its hooks run."""
 

@@ -16,8 +16,6 @@ from torch import distributed, nn
 
 from fp8.common.pitfalls import CheckpointWarning, warn_once
 
-__all__ = ["MARKER", "VERSION", "accepted", "mark", "message", "unmarked", "warn_of"]
-
 MARKER = "unit_scaled_load_into_unit_scale_or_save_uu_fold"
 """The last part of the key, after the name of the transformed module."""
 

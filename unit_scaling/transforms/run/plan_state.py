@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from fp8.common.mixin import Gained
 
-__all__ = ["EXTRA_STATE", "PlanState"]
-
 EXTRA_STATE = "_extra_state"
 """The last part of the key of an extra state in torch."""
 

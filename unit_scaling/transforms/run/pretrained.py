@@ -25,8 +25,6 @@ from ..plan.model_plan import ModelPlan
 from .marker import MARKER
 from .plan_state import EXTRA_STATE
 
-__all__ = ["METHOD", "Pretrained", "Restore", "keep_transform", "register"]
-
 Restore = Callable[[nn.Module, ModelPlan], None]
 """Makes a model with unit-scaled weights unit-scaled in place, according to a plan."""
 

@@ -25,8 +25,6 @@ from .border import ending_call, is_outside, starting
 from .install import HOOKS
 from .varying import Following
 
-__all__ = ["PlanMissError", "Replay", "factor_after"]
-
 
 class PlanMissError(RuntimeError):
     """The model made other calls than those in its plan. paths: the modules that made them."""

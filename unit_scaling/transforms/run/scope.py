@@ -41,8 +41,6 @@ from .install import Call, Places, find_scope, install, is_exported, is_sharded,
 from .replay import PlanMissError, Replay
 from .varying import ON_ITS_OWN, REENTRANT, VARIES, Following, Leaves
 
-__all__ = ["Replacements", "UnitScale"]
-
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
 
 LOOKS = 8
