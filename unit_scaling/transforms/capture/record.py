@@ -144,7 +144,8 @@ def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
 
 
 def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -> Any:
-    """Returns ``value`` with its tensors changed, recursively through lists, tuples and dicts."""
+    """Returns ``value`` with its tensors changed, recursively through lists, tuples (named ones,
+    too) and dicts."""
     if isinstance(value, Tensor):
         return change(slot, value)
     if next(tensors_in(value), None) is None:
@@ -152,7 +153,7 @@ def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -
     if isinstance(value, dict):
         return {name: mapped(change, item, (*slot, name)) for name, item in value.items()}
     items = [mapped(change, item, (*slot, i)) for i, item in enumerate(value)]
-    return items if isinstance(value, list) else tuple(items)
+    return items if isinstance(value, list) else getattr(type(value), "_make", tuple)(items)
 
 
 def replaced(value: Any, tensors: dict[Slot, Any]) -> Any:

@@ -141,7 +141,7 @@ class _Planner:
         self.residuals = find_residuals(flow, settings.residual, inside)
         carried = closed.loops(self.residuals.adds, settings.settled.loops)
         inside = inside.union(*(region.calls for region in carried))
-        for unit in find_units(flow, _has_rule, settings.settled.units):
+        for unit in find_units(flow, settings.settled.units):
             if inside.isdisjoint(unit.calls) and all(last in interior for last in unit.exits):
                 self.regions |= dict.fromkeys(unit.calls, unit)
         bounded = {i for i in limited(flow, interior) & interior.calls if self._has_one_factor(i)}
@@ -380,7 +380,3 @@ DECIDERS: tuple[Decider, ...] = (
     _Planner._by_rule,
 )
 """The first that applies to a call decides; their docstrings say what each is for."""
-
-
-def _has_rule(node: CallNode) -> bool:
-    return find_op(node.function) is not None

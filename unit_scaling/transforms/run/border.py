@@ -227,10 +227,8 @@ def _replaced(output: Any, change: Callable[[Slot, Tensor], Tensor]) -> Any:
     """Returns the output of a model with its tensors changed; objects that are no tensors, lists,
     tuples and dicts are changed in place.
     """
-    if isinstance(output, Tensor) or type(output) in (list, tuple, dict):
+    if isinstance(output, Tensor | tuple) or type(output) in (list, dict):
         return mapped(change, output)
-    if isinstance(output, tuple) and hasattr(output, "_make"):
-        return output._make(mapped(change, tuple(output)))
     items = plain(output)
     if isinstance(items, dict):
         for name, value in items.items():

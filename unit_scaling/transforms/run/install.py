@@ -39,7 +39,7 @@ Places = tuple[tuple[list[str], str], ...]
 
 
 class Scope(Protocol):
-    """One transform of one model.
+    """One transform of one model. By default it wraps nothing, and only marks the model.
 
     order: scopes are entered in ascending order. path: the names of the modules that are running in
     this thread, outermost first; empty if none is, or if the transform needs no names.
@@ -53,12 +53,14 @@ class Scope(Protocol):
 
         None if the module must `run` through the scope.
         """
+        return ()
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Returns the result of ``call()``, the forward of ``module``, with the transform
         active."""
+        return call()
 
 
 class _Transformed(Gained, TaggedModule):
