@@ -29,8 +29,8 @@ from fp8.common.mixin import bare_class
 from fp8.common.step import plain, tensors_within
 from fp8.common.written import Writes
 
-from .held import own_attributes
 from .record import Slot, mapped
+from .structure import own_attributes
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -27,9 +27,8 @@ from fp8.context.activation_checkpointing import apart
 from ...parameter import restore_own_tags
 from ..capture.copies import twin_of
 from ..capture.forms import Form
-from ..capture.held import held_by
 from ..capture.record import CallNode, Key, Place, Recorder, Slot, tensors_in
-from ..capture.structure import Structure
+from ..capture.structure import Structure, held_by
 from ..folding.ratios import find_ties
 from ..plan.actions import Arriving, CallRow, Plan, Settings, Settled, Step, Weights
 from ..plan.planner import Planned, make_plan

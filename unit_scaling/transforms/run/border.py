@@ -21,8 +21,8 @@ from fp8.common.pitfalls import ScaleWarning, warn_once
 from fp8.common.step import plain, unfolded
 
 from ...scale import has_gradient, scale_edge
-from ..capture.held import HELD
 from ..capture.record import Slot, mapped, rms_of, tensors_in
+from ..capture.structure import HELD
 from ..measure.ranks import agreed
 from ..plan.actions import Plan
 from .varying import Following

@@ -24,8 +24,8 @@ from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
 
 from ...parameter import TaggedModule, forget_tags, restore_own_tags
-from . import marker
-from .plan_state import PlanState
+from . import state
+from .state import PlanState
 
 HOOKS = " hooks"
 """Suffix of a module's name in `Scope.path` while its hooks run."""
@@ -152,7 +152,7 @@ class _Transformed(Gained, TaggedModule):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self._own_weights(prefix):  # the first missing key explains the error
-            marker.mark(destination, prefix)
+            state.mark(destination, prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
@@ -169,10 +169,10 @@ class _Transformed(Gained, TaggedModule):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         weights = self._own_weights(prefix)
         if weights:
-            marked = marker.accepted(prefix, unexpected_keys)
-            if not marked and marker.unmarked(state_dict, prefix, weights):  # whether strict or not
-                missing_keys.append(prefix + marker.MARKER)
-                marker.warn_of(self)
+            marked = state.accepted(prefix, unexpected_keys)
+            if not marked and state.unmarked(state_dict, prefix, weights):  # whether strict or not
+                missing_keys.append(prefix + state.MARKER)
+                state.warn_of(self)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -180,15 +180,15 @@ class _Transformed(Gained, TaggedModule):
         """As in torch. For weights of the plain model, raises RuntimeError before anything is
         loaded if ``strict``, and warns otherwise.
         """
-        if marker.unmarked(state_dict, "", self._own_weights("")):
+        if state.unmarked(state_dict, "", self._own_weights("")):
             if strict:
-                raise RuntimeError(marker.message(self))
-            marker.warn_of(self)
-            state_dict = {**state_dict, marker.MARKER: marker.VERSION}
+                raise RuntimeError(state.message(self))
+            state.warn_of(self)
+            state_dict = {**state_dict, state.MARKER: state.VERSION}
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
-setattr(_Transformed, marker.MARKER, marker.VERSION)  # the key is looked up as an attribute
+setattr(_Transformed, state.MARKER, state.VERSION)  # the key is looked up as an attribute
 
 
 def _take_scopes(module: Any) -> None:
