@@ -32,7 +32,7 @@ from ..capture.structure import (
     warn_of_new_weights,
 )
 from ..folding.solve import Folded, folded
-from ..measure.look import RUNNING, UNSEEN, its_parameter, look, run_in
+from ..measure.look import RUNNING, UNSEEN, Look, its_parameter, run_in
 from ..measure.measuring import Actual, Watching
 from ..plan.actions import MEASURED, Arriving, CallRow, Plan, Settled
 from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
@@ -305,10 +305,10 @@ class UnitScale:
         return news and not self._is_news(paths)
 
     def _look(self, *given: Any, **options: Any) -> Plan:
-        """`look`, again if the calls of the model turn out to depend on values."""
+        """The plan of a `Look`; of another one if calls turn out to depend on values."""
         while True:
             try:
-                return look(self, *given, **options)
+                return Look(self, *given, **options).plan()
             except PlanMissError as miss:  # the measured copy differs from the recorded one
                 if not self._vary(miss.paths, certain=True):
                     raise
