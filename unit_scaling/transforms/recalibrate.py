@@ -42,4 +42,4 @@ def recalibrate(model: nn.Module, batch: Batch, loss: Loss | None = None) -> Non
     scope = find_scope(inner, UnitScale)
     if scope is None:
         raise ValueError(f"recalibrate: {type(inner).__name__} has no unit_scale")
-    scope.recalibrate(inner, *arguments(batch), loss)
+    scope.recalibrate(inner, arguments(batch), loss)

@@ -16,7 +16,7 @@ from fp8.common.threads import Stack
 from fp8.modes.dispatch import EXPANDED
 
 from ...common.watched import WATCHERS
-from ..run.install import HOOKS, Call, Places
+from ..run.install import HOOKS, Call, Given, Places
 from .record import Recorder, tensors_in
 
 
@@ -70,7 +70,7 @@ class Observer(TorchFunctionMode):
         self._busy = False
 
     @abstractmethod
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, given: Given) -> None:
         """Called when the model is called, and again if the model restarts because its plan did not
         fit.
         """
@@ -88,15 +88,13 @@ class Observer(TorchFunctionMode):
         """None while active: each module then has its own mode."""
         return None if self.active else ()
 
-    def run(
-        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()``, with this mode above all other modes of the module."""
         outermost = not self.path.items
         if not self.active or (outermost and path):  # a submodule, in another thread
             return call()
         if outermost:
-            self.begin(module, args, kwargs)
+            self.begin(module, given)
         self.path.items.append(path)
         FIRST_LOOK.items.append(self)
         _OBSERVERS.items.append(self)

@@ -33,6 +33,7 @@ from ..capture.kinds import (
 )
 from ..capture.probe import Observer, on_its_own, unseen
 from ..capture.record import Slot, is_strided, mapped, norm_of, tensors_in
+from ..run.install import Given
 from ..run.replay import Replay, factor_after
 from .measurement import Measurement
 
@@ -133,7 +134,7 @@ class Watch(Observer):
         twin.active = False
         return twin
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, given: Given) -> None:
         self._products.clear()
         self._counts.clear()
         self.notes.clear()

@@ -34,14 +34,11 @@ from ..plan.actions import Arriving, CallRow, Plan, Settings, Settled, Step, Wei
 from ..plan.planner import Planned, make_plan
 from ..plan.weights import parametrizations, pruned, tagged_weights
 from ..run.border import records
-from ..run.install import Call, Places, Scope, find_scope, is_flattened, is_sharded
+from ..run.install import Call, Given, Places, Scope, find_scope, is_flattened, is_sharded
 from ..run.varying import Following
 from .gauge import note_places, place, with_true_gradients
 from .measuring import Actual, Measured, Measuring, measure
 from .ranks import fingerprint, numbered
-
-Given = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call."""
 
 RUNNING = Stack()
 """The scopes that are running in this thread, innermost last; in practice at most one."""
@@ -362,12 +359,10 @@ class _Recorded:
             )
         return self.scope.inside(path)
 
-    def run(
-        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """As the scope's; raises as `inside`."""
         if self.inside(path) is not None or self.measuring is None:
-            return self.scope.run(call, module, path, args, kwargs)
+            return self.scope.run(call, module, path, given)
         self.measuring.found.again[path] = True
         return run_in(self.scope, self.measuring.again(), path, call)
 

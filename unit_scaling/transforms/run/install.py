@@ -34,6 +34,9 @@ Call = Callable[..., Any]
 """A module's forward: ``call()`` uses the original arguments, ``call((args, kwargs))`` others."""
 
 
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the keyword arguments of a forward."""
+
 Places = tuple[tuple[list[str], str], ...]
 """Lists, and the item appended to each while a module runs."""
 
@@ -55,9 +58,7 @@ class Scope(Protocol):
         """
         return ()
 
-    def run(
-        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns the result of ``call()``, the forward of ``module``, with the transform
         active."""
         return call()
@@ -100,7 +101,7 @@ class _Transformed(Gained, TaggedModule):
             _take_scopes(self)
         places = _inside(self._scopes)
         if places is None:
-            return _run(self, forward, self._scopes, args, kwargs)
+            return _run(self, forward, self._scopes, (args, kwargs))
         for names, name in places:
             names.append(name)
         try:
@@ -219,20 +220,17 @@ def _inside(scopes: tuple[tuple[Any, str], ...]) -> Places | None:
 
 
 def _run(
-    module: Any,
-    forward: Callable[..., Any],
-    scopes: tuple[tuple[Any, str], ...],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    module: Any, forward: Callable[..., Any], scopes: tuple[tuple[Any, str], ...], given: Given
 ) -> Any:
     if not scopes:
+        args, kwargs = given
         return forward(*args, **kwargs)
     (scope, path), inner = scopes[0], scopes[1:]
 
-    def call(given: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)) -> Any:
-        return _run(module, forward, inner, *given)
+    def call(given: Given = given) -> Any:
+        return _run(module, forward, inner, given)
 
-    return scope.run(call, module, path, args, kwargs)
+    return scope.run(call, module, path, given)
 
 
 _BEGUN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
