@@ -116,7 +116,7 @@ class Tap(Observer):
         self._targets[whole] = path
         self.path.items.append(path)  # replaces the name that its hooks have
         try:
-            return self._see(whole, *given)
+            return self.see(whole, *given) if self.sees() else call()
         finally:
             self.path.items.pop()
 
