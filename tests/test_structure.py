@@ -73,7 +73,6 @@ COMPILING = {
     "fp8/formats/random_bits.py": "an integer of a graph may be symbolic",
     "fp8/modes/by_layer.py": "refuses to be compiled",
     "fp8/norms/layer_norm2d.py": "other formulas on CPUs; modes that a graph does not call",
-    "unit_scaling/ops/from_output.py": "other autograd functions for some activations",
     "unit_scaling/transforms/run/replay.py": "the compiler does not find methods in a dict",
 }
 

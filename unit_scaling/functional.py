@@ -8,7 +8,6 @@ op's u-muP hyperparameter, which controls its non-linearity.
 
 from .ops.arithmetic import *
 from .ops.attention import *
-from .ops.channel_norms import *
 from .ops.contraction import *
 from .ops.convolution import *
 from .ops.dropouts import *

@@ -36,7 +36,7 @@ class _Scale(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return scale_both(grad, ctx.bwd), None, None
+        return _scale_both(grad, ctx.bwd), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
@@ -59,7 +59,7 @@ class _Instead(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return scale_both(grad, ctx.scale), None, None
+        return _scale_both(grad, ctx.scale), None, None
 
 
 def _is_one(scale: float) -> bool:
@@ -92,7 +92,7 @@ def scale_edge(input: Tensor, fwd: float, bwd: float) -> Tensor:
     autograd function. If only the gradient is scaled, eager code uses a hook.
     """
     if fwd == bwd:
-        return scale_both(input, fwd) if _has_scale(input) else input
+        return _scale_both(input, fwd) if _has_scale(input) else input
     return _scale_sides(input, fwd, bwd)
 
 
@@ -124,7 +124,7 @@ def _has_scale(input: Tensor) -> bool:
     return input.dtype.is_floating_point or input.dtype.is_complex
 
 
-def scale_both(input: Tensor, scale: float) -> Tensor:
+def _scale_both(input: Tensor, scale: float) -> Tensor:
     """Returns ``scale * input`` with the gradient scaled equally; ``input`` itself if the scale is
     1.
     """

@@ -18,15 +18,6 @@ from fp8.common.pitfalls import ScaleWarning, warn_once
 
 from ..common.constant import aside
 
-__all__ = [
-    "LOW_GRADIENT",
-    "RANGE",
-    "check_gradient",
-    "check_weights_at_first_call",
-    "known_rms",
-    "skip_weight_check",
-]
-
 LOW_GRADIENT = 2.0**-6
 """A gradient at the output with an RMS below this is reported.
 

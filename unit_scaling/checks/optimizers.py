@@ -24,8 +24,6 @@ from fp8.common.pitfalls import OptimizerWarning, warn_once
 
 from .first_call import RANGE, known_rms
 
-__all__ = ["LOW_RATE", "check_optimizers", "remember_copy"]
-
 LOW_RATE = 2.0**-8
 """A learning rate below this is one for weights much smaller than 1.
 

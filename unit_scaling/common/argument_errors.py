@@ -15,8 +15,6 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from torch import Size, Tensor
 
-__all__ = ["check_arguments", "named_in_errors"]
-
 #: A type -> the method of values that are accepted for it.
 _METHODS = {Tensor: "__torch_function__", int: "__index__", float: "__float__"}
 

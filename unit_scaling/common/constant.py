@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from fp8.common.compiler import taken_as_constant
 
-__all__ = ["aside", "constant", "specialised"]
-
 T = TypeVar("T")
 
 

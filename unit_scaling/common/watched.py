@@ -8,8 +8,6 @@ from typing import Any, TypeVar, cast
 
 from .argument_errors import check_arguments
 
-__all__ = ["WATCHERS", "watched"]
-
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 Watcher = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

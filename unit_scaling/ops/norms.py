@@ -1,4 +1,4 @@
-"""Layer normalisation and RMS normalisation, with unit-scaled gradients of their weights."""
+"""Normalisations, with unit-scaled gradients of their weights."""
 
 from __future__ import annotations
 
@@ -9,11 +9,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..rules.batch import row_scale
-from ..rules.table import Scales, positional, row
-from ..scale import scale_each
+from fp8.norms.layer_norm2d import layer_norm2d as over_channels
 
-__all__ = ["layer_norm", "rms_norm"]
+from ..common.constant import constant
+from ..rules.batch import row_scale
+from ..rules.quadrature import absolute_moment, largest_square
+from ..rules.table import Adapter, Scales, positional, row, tie
+from ..scale import scale_each, scale_output
+
+__all__ = [
+    "batch_norm",
+    "group_norm",
+    "instance_norm",
+    "layer_norm",
+    "layer_norm2d",
+    "local_response_norm",
+    "normalize",
+    "rms_norm",
+]
+
+
+def _scaled(s: Scales, *parameters: Tensor | None) -> list[Tensor | None]:
+    """A weight, and a bias, whose gradients have the factor of the weight."""
+    return [None if p is None else scale_each(p, 1.0, s["weight"]) for p in parameters]
 
 
 def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
@@ -47,9 +65,7 @@ def layer_norm(
         bias: of shape ``normalized_shape``, or None.
         eps: added to the variance.
     """
-    s = layer_norm_scales(input, normalized_shape)
-    weight = None if weight is None else scale_each(weight, 1.0, s["weight"])
-    bias = None if bias is None else scale_each(bias, 1.0, s["bias"])
+    weight, bias = _scaled(layer_norm_scales(input, normalized_shape), weight, bias)
     return F.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
@@ -80,6 +96,196 @@ def rms_norm(
         weight: of shape ``normalized_shape``, or None.
         eps: added to the mean square; None is the machine epsilon of the dtype, torch's default.
     """
-    s = rms_norm_scales(input, normalized_shape)
-    weight = None if weight is None else scale_each(weight, 1.0, s["weight"])
+    (weight,) = _scaled(rms_norm_scales(input, normalized_shape), weight)
     return F.rms_norm(input, list(normalized_shape), weight, eps)
+
+
+# Over channels, groups and batches
+
+
+def channel_norm_scales(input: Tensor) -> Scales:
+    """The output has RMS 1; the weight of a channel sums gradients over all other dimensions."""
+    channels = input.shape[1] if input.ndim > 1 else 1
+    scale = row_scale(input.numel() // (channels or 1), 0.5)
+    return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
+
+
+@row(
+    channel_norm_scales,
+    replaces=(F.group_norm, torch.group_norm),
+    adapters={
+        torch.group_norm: positional(
+            "input num_groups weight bias eps cudnn_enabled", cudnn_enabled=None
+        )
+    },
+)
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.group_norm` with unit-scaled gradients of weight and bias.
+
+    Args:
+        input: (batch, channels, ...).
+        num_groups: the number of groups that channels are divided into.
+        weight: (channels,) or None.
+        bias: (channels,) or None.
+        eps: added to the variance.
+    """
+    weight, bias = _scaled(channel_norm_scales(input), weight, bias)
+    return F.group_norm(input, num_groups, weight, bias, eps)
+
+
+def _with_statistics(training: str) -> Adapter:
+    """Adapts torch's form of a norm with running statistics. training: the name of the argument."""
+    names = f"input weight bias running_mean running_var {training} momentum eps cudnn_enabled"
+    return positional(names, cudnn_enabled=None)
+
+
+@row(
+    channel_norm_scales,
+    replaces=(F.batch_norm, torch.batch_norm),
+    adapters={torch.batch_norm: _with_statistics("training")},
+)
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm` with unit-scaled gradients of weight and bias.
+
+    Args:
+        input: (batch, channels, ...).
+        running_mean: (channels,) or None; updated in place if training, otherwise used.
+        running_var: as ``running_mean``.
+        weight: (channels,) or None.
+        bias: (channels,) or None.
+        training: whether to normalise with the statistics of the batch.
+        momentum: the weight of the batch in the running statistics.
+        eps: added to the variance.
+    """
+    weight, bias = _scaled(channel_norm_scales(input), weight, bias)
+    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+@row(
+    channel_norm_scales,
+    replaces=(F.instance_norm, torch.instance_norm),
+    adapters={torch.instance_norm: _with_statistics("use_input_stats")},
+)
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.instance_norm` with unit-scaled gradients of weight and bias.
+
+    Arguments are as in `batch_norm`; ``use_input_stats`` is its ``training``.
+    """
+    weight, bias = _scaled(channel_norm_scales(input), weight, bias)
+    return F.instance_norm(
+        input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+    )
+
+
+@row(
+    channel_norm_scales,
+    replaces=(over_channels,),
+    adapters={over_channels: positional("input weight bias eps", {"eps": 1e-6})},
+)
+def layer_norm2d(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`layer_norm` over the channels of each pixel, as in ConvNeXt.
+
+    Strides are those of `fp8.norms.layer_norm2d.layer_norm2d`.
+
+    Args:
+        input: (batch, channels, ...).
+        weight: (channels,) or None.
+        bias: (channels,) or None.
+        eps: added to the variance.
+
+    Raises:
+        ValueError: the input has fewer than two dimensions.
+    """
+    weight, bias = _scaled(channel_norm_scales(input), weight, bias)
+    return over_channels(input, weight, bias, eps)
+
+
+def local_response_norm_scales(alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Scales:
+    """For standard normal input, the divisor is about (k + alpha)**beta."""
+    scale = (k + alpha) ** beta
+    return {"output": scale, "input": scale}
+
+
+@row(local_response_norm_scales, replaces=(F.local_response_norm,))
+def local_response_norm(
+    input: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> Tensor:
+    """Computes ``s * local_response_norm(input, size)`` for input (batch, channels, ...)."""
+    scale = local_response_norm_scales(alpha, beta, k)["output"]
+    return F.local_response_norm(input, size, alpha, beta, k) * scale
+
+
+def normalize_scales(
+    input: Tensor,
+    p: float = 2.0,
+    dim: int | Sequence[int] = 1,
+    constraint: str | None = "to_output_scale",
+) -> Scales:
+    """The p-norm of n standard normal values, about sqrt(n) for p = 2.
+
+    For other p it is (n E|x|^p)^(1/p); for p = inf the RMS of the largest of n magnitudes.
+    """
+    if not p > 0:
+        raise ValueError(f"normalize needs p above 0: got {p}")
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    size = max(1, math.prod([input.shape[d] for d in dims])) if input.ndim else 1
+    if p == math.inf:
+        norm = math.sqrt(constant(largest_square, 2 * size))
+    else:
+        norm = (size * absolute_moment(p)) ** (1 / p)
+    return tie(constraint, output=norm, input=norm)
+
+
+@row(normalize_scales, adapters={F.normalize: positional("input p dim eps out")})
+def normalize(
+    input: Tensor,
+    p: float = 2.0,
+    dim: int | Sequence[int] = 1,
+    eps: float = 1e-12,
+    constraint: str | None = "to_output_scale",
+) -> Tensor:
+    """Computes ``s * input / norm(input)``: vectors along ``dim`` of norm s, which is about
+    sqrt(n).
+
+    Args:
+        input: any shape, floating point.
+        p: the exponent of the norm, above 0.
+        dim: the dimension or dimensions of the vectors.
+        eps: the smallest divisor.
+        constraint: see `unit_scaling.constraints`.
+
+    Raises:
+        ValueError: p is not above 0.
+    """
+    s = normalize_scales(input, p, dim, constraint)
+    output = F.normalize(input, p, dim, eps)  # type: ignore[arg-type]
+    return scale_output(output, s["output"], s["input"])

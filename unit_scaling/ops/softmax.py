@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from ..rules.table import Scales, positional, row, tie
 from ..scale import scale_output
-from . import from_output
 from .fitted import limit_weight
 
 __all__ = ["log_softmax", "softmax", "softmin"]
@@ -68,11 +67,7 @@ def softmax(
     """
     s = softmax_scales(input, dim, constraint, mult)
     logits = input if mult == 1.0 else input * mult
-    axis = _softmax_dim(input, dim)
-    if from_output.applies("softmax"):
-        logits = logits if dtype is None else logits.to(dtype)
-        return from_output.activation(logits, "softmax", s["output"], s["input"], axis)
-    output = F.softmax(logits, axis, dtype=dtype)
+    output = F.softmax(logits, _softmax_dim(input, dim), dtype=dtype)
     return scale_output(output, s["output"], s["input"])
 
 

@@ -20,10 +20,9 @@ from torch.nn import functional as F
 
 from ..common.constant import specialised
 from ..rules.batch import row_scale
-from ..rules.elementwise import elementwise_factors, elementwise_scales, scaled_elementwise
+from ..rules.elementwise import elementwise_scales, scaled_elementwise
 from ..rules.table import Adapter, Scales, factors, positional, row, tie
 from ..scale import kept_in, scale_each, scale_output
-from . import from_output
 from .fitted import RELU_GRAD_RMS, RELU_STD, gated_scale
 from .generated import REQUIRED, described
 
@@ -142,15 +141,12 @@ def _activation(
         if not (input.dtype.is_floating_point or input.dtype.is_complex):
             return kept_in(input if inplace else None, fn(input, **given))
         if rule is None:
-            fwd, bwd = elementwise_factors(fn, (), given, mult, constraint)
+            fwd, bwd = factors(elementwise_scales, fn, (), given, mult, constraint, mult=mult)
         else:
             fwd, bwd = factors(rule, mult, constraint, mult=mult)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
         x = x if mult == 1.0 else x * mult
-        if from_output.applies(name):
-            output = from_output.activation(x, name, fwd, bwd)
-        else:
-            output = scale_output(fn(x, **given), fwd, bwd)
+        output = scale_output(fn(x, **given), fwd, bwd)
         return input.copy_(output) if inplace else output
 
     about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
@@ -239,7 +235,7 @@ def prelu_scales(
     """As leaky_relu with torch's initial slope 1/4; a slope's gradient sums over all negative
     inputs.
     """
-    fwd, bwd = elementwise_factors(F.leaky_relu, (0.25,), {}, 1.0, constraint)
+    fwd, bwd = factors(elementwise_scales, F.leaky_relu, (0.25,), {}, 1.0, constraint)
     collected = row_scale(input.numel() // (weight.numel() or 1), 0.5)
     return {"output": fwd, "input": bwd, "weight": 2**0.5 * collected}
 

@@ -11,9 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["batch_multiplier", "row_scale"]
-
-
 _OPEN: list[tuple[int, int]] = []
 """The open blocks of the process, most recent last."""
 

@@ -10,14 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8.common.compiler import taken_as_constant
-
 from ..common.constant import constant, specialised
 from ..scale import scale_output
 from .quadrature import normal_means
 from .table import Scales, factors, tie
-
-__all__ = ["elementwise_rms", "elementwise_scales", "scaled_elementwise", "unit_scaled"]
 
 Elementwise = Callable[..., Tensor]
 
@@ -76,21 +72,9 @@ def scaled_elementwise(
     """Returns ``s * fn(mult * input, *settings, **named) / mult``."""
     mult, settings = specialised(mult), tuple([specialised(value) for value in settings])
     named = {key: specialised(value) for key, value in named.items()}
-    fwd, bwd = elementwise_factors(fn, settings, named, mult, constraint)
+    fwd, bwd = factors(elementwise_scales, fn, settings, named, mult, constraint, mult=mult)
     output = fn(input if mult == 1.0 else input * mult, *settings, **named)
     return scale_output(output, fwd, bwd)
-
-
-@taken_as_constant
-def elementwise_factors(
-    fn: Elementwise,
-    settings: tuple[Any, ...],
-    named: dict[str, Any],
-    mult: float,
-    constraint: str | None,
-) -> tuple[float, float]:
-    """The factors of ``fn(mult * x)`` and of its gradient: the same object if they are equal."""
-    return factors(elementwise_scales, fn, settings, named, mult, constraint, mult=mult)
 
 
 def elementwise_scales(

@@ -14,8 +14,6 @@ import torch
 
 from fp8.common.compiler import in_graph
 
-__all__ = ["one_call"]
-
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["absolute_moment", "largest_square", "normal_means"]
-
 #: Nodes of a panel; exact for polynomials of degree 31.
 NODES = 16
 

@@ -30,8 +30,6 @@ from fp8.common.compiler import taken_as_constant
 from ..common.watched import watched
 from ..constraints import apply_constraint
 
-__all__ = ["OPS", "Adapter", "Op", "Scales", "find_op", "positional", "row", "tie"]
-
 #: Scale factors by name: "output", or the argument whose gradient is multiplied.
 Scales = dict[str, float]
 

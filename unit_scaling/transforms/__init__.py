@@ -1,5 +1,7 @@
 """Transforms of whole models. Each returns a copy; they combine in any order."""
 
+from fp8.common.report import Report
+
 from . import utils
 from .compile import compile
 from .fold import fold
@@ -8,7 +10,7 @@ from .inspect.metrics import InFormat, Metrics
 from .inspect.prune import prune_non_float_tensors, prune_same_scale_tensors, prune_selected_nodes
 from .plan.model_plan import ModelPlan
 from .recalibrate import recalibrate
-from .report import Report, report
+from .report import report
 from .simulate import simulate_format, simulate_fp8
 from .track_scales import track_scales
 from .unit_scale import register_transformers, unit_scale

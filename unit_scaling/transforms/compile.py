@@ -16,9 +16,7 @@ from fp8.common.threads import Stack
 from ..checks.optimizers import remember_copy
 from .capture.copies import deep_copy
 from .capture.probe import unseen
-from .run.install import Call, Places, find_scope, install, is_in_fsdp
-
-__all__ = ["Backend", "Compile", "compile", "copied", "with_scope"]
+from .run.install import Scope, find_scope, install, is_in_fsdp
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -27,7 +25,7 @@ Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 """A `torch.compile` backend: takes a graph and example inputs, returns a callable."""
 
 
-class Compile:
+class Compile(Scope):
     """Marks a model as compiled, so that copies of it are compiled as well.
 
     backends are applied to each graph in order. inductor: whether `torch.compile` compiles the
@@ -61,16 +59,6 @@ class Compile:
                 return result(*args)
 
         return run
-
-    def inside(self, path: str) -> Places:
-        """No places: this scope never wraps submodules."""
-        return ()
-
-    def run(
-        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        """Returns ``call()``; compilation wraps the whole model, not this call."""
-        return call()
 
 
 def compile(module: M) -> M:

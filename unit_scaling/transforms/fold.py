@@ -15,8 +15,6 @@ from .run.install import find_scope, uninstall
 from .run.pretrained import Pretrained
 from .run.scope import UnitScale
 
-__all__ = ["fold"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

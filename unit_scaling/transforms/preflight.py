@@ -8,8 +8,6 @@ from torch import nn
 
 from .unit_scale import unit_scale
 
-__all__ = ["preserve"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

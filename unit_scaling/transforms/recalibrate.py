@@ -10,8 +10,6 @@ from fp8.common.step import Batch, Loss, arguments, unwrapped
 from .run.install import find_scope
 from .run.scope import UnitScale
 
-__all__ = ["recalibrate"]
-
 
 def recalibrate(model: nn.Module, batch: Batch, loss: Loss | None = None) -> None:
     """Measures the gradient scale factors again, in one forward and backward pass of a copy.
@@ -44,4 +42,4 @@ def recalibrate(model: nn.Module, batch: Batch, loss: Loss | None = None) -> Non
     scope = find_scope(inner, UnitScale)
     if scope is None:
         raise ValueError(f"recalibrate: {type(inner).__name__} has no unit_scale")
-    scope.recalibrate(inner, *arguments(batch), loss)
+    scope.recalibrate(inner, arguments(batch), loss)

@@ -14,8 +14,6 @@ from .run.install import find_scope
 from .run.scope import UnitScale
 from .simulate import Simulate
 
-__all__ = ["Report", "plan", "report"]
-
 
 def report(model: nn.Module) -> Report[CallRow]:
     """Reports what a transform did to each weight and each call of a model, and why.

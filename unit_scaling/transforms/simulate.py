@@ -18,9 +18,7 @@ from fp8.recipes.recipe import Recipe
 
 from ..formats import FPFormat
 from .compile import copied
-from .run.install import Call, Places, install, warn_of_break
-
-__all__ = ["Simulate", "simulate_format", "simulate_fp8"]
+from .run.install import Call, Given, Places, install, warn_of_break
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -39,9 +37,7 @@ class Simulate:
         """No places while the recipe is active; None otherwise."""
         return () if self._active.items else None
 
-    def run(
-        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()`` under the recipe."""
         return call() if self._active.items else self._simulated(call, module)
 

@@ -26,9 +26,7 @@ from .capture.record import Slot, mapped, tensors_in
 from .compile import copied
 from .inspect.history import History, Pass
 from .inspect.metrics import Metrics
-from .run.install import Call, Places, install, is_exported
-
-__all__ = ["Tap", "Taps", "Track", "track_scales"]
+from .run.install import Call, Given, Places, install, is_exported
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -87,7 +85,7 @@ class Tap(Observer):
         self._targets.clear()
         self._kept.clear()
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, given: Given) -> None:
         self.release()
         self.forget()
         self.graph = Graph()
@@ -99,6 +97,7 @@ class Tap(Observer):
                 *path, leaf = name.split(".")
                 parts = [part for each in path for part in ("modules", each)]
                 self._names[id(tensor)] = ("_".join(["self", *parts, kind, leaf]), name)
+        args, kwargs = given
         arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         for slot, tensor in tensors_in(arguments):
             name = "_".join(map(str, slot))
@@ -107,11 +106,9 @@ class Tap(Observer):
                 self._record(node, tensor)
             node.meta["clean_name"] = name  # fx renames a placeholder called input to input_1
 
-    def run(
-        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         if self.recurse or not (self.active and self.path.items):
-            return super().run(call, module, path, args, kwargs)
+            return super().run(call, module, path, given)
 
         def whole(*args: Any, **kwargs: Any) -> Any:
             return call((args, kwargs))
@@ -119,7 +116,7 @@ class Tap(Observer):
         self._targets[whole] = path
         self.path.items.append(path)  # replaces the name that its hooks have
         try:
-            return self._see(whole, args, kwargs)
+            return self.see(whole, *given) if self.sees() else call()
         finally:
             self.path.items.pop()
 
@@ -215,12 +212,10 @@ class Taps:
         """None while a call is measured: each module then has its own mode."""
         return None if self.running.items else ()
 
-    def run(
-        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()``, measured if a tap is active."""
         taps = self.running.items
-        return taps[-1].run(call, module, path, args, kwargs) if taps else call()
+        return taps[-1].run(call, module, path, given) if taps else call()
 
     def measured(self, tap: Tap, call: Callable[[], Any]) -> Any:
         """Runs ``call()``, an eager call of the model, under ``tap``."""
@@ -261,16 +256,14 @@ class Track:
         """No places for submodules: only calls of the whole model count."""
         return () if path or self.taps.running.items else None
 
-    def run(
-        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()``, measured every ``every`` calls. Only calls of the whole model
         count."""
         if path or self.taps.running.items or is_exported():
             return call()
 
         def measured(number: int) -> Any:
-            return outside_compiler(lambda: self._measured(number, call, args, kwargs))
+            return outside_compiler(lambda: self._measured(number, call, given))
 
         if torch.compiler.is_dynamo_compiling():
             from .run.graph_break import partly_compiled
@@ -288,13 +281,10 @@ class Track:
             self.calls += 1
         return None if number % self.every else number
 
-    def _measured(
-        self, number: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _measured(self, number: int, call: Call, given: Given) -> Any:
         tap = Tap(self.taps.path, self.formats)
         self._latest.items.append(tap)
-        given = mapped(differentiable, args), mapped(differentiable, kwargs)
-        output = self.taps.measured(tap, lambda: call(given))
+        output = self.taps.measured(tap, lambda: call(mapped(differentiable, given)))
         self.passes.append((number, tap.graph))
         return output
 

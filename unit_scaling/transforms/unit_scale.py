@@ -24,8 +24,6 @@ from .run.pretrained import keep_transform, register
 from .run.replay import is_torch_function
 from .run.scope import Replacements, UnitScale
 
-__all__ = ["register_transformers", "restore", "unit_scale"]
-
 M = TypeVar("M", bound=nn.Module)
 
 INITS = ("unit", "preserve")

@@ -21,16 +21,13 @@ from fp8.modes.autocast import outside_compiler
 from ..checks.first_call import skip_checks
 from .capture.copies import deep_copy
 from .capture.record import rms_of
-from .inspect.diagnosis import diagnosis
-from .inspect.measurement import RANGES, Measurement
+from .inspect.measurement import RANGES, Measurement, diagnosis
 from .inspect.product_probe import Watch
 from .inspect.serialize import Serializable
 from .plan.actions import Plan
 from .plan.weights import parametrizations
 from .run.install import find_scope, install, is_sharded
 from .run.scope import LOOKS, UnitScale
-
-__all__ = ["RANGES", "Measurement", "Verification", "verify"]
 
 
 class Verification(Serializable[Measurement]):

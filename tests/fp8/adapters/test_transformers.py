@@ -15,8 +15,7 @@ from torch import nn
 import fp8
 import unit_scaling as uu
 from unit_scaling.transforms import unit_scale
-from unit_scaling.transforms.run.marker import MARKER
-from unit_scaling.transforms.run.plan_state import EXTRA_STATE
+from unit_scaling.transforms.run.state import EXTRA_STATE, MARKER
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

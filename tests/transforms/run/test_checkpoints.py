@@ -26,8 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 import fp8
 from fp8.checkpoints.files import load_checkpoint, save_checkpoint
 from unit_scaling.transforms import simulate_fp8, unit_scale
-from unit_scaling.transforms.run.marker import MARKER
-from unit_scaling.transforms.run.plan_state import EXTRA_STATE
+from unit_scaling.transforms.run.state import EXTRA_STATE, MARKER
 
 PLAIN = "is unit-scaled and these are the weights of the plain model: .* before unit_scale"
 

@@ -24,8 +24,7 @@ import unit_scaling as uu
 from tests.transforms.models import GPT, batch, gpt, no_block, same, step, tiny
 from unit_scaling.formats import FPFormat
 from unit_scaling.transforms import compile, simulate_format, simulate_fp8, unit_scale
-from unit_scaling.transforms.run.marker import MARKER
-from unit_scaling.transforms.run.plan_state import EXTRA_STATE
+from unit_scaling.transforms.run.state import EXTRA_STATE, MARKER
 
 TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "unit_scale": unit_scale,

@@ -49,7 +49,7 @@ def planned(**options: Any) -> tuple[nn.Module, ModelPlan]:
 def test_the_same_bits_without_a_first_look(options, monkeypatch):
     model, plan = planned(**options)
     want, report = step(model), str(uu.report(model))
-    monkeypatch.setattr("unit_scaling.transforms.run.scope.look", refuse)
+    monkeypatch.setattr("unit_scaling.transforms.run.scope.Look", refuse)
     other = unit_scale(gpt(), plan=plan)
     same(step(other), want)
     assert str(uu.report(other)) == report

@@ -12,8 +12,7 @@ from torch.nn.utils import prune
 import unit_scaling as uu
 import unit_scaling.functional as U
 from unit_scaling.transforms import unit_scale
-from unit_scaling.transforms.run.marker import MARKER
-from unit_scaling.transforms.run.plan_state import EXTRA_STATE
+from unit_scaling.transforms.run.state import EXTRA_STATE, MARKER
 
 
 def model() -> nn.Sequential:

@@ -93,9 +93,9 @@ def test_first_calls_at_once(transform):
 
 def test_one_thread_records(monkeypatch):
     model, recorded = unit_scale(block()), []
-    first = scope.look
+    first = scope.Look
     counted = lambda *args, **more: recorded.append(1) or first(*args, **more)  # noqa: E731
-    monkeypatch.setattr(scope, "look", counted)
+    monkeypatch.setattr(scope, "Look", counted)
     with switching():
         together(*[lambda: model(batch())] * 4)
     assert len(recorded) == 1

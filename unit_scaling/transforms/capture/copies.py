@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
@@ -29,17 +29,8 @@ from fp8.common.mixin import bare_class
 from fp8.common.step import plain, tensors_within
 from fp8.common.written import Writes
 
-from .held import own_attributes
-
-__all__ = [
-    "Beginning",
-    "Example",
-    "deep_copy",
-    "example_of",
-    "hooked",
-    "remade",
-    "twin_of",
-]
+from .record import Slot, mapped
+from .structure import own_attributes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -184,7 +175,7 @@ def example_of(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: example_of(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return _like(value, map(example_of, value))
+        return getattr(type(value), "_make", type(value))(map(example_of, value))
     if value is None or isinstance(value, bool | int | float | complex | str):
         return value
     raise TypeError(f"no example of a {type(value).__name__}")
@@ -193,21 +184,14 @@ def example_of(value: Any) -> Any:
 def remade(value: Any, device: torch.device) -> Any:
     """Returns arguments from an example; meta tensors become normal samples, or zeros for
     integers."""
-    if isinstance(value, Tensor):
-        if not value.is_meta:
-            return value.to(device)
-        filled = torch.randn_like if value.dtype.is_floating_point else torch.zeros_like
-        return filled(value, device=device)
-    if isinstance(value, dict):
-        return {name: remade(item, device) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return _like(value, (remade(item, device) for item in value))
-    return value
 
+    def filled(_: Slot, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor.to(device)
+        fill = torch.randn_like if tensor.dtype.is_floating_point else torch.zeros_like
+        return fill(tensor, device=device)
 
-def _like(value: Any, items: Iterable[Any]) -> Any:
-    """A list or tuple of the type of ``value``."""
-    return getattr(type(value), "_make", type(value))(items)  # named tuples take fields
+    return mapped(filled, value)
 
 
 def _functions(model: nn.Module, parts: set[int]) -> Iterator[tuple[nn.Module, str, FunctionType]]:

@@ -12,8 +12,6 @@ from typing import TypeVar
 from .kinds import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT
 from .record import CallNode
 
-__all__ = ["Flow", "reached"]
-
 T = TypeVar("T")
 
 _MASKS = frozenset("masked_fill where nan_to_num".split())

@@ -10,8 +10,6 @@ from fp8.common.step import tensors_within
 
 from ...scale import has_gradient
 
-__all__ = ["Form", "described", "form_of", "without_shapes"]
-
 
 class Form(NamedTuple):
     """The signature of a call of the module at ``path``.

@@ -18,36 +18,6 @@ from torch.nn import functional as F
 from ... import functional as _rows  # noqa: F401 - fills OPS
 from ...rules.table import OPS
 
-__all__ = [
-    "ADDED",
-    "ALGEBRA",
-    "ATTENTION",
-    "AVERAGES",
-    "CASTS",
-    "CONSTANT",
-    "ELEMENTWISE",
-    "EMBEDDINGS",
-    "FORMED",
-    "KEPT",
-    "KINDS",
-    "LAYERS",
-    "LIMITED",
-    "LINEAR",
-    "LOSSES",
-    "MOVES",
-    "NEUTRAL",
-    "PARTS",
-    "PRODUCTS",
-    "RECURRENT",
-    "SELECTIONS",
-    "TRANSPARENT",
-    "UNRULED_LOSSES",
-    "Added",
-    "canonical",
-    "is_added",
-    "writes",
-]
-
 SELECTIONS = frozenset("select __getitem__ narrow index_select".split())
 """Kinds that select a part of a tensor."""
 

@@ -9,17 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from fp8.common.compiler import FIRST_LOOK
 from fp8.common.threads import Stack
-from fp8.modes.dispatch import EXPANDED
 
 from ...common.watched import WATCHERS
-from ..run.install import HOOKS, Call, Places
-from .record import Recorder, tensors_in
-
-__all__ = ["Observer", "on_its_own", "unseen"]
+from ..run.install import HOOKS, Call, Given, Places
+from .record import Calls, Recorder, tensors_in
 
 
 def unseen() -> AbstractContextManager[None]:
@@ -56,7 +52,7 @@ def _called(_: Any, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return body(*args, **kwargs)
 
 
-class Observer(TorchFunctionMode):
+class Observer(Calls):
     """A scope that is entered last, so that its mode is above those of the transforms.
 
     active: whether it observes. It sees torch functions, and the ops of `unit_scaling`, residual
@@ -69,19 +65,12 @@ class Observer(TorchFunctionMode):
         super().__init__()
         self.path = Stack()
         self.active = False
-        self._busy = False
 
     @abstractmethod
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, given: Given) -> None:
         """Called when the model is called, and again if the model restarts because its plan did not
         fit.
         """
-
-    @abstractmethod
-    def observe(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Makes a call of the model and returns its result."""
 
     def end(self, output: Any) -> None:
         """Called when the model returns ``output``."""
@@ -90,17 +79,14 @@ class Observer(TorchFunctionMode):
         """None while active: each module then has its own mode."""
         return None if self.active else ()
 
-    def run(
-        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()``, with this mode above all other modes of the module."""
         outermost = not self.path.items
         if not self.active or (outermost and path):  # a submodule, in another thread
             return call()
         if outermost:
-            self.begin(module, args, kwargs)
+            self.begin(module, given)
         self.path.items.append(path)
-        FIRST_LOOK.items.append(self)
         _OBSERVERS.items.append(self)
         WATCHERS.append(_watch)
         try:
@@ -109,35 +95,10 @@ class Observer(TorchFunctionMode):
         finally:
             WATCHERS.pop()
             _OBSERVERS.items.pop()
-            FIRST_LOOK.items.pop()
             self.path.items.pop()
         if outermost:
             self.end(output)
         return output
-
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function in EXPANDED and self._sees():
-            with self:
-                return EXPANDED[function](*args, **kwargs)
-        return self._see(function, args, kwargs)
-
-    def _see(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if not self._sees():
-            return function(*args, **kwargs)
-        self._busy = True
-        try:
-            return self.observe(function, args, kwargs)
-        finally:
-            self._busy = False
 
     def see_watched(
         self,
@@ -147,9 +108,9 @@ class Observer(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> Any:
         """As in `WATCHERS`."""
-        return self._see(function, args, kwargs) if self._sees() else body(*args, **kwargs)
+        return self.see(function, args, kwargs) if self.sees() else body(*args, **kwargs)
 
-    def _sees(self) -> bool:
+    def sees(self) -> bool:
         """Whether the call is the model's, not this package's, a hook's or a recording's."""
         names = self.path.items
         if self._busy or not names or names[-1].endswith(HOOKS):

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import math
 import sys
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,36 +20,18 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.func import debug_unwrap
+from torch.utils.checkpoint import checkpoint
 
-from fp8.common.compiler import FirstLook
+from fp8.common.compiler import FirstLook, called
+from fp8.context.activation_checkpointing import checkpointed
 from fp8.modes.dispatch import EXPANDED
 
 from ..run import install
 from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
-
-__all__ = [
-    "DISTRIBUTION",
-    "CallNode",
-    "Input",
-    "Place",
-    "Recorder",
-    "Slot",
-    "has_values",
-    "is_sparse",
-    "is_strided",
-    "mapped",
-    "norm_of",
-    "replaced",
-    "rms_of",
-    "sees_the_past",
-    "site",
-    "tensors_in",
-]
 
 Slot = tuple[int | str, ...]
 """The location of a tensor in a call: (1,) is the second argument; ("weight",), (0, 2) in a list.
@@ -163,7 +146,8 @@ def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
 
 
 def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -> Any:
-    """Returns ``value`` with its tensors changed, recursively through lists, tuples and dicts."""
+    """Returns ``value`` with its tensors changed, recursively through lists, tuples (named ones,
+    too) and dicts."""
     if isinstance(value, Tensor):
         return change(slot, value)
     if next(tensors_in(value), None) is None:
@@ -171,7 +155,7 @@ def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -
     if isinstance(value, dict):
         return {name: mapped(change, item, (*slot, name)) for name, item in value.items()}
     items = [mapped(change, item, (*slot, i)) for i, item in enumerate(value)]
-    return items if isinstance(value, list) else tuple(items)
+    return items if isinstance(value, list) else getattr(type(value), "_make", tuple)(items)
 
 
 def replaced(value: Any, tensors: dict[Slot, Any]) -> Any:
@@ -179,7 +163,53 @@ def replaced(value: Any, tensors: dict[Slot, Any]) -> Any:
     return mapped(lambda slot, tensor: tensors.get(slot, tensor), value)
 
 
-class Recorder(FirstLook):
+class Calls(FirstLook):
+    """A torch-function mode that observes each call of a model, and not what that calls in turn.
+
+    A call in `EXPANDED` is observed as the calls that it is composed of.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._busy = False
+
+    @abstractmethod
+    def observe(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Makes a call of the model and returns its result."""
+
+    def sees(self) -> bool:
+        """Whether the call is the model's."""
+        return not self._busy
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.sees():
+            return called(function, args, kwargs)
+        if function is checkpoint:
+            return checkpointed(self, *args, **kwargs)
+        if function in EXPANDED:
+            with self:
+                return EXPANDED[function](*args, **kwargs)
+        return self.see(function, args, kwargs)
+
+    def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """`observe`, during which no call is seen."""
+        self._busy = True
+        try:
+            return self.observe(function, args, kwargs)
+        finally:
+            self._busy = False
+
+
+class Recorder(Calls):
     """Records the calls of a model while it runs, as ``nodes``; each refers to earlier ones only.
 
     kinds: the table of `capture.kinds`. parameters: names by id. factors: the divisors of
@@ -214,28 +244,10 @@ class Recorder(FirstLook):
         self._node_of: dict[int, tuple[int, int]] = {}
         self._makers: dict[Node, int] = {}
         self._kept: list[Tensor] = []  # keeps tensors alive: ids of dead ones are reused
-        self._busy = False
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def observe(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
-        if self._busy:
-            return function(*args, **kwargs)
-        if function in EXPANDED:
-            with self:
-                return EXPANDED[function](*args, **kwargs)
-        self._busy = True
-        try:
-            return self._see(function, args, kwargs)
-        finally:
-            self._busy = False
-
-    def _see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         args, kwargs = canonical(function, args, kwargs)
         given = (*tensors_in(args), *tensors_in(kwargs))
         inputs = [self._input(slot, t) for slot, t in given]
@@ -499,14 +511,6 @@ def is_strided(tensor: Tensor) -> bool:
 def is_sparse(node: CallNode) -> bool:
     """Whether a call has a sparse tensor among its arguments."""
     return not all(map(is_strided, node.tensors.values()))
-
-
-def sees_the_past(mask: Tensor | None) -> bool:
-    """Whether an attention mask lets the first query see only the first key."""
-    if mask is None or mask.ndim < 2 or min(mask.shape[-2:]) < 2 or not has_values([mask]):
-        return False
-    seen = mask if mask.dtype == torch.bool else mask > MASKING
-    return not bool(seen[..., 0, 1:].any())
 
 
 _INSTALL = install.__file__

@@ -1,4 +1,4 @@
-"""The structure of a model: its modules and parameters, and their paths.
+"""The structure of a model: its modules, their parameters and what else they hold.
 
 A plan identifies calls by module path, so it is valid for one structure. It no longer applies once
 modules are added, removed, moved or replaced.
@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from fp8.common.mixin import gained_attributes
 from fp8.common.pitfalls import ScaleWarning, warn_once
+from fp8.common.step import unfolded
 
 from ...parameter import has_parameter_data
-from .record import rms_of
-
-__all__ = ["Structure", "check_kept", "part", "structure_of", "survivors", "warn_of_new_weights"]
+from .record import rms_of, tensors_in
 
 Structure = dict[str, tuple[Any, ...]]
 """Path -> names of the class and its forward, name in the scope, parameters, children.
@@ -124,3 +124,32 @@ def _new_weights(model: nn.Module, scope: object) -> Iterator[tuple[str, float]]
             rms = rms_of(p)
             if p.numel() > max(p.shape, default=1) and not 0.5 <= rms <= 2:
                 yield f"{path}.{name}" if path else name, rms
+
+
+# Tensors among the attributes of modules
+
+HELD = " held"
+"""Suffix of a module's name in the first part of the `Slot` of a tensor among its attributes."""
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that every module has: its parameters, buffers, submodules, hooks."""
+
+
+def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes of a module beside those of every module and those of transforms."""
+    others = _OF_MODULES.union(gained_attributes(module))
+    return ((name, value) for name, value in vars(module).items() if name not in others)
+
+
+def held_by(model: nn.Module, path: str) -> dict[str, dict[str, Any]]:
+    """The attributes of the modules of ``model``, which is at ``path``, that hold tensors with a
+    gradient function: by the module's name with the suffix `HELD`.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    seen: set[int] = set()  # modules share configurations
+    for name, module in model.named_modules(prefix=path):
+        for attribute, value in own_attributes(module):
+            value = unfolded(value, seen)
+            if any(t.grad_fn is not None for _, t in tensors_in(value)):
+                found.setdefault(name + HELD, {})[attribute] = value
+    return found

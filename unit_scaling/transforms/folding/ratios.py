@@ -29,8 +29,6 @@ from ..capture.kinds import (
 from ..capture.record import MASKING, CallNode, Input
 from ..plan.actions import Plan, Step, Tie
 
-__all__ = ["find_ties"]
-
 Ratio = dict[str, float]
 """Unknown -> coefficient, "" -> the constant: log2 of a ratio."""
 

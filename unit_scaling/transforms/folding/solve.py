@@ -15,8 +15,6 @@ import numpy as np
 
 from ..plan.actions import Tie
 
-__all__ = ["Folded", "folded"]
-
 _Row = dict[str, float]
 """Unknown -> coefficient, "" -> the constant."""
 

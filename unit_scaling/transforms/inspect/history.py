@@ -12,8 +12,6 @@ from fp8.common.report import as_table
 
 from .serialize import Serializable
 
-__all__ = ["History"]
-
 Pass = tuple[int, Graph]
 """(number of earlier calls of the model, graph of the measured call)."""
 

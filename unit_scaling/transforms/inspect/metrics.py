@@ -14,8 +14,6 @@ from torch.func import debug_unwrap
 from fp8.common.validation import check_name
 from fp8.formats.format import Format, get_format
 
-__all__ = ["InFormat", "Metrics"]
-
 _FULL_NAMES = {
     "mean_abs": "mean absolute value",
     "abs_mean": "absolute mean value",

@@ -33,10 +33,9 @@ from ..capture.kinds import (
 )
 from ..capture.probe import Observer, on_its_own, unseen
 from ..capture.record import Slot, is_strided, mapped, norm_of, tensors_in
+from ..run.install import Given
 from ..run.replay import Replay, factor_after
 from .measurement import Measurement
-
-__all__ = ["Watch"]
 
 _UNCAST = frozenset(["chain_matmul", "multi_dot"])
 """Products that no recipe applies to; they are measured all the same."""
@@ -135,7 +134,7 @@ class Watch(Observer):
         twin.active = False
         return twin
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, given: Given) -> None:
         self._products.clear()
         self._counts.clear()
         self.notes.clear()

@@ -12,8 +12,6 @@ from torch.fx.node import map_arg
 
 from .metrics import Metrics
 
-__all__ = ["prune_non_float_tensors", "prune_same_scale_tensors", "prune_selected_nodes"]
-
 
 def prune_non_float_tensors(graph: Graph) -> Graph:
     """Returns a copy of a graph of `track_scales` without nodes that are not floating-point

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 from fp8.common.report import Rows
 
-__all__ = ["Serializable"]
-
 T = TypeVar("T")
 
 

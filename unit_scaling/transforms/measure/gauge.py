@@ -32,8 +32,6 @@ from ..run.replay import factor_after
 from .measuring import REACH, Measured
 from .ranks import agreed_once, is_alone
 
-__all__ = ["note_places", "place", "with_true_gradients"]
-
 GROWTH = 8
 """Gradients in e5m2, whose largest value is 2**15.8, may become so many octaves larger than at the
 measurement.

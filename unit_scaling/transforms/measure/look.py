@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,24 +27,18 @@ from fp8.context.activation_checkpointing import apart
 from ...parameter import restore_own_tags
 from ..capture.copies import twin_of
 from ..capture.forms import Form
-from ..capture.held import held_by
 from ..capture.record import CallNode, Key, Place, Recorder, Slot, tensors_in
-from ..capture.structure import Structure
+from ..capture.structure import Structure, held_by
 from ..folding.ratios import find_ties
 from ..plan.actions import Arriving, CallRow, Plan, Settings, Settled, Step, Weights
 from ..plan.planner import Planned, make_plan
 from ..plan.weights import parametrizations, pruned, tagged_weights
 from ..run.border import records
-from ..run.install import Call, Places, Scope, find_scope, is_flattened, is_sharded
+from ..run.install import Call, Given, Places, Scope, find_scope, is_flattened, is_sharded
 from ..run.varying import Following
 from .gauge import note_places, place, with_true_gradients
 from .measuring import Actual, Measured, Measuring, measure
 from .ranks import fingerprint, numbered
-
-__all__ = ["RUNNING", "UNSEEN", "Given", "Looking", "look"]
-
-Given = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call."""
 
 RUNNING = Stack()
 """The scopes that are running in this thread, innermost last; in practice at most one."""
@@ -103,44 +97,171 @@ def its_parameter(model: nn.Module, name: str) -> nn.Parameter:
         ) from None
 
 
-def look(
-    scope: Looking,
-    module: nn.Module,
-    path: str,
-    given: Given,
-    *,
-    hooks: Collection[str] = (),
-    evaluate: bool = False,
-    actual: Actual | None = None,
-) -> Plan:
-    """Returns the plan for a call of ``module``, which is at ``path`` in the model of ``scope``.
+@dataclass(frozen=True)
+class Look:
+    """A look at a call of ``module``, which is at ``path`` in the model of ``scope``.
 
-    hooks: as in `Form`. evaluate: run the copy in evaluation mode. actual: measurements from a step
-    of the model itself.
-    Raises RuntimeError for a model sharded by FSDP2 or parallelize_module, which cannot be copied,
-    and TypeError for arguments without values, of `torch.fx.symbolic_trace`.
+    given: the arguments. hooks: as in `Form`. evaluate: run the copies in evaluation mode. actual:
+    measurements from a step of the model itself.
     """
-    _check_seen(module, given)
-    twin = _twin(scope, module, evaluate)
-    weights = tagged_weights(twin, path)
-    hooked = [twin.get_submodule(name) for name in hooks]
-    with apart():
-        with torch.inference_mode(False), torch.enable_grad():  # which show autograd functions
-            recorder, ends, kept = _record(scope, twin, path, given, weights, hooked)
-        around = any(node.around for node in recorder.nodes)
-        while True:
-            planned = make_plan(recorder.nodes, _settings(scope, weights, whole=not path))
-            with torch.set_grad_enabled(around or torch.is_grad_enabled()):
-                other = _twin(scope, module, evaluate)
-                found = _measure(scope, planned, other, path, given, actual)
-            if not (around and _is_hidden(recorder.nodes, found.again)):
-                break
-    _end(planned, ends, kept, found.gradients)
-    if not path and scope.init == "unit":
-        buffers = {id(b): name for name, b in twin.named_buffers()}
-        results = list(ends.values())
-        planned.plan.ties = find_ties(recorder.nodes, planned.plan, buffers, results)
-    return planned.plan
+
+    scope: Looking
+    module: nn.Module
+    path: str
+    given: Given
+    hooks: Collection[str] = ()
+    evaluate: bool = False
+    actual: Actual | None = None
+
+    def plan(self) -> Plan:
+        """Returns the plan for the call.
+
+        Raises RuntimeError for a model sharded by FSDP2 or parallelize_module, which cannot be
+        copied, and TypeError for arguments without values, of `torch.fx.symbolic_trace`.
+        """
+        _check_seen(self.module, self.given)
+        twin = self._twin()
+        weights = tagged_weights(twin, self.path)
+        with apart():
+            with torch.inference_mode(False), torch.enable_grad():  # which show autograd functions
+                recorder, ends, kept = self._record(twin, weights)
+            around = any(node.around for node in recorder.nodes)
+            while True:
+                planned = make_plan(recorder.nodes, self._settings(weights))
+                with torch.set_grad_enabled(around or torch.is_grad_enabled()):
+                    found = self._measure(planned, self._twin())
+                if not (around and _is_hidden(recorder.nodes, found.again)):
+                    break
+        _end(planned, ends, kept, found.gradients)
+        if not self.path and self.scope.init == "unit":
+            buffers = {id(b): name for name, b in twin.named_buffers()}
+            results = list(ends.values())
+            planned.plan.ties = find_ties(recorder.nodes, planned.plan, buffers, results)
+        return planned.plan
+
+    def _twin(self) -> nn.Module:
+        twin = twin_of(self.module, self.scope, _Recorded(self.scope))
+        vars(twin).pop("forward", None)  # what is set on the instance has called the class's
+        restore_own_tags(twin)
+        return twin.eval() if self.evaluate else twin
+
+    def _record(
+        self, twin: nn.Module, weights: Weights
+    ) -> tuple[Recorder, dict[Slot, int], dict[Slot, int]]:
+        """Runs a copy; returns (its recorder, the nodes of its results, those of what is *kept*).
+
+        A loss outside the model may read what is kept: tensors among the attributes of its modules,
+        in its arguments, in objects within its result, and those that hooks have seen.
+        """
+        scope, path = self.scope, self.path
+        (args, kwargs), copies = detached(self.given, records=False)
+        inputs = {id(copies[id(t)]): t.requires_grad for _, t in tensors_in(self.given)}
+        wanted = [id(copies[id(t)]) for t in tensors_within(self.given) if t.requires_grad]
+        entering = [key for key in wanted if key not in inputs]
+        running, computing = scope.path.items, parametrizations(twin, f"{path}." if path else "")
+        path_now = lambda: running[-1] if running else path  # noqa: E731
+        rest = (inputs, entering, path_now, computing)
+        recorder = Recorder(scope.kinds, _names(twin, path), weights.factors, *rest)
+        seen: list[Any] = []
+        for module in map(twin.get_submodule, self.hooks):
+            module.register_forward_hook(lambda _, *rest: seen.append(rest), with_kwargs=True)
+        with _unchanged(twin), _SILENT, uncast():
+            result = run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
+        ends = plain(result)
+        within = list(tensors_within(ends))
+        inner = Counter(map(id, within)) - Counter(id(t) for _, t in tensors_in(ends))
+        others = [t for t in within if id(t) in inner]
+        kept = held_by(twin, path) | {"": [*others, *tensors_within([args, kwargs, seen])]}
+        return recorder, recorder.ends(ends), recorder.ends(kept)
+
+    def _settings(self, weights: Weights) -> Settings:
+        scope = self.scope
+        return Settings(
+            weights=weights,
+            replaced=frozenset(scope.kinds[f] for f in scope.replacements),
+            preserve=scope.init == "preserve",
+            residual=scope.residual,
+            context=scope.context_length,
+            settled=scope.settled,
+            whole=not self.path,
+        )
+
+    def _measure(self, planned: Planned, twin: nn.Module) -> Measured:
+        """Measures corrections and gauges for a plan and completes it."""
+        scope, path, actual = self.scope, self.path, self.actual
+        with_true_gradients(planned)
+        scope.settle(twin.training and records())
+        plan, known = planned.plan, scope.settled.corrections
+        if not scope.name:
+            scope.name = numbered(fingerprint(sorted(name for name, _ in twin.named_parameters())))
+        plan.name = fingerprint(scope.name, path, twin.training, actual is None)
+        if planned.settled or _is_shared(planned, known):
+            # The factors first: those of another length, or one for all iterations of a loop.
+            other = twin_of(twin, find_scope(twin, _Recorded), _Recorded(scope))
+            first, _ = self._step(planned, other, known, first=True)
+            known = first.finish({}).corrections
+        mode, failed = self._step(planned, twin, known)
+        settled = self._share_arriving(plan)
+        found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)
+        place(planned, found, settled, scope.init == "preserve", scope.name)
+        plan.true = settled.twice
+        failed = "they are differentiated" if plan.true else failed
+        if failed:
+            why = f"gradients as they are: {failed}"
+            plan.rows.append(CallRow(path, "backward", LEFT_ALONE, why))
+        if not path:
+            scope.forget_loose(plan)
+        return found
+
+    def _step(
+        self,
+        planned: Planned,
+        twin: nn.Module,
+        known: Mapping[Place, int],
+        first: bool = False,
+    ) -> tuple[Measuring, str]:
+        """Runs a copy forward and, if gradients are recorded, backward.
+
+        Returns (measurements, why the backward pass failed). known: corrections measured before.
+        first: whether the step is for the factors alone.
+        """
+        scope, settled, following = self.scope, self.scope.settled, None
+        if settled.varying:
+            note_places(planned, (), [0] * len(planned.flow.nodes))
+            preserves = scope.init == "preserve"
+            following = Following(planned.plan, settled, scope.structure, None, preserves)
+        rest = (scope.kinds, scope.replacements, scope.path.items, following)
+        mode = Measuring(planned, known, first and bool(planned.settled), *rest)
+        find_scope(twin, _Recorded).measuring = mode
+        loss = None if first or self.actual is None else self.actual.loss
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return run_in(scope, mode, self.path, lambda: twin(*args, **kwargs))
+
+        with _unchanged(twin), _SILENT:
+            copies, _ = detached(self.given, records())
+            failed = measure(mode, twin, run, copies, f"{self.path}." if self.path else "", loss)
+        mode.check(settled.varying)
+        return mode, failed
+
+    def _share_arriving(self, plan: Plan) -> Settled:
+        """Sets what arrives at the results of a plan, in one cell for all plans that may run in one
+        step. Returns what is settled for it, with the parameters of these."""
+        scope, settled = self.scope, self.scope.settled
+        if self.actual is not None:
+            outside = 0 if settled.twice else self.actual.outside
+            plan.final, plan.arriving = True, Arriving(outside)
+        elif scope.init == "preserve" or settled.twice:
+            plan.arriving = Arriving(0)  # gradients of parameters are the true ones
+        else:
+            plan.arriving = scope.arriving.setdefault(plan.final, plan.arriving)
+        if settled.parameters and plan.outside is None:  # their exponents hold for the first ones
+            plan.arriving = scope.arriving[plan.final] = Arriving(0)
+        if plan.outside is None:  # it may run in one step with others of which it is not known
+            for each in scope.plans.values():
+                if each is not plan and each.arriving is plan.arriving:
+                    settled = replace(settled, parameters=each.measured | settled.parameters)
+        return settled
 
 
 def _check_seen(module: nn.Module, given: Given) -> None:
@@ -166,13 +287,6 @@ def _check_seen(module: nn.Module, given: Given) -> None:
         )
 
 
-def _twin(scope: Looking, module: nn.Module, evaluate: bool) -> nn.Module:
-    twin = twin_of(module, scope, _Recorded(scope))
-    vars(twin).pop("forward", None)  # what is set on the instance has called the class's, and ends
-    restore_own_tags(twin)
-    return twin.eval() if evaluate else twin
-
-
 def _is_hidden(nodes: Iterable[CallNode], again: Collection[str]) -> bool:
     """Whether an autograd function calls modules that its backward pass does not run ``again``, but
     computes their gradients itself: marks their calls as its own."""
@@ -187,152 +301,14 @@ def _is_hidden(nodes: Iterable[CallNode], again: Collection[str]) -> bool:
     return bool(hidden)
 
 
-def _record(
-    scope: Looking,
-    twin: nn.Module,
-    path: str,
-    given: Given,
-    weights: Weights,
-    hooked: Iterable[nn.Module],
-) -> tuple[Recorder, dict[Slot, int], dict[Slot, int]]:
-    """Runs a copy; returns (its recorder, the nodes of its results, those of what is *kept*).
-
-    A loss outside the model may read what is kept: tensors among the attributes of its modules, in
-    its arguments, in objects within its result, and those that hooks have seen, at the modules
-    ``hooked``.
-    """
-    (args, kwargs), copies = detached(given, records=False)
-    inputs = {id(copies[id(t)]): t.requires_grad for _, t in tensors_in(given)}
-    wanted = [id(copies[id(t)]) for t in tensors_within(given) if t.requires_grad]
-    entering = [key for key in wanted if key not in inputs]
-    running, computing = scope.path.items, parametrizations(twin, f"{path}." if path else "")
-    path_now = lambda: running[-1] if running else path  # noqa: E731
-    rest = (inputs, entering, path_now, computing)
-    recorder = Recorder(scope.kinds, _names(twin, path), weights.factors, *rest)
-    seen: list[Any] = []
-    for module in hooked:
-        module.register_forward_hook(lambda _, *rest: seen.append(rest), with_kwargs=True)
-    with _unchanged(twin), _SILENT, uncast():
-        result = _run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
-    ends = plain(result)
-    within = list(tensors_within(ends))
-    inner = Counter(map(id, within)) - Counter(id(t) for _, t in tensors_in(ends))
-    others = [t for t in within if id(t) in inner]
-    kept = held_by(twin, path) | {"": [*others, *tensors_within([args, kwargs, seen])]}
-    return recorder, recorder.ends(ends), recorder.ends(kept)
-
-
-def _measure(
-    scope: Looking,
-    planned: Planned,
-    twin: nn.Module,
-    path: str,
-    given: Given,
-    actual: Actual | None,
-) -> Measured:
-    """Measures corrections and gauges for a plan and completes it."""
-    with_true_gradients(planned)
-    scope.settle(twin.training and records())
-    plan, settled = planned.plan, scope.settled
-    if not scope.name:
-        scope.name = numbered(fingerprint(sorted(name for name, _ in twin.named_parameters())))
-    plan.name = fingerprint(scope.name, path, twin.training, actual is None)
-    loss = None if actual is None else actual.loss
-    known: Mapping[Place, int] = settled.corrections
-    if planned.settled or _is_shared(planned, known):
-        # The factors first: those of another length, or one for all iterations of a loop.
-        other = twin_of(twin, find_scope(twin, _Recorded), _Recorded(scope))
-        at_settled_length = bool(planned.settled)
-        first, _ = _step(scope, planned, other, path, given, known, at_settled_length)
-        known = first.finish({}).corrections
-    mode, failed = _step(scope, planned, twin, path, given, known, False, loss)
-    preserve = scope.init == "preserve"
-    settled = _share_arriving(scope, plan, actual)
-    found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)
-    place(planned, found, settled, preserve, scope.name)
-    plan.true = settled.twice
-    failed = "they are differentiated" if plan.true else failed
-    if failed:
-        plan.rows.append(CallRow(path, "backward", LEFT_ALONE, f"gradients as they are: {failed}"))
-    if not path:
-        scope.forget_loose(plan)
-    return found
-
-
-def _share_arriving(scope: Looking, plan: Plan, actual: Actual | None) -> Settled:
-    """Sets what arrives at the results of a plan, in one cell for all plans that may run in one
-    step. Returns what is settled for it, with the parameters of these."""
-    settled = scope.settled
-    if actual is not None:
-        plan.final, plan.arriving = True, Arriving(0 if settled.twice else actual.outside)
-    elif scope.init == "preserve" or settled.twice:
-        plan.arriving = Arriving(0)  # gradients of parameters are the true ones
-    else:
-        plan.arriving = scope.arriving.setdefault(plan.final, plan.arriving)
-    if settled.parameters and plan.outside is None:  # their exponents hold for what arrived first
-        plan.arriving = scope.arriving[plan.final] = Arriving(0)
-    if plan.outside is None:  # it may run in one step with others of which it is not known
-        for each in scope.plans.values():
-            if each is not plan and each.arriving is plan.arriving:
-                settled = replace(settled, parameters=each.measured | settled.parameters)
-    return settled
-
-
 def _is_shared(planned: Planned, known: Mapping[Place, int]) -> bool:
     """Whether several calls will have one measured factor, that none of them may have alone."""
     places = [planned.flow.nodes[i].place for i in planned.checked]
     return any(number > 1 and place not in known for place, number in Counter(places).items())
 
 
-def _step(
-    scope: Looking,
-    planned: Planned,
-    twin: nn.Module,
-    path: str,
-    given: Given,
-    known: Mapping[Place, int],
-    at_settled_length: bool,
-    loss: Callable[[Any], torch.Tensor] | None = None,
-) -> tuple[Measuring, str]:
-    """Runs a copy forward and, if gradients are recorded, backward.
-
-    Returns (measurements, why the backward pass failed). known: corrections measured before.
-    at_settled_length: as in `Measuring`.
-    """
-    settled, following = scope.settled, None
-    if settled.varying:
-        note_places(planned, (), [0] * len(planned.flow.nodes))
-        preserves = scope.init == "preserve"
-        following = Following(planned.plan, settled, scope.structure, None, preserves)
-    rest = (scope.kinds, scope.replacements, scope.path.items, following)
-    mode = Measuring(planned, known, at_settled_length, *rest)
-    find_scope(twin, _Recorded).measuring = mode
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return _run_in(scope, mode, path, lambda: twin(*args, **kwargs))
-
-    prefix = f"{path}." if path else ""
-    with _unchanged(twin), _SILENT:
-        copies, _ = detached(given, records())
-        failed = measure(mode, twin, run, copies, prefix, loss)
-    mode.check(settled.varying)
-    return mode, failed
-
-
-def _settings(scope: Looking, weights: Weights, whole: bool) -> Settings:
-    return Settings(
-        weights=weights,
-        replaced=frozenset(scope.kinds[f] for f in scope.replacements),
-        preserve=scope.init == "preserve",
-        residual=scope.residual,
-        context=scope.context_length,
-        settled=scope.settled,
-        whole=whole,
-    )
-
-
-def _run_in(scope: Looking, mode: TorchFunctionMode, path: str, call: Call) -> Any:
-    """Runs ``call()``, the forward of a copy of the module at ``path``, under a mode."""
+def run_in(scope: Looking, mode: TorchFunctionMode, path: str, call: Call) -> Any:
+    """Runs ``call()``, the forward of the module at ``path`` or of a copy of it, under a mode."""
     RUNNING.items.append(scope)
     try:
         with mode:
@@ -383,19 +359,12 @@ class _Recorded:
             )
         return self.scope.inside(path)
 
-    def run(
-        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """As the scope's; raises as `inside`."""
         if self.inside(path) is not None or self.measuring is None:
-            return self.scope.run(call, module, path, args, kwargs)
+            return self.scope.run(call, module, path, given)
         self.measuring.found.again[path] = True
-        RUNNING.items.append(self.scope)
-        try:
-            with self.measuring.again():
-                return self.scope.within(path, call)
-        finally:
-            RUNNING.items.pop()
+        return run_in(self.scope, self.measuring.again(), path, call)
 
 
 def _end(

@@ -38,8 +38,6 @@ from ..run.border import records
 from ..run.replay import Replay
 from .ranks import agreed, agreed_once, is_alone
 
-__all__ = ["REACH", "Actual", "Measured", "Measuring", "Watching", "measure", "products_within"]
-
 REACH = 1.5
 """The allowed error of log2(RMS). [1/4, 4] allows 2; 0.5 is left for variation between batches.
 

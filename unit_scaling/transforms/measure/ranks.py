@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-__all__ = ["agreed", "agreed_once", "fingerprint", "is_alone", "numbered"]
-
 _TIMES: Counter[str] = Counter()
 """How often this process has requested each name."""
 

@@ -13,22 +13,6 @@ from fp8.common.report import LEFT_ALONE
 from ...rules.table import Constraint
 from ..capture.record import Key, Place, Slot
 
-__all__ = [
-    "MEASURED",
-    "Arriving",
-    "CallRow",
-    "Decision",
-    "Placed",
-    "Plan",
-    "Scaling",
-    "Settings",
-    "Settled",
-    "Step",
-    "Tie",
-    "Weights",
-    "with_slots",
-]
-
 MEASURED = "measured"
 """The report's word for a call without a rule whose factor was measured."""
 
@@ -144,10 +128,10 @@ class Plan:
     unseen: products with gauges whose gradient was zero. idle: parameters whose gradient was zero.
     name: the same in all processes that run the model. ties: the equations for `folding.ratios`.
     kept: attributes of modules that hold tensors with gradients after a run, as the begin of a
-    `Slot` with `HELD`. ends: all results, as in `outputs`. true: whether all gradients are those of
-    the function. Not saved: twice, whether a gradient of the model has been differentiated; and for
-    models whose calls depend on values (`run.varying`), calls and places, every call and the first
-    one at each place of the code.
+    `Slot` with `HELD`. ends: all results, as in `outputs`. true: whether all gradients must be
+    those of the function, as one has been differentiated. Not saved, for models whose calls depend
+    on values (`run.varying`): calls and places, every call and the first one at each place of the
+    code.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
@@ -170,7 +154,6 @@ class Plan:
     name: str = field(default="", compare=False)
     kept: tuple[Slot, ...] = ()
     true: bool = False
-    twice: bool = field(default=False, init=False, compare=False)
     calls: dict[Key, Placed] = field(default_factory=dict, init=False, compare=False)
     places: dict[Place, Placed] = field(default_factory=dict, init=False, compare=False)
 
@@ -258,10 +241,8 @@ class Settled:
             return {(paths[k[0]], *k[1:]): v for k, v in entries.items() if k[0] in paths}
 
         def arguments(entries: dict[tuple[Key, Slot], Any]) -> dict[tuple[Key, Slot], Any]:
-            split = {
-                slot: {k: v for (k, s), v in entries.items() if s == slot} for _, slot in entries
-            }
-            return {(k, s): v for s, found in split.items() for k, v in calls(found).items()}
+            found = calls({(*key, slot): value for (key, slot), value in entries.items()})
+            return {((*key,), slot): value for (*key, slot), value in found.items()}
 
         names = [(name, *name.rpartition(".")[::2]) for name in self.parameters]
         return Settled(

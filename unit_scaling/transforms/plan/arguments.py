@@ -17,8 +17,6 @@ from ..capture.kinds import RECURRENT
 from ..capture.record import CallNode, Slot, has_values
 from .actions import Scaling, Settings, Step, with_slots
 
-__all__ = ["Arguments"]
-
 _CHANNELS = frozenset("conv1d conv2d conv3d".split())
 _ROWS = RECURRENT | frozenset("linear matmul mm".split())
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...rules.table import OPS
 from ..capture.dataflow import Flow
 from ..capture.kinds import ATTENTION
-from ..capture.record import CallNode, sees_the_past
+from ..capture.record import MASKING, CallNode, has_values
 from .actions import Decision, Settings, Step
-
-__all__ = ["Attention"]
 
 
 class Attention:
@@ -59,7 +58,7 @@ class Attention:
         given = op.bind(node.args, node.kwargs, node.function)
         mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
         keys, always = self._keys(
-            index, node, given["value"].shape[-2], causal or sees_the_past(mask)
+            index, node, given["value"].shape[-2], causal or _sees_the_past(mask)
         )
         settings: tuple[tuple[str, Any], ...]
         settings, output = (("context_length", keys), ("is_causal", always)), 1.0
@@ -83,3 +82,11 @@ class Attention:
         if settled != (seen, causal):
             self.of_others.add(index)
         return settled
+
+
+def _sees_the_past(mask: Tensor | None) -> bool:
+    """Whether an attention mask lets the first query see only the first key."""
+    if mask is None or mask.ndim < 2 or min(mask.shape[-2:]) < 2 or not has_values([mask]):
+        return False
+    seen = mask if mask.dtype == torch.bool else mask > MASKING
+    return not bool(seen[..., 0, 1:].any())

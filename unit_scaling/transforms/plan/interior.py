@@ -11,8 +11,6 @@ from __future__ import annotations
 from ..capture.dataflow import Flow
 from ..capture.kinds import EMBEDDINGS
 
-__all__ = ["Interior"]
-
 
 class Interior:
     """The interior calls of a flow. whole: whether the flow is of a whole model."""

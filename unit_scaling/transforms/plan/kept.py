@@ -18,8 +18,6 @@ from ..capture.kinds import CASTS, ELEMENTWISE, LIMITED, MOVES, TRANSPARENT
 from ..capture.record import CallNode
 from .interior import Interior
 
-__all__ = ["consumers", "cosines", "distances", "limited"]
-
 _PRODUCTS = frozenset("linear matmul mm bmm mv einsum tensordot mul".split())
 _NORMS = frozenset(["norm", "vector_norm"])
 _KEEPS = MOVES | CASTS | {"detach"}

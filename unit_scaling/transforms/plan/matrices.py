@@ -29,8 +29,6 @@ from ..capture.kinds import (
 )
 from ..capture.record import Input, has_values, tensors_in
 
-__all__ = ["ADDS", "ENDS", "Matrices"]
-
 ADDS = frozenset(["add", "sub", "rsub"])
 ENDS = frozenset("softmax log_softmax sigmoid tanh normalize".split())
 """Calls whose output scale does not depend on their input."""

@@ -16,8 +16,6 @@ from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
 from ..capture.forms import Form
 from .actions import CallRow, Plan, Settled, Step
 
-__all__ = ["ModelPlan", "check_fits", "read", "retag", "tags_in", "written"]
-
 VERSION = 6
 
 

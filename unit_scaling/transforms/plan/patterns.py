@@ -12,7 +12,7 @@ a whole. Patterns are found by data flow, never by names or forms:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -20,21 +20,17 @@ import torch
 from torch import Tensor
 
 from ...rules.elementwise import elementwise_rms
+from ...rules.table import find_op
 from ..capture.dataflow import Flow, reached
 from ..capture.kinds import CASTS, ELEMENTWISE, FORMED, LINEAR, MOVES
-from ..capture.record import CallNode, Key, Slot, replaced
+from ..capture.record import Key, Slot, replaced
 from .regions import Region
 
-__all__ = ["find_units"]
 
-
-def find_units(
-    flow: Flow, alone: Callable[[CallNode], bool], settled: dict[Key, float]
-) -> list[Region]:
+def find_units(flow: Flow, settled: dict[Key, float]) -> list[Region]:
     """Returns the patterns and formulas of a model; their last call returns the result.
 
-    alone: whether a call has a rule of its own. settled: factors of formulas, fixed by their last
-    call; new ones are added.
+    settled: factors of formulas, fixed by their last call; new ones are added.
     """
     found: list[Region] = []
     taken: set[int] = set()
@@ -43,14 +39,13 @@ def find_units(
         if calls and taken.isdisjoint(calls):
             found.append(_region_of(calls, "pattern"))
             taken.update(calls)
-    factors: dict[str, float] = {}
     for last in reversed(range(len(flow.nodes))):
         calls = () if last in taken else _formula(flow, last, taken)
         taken.update(calls)
         plain = [c for c in calls if flow.nodes[c].kind not in CASTS]
-        ruled = len(plain) == 1 and alone(flow.nodes[plain[0]])
+        ruled = len(plain) == 1 and find_op(flow.nodes[plain[0]].function) is not None
         if not ruled and any(_curved(flow, c) for c in plain):
-            factor = _factor(flow, calls, settled, factors)
+            factor = _factor(flow, calls, settled)
             if math.isfinite(factor):
                 found.append(_region_of(calls, "formula", factor))
     return found
@@ -136,36 +131,13 @@ def _acts_on_elements(flow: Flow, index: int) -> bool:
 # Factors of formulas
 
 
-def _factor(
-    flow: Flow, calls: tuple[int, ...], settled: dict[Key, float], factors: dict[str, float]
-) -> float:
-    """1/RMS of a formula of a standard normal variable; NaN if it is constant or not finite.
-
-    factors: of this plan, by the text of the formula.
-    """
+def _factor(flow: Flow, calls: tuple[int, ...], settled: dict[Key, float]) -> float:
+    """1/RMS of a formula of a standard normal variable; NaN if it is constant or not finite."""
     key = flow.nodes[calls[-1]].key
     assert key is not None
     if key not in settled:
-        text = _text(flow, calls)
-        if text not in factors:
-            factors[text] = _integrated(flow, calls)
-        settled[key] = factors[text]
+        settled[key] = _integrated(flow, calls)
     return settled[key]
-
-
-def _text(flow: Flow, calls: tuple[int, ...]) -> str:
-    place = {c: f"call {i}" for i, c in enumerate(calls)}
-    parts = []
-    for node in (flow.nodes[call] for call in calls):
-        given = node.tensors
-        marks: dict[Slot, Any] = {
-            i.slot: place.get(i.node, "input")
-            if flow.nodes[i.node].live
-            else repr(given[i.slot].item())
-            for i in node.inputs
-        }
-        parts += [node.name, repr((replaced(node.args, marks), replaced(node.kwargs, marks)))]
-    return "\n".join(parts)
 
 
 def _integrated(flow: Flow, calls: tuple[int, ...]) -> float:

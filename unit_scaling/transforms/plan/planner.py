@@ -42,8 +42,6 @@ from .regions import Region, Regions
 from .residuals import Residuals, find_residuals
 from .weights import SMALL
 
-__all__ = ["DECIDERS", "Planned", "make_plan"]
-
 _NOTHING: Decision = (None, "", "")
 _OUTSIDE = "not between two layers: keeps its values"
 _DISTANCE = "in a distance whose argmin is taken: keeps its values"
@@ -143,7 +141,7 @@ class _Planner:
         self.residuals = find_residuals(flow, settings.residual, inside)
         carried = closed.loops(self.residuals.adds, settings.settled.loops)
         inside = inside.union(*(region.calls for region in carried))
-        for unit in find_units(flow, _has_rule, settings.settled.units):
+        for unit in find_units(flow, settings.settled.units):
             if inside.isdisjoint(unit.calls) and all(last in interior for last in unit.exits):
                 self.regions |= dict.fromkeys(unit.calls, unit)
         bounded = {i for i in limited(flow, interior) & interior.calls if self._has_one_factor(i)}
@@ -382,7 +380,3 @@ DECIDERS: tuple[Decider, ...] = (
     _Planner._by_rule,
 )
 """The first that applies to a call decides; their docstrings say what each is for."""
-
-
-def _has_rule(node: CallNode) -> bool:
-    return find_op(node.function) is not None

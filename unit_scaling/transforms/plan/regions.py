@@ -28,8 +28,6 @@ from ..capture.record import Place
 from .interior import Interior
 from .matrices import ADDS, ENDS, Matrices
 
-__all__ = ["Region", "Regions"]
-
 _MULTIPLY = frozenset("mul div lerp addcmul addcdiv".split())
 _ARITHMETIC = ELEMENTWISE - CASTS | _MULTIPLY
 _ACTIVATIONS = frozenset(

@@ -16,8 +16,6 @@ from ..capture.dataflow import Flow
 from ..capture.kinds import TRANSPARENT
 from ..capture.record import Slot
 
-__all__ = ["RESIDUALS", "Residuals", "find_residuals"]
-
 # Default branch weights (tau in the Unit Scaling library guide). Attention branches need a much
 # smaller weight than feed-forward branches for stable training.
 TAU_ATTENTION, TAU_FEED_FORWARD = 0.01, 0.5

@@ -18,15 +18,6 @@ from fp8.selection.layers import holds_experts, why_quantized
 from ...parameter import has_parameter_data, remember_tags, tag, tags_of
 from .actions import CallRow, Weights
 
-__all__ = [
-    "SMALL",
-    "parametrizations",
-    "prepare",
-    "pruned",
-    "refuse_weights",
-    "tagged_weights",
-]
-
 Done = tuple[str, str]
 """What the report says was done, and why."""
 

@@ -21,24 +21,11 @@ from fp8.common.pitfalls import ScaleWarning, warn_once
 from fp8.common.step import plain, unfolded
 
 from ...scale import has_gradient, scale_edge
-from ..capture.held import HELD
 from ..capture.record import Slot, mapped, rms_of, tensors_in
+from ..capture.structure import HELD
 from ..measure.ranks import agreed
 from ..plan.actions import Plan
 from .varying import Following
-
-__all__ = [
-    "ending",
-    "ending_call",
-    "entering",
-    "holds",
-    "is_outside",
-    "leaving",
-    "records",
-    "returns_other",
-    "starting",
-]
-
 
 _TWICE = (
     "a gradient of a model under unit_scale is computed with create_graph=True: the gradients of "
@@ -196,7 +183,7 @@ def _normalised(grad: Tensor | None, plan: Plan, exponent: int, size: float) -> 
     if torch.is_grad_enabled():
         if not plan.true:
             warn_once(ScaleWarning, _TWICE, key=str(id(plan)))
-        plan.twice = True
+        plan.true = True
     if plan.outside is None:
         plan.arriving.exponent = _outside(grad, size, plan.name)
     return grad * 2.0 ** (exponent + (plan.outside or 0))
@@ -240,10 +227,8 @@ def _replaced(output: Any, change: Callable[[Slot, Tensor], Tensor]) -> Any:
     """Returns the output of a model with its tensors changed; objects that are no tensors, lists,
     tuples and dicts are changed in place.
     """
-    if isinstance(output, Tensor) or type(output) in (list, tuple, dict):
+    if isinstance(output, Tensor | tuple) or type(output) in (list, dict):
         return mapped(change, output)
-    if isinstance(output, tuple) and hasattr(output, "_make"):
-        return output._make(mapped(change, tuple(output)))
     items = plain(output)
     if isinstance(items, dict):
         for name, value in items.items():

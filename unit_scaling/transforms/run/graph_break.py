@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["outside_graph", "partly_compiled", "with_other_calls"]
-
 _REASON = (
     "unit_scale has not seen this form of call yet: call the model once before compiling it with "
     "fullgraph=True"

@@ -24,22 +24,8 @@ from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
 
 from ...parameter import TaggedModule, forget_tags, restore_own_tags
-from . import marker
-from .plan_state import PlanState
-
-__all__ = [
-    "HOOKS",
-    "Places",
-    "Scope",
-    "find_scope",
-    "install",
-    "is_exported",
-    "is_flattened",
-    "is_in_fsdp",
-    "is_sharded",
-    "uninstall",
-    "warn_of_break",
-]
+from . import state
+from .state import PlanState
 
 HOOKS = " hooks"
 """Suffix of a module's name in `Scope.path` while its hooks run."""
@@ -48,12 +34,15 @@ Call = Callable[..., Any]
 """A module's forward: ``call()`` uses the original arguments, ``call((args, kwargs))`` others."""
 
 
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the keyword arguments of a forward."""
+
 Places = tuple[tuple[list[str], str], ...]
 """Lists, and the item appended to each while a module runs."""
 
 
 class Scope(Protocol):
-    """One transform of one model.
+    """One transform of one model. By default it wraps nothing, and only marks the model.
 
     order: scopes are entered in ascending order. path: the names of the modules that are running in
     this thread, outermost first; empty if none is, or if the transform needs no names.
@@ -67,12 +56,12 @@ class Scope(Protocol):
 
         None if the module must `run` through the scope.
         """
+        return ()
 
-    def run(
-        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns the result of ``call()``, the forward of ``module``, with the transform
         active."""
+        return call()
 
 
 class _Transformed(Gained, TaggedModule):
@@ -112,7 +101,7 @@ class _Transformed(Gained, TaggedModule):
             _take_scopes(self)
         places = _inside(self._scopes)
         if places is None:
-            return _run(self, forward, self._scopes, args, kwargs)
+            return _run(self, forward, self._scopes, (args, kwargs))
         for names, name in places:
             names.append(name)
         try:
@@ -164,7 +153,7 @@ class _Transformed(Gained, TaggedModule):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self._own_weights(prefix):  # the first missing key explains the error
-            marker.mark(destination, prefix)
+            state.mark(destination, prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
@@ -181,10 +170,10 @@ class _Transformed(Gained, TaggedModule):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         weights = self._own_weights(prefix)
         if weights:
-            marked = marker.accepted(prefix, unexpected_keys)
-            if not marked and marker.unmarked(state_dict, prefix, weights):  # whether strict or not
-                missing_keys.append(prefix + marker.MARKER)
-                marker.warn_of(self)
+            marked = state.accepted(prefix, unexpected_keys)
+            if not marked and state.unmarked(state_dict, prefix, weights):  # whether strict or not
+                missing_keys.append(prefix + state.MARKER)
+                state.warn_of(self)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -192,15 +181,15 @@ class _Transformed(Gained, TaggedModule):
         """As in torch. For weights of the plain model, raises RuntimeError before anything is
         loaded if ``strict``, and warns otherwise.
         """
-        if marker.unmarked(state_dict, "", self._own_weights("")):
+        if state.unmarked(state_dict, "", self._own_weights("")):
             if strict:
-                raise RuntimeError(marker.message(self))
-            marker.warn_of(self)
-            state_dict = {**state_dict, marker.MARKER: marker.VERSION}
+                raise RuntimeError(state.message(self))
+            state.warn_of(self)
+            state_dict = {**state_dict, state.MARKER: state.VERSION}
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
-setattr(_Transformed, marker.MARKER, marker.VERSION)  # the key is looked up as an attribute
+setattr(_Transformed, state.MARKER, state.VERSION)  # the key is looked up as an attribute
 
 
 def _take_scopes(module: Any) -> None:
@@ -231,20 +220,17 @@ def _inside(scopes: tuple[tuple[Any, str], ...]) -> Places | None:
 
 
 def _run(
-    module: Any,
-    forward: Callable[..., Any],
-    scopes: tuple[tuple[Any, str], ...],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    module: Any, forward: Callable[..., Any], scopes: tuple[tuple[Any, str], ...], given: Given
 ) -> Any:
     if not scopes:
+        args, kwargs = given
         return forward(*args, **kwargs)
     (scope, path), inner = scopes[0], scopes[1:]
 
-    def call(given: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)) -> Any:
-        return _run(module, forward, inner, *given)
+    def call(given: Given = given) -> Any:
+        return _run(module, forward, inner, given)
 
-    return scope.run(call, module, path, args, kwargs)
+    return scope.run(call, module, path, given)
 
 
 _BEGUN: weakref.WeakSet[nn.Module] = weakref.WeakSet()

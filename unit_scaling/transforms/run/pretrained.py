@@ -22,10 +22,7 @@ from fp8.common.libraries import need
 from fp8.common.mixin import Gained, gain
 
 from ..plan.model_plan import ModelPlan
-from .marker import MARKER
-from .plan_state import EXTRA_STATE
-
-__all__ = ["METHOD", "Pretrained", "Restore", "keep_transform", "register"]
+from .state import EXTRA_STATE, MARKER
 
 Restore = Callable[[nn.Module, ModelPlan], None]
 """Makes a model with unit-scaled weights unit-scaled in place, according to a plan."""

@@ -8,24 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from fp8.common.compiler import FirstLook, called
+from fp8.common.compiler import called
 from fp8.common.written import Writes
-from fp8.context.activation_checkpointing import checkpointed
 from fp8.context.active import with_static
-from fp8.modes.dispatch import EXPANDED
 
 from ...rules.table import OPS
 from ...scale import scale_edge
 from ..capture.kinds import KINDS, RECURRENT, TRANSPARENT, canonical
-from ..capture.record import Key, Slot, tensors_in
+from ..capture.record import Calls, Key, Slot, tensors_in
 from ..plan.actions import Placed, Plan, Step
 from .border import ending_call, is_outside, starting
 from .install import HOOKS
 from .varying import Following
-
-__all__ = ["PlanMissError", "Replay", "factor_after"]
 
 
 class PlanMissError(RuntimeError):
@@ -84,7 +79,7 @@ _OF_ITSELF = {
 """Calls that concern the tensor itself, not a stand-in with another gradient."""
 
 
-class Replay(FirstLook):
+class Replay(Calls):
     """Executes ``plan``. ``path`` is the stack of running modules.
 
     kinds: the table of `capture.kinds`. replacements: torch function -> replacement, from
@@ -107,37 +102,20 @@ class Replay(FirstLook):
         self._following = following
         self._placed: Placed | None = None
         self.counts: dict[tuple[str, str], int] = {}
-        self._busy = False
         self.latest: Step | None = None  # the step of the previous call, for measuring
         self.writes: Writes | None = None  # told of all calls
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def observe(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
-        if self._busy:
-            return called(function, args, kwargs)
-        if function is checkpoint:
-            return checkpointed(self, *args, **kwargs)
-        if function in EXPANDED:
-            with self:
-                return EXPANDED[function](*args, **kwargs)
-        self._busy = True
-        try:
-            if self.writes is not None:
-                self.writes.note(function, args, kwargs)
-            kind = self._kind(function)
-            step = None if kind is None else self._next(kind, args, kwargs)
-            self.latest = step
-            if self._following is None:
-                return self._called(step, function, args, kwargs)
-            return self._followed(self._following, step, function, args, kwargs)
-        finally:
-            self._busy = False
+        if self.writes is not None:
+            self.writes.note(function, args, kwargs)
+        kind = self._kind(function)
+        step = None if kind is None else self._next(kind, args, kwargs)
+        self.latest = step
+        if self._following is None:
+            return self._called(step, function, args, kwargs)
+        return self._followed(self._following, step, function, args, kwargs)
 
     def _followed(
         self,

@@ -32,16 +32,23 @@ from ..capture.structure import (
     warn_of_new_weights,
 )
 from ..folding.solve import Folded, folded
-from ..measure.look import RUNNING, UNSEEN, its_parameter, look
+from ..measure.look import RUNNING, UNSEEN, Look, its_parameter, run_in
 from ..measure.measuring import Actual, Watching
 from ..plan.actions import MEASURED, Arriving, CallRow, Plan, Settled
 from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
 from .border import entering, holds, leaving, records, returns_other
-from .install import Call, Places, find_scope, install, is_exported, is_sharded, warn_of_break
+from .install import (
+    Call,
+    Given,
+    Places,
+    find_scope,
+    install,
+    is_exported,
+    is_sharded,
+    warn_of_break,
+)
 from .replay import PlanMissError, Replay
 from .varying import ON_ITS_OWN, REENTRANT, VARIES, Following, Leaves
-
-__all__ = ["Replacements", "UnitScale"]
 
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
 
@@ -124,7 +131,7 @@ class UnitScale:
         names = outer.path.items
         return ((names, path if outer is self else f"{names[-1]} > {path}"),)
 
-    def run(self, call: Call, module: Any, path: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def run(self, call: Call, module: Any, path: str, given: Given) -> Any:
         """Returns ``call()`` under the plan for this call signature, which its first call makes."""
         for _, name in self.inside(path) or ():
             return RUNNING.items[-1].within(name, call)
@@ -140,11 +147,12 @@ class UnitScale:
         wanted = module.training or torch.is_grad_enabled()
         grads = wanted if traced else records(wanted)
         hooks = module._hooks(id(self), id(module)) if grads else ()
-        form = Form(path, module.training, form_of(args), form_of(kwargs), grads, hooks)
+        args, kwargs = form_of(given)
+        form = Form(path, module.training, args, kwargs, grads, hooks)
         plan = self._known(form)
         if compiling:
             if plan is not None and not changed and not self._is_followed(plan, form, module):
-                return self._replay(plan, call, module, (args, kwargs), form)
+                return self._replay(plan, call, module, given, form)
             if is_exported():
                 seen = plan is not None and not changed
                 raise RuntimeError(
@@ -152,18 +160,16 @@ class UnitScale:
                 )
             from .graph_break import outside_graph
 
-            return outside_graph(lambda: self._beside_graph(call, module, path, args, kwargs))
-        return outside_compiler(lambda: self._eager(form, call, module, args, kwargs))
+            return outside_graph(lambda: self._beside_graph(call, module, path, given))
+        return outside_compiler(lambda: self._eager(form, call, module, given))
 
-    def _beside_graph(
-        self, call: Call, module: Any, path: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def _beside_graph(self, call: Call, module: Any, path: str, given: Given) -> Any:
         """As `run`, for a call that torch.compile leaves out of its graph."""
         if self.settled.varying:
             warn_once(PitfallWarning, VARIES, about=module, key="varying")
         elif path and self._latest:
             warn_once(PitfallWarning, ON_ITS_OWN.format(path), about=module, key=path)
-        return self.run(call, module, path, args, kwargs)
+        return self.run(call, module, path, given)
 
     def settle(self, training: bool = False) -> None:
         """Adopts what the plans so far have measured.
@@ -233,29 +239,22 @@ class UnitScale:
             self._latest[form.training] = plan
         return plan
 
-    def _eager(
-        self,
-        form: Form,
-        call: Call,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _eager(self, form: Form, call: Call, module: nn.Module, given: Given) -> Any:
         warn_of_break(module)
         if form.path and in_backward():
             return self._again(form, call)
         if in_shape_inference():
             return call()
-        if any(plan.twice and not plan.true for plan in list(self.plans.values())):
+        if not self.settled.twice and any(plan.true for plan in list(self.plans.values())):
             self.settle()
             self.settled.differentiate()
             self._forget()
         stale, made = None, None
         early, self._runs[form] = self._runs[form] < LOOKS, self._runs[form] + 1
-        start = Beginning((args, kwargs), module if early else None)
+        start = Beginning(given, module if early else None)
         if form in self._watched and not in_recomputation():
             with self._recording:
-                self._look_again(form, module, args, kwargs)
+                self._look_again(form, module, given)
         while True:
             plan = self._known(form)
             untold = plan is not None and not plan.places and self._is_followed(plan, form, module)
@@ -263,9 +262,9 @@ class UnitScale:
                 with self._recording:
                     if self._known(form) is not plan:
                         continue  # another thread has made the plan
-                    made = plan = self._first(form, module, args, kwargs)
+                    made = plan = self._first(form, module, given)
             try:
-                return self._replay(plan, call, module, (args, kwargs), form, start)
+                return self._replay(plan, call, module, given, form, start)
             except PlanMissError as miss:
                 start.restore()
                 if plan is made and not self._is_news(miss.paths):
@@ -279,12 +278,8 @@ class UnitScale:
         plan = self._known(form)
         if plan is None or (self.settled.varying and not in_recomputation()):
             raise RuntimeError(REENTRANT)
-        RUNNING.items.append(self)
-        try:
-            with Replay(plan, self.kinds, self.replacements, self.path.items):
-                return self.within(form.path, call)
-        finally:
-            RUNNING.items.pop()
+        mode = Replay(plan, self.kinds, self.replacements, self.path.items)
+        return run_in(self, mode, form.path, call)
 
     def _is_followed(self, plan: Plan, form: Form, module: nn.Module) -> bool:
         """Whether the gauges of tensors are tracked: if calls depend on values, and in training if
@@ -311,17 +306,15 @@ class UnitScale:
         return news and not self._is_news(paths)
 
     def _look(self, *given: Any, **options: Any) -> Plan:
-        """`look`, again if the calls of the model turn out to depend on values."""
+        """The plan of a `Look`; of another one if calls turn out to depend on values."""
         while True:
             try:
-                return look(self, *given, **options)
+                return Look(self, *given, **options).plan()
             except PlanMissError as miss:  # the measured copy differs from the recorded one
                 if not self._vary(miss.paths, certain=True):
                     raise
 
-    def _look_again(
-        self, form: Form, module: nn.Module, args: tuple[Any, ...], kwargs: Any
-    ) -> None:
+    def _look_again(self, form: Form, module: nn.Module, given: Given) -> None:
         """Makes a plan again after a step of the model itself has measured gradients that the first
         plan lacked: those of a loss outside the model, and those that were zero.
         """
@@ -337,9 +330,9 @@ class UnitScale:
             return
         true = {key: size - plan.gauges[key] - outside for key, size in found.items()}
         self.settled.settle(plan)
-        given = (module, form.path, (args, kwargs))
         with torch.set_grad_enabled(form.grads):
-            refined = self._look(*given, hooks=form.hooks, actual=Actual(true, later))
+            again = {"hooks": form.hooks, "actual": Actual(true, later)}
+            refined = self._look(module, form.path, given, **again)
         refined.looks = plan.looks
         self._use(form, refined)
 
@@ -373,7 +366,7 @@ class UnitScale:
         eager = start is not None
         traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
         if not (eager or traced):  # a graph break has left this frame to eager mode
-            return outside_compiler(lambda: self._eager(form, call, module, *given))
+            return outside_compiler(lambda: self._eager(form, call, module, given))
         # Not a with statement: a graph break inside one is resumed in pieces, each compiled while
         # the mode is active. Inside try, a graph break leaves the whole frame to eager mode.
         entered = entering(given, plan)
@@ -402,7 +395,7 @@ class UnitScale:
             from .graph_break import with_other_calls
 
             module._tracing(True)  # the graph is not used
-            return with_other_calls(lambda: self._eager(form, call, module, *given))
+            return with_other_calls(lambda: self._eager(form, call, module, given))
         return leaving(output, plan, module, form.path, following)
 
     def is_otherwise(self, plan: int, counts: Iterable[tuple[tuple[str, str], int]]) -> bool:
@@ -424,17 +417,15 @@ class UnitScale:
         following.begin(given)
         return following
 
-    def _first(
-        self, form: Form, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Plan:
+    def _first(self, form: Form, module: nn.Module, given: Given) -> Plan:
         """Records the model and makes the plan for this call signature."""
-        if not has_values(t for _, t in (*tensors_in((args, kwargs)), *module.named_parameters())):
-            return self._mapped(form, args, kwargs)
+        if not has_values(t for _, t in (*tensors_in(given), *module.named_parameters())):
+            return self._mapped(form, given)
         with torch.set_grad_enabled(form.grads):
-            plan = self._look(module, form.path, (args, kwargs), hooks=form.hooks)
+            plan = self._look(module, form.path, given, hooks=form.hooks)
         if not form.path:
             with contextlib.suppress(TypeError):
-                self._example = example_of((args, kwargs))
+                self._example = example_of(given)
             self._demote(module, plan.inner)
             self._deepen(module, plan.depths)
             remember_tags(module)
@@ -459,7 +450,7 @@ class UnitScale:
         if not form.path:
             self._latest[form.training] = plan
 
-    def _mapped(self, form: Form, args: Any, kwargs: Any) -> Plan:
+    def _mapped(self, form: Form, given: Given) -> Plan:
         """Inside vmap, values are not accessible: uses the plan of a call that differs only in
         dimensions, as a batch differs from its examples.
         """
@@ -467,11 +458,11 @@ class UnitScale:
         similar = [plan for seen, plan in plans if without_shapes(seen) == shapeless]
         if similar:
             return similar[-1]
-        given = ", ".join(described(t) for _, t in tensors_in((args, kwargs))) or "no tensor"
+        named = ", ".join(described(t) for _, t in tensors_in(given)) or "no tensor"
         mode = "training" if form.training else "evaluation"
         raise RuntimeError(
             f"{UNSEEN}: call the model once before torch.vmap, in {mode} mode and with arguments "
-            f"as each example has them: {given}"
+            f"as each example has them: {named}"
         )
 
     def _demote(self, model: nn.Module, names: frozenset[str]) -> None:
@@ -513,11 +504,7 @@ class UnitScale:
             self.adopt(plan)
 
     def recalibrate(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        loss: Callable[[Any], Tensor] | None,
+        self, module: nn.Module, given: Given, loss: Callable[[Any], Tensor] | None
     ) -> None:
         """Measures the gauges of all calls again; the exponents of parameters are kept."""
         with self._recording, torch.enable_grad():
@@ -526,8 +513,8 @@ class UnitScale:
             self.plans, self._latest, self._watched = {}, {}, {}
             actual = None if loss is None else Actual({}, 0, loss)
             hooks = self.hooks(module)
-            form = Form("", module.training, form_of(args), form_of(kwargs), True, hooks)
-            plan = self._look(module, "", (args, kwargs), hooks=form.hooks, actual=actual)
+            form = Form("", module.training, form_of(given[0]), form_of(given[1]), True, hooks)
+            plan = self._look(module, "", given, hooks=form.hooks, actual=actual)
             self._use(form, plan)
 
     def plan(self, model: nn.Module, seen: bool = True) -> ModelPlan:

@@ -27,8 +27,6 @@ from ..capture.structure import Structure, part
 from ..measure.ranks import agreed_once
 from ..plan.actions import Placed, Plan, Settled
 
-__all__ = ["ON_ITS_OWN", "REENTRANT", "VARIES", "Following", "Leaves"]
-
 VARIES = (
     "the number of calls that the model makes depends on values, so unit_scale tracks the gauges "
     "of its tensors, which no graph can: it runs without torch.compile"

@@ -1,4 +1,4 @@
-"""Compiled activations whose gradient is computed from their output, against float64."""
+"""Compiled activations whose derivative is a function of their value, against float64."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from torch.nn import functional as F
 
 import fp8
 import unit_scaling.functional as U
-from unit_scaling.ops.from_output import KERNELS
 from unit_scaling.rules.table import OPS
 
-# torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-
+NAMES = ["exp", "sigmoid", "softmax", "tanh"]
 DTYPES = [torch.float32, torch.bfloat16]
 SETTINGS = [("to_output_scale", 1.0), (None, 0.5)]
-CASES = [(name, *case) for name in sorted(KERNELS) for case in zip(DTYPES, SETTINGS, strict=True)]
+CASES = [(name, *case) for name in NAMES for case in zip(DTYPES, SETTINGS, strict=True)]
 ARGUMENTS: dict[str, dict[str, Any]] = {"softmax": {"dim": -1}}
 
 
@@ -46,18 +43,16 @@ def calls(xs: list[Tensor]) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Any]:
-    """The inputs, outputs, output gradients and what was saved of one graph of all calls, which
-    keeps what inductor chooses to keep."""
+    """The inputs, outputs and output gradients of one graph of all calls, which keeps what inductor
+    chooses to keep."""
     torch.manual_seed(0)
     xs = [torch.randn(16, 32).to(dtype).requires_grad_() for _, dtype, _ in CASES]
     xs += [torch.tensor([200.0, torch.inf]).to(t).requires_grad_() for t in DTYPES]
-    saved: list[Tensor] = []
     torch._dynamo.reset()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        ys = torch.compile(calls, fullgraph=True, backend="aot_eager_decomp_partition")(xs)
+    ys = torch.compile(calls, fullgraph=True, backend="aot_eager_decomp_partition")(xs)
     grads = [torch.randn_like(y) for y in ys]
     torch.autograd.backward(ys, grads)
-    return {"inputs": xs, "outputs": ys, "grads": grads, "saved": saved}
+    return {"inputs": xs, "outputs": ys, "grads": grads}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -84,11 +79,6 @@ def test_a_saturated_number_has_the_gradient_zero(compiled: dict[str, Any]):
     assert [x.grad.tolist() for x in saturated] == [[0.0, 0.0]] * 2
 
 
-def test_the_output_is_all_that_is_saved(compiled: dict[str, Any]):
-    kept = {t.data_ptr() for t in compiled["outputs"]}
-    assert {t.data_ptr() for t in compiled["saved"]} <= kept
-
-
 def test_relu_keeps_what_a_recipe_says():
     """A bit for each number."""
     recipe = dataclasses.replace(fp8.RECIPES["unit"], saved_activations=fp8.Cast(format="e4m3"))
@@ -105,7 +95,7 @@ def test_relu_keeps_what_a_recipe_says():
 
 def test_forward_mode_in_a_graph():
     def derivatives(x: Tensor, tangent: Tensor) -> list[tuple[Tensor, Tensor]]:
-        ops = [functools.partial(OPS[name].fn, **ARGUMENTS.get(name, {})) for name in KERNELS]
+        ops = [functools.partial(OPS[name].fn, **ARGUMENTS.get(name, {})) for name in NAMES]
         return [torch.func.jvp(op, (x,), (tangent,)) for op in ops]
 
     x, tangent = torch.randn(2, 4, 8, dtype=torch.float64).unbind()
