@@ -159,7 +159,8 @@ class Replay(FirstLook):
         output = self._called(step, function, args, kwargs)
         kept = None if placed is None else placed.kept
         if kept is not None:
-            output = ending_call(output, args, self._plan, gauge or 0, kept)
+            given = (*args, *kwargs.values())
+            output = ending_call(output, given, self._plan, gauge or 0, kept)
         following.leave(gauge, output, args)
         return output
 
@@ -184,7 +185,9 @@ class Replay(FirstLook):
         if step is None:
             return called(function, args, kwargs)
         output = self._execute(step, function, args, kwargs)
-        return output if step.end is None else ending_call(output, args, self._plan, *step.end)
+        if step.end is None:
+            return output
+        return ending_call(output, (*args, *kwargs.values()), self._plan, *step.end)
 
     def _kind(self, function: Callable[..., Any]) -> str | None:
         if torch.compiler.is_compiling():
