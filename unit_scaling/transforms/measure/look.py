@@ -231,7 +231,7 @@ def _measure(
     actual: Actual | None,
 ) -> Measured:
     """Measures corrections and gauges for a plan and completes it."""
-    with_true_gradients(planned)
+    with_true_gradients(planned, scope.settled)
     scope.settle(twin.training and records())
     plan, settled = planned.plan, scope.settled
     if not scope.name:

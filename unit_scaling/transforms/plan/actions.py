@@ -145,9 +145,9 @@ class Plan:
     name: the same in all processes that run the model. ties: the equations for `folding.ratios`.
     kept: attributes of modules that hold tensors with gradients after a run, as the begin of a
     `Slot` with `HELD`. ends: all results, as in `outputs`. true: whether all gradients are those of
-    the function. Not saved: twice, whether a gradient of the model has been differentiated; and for
-    models whose calls depend on values (`run.varying`), calls and places, every call and the first
-    one at each place of the code.
+    the function. calls, places: every call and the first one at each place of the code, for runs
+    whose gauges are tracked (`run.varying`). twice, which is not saved: whether a gradient of the
+    model has been differentiated.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
@@ -170,9 +170,9 @@ class Plan:
     name: str = field(default="", compare=False)
     kept: tuple[Slot, ...] = ()
     true: bool = False
+    calls: dict[Key, Placed] = field(default_factory=dict, compare=False)
+    places: dict[Place, Placed] = field(default_factory=dict, compare=False)
     twice: bool = field(default=False, init=False, compare=False)
-    calls: dict[Key, Placed] = field(default_factory=dict, init=False, compare=False)
-    places: dict[Place, Placed] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def counts(self) -> dict[str, Counter[str]]:
@@ -225,7 +225,8 @@ class Plan:
 class Settled:
     """What the first call signature fixes for all others, so that they compute the same.
 
-    keys: attention call -> (the number of keys to scale for, whether it is causal). units: last
+    keys: attention call -> (the number of keys to scale for, whether it is causal). factors: of
+    the results of products. units: last
     call of a formula -> the factor of its output. weights: the factors of arguments that are
     computed from parameters. loops: as ``known`` in `Regions.loops`.
     corrections, operands, gauges, parameters: exponents of the factors of results and of arguments
@@ -235,6 +236,7 @@ class Settled:
     """
 
     keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
+    factors: dict[Key, float] = field(default_factory=dict)
     units: dict[Key, float] = field(default_factory=dict)
     weights: dict[tuple[Key, Slot], float] = field(default_factory=dict)
     loops: dict[Place, str] = field(default_factory=dict)
@@ -266,6 +268,7 @@ class Settled:
         names = [(name, *name.rpartition(".")[::2]) for name in self.parameters]
         return Settled(
             keys=calls(self.keys),
+            factors=calls(self.factors),
             units=calls(self.units),
             weights=arguments(self.weights),
             loops=calls(self.loops),

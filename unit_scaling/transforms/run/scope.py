@@ -221,14 +221,15 @@ class UnitScale:
 
     def _known(self, form: Form) -> Plan | None:
         """The plan for a call signature; for a submodule also that of the whole model, if it has
-        run.
+        run: the latest one that calls it.
         """
         plan = self.plans.get(form)
         if plan is None and not form.grads:  # without gradients, as with them
             plan = self.plans.get(form._replace(grads=True))
         if plan is None and form.path:
-            plan = self._latest.get(form.training)
-            return plan if plan is not None and plan.covers(form.path) else None
+            whole = [p for f, p in self.plans.items() if f[:2] == ("", form.training)]
+            whole.sort(key=lambda p: p is not self._latest.get(form.training))
+            return next((p for p in whole if p.covers(form.path)), None)
         if plan is not None and not form.path:
             self._latest[form.training] = plan
         return plan
@@ -258,8 +259,7 @@ class UnitScale:
                 self._look_again(form, module, args, kwargs)
         while True:
             plan = self._known(form)
-            untold = plan is not None and not plan.places and self._is_followed(plan, form, module)
-            if plan is None or plan is stale or untold:
+            if plan is None or plan is stale:
                 with self._recording:
                     if self._known(form) is not plan:
                         continue  # another thread has made the plan
@@ -542,7 +542,8 @@ class UnitScale:
         return ModelPlan(*given, *copy.deepcopy((self.plans, self.settled)))
 
     def adopt(self, plan: ModelPlan) -> None:
-        """Adopts a plan instead of recording the model."""
+        """Adopts a plan and its options instead of recording the model."""
+        self.residual, self.context_length = plan.residual, plan.context_length
         self.rows = list(plan.rows)
         self.plans, self.settled = copy.deepcopy((plan.plans, plan.settled))
         self.arriving = {}
