@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8.common.report import LEFT_ALONE
 
@@ -18,6 +18,7 @@ __all__ = [
     "Arriving",
     "CallRow",
     "Decision",
+    "Norm",
     "Placed",
     "Plan",
     "Scaling",
@@ -124,6 +125,15 @@ class Placed:
         return replace(self, gauge=gauge, sources=sources)
 
 
+class Norm(NamedTuple):
+    """The square of the norm of a gradient, its number of elements, and the square of the norm of
+    their rounding errors."""
+
+    square: float
+    numel: int
+    rounding: float
+
+
 @dataclass
 class Arriving:
     """The exponent of gradients that arrive at the output, None until known: see `run.border`."""
@@ -146,7 +156,8 @@ class Plan:
     kept: attributes of modules that hold tensors with gradients after a run, as the begin of a
     `Slot` with `HELD`. ends: all results, as in `outputs`. true: whether all gradients are those of
     the function. calls, places: every call and the first one at each place of the code, for runs
-    whose gauges are tracked (`run.varying`). twice, which is not saved: whether a gradient of the
+    whose gauges are tracked (`run.varying`). watched: gradients of products in the latest step of
+    the model. twice, which is not saved: whether a gradient of the
     model has been differentiated.
     """
 
@@ -172,6 +183,7 @@ class Plan:
     true: bool = False
     calls: dict[Key, Placed] = field(default_factory=dict, compare=False)
     places: dict[Place, Placed] = field(default_factory=dict, compare=False)
+    watched: dict[Key, Norm] = field(default_factory=dict, compare=False)
     twice: bool = field(default=False, init=False, compare=False)
 
     @cached_property
