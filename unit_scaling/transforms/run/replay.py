@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from fp8.modes.dispatch import EXPANDED
 
 from ...rules.table import OPS
 from ...scale import scale_edge
-from ..capture.kinds import KINDS, RECURRENT, TRANSPARENT, canonical
+from ..capture.kinds import METHODS, RECURRENT, TRANSPARENT, canonical
 from ..capture.record import Key, Slot, tensors_in
 from ..plan.actions import Placed, Plan, Step
 from .border import ending_call, is_outside, starting
@@ -63,17 +62,6 @@ def _at(args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot) -> Any:
     for part in slot:
         value = value[part]
     return value
-
-
-_OPERATORS = tuple(
-    (function, kind)
-    for function, kind in KINDS.items()
-    if isinstance(function, FunctionType) and function.__qualname__.startswith("Tensor")
-)
-"""Methods of Tensor that are written in Python (``**``, ``1 - x``, ``1 / x``, ``x.norm()``).
-
-The compiler of torch 2.13 compares them by identity but does not find them in a dict.
-"""
 
 
 _OF_ITSELF = {
@@ -191,8 +179,8 @@ class Replay(FirstLook):
 
     def _kind(self, function: Callable[..., Any]) -> str | None:
         if torch.compiler.is_compiling():
-            for operator, kind in _OPERATORS:
-                if function is operator:
+            for method, kind, _ in METHODS:
+                if function is method:
                     return kind
         return self._kinds.get(function)
 
