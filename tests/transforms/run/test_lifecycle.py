@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import fp8
 import unit_scaling as uu
+from tests.transforms.gradients import gradients
 from tests.transforms.models import GPT, batch, gpt, no_block, same, step, tiny
 from unit_scaling.formats import FPFormat
 from unit_scaling.transforms import compile, simulate_format, simulate_fp8, unit_scale
@@ -422,3 +423,25 @@ def test_simulate_format_takes_names() -> None:
     torch.testing.assert_close(by_name, step(simulate_format(tiny(), *formats)), rtol=0, atol=0)
     coarse = step(simulate_format(tiny(), "e2m1", "e5m2"))
     assert not torch.allclose(by_name[0], coarse[0])
+
+
+class Gain(nn.Module):
+    """The gain has a gauge of its own, and a method of Tensor that is written in Python squares
+    it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.a, self.b = nn.Parameter(torch.ones(8)), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b((self.a(x) * self.gain**2).tanh())
+
+
+def test_factors_at_methods_written_in_python_compile() -> None:
+    torch.manual_seed(0)
+    model = unit_scale(Gain())
+    x = torch.randn(4, 8)
+    model(x).square().mean().backward()
+    expected = gradients(model, lambda m: m(x).square().mean())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradients(model, lambda _: compiled(x).square().mean()), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -105,8 +106,8 @@ def test_other_fields_are_refused_by_name():
         ModelPlan.from_dict({**data, "colour": 1})
     with pytest.raises(ValueError, match=r"a plan: unknown fields \[\], missing fields \['tags'\]"):
         ModelPlan.from_dict({name: value for name, value in data.items() if name != "tags"})
-    with pytest.raises(ValueError, match="a plan of version 6 is needed, got version 5"):
-        ModelPlan.from_dict({**data, "version": 5})
+    with pytest.raises(ValueError, match="a plan of version 7 is needed, got version 6"):
+        ModelPlan.from_dict({**data, "version": 6})
     (form,) = json.loads(plan.to_json())["plans"]
     _, step = next(item for item in form[1]["steps"] if item[1] is not None)
     del step["op"]
@@ -134,3 +135,41 @@ def test_refused_by_name():
     replaced(torch.randn(1, 2))
     with pytest.raises(ValueError, match="with functions in replace cannot be saved"):
         uu.plan(replaced)
+
+
+class Behind(nn.Module):
+    """A branch behind a weight of zeros, whose first gradient comes in the second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(x + self.b(self.a(x).relu())).square().mean()
+
+
+def trained(model: nn.Module, batches: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients of the last of some steps."""
+    for x in batches:
+        model.zero_grad()
+        model(x).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 1e-3 * parameter.grad
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["state_dict", "deepcopy"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_measurements_of_the_latest_step_are_saved(steps: int, how: str) -> None:
+    """The next step makes the plan again with them, in a process that is resumed too."""
+    torch.manual_seed(0)
+    plain, batches = Behind(), torch.randn(5, 16, 8) * 2.0 ** torch.arange(5)[:, None, None]
+    model = unit_scale(plain)
+    trained(model, batches[:steps])
+    other = copy.deepcopy(model)
+    if how == "state_dict":
+        other = unit_scale(plain)
+        other.load_state_dict(model.state_dict())
+    same(trained(other, batches[steps:]), trained(model, batches[steps:]))

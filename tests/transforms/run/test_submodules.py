@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+import unit_scaling as uu
 from fp8.common.pitfalls import PitfallWarning
 from tests.transforms.gradients import exponent, gradients, without_gauges
 from unit_scaling.transforms import unit_scale
@@ -79,7 +81,6 @@ def test_inputs_receive_the_true_gradients(init: str) -> None:
 
 
 def test_after_loading() -> None:
-    """A loaded plan has no places: the part is recorded, with the powers of two of the plan."""
     model, x, y = made("unit")
     other = unit_scale(TwoTowers().double())
     other.load_state_dict(model.state_dict())
@@ -140,3 +141,103 @@ def test_a_loss_of_what_objects_among_the_results_of_a_part_hold(init: str) -> N
         _, true = gradients(without_gauges(model), loss)
         powers.append({name: exponent(grad, true[name]) for name, grad in found.items()})
     assert powers[1].items() <= powers[0].items()
+
+
+class Deep(nn.Module):
+    """Three residual branches, whose weights depend on those before under "umup", and a product
+    over positions."""
+
+    def __init__(self, recomputed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in "abc"
+        )
+        self.parts = nn.ModuleList(map(Part, self.blocks))
+        self.head, self.recomputed = nn.Linear(8, 4), recomputed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=False) if self.recomputed else part(x)
+        return self.head(x)
+
+
+class Part(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.key = block, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.block(x)
+        return x @ (self.key(x).mT @ x)
+
+
+def loaded(how: str, model: nn.Module, plain: nn.Module) -> nn.Module:
+    if how == "plan":
+        return unit_scale(plain, plan=uu.transforms.ModelPlan.from_json(uu.plan(model).to_json()))
+    other = unit_scale(plain)  # with the default options
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("how", ["plan", "state_dict"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_parts_of_a_loaded_model_have_the_factors_of_the_whole(how: str, recomputed: bool) -> None:
+    torch.manual_seed(0)
+    plain = Deep(recomputed).double()
+    model = unit_scale(plain, residual="umup", context_length=32)
+    x = torch.randn(3, 6, 8, dtype=torch.float64)
+    for _ in range(2):
+        model(x).square().mean().backward()
+    other = loaded(how, model, plain)
+    losses = [lambda m: m(x).square().mean()]
+    losses += [lambda m, i=i: m.parts[i](x).square().mean() for i in range(3)]
+    for loss in losses:
+        found = [gradients(m, loss) for m in (model, other)]
+        torch.testing.assert_close(found[1], found[0])
+
+
+def test_other_forms_of_a_loaded_model_have_its_options() -> None:
+    torch.manual_seed(0)
+    plain = Deep().double()
+    model = unit_scale(plain, residual="umup")
+    x = torch.randn(3, 6, 8, dtype=torch.float64)
+    expected = model(x)
+    torch.testing.assert_close(loaded("state_dict", model, plain).eval()(x), expected)
+
+
+def test_products_over_positions_have_one_factor_for_any_number() -> None:
+    """That of the first call, in every form of call."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 6, 8, dtype=torch.float64)
+    model = unit_scale(Deep().double())
+    model(x).square().mean().backward()
+    expected = model(x), model(x[:1])
+    for longer in (x.tile(1, 4, 1), x[:1].tile(1, 4, 1)):  # the first in evaluation
+        other = copy.deepcopy(model).eval()
+        other(longer)
+        torch.testing.assert_close((other(x), other(x[:1])), expected)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = Part(nn.Linear(8, 8)), Part(nn.Linear(8, 8)), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, b: bool) -> Tensor:
+        return self.head(checkpoint(self.b if b else self.a, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_two_forms_of_call_before_one_backward_pass(init: str) -> None:
+    """The parts of the first one are recomputed after the second one, which does not call them."""
+    torch.manual_seed(0)
+    model = unit_scale(Branches().double(), init=init)
+    x = torch.randn(3, 6, 8, dtype=torch.float64)
+    for b in (False, True, False):
+        model(x, b).square().mean().backward()
+    first, second, both = (
+        gradients(model, lambda m, forms=forms: sum(m(x, b).square().mean() for b in forms))[1]
+        for forms in ([False], [True], [False, True])
+    )
+    for name, grad in both.items():
+        torch.testing.assert_close(grad, first.get(name, 0) + second.get(name, 0))

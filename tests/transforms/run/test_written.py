@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad
 from torch.nn import functional as F
 
-from tests.transforms.gradients import check_slopes
+from tests.transforms.gradients import check_slopes, gradients
 from unit_scaling.transforms import unit_scale
 
 WRITES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
@@ -38,7 +39,7 @@ class Net(nn.Module):
         return self.head(self.c(y if self.reads == "the argument" else z).relu())
 
 
-def loss(model: nn.Module) -> Tensor:
+def loss(model: Callable[[Tensor], Tensor]) -> Tensor:
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return model(x).square().mean()
 
@@ -118,3 +119,37 @@ def test_a_result_that_is_filled_compiled(reads: bool) -> None:
     found = [p.grad for p in model.parameters() if p.grad is not None]
     assert len(found) == len(expected)
     assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
+
+
+LAST: dict[str, Callable[[Tensor], object]] = {
+    "a method": lambda y: y.mul_(0.5),
+    "a part": lambda y: y[:, :2].mul_(0.5),
+}
+
+
+class WrittenLast(nn.Module):
+    """The last call writes the result, which is read by the name of the argument."""
+
+    def __init__(self, written: str) -> None:
+        super().__init__()
+        self.a, self.b, self.written = nn.Linear(8, 32), nn.Linear(32, 4), written
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(self.a(x).relu())
+        LAST[self.written](y)
+        return y
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+@pytest.mark.parametrize("written", LAST)
+def test_gradients_that_arrive_at_an_argument(written: str, init: str) -> None:
+    """Compiled and under torch.func, gradients at results have no hooks."""
+    torch.manual_seed(0)
+    model = unit_scale(WrittenLast(written).double(), init=init)
+    loss(model).backward()
+    _, expected = gradients(model, loss)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    functional = grad(lambda p: loss(lambda x: functional_call(model, p, (x,))))(parameters)
+    torch.testing.assert_close(functional, expected)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradients(model, lambda _: loss(compiled))[1], expected)

@@ -230,12 +230,20 @@ def canonical(
     """Moves keyword arguments to positions where possible: eager code and the compiler pass
     arguments of torch functions differently.
     """
-    names = _NAMES.get(function, ())
+    names = _names(function)
     while len(args) < len(names) and names[len(args)] in kwargs:
         name = names[len(args)]
         args = (*args, kwargs[name])
         kwargs = {key: value for key, value in kwargs.items() if key != name}
     return args, kwargs
+
+
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    if torch.compiler.is_compiling():
+        for method, _, names in METHODS:
+            if function is method:
+                return names
+    return _NAMES.get(function, ())
 
 
 def writes(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> bool:
@@ -257,3 +265,14 @@ _NAMES: dict[Callable[..., Any], tuple[str, ...]] = {
     if isinstance(function, FunctionType)
 }
 """The argument names of functions written in Python."""
+
+METHODS = tuple(
+    (function, KINDS[function], names)
+    for function, names in _NAMES.items()
+    if function.__qualname__.startswith("Tensor")
+)
+"""Methods of Tensor that are written in Python (``**``, ``1 - x``, ``1 / x``, ``x.norm()``), their
+kinds and the names of their arguments.
+
+The compiler of torch 2.13 compares them by identity but does not find them in a dict.
+"""

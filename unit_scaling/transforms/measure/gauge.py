@@ -383,15 +383,18 @@ def operands(node: CallNode, step: Step | None) -> dict[str, Slot]:
     return found
 
 
-def with_true_gradients(planned: Planned) -> None:
+def with_true_gradients(planned: Planned, settled: Settled) -> None:
     """Gives the products of a plan the true gradients of the scaled function; their op rules scale
-    weight gradients independently.
+    weight gradients independently. A product has the factor of its first plan: that of a sum over
+    positions depends on their number.
     """
     steps = planned.plan.steps
     for node in planned.flow.nodes:
         step = None if node.key is None else steps.get(node.key)
-        if node.key is not None and operands(node, step):
-            steps[node.key] = _gauged(node, step, {})
+        if node.key is not None and step is not None and operands(node, step):
+            factor = settled.factors.setdefault(node.key, _rule(node, step))
+            constraint = tuple((name, factor) for name in ("output", *operands(node, step)))
+            steps[node.key] = _gauged(node, replace(step, constraint=constraint), {})
 
 
 def place(

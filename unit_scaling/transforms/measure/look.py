@@ -189,7 +189,7 @@ class Look:
     def _measure(self, planned: Planned, twin: nn.Module) -> Measured:
         """Measures corrections and gauges for a plan and completes it."""
         scope, path, actual = self.scope, self.path, self.actual
-        with_true_gradients(planned)
+        with_true_gradients(planned, scope.settled)
         scope.settle(twin.training and records())
         plan, known = planned.plan, scope.settled.corrections
         if not scope.name:

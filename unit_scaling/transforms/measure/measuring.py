@@ -30,7 +30,7 @@ from fp8.common.step import Loss, starts
 from ..capture.kinds import PRODUCTS, RECURRENT, canonical
 from ..capture.probe import on_its_own
 from ..capture.record import Key, Place, Slot, norm_of, rms_of, tensors_in
-from ..plan.actions import Plan, Step
+from ..plan.actions import Norm, Plan, Step
 from ..plan.model_plan import read, written
 from ..plan.planner import Planned
 from ..plan.weights import pruned
@@ -107,7 +107,8 @@ class Watching(Replay):
     def __init__(self, plan: Plan, keys: Collection[Key] | None, *rest: Any) -> None:
         super().__init__(plan, *rest)
         self._keys = keys
-        self._squares: dict[Key, list[_Norm]] = defaultdict(list)
+        #: Sums over the backward passes.
+        self.norms: dict[Key, Norm] = {}
         self._key: Key | None = None
 
     def _next(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
@@ -148,22 +149,21 @@ class Watching(Replay):
             except RuntimeError:  # no values inside vmap
                 continue
             eps = torch.finfo(grad.dtype).eps ** ROUNDING
-            self._squares[key].append(_Norm(norm**2, grad.numel(), (eps * norm) ** 2))
-
-    def gradients(self) -> dict[Key, float]:
-        """log2 of the RMS of each measured gradient that is finite and not zero."""
-        means = {key: n.square / max(1, n.numel) for key, n in self._norms().items()}
-        return {key: math.log2(mean) / 2 for key, mean in means.items() if 0 < mean < math.inf}
+            own, known = (norm**2, grad.numel(), (eps * norm) ** 2), self.norms.get(key)
+            self.norms[key] = Norm(
+                *(own if known is None else map(sum, zip(known, own, strict=True)))
+            )
 
     def rounding(self) -> dict[Key, float]:
         """log2 of the norm of the rounding errors of each measured gradient."""
-        errors = {key: n.rounding for key, n in self._norms().items()}
+        errors = {key: n.rounding for key, n in self.norms.items()}
         return {key: math.log2(error) / 2 for key, error in errors.items() if 0 < error < math.inf}
 
-    def _norms(self) -> dict[Key, _Norm]:
-        """Sums over the backward passes."""
-        parts = list(self._squares.items())  # a backward pass may run in another thread
-        return {key: _Norm(*map(sum, zip(*each, strict=True))) for key, each in parts}
+
+def sizes(norms: Mapping[Key, Norm]) -> dict[Key, float]:
+    """log2 of the RMS of each measured gradient that is finite and not zero."""
+    means = {key: n.square / max(1, n.numel) for key, n in norms.items()}
+    return {key: math.log2(mean) / 2 for key, mean in means.items() if 0 < mean < math.inf}
 
 
 def products_within(output: Any, given: Any) -> list[Node]:
@@ -183,15 +183,6 @@ def _is_product(node: Node) -> bool:
     """Whether a node is of an autograd function of `fp8.products`."""
     function = getattr(node, "_forward_cls", Function)
     return str(function.backward.__module__).startswith(fp8.products.__name__)
-
-
-class _Norm(NamedTuple):
-    """The square of the norm of a gradient, its number of elements, and the square of the norm of
-    their rounding errors."""
-
-    square: float
-    numel: int
-    rounding: float
 
 
 class Measuring(Watching):
@@ -223,7 +214,7 @@ class Measuring(Watching):
     def again(self) -> Measuring:
         """A copy that shares the measurements, for recomputation in the backward pass."""
         other = Measuring(*self._rest)
-        other.found, other._squares = self.found, self._squares
+        other.found, other.norms = self.found, self.norms
         other._passes = defaultdict(list)
         return other
 
@@ -280,7 +271,7 @@ class Measuring(Watching):
         """
         for place, exponents in self._passes.items():
             self.found.corrections[place] = sorted(exponents)[len(exponents) // 2]
-        found = self.gradients()
+        found = sizes(self.norms)
         moves = sorted(size - found[key] for key, size in actual.items() if key in found)
         move = moves[len(moves) // 2] if moves else 0.0
         self.found.gradients = {key: size + move for key, size in found.items()} | dict(actual)

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8.common.report import LEFT_ALONE
 
@@ -108,6 +108,15 @@ class Placed:
         return replace(self, gauge=gauge, sources=sources)
 
 
+class Norm(NamedTuple):
+    """The square of the norm of a gradient, its number of elements, and the square of the norm of
+    their rounding errors."""
+
+    square: float
+    numel: int
+    rounding: float
+
+
 @dataclass
 class Arriving:
     """The exponent of gradients that arrive at the output, None until known: see `run.border`."""
@@ -129,9 +138,9 @@ class Plan:
     name: the same in all processes that run the model. ties: the equations for `folding.ratios`.
     kept: attributes of modules that hold tensors with gradients after a run, as the begin of a
     `Slot` with `HELD`. ends: all results, as in `outputs`. true: whether all gradients must be
-    those of the function, as one has been differentiated. Not saved, for models whose calls depend
-    on values (`run.varying`): calls and places, every call and the first one at each place of the
-    code.
+    those of the function, as one has been differentiated. calls, places: every call and the first
+    one at each place of the code, for runs whose gauges are tracked (`run.varying`). watched:
+    gradients of products in the latest step of the model.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
@@ -154,8 +163,9 @@ class Plan:
     name: str = field(default="", compare=False)
     kept: tuple[Slot, ...] = ()
     true: bool = False
-    calls: dict[Key, Placed] = field(default_factory=dict, init=False, compare=False)
-    places: dict[Place, Placed] = field(default_factory=dict, init=False, compare=False)
+    calls: dict[Key, Placed] = field(default_factory=dict, compare=False)
+    places: dict[Place, Placed] = field(default_factory=dict, compare=False)
+    watched: dict[Key, Norm] = field(default_factory=dict, compare=False)
 
     @cached_property
     def counts(self) -> dict[str, Counter[str]]:
@@ -208,7 +218,8 @@ class Plan:
 class Settled:
     """What the first call signature fixes for all others, so that they compute the same.
 
-    keys: attention call -> (the number of keys to scale for, whether it is causal). units: last
+    keys: attention call -> (the number of keys to scale for, whether it is causal). factors: of
+    the results of products. units: last
     call of a formula -> the factor of its output. weights: the factors of arguments that are
     computed from parameters. loops: as ``known`` in `Regions.loops`.
     corrections, operands, gauges, parameters: exponents of the factors of results and of arguments
@@ -218,6 +229,7 @@ class Settled:
     """
 
     keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
+    factors: dict[Key, float] = field(default_factory=dict)
     units: dict[Key, float] = field(default_factory=dict)
     weights: dict[tuple[Key, Slot], float] = field(default_factory=dict)
     loops: dict[Place, str] = field(default_factory=dict)
@@ -247,6 +259,7 @@ class Settled:
         names = [(name, *name.rpartition(".")[::2]) for name in self.parameters]
         return Settled(
             keys=calls(self.keys),
+            factors=calls(self.factors),
             units=calls(self.units),
             weights=arguments(self.weights),
             loops=calls(self.loops),

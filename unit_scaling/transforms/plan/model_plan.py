@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
 from ..capture.forms import Form
 from .actions import CallRow, Plan, Settled, Step
 
-VERSION = 6
+VERSION = 7
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def read(kind: Any, data: Any) -> Any:
     Raises ValueError unless the fields of a dataclass are exactly its own.
     """
     if dataclasses.is_dataclass(kind):
-        hints, names = get_type_hints(kind), _saved(kind)
+        hints, names = _hints(kind), _saved(kind)
         unknown, missing = sorted({*data} - {*names}), sorted({*names} - {*data})
         if unknown or missing:
             what = _NAMES.get(kind.__name__, f"a {kind.__name__.lower()}")  # type: ignore[union-attr]
@@ -141,6 +142,9 @@ def read(kind: Any, data: Any) -> Any:
 
 _NAMES = {"ModelPlan": "a plan", "Plan": "the plan of a form of call"}
 """Classes in errors."""
+
+
+_hints: Any = functools.cache(get_type_hints)
 
 
 def _saved(kind: Any) -> list[str]:

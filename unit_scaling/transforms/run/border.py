@@ -138,16 +138,17 @@ def ending(output: Any, plan: Plan, exponent: int, size: float) -> Any:
     return output
 
 
-def ending_call(output: Any, args: tuple[Any, ...], *rest: Any) -> Any:
-    """As `ending`, for a call with these arguments: one that returns nothing, as ``x[i] = y``, has
-    written its result into the first."""
-    if output is not None:
+def ending_call(output: Any, given: tuple[Any, ...], *rest: Any) -> Any:
+    """As `ending`, for a call that may have written its result into one of the arguments ``given``;
+    one that returns nothing, as ``x[i] = y``, into the first."""
+    written = given[0] if output is None else next((t for t in given if t is output), None)
+    if written is None:
         return ending(output, *rest)
     if torch.is_grad_enabled() and _is_settled():
-        args[0].copy_(ending(args[0].clone(), *rest))
+        written.copy_(ending(written.clone(), *rest))
     else:
-        ending(args[0], *rest)
-    return None
+        ending(written, *rest)
+    return output
 
 
 def starting(tensor: Tensor, plan: Plan, exponent: int) -> Tensor:

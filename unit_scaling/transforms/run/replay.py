@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from fp8.context.active import with_static
 
 from ...rules.table import OPS
 from ...scale import scale_edge
-from ..capture.kinds import KINDS, RECURRENT, TRANSPARENT, canonical
+from ..capture.kinds import METHODS, RECURRENT, TRANSPARENT, canonical
 from ..capture.record import Calls, Key, Slot, tensors_in
 from ..plan.actions import Placed, Plan, Step
 from .border import ending_call, is_outside, starting
@@ -58,17 +57,6 @@ def _at(args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot) -> Any:
     for part in slot:
         value = value[part]
     return value
-
-
-_OPERATORS = tuple(
-    (function, kind)
-    for function, kind in KINDS.items()
-    if isinstance(function, FunctionType) and function.__qualname__.startswith("Tensor")
-)
-"""Methods of Tensor that are written in Python (``**``, ``1 - x``, ``1 / x``, ``x.norm()``).
-
-The compiler of torch 2.13 compares them by identity but does not find them in a dict.
-"""
 
 
 _OF_ITSELF = {
@@ -137,7 +125,8 @@ class Replay(Calls):
         output = self._called(step, function, args, kwargs)
         kept = None if placed is None else placed.kept
         if kept is not None:
-            output = ending_call(output, args, self._plan, gauge or 0, kept)
+            given = (*args, *kwargs.values())
+            output = ending_call(output, given, self._plan, gauge or 0, kept)
         following.leave(gauge, output, args)
         return output
 
@@ -162,12 +151,14 @@ class Replay(Calls):
         if step is None:
             return called(function, args, kwargs)
         output = self._execute(step, function, args, kwargs)
-        return output if step.end is None else ending_call(output, args, self._plan, *step.end)
+        if step.end is None:
+            return output
+        return ending_call(output, (*args, *kwargs.values()), self._plan, *step.end)
 
     def _kind(self, function: Callable[..., Any]) -> str | None:
         if torch.compiler.is_compiling():
-            for operator, kind in _OPERATORS:
-                if function is operator:
+            for method, kind, _ in METHODS:
+                if function is method:
                     return kind
         return self._kinds.get(function)
 

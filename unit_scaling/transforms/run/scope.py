@@ -33,7 +33,7 @@ from ..capture.structure import (
 )
 from ..folding.solve import Folded, folded
 from ..measure.look import RUNNING, UNSEEN, Look, its_parameter, run_in
-from ..measure.measuring import Actual, Watching
+from ..measure.measuring import Actual, Watching, sizes
 from ..plan.actions import MEASURED, Arriving, CallRow, Plan, Settled
 from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
 from .border import entering, holds, leaving, records, returns_other
@@ -89,7 +89,6 @@ class UnitScale:
         self.path = Stack()
         self._recording = threading.RLock()
         self._latest: dict[bool, Plan] = {}
-        self._watched: dict[Form, Watching] = {}
         self._missed: frozenset[str] = frozenset()
         self._runs: Counter[Form] = Counter()
         #: `Plan.final` -> what arrives at the plans of that kind.
@@ -108,7 +107,7 @@ class UnitScale:
 
     def __getstate__(self) -> dict[str, Any]:
         fresh: dict[str, Any] = {"kinds": None, "_recording": None, "_example": None}
-        return self.__dict__ | fresh | {"_watched": {}, "_runs": Counter()}
+        return self.__dict__ | fresh | {"_runs": Counter()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -221,20 +220,20 @@ class UnitScale:
     def _forget(self) -> None:
         """Drops all plans."""
         self.plans, self._latest, self.arriving = {}, {}, {}
-        self._watched.clear()
         self._runs.clear()
         self.edition = str(int(self.edition) + 1)
 
     def _known(self, form: Form) -> Plan | None:
         """The plan for a call signature; for a submodule also that of the whole model, if it has
-        run.
+        run: the latest one that calls it.
         """
         plan = self.plans.get(form)
         if plan is None and not form.grads:  # without gradients, as with them
             plan = self.plans.get(form._replace(grads=True))
         if plan is None and form.path:
-            plan = self._latest.get(form.training)
-            return plan if plan is not None and plan.covers(form.path) else None
+            whole = [p for f, p in self.plans.items() if f[:2] == ("", form.training)]
+            whole.sort(key=lambda p: p is not self._latest.get(form.training))
+            return next((p for p in whole if p.covers(form.path)), None)
         if plan is not None and not form.path:
             self._latest[form.training] = plan
         return plan
@@ -252,13 +251,13 @@ class UnitScale:
         stale, made = None, None
         early, self._runs[form] = self._runs[form] < LOOKS, self._runs[form] + 1
         start = Beginning(given, module if early else None)
-        if form in self._watched and not in_recomputation():
+        known = self.plans.get(form)
+        if known is not None and known.watched and not in_recomputation():
             with self._recording:
                 self._look_again(form, module, given)
         while True:
             plan = self._known(form)
-            untold = plan is not None and not plan.places and self._is_followed(plan, form, module)
-            if plan is None or plan is stale or untold:
+            if plan is None or plan is stale:
                 with self._recording:
                     if self._known(form) is not plan:
                         continue  # another thread has made the plan
@@ -318,20 +317,18 @@ class UnitScale:
         """Makes a plan again after a step of the model itself has measured gradients that the first
         plan lacked: those of a loss outside the model, and those that were zero.
         """
-        watch, plan = self._watched.pop(form, None), self.plans.get(form)
-        found = {} if watch is None else watch.gradients()
-        if plan is None or not found:
-            return
-        plan.looks = LOOKS if is_sharded(module) else plan.looks + 1
-        if plan.looks == LOOKS:
+        plan = self.plans[form]
+        found, plan.watched = sizes(plan.watched), {}
+        plan.looks = LOOKS if found and is_sharded(module) else plan.looks + bool(found)
+        if not found or plan.looks == LOOKS:
             return
         outside, later = (0, plan.outside) if plan.final else (plan.outside or 0, 0)
         if plan.final and found.keys().isdisjoint(plan.unseen):
             return
         true = {key: size - plan.gauges[key] - outside for key, size in found.items()}
         self.settled.settle(plan)
+        again: dict[str, Any] = {"hooks": form.hooks, "actual": Actual(true, later)}
         with torch.set_grad_enabled(form.grads):
-            again = {"hooks": form.hooks, "actual": Actual(true, later)}
             refined = self._look(module, form.path, given, **again)
         refined.looks = plan.looks
         self._use(form, refined)
@@ -343,7 +340,8 @@ class UnitScale:
         shows = shows and form.grads and not form.path and plan is self.plans.get(form)
         if traced or not shows or in_recomputation():  # which receives no gradient
             return Replay(plan, *rest)
-        self._watched[form] = watch = Watching(plan, plan.gauges.keys(), *rest)
+        watch = Watching(plan, plan.gauges.keys(), *rest)
+        plan.watched = watch.norms
         return watch
 
     def within(self, path: str, call: Call) -> Any:
@@ -488,7 +486,7 @@ class UnitScale:
     def held(self, model: nn.Module) -> str:
         """The plan as JSON, for the state_dict of ``model``; "" if there is none."""
         plans = list(self.plans.values())
-        state = [(id(plan), plan.outside, plan.looks) for plan in plans]
+        state = [(id(plan), plan.outside, plan.looks, plan.watched.copy()) for plan in plans]
         if self._held is None or self._held[0] != state:
             known = plans and not self.replacements
             text = self.plan(model, seen=False).to_json() if known else ""
@@ -510,7 +508,7 @@ class UnitScale:
         with self._recording, torch.enable_grad():
             self.settle()
             self.settled.gauges, self.settled.operands = {}, {}
-            self.plans, self._latest, self._watched = {}, {}, {}
+            self.plans, self._latest = {}, {}
             actual = None if loss is None else Actual({}, 0, loss)
             hooks = self.hooks(module)
             form = Form("", module.training, form_of(given[0]), form_of(given[1]), True, hooks)
@@ -526,10 +524,14 @@ class UnitScale:
         if self.replacements:
             raise ValueError("the plan of a model with functions in replace cannot be saved")
         given = (self.init, self.residual, self.context_length, tags_in(model), tuple(self.rows))
-        return ModelPlan(*given, *copy.deepcopy((self.plans, self.settled)))
+        plans, settled = copy.deepcopy((self.plans, self.settled))
+        for plan in plans.values() if seen else ():
+            plan.watched = {}
+        return ModelPlan(*given, plans, settled)
 
     def adopt(self, plan: ModelPlan) -> None:
-        """Adopts a plan instead of recording the model."""
+        """Adopts a plan and its options instead of recording the model."""
+        self.residual, self.context_length = plan.residual, plan.context_length
         self.rows = list(plan.rows)
         self.plans, self.settled = copy.deepcopy((plan.plans, plan.settled))
         self.arriving = {}

@@ -81,7 +81,7 @@ def warn_of(model: nn.Module) -> None:
 EXTRA_STATE = "_extra_state"
 """The last part of the key of an extra state in torch."""
 
-_PAGE = 2**16
+_PAGE = 2**18
 """The state is padded to a multiple of this many bytes: torch.distributed.checkpoint loads tensors
 only into tensors of the same size. Most plans are smaller.
 """
