@@ -109,7 +109,7 @@ def test_a_model_inside_of_ddp_is_refused():
     model = nn.Sequential(nn.Linear(16, 32))
     parallel = nn.parallel.DistributedDataParallel(nn.Sequential(model))
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="0.weight is still in use: a DistributedDataParallel"):
+    with pytest.raises(ValueError, match=r"0\.weight is still in use: a DistributedDataParallel"):
         fp8.initialize(model, optimizer)
     del parallel
     loss = model(torch.randn(2, 16)).sum()

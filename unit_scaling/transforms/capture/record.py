@@ -218,7 +218,8 @@ class Recorder(Calls):
     held by objects among the arguments. path: returns the path of the running
     module. parametrizations: the paths of modules that compute a weight. Outputs of matrix products
     are scaled to RMS 1, as they will be under the plan, so that later calls see values of that
-    size.
+    size. original: instead, all calls use the original values of parameters, and the RMS of every
+    result is noted.
     """
 
     def __init__(
@@ -230,6 +231,7 @@ class Recorder(Calls):
         within: Collection[int],
         path: Callable[[], str],
         parametrizations: frozenset[str] = frozenset(),
+        original: bool = False,
     ) -> None:
         super().__init__()
         self.nodes: list[CallNode] = []
@@ -240,6 +242,7 @@ class Recorder(Calls):
         self._within = within
         self._path = path
         self._parametrizations = parametrizations
+        self._original = original
         self._counts: Counter[tuple[str, str]] = Counter()
         self._node_of: dict[int, tuple[int, int]] = {}
         self._makers: dict[Node, int] = {}
@@ -286,7 +289,8 @@ class Recorder(Calls):
         """Makes the call; one that computes a weight gets parameters at their original scale."""
         if function is torch.autograd.grad:
             return self._gradients(node.args[1], node.inputs)
-        if not node.computed or not node.kind or node.kind in TRANSPARENT:
+        computes = node.computed and bool(node.kind)
+        if not (computes or self._original) or node.kind in TRANSPARENT:
             return function(*node.args, **node.kwargs)
         given, original = node.tensors, dict[Slot, Tensor]()
         for i in node.inputs:
@@ -422,7 +426,7 @@ class Recorder(Calls):
         node.live = differs and any(s.live for s in sources)
         node.masking = node.floating and not node.live and _any_masking(written)
         is_product = node.kind in PRODUCTS and node.floating and len(written) == 1
-        if node.computed and largest is not None:
+        if (node.computed or self._original) and largest is not None:
             node.rms = rms_of(largest)
         elif is_product and is_strided(written[0]):
             with torch.no_grad():

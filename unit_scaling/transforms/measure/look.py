@@ -32,6 +32,7 @@ from ..capture.structure import Structure, held_by
 from ..folding.ratios import find_ties
 from ..plan.actions import Arriving, CallRow, Plan, Settings, Settled, Step, Weights
 from ..plan.planner import Planned, make_plan
+from ..plan.shares import find_shares, is_shared
 from ..plan.weights import parametrizations, pruned, tagged_weights
 from ..run.border import records
 from ..run.install import Call, Given, Places, Scope, find_scope, is_flattened, is_sharded
@@ -125,6 +126,7 @@ class Look:
         with apart():
             with torch.inference_mode(False), torch.enable_grad():  # which show autograd functions
                 recorder, ends, kept = self._record(twin, weights)
+            self._settle_shares(recorder, weights)
             around = any(node.around for node in recorder.nodes)
             while True:
                 planned = make_plan(recorder.nodes, self._settings(weights))
@@ -145,13 +147,25 @@ class Look:
         restore_own_tags(twin)
         return twin.eval() if self.evaluate else twin
 
+    def _settle_shares(self, recorder: Recorder, weights: Weights) -> None:
+        """Runs a copy with the original values of parameters, if calls join values and parameters,
+        and settles the factors of their terms."""
+        nodes, known = recorder.nodes, self.scope.settled.shares
+        joins = {node.key for node in nodes if is_shared(node, nodes, weights.factors)}
+        if self.scope.init == "preserve" or joins <= known.keys():
+            return
+        with torch.no_grad():
+            original, _, _ = self._record(self._twin(), weights, original=True)
+        known |= find_shares(original.nodes, weights.factors) | known
+
     def _record(
-        self, twin: nn.Module, weights: Weights
+        self, twin: nn.Module, weights: Weights, original: bool = False
     ) -> tuple[Recorder, dict[Slot, int], dict[Slot, int]]:
         """Runs a copy; returns (its recorder, the nodes of its results, those of what is *kept*).
 
         A loss outside the model may read what is kept: tensors among the attributes of its modules,
-        in its arguments, in objects within its result, and those that hooks have seen.
+        in its arguments, in objects within its result, and those that hooks have seen. original: as
+        in `Recorder`.
         """
         scope, path = self.scope, self.path
         (args, kwargs), copies = detached(self.given, records=False)
@@ -160,7 +174,7 @@ class Look:
         entering = [key for key in wanted if key not in inputs]
         running, computing = scope.path.items, parametrizations(twin, f"{path}." if path else "")
         path_now = lambda: running[-1] if running else path  # noqa: E731
-        rest = (inputs, entering, path_now, computing)
+        rest = (inputs, entering, path_now, computing, original)
         recorder = Recorder(scope.kinds, _names(twin, path), weights.factors, *rest)
         seen: list[Any] = []
         for module in map(twin.get_submodule, self.hooks):

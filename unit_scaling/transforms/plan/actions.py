@@ -221,7 +221,8 @@ class Settled:
     keys: attention call -> (the number of keys to scale for, whether it is causal). factors: of
     the results of products. units: last
     call of a formula -> the factor of its output. weights: the factors of arguments that are
-    computed from parameters. loops: as ``known`` in `Regions.loops`.
+    computed from parameters. shares: call that joins values and parameters -> the factors of its
+    terms. loops: as ``known`` in `Regions.loops`.
     corrections, operands, gauges, parameters: exponents of the factors of results and of arguments
     of products, and of the gauges of calls and parameters (`measure.gauge`). varying: the paths of
     modules whose number of calls depends on values, True for each (`run.varying`). twice: whether
@@ -232,6 +233,7 @@ class Settled:
     factors: dict[Key, float] = field(default_factory=dict)
     units: dict[Key, float] = field(default_factory=dict)
     weights: dict[tuple[Key, Slot], float] = field(default_factory=dict)
+    shares: dict[Key, tuple[Scaling, ...]] = field(default_factory=dict)
     loops: dict[Place, str] = field(default_factory=dict)
     corrections: dict[Place, int] = field(default_factory=dict)
     operands: dict[tuple[Key, Slot], int] = field(default_factory=dict)
@@ -262,6 +264,7 @@ class Settled:
             factors=calls(self.factors),
             units=calls(self.units),
             weights=arguments(self.weights),
+            shares=calls(self.shares),
             loops=calls(self.loops),
             corrections=calls(self.corrections),
             operands=arguments(self.operands),

@@ -289,6 +289,15 @@ class _Planner:
         silent = kind in NEUTRAL | CASTS and restored is None
         return restored, "" if silent or find_op(node.function) is None else "unchanged", _OUTSIDE
 
+    def _share(self, index: int, node: CallNode, kind: str) -> Decision | None:
+        """A sum, a concatenation or a choice of values and a much smaller or larger parameter: each
+        has the share that it had in the model as it was."""
+        slots = self.settings.settled.shares.get(node.key or ("", "", 0))
+        if not slots:
+            return None
+        shares = ", ".join(f"{factor:.2g}" for _, factor, _ in slots)
+        return Step(slots=slots), "scaled", f"terms keep their shares, {shares}"
+
     def _add(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """A sum: of values of RMS 1 by its rule, of numbers, masks, constants and biases as it
         is."""
@@ -374,6 +383,7 @@ DECIDERS: tuple[Decider, ...] = (
     _Planner._region,
     _Planner._residual,
     _Planner._outside,
+    _Planner._share,
     _Planner._add,
     _Planner._mul,
     _Planner._attention,

@@ -1,0 +1,53 @@
+"""Parameters that join values in a sum, a concatenation or a choice: each term keeps its share.
+
+The positions and the class token of a vision transformer are small beside the patches that they
+join. If every parameter had RMS 1 there, they would be as large, and hide the patches. The shares
+are measured in a run with the original values of all parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..capture.kinds import EMBEDDINGS
+from ..capture.record import CallNode, Key
+from .actions import Scaling
+
+JOINS = frozenset("add sub cat stack where".split())
+"""Kinds whose result consists of its tensor arguments, its terms."""
+
+COMPARABLE = 2.0
+"""Terms whose RMS differs by at most this factor have the rule of the op: equal shares."""
+
+
+def is_shared(node: CallNode, nodes: Sequence[CallNode], factors: Mapping[str, float]) -> bool:
+    """Whether a call joins a parameter, or rows of one, with values.
+
+    factors: the divisors of parameters, by name.
+    """
+    if node.key is None or node.kind not in JOINS or node.numel == 1 or node.computed:
+        return False
+    terms = [nodes[i.node] for i in node.inputs if nodes[i.node].live]
+    own = [term for term in terms if term.computed]
+    looked_up = any(term.kind in EMBEDDINGS for term in terms)
+    return len(terms) > 1 and bool(own or looked_up) and all(t.origin in factors for t in own)
+
+
+def find_shares(
+    nodes: Sequence[CallNode], factors: Mapping[str, float]
+) -> dict[Key, tuple[Scaling, ...]]:
+    """Returns, for each such call, the factors of its terms: the RMS of a term over that of the
+    result; none if its terms are comparable.
+
+    nodes: of a run with the original values of parameters, whose RMS is noted.
+    """
+    found: dict[Key, tuple[Scaling, ...]] = {}
+    for node in nodes:
+        if node.key is None or not is_shared(node, nodes, factors):
+            continue
+        terms = {i.slot: nodes[i.node] for i in node.inputs if nodes[i.node].live}
+        sizes = {s: factors[t.origin or ""] if t.computed else t.rms for s, t in terms.items()}
+        comparable = max(sizes.values()) <= COMPARABLE * min(sizes.values())
+        shares = {} if comparable else {slot: size / node.rms for slot, size in sizes.items()}
+        found[node.key] = tuple((slot, share, share) for slot, share in shares.items())
+    return found
