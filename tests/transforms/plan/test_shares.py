@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import unit_scaling as uu
 from tests.transforms.gradients import check_true
-from unit_scaling.transforms import ModelPlan, unit_scale
+from unit_scaling.transforms import ModelPlan, fold, unit_scale
 
 WIDTH, LENGTH = 32, 6
 
@@ -81,6 +81,13 @@ def test_the_joined_values_are_those_of_the_plain_model(join):
 def test_gradients_are_true(join):
     model = unit_scale(Joined(join).double())
     check_true(model, lambda m: m(batch().double()).square().sum())
+
+
+@each_join
+def test_shares_are_folded(join):
+    model = unit_scale(Joined(join))
+    expected = model(batch())
+    torch.testing.assert_close(fold(model)(batch()), expected, rtol=1e-5, atol=1e-6)
 
 
 @each_join
