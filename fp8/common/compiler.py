@@ -26,28 +26,8 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .frames import refuse_split_graphs
 from .graph_functions import GRAPH_FUNCTIONS
-from .threads import Stack
-
-__all__ = [
-    "FIRST_LOOK",
-    "HIDDEN",
-    "FirstLook",
-    "apply",
-    "apply_eagerly",
-    "called",
-    "compiled_as",
-    "eager_only",
-    "in_graph",
-    "is_differentiated_again",
-    "is_plain",
-    "own",
-    "reads_values",
-    "reveal",
-    "same",
-    "taken_as_constant",
-]
+from .threads import Stack, refuse_split_graphs
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from ..common.frames import frames
+from ..common.threads import frames
 
 
 def checkpointed(

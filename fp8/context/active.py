@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..casts.measuring import measuring
 from ..common.compiler import called
-from ..common.pipelining import in_shape_inference
+from ..common.threads import in_shape_inference
 from ..common.validation import check_name
 from ..native import product as native
 from ..recipes.cast import Cast

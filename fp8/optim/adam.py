@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ..common.dtensor import part_of
 from ..common.validation import check_flag, check_name, check_number
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
@@ -58,7 +59,6 @@ from .state import (
     State,
     everywhere,
     is_plain,
-    local,
     parameters_of,
     prepare,
     read,
@@ -188,14 +188,14 @@ class _Unit:
         """The tensor to update: the masters, the weight itself, or a copy of the weights."""
         if self.master:
             return self.kept(MASTER)
-        here = [local(parameter.detach()) for parameter in self.parameters]
+        here = [part_of(parameter.detach()) for parameter in self.parameters]
         if len(here) == 1 and is_plain(here[0]) and not self.how.feedback:
             return Encoded(here[0].view(-1))
         return Encoded(torch.cat([x.to(self.how.weight.dtype).reshape(-1) for x in here]))
 
     def gradient(self) -> Tensor:
         """The gradient that Adam uses, flat: negated for maximize, with the L2 decay added."""
-        here = [local(parameter.grad.detach()) for parameter in self.parameters]  # type: ignore[union-attr]
+        here = [part_of(parameter.grad.detach()) for parameter in self.parameters]  # type: ignore[union-attr]
         flats = [(x if is_plain(x) else x.to(torch.float32)).reshape(-1) for x in here]
         grad = flats[0] if len(flats) == 1 else torch.cat(flats)
         if self.group["maximize"]:
@@ -259,7 +259,7 @@ class _Unit:
     def finish(self, weight: Encoded, first: Encoded, second: Encoded) -> None:
         """Writes updated copies back to the parameters and states."""
         joined = len(self.states) > 1
-        here = [local(parameter.detach()) for parameter in self.parameters]
+        here = [part_of(parameter.detach()) for parameter in self.parameters]
         if self.how.feedback:
             _split(self._rounded(weight.values, here[0]), here)
             error = weight.values - self.weight().values
@@ -304,7 +304,7 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
         kept = prepare(state, parameter, group)
         key: Any = number
         if parameter.numel() < group["min_size"]:
-            plain = is_plain(local(parameter)) and parameter.dtype
+            plain = is_plain(part_of(parameter)) and parameter.dtype
             key = (float(state["step"]), parameter.device, plain, MASTER in kept)
         if key not in found:
             found[key] = _Unit(
@@ -322,7 +322,7 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
 
 
 def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
-    here, (b1, b2) = local(parameter), group["betas"]
+    here, (b1, b2) = part_of(parameter), group["betas"]
     feedback = has_feedback(parameter, group)
     wide = feedback or not is_plain(here)
     weight = kept.get(MASTER) or PLAIN[torch.float32 if wide else here.dtype]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from ..common.dtensor import is_dtensor
+from ..common.dtensor import is_dtensor, part_of
 from ..common.validation import check_name, check_number
 from ..formats.format import dtype_name
 from ..tensors.scaled_tensor import DTYPES, plain
@@ -28,7 +28,6 @@ from .state import (
     everywhere,
     has,
     keep,
-    local,
     numbers_of,
     parameters_of,
     portable,
@@ -69,7 +68,7 @@ def finite_everywhere(optimizer: Optimizer, trained: list[Any]) -> bool:
         if parameter.grad.layout != torch.strided:
             kind = type(optimizer).__name__
             raise RuntimeError(f"{kind} needs dense gradients, got {parameter.grad.layout}")
-    finite = [plain(local(p.grad)).isfinite().all().cpu() for p in trained]
+    finite = [plain(part_of(p.grad)).isfinite().all().cpu() for p in trained]
     ours = not finite or bool(torch.stack(finite).all())
     return everywhere(ours, parameters_of(optimizer))
 
@@ -144,7 +143,7 @@ class LowPrecision(Optimizer):
         now = {p: _mark(p) for p in self._with_master()}
         for p in _changed(getattr(self, "_marks", {}), now):
             master = read(self.state[p], MASTER)
-            if not rounds_to(decode(master).view(local(p).shape), p):
+            if not rounds_to(decode(master).view(part_of(p).shape), p):
                 if "loaded" not in vars(p):
                     warn_of_broadcasts()
                 encoding = ENCODINGS[dtype_name(master.values.dtype)]
@@ -213,7 +212,7 @@ def _mark(parameter: Any) -> _Mark:
     version = (parameter._version, *writes, parameter.shape, parameter.dtype)
     if writes:
         return _Mark(version, torch.empty(0))
-    rows = torch.atleast_2d(local(parameter.detach())).flatten(1).contiguous()
+    rows = torch.atleast_2d(part_of(parameter.detach())).flatten(1).contiguous()
     whole = rows.shape[1] * rows.itemsize % 8 == 0
     bits = rows.view(torch.int64 if whole else torch.int16)
     return _Mark(version, torch.cat([bits.sum(0), bits.sum(1)]))

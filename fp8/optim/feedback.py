@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..common.dtensor import part_of
 from ..common.validation import check_flag
 from .encodings import ENCODINGS, MOMENTS, Encoded, Encoding, decode, write
-from .state import Group, is_plain, local
+from .state import Group, is_plain
 
 ALLOWED = tuple(name for name in MOMENTS["first_moment"] if ENCODINGS[name].scale != "tensor")
 """The first moments that hold what is added: a scale for the tensor is set before the step."""
@@ -36,7 +37,7 @@ def check_feedback(group: Group) -> None:
 
 def has_feedback(parameter: Tensor, group: Group) -> bool:
     """Whether the rounding of a parameter is fed back: not that of a plain float32 one."""
-    here = local(parameter)
+    here = part_of(parameter)
     coarse = here.dtype != torch.float32 or not is_plain(here)
     return coarse and bool(group.get("error_feedback", False))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ..common.dtensor import is_dtensor
+from ..common.dtensor import is_dtensor, part_of
 from ..common.mixin import bare_class, check_module
 from ..common.pitfalls import OptimizerWarning, warn_once
 from ..common.validation import check_between, check_flag, check_name, check_number
@@ -35,7 +35,6 @@ from .state import (
     Group,
     State,
     keep,
-    local,
     parameters_of,
     prepare,
     put_weight,
@@ -266,7 +265,7 @@ def _step(parameter: Any, state: State, group: Group, index: int) -> None:
     encodings = prepare(state, parameter, group)
     state["step"] += 1
     lr, momentum = float(group["lr"]), float(group["momentum"])
-    gradient = plain(local(parameter.grad), torch.float32)
+    gradient = plain(part_of(parameter.grad), torch.float32)
     if group["maximize"]:
         gradient = -gradient
     buffer = decode(read(state, MOMENTUM)).view(parameter.shape)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..adapters.policies import as_code
+from ..adapters.transformers import cache_found, has_cache
 from ..common.step import Batch, call, copied, described, scalars, untouched
 from ..common.validation import check_whole
 from ..formats.format import get_format
@@ -30,12 +31,10 @@ from ..selection.layers import candidates
 from ..selection.roles import roles
 from ..surgery.convert import convert, report
 from ..version import __version__
-from .caches import cache_found, has_cache
-from .finalists import FINE, finalists, recommended, worst_error
 from .findings import Candidate, CastScore, Choice, Findings, Product, Run
 from .hardware import Hardware, estimate
 from .progress import stage
-from .proof import REFERENCE, compare, prove
+from .proof import FINE, REFERENCE, compare, finalists, prove, recommended, worst_error
 from .search import choice, frontier, keeping, knee, layer_scores, name_of, published, score, shares
 from .trace import trace
 from .training import Prepare, Problem, train, under

@@ -55,7 +55,6 @@ from ..selection.layers import (
 )
 from ..selection.policies import resolve
 from ..selection.where import Where, checked_where, choose
-from .parametrized import OfParameters, leave_parametrizations
 from .swap import adapted, is_replacement, warn_nothing
 
 M = TypeVar("M", bound=nn.Module)
@@ -103,7 +102,7 @@ class Converted(Gained):
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if "parametrizations" in self._modules:  # which may be newer than the conversion
-            leave_parametrizations(self)
+            _leave_parametrizations(self)
         history = LayerHistory(self) if self.fp8_recipe.needs_history else None
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.
@@ -177,6 +176,22 @@ class _Expanded(Gained):
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         with nullcontext() if ACTIVE.blocks else autocast(enabled=False):
             return forward(*args, **kwargs)
+
+
+class _OfParameters(Gained):
+    """The computation of a parametrized weight: its products are not those of the layer."""
+
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        with autocast(enabled=False) if ACTIVE.blocks else nullcontext():
+            return forward(*args, **kwargs)
+
+
+@eager_only()
+def _leave_parametrizations(layer: nn.Module) -> None:
+    """Leaves the products that compute the weights of a layer in high precision."""
+    computed: Any = layer._modules.get("parametrizations") or {}
+    for part in computed.values():
+        gain(part, _OfParameters)
 
 
 def convert(
@@ -338,7 +353,7 @@ def _begin(module: nn.Module, sources: tuple[Source, ...], backend: str, why: st
     gain(module, Converted)
     vars(module).update(fp8_sources=sources, fp8_asked=backend, fp8_why=why)
     vars(module).update(fp8_transposed=is_transposed(module), fp8_ragged=0)
-    leave_parametrizations(module)
+    _leave_parametrizations(module)
     set_recipe(module, sources)
 
 
@@ -393,10 +408,6 @@ def advance(model: nn.Module, fraction: float) -> bool:
     return any(changed)
 
 
-def _since(fraction: float | None) -> str:
-    return "" if fraction is None else f"since {fraction:g} of the training"
-
-
 def _advance(owner: nn.Module, policy: Policy, fraction: float) -> bool:
     policy.at(fraction)  # checks the fraction
     reached = [(start, source_of(recipe)) for start, recipe in policy.switch if start <= fraction]
@@ -413,7 +424,8 @@ def _advance(owner: nn.Module, policy: Policy, fraction: float) -> bool:
             if why:
                 now = module.fp8_sources
             set_recipe(module, now)
-            vars(module)["fp8_since"] = f"not switched: {why}" if why else _since(since)
+            shown = "" if since is None else f"since {since:g} of the training"
+            vars(module)["fp8_since"] = f"not switched: {why}" if why else shown
     forget_looks(owner)
     return True
 
@@ -472,14 +484,10 @@ _NOT_UNIT = (
 def expand(model: M) -> M:
     """Makes containers with a fast path call their layers, if any of those was converted."""
     for module in model.modules():
-        inner = module.modules()
-        if isinstance(module, _FAST_PATHS) and any(map(_runs_in_fp8, inner)):
+        changed = (isinstance(m, Converted) or is_replacement(m) for m in module.modules())
+        if isinstance(module, _FAST_PATHS) and any(changed):
             gain(module, _Expanded)
     return model
-
-
-def _runs_in_fp8(module: nn.Module) -> bool:
-    return isinstance(module, Converted) or is_replacement(module)
 
 
 def revert(model: M) -> M:
@@ -497,7 +505,7 @@ def revert(model: M) -> M:
         model = adapter(name).revert(model)
     for module in model.modules():
         lose(module, _Expanded)
-        lose(module, OfParameters)
+        lose(module, _OfParameters)
         if isinstance(module, Converted):
             lose(module, Converted)
             forget(module)
