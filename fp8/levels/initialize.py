@@ -26,7 +26,7 @@ from ..common.validation import check_name
 from ..optim import SGD, Adam, AdamW, Muon
 from ..optim.base import LowPrecision
 from ..optim.state import convert as convert_state
-from ..recipes.policy import Policy, as_policy
+from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
 from ..selection.layers import LAYERS, why_quantized
 from ..surgery.convert import check_ready, convert
@@ -140,8 +140,6 @@ def initialize(
     """
     check_name("opt_level", opt_level, LEVELS)
     level = LEVELS[opt_level]
-    if recipe is not None:
-        as_policy(recipe)
     _check_model(model)
     if optimizer is None:
         optimizer = AdamW(model.parameters())
