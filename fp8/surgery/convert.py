@@ -21,16 +21,7 @@ from ..context.active import ACTIVE, checked_backend
 from ..modes.autocast import autocast
 from ..native.product import alignment, devices, why_not_here, why_not_recipe
 from ..products.matmul import linear
-from ..recipes.history import (
-    LayerHistory,
-    Live,
-    add_initial_histories,
-    forget,
-    is_history,
-    note,
-    remember,
-    settle,
-)
+from ..recipes import history
 from ..recipes.policy import (
     CASTS,
     Policy,
@@ -98,21 +89,21 @@ class Converted(Gained):
     #: The last number of tokens seen in eager mode that is not such a multiple.
     fp8_ragged: int
     #: Buffer of a static scale -> whether it is set.
-    fp8_known: Live
+    fp8_known: history.Live
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if "parametrizations" in self._modules:  # which may be newer than the conversion
             _leave_parametrizations(self)
-        history = LayerHistory(self) if self.fp8_recipe.needs_history else None
+        kept = history.LayerHistory(self) if self.fp8_recipe.needs_history else None
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.
-        alone = history is None and self._active == (Converted,) and not FIRST_LOOK.items
+        alone = kept is None and self._active == (Converted,) and not FIRST_LOOK.items
         if alone and _is_a_tensor(*args, **kwargs):
             if self._original is nn.Linear:
                 return _linear(self, self.weight, *args)
             if self.fp8_transposed:
                 return _linear(self, self.weight.mT, *args)
-        mode = autocast(self.fp8_recipe, backend=self.fp8_backend, history=history)
+        mode = autocast(self.fp8_recipe, backend=self.fp8_backend, history=kept)
         mode.reenters = True  # each call of the layer enters it anew
         with mode:
             return forward(*args, **kwargs)
@@ -120,20 +111,20 @@ class Converted(Gained):
     @taken_as_constant
     def fp8_note(self: Any, buffer: str) -> bool:
         """`note` for a buffer, in eager mode and while a graph that reads it is traced."""
-        note(self.fp8_known, buffer, self._buffers[buffer])
+        history.note(self.fp8_known, buffer, self._buffers[buffer])
         return True
 
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
         if any(key.startswith(prefix + "fp8_scale_") for key in state_dict):
             _choose_static(self)
-        add_initial_histories(self, state_dict, prefix)
+        history.add_initial_histories(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-        settle(self)
+        history.settle(self)
 
     def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Moves the layer, or changes its dtype. The state of scales stays in float32, and is zero
         where the meta device had no values: `to_empty` would leave what the memory holds."""
-        states = {n: b for n, b in self.named_buffers(recurse=False) if is_history(n)}
+        states = {n: b for n, b in self.named_buffers(recurse=False) if history.is_history(n)}
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for name, state in states.items():
             moved = self._buffers[name]
@@ -364,7 +355,7 @@ def set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
     runs = "simulate" if why_not_recipe(composed(sources, PLAIN) or _HIGH) else backend
     vars(module).update(fp8_recipe=recipe, fp8_backend=runs, fp8_multiple=alignment(recipe))
     if recipe.needs_history and not isinstance(module, ACTIVATIONS):
-        remember(module, recipe, not has_one_product(module))
+        history.remember(module, recipe, not has_one_product(module))
 
 
 _HIGH = Recipe(name="high precision")
@@ -437,7 +428,7 @@ def choose_recipes(model: nn.Module) -> None:
         if isinstance(module, Converted) and AUTO in module.fp8_sources:
             vars(module)["fp8_recipe"] = composed(module.fp8_sources, auto_of(module))
             if not module.fp8_recipe.needs_history:
-                forget(module)
+                history.forget(module)
     forget_looks(model)
 
 
@@ -453,7 +444,7 @@ def _choose_static(module: Any) -> None:
     auto = set(module.fp8_sources) == {AUTO}
     if auto and module.fp8_recipe == PLAIN and not _unfit(module, STATIC):
         vars(module)["fp8_recipe"] = STATIC
-        remember(module, STATIC, not has_one_product(module))
+        history.remember(module, STATIC, not has_one_product(module))
 
 
 def _warn(model: nn.Module, chosen: Sequence[str]) -> None:
@@ -508,7 +499,7 @@ def revert(model: M) -> M:
         lose(module, _OfParameters)
         if isinstance(module, Converted):
             lose(module, Converted)
-            forget(module)
+            history.forget(module)
         for key in _SET:
             vars(module).pop(key, None)
     return model
