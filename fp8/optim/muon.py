@@ -26,21 +26,11 @@ from ..recipes.recipe import Recipe, get_recipe
 from ..selection.layers import candidates
 from ..selection.roles import roles
 from ..tensors.scaled_tensor import plain
+from . import state as states
 from .adam import check_adam, step_units, units_of
 from .base import LowPrecision, check_group, finite_everywhere
 from .encodings import MOMENTA, decode
-from .state import (
-    MASTER,
-    MOMENTUM,
-    Group,
-    State,
-    keep,
-    parameters_of,
-    prepare,
-    put_weight,
-    read,
-    weight_of,
-)
+from .state import MASTER, MOMENTUM, Group, State, parameters_of
 
 aten = torch.ops.aten  # which no mode casts, if a step is made inside of `fp8.autocast`
 
@@ -261,13 +251,13 @@ def _check_matrix(parameter: Tensor) -> None:
 
 def _step(parameter: Any, state: State, group: Group, index: int) -> None:
     """Jordan's Muon with decoupled weight decay (arXiv:2502.16982, section 2), as in torch."""
-    encodings = prepare(state, parameter, group)
+    encodings = states.prepare(state, parameter, group)
     state["step"] += 1
     lr, momentum = float(group["lr"]), float(group["momentum"])
     gradient = plain(part_of(parameter.grad), torch.float32)
     if group["maximize"]:
         gradient = -gradient
-    buffer = decode(read(state, MOMENTUM)).view(parameter.shape)
+    buffer = decode(states.read(state, MOMENTUM)).view(parameter.shape)
     buffer.lerp_(gradient, 1 - momentum)
     update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
     recipe = None if group["recipe"] is None else get_recipe(group["recipe"])
@@ -278,11 +268,11 @@ def _step(parameter: Any, state: State, group: Group, index: int) -> None:
     if encoding.rounds_stochastically(momentum):
         key = random_key((group["seed"], int(state["step"]), index))
         bits = bits_from_key((buffer.numel(),), key, device=buffer.device)
-    keep(state, MOMENTUM, parameter, encoding, buffer.flatten(), bits)
-    weight = weight_of(parameter, state, MASTER in encodings)
+    states.keep(state, MOMENTUM, parameter, encoding, buffer.flatten(), bits)
+    weight = states.weight_of(parameter, state, MASTER in encodings)
     weight.mul_(1 - lr * group["weight_decay"])
     weight.add_(update, alpha=-lr * RATES[group["adjust_lr_fn"]](*parameter.shape))
-    put_weight(parameter, state, weight, encodings.get(MASTER))
+    states.put_weight(parameter, state, weight, encodings.get(MASTER))
 
 
 def orthogonalized(
