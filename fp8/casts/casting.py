@@ -35,20 +35,11 @@ from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, reduced
 from ..formats.format import FORMATS, Format, get_format
 from ..formats.quantize import check_dtype, quantize_operand
 from ..formats.random_bits import KEY_START
+from ..recipes import scaling
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
 from ..recipes.rules import CORRECTED, UNITS, scale_format
-from ..recipes.scaling import (
-    Tile,
-    corrected,
-    history_scale,
-    inverse_of,
-    largest_finite,
-    scale_of,
-    scaled_tiles,
-    unit_of,
-    with_margin,
-)
+from ..recipes.scaling import Tile, inverse_of, scale_of, scaled_tiles, with_margin
 from ..tensors.scaled_tensor import plain
 from .counts import Blocks, Observed, observe
 from .measuring import measuring
@@ -298,7 +289,7 @@ def whole_scale(
         x = _amax_of(x)
     if history is not None:
         record = updates_states() if record is None else record
-        return history_scale(x, history, format_of(spec), rule, margin, record)
+        return scaling.history_scale(x, history, format_of(spec), rule, margin, record)
     if rule is None:
         return static_scale(margin, x) if margin else None
     if not whole or not x.numel():
@@ -373,7 +364,7 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any)
 def _amax_of(x: Any) -> Tensor:
     """The largest finite magnitude of a whole DTensor, 0-dim, on every process; 0 without one."""
     local = part_of(x)
-    amax = largest_finite(local, None) if local.numel() else local.new_zeros(())
+    amax = scaling.largest_finite(local, None) if local.numel() else local.new_zeros(())
     return reduced(x, amax, range(x.ndim), "max")
 
 
@@ -394,9 +385,9 @@ def _scales_of(
         if by > 1:
             check_whole(x, dim, by)
     if rule in UNITS:
-        return scale_of(tiles, dims, format, rule, unit_of(_amax_of(x), None, format, rule))
+        return scale_of(tiles, dims, format, rule, scaling.unit_of(_amax_of(x), None, format, rule))
     if 0 in tile:
-        amax = reduced(x, largest_finite(tiles, dims), [axis], "max")
+        amax = reduced(x, scaling.largest_finite(tiles, dims), [axis], "max")
         return scale_of(amax, dims, format, rule)
     return scale_of(tiles, dims, format, rule)
 
@@ -405,7 +396,7 @@ def tensor_unit(tiles: Tensor, dims: tuple[int, ...] | None, spec: Spec, of: Any
     """The unit of the scales of a rule in UNITS. of: as in `_round_part`."""
     assert spec.rule is not None
     of_all = (tiles, dims) if of is None else (_amax_of(of), None)
-    unit = unit_of(*of_all, format_of(spec), spec.rule)
+    unit = scaling.unit_of(*of_all, format_of(spec), spec.rule)
     return with_margin(unit, spec.margin, spec.rule)
 
 
@@ -418,7 +409,8 @@ def corrected_tiles(
     _, along = spec.tile
     units = tiles.detach().to(scale.dtype) / scale
     values = quantize_operand(units, format_of(spec), **rounding_of(spec))
-    return values, corrected(units, values, scale, unit, dims, max(spec.hadamard // along, 1))
+    together = max(spec.hadamard // along, 1)
+    return values, scaling.corrected(units, values, scale, unit, dims, together)
 
 
 def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:

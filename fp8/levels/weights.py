@@ -18,15 +18,8 @@ from ..optim.state import MASTER, carried, has, read, rounds_to
 from ..selection.layers import LAYERS, is_transposed, why_quantized
 from ..selection.where import Where, checked_where, choose
 from ..surgery.convert import check_ready
-from ..tensors.scaled_tensor import (
-    DTYPES,
-    OWN,
-    STORED,
-    ScaledTensor,
-    keep_gradients_in,
-    plain,
-    scaled,
-)
+from ..tensors import scaled_tensor
+from ..tensors.scaled_tensor import DTYPES, ScaledTensor, plain, scaled
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -106,7 +99,7 @@ def _own(module: Any) -> Iterator[tuple[str, Any]]:
 
 def _attributes(parameter: Tensor) -> dict[str, Any]:
     """The attributes that others, such as tags, have set on a parameter."""
-    own = (*OWN, "_is_param", "__deepcopy__", "__reduce_ex__")
+    own = (*scaled_tensor.OWN, "_is_param", "__deepcopy__", "__reduce_ex__")
     return {k: v for k, v in vars(parameter).items() if k not in own}
 
 
@@ -134,7 +127,7 @@ def _replacement(old: Any, format: str, grad_format: str | None) -> Any:
     _bring(new, old)
     _with_all_of(old, new)
     if grad_format is not None:
-        keep_gradients_in(new, grad_format)
+        scaled_tensor.keep_gradients_in(new, grad_format)
         if old.grad is not None:
             new.grad = scaled(plain(old.grad), grad_format, old.dtype)
     return new
@@ -217,7 +210,7 @@ def store_frozen(model: M, format: str | None = "e4m3", *, where: str | Where | 
     if format is None:
         plain_weights(model)
         return model
-    check_name("format", format, STORED)
+    check_name("format", format, scaled_tensor.STORED)
     layers = {
         name: module
         for name, module in model.named_modules()
