@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..casts.casting import rounding_of, spec_of, static_scale
 from ..casts.operands import static_exponent
+from ..casts.saved_operands import restored
 from ..common.dtensor import as_shard, part_of
 from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row
@@ -392,10 +393,7 @@ class _Weight(Tensor):
         (bits,) = all_gather_outputs
         format = get_format(self.cast.format)
         assert format.dtype is not None
-        weight = bits.view(format.dtype).to(torch.float32)
-        if metadata is not None:
-            weight = weight * metadata
-        weight = weight.to(param_dtype)
+        weight = restored(bits.view(format.dtype), metadata, param_dtype)
         if out is None:
             return weight, (weight,)
         # Through .data, so that autograd does not see a change: backward reads the same values.
