@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fp8.common.compiler import FirstLook, called
+from fp8.common.compiler import FirstLook, called, checkpointed
 from fp8.common.step import Writes
-from fp8.context.activation_checkpointing import checkpointed
 from fp8.context.active import with_static
 from fp8.modes.dispatch import EXPANDED
 
