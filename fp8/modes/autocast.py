@@ -22,14 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..casts.counts import OPEN, look_here
-from ..common.compiler import (
-    FIRST_LOOK,
-    HIDDEN,
-    called,
-    checkpointed,
-    reveal,
-    taken_as_constant,
-)
+from ..common.compiler import FIRST_LOOK, HIDDEN, called, checkpointed, reveal, taken_as_constant
 from ..common.pitfalls import RecipeWarning, show
 from ..common.threads import Setting, in_recomputation, in_reentrant
 from ..common.validation import check_name

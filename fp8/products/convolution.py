@@ -26,13 +26,7 @@ from ..casts.saved_operands import SharedCasts, saved_operands, shared_casts
 from ..common.compiler import apply, in_graph
 from ..context.active import layer_histories, product_recipe, static_exponents
 from ..formats.format import dtype_name
-from .matmul import (
-    ONES,
-    check_scales,
-    measured,
-    save_both,
-    to_autocast_dtype,
-)
+from .matmul import ONES, check_scales, measured, save_both, to_autocast_dtype
 from .summed import Geometry, Scales, warn_unsummed
 from .summed import convolution as summed_convolution
 

@@ -174,12 +174,7 @@ def _write(states: list[Tensor], measurement: Measurement, group: Group) -> None
             state.fill_(power)
 
 
-def _measure(
-    model: nn.Module,
-    batch: Batch,
-    loss: Loss | None,
-    measurement: Measurement,
-) -> None:
+def _measure(model: nn.Module, batch: Batch, loss: Loss | None, measurement: Measurement) -> None:
     """One forward and backward pass of ``model`` without side effects."""
     with (
         untouched(model),
