@@ -31,10 +31,9 @@ import torch
 from benchmarks.common import Row, show, write
 from benchmarks.problems import PROBLEMS, text
 from fp8.recipes.policy import Policy
-from fp8.studies.finalists import finalists, recommended, worst_error
 from fp8.studies.findings import Candidate, Choice, Findings, Run
 from fp8.studies.preflight import RECIPES_TRIED, PreflightError, preflight
-from fp8.studies.proof import REFERENCE, Gap, gap
+from fp8.studies.proof import REFERENCE, Gap, finalists, gap, recommended, worst_error
 from fp8.studies.search import keeping, knee, name_of, shares
 from fp8.studies.training import Problem, Snapshot, train, under
 from fp8.studies.update_error import Probe, quiet

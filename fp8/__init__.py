@@ -1,8 +1,7 @@
 """Low-precision formats, casts, recipes, and matrix products computed with them."""
 
 from . import optim
-from .checkpoints.export import export
-from .checkpoints.weights import weights
+from .checkpoints.weights import export, weights
 from .common.pitfalls import (
     CheckpointWarning,
     ConvertWarning,
@@ -14,10 +13,9 @@ from .common.pitfalls import (
 )
 from .formats.format import FORMATS, Format, get_format
 from .formats.quantize import quantize, quantize_backward, quantize_forward
-from .levels.frozen import store_frozen
 from .levels.initialize import LEVELS, Level, initialize
 from .levels.memory import state
-from .levels.weights import export_weights
+from .levels.weights import export_weights, store_frozen
 from .modes.autocast import autocast, checkpoint_contexts
 from .norms.low_precision import (
     NoEffectWarning,
@@ -31,9 +29,8 @@ from .recipes.cast import Cast
 from .recipes.history import AmaxHistory, reduce_amax
 from .recipes.policy import Policy, Rule
 from .recipes.recipe import RECIPES, Recipe, get_recipe
-from .studies.dump import dump
 from .studies.preflight import Preflight, PreflightError, preflight
-from .studies.stats import stats
+from .studies.stats import dump, stats
 from .surgery.calibrate import calibrate, calibration
 from .surgery.convert import advance, convert, report, revert
 from .surgery.override import override

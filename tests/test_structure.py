@@ -22,7 +22,7 @@ MAX_FILE = 600
 
 #: Functions longer than that -> why.
 LONG = {
-    "fp8/products/multi_head.py:multi_head_attention_forward": "torch's signature is 27 lines",
+    "fp8/products/attention.py:multi_head_attention_forward": "torch's signature is 27 lines",
 }
 
 #: Files longer than that -> why.
@@ -71,7 +71,7 @@ COMPILING = {
     "fp8/common/compiler.py": "the decorators, and what else differs in a graph",
     "fp8/casts/saved_operands.py": "a graph saves bytes whoever calls the function",
     "fp8/formats/random_bits.py": "an integer of a graph may be symbolic",
-    "fp8/modes/by_layer.py": "refuses to be compiled",
+    "fp8/modes/autocast.py": "refuses to be compiled with a policy that selects layers",
     "fp8/norms/layer_norm2d.py": "other formulas on CPUs; modes that a graph does not call",
     "unit_scaling/transforms/run/replay.py": "the compiler does not find methods in a dict",
 }

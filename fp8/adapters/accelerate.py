@@ -24,7 +24,7 @@ from ..selection.layers import ADAPTERS
 from ..selection.where import Where, checked_function
 from ..surgery.convert import adapter, convert, expand, revert
 from . import msamp
-from .te_recipe import delayed_scaling, format_of, te_recipe
+from .transformer_engine import delayed_scaling, format_of, te_recipe
 
 __all__ = ["prepare"]
 

@@ -20,7 +20,7 @@ from ..recipes.policy import Policy, composed, name_of, recipe_of
 from ..recipes.recipe import PLAIN, RECIPES, Recipe
 from ..selection.policies import resolve
 from . import torchao, transformer_engine
-from .te_recipe import te_recipe
+from .transformer_engine import te_recipe
 
 __all__ = [
     "Contexts",

@@ -16,8 +16,7 @@ from ..native.kernels import ALIGNMENT, why_not_device
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
 from ..selection.where import Where, checked_function
-from ..surgery.swap import forget, layers_for, swap, why_not_fit
-from .padding import Padded
+from ..surgery.swap import Padded, forget, layers_for, swap, why_not_fit
 
 __all__ = ["ao_config", "convert", "revert"]
 

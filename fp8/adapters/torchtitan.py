@@ -24,7 +24,7 @@ from ..common.libraries import need, transforms
 from ..common.validation import check_name
 from ..context.active import BACKENDS
 from ..recipes.policy import Policy, as_policy
-from ..recipes.recipe import AUTO, RECIPES, Recipe
+from ..recipes.recipe import AUTO, Recipe
 from ..selection.where import Where
 from ..surgery.convert import convert, report
 
@@ -87,8 +87,6 @@ def _read(recipe: Any) -> Any:
     """The recipe, or the policy of a file."""
     if isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith(".json")):
         return Policy.from_json(Path(recipe))
-    if isinstance(recipe, str):
-        check_name("recipe", recipe, (AUTO, *RECIPES))
     return recipe
 
 

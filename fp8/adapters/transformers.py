@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..common.libraries import need
+from ..common.step import Batch, evaluating
 from ..common.validation import check_name
 from ..formats.format import Format, get_format
 from ..formats.quantize import quantize
@@ -239,6 +240,51 @@ def cache_size(cache: Any) -> CacheSize:
         for names in (_STATES, _SCALES)
     )
     return CacheSize(sum(x.nbytes for x in (*states, *scales)), sum(x.numel() for x in states))
+
+
+TOKENS = 8
+"""The number of tokens of the pass that determines the shapes of a cache."""
+
+
+def has_cache(model: Any, batch: Batch) -> bool:
+    """Whether a model of transformers generates with a cache, and the batch has tokens for it."""
+    if not is_pretrained(model):
+        return False
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    uses = getattr(model.config, "use_cache", False) and model.can_generate()
+    return bool(uses) and isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > 1
+
+
+@torch.no_grad()
+def cache_found(model: Any, batch: Any, full: Any = None) -> dict[str, float]:
+    """The bytes of a cache per token and sequence, and what it does to the logits of a batch.
+
+    Args:
+        model: for which `has_cache`; its weights give the logits.
+        batch: its tokens, of which the first half is the prompt.
+        full: the model whose bytes are counted, on the meta device; None: ``model``.
+
+    Returns:
+        "bytes" of `kv_cache` with its default scales, "bytes_bf16" of
+        the same keys and values; "kl" and "largest" as in
+        `CacheError`.
+
+    Raises:
+        ValueError: for a model with layers that keep other states.
+    """
+    counted = model if full is None else full
+    cache = kv_cache(counted.config)
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=next(counted.parameters()).device)
+    with evaluating(model, counted):
+        counted(ids, **{cache_argument(counted): cache}, use_cache=True)
+        (row,) = cache_errors(model, batch["input_ids"], scalings=("token",))
+    size = cache_size(cache)
+    return {
+        "bytes": size.bytes / TOKENS,
+        "bytes_bf16": 2 * size.elements / TOKENS,
+        "kl": row.kl,
+        "largest": row.largest,
+    }
 
 
 def _decoded(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -3,10 +3,14 @@
 A `Cast` is passed to autograd functions as a `Spec` of strings and numbers; None means no cast. An
 operand is a matrix or a batch of matrices. The product sums over axis -1 (the operand's rows are
 multiplied) or -2 (its columns are).
+
+Of an operand that processes divide (a DTensor) each process rounds its part, by the scales of the
+whole: the largest magnitude of what shares a scale is reduced over the processes that divide it.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -27,26 +31,18 @@ from ..common.compiler import (
     taken_as_constant,
     updates_states,
 )
-from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, unreduced
+from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, reduced, unreduced
 from ..formats.format import FORMATS, Format, get_format
 from ..formats.quantize import check_dtype, quantize_operand
 from ..formats.random_bits import KEY_START
+from ..recipes import scaling
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
-from ..recipes.rules import CORRECTED, scale_format
-from ..recipes.scaling import (
-    corrected,
-    history_scale,
-    inverse_of,
-    scale_of,
-    scaled_tiles,
-    unit_of,
-    with_margin,
-)
+from ..recipes.rules import CORRECTED, UNITS, scale_format
+from ..recipes.scaling import Tile, inverse_of, scale_of, scaled_tiles, with_margin
 from ..tensors.scaled_tensor import plain
 from .counts import Blocks, Observed, observe
 from .measuring import measuring
-from .sharded import amax_of, scales_of
 
 aten = torch.ops.aten
 
@@ -84,31 +80,14 @@ class Spec(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The fields in one string without the label, as `Cast.text`: an argument of operators."""
-        names = (self.format, self.rule or "", self.rounding, self.overflow, self.signs)
-        sizes = (*self.tile, self.margin, self.random_bits)
-        numbers = (*sizes, int(self.mean), self.residual, self.hadamard)
-        return ";".join([*names, *map(str, numbers)])
+        """The fields but the label as JSON, like `Cast.text`: an argument of operators."""
+        return json.dumps(self[:-1])
 
     @staticmethod
     def from_text(text: str, label: str = "") -> Spec:
         """The spec with this `text`."""
-        format, rule, rounding, overflow, signs, *numbers = text.rsplit(";", 11)
-        across, along, margin, random_bits, mean, residual, hadamard = map(int, numbers)
-        return Spec(
-            format=format,
-            rule=rule or None,
-            tile=(across, along),
-            margin=margin,
-            rounding=rounding,
-            overflow=overflow,
-            random_bits=random_bits,
-            mean=bool(mean),
-            residual=residual,
-            hadamard=hadamard,
-            signs=signs,
-            label=label,
-        )
+        format, rule, tile, *others = json.loads(text)
+        return Spec._make([format, rule, tuple(tile), *others, label])
 
     @property
     def is_sum(self) -> bool:
@@ -307,10 +286,10 @@ def whole_scale(
     rule, margin = spec.rule, spec.margin
     whole = rule is not None and spec.tile == (0, 0)
     if whole and is_dtensor(x):
-        x = amax_of(x)
+        x = _amax_of(x)
     if history is not None:
         record = updates_states() if record is None else record
-        return history_scale(x, history, format_of(spec), rule, margin, record)
+        return scaling.history_scale(x, history, format_of(spec), rule, margin, record)
     if rule is None:
         return static_scale(margin, x) if margin else None
     if not whole or not x.numel():
@@ -362,7 +341,7 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any)
             if of is None:
                 scale = scale_of(tiles, dims, format, rule)
             else:
-                scale = scales_of(of, tiles, dims, format, rule, tile, axis)
+                scale = _scales_of(of, tiles, dims, format, rule, tile, axis)
             scale = with_margin(scale, spec.margin, rule)
         if rule in CORRECTED:
             unit = tensor_unit(tiles, dims, spec, of)
@@ -382,11 +361,42 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any)
     return y
 
 
+def _amax_of(x: Any) -> Tensor:
+    """The largest finite magnitude of a whole DTensor, 0-dim, on every process; 0 without one."""
+    local = part_of(x)
+    amax = scaling.largest_finite(local, None) if local.numel() else local.new_zeros(())
+    return reduced(x, amax, range(x.ndim), "max")
+
+
+def _scales_of(
+    x: Any,
+    tiles: Tensor,
+    dims: tuple[int, ...] | None,
+    format: Format,
+    rule: str,
+    tile: Tile,
+    axis: int,
+) -> Tensor:
+    """`scale_of` for ``tiles``, those of the local part of ``x``, as in the whole of ``x``.
+
+    Raises ValueError if processes divide a tile of more than one and less than all elements.
+    """
+    for dim, by in zip((-2, -1), tile if axis == -1 else tile[::-1], strict=True):
+        if by > 1:
+            check_whole(x, dim, by)
+    if rule in UNITS:
+        return scale_of(tiles, dims, format, rule, scaling.unit_of(_amax_of(x), None, format, rule))
+    if 0 in tile:
+        amax = reduced(x, scaling.largest_finite(tiles, dims), [axis], "max")
+        return scale_of(amax, dims, format, rule)
+    return scale_of(tiles, dims, format, rule)
+
+
 def tensor_unit(tiles: Tensor, dims: tuple[int, ...] | None, spec: Spec, of: Any = None) -> Tensor:
     """The unit of the scales of a rule in UNITS. of: as in `_round_part`."""
     assert spec.rule is not None
-    of_all = (tiles, dims) if of is None else (amax_of(of), None)
-    unit = unit_of(*of_all, format_of(spec), spec.rule)
+    of_all = (tiles, dims) if of is None else (_amax_of(of), None)
+    unit = scaling.unit_of(*of_all, format_of(spec), spec.rule)
     return with_margin(unit, spec.margin, spec.rule)
 
 
@@ -399,7 +409,8 @@ def corrected_tiles(
     _, along = spec.tile
     units = tiles.detach().to(scale.dtype) / scale
     values = quantize_operand(units, format_of(spec), **rounding_of(spec))
-    return values, corrected(units, values, scale, unit, dims, max(spec.hadamard // along, 1))
+    together = max(spec.hadamard // along, 1)
+    return values, scaling.corrected(units, values, scale, unit, dims, together)
 
 
 def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:

@@ -12,17 +12,8 @@ from ..formats.quantize import quantize_operand
 from ..recipes.rules import CORRECTED, scale_format
 from ..recipes.scaling import inverse_of, scale_of, scaled_tiles, with_margin
 from ..tensors.scaled_tensor import plain
-from .casting import (
-    Spec,
-    corrected_tiles,
-    format_of,
-    rotated,
-    rounding_of,
-    static_scale,
-    tensor_unit,
-    untiled,
-    whole_scale,
-)
+from . import casting
+from .casting import Spec, format_of, rounding_of
 from .counts import Observed, observe
 
 
@@ -55,9 +46,9 @@ def codes(
     axis: the axis that the product sums over. history, record, turn: as in
     `fp8.casts.casting.round_straight`.
     """
-    x = rotated(plain(x), spec.hadamard, axis, turn) if spec.hadamard else x
+    x = casting.rotated(plain(x), spec.hadamard, axis, turn) if spec.hadamard else x
     x = plain(x, torch.float32)
-    scale = whole_scale(x, spec, history, record)
+    scale = casting.whole_scale(x, spec, history, record)
     if spec.rule is None or scale is not None:
         found = _of_whole(x, spec, scale, observed=history is None)
     else:
@@ -72,7 +63,7 @@ def _of_whole(x: Tensor, spec: Spec, scale: Tensor | None, observed: bool) -> Co
     values = quantize_operand(units, format, **rounding_of(spec))
     if spec.label and spec.rule is None and observed:
         observe(spec.label, Observed(units, values, None, format))
-    return Codes(values, static_scale(0, x) if scale is None else scale)
+    return Codes(values, casting.static_scale(0, x) if scale is None else scale)
 
 
 def _of_tiles(x: Tensor, spec: Spec, rule: str, axis: int) -> Codes:
@@ -80,16 +71,16 @@ def _of_tiles(x: Tensor, spec: Spec, rule: str, axis: int) -> Codes:
     format = format_of(spec)
     tiles, dims = scaled_tiles(x, spec.tile, axis)
     scale = with_margin(scale_of(tiles, dims, format, rule), spec.margin, rule)
-    unit = tensor_unit(tiles, dims, spec) if scale_format(rule) == "e4m3" else None
+    unit = casting.tensor_unit(tiles, dims, spec) if scale_format(rule) == "e4m3" else None
     if unit is not None and rule in CORRECTED:
-        values, scale = corrected_tiles(tiles, dims, scale, unit, spec)
+        values, scale = casting.corrected_tiles(tiles, dims, scale, unit, spec)
     else:
         inverse = inverse_of(scale, rule)
         units = tiles / scale if inverse is None else tiles * inverse
         values = quantize_operand(units, format, **rounding_of(spec))
     if dims and spec.tile[1]:
         scale = scale.squeeze(dims)
-    return Codes(untiled(values, x, spec.tile, axis), scale, unit)
+    return Codes(casting.untiled(values, x, spec.tile, axis), scale, unit)
 
 
 def widened(scale: Tensor, shape: Sequence[int], tile: tuple[int, int]) -> Tensor:

@@ -16,9 +16,6 @@ from torch import Tensor
 from ..common.compiler import compiled_as, taken_as_constant
 from .casting import Spec, is_symmetric, labelled, shifted, unrotated
 
-__all__ = ["Casts", "Exponents", "casts_of", "one_copy", "static_exponent", "with_copies"]
-
-
 Exponents = tuple[int, ...]
 """The base-2 logarithms of the static scale factors of operands; 0 for none."""
 

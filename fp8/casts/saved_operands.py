@@ -117,7 +117,7 @@ def saved_operands(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
         check_single_backward(ctx)
     saved = iter(saved_tensors(ctx))
     return [
-        _restored(next(saved), next(saved) if scaled else None, dtype) if in_bytes else next(saved)
+        restored(next(saved), next(saved) if scaled else None, dtype) if in_bytes else next(saved)
         for in_bytes, scaled in ctx.kept
     ]
 
@@ -173,7 +173,7 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``data * scale``, computed in float32 or wider and rounded to ``dtype``. scale: 0-dim, or
     broadcastable to ``data``."""
     one_scale = scale is None or not scale.ndim

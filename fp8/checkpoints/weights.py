@@ -1,15 +1,22 @@
-"""`weights`: the tensors of a model for inference in low precision, one at a time."""
+"""`export`: writes a model trained in low precision for serving in it, as Transformers, vLLM and
+SGLang read it. `weights`: the same tensors, one at a time. `fp8.checkpoints.layouts` lists the
+layouts."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..casts.operands import static_exponent
-from ..common.dtensor import whole
+from ..common.dtensor import is_dtensor, whole
+from ..common.libraries import need
 from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row
 from ..common.step import unwrapped
@@ -21,24 +28,92 @@ from ..recipes.scaling import history_scale
 from ..selection.layers import is_transposed
 from ..selection.policies import bare_name
 from ..surgery.swap import is_replacement
-from .layouts import (
-    INPUTS,
-    LAYOUTS,
-    Entry,
-    Rounded,
-    configuration,
-    global_unit,
-    layout_of,
-    misfit,
-    rounded,
-    stored,
-    unfit,
-)
+from . import layouts
+from .layouts import INPUTS, LAYOUTS, Entry, Rounded
 
 __all__ = ["Weights", "weights"]
 
 ROUNDED = "rounded"
 """The report's word for a weight with FP8 values that is stored in high precision."""
+
+
+def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
+    """Writes ``model``, converted by `fp8.convert`, into ``folder`` for serving in low precision.
+
+    A model of the library transformers gets the files of ``save_pretrained``; ``from_pretrained``,
+    vLLM and SGLang read the folder. For other models, ``model.safetensors`` has the tensors of the
+    state_dict under the same names, and ``fp8.json`` the quantization_config and, in "tied", the
+    names that share a tensor with another one: name -> name.
+
+    The weight of a linear layer is stored as its recipe casts it: e4m3 values times
+    ``weight_scale`` (float32; (1,), or (outputs, 1) for "row") are the layer's operand. For "block"
+    ``weight_scale_inv`` has a float32 per 128 x 128 block, for "mxfp8" ``weight_scale`` an E8M0
+    byte per 32 inputs. For "nvfp4" ``weight_packed`` has two e2m1 values to a byte,
+    ``weight_scale`` an e4m3 number per 16 inputs, and both divided by ``weight_global_scale``
+    (float32) are the operand. That number is the same for layers beside each other, which engines
+    fuse, and not each layer's own as in training: scales are within 2**-4 of the exact ones, as in
+    training, but rounded otherwise.
+
+    Inputs need no calibration: their scale is 1 for "unit", from the history for "delayed", and
+    that of the layer for "static". For other recipes it is computed at serving time from the
+    largest magnitude, without rounding up to a power of two; inputs of "nvfp4" are served in high
+    precision. Everything else keeps its dtype. No layout supports a linear layer with a transposed
+    weight (GPT-2's): its weight is rounded as its recipe casts it and stored in high precision.
+
+    For a unit-scaled model the files are those of the plain model, with the weights that
+    init="preserve" has. With init="unit" its factors are folded into weights and scales as in
+    `unit_scaling.transforms.fold`, after the model has run once; for E8M0 scales, which are powers
+    of two, they are multiplied into the weight before its cast.
+
+    All processes of a sharded model (FSDP2, tensor parallelism) call it; the first one writes.
+
+    Args:
+        model: the converted model.
+        folder: where to write; created if missing.
+
+    Returns:
+        A report with a row for each layer with a recipe: "FP8", "rounded", or left alone (in high
+        precision), with the reason.
+
+    Raises:
+        TypeError: if ``model`` is not a module.
+        ValueError: if nothing is in FP8; for layers of another library; for a "delayed" or "static"
+            layer without a history; for factors that no weight can hold (modules of `unit_scaling`,
+            and what `fold` rejects).
+        ImportError: without safetensors.
+    """
+    check_module("export", model)
+    need("safetensors")
+    stream = weights(model)
+    sharded = any(is_dtensor(p) for p in model.parameters())
+    writes = not sharded or dist.get_rank() == 0
+    tensors = {name: tensor for name, tensor in stream if writes}
+    if writes:
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(stream, folder, tensors)
+    if sharded:
+        dist.barrier()
+    return stream.report
+
+
+def _write(stream: Weights, folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes the files."""
+    model: Any = stream.model
+    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+    if hasattr(model, "save_pretrained"):
+        tensors |= {name: tensors[first] for name, first in stream.tied.items()}
+        model.save_pretrained(folder, state_dict=tensors)
+        path = folder / "config.json"
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content |= {} if stream.config is None else {"quantization_config": stream.config}
+    else:
+        path = folder / "fp8.json"
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        need("safetensors").save_file(whole, folder / "model.safetensors")
+        content = {"quantization_config": stream.config, "tied": stream.tied}
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    path.write_text(text, encoding="utf-8")
 
 
 def weights(model: nn.Module) -> Weights:
@@ -102,7 +177,7 @@ class Weights:
         self._check_histories()
         linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
         ignore = [name for name in linear if name not in self._layers]
-        self.config = configuration(self._layers, ignore) if self._layers else None
+        self.config = layouts.configuration(self._layers, ignore) if self._layers else None
         self.manifest, self.tied = {}, {}
         first: dict[int, str] = {}
         for name, (tensor, source) in self._state().items():
@@ -184,7 +259,8 @@ class Weights:
                 continue
             tensor, source = state[f"{path}.weight"]
             factors[path] = self._factors.get(id(source), 1.0)
-            unit = global_unit(whole(tensor).float(), layer.fp8_recipe.weight) * factors[path]
+            unit = layouts.global_unit(whole(tensor).float(), layer.fp8_recipe.weight)
+            unit = unit * factors[path]
             parent = path.rpartition(".")[0]
             largest[parent] = torch.maximum(largest.get(parent, unit), unit)
         return {path: largest[path.rpartition(".")[0]] / f for path, f in factors.items()}
@@ -248,11 +324,12 @@ def _layers(model: nn.Module) -> tuple[list[Row], dict[str, Any]]:
         recipe = getattr(module, "fp8_recipe", None)
         if recipe is None:
             continue
-        why = _why_not(name, module, uses) or unfit(recipe)
+        why = _why_not(name, module, uses) or layouts.unfit(recipe)
         is_rounded = is_transposed(module) and not why
         if not (why or is_rounded):
             first = next(iter(layers.values()), module).fp8_recipe
-            why = _other_file(recipe, first) or misfit(layout_of(recipe), module.weight.shape)
+            layout = layouts.layout_of(recipe)
+            why = _other_file(recipe, first) or layouts.misfit(layout, module.weight.shape)
         done = LEFT_ALONE if why else ROUNDED if is_rounded else "FP8"
         if is_rounded:
             why = "no layout has transposed weights: FP8's values in high precision"
@@ -280,7 +357,7 @@ def _why_not(name: str, module: Any, uses: dict[int, int]) -> str:
 
 def _other_file(recipe: Recipe, first: Recipe) -> str:
     """Why a layer cannot be in a file with a layer under the recipe ``first``; "" if it can."""
-    layout, other = layout_of(recipe), layout_of(first)
+    layout, other = layouts.layout_of(recipe), layouts.layout_of(first)
     if (layout.method, layout.format) == (other.method, other.format):
         return ""
     name = other.format or other.method
@@ -303,7 +380,7 @@ def _parts(
     layout = LAYOUTS[recipe.weight.scaling]
     if layout.dtype == torch.uint8:  # its scales are powers of two
         weight, factor = weight * factor, 1.0
-    found = stored(layout, _cast(layer, weight, unit), recipe.weight, factor, unit)
+    found = layouts.stored(layout, _cast(layer, weight, unit), recipe.weight, factor, unit)
     if _has_input_scale(recipe):
         scale = _known_scale(layer, weight, recipe.input, "input")
         found["input_scale"] = torch.atleast_1d(scale / ratio)
@@ -318,7 +395,7 @@ def _cast(layer: Any, weight: Tensor, unit: Tensor | None = None) -> Rounded:
         scale = weight.new_full((), 2.0 ** static_exponent(layer.weight))
     elif cast.keeps_history:
         scale = _known_scale(layer, weight, cast, "weight")
-    return rounded(weight, cast, scale, unit)
+    return layouts.rounded(weight, cast, scale, unit)
 
 
 def _known_scale(layer: Any, x: Tensor, cast: Cast, role: str) -> Tensor:

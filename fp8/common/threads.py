@@ -1,11 +1,19 @@
-"""State that belongs to the running thread, or to the process as a whole."""
+"""State that belongs to the running thread, or to the process as a whole; and what of torch is
+running in this thread, by its frames."""
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction
 
 
 class Stack(threading.local):
@@ -55,3 +63,89 @@ class Setting:
 
     def __exit__(self, *error: Any) -> None:
         self.release()
+
+
+# Frames
+
+_PIPELINING = "torch.distributed.pipelining"
+
+
+def frames() -> Iterator[FrameType]:
+    """The frames of the active calls, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def refuse_split_graphs() -> None:
+    """Raises RuntimeError where `torch.distributed.pipelining.pipeline` exports a model to train
+    its parts: an exported program has no backward pass of an autograd function."""
+    library = sys.modules.get(_PIPELINING)
+    if library is None or torch.compiler.is_dynamo_compiling():  # which traces no frames
+        return
+    code = library.pipeline.__code__
+    if any(frame.f_code is code for frame in frames()):
+        raise RuntimeError(
+            "torch.distributed.pipelining.pipeline splits the graph of torch.export, which leaves "
+            "out the backward passes of casts and scale factors, so its stages would not train. "
+            "Make the stages of modules: PipelineStage(part, ...) for each part of the model"
+        )
+
+
+def in_shape_inference() -> bool:
+    """Whether `torch.distributed.pipelining` is finding the shapes that stages exchange.
+
+    Before its first step it runs each stage, in training also backward, on tensors that nothing has
+    written. Only the shapes, dtypes and ``requires_grad`` of the results count there.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    stage = sys.modules.get(f"{_PIPELINING}.stage")
+    if stage is None:
+        return False
+    names = [f.f_code.co_name for f in frames() if f.f_code.co_filename == stage.__file__]
+    return bool(names) and not any(name.endswith("one_chunk") for name in names)
+
+
+def in_reentrant() -> bool:
+    """Whether the forward pass of a checkpoint with ``use_reentrant=True`` is running.
+
+    It runs without gradients inside an autograd function and offers no other sign.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+        return False
+    code = CheckpointFunction.forward.__code__
+    return any(frame.f_code is code for frame in frames())
+
+
+def in_recomputation() -> bool:
+    """Whether a checkpoint with ``use_reentrant=False`` is recomputing in the backward pass."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return _in_checkpoint("recompute_fn")
+
+
+def in_backward() -> bool:
+    """Whether the backward pass of an autograd function is running, as of a checkpoint with
+    ``use_reentrant=True`` or of a reversible layer, which compute parts of a model again.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    code = BackwardCFunction.apply.__code__
+    return any(frame.f_code is code for frame in frames())
+
+
+def apart() -> AbstractContextManager[Any]:
+    """Context in which a checkpoint with ``use_reentrant=False`` that is running neither sees nor
+    counts the tensors that are saved."""
+    if _in_checkpoint("checkpoint", "recompute_fn"):
+        return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    return nullcontext()
+
+
+def _in_checkpoint(*names: str) -> bool:
+    """Whether one of these functions of `torch.utils.checkpoint` is running."""
+    file = CheckpointFunction.forward.__code__.co_filename
+    codes = (frame.f_code for frame in frames())
+    return any(code.co_name in names and code.co_filename == file for code in codes)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from .frames import refuse_split_graphs
 from .graph_functions import GRAPH_FUNCTIONS
+from .threads import refuse_split_graphs
 
 _UNMARKED = torch.__version__ < "2.13"
 """Whether `torch.compiler.is_compiling` is false while the compiler calls `apply`, or the backward

@@ -1,2 +1,1 @@
-"""Per-thread context: the active recipe of `fp8.autocast`, and detection of recomputed segments.
-Imports `fp8.native` and below."""
+"""Per-thread context: the active recipe of `fp8.autocast`. Imports `fp8.native` and below."""

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from ..casts.measuring import measuring
 from ..common.compiler import called
-from ..common.pipelining import in_shape_inference
+from ..common.threads import in_reentrant, in_shape_inference
 from ..common.validation import check_name
 from ..native import product as native
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
-from .activation_checkpointing import in_reentrant
 
 BACKENDS = ("simulate", "native", "auto")
 """How a product is computed. "simulate": from rounded operands in the dtype of the tensors.

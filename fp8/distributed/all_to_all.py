@@ -17,6 +17,7 @@ from torch.autograd import Function
 
 from ..casts.casting import Spec, format_of, spec_of
 from ..casts.codes import codes, widened
+from ..casts.saved_operands import restored
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.cast import Cast
@@ -246,8 +247,8 @@ def _encoded(tokens: Tensor, spec: Spec) -> Tensor:
 def _decoded(message: Tensor, spec: Spec, features: int, dtype: torch.dtype) -> Tensor:
     """The tokens of a message of `_encoded`."""
     data, scales = message.split([features, message.shape[1] - features], 1)
-    values = data.view(format_of(spec).dtype).to(torch.float32)
+    scale = None
     if spec.rule is not None:
         scale = scales.clone(memory_format=torch.contiguous_format).view(_scale_dtype(spec)).float()
-        values = values * widened(scale, values.shape, (1, spec.tile[1]))
-    return values.to(dtype)
+        scale = widened(scale, data.shape, (1, spec.tile[1]))
+    return restored(data.view(format_of(spec).dtype), scale, dtype)

@@ -23,11 +23,13 @@ from torch.utils._pytree import tree_map_only
 
 from ..casts.casting import rounding_of, spec_of, static_scale
 from ..casts.operands import static_exponent
+from ..casts.saved_operands import restored
+from ..common.dtensor import as_shard, part_of
 from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row
 from ..formats.format import get_format
 from ..formats.quantize import quantize_operand
-from ..optim.state import local, parameters_of, portable
+from ..optim.state import parameters_of, portable
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, Recipe, given_recipe
 from ..recipes.scaling import largest_finite, scale_of
@@ -245,18 +247,10 @@ def _as_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: A
     weight: Any = state.get(f"{prefix}weight")
     if isinstance(weight, nn.Parameter):  # with keep_vars
         return
-    shard = local(weight)
+    shard = part_of(weight)
     if isinstance(shard, _Weight):
-        state[f"{prefix}weight"] = _like(weight, shard.plain)
-
-
-def _like(weight: Any, shard: Tensor) -> Tensor:
-    """``shard`` as that of a DTensor like ``weight``, if that is one."""
-    if not isinstance(weight, DTensor):
-        return shard
-    mesh, placements = weight.device_mesh, weight.placements
-    given: Any = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
-    return DTensor.from_local(shard, mesh, placements, **given)
+        divided = isinstance(weight, DTensor)
+        state[f"{prefix}weight"] = as_shard(weight, shard.plain) if divided else shard.plain
 
 
 # Operations of FSDP2 and torch on a weight that return a weight: views and copies.
@@ -399,10 +393,7 @@ class _Weight(Tensor):
         (bits,) = all_gather_outputs
         format = get_format(self.cast.format)
         assert format.dtype is not None
-        weight = bits.view(format.dtype).to(torch.float32)
-        if metadata is not None:
-            weight = weight * metadata
-        weight = weight.to(param_dtype)
+        weight = restored(bits.view(format.dtype), metadata, param_dtype)
         if out is None:
             return weight, (weight,)
         # Through .data, so that autograd does not see a change: backward reads the same values.

@@ -1,7 +1,7 @@
 """Sequence parallelism: activations gathered in one byte per element.
 
 `torch.distributed.tensor.parallel.parallelize_module` needs nothing of this module: products take
-DTensors (`fp8.casts.sharded`).
+DTensors (`fp8.casts.casting`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
 from ..casts.casting import Spec, format_of, rounding_of, spec_of, whole_scale
+from ..casts.saved_operands import restored
+from ..common.dtensor import as_shard, whole
 from ..common.mixin import bare_class, check_module
 from ..formats.quantize import quantize_operand
 from ..recipes.cast import Cast
@@ -109,10 +111,7 @@ class _Gather(Function):
         part: Tensor = x.to_local()
         y = quantize_operand(part, format, scale=scale, **rounding_of(spec))
         bits = (y if scale is None else y / scale).to(format.dtype).view(torch.uint8)
-        given: Any = {"run_check": False, "shape": x.shape, "stride": x.stride()}
-        sent = DTensor.from_local(bits, x.device_mesh, x.placements, **given)
-        values = sent.full_tensor().view(format.dtype).to(torch.float32)
-        values = (values if scale is None else values * scale).to(x.dtype)
+        values = restored(whole(as_shard(x, bits)).view(format.dtype), scale, x.dtype)
         return DTensor.from_local(values, x.device_mesh, [Replicate()], run_check=False)
 
     @staticmethod

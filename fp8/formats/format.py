@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -147,23 +147,12 @@ class Format:
     @staticmethod
     def from_text(text: str) -> Format:
         """The format with this `text`. Not validated again."""
-        fields = text.rsplit("|", 9)
-        name, exponent_bits, mantissa_bits, bias, largest = fields[:5]
-        infinity, nan, negative_zero, signed, dtype = fields[5:]
+        name, exponent_bits, mantissa_bits, bias, largest, *flags, dtype = text.rsplit("|", 9)
+        sizes = (int(exponent_bits), int(mantissa_bits), int(bias), float(largest))
+        kind = getattr(torch, dtype) if dtype else None
+        values = (name, *sizes, *[flag == "1" for flag in flags], kind, text)
         made = object.__new__(Format)
-        for field, value in (
-            ("name", name),
-            ("exponent_bits", int(exponent_bits)),
-            ("mantissa_bits", int(mantissa_bits)),
-            ("bias", int(bias)),
-            ("max", float(largest)),
-            ("infinity", infinity == "1"),
-            ("nan", nan == "1"),
-            ("negative_zero", negative_zero == "1"),
-            ("signed", signed == "1"),
-            ("dtype", getattr(torch, dtype) if dtype else None),
-            ("text", text),
-        ):
+        for field, value in zip(_STORED, values, strict=True):
             object.__setattr__(made, field, value)
         return made
 
@@ -202,6 +191,9 @@ class Format:
         either)."""
         return math.inf if self.infinity else math.nan if self.nan else None
 
+
+_STORED = (*(field.name for field in fields(Format)), "text")
+"""The attributes of a format, in the order of its `text`."""
 
 FORMATS.update(
     (row.name, row)

@@ -17,7 +17,7 @@ from ..common.compiler import (
     reads_values,
     same,
 )
-from ..common.validation import check_name
+from ..common.validation import check_between, check_name
 from .format import Format, dtype_name, get_format
 from .random_bits import Key, Seed, bits_from_key, fewer_bits, random_key
 from .rounding import LAYOUTS, ROUNDINGS, Grid, round_to_grid
@@ -258,8 +258,7 @@ def _check(
     check_dtype(x)
     check_name("rounding", rounding, ROUNDINGS)
     check_name("overflow", overflow, OVERFLOWS)
-    if not 1 <= random_bits <= 31:
-        raise ValueError(f"random_bits must be 1 to 31, got {random_bits}")
+    check_between("random_bits", random_bits, 1, 31)
     grid = _grid(get_format(format), overflow, x.dtype, scale is not None, random_bits, None)
     return grid, _scale(x, scale)
 

@@ -1,15 +1,20 @@
 """`initialize`: sets a model and its optimizer to one of MS-AMP's levels, in place.
 
 The levels are those of FP8-LM (arXiv:2310.18313, section 2) and of its library MS-AMP 0.4: the
-formats of the tensors of each covered weight. Scales are powers of two.
+formats of the tensors of each covered weight. Scales are powers of two. The optimizer becomes an
+instance of the class of `fp8.optim` with the same arithmetic.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar, cast, overload
+from typing import Any, TypeVar, cast, overload
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -18,14 +23,15 @@ from torch.optim import Optimizer
 from ..common.dtensor import is_dtensor
 from ..common.mixin import check_module
 from ..common.validation import check_name
-from ..optim import AdamW
-from ..recipes.policy import Policy, as_policy
+from ..optim import SGD, Adam, AdamW, Muon
+from ..optim.base import LowPrecision
+from ..optim.state import convert as convert_state
+from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
 from ..selection.layers import LAYERS, why_quantized
 from ..surgery.convert import check_ready, convert
-from ..tensors.scaled_tensor import DTYPES, ScaledTensor
-from .optimizer import settings_of, take_over
-from .weights import SHARDED, scale_weights
+from ..tensors.scaled_tensor import ScaledTensor
+from .weights import SHARDED, scale_weights, storable
 
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -134,8 +140,6 @@ def initialize(
     """
     check_name("opt_level", opt_level, LEVELS)
     level = LEVELS[opt_level]
-    if recipe is not None:
-        as_policy(recipe)
     _check_model(model)
     if optimizer is None:
         optimizer = AdamW(model.parameters())
@@ -143,11 +147,11 @@ def initialize(
         raise TypeError(f"initialize needs a torch optimizer, got {type(optimizer).__name__}")
     trained = _trained(model, optimizer)
     weights = [p for p in _covered(model) if p in trained]
-    settings_of(optimizer, level.formats)
+    settings = _settings_of(optimizer, level.formats)
     if recipe is not None:
         convert(model, recipe)  # raises before anything changes
     replaced = scale_weights(model, weights, level.weight, level.grad)
-    take_over(optimizer, level.formats, replaced)
+    _take_over(optimizer, *settings, replaced)
     return model, optimizer
 
 
@@ -227,10 +231,136 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> set[Tensor]:
 
 def _covered(model: nn.Module) -> list[nn.Parameter]:
     """The weights that a level covers, those of linear layers and convolutions, each once."""
+    layers = (m for m in model.modules() if isinstance(m, LAYERS) and not why_quantized(m))
+    return [weight for layer in layers for weight in storable(layer)]
+
+
+# The optimizer
+
+KINDS: dict[type[Optimizer], type[LowPrecision]] = {
+    torch.optim.SGD: SGD,
+    torch.optim.AdamW: AdamW,
+    torch.optim.Adam: Adam,
+    torch.optim.Muon: Muon,
+}
+"""A torch class, subclasses first -> the class with the same arithmetic."""
+
+REMOVED = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
+"""Options of torch's classes that are removed from the groups."""
+
+
+def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
+    """The class of `fp8.optim` with the arithmetic of ``optimizer``.
+
+    Raises TypeError if there is none, ValueError for unsupported options.
+    """
+    cls = type(optimizer)
+    if issubclass(cls, LowPrecision):
+        return cls
+    known = next((kind for kind in KINDS if issubclass(cls, kind)), None)
+    if known is None or inspect.unwrap(cls.step) is not inspect.unwrap(known.step):
+        raise TypeError(
+            f"{cls.__name__} is not supported: initialize takes Adam, AdamW, SGD and Muon "
+            "of torch.optim, unit_scaling.optim and fp8.optim"
+        )
+    if own := _own_methods(cls, known):
+        raise TypeError(f"{cls.__name__} has methods that would be lost: {', '.join(own)}")
+    for name in ("amsgrad", "differentiable"):
+        if any(group.get(name) for group in optimizer.param_groups):
+            raise ValueError(f"{name}=True is not supported by fp8.initialize")
+    decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+    if len(decoupled) > 1:
+        raise ValueError("the groups of the optimizer differ in decoupled_weight_decay")
+    return AdamW if decoupled == {True} else KINDS[known]
+
+
+def _own_methods(cls: type, known: type) -> list[str]:
+    """The methods that a subclass of one of KINDS defines, except the constructor and ``step``."""
+    derived = [c for c in cls.__mro__ if issubclass(c, known) and c not in KINDS]
     return [
-        parameter
-        for module in model.modules()
-        if isinstance(module, LAYERS) and not why_quantized(module)
-        for name, parameter in module.named_parameters(recurse=False)
-        if name.endswith("weight") and parameter.dim() >= 2 and parameter.dtype in DTYPES
+        name
+        for c in derived
+        for name, value in vars(c).items()
+        if inspect.isroutine(value) and name not in ("__init__", "step")
     ]
+
+
+def _class_for(cls: type[Optimizer], kind: type[LowPrecision]) -> type[Optimizer]:
+    """``kind`` with the mixins of ``cls`` (the learning-rate rules of unit_scaling.optim)."""
+    if issubclass(cls, kind):
+        return cls
+    mixed_in = tuple(
+        c
+        for c in cls.__mro__
+        if issubclass(c, Optimizer) and c is not Optimizer and not issubclass(c, tuple(KINDS))
+    )
+    return _mixed(cls.__name__, (*mixed_in, kind)) if mixed_in else kind
+
+
+@functools.cache
+def _mixed(name: str, bases: tuple[type, ...]) -> Any:
+    def reduce(self: Any) -> Any:
+        return _blank, (name, bases), self.__getstate__()
+
+    return type(name, bases, {"__doc__": bases[-1].__doc__, "__reduce__": reduce})
+
+
+def _blank(name: str, bases: tuple[type, ...]) -> Any:
+    return object.__new__(_mixed(name, bases))
+
+
+def _settings_of(
+    optimizer: Optimizer, formats: Mapping[str, str | None]
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The class, the defaults and the supported ``formats`` that `_take_over` uses.
+
+    Raises TypeError for an optimizer with other arithmetic, and TypeError or ValueError for
+    unsupported options and parameters.
+    """
+    kind: Any = _kind_of(optimizer)
+    options = {name: value for name, value in formats.items() if name in kind.options}
+    defaults = kind([torch.zeros(1, 1)], lr=0.0).defaults
+    given = {name: value for name, value in optimizer.defaults.items() if name in defaults}
+    defaults = {**defaults, **given, **options}
+    for group in optimizer.param_groups:
+        kind.check({**defaults, **group, **options})
+    return kind, defaults, options
+
+
+def _take_over(
+    optimizer: Optimizer,
+    kind: type[LowPrecision],
+    defaults: dict[str, Any],
+    options: dict[str, Any],
+    replaced: Mapping[Any, Any],
+) -> None:
+    """Converts ``optimizer`` as `_settings_of` specifies; it keeps its groups, hooks and states.
+    replaced: old parameter -> new one."""
+    optimizer.defaults = defaults
+    step = vars(optimizer).pop("step", None)
+    optimizer.__class__ = _class_for(type(optimizer), kind)
+    if step is not None:
+        vars(optimizer)["step"] = _scheduled(optimizer, step)
+    state = dict(optimizer.state)
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        old = group["params"]
+        group["params"] = [replaced.get(p, p) for p in old]
+        for name in REMOVED:
+            group.pop(name, None)
+        group.update({**optimizer.defaults, **group, **options})
+        for before, parameter in zip(old, group["params"], strict=True):
+            if state.get(before):
+                optimizer.state[parameter] = convert_state(parameter, state[before], group)
+
+
+def _scheduled(optimizer: Any, old: Any) -> Any:
+    """Replaces the ``step`` that a scheduler wrapped. It records that a step was made and keeps the
+    attributes of the wrapper, which the scheduler uses to warn of calls in the wrong order."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    vars(step).update(vars(old))
+    return step

@@ -1,17 +1,27 @@
-"""Replaces weights of layers with ScaledTensors, and restores plain tensors."""
+"""Replaces weights of layers with ScaledTensors, and restores plain tensors. `store_frozen` does so
+for frozen weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..common.dtensor import is_dtensor
 from ..common.mixin import Gained, check_module, gain, lose
+from ..common.pitfalls import ConvertWarning, warn_once
+from ..common.validation import check_name
 from ..optim.encodings import decode
 from ..optim.state import MASTER, carried, has, read, rounds_to
-from ..tensors.scaled_tensor import OWN, ScaledTensor, keep_gradients_in, plain, scaled
+from ..selection.layers import LAYERS, is_transposed, why_quantized
+from ..selection.where import Where, checked_where, choose
+from ..surgery.convert import check_ready
+from ..tensors import scaled_tensor
+from ..tensors.scaled_tensor import DTYPES, ScaledTensor, plain, scaled
+
+M = TypeVar("M", bound=nn.Module)
 
 SHARDED = (
     "fully_shard keeps shards of its own: call fp8.distributed.fsdp.gather_in_fp8 before it, which "
@@ -89,7 +99,7 @@ def _own(module: Any) -> Iterator[tuple[str, Any]]:
 
 def _attributes(parameter: Tensor) -> dict[str, Any]:
     """The attributes that others, such as tags, have set on a parameter."""
-    own = (*OWN, "_is_param", "__deepcopy__", "__reduce_ex__")
+    own = (*scaled_tensor.OWN, "_is_param", "__deepcopy__", "__reduce_ex__")
     return {k: v for k, v in vars(parameter).items() if k not in own}
 
 
@@ -117,7 +127,7 @@ def _replacement(old: Any, format: str, grad_format: str | None) -> Any:
     _bring(new, old)
     _with_all_of(old, new)
     if grad_format is not None:
-        keep_gradients_in(new, grad_format)
+        scaled_tensor.keep_gradients_in(new, grad_format)
         if old.grad is not None:
             new.grad = scaled(plain(old.grad), grad_format, old.dtype)
     return new
@@ -154,6 +164,87 @@ def plain_weights(model: nn.Module) -> None:
                 setattr(module, name, new[old])
         if not list(_own(module)):
             lose(module, _ScaledWeights)
+
+
+def store_frozen(model: M, format: str | None = "e4m3", *, where: str | Where | None = None) -> M:
+    """Stores the frozen weights of ``model`` in ``format``, in place.
+
+    For the base model of adapters: each weight of a linear layer or convolution that does not
+    require a gradient becomes a `ScaledTensor` of ``format`` with one power-of-two scale, rounded
+    once. Weights stored before, trained weights, biases, norms and (unless tied) embeddings do not
+    change. Names, ties, dtypes, tags and hooks stay the same. Products and other uses of a weight
+    (DoRA's norm) read the rounded values. Freeze and store the model first, then add adapters, so
+    that they start at zero on the stored model.
+
+    The state_dict has plain float32 tensors under the same names. `fp8.convert` sets how products
+    are computed; a converted layer uses a stored weight like any other.
+
+    Args:
+        model: changed in place.
+        format: "e4m3", "e5m2" or "fp16". None restores plain parameters, with the rounded values.
+            Do so before merging an adapter: an in-place operation whose result the format would
+            round (a merge, an optimizer step) raises NotImplementedError. Loading a state_dict
+            rounds.
+        where: (name, layer) -> whether to store its weight, or a name, as in `fp8.convert`.
+
+    Returns:
+        ``model``.
+
+    Warns:
+        ConvertWarning: if no weight was stored.
+
+    Raises:
+        ValueError, TypeError: for an unknown format, weights that processes divide, and as
+            `fp8.convert`.
+
+    >>> import torch, fp8
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    >>> _ = model[0].requires_grad_(False)
+    >>> _ = fp8.store_frozen(model)
+    >>> model[0].weight.format, model[0].weight.stored.dtype, type(model[1].weight).__name__
+    ('e4m3', torch.float8_e4m3fn, 'Parameter')
+    """
+    check_module("store_frozen", model)
+    check_ready(model)
+    where = checked_where(where)
+    if format is None:
+        plain_weights(model)
+        return model
+    check_name("format", format, scaled_tensor.STORED)
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if (isinstance(module, LAYERS) or is_transposed(module)) and not why_quantized(module)
+    }
+    left = choose(where, model, layers)
+    chosen = [module for name, module in layers.items() if name not in left]
+    frozen = [p for layer in chosen for p in storable(layer) if not (p.requires_grad or p.is_meta)]
+    weights = [p for p in frozen if not isinstance(p, ScaledTensor)]
+    if any(map(is_dtensor, weights)):
+        raise ValueError(
+            "store_frozen takes whole weights, and processes divide these: under FSDP2, "
+            "fp8.distributed.fsdp.gather_in_fp8 before fully_shard sends weights in one byte"
+        )
+    if weights:
+        scale_weights(model, weights, format, None)
+    elif not any(isinstance(p, ScaledTensor) and p.exact for p in model.parameters()):
+        warn_once(ConvertWarning, _NOTHING.format(type(model).__name__, len(chosen)), model)
+    return model
+
+
+_NOTHING = (
+    "no weight of the {} was stored: none of its {} chosen layers has a plain weight that is "
+    "frozen. Call model.requires_grad_(False) before fp8.store_frozen, and add adapters after it"
+)
+
+
+def storable(module: nn.Module) -> list[nn.Parameter]:
+    """The weights of a layer itself that a ScaledTensor can stand for."""
+    return [
+        parameter
+        for name, parameter in module.named_parameters(recurse=False)
+        if name.endswith("weight") and parameter.dim() >= 2 and parameter.dtype in DTYPES
+    ]
 
 
 def export_weights(

@@ -2,6 +2,9 @@
 
 It is a torch-function mode that intercepts the functions in PRODUCTS, whether they are called with
 positional or keyword arguments, as a method or as an operator.
+
+Under a policy, layers of a model may run under recipes of their own: while the block is open, hooks
+of each such layer open a nested block around its forward.
 """
 
 from __future__ import annotations
@@ -19,11 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..casts.counts import OPEN, look_here
-from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_constant
+from ..common.compiler import FIRST_LOOK, HIDDEN, called, checkpointed, reveal, taken_as_constant
 from ..common.pitfalls import RecipeWarning, show
-from ..common.threads import Setting
+from ..common.threads import Setting, in_recomputation, in_reentrant
 from ..common.validation import check_name
-from ..context.activation_checkpointing import checkpointed, in_recomputation, in_reentrant
 from ..context.active import (
     ACTIVE,
     Block,
@@ -39,7 +41,7 @@ from ..products.spellings import SPELLINGS
 from ..recipes.history import AmaxHistory
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
-from .by_layer import ByLayer, layers_by_policy
+from ..selection.policies import resolve
 from .dispatch import EXPANDED, LEFT, OPAQUE, PRODUCTS, handler_of
 
 P = ParamSpec("P")
@@ -191,9 +193,9 @@ class autocast:
         model: nn.Module | None = None,
     ) -> None:
         check_name("opaque", opaque, ("raise", "warn"))
-        layers: dict[nn.Module, Recipe | None] = {}
+        layers: _Layers = {}
         if isinstance(recipe, Policy):
-            layers = layers_by_policy(recipe, model) if enabled else {}
+            layers = _layers_by_policy(recipe, model) if enabled else {}
             enabled = enabled and (recipe.recipe is not None or bool(layers))
             given, cast = source_of(recipe.recipe), recipe.recipe is not None
         else:
@@ -208,7 +210,7 @@ class autocast:
         #: The recipe of products of unit-scaled functions.
         self.unit_recipe = (given or UNIT) if cast else None
         #: The layers that have recipes of their own.
-        self.by_layer = ByLayer(layers, self._of_layer) if layers else None
+        self.by_layer = _ByLayer(layers, self._of_layer) if layers else None
         #: The layer whose hook opened the block, if any.
         self.layer: nn.Module | None = None
         self.opaque = opaque
@@ -299,6 +301,98 @@ class autocast:
         return inside
 
 
+# Layers with recipes of their own
+
+_Layers = dict[nn.Module, Recipe | None]
+
+
+def _layers_by_policy(policy: Policy, model: nn.Module | None) -> _Layers:
+    """The layers of ``model`` that do not take the policy's own recipe -> the recipe of each.
+
+    Raises ValueError for a policy with a switch, for one that needs a model without one, and as
+    `fp8.selection.policies.resolve`; NotImplementedError if torch.compile traces it.
+    """
+    if policy.switch:
+        raise ValueError(
+            "fp8.autocast does not know how much of the training is done: pass policy.at(fraction) "
+            "instead of a policy with a switch"
+        )
+    if not policy.selects:
+        return {}
+    _check_eager()
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            "a policy that selects layers (rules, first, last, keep) needs their names: "
+            f"fp8.autocast(policy, model=model), not model={model!r}"
+        )
+    own = source_of(policy.recipe)
+    found = resolve(policy, model, every=True)
+    return {
+        model.get_submodule(name): decision.recipe
+        for name, decision in found.items()
+        if any(source != own for source in decision.sources)
+    }
+
+
+def _check_eager() -> None:
+    """Raises NotImplementedError if torch.compile traces the call."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "fp8.autocast with a policy that selects layers cannot be compiled: use "
+            "fp8.convert(model, policy)"
+        )
+
+
+class _ByLayer:
+    """The hooks of the layers of an `fp8.autocast` block.
+
+    open: (recipe) -> the nested block of a layer.
+    """
+
+    def __init__(self, layers: _Layers, open: Callable[[Recipe | None], Any]) -> None:
+        self.layers = layers
+        self.open = open
+        self._entries = 0
+        self._handles: list[Any] = []
+
+    def enter(self, block: Any) -> None:
+        """Adds the hooks, at the first of nested entries of ``block``."""
+        _check_eager()
+        self._entries += 1
+        if self._entries > 1:
+            return
+        for layer, recipe in self.layers.items():
+            before = layer.register_forward_pre_hook(self._before(block, recipe))
+            after = layer.register_forward_hook(_after, always_call=True)
+            self._handles += [before, after]
+
+    def exit(self) -> None:
+        """Removes the hooks, at the last exit."""
+        self._entries -= 1
+        while self._handles and not self._entries:
+            self._handles.pop().remove()
+
+    def _before(self, block: Any, recipe: Recipe | None) -> Callable[..., None]:
+        def before(module: nn.Module, args: Any) -> None:
+            if _innermost() is block:  # another thread, or a block inside, is not concerned
+                nested = self.open(recipe)
+                nested.layer = module
+                nested.__enter__()
+
+        return before
+
+
+def _after(module: nn.Module, args: Any, output: Any) -> None:
+    innermost = _innermost()
+    if getattr(innermost, "layer", None) is module:
+        innermost.__exit__(None, None, None)
+
+
+def _innermost() -> Any:
+    opened = ACTIVE.blocks[-1].entered if ACTIVE.blocks else None
+    return None if opened is None else opened.block
+
+
 _NOT_NESTED = (
     "fp8.autocast: another block was opened inside of this one and is still open; blocks are "
     "closed innermost first: close those of a generator or a coroutine before it yields or awaits"
@@ -354,7 +448,7 @@ def _again(block: Any) -> autocast:
     layers = getattr(opened, "by_layer", None)
     if layers is not None:
         again._asked = opened._asked
-        again.by_layer = ByLayer(layers.layers, again._of_layer)
+        again.by_layer = _ByLayer(layers.layers, again._of_layer)
     return again
 
 

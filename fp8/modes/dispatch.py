@@ -21,11 +21,10 @@ from ..common.pitfalls import RecipeWarning, warn_once
 from ..context.active import histories, static_exponents
 from ..formats.quantize import is_dense, refuse_nested
 from ..products import matmul
-from ..products.attention import attention, flex_attention
+from ..products.attention import attention, flex_attention, multi_head_attention_forward
 from ..products.convolution import conv, conv_transpose
 from ..products.einsum import as_equation, einsum, sums_products
 from ..products.grouped import grouped_mm
-from ..products.multi_head import multi_head_attention_forward
 from ..products.spellings import by_function
 from ..products.summed import warn_unsummed
 from ..recipes.recipe import Recipe

@@ -33,22 +33,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ..common.dtensor import part_of
 from ..common.validation import check_flag, check_name, check_number
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
+from . import encodings
 from .base import LowPrecision, check_group, refuse
-from .encodings import (
-    BLOCK,
-    ENCODINGS,
-    HEADROOM,
-    MOMENTS,
-    Encoded,
-    Encoding,
-    decode,
-    scale_for,
-    write,
-)
-from .feedback import add_error, check_feedback, has_feedback
+from .encodings import BLOCK, ENCODINGS, MOMENTS, Encoded, Encoding, decode
 from .state import (
     FIRST,
     MASTER,
@@ -58,7 +49,6 @@ from .state import (
     State,
     everywhere,
     is_plain,
-    local,
     parameters_of,
     prepare,
     read,
@@ -126,9 +116,9 @@ def _adam(kept: _Kept, grad: Tensor, numbers: Tensor, how: _How, keys: Sequence[
         low = fewer_bits(word << 16, HALF) if of_second else None
     if of_weight:
         bits = bits_from_key(g.shape, keys[1], device=g.device)
-    write(w, kept.weight, how.weight, units[0], bits=bits)
-    write(m, kept.first, how.first, units[1], bits=high)
-    write(v, kept.second, how.second, units[2], away=True, bits=low)
+    encodings.write(w, kept.weight, how.weight, units[0], bits=bits)
+    encodings.write(m, kept.first, how.first, units[1], bits=high)
+    encodings.write(v, kept.second, how.second, units[2], away=True, bits=low)
     return w.abs().amax() if how.weight.scale == "tensor" else w.new_zeros(())
 
 
@@ -188,14 +178,14 @@ class _Unit:
         """The tensor to update: the masters, the weight itself, or a copy of the weights."""
         if self.master:
             return self.kept(MASTER)
-        here = [local(parameter.detach()) for parameter in self.parameters]
+        here = [part_of(parameter.detach()) for parameter in self.parameters]
         if len(here) == 1 and is_plain(here[0]) and not self.how.feedback:
             return Encoded(here[0].view(-1))
         return Encoded(torch.cat([x.to(self.how.weight.dtype).reshape(-1) for x in here]))
 
     def gradient(self) -> Tensor:
         """The gradient that Adam uses, flat: negated for maximize, with the L2 decay added."""
-        here = [local(parameter.grad.detach()) for parameter in self.parameters]  # type: ignore[union-attr]
+        here = [part_of(parameter.grad.detach()) for parameter in self.parameters]  # type: ignore[union-attr]
         flats = [(x if is_plain(x) else x.to(torch.float32)).reshape(-1) for x in here]
         grad = flats[0] if len(flats) == 1 else torch.cat(flats)
         if self.group["maximize"]:
@@ -228,12 +218,12 @@ class _Unit:
                 continue
             amax = next(amaxes)
             if name == MASTER:
-                amax *= HEADROOM
+                amax *= encodings.HEADROOM
             else:
                 beta, x = (b1, largest) if name == FIRST else (b2, largest**2)
                 amax = beta * amax + (1 - beta) * x
                 kept.fill_(amax)
-            found.append(scale_for(amax, encoding))
+            found.append(encodings.scale_for(amax, encoding))
         return found
 
     def numbers(self, scales: Scales) -> Tensor:
@@ -259,12 +249,12 @@ class _Unit:
     def finish(self, weight: Encoded, first: Encoded, second: Encoded) -> None:
         """Writes updated copies back to the parameters and states."""
         joined = len(self.states) > 1
-        here = [local(parameter.detach()) for parameter in self.parameters]
+        here = [part_of(parameter.detach()) for parameter in self.parameters]
         if self.how.feedback:
             _split(self._rounded(weight.values, here[0]), here)
             error = weight.values - self.weight().values
             _, b1, _, _, _, size, root, eps, *_ = self.numbers([None] * 3).tolist()
-            add_error(error, first, second, self.how.first, [b1, size, root, eps])
+            _add_error(error, first, second, self.how.first, [b1, size, root, eps])
         elif joined or self.master or not is_plain(here[0]):
             _split(decode(weight) if self.master else weight.values, here)
         if joined:
@@ -279,7 +269,7 @@ class _Unit:
             return weight
         rounded = Encoded(torch.empty_like(weight, dtype=encoding.dtype))
         bits = bits_from_key(weight.shape, self.keys()[1], device=weight.device)
-        write(weight, rounded, encoding, None, bits=bits)
+        encodings.write(weight, rounded, encoding, None, bits=bits)
         return rounded.values
 
 
@@ -304,7 +294,7 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
         kept = prepare(state, parameter, group)
         key: Any = number
         if parameter.numel() < group["min_size"]:
-            plain = is_plain(local(parameter)) and parameter.dtype
+            plain = is_plain(part_of(parameter)) and parameter.dtype
             key = (float(state["step"]), parameter.device, plain, MASTER in kept)
         if key not in found:
             found[key] = _Unit(
@@ -322,8 +312,8 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
 
 
 def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
-    here, (b1, b2) = local(parameter), group["betas"]
-    feedback = has_feedback(parameter, group)
+    here, (b1, b2) = part_of(parameter), group["betas"]
+    feedback = _has_feedback(parameter, group)
     wide = feedback or not is_plain(here)
     weight = kept.get(MASTER) or PLAIN[torch.float32 if wide else here.dtype]
     first, second = kept[FIRST], kept[SECOND]
@@ -408,6 +398,59 @@ def _sizes(unit: _Unit, grad: Tensor) -> tuple[int, int]:
     return CHUNK << threads if in_cache else max(len(grad), 1), least
 
 
+# Error feedback: what weights lose when they are rounded goes into the first moment. Weights in low
+# precision then need no master copy: a step that is too small to change one is not lost, but makes
+# later steps larger.
+
+_FEEDBACK = tuple(name for name in MOMENTS["first_moment"] if ENCODINGS[name].scale != "tensor")
+"""The first moments that hold what is added: a scale for the tensor is set before the step."""
+
+
+def _check_feedback(group: Group) -> None:
+    """Raises ValueError or TypeError if a group asks for error feedback and cannot have it."""
+    check_flag("error_feedback", wanted := group.get("error_feedback", False))
+    if not wanted:
+        return
+    if group["master_weights"] is not None or group["betas"][0] == 0:
+        raise ValueError(
+            "error_feedback needs master_weights=None, whose place it takes, and betas[0] above 0; "
+            f"got {group['master_weights']!r} and {group['betas'][0]}"
+        )
+    if group["first_moment"] not in _FEEDBACK:
+        raise ValueError(
+            f"error_feedback needs first_moment {', '.join(map(repr, _FEEDBACK))}, which hold what "
+            f"it adds; got {group['first_moment']!r}"
+        )
+
+
+def _has_feedback(parameter: Tensor, group: Group) -> bool:
+    """Whether the rounding of a parameter is fed back: not that of a plain float32 one."""
+    here = part_of(parameter)
+    coarse = here.dtype != torch.float32 or not is_plain(here)
+    return coarse and bool(group.get("error_feedback", False))
+
+
+def _add_error(
+    error: Tensor, first: Encoded, second: Encoded, encoding: Encoding, numbers: list[float]
+) -> None:
+    """Adds the error of weights, those before rounding minus those after, to the first moment (ECO,
+    Nikdan et al. 2026, arXiv:2601.22101, algorithm 3):
+
+        m += (1 - 1 / b1) / size * (root sqrt(v) + eps) * error
+
+    encoding: of the first moment, which is rounded to nearest. numbers: b1, size, root and eps of
+    the step, as in `_adam`. A step of size 0 has no error.
+    """
+    b1, size, root, eps = numbers
+    if size:
+        share = (1 - 1 / b1) / size
+        m = decode(first) + error * share * (decode(second).sqrt() * root + eps)
+        encodings.write(m, first, encoding, None)
+
+
+# Settings
+
+
 def check_adam(group: dict[str, Any]) -> None:
     """Raises ValueError or TypeError for invalid settings of a group."""
     for name, allowed in MOMENTS.items():
@@ -421,7 +464,7 @@ def check_adam(group: dict[str, Any]) -> None:
         check_number(f"betas[{i}]", beta)
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
-    check_feedback(group)
+    _check_feedback(group)
     if not isinstance(group["seed"], int):
         raise TypeError(f"seed is an int, got {group['seed']!r}")
 

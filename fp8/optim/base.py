@@ -15,27 +15,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from ..common.dtensor import is_dtensor
+from ..common.dtensor import is_dtensor, part_of
 from ..common.validation import check_name, check_number
 from ..formats.format import dtype_name
 from ..tensors.scaled_tensor import DTYPES, plain
+from . import state as states
 from .encodings import ENCODINGS, MASTERS, decode
-from .state import (
-    MASTER,
-    Group,
-    align_gradient,
-    convert,
-    everywhere,
-    has,
-    keep,
-    local,
-    numbers_of,
-    parameters_of,
-    portable,
-    read,
-    rounds_to,
-    warn_of_broadcasts,
-)
+from .state import MASTER, Group, parameters_of
 
 
 def refuse(**options: bool | None) -> None:
@@ -69,9 +55,9 @@ def finite_everywhere(optimizer: Optimizer, trained: list[Any]) -> bool:
         if parameter.grad.layout != torch.strided:
             kind = type(optimizer).__name__
             raise RuntimeError(f"{kind} needs dense gradients, got {parameter.grad.layout}")
-    finite = [plain(local(p.grad)).isfinite().all().cpu() for p in trained]
+    finite = [plain(part_of(p.grad)).isfinite().all().cpu() for p in trained]
     ours = not finite or bool(torch.stack(finite).all())
-    return everywhere(ours, parameters_of(optimizer))
+    return states.everywhere(ours, parameters_of(optimizer))
 
 
 class LowPrecision(Optimizer):
@@ -126,7 +112,7 @@ class LowPrecision(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for parameter in parameters_of(self):
-            align_gradient(parameter)
+            states.align_gradient(parameter)
         self._refresh_masters()
         if not self.step_all():
             for group in self.param_groups:
@@ -137,25 +123,27 @@ class LowPrecision(Optimizer):
         return loss
 
     def _with_master(self) -> list[Any]:
-        return [p for p in parameters_of(self) if p in self.state and has(self.state[p], MASTER)]
+        return [
+            p for p in parameters_of(self) if p in self.state and states.has(self.state[p], MASTER)
+        ]
 
     def _refresh_masters(self) -> None:
         """Resets masters whose weights differ from the rounded master."""
         now = {p: _mark(p) for p in self._with_master()}
         for p in _changed(getattr(self, "_marks", {}), now):
-            master = read(self.state[p], MASTER)
-            if not rounds_to(decode(master).view(local(p).shape), p):
+            master = states.read(self.state[p], MASTER)
+            if not states.rounds_to(decode(master).view(part_of(p).shape), p):
                 if "loaded" not in vars(p):
-                    warn_of_broadcasts()
+                    states.warn_of_broadcasts()
                 encoding = ENCODINGS[dtype_name(master.values.dtype)]
-                keep(self.state[p], MASTER, p, encoding, numbers_of(p))
+                states.keep(self.state[p], MASTER, p, encoding, states.numbers_of(p))
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch. That of a DTensor has no scales, which belong to one process: its moments
         are DTensors in float32, which `load_state_dict` rounds again."""
         saved, parameters = super().state_dict(), parameters_of(self)
         divided = {i: own for i, own in saved["state"].items() if is_dtensor(parameters[i])}
-        portables = {i: portable(parameters[i], own) for i, own in divided.items()}
+        portables = {i: states.portable(parameters[i], own) for i, own in divided.items()}
         return {**saved, "state": {**saved["state"], **portables}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -213,7 +201,7 @@ def _mark(parameter: Any) -> _Mark:
     version = (parameter._version, *writes, parameter.shape, parameter.dtype)
     if writes:
         return _Mark(version, torch.empty(0))
-    rows = torch.atleast_2d(local(parameter.detach())).flatten(1).contiguous()
+    rows = torch.atleast_2d(part_of(parameter.detach())).flatten(1).contiguous()
     whole = rows.shape[1] * rows.itemsize % 8 == 0
     bits = rows.view(torch.int64 if whole else torch.int16)
     return _Mark(version, torch.cat([bits.sum(0), bits.sum(1)]))
@@ -248,7 +236,7 @@ def _place(before: list[dict[str, Any]], optimizer: Any) -> None:
         for parameter in group["params"]:
             if parameter in optimizer.state:
                 held = optimizer.state[parameter].state
-                optimizer.state[parameter] = convert(parameter, held, group)
+                optimizer.state[parameter] = states.convert(parameter, held, group)
         if missing:
             raise ValueError(f"a group of the state has no {', '.join(missing)}")
         optimizer.check(group)

@@ -15,33 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ..common.dtensor import is_dtensor
+from ..common.dtensor import is_dtensor, part_of
 from ..common.mixin import bare_class, check_module
 from ..common.pitfalls import OptimizerWarning, warn_once
 from ..common.validation import check_between, check_flag, check_name, check_number
 from ..formats.format import get_format
 from ..formats.random_bits import bits_from_key, random_key
 from ..products.matmul import matmul
-from ..recipes.recipe import RECIPES, Recipe, get_recipe
+from ..recipes.recipe import Recipe, get_recipe
 from ..selection.layers import candidates
 from ..selection.roles import roles
 from ..tensors.scaled_tensor import plain
+from . import state as states
 from .adam import check_adam, step_units, units_of
 from .base import LowPrecision, check_group, finite_everywhere
 from .encodings import MOMENTA, decode
-from .state import (
-    MASTER,
-    MOMENTUM,
-    Group,
-    State,
-    keep,
-    local,
-    parameters_of,
-    prepare,
-    put_weight,
-    read,
-    weight_of,
-)
+from .state import MASTER, MOMENTUM, Group, State, parameters_of
 
 aten = torch.ops.aten  # which no mode casts, if a step is made inside of `fp8.autocast`
 
@@ -211,7 +200,6 @@ def _check(group: Group) -> None:
     if group["recipe"] is not None:
         if isinstance(group["recipe"], Recipe):
             raise TypeError("recipe is a name in fp8.RECIPES, which a state_dict can hold")
-        check_name("recipe", group["recipe"], (None, *RECIPES))
         _check_recipe(get_recipe(group["recipe"]), coefficients)
     for parameter in group["params"]:
         _check_matrix(parameter)
@@ -263,13 +251,13 @@ def _check_matrix(parameter: Tensor) -> None:
 
 def _step(parameter: Any, state: State, group: Group, index: int) -> None:
     """Jordan's Muon with decoupled weight decay (arXiv:2502.16982, section 2), as in torch."""
-    encodings = prepare(state, parameter, group)
+    encodings = states.prepare(state, parameter, group)
     state["step"] += 1
     lr, momentum = float(group["lr"]), float(group["momentum"])
-    gradient = plain(local(parameter.grad), torch.float32)
+    gradient = plain(part_of(parameter.grad), torch.float32)
     if group["maximize"]:
         gradient = -gradient
-    buffer = decode(read(state, MOMENTUM)).view(parameter.shape)
+    buffer = decode(states.read(state, MOMENTUM)).view(parameter.shape)
     buffer.lerp_(gradient, 1 - momentum)
     update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
     recipe = None if group["recipe"] is None else get_recipe(group["recipe"])
@@ -280,11 +268,11 @@ def _step(parameter: Any, state: State, group: Group, index: int) -> None:
     if encoding.rounds_stochastically(momentum):
         key = random_key((group["seed"], int(state["step"]), index))
         bits = bits_from_key((buffer.numel(),), key, device=buffer.device)
-    keep(state, MOMENTUM, parameter, encoding, buffer.flatten(), bits)
-    weight = weight_of(parameter, state, MASTER in encodings)
+    states.keep(state, MOMENTUM, parameter, encoding, buffer.flatten(), bits)
+    weight = states.weight_of(parameter, state, MASTER in encodings)
     weight.mul_(1 - lr * group["weight_decay"])
     weight.add_(update, alpha=-lr * RATES[group["adjust_lr_fn"]](*parameter.shape))
-    put_weight(parameter, state, weight, encodings.get(MASTER))
+    states.put_weight(parameter, state, weight, encodings.get(MASTER))
 
 
 def orthogonalized(

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
+from ..common.dtensor import part_of
 from ..common.validation import check_number
 from ..tensors.scaled_tensor import plain
 from .base import LowPrecision, check_group, finite_everywhere, refuse
-from .state import MASTER, MOMENTUM, Group, State, local, names, put_weight, weight_of
+from .state import MASTER, MOMENTUM, Group, State, names, put_weight, weight_of
 
 
 def _check(group: Group) -> None:
@@ -86,7 +87,7 @@ def _step(parameter: Any, state: State, group: Group) -> None:
     weight = weight_of(parameter, state, master is not None)
     buffers = [state.get(MOMENTUM)]
     arguments = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-    gradient = plain(local(parameter.grad), torch.float32)
+    gradient = plain(part_of(parameter.grad), torch.float32)
     sgd([weight], [gradient], buffers, foreach=False, **{k: group[k] for k in arguments})
     if buffers[0] is not None:
         state[MOMENTUM] = buffers[0]

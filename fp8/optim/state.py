@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from ..common.dtensor import as_shard, is_dtensor
+from ..common.dtensor import as_shard, is_dtensor, part_of
 from ..tensors.scaled_tensor import plain
 from .encodings import ENCODINGS, Encoded, Encoding, decode, scale_for, write, zeros
 
@@ -33,12 +33,6 @@ PARTS = ("_values", "_scale", "_amax")
 
 Group = dict[str, Any]
 State = dict[str, Any]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The local part of a sharded tensor; any other tensor unchanged."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
 
 
 def align_gradient(parameter: Any) -> None:
@@ -90,7 +84,7 @@ def _is_sgd(group: Group) -> bool:
 
 
 def _stands_for(parameter: Tensor) -> bool:
-    return type(local(parameter)) not in (Tensor, torch.nn.Parameter)
+    return type(part_of(parameter)) not in (Tensor, torch.nn.Parameter)
 
 
 def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding]:
@@ -115,7 +109,7 @@ def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding
 def numbers_of(parameter: Tensor) -> Tensor:
     """The initial values of a weight's master, flat, float32."""
     brought = carried(parameter)
-    weight = local(parameter.detach()) if brought is None else brought
+    weight = part_of(parameter.detach()) if brought is None else brought
     return plain(weight, torch.float32).reshape(-1)
 
 
@@ -123,10 +117,10 @@ def weight_of(parameter: Any, state: State, master: bool) -> Tensor:
     """The values of a weight to update: float32, of its shape. Those of its master, if it has one;
     a float32 weight itself."""
     if not master:
-        return plain(local(parameter).detach(), torch.float32)
+        return plain(part_of(parameter).detach(), torch.float32)
     if has(state, MASTER):
-        return decode(read(state, MASTER)).view(local(parameter).shape)
-    return numbers_of(parameter).view(local(parameter).shape)
+        return decode(read(state, MASTER)).view(part_of(parameter).shape)
+    return numbers_of(parameter).view(part_of(parameter).shape)
 
 
 def put_weight(parameter: Any, state: State, weight: Tensor, master: Encoding | None) -> None:
@@ -134,8 +128,8 @@ def put_weight(parameter: Any, state: State, weight: Tensor, master: Encoding | 
     first, and which the weight is rounded from."""
     if master is not None:
         keep(state, MASTER, parameter, master, weight.flatten())
-        weight = decode(read(state, MASTER)).view(local(parameter).shape)
-    local(parameter).copy_(weight)
+        weight = decode(read(state, MASTER)).view(part_of(parameter).shape)
+    part_of(parameter).copy_(weight)
 
 
 def carried(parameter: Tensor) -> Tensor | None:
@@ -152,7 +146,7 @@ def carried(parameter: Tensor) -> Tensor | None:
 def rounds_to(numbers: Tensor, parameter: Tensor) -> bool:
     """Whether writing ``numbers``, of the local shape, to the weight would leave it
     unchanged."""
-    here = local(parameter.detach())
+    here = part_of(parameter.detach())
     return torch.equal(here.clone().copy_(numbers), here)
 
 
@@ -177,7 +171,7 @@ def keep(
     bits: Tensor | None = None,
 ) -> None:
     """Encodes float32 ``numbers`` (None: zeros) into ``state``. bits: as in `write`."""
-    here = local(parameter)
+    here = part_of(parameter)
     stored = zeros(here.numel(), encoding, here.device)
     if numbers is not None and len(numbers):
         amax = numbers.abs().amax()
@@ -202,8 +196,8 @@ def _put(state: State, name: str, stored: Encoded, shape: torch.Size) -> None:
 def read(state: State, name: str) -> Encoded:
     """The tensor stored under a name, flat; shares memory with the state."""
     if name in state:
-        return Encoded(local(state[name]).reshape(-1))
-    values = local(state[name + PARTS[0]]).reshape(-1)
+        return Encoded(part_of(state[name]).reshape(-1))
+    values = part_of(state[name + PARTS[0]]).reshape(-1)
     return Encoded(values, state[name + PARTS[1]], state.get(name + PARTS[2]))
 
 
@@ -211,7 +205,7 @@ def portable(parameter: Tensor, state: State) -> State:
     """``state`` without scales, which belong to one part of a parameter: what has one is decoded to
     float32. What has the shape of the part is a DTensor if the parameter is."""
     found: State = {}
-    shape = local(parameter).shape
+    shape = part_of(parameter).shape
     for key, value in state.items():
         name, suffix = next(((key.removesuffix(p), p) for p in PARTS if key.endswith(p)), (key, ""))
         if suffix == PARTS[0]:
@@ -252,7 +246,7 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
             keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
     elif has(saved, MASTER):
         with torch.no_grad():
-            here = local(parameter)
+            here = part_of(parameter)
             here.copy_(decode(read(saved, MASTER)).view(here.shape))
     return state
 
@@ -286,8 +280,8 @@ def has(saved: State, name: str) -> bool:
 def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, saved: State) -> None:
     """Converts one tensor of ``saved``: a copy if the encoding is the same, else encoded again."""
     _check_parts(saved, name)
-    here = local(parameter)
-    shape = local(saved[name] if name in saved else saved[name + PARTS[0]]).shape
+    here = part_of(parameter)
+    shape = part_of(saved[name] if name in saved else saved[name + PARTS[0]]).shape
     if shape != here.shape:
         raise ValueError(
             f"{name} has shape {tuple(shape)}, its parameter {tuple(here.shape)}: this is the "
@@ -341,7 +335,7 @@ def state_bytes(optimizer: Optimizer) -> dict[str, int]:
     found = dict.fromkeys(("first_moment", "second_moment", "master", "step"), 0)
     for state in optimizer.state.values():
         for name, value in state.items():
-            found[purpose_of(name, "step")] += local(value).nbytes
+            found[purpose_of(name, "step")] += part_of(value).nbytes
     return found
 
 

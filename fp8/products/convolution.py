@@ -11,7 +11,6 @@ positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,20 +23,12 @@ from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, casts_of, one_copy, with_copies
 from ..casts.saved_operands import SharedCasts, saved_operands, shared_casts
-from ..common.compiler import apply, apply_eagerly, in_graph
+from ..common.compiler import apply, in_graph
 from ..context.active import layer_histories, product_recipe, static_exponents
 from ..formats.format import dtype_name
-from . import summed_convolution
-from .matmul import (
-    ONES,
-    Scales,
-    check_scales,
-    measured,
-    save_both,
-    to_autocast_dtype,
-)
-from .summed import warn_unsummed
-from .summed_convolution import Geometry
+from .matmul import ONES, check_scales, measured, save_both, to_autocast_dtype
+from .summed import Geometry, Scales, warn_unsummed
+from .summed import convolution as summed_convolution
 
 aten = torch.ops.aten
 
@@ -141,7 +132,9 @@ def _convolve(
     geometry: Geometry,
     unit: bool,
 ) -> Tensor:
-    """Casts the operands and calls `_Convolution`."""
+    """Casts the operands and calls `_Convolution`. x: with or without a batch."""
+    if x.ndim < weight.ndim:
+        return _convolve(x.unsqueeze(0), weight, bias, scales, geometry, unit).squeeze(0)
     recipe = product_recipe(unit)
     if recipe is None:
         return _as_it_is(x, weight, bias, scales, geometry)
@@ -157,7 +150,7 @@ def _convolve(
         if is_whole(recipe):
             like, _, bias = _of_one_dtype(x[:0], weight[:0], bias)
             given = (scales, geometry, casts, histories, recipe.sums, dtype_name(like.dtype))
-            return summed_convolution.convolution(x, weight, bias, *given)
+            return summed_convolution(x, weight, bias, *given)
         warn_unsummed(recipe, "a convolution with scales by rows or blocks")
     shared = shared_casts(x, histories[0], casts.a, casts.a_again)
     return _simulated(x, weight, bias, scales, geometry, casts, histories, shared)
@@ -185,23 +178,14 @@ def _simulated(
     return apply(_Convolution, *operands, how, shared, written=of_grad)
 
 
-def _uncast(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: Geometry
-) -> Tensor:
-    """`_as_it_is` in a graph."""
-    x, weight, bias = to_autocast_dtype(x, weight, bias)
-    how = _Settings(scales, geometry)
-    return _Convolution.apply(x, weight, *[None] * 4, bias, None, how, None)
-
-
-@partial(in_graph, graph=_uncast)
+@in_graph
 def _as_it_is(
     x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: Geometry
 ) -> Tensor:
     """The convolution without casts."""
     x, weight, bias = _of_one_dtype(x, weight, bias)
     how = _Settings(scales, geometry)
-    return apply_eagerly(_Convolution, x, weight, *[None] * 4, bias, None, how, None)
+    return apply(_Convolution, x, weight, *[None] * 4, bias, None, how, None)
 
 
 def _of_one_dtype(
@@ -281,15 +265,13 @@ def conv(
     """
     scales = check_scales(scales)
     dims = _dims(input, weight)
-    x = input if input.ndim == dims + 2 else input.unsqueeze(0)
     steps = _per_dim(dilation, dims, "dilation")
     strides = _per_dim(stride, dims, "stride")
     if padding == "same" and any(step != 1 for step in strides):
         raise ValueError(f"padding='same' needs stride 1, got {stride!r}")
-    x, margins = _padded(x, weight, padding, steps)
+    x, margins = _padded(input, weight, padding, steps)
     geometry = Geometry(strides, margins, steps, False, [0] * dims, groups)
-    y = _convolve(x, weight, bias, scales, geometry, unit)
-    return y if input.ndim == dims + 2 else y.squeeze(0)
+    return _convolve(x, weight, bias, scales, geometry, unit)
 
 
 def conv_transpose(
@@ -312,7 +294,6 @@ def conv_transpose(
     """
     scales = check_scales(scales)
     dims = _dims(input, weight)
-    x = input if input.ndim == dims + 2 else input.unsqueeze(0)
     steps, margins, stretch, extra = (
         _per_dim(value, dims, what)
         for value, what in (
@@ -323,5 +304,4 @@ def conv_transpose(
         )
     )
     geometry = Geometry(steps, margins, stretch, True, extra, groups)
-    y = _convolve(x, weight, bias, scales, geometry, unit)
-    return y if input.ndim == dims + 2 else y.squeeze(0)
+    return _convolve(input, weight, bias, scales, geometry, unit)

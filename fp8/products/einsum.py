@@ -16,8 +16,8 @@ from ..casts.counts import product_name
 from ..casts.operands import Exponents
 from ..context.active import histories, static_exponents
 from ..recipes.recipe import Recipe
-from .matmul import ONES, Scales, matmul
-from .summed import warn_unsummed
+from .matmul import ONES, matmul
+from .summed import Scales, warn_unsummed
 
 aten = torch.ops.aten
 

@@ -31,7 +31,8 @@ from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
 from . import summed
-from .matmul import ONES, Scales, check_scales, gemm, linear
+from .matmul import ONES, check_scales, gemm, linear
+from .summed import Scales
 
 
 @torch.library.custom_op(

@@ -35,13 +35,9 @@ from ..native import product as native
 from ..recipes.recipe import ATTENTION, Recipe
 from ..tensors.scaled_tensor import plain
 from . import summed
-
-__all__ = ["linear", "matmul", "uncast_matmul"]
+from .summed import Scales
 
 aten = torch.ops.aten
-
-Scales = tuple[float, float, float]
-"""Factors of the output and of the gradients of the first and second operand."""
 
 ONES: Scales = (1, 1, 1)  # ints: torch.compile would treat floats as dynamic
 
@@ -351,6 +347,7 @@ def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def check_scales(scales: Scales) -> Scales:
+    """``scales``. Raises ValueError unless they are three."""
     if len(scales) != 3:
         raise ValueError(f"scales must be three numbers (output, two gradients), not {scales!r}")
     return scales

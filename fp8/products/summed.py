@@ -5,6 +5,11 @@ result, unless the instruction applies them itself (MX and NVFP4 on Blackwell). 
 along the summed axis, and every ``promote`` products, a sum ends and is added in float32 to the
 result, with one rounding, as kernels of Hopper do for scales by blocks (DeepSeek-V3,
 arXiv:2412.19437, section 3.3.2).
+
+Convolutions are implicit products of matrices. A sum goes over the kernel positions, the last
+dimension fastest, and at each over the channels. The input gradient sums over kernel positions and
+output channels; where the stride or an edge leaves no output, a zero is added. The gradient of the
+weight sums over the batch and, within it, over output positions. Each group is a product.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 
 from ..casts.casting import Spec, format_of, turn_of
 from ..casts.codes import Codes, codes, narrowed, widened
@@ -32,15 +38,43 @@ from ..sums.dot import dot
 from ..sums.tensor_cores import Matrix, instruction_for
 from ..tensors.scaled_tensor import plain
 
+aten = torch.ops.aten
+
 Scales = tuple[float, float, float]
+"""Factors of the output and of the gradients of the first and second operand."""
+
+
+class Geometry(NamedTuple):
+    """The arguments of `aten.convolution`."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    transposed: bool
+    output_padding: list[int]
+    groups: int
+
+    @property
+    def turned(self) -> Geometry:
+        """That of the convolution which computes the input gradient."""
+        return self._replace(transposed=not self.transposed)
+
+
+class _Convolution(NamedTuple):
+    """A convolution: its geometry, and the sizes of its output, input and kernel."""
+
+    geometry: Geometry
+    output: tuple[int, ...]
+    input: tuple[int, ...]
+    kernel: tuple[int, ...]
 
 
 class Settings(NamedTuple):
     """The constants of a product and its gradients.
 
     scales: of the output and of both gradients. sums: `fp8.Recipe.sums`. dtype: the name of that of
-    the output. split: the axis that the offsets of a grouped product split; 0 for others. kind: a
-    name in KINDS. geometry: of a convolution.
+    the output. split: the axis that the offsets of a grouped product split; 0 for others.
+    convolution: None for products of matrices.
     """
 
     scales: Scales
@@ -48,8 +82,7 @@ class Settings(NamedTuple):
     sums: str
     dtype: str
     split: int = 0
-    kind: str = "matrix"
-    geometry: Any = None
+    convolution: Any = None
 
 
 @in_graph
@@ -64,8 +97,7 @@ def product(
     dtype: str,
     offs: Tensor | None = None,
     split: int = 0,
-    kind: str = "matrix",
-    geometry: Any = None,
+    convolution: _Convolution | None = None,
 ) -> Tensor:
     """``s_y * a b^T + bias`` in ``dtype`` for a (m, k) and b (n, k), or batches of them.
 
@@ -79,25 +111,32 @@ def product(
         turn, groups = turn_of(casts.a, a), Groups(offs, split, -1)
         left = operand(a, casts.a, groups, of_a, record, turn)
         right = operand(b, casts.b, groups, of_b, record, turn)
-    how = Settings(scales, casts, sums, dtype, split, kind, geometry)
-    y: Tensor = _Summed.apply(a, b, offs, of_grad, how, *left, *right)
-    return y if bias is None else _Biased.apply(y, bias, scales[2])
+    how = Settings(scales, casts, sums, dtype, split, convolution)
+    return _Summed.apply(a, b, bias, offs, of_grad, how, *left, *right)
 
 
-class _Biased(Function):
-    """``y + bias`` along dimension 1; the gradient of the bias is multiplied by ``scale``."""
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Scales,
+    geometry: Geometry,
+    casts: Casts,
+    histories: list[Tensor | None],
+    sums: str,
+    dtype: str,
+) -> Tensor:
+    """``s_y * convolution(x, weight) + bias`` in ``dtype``, for casts with one scale for each
+    operand.
 
-    @staticmethod
-    def forward(y: Tensor, bias: Tensor, scale: float) -> Tensor:
-        return y + bias.view(-1, *[1] * (y.ndim - 2))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, ctx.scale = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, grad.sum([d for d in range(grad.ndim) if d != 1]) * ctx.scale, None
+    x: (batch, channels, *size). weight: as in `aten.convolution`; what does not fit raises its
+    error. casts, histories, sums, dtype and the bias: as in `product`.
+    """
+    with torch.no_grad():
+        shapes = (torch.empty(t.shape, device="meta") for t in (x, weight))
+        size = aten.convolution.default(*shapes, None, *geometry).shape[2:]
+    of = _Convolution(geometry, tuple(size), tuple(x.shape[2:]), tuple(weight.shape[2:]))
+    return product(x, weight, bias, scales, casts, histories, sums, dtype, convolution=of)
 
 
 def warn_unsummed(recipe: Recipe, product: str) -> None:
@@ -113,25 +152,27 @@ _UNSUMMED = (
 
 
 class _Summed(Function):
-    """`product` without a bias. a and b receive the gradients and are cast again for their second
-    products; the last six arguments are their codes for the first."""
+    """`product`. a and b receive the gradients and are cast again for their second products; the
+    last six arguments are their codes for the first."""
 
     @staticmethod
     def forward(
         a: Tensor,
         b: Tensor,
+        bias: Tensor | None,
         offs: Tensor | None,
         history: Tensor | None,
         how: Settings,
         *operands: Tensor | None,
     ) -> Tensor:
         left, right = Codes(*operands[:3]), Codes(*operands[3:])  # type: ignore[arg-type]
-        y = KINDS[how.kind].output(left, right, how.casts.a, how.casts.b, offs, how)
-        return (y * how.scales[0]).to(getattr(torch, how.dtype))
+        y = _kind(how).output(left, right, how.casts.a, how.casts.b, offs, how)
+        y = (y * how.scales[0]).to(getattr(torch, how.dtype))
+        return y if bias is None else y + bias.view(-1, *[1] * (y.ndim - 2))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, offs, ctx.history, ctx.how, *operands = inputs
+        a, b, _, offs, ctx.history, ctx.how, *operands = inputs
         casts, ctx.dtypes = ctx.how.casts, (a.dtype, b.dtype)
         of_a = operands[:3] if one_copy(casts.a, casts.a_again) else (a, None, None)
         of_b = operands[3:] if one_copy(casts.b, casts.b_again) else (b, None, None)
@@ -144,9 +185,9 @@ class _Summed(Function):
                 "create_graph=True: products with accumulate= have no second derivative"
             )
         how, history, (offs, *saved) = ctx.how, ctx.history, saved_tensors(ctx)
-        casts, kind, (_, s_a, s_b) = how.casts, KINDS[how.kind], how.scales
+        casts, kind, (_, s_a, s_b) = how.casts, _kind(how), how.scales
         along, across = Groups(offs, how.split, -1), Groups(offs, how.split, -2)
-        da = db = g = None
+        da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
             turn = turn_of(casts.grad_for_a, grad)
             g = operand(grad, casts.grad_for_a, along, history, True, turn)
@@ -162,7 +203,9 @@ class _Summed(Function):
             a = _second(saved[:3], casts.a_again, across, turn)
             db = kind.grad_b(g, a, casts.grad_for_b, casts.a_again, offs, how) * s_b
             db = db.to(ctx.dtypes[1])
-        return da, db, *[None] * 9
+        if ctx.needs_input_grad[2]:
+            dbias = grad.sum([d for d in range(grad.ndim) if d != 1]) * s_b
+        return da, db, dbias, *[None] * 9
 
 
 def _second(saved: Sequence[Any], spec: Spec | None, groups: Groups, turn: Tensor | None) -> Codes:
@@ -221,17 +264,20 @@ def _decoded(x: Codes, spec: Spec | None, split: int) -> Tensor:
 
 
 class Kind(NamedTuple):
-    """A row of KINDS: the output, from the codes of both operands, and the gradients of both, from
-    the codes of the output's gradient and of the other operand. What is cast along its other axis
-    is given as a transpose. Further arguments: as of `multiply`."""
+    """The output, from the codes of both operands, and the gradients of both, from the codes of the
+    output's gradient and of the other operand. What is cast along its other axis is given as a
+    transpose. Further arguments: as of `multiply`."""
 
     output: Callable[..., Tensor]
     grad_a: Callable[..., Tensor]
     grad_b: Callable[..., Tensor]
 
 
-KINDS: dict[str, Kind] = {"matrix": Kind(multiply, multiply, multiply)}
-"""Name -> how a kind of product is computed; `fp8.products.summed_convolution` adds a row."""
+def _kind(how: Settings) -> Kind:
+    """How the product is computed."""
+    if how.convolution is None:
+        return Kind(multiply, multiply, multiply)
+    return Kind(_output, _grad_x, _grad_w)
 
 
 # As an operator of its own, because a compiled graph cannot hold its loops.
@@ -377,3 +423,79 @@ class _Operand(NamedTuple):
     def scale_at(self, column: int) -> Tensor | None:
         """The scale of the tiles that hold a column, (rows, 1)."""
         return None if self.tiles is None else self.tiles[:, column // self.along, None]
+
+
+# Convolutions
+
+
+def _output(x: Codes, w: Codes, of_x: Spec, of_w: Spec, _: None, how: Settings) -> Tensor:
+    of = how.convolution
+    return _convolved(x, w, of_x, of_w, of.geometry, of.output, how)
+
+
+def _grad_x(g: Codes, w: Codes, of_g: Spec, of_w: Spec, _: None, how: Settings) -> Tensor:
+    of = how.convolution
+    return _convolved(g, w.mT, of_g, of_w, of.geometry.turned, of.input, how)
+
+
+def _convolved(
+    maps: Codes,
+    kernels: Codes,
+    of_maps: Spec,
+    of_kernels: Spec,
+    geometry: Geometry,
+    size: Sequence[int],
+    how: Settings,
+) -> Tensor:
+    """The convolution, (batch, channels, *size), in the dtype of `multiply`."""
+    batch, w = maps.values.shape[0], kernels.values
+    left = maps._replace(values=_unfolded(maps.values, w.shape[2:], geometry, size))
+    w = w.unflatten(0, (geometry.groups, -1))
+    if geometry.transposed:  # (groups, inputs of one, outputs of one, *kernel)
+        w = w.transpose(1, 2)
+    right = kernels._replace(values=w.movedim(2, -1).flatten(2))
+    y = multiply(left, right, of_maps, of_kernels, None, how)
+    return y.unflatten(1, (batch, *size)).movedim(-1, 1).movedim(2, 0).flatten(1, 2)
+
+
+def _grad_w(g: Codes, x: Codes, of_g: Spec, of_x: Spec, _: None, how: Settings) -> Tensor:
+    geometry, _, _, kernel = how.convolution
+    x, g = x.mT, g.mT
+    if geometry.transposed:  # the maps that the kernel moves over, and those with one position each
+        x, g, of_x, of_g = g, x, of_g, of_x
+    plain = geometry._replace(transposed=False)
+    moved = x._replace(values=_unfolded(x.values, kernel, plain, g.values.shape[2:]).mT)
+    by_group = g.values.unflatten(1, (geometry.groups, -1)).movedim(0, 2).flatten(2)
+    y = multiply(moved, g._replace(values=by_group), of_x, of_g, None, how)
+    return y.unflatten(1, (*kernel, -1)).movedim((-1, -2), (1, 2)).flatten(0, 1)
+
+
+def _unfolded(x: Tensor, kernel: Sequence[int], how: Geometry, size: Sequence[int]) -> Tensor:
+    """What each output reads: (groups, batch * positions, kernel positions * channels of one)."""
+    dims, channels = len(size), x.shape[1] // how.groups
+    x = x.movedim(1, -1)
+    for d in range(dims):
+        x = F.pad(x, [0, 0] * (dims - d) + [0, 1])
+        index = _positions(x.shape[1 + d] - 1, size[d], kernel[d], how, d, x.device)
+        x = x.index_select(1 + d, index.flatten())
+    shape = [side for pair in zip(size, kernel, strict=True) for side in pair]
+    x = x.reshape(x.shape[0], *shape, how.groups, channels)
+    positions, taps = range(1, 2 * dims + 1, 2), range(2, 2 * dims + 1, 2)
+    x = x.permute(2 * dims + 1, 0, *positions, *taps, 2 * dims + 2)
+    return x.flatten(dims + 2).flatten(1, dims + 1)
+
+
+def _positions(
+    length: int, size: int, kernel: int, how: Geometry, dim: int, device: torch.device
+) -> Tensor:
+    """The position that output and kernel position read along a dimension, (size, kernel);
+    ``length`` for none."""
+    stride, padding, dilation = how.stride[dim], how.padding[dim], how.dilation[dim]
+    output, tap = torch.arange(size, device=device)[:, None], torch.arange(kernel, device=device)
+    if how.transposed:
+        moved = output + padding - dilation * tap
+        at, exists = moved // stride, moved % stride == 0
+    else:
+        at = output * stride - padding + dilation * tap
+        exists = torch.ones_like(at, dtype=torch.bool)
+    return torch.where(exists & (at >= 0) & (at < length), at, length)

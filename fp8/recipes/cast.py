@@ -3,6 +3,7 @@ construction."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
@@ -160,12 +161,13 @@ class Cast:
             raise ValueError("a residual of channels needs hadamard=0: a rotation mixes channels")
 
     def _text(self) -> str:
-        inner = self.format.text if isinstance(self.format, Format) else self.format
-        rule = (self.rule or "") + (E8M0 if self.scaling == "mx" else "")
-        sizes = (*(self.tile or ()), self.margin, self.random_bits)
-        numbers = (*sizes, int(self.mean), self.residual, self.hadamard)
-        names = (rule, self.rounding, self.overflow, self.signs)
-        return ";".join([inner, *names, *map(str, numbers)])
+        """As JSON, in the order of `fp8.casts.casting.Spec`."""
+        format = self.format.text if isinstance(self.format, Format) else self.format
+        rule = f"{self.rule}{E8M0}" if self.scaling == "mx" else self.rule
+        scale = (rule, self.tile, self.margin)
+        rounding = (self.rounding, self.overflow, self.random_bits)
+        sums = (self.mean, self.residual, self.hadamard, self.signs)
+        return json.dumps([format, *scale, *rounding, *sums])
 
     def _check_corrected(self) -> None:
         across, along = self.tile or (0, 0)

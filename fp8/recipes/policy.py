@@ -12,17 +12,7 @@ from typing import Any
 
 from ..common.validation import check_keys, check_name, check_whole
 from .cast import Cast
-from .recipe import (
-    ATTENTION,
-    AUTO,
-    OPERANDS,
-    PLAIN,
-    PRODUCTS,
-    RECIPES,
-    SAME,
-    Recipe,
-    given_recipe,
-)
+from .recipe import ATTENTION, AUTO, OPERANDS, PLAIN, PRODUCTS, RECIPES, SAME, Recipe, given_recipe
 
 CASTS = tuple(f"{name}.{operand}" for name, operands in PRODUCTS.items() for operand in operands)
 """The casts of a layer: product.operand."""

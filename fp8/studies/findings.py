@@ -218,7 +218,8 @@ class Findings:
         ranges: of operands.
         choices: the frontier of the search, and published selections beside it.
         estimates: by hardware.
-        cache: of keys and values, as `fp8.studies.caches.cache_found` returns it; {} without one.
+        cache: of keys and values, as `fp8.adapters.transformers.cache_found` returns it; {} without
+            one.
         policy: the recommended policy, `fp8.Policy.to_dict`; if none is, the first to try; {} if
             there is none.
         decided: whether the policy is recommended.

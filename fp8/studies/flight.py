@@ -9,10 +9,11 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..adapters.policies import as_code
+from ..adapters.transformers import cache_found, has_cache
 from ..common.step import Batch, call, copied, described, scalars, untouched
 from ..common.validation import check_whole
 from ..formats.format import get_format
@@ -30,12 +32,9 @@ from ..selection.layers import candidates
 from ..selection.roles import roles
 from ..surgery.convert import convert, report
 from ..version import __version__
-from .caches import cache_found, has_cache
-from .finalists import FINE, finalists, recommended, worst_error
 from .findings import Candidate, CastScore, Choice, Findings, Product, Run
 from .hardware import Hardware, estimate
-from .progress import stage
-from .proof import REFERENCE, compare, prove
+from .proof import FINE, REFERENCE, compare, finalists, prove, recommended, worst_error
 from .search import choice, frontier, keeping, knee, layer_scores, name_of, published, score, shares
 from .trace import trace
 from .training import Prepare, Problem, train, under
@@ -453,7 +452,7 @@ class Flight:
         for name, transform in self.settings.transforms.items():
             if name not in known:
                 share = sum(shares(self.findings.products).values())
-                candidate = Candidate(name, _recipe_of(transform), share=share)
+                candidate = Candidate(name, getattr(transform, "recipe", AUTO), share=share)
                 self.findings.candidates.append(candidate)
         return list(self.settings.transforms)
 
@@ -506,8 +505,20 @@ class Flight:
     def _recipe(self, name: str) -> Recipe:
         return next(recipe for recipe in self.settings.recipes if recipe.name == name)
 
-    def _progress(self, name: str, total: int) -> AbstractContextManager[Callable[[], None]]:
-        return stage(name, total, show=self.shows_progress)
+    @contextmanager
+    def _progress(self, name: str, total: int) -> Iterator[Callable[[], None]]:
+        """Within the block a bar of ``total`` ticks on stderr, or a line where tqdm is missing;
+        yields the function that makes one."""
+        if not self.shows_progress:
+            yield lambda: None
+        elif find_spec("tqdm") is None:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            yield lambda: None
+        else:
+            from tqdm import tqdm
+
+            with tqdm(total=total, desc=name, leave=False, dynamic_ncols=True) as bar:
+                yield lambda: bar.update() and None
 
     def _note(self, text: str) -> None:
         if text not in self.findings.notes:
@@ -555,11 +566,6 @@ def _forget_unfinished(found: Findings) -> None:
     found.notes = [note for note in found.notes if not note.startswith(repeated)]
 
 
-def _recipe_of(transform: Callable[[nn.Module], nn.Module]) -> Any:
-    """The recipe that a transform names for the model that it returns."""
-    return getattr(transform, "recipe", AUTO)
-
-
 def _transformed(
     transform: Callable[[nn.Module], nn.Module], model: nn.Module, optimizer: Optimizer
 ) -> tuple[nn.Module, Optimizer]:
@@ -569,7 +575,7 @@ def _transformed(
     by_id = {id(p): own[name] for name, p in model.named_parameters() if name in own}
     for group in optimizer.param_groups:
         group["params"] = [by_id.get(id(p), p) for p in group["params"]]
-    return under(Policy(_recipe_of(transform)))(new, optimizer)
+    return under(Policy(getattr(transform, "recipe", AUTO)))(new, optimizer)
 
 
 def _bits(recipe: Recipe, share: float) -> float:

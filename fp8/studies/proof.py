@@ -1,4 +1,5 @@
-"""Paired comparisons of training runs: gaps of held-out losses with intervals.
+"""Paired comparisons of training runs: which candidates train, their gaps of held-out losses with
+intervals, and which are recommended.
 
 A candidate and the reference train from the same weights on the same batches; the gap is the
 difference of their held-out losses. Its interval is Student's t over seeds.
@@ -11,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from .findings import Candidate, Run
+from .findings import Candidate, Estimate, Run
 
 REFERENCE = "reference"
 """The name of the runs in the model's own precision."""
@@ -136,3 +137,76 @@ def prove(
             if not has_time(name):
                 return
             runs.append(run(name, seed))
+
+
+# Finalists and recommendations
+
+
+FINE = 0.25
+"""The update error up to which a policy is expected to train as the reference. On a GPT of two
+layers the recipes with errors up to 0.14 ended within 0.005 nats of it after 600 steps, and one
+with 0.37 ended 0.067 above (docs/preflight.md). It selects the finalists; training runs decide."""
+
+AS_GOOD = ("as the reference", "better")
+FAILED = ("worse", "diverges")
+
+
+def worst_error(candidate: Candidate) -> float:
+    """The largest update error over the snapshots; inf if none was measured."""
+    return max(candidate.errors.values(), default=math.inf)
+
+
+def _devices(
+    candidates: Sequence[Candidate], estimates: Sequence[Estimate]
+) -> dict[str, list[Candidate]]:
+    """Device -> the candidates that it has units for. Without estimates: one device for all."""
+    if not estimates:
+        return {"": list(candidates)}
+    runs = {(row.hardware, row.candidate) for row in estimates if not row.why_not}
+    devices = dict.fromkeys(row.hardware for row in estimates)
+    return {device: [c for c in candidates if (device, c.name) in runs] for device in devices}
+
+
+def finalists(
+    candidates: Sequence[Candidate], estimates: Sequence[Estimate]
+) -> dict[str, Candidate]:
+    """Device -> the policy to train: the fine one with the fewest bits, or else the one with the
+    smallest error.
+
+    Of several with equal bits it is that of an earlier device if it runs here too, or the one with
+    the smallest error. Candidates that save nothing (16 bits), and those that were trained and
+    failed, are left out.
+    """
+    found: dict[str, Candidate] = {}
+    for device, runs in _devices(candidates, estimates).items():
+        usable = [c for c in runs if c.bits < 15.5 and c.outcome not in FAILED]
+        fine = [c for c in usable if worst_error(c) <= FINE]
+        order = sorted(fine, key=_cost) or sorted(filter(_finite, usable), key=worst_error)
+        for best in order[:1]:
+            earlier = {c.name for c in found.values()}
+            equal = [c for c in order if c.name in earlier and _cost(c)[0] == _cost(best)[0]]
+            found[device] = (equal or [best])[0]
+    return found
+
+
+def _finite(candidate: Candidate) -> bool:
+    return math.isfinite(worst_error(candidate))
+
+
+def recommended(
+    candidates: Sequence[Candidate], estimates: Sequence[Estimate]
+) -> dict[str, Candidate]:
+    """Device -> the candidate that trains as the reference and has the fewest bits there.
+
+    Without a device for which there is one. Transforms have no policy and are not recommended.
+    """
+    found = {}
+    for device, runs in _devices(candidates, estimates).items():
+        good = [c for c in runs if c.outcome in AS_GOOD and c.policy]
+        if good:
+            found[device] = min(good, key=_cost)
+    return found
+
+
+def _cost(candidate: Candidate) -> tuple[float, float]:
+    return round(candidate.bits, 1), worst_error(candidate)

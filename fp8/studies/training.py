@@ -15,16 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.mixin import check_module
-from ..common.step import (
-    Batch,
-    Loss,
-    call,
-    copied,
-    evaluating,
-    loss_value,
-    seeded,
-    unwrapped,
-)
+from ..common.step import Batch, Loss, call, copied, evaluating, loss_value, seeded, unwrapped
 from ..optim.encodings import decode
 from ..optim.state import SECOND, has, read
 from ..recipes.policy import Policy

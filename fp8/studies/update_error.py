@@ -61,11 +61,12 @@ def quiet() -> Iterator[None]:
 class Probe:
     """Measures update errors at one snapshot, on a copy of the model.
 
+    All passes draw the same random numbers (dropout, stochastic rounding).
+
     Args:
         model: any model; copied.
         snapshot: the weights, the second moments and the batch.
         loss: as in `fp8.studies.training.Setup`.
-        seed: of random numbers drawn in the passes (dropout, stochastic rounding).
 
     Attributes:
         model: the copy, with the weights of the snapshot.
@@ -74,13 +75,10 @@ class Probe:
         ValueError: if the gradient is zero or not finite.
     """
 
-    def __init__(
-        self, model: nn.Module, snapshot: Snapshot, loss: Loss | None, seed: int = 0
-    ) -> None:
+    def __init__(self, model: nn.Module, snapshot: Snapshot, loss: Loss | None) -> None:
         self.step = snapshot.step
         self.batch = snapshot.batch
         self._loss = loss
-        self._seed = seed
         self.model = copy.deepcopy(model)
         self.model.load_state_dict(snapshot.weights)
         self.model.train()
@@ -157,7 +155,7 @@ class Probe:
 
     def _gradients(self) -> list[Tensor]:
         """The gradients of all parameters; zero for those without one."""
-        with untouched(self.model, self._seed), torch.enable_grad():
+        with untouched(self.model, seed=0), torch.enable_grad():
             loss = loss_of(self.model, self.batch, self._loss)
             found = torch.autograd.grad(loss, self._leaves, allow_unused=True)
         return [

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .finalists import finalists, worst_error
 from .findings import Candidate, Estimate, Findings
-from .proof import seeds_needed
+from .proof import finalists, seeds_needed, worst_error
 
 LOST = 0.1
 """The share of an operand that becomes zero above which the verdict names it."""

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from ..casts.measuring import MEASURING, Measurement, Moment
 from ..common.mixin import check_module
-from ..common.step import Batch, Loss, call, starts, untouched, unwrapped
-from ..common.written import restored
+from ..common.step import Batch, Loss, call, restored, starts, untouched, unwrapped
 from ..modes.autocast import outside_compiler
 from ..recipes.history import AmaxHistory, histories, settle, static_scales
 from ..recipes.rules import LARGEST, SMALLEST
@@ -175,12 +174,7 @@ def _write(states: list[Tensor], measurement: Measurement, group: Group) -> None
             state.fill_(power)
 
 
-def _measure(
-    model: nn.Module,
-    batch: Batch,
-    loss: Loss | None,
-    measurement: Measurement,
-) -> None:
+def _measure(model: nn.Module, batch: Batch, loss: Loss | None, measurement: Measurement) -> None:
     """One forward and backward pass of ``model`` without side effects."""
     with (
         untouched(model),

@@ -21,16 +21,7 @@ from ..context.active import ACTIVE, checked_backend
 from ..modes.autocast import autocast
 from ..native.product import alignment, devices, why_not_here, why_not_recipe
 from ..products.matmul import linear
-from ..recipes.history import (
-    LayerHistory,
-    Live,
-    add_initial_histories,
-    forget,
-    is_history,
-    note,
-    remember,
-    settle,
-)
+from ..recipes import history
 from ..recipes.policy import (
     CASTS,
     Policy,
@@ -55,7 +46,6 @@ from ..selection.layers import (
 )
 from ..selection.policies import resolve
 from ..selection.where import Where, checked_where, choose
-from .parametrized import OfParameters, leave_parametrizations
 from .swap import adapted, is_replacement, warn_nothing
 
 M = TypeVar("M", bound=nn.Module)
@@ -99,21 +89,21 @@ class Converted(Gained):
     #: The last number of tokens seen in eager mode that is not such a multiple.
     fp8_ragged: int
     #: Buffer of a static scale -> whether it is set.
-    fp8_known: Live
+    fp8_known: history.Live
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if "parametrizations" in self._modules:  # which may be newer than the conversion
-            leave_parametrizations(self)
-        history = LayerHistory(self) if self.fp8_recipe.needs_history else None
+            _leave_parametrizations(self)
+        kept = history.LayerHistory(self) if self.fp8_recipe.needs_history else None
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.
-        alone = history is None and self._active == (Converted,) and not FIRST_LOOK.items
+        alone = kept is None and self._active == (Converted,) and not FIRST_LOOK.items
         if alone and _is_a_tensor(*args, **kwargs):
             if self._original is nn.Linear:
                 return _linear(self, self.weight, *args)
             if self.fp8_transposed:
                 return _linear(self, self.weight.mT, *args)
-        mode = autocast(self.fp8_recipe, backend=self.fp8_backend, history=history)
+        mode = autocast(self.fp8_recipe, backend=self.fp8_backend, history=kept)
         mode.reenters = True  # each call of the layer enters it anew
         with mode:
             return forward(*args, **kwargs)
@@ -121,20 +111,20 @@ class Converted(Gained):
     @taken_as_constant
     def fp8_note(self: Any, buffer: str) -> bool:
         """`note` for a buffer, in eager mode and while a graph that reads it is traced."""
-        note(self.fp8_known, buffer, self._buffers[buffer])
+        history.note(self.fp8_known, buffer, self._buffers[buffer])
         return True
 
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
         if any(key.startswith(prefix + "fp8_scale_") for key in state_dict):
             _choose_static(self)
-        add_initial_histories(self, state_dict, prefix)
+        history.add_initial_histories(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-        settle(self)
+        history.settle(self)
 
     def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Moves the layer, or changes its dtype. The state of scales stays in float32, and is zero
         where the meta device had no values: `to_empty` would leave what the memory holds."""
-        states = {n: b for n, b in self.named_buffers(recurse=False) if is_history(n)}
+        states = {n: b for n, b in self.named_buffers(recurse=False) if history.is_history(n)}
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for name, state in states.items():
             moved = self._buffers[name]
@@ -177,6 +167,22 @@ class _Expanded(Gained):
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         with nullcontext() if ACTIVE.blocks else autocast(enabled=False):
             return forward(*args, **kwargs)
+
+
+class _OfParameters(Gained):
+    """The computation of a parametrized weight: its products are not those of the layer."""
+
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        with autocast(enabled=False) if ACTIVE.blocks else nullcontext():
+            return forward(*args, **kwargs)
+
+
+@eager_only()
+def _leave_parametrizations(layer: nn.Module) -> None:
+    """Leaves the products that compute the weights of a layer in high precision."""
+    computed: Any = layer._modules.get("parametrizations") or {}
+    for part in computed.values():
+        gain(part, _OfParameters)
 
 
 def convert(
@@ -338,7 +344,7 @@ def _begin(module: nn.Module, sources: tuple[Source, ...], backend: str, why: st
     gain(module, Converted)
     vars(module).update(fp8_sources=sources, fp8_asked=backend, fp8_why=why)
     vars(module).update(fp8_transposed=is_transposed(module), fp8_ragged=0)
-    leave_parametrizations(module)
+    _leave_parametrizations(module)
     set_recipe(module, sources)
 
 
@@ -349,7 +355,7 @@ def set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
     runs = "simulate" if why_not_recipe(composed(sources, PLAIN) or _HIGH) else backend
     vars(module).update(fp8_recipe=recipe, fp8_backend=runs, fp8_multiple=alignment(recipe))
     if recipe.needs_history and not isinstance(module, ACTIVATIONS):
-        remember(module, recipe, not has_one_product(module))
+        history.remember(module, recipe, not has_one_product(module))
 
 
 _HIGH = Recipe(name="high precision")
@@ -393,10 +399,6 @@ def advance(model: nn.Module, fraction: float) -> bool:
     return any(changed)
 
 
-def _since(fraction: float | None) -> str:
-    return "" if fraction is None else f"since {fraction:g} of the training"
-
-
 def _advance(owner: nn.Module, policy: Policy, fraction: float) -> bool:
     policy.at(fraction)  # checks the fraction
     reached = [(start, source_of(recipe)) for start, recipe in policy.switch if start <= fraction]
@@ -413,7 +415,8 @@ def _advance(owner: nn.Module, policy: Policy, fraction: float) -> bool:
             if why:
                 now = module.fp8_sources
             set_recipe(module, now)
-            vars(module)["fp8_since"] = f"not switched: {why}" if why else _since(since)
+            shown = "" if since is None else f"since {since:g} of the training"
+            vars(module)["fp8_since"] = f"not switched: {why}" if why else shown
     forget_looks(owner)
     return True
 
@@ -425,7 +428,7 @@ def choose_recipes(model: nn.Module) -> None:
         if isinstance(module, Converted) and AUTO in module.fp8_sources:
             vars(module)["fp8_recipe"] = composed(module.fp8_sources, auto_of(module))
             if not module.fp8_recipe.needs_history:
-                forget(module)
+                history.forget(module)
     forget_looks(model)
 
 
@@ -441,7 +444,7 @@ def _choose_static(module: Any) -> None:
     auto = set(module.fp8_sources) == {AUTO}
     if auto and module.fp8_recipe == PLAIN and not _unfit(module, STATIC):
         vars(module)["fp8_recipe"] = STATIC
-        remember(module, STATIC, not has_one_product(module))
+        history.remember(module, STATIC, not has_one_product(module))
 
 
 def _warn(model: nn.Module, chosen: Sequence[str]) -> None:
@@ -472,14 +475,10 @@ _NOT_UNIT = (
 def expand(model: M) -> M:
     """Makes containers with a fast path call their layers, if any of those was converted."""
     for module in model.modules():
-        inner = module.modules()
-        if isinstance(module, _FAST_PATHS) and any(map(_runs_in_fp8, inner)):
+        changed = (isinstance(m, Converted) or is_replacement(m) for m in module.modules())
+        if isinstance(module, _FAST_PATHS) and any(changed):
             gain(module, _Expanded)
     return model
-
-
-def _runs_in_fp8(module: nn.Module) -> bool:
-    return isinstance(module, Converted) or is_replacement(module)
 
 
 def revert(model: M) -> M:
@@ -497,10 +496,10 @@ def revert(model: M) -> M:
         model = adapter(name).revert(model)
     for module in model.modules():
         lose(module, _Expanded)
-        lose(module, OfParameters)
+        lose(module, _OfParameters)
         if isinstance(module, Converted):
             lose(module, Converted)
-            forget(module)
+            history.forget(module)
         for key in _SET:
             vars(module).pop(key, None)
     return model

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn import functional as F
 
 from ..common.mixin import Gained, bare_class
 from ..common.pitfalls import ConvertWarning, warn_once
@@ -157,3 +158,19 @@ def why_not_fit(module: nn.Module, multiple: int) -> str:
         return "its weight is computed, not a parameter"
     odd = [size for size in weight.shape if size % multiple]
     return f"{odd[0]} is no multiple of {multiple}" if odd and isinstance(module, nn.Linear) else ""
+
+
+class Padded(Gained):
+    """A linear layer that pads its input with rows of zeros to the multiple that its kernels need,
+    and removes them from its output. They do not change other rows, maxima or gradients."""
+
+    fp8_multiple: int
+
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        input, *others = args
+        short = -(input.numel() // max(input.shape[-1], 1)) % self.fp8_multiple
+        if not short:
+            return forward(*args, **kwargs)
+        rows = F.pad(input.reshape(-1, input.shape[-1]), (0, 0, 0, short))
+        output = forward(rows, *others, **kwargs)[:-short]
+        return output.reshape(*input.shape[:-1], output.shape[-1])

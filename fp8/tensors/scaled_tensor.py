@@ -476,14 +476,10 @@ SHORTCUTS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy_,
     aten.new_empty_strided.default: _new_empty_strided,
     aten.zero_.default: _zero_,
-    aten.mul.Tensor: _times,
-    aten.mul.Scalar: _times,
-    aten.div.Tensor: _times,
-    aten.div.Scalar: _times,
-    aten.mul_.Tensor: _times_,
-    aten.mul_.Scalar: _times_,
-    aten.div_.Tensor: _times_,
-    aten.div_.Scalar: _times_,
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar), _times),
+    **dict.fromkeys(
+        (aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar), _times_
+    ),
     aten.add.Tensor: _add,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }

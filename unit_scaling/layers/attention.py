@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.types import Device
 
-from fp8.products.multi_head import check_masks, merge_masks, projections
+from fp8.products.attention import check_masks, merge_masks, projections
 
 from .. import functional as U
 from ..ops.attention import attention_with_weights

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fp8 import RECIPES, Cast, Recipe
-from fp8.adapters import te_recipe
-from fp8.adapters.te_recipe import delayed_scaling
+from fp8.adapters import transformer_engine
+from fp8.adapters.transformer_engine import delayed_scaling
 from tests.fp8.adapters import te_signatures, te_standin
 
 KINDS = {
@@ -74,22 +74,22 @@ def test_every_field_is_given(library, name, monkeypatch):
 
     record.__dataclass_fields__ = made.__dataclass_fields__
     monkeypatch.setattr(library, KINDS[name], record)
-    recipe = te_recipe.te_recipe(name)
+    recipe = transformer_engine.te_recipe(name)
     assert set(given) == {field.name for field in dataclasses.fields(made)}
     assert all(getattr(recipe, field) == value for field, value in given.items())
     assert recipe.backward_override is None
 
 
 def test_what_the_recipes_say(library):
-    recipe = te_recipe.te_recipe("delayed")
+    recipe = transformer_engine.te_recipe("delayed")
     hybrid = library.Format.HYBRID
     assert (recipe.margin, recipe.fp8_format, recipe.reduce_amax) == (0, hybrid, True)
     assert (recipe.amax_history_len, recipe.amax_compute_algo) == (16, "max")
-    assert te_recipe.te_recipe("unit_e4m3").fp8_format == library.Format.E4M3
-    assert not te_recipe.te_recipe("block").use_f32_scales
-    assert not te_recipe.te_recipe("nvfp4").disable_rht
+    assert transformer_engine.te_recipe("unit_e4m3").fp8_format == library.Format.E4M3
+    assert not transformer_engine.te_recipe("block").use_f32_scales
+    assert not transformer_engine.te_recipe("nvfp4").disable_rht
     cast = Cast(format="e4m3", scaling="delayed", history=1, margin=3)
-    own = te_recipe.te_recipe(Recipe(name="own", input=cast, weight=cast, grad=cast))
+    own = transformer_engine.te_recipe(Recipe(name="own", input=cast, weight=cast, grad=cast))
     assert (own.margin, own.amax_history_len, own.amax_compute_algo) == (3, 1, "most_recent")
 
 
@@ -100,7 +100,7 @@ def test_powers_of_two_are_set_where_they_are_read(library, scaling, rule, power
     cast = Cast(format="e4m3", scaling=scaling, rule=rule)
     tile = (128, 128) if scaling == "block" else cast.tile
     weight = dataclasses.replace(cast, tile=tile)
-    recipe = te_recipe.te_recipe(Recipe(name="own", input=cast, weight=weight, grad=cast))
+    recipe = transformer_engine.te_recipe(Recipe(name="own", input=cast, weight=weight, grad=cast))
     operands = ("fwd_inp", "fwd_weight", "bwd_grad")
     params = [getattr(recipe, f"fp8_quant_{operand}") for operand in operands]
     assert [param.power_2_scale for param in params] == [powers] * 3
@@ -109,10 +109,10 @@ def test_powers_of_two_are_set_where_they_are_read(library, scaling, rule, power
 def test_scales_of_unit_are_one(library):
     import torch
 
-    algorithm = te_recipe.te_recipe("unit").scaling_factor_compute_algo
+    algorithm = transformer_engine.te_recipe("unit").scaling_factor_compute_algo
     scale = torch.tensor([3.0, 0.5])
     assert algorithm(torch.tensor([100.0, 0.0]), scale, 448.0, None).tolist() == [1.0, 1.0]
-    assert not te_recipe.te_recipe("unit").reduce_amax
+    assert not transformer_engine.te_recipe("unit").reduce_amax
 
 
 @pytest.mark.proves("TransformerEngine", "margin", how="library")
@@ -144,21 +144,21 @@ def test_an_unknown_field_is_refused_here(library, monkeypatch):
     monkeypatch.delenv("NVTE_BACKWARD_OVERRIDE")
     assert not hasattr(library.DelayedScaling(interval=7, backward_override=None), "interval")
     with pytest.raises(ValueError, match=r"DelayedScaling .* has no 'interval'"):
-        te_recipe._make("DelayedScaling", interval=7)
+        transformer_engine._make("DelayedScaling", interval=7)
     monkeypatch.delattr(library, "NVFP4BlockScaling")
     with pytest.raises(ValueError, match="has no recipe NVFP4BlockScaling"):
-        te_recipe.te_recipe("nvfp4")
+        transformer_engine.te_recipe("nvfp4")
 
 
 def test_equal_casts_are_equal_recipes(library):
     for name, other in {"mus": "unit", "smooth_swiglu": "delayed"}.items():
-        assert vars(te_recipe.te_recipe(name)) == vars(te_recipe.te_recipe(other))
+        assert vars(transformer_engine.te_recipe(name)) == vars(transformer_engine.te_recipe(other))
 
 
 def test_recipes_that_it_does_not_have(library):
     for name in RECIPES.keys() - KINDS.keys() - {"mus", "smooth_swiglu"}:
         with pytest.raises(ValueError, match=rf"no recipe for '{name}'; it has 'unit'"):
-            te_recipe.te_recipe(name)
+            transformer_engine.te_recipe(name)
     odd = [
         Cast(format="e4m3", scaling="tensor", rule="floor"),
         Cast(format="e4m3", scaling="tensor", margin=1),
@@ -167,12 +167,12 @@ def test_recipes_that_it_does_not_have(library):
     ]
     for cast in odd:
         with pytest.raises(ValueError, match="no recipe for 'odd'"):
-            te_recipe.te_recipe(Recipe(name="odd", input=cast, weight=cast, grad=cast))
+            transformer_engine.te_recipe(Recipe(name="odd", input=cast, weight=cast, grad=cast))
     saving = dataclasses.replace(
         RECIPES["tensor"], name="odd", saved_activations=Cast(format="e4m3")
     )
     with pytest.raises(ValueError, match="no recipe for 'odd'"):
-        te_recipe.te_recipe(saving)
+        transformer_engine.te_recipe(saving)
 
 
 def test_the_migration_guide_says_where_defaults_differ():
@@ -182,7 +182,9 @@ def test_the_migration_guide_says_where_defaults_differ():
     delayed, tensor = (RECIPES[name].input for name in ("delayed", "tensor"))
     assert (delayed.rule, tensor.rule) == ("up", "up")
     row = rows["`DelayedScaling()`"]
-    default = inspect.signature(te_recipe.delayed_scaling).parameters["amax_history_len"].default
+    default = (
+        inspect.signature(transformer_engine.delayed_scaling).parameters["amax_history_len"].default
+    )
     assert f"history of {delayed.history} passes, there {default}" in row
     assert "powers of two" in row
     assert "powers of two" in rows["`Float8CurrentScaling()`"]

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from fp8.casts.kurtosis import WATCHED, Halves
+from fp8.casts.counts import WATCHED, Halves
 
 
 def halves_of(values):

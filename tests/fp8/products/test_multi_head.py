@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import fp8
-from fp8.products.multi_head import multi_head_attention_forward
+from fp8.products.attention import multi_head_attention_forward
 from tests.fp8.products.test_matmul import randn
 
 L, S, N, H, E = 4, 5, 3, 2, 8

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import fp8
-from fp8.adapters.transformers import cache_errors
-from fp8.studies.caches import cache_found, has_cache
+from fp8.adapters.transformers import cache_errors, cache_found, has_cache
 from tests.fp8.studies.test_sources import LLAMA_7B
 
 transformers = pytest.importorskip("transformers")
@@ -93,7 +92,7 @@ def test_a_cache_of_another_kind_is_noted():
 
 def test_other_models_import_nothing_of_the_library():
     """Its base class takes seconds to import, or may not import at all."""
-    lines = ["import sys, transformers, torch", "from fp8.studies.caches import has_cache"]
+    lines = ["import sys, transformers, torch", "from fp8.adapters.transformers import has_cache"]
     lines += ["assert not has_cache(torch.nn.Linear(4, 4), torch.ones(2, 4))"]
     lines += ["assert 'transformers.modeling_utils' not in sys.modules"]
     subprocess.run([sys.executable, "-W", "ignore", "-c", "\n".join(lines)], check=True)

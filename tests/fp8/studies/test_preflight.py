@@ -9,9 +9,8 @@ from torch import nn
 
 import fp8
 from fp8.studies import flight
-from fp8.studies.finalists import finalists, recommended
 from fp8.studies.findings import Candidate, Choice, Estimate, Findings
-from fp8.studies.proof import REFERENCE
+from fp8.studies.proof import REFERENCE, finalists, recommended
 from fp8.studies.training import FullSize, Setup
 from fp8.studies.update_error import UpdateError
 
@@ -408,7 +407,7 @@ def test_recommended_is_for_each_device_what_trains_with_the_fewest_bits():
 
 def test_if_all_finalists_are_worse_the_next_ones_are_trained(monkeypatch):
     """mxfp4, said to be fine and 1 worse, is the finalist; "tensor" comes after it."""
-    monkeypatch.setattr("fp8.studies.finalists.FINE", 10.0)
+    monkeypatch.setattr("fp8.studies.proof.FINE", 10.0)
     monkeypatch.setattr(flight, "FINE", 10.0)
     real = flight.train
 

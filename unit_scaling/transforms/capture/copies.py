@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.common.mixin import bare_class
-from fp8.common.step import plain, tensors_within
-from fp8.common.written import Writes
+from fp8.common.step import Writes, plain, tensors_within
 
 from .record import Slot, mapped
 from .structure import own_attributes

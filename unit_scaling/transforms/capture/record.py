@@ -26,8 +26,7 @@ from torch.autograd.graph import Node
 from torch.func import debug_unwrap
 from torch.utils.checkpoint import checkpoint
 
-from fp8.common.compiler import FirstLook, called
-from fp8.context.activation_checkpointing import checkpointed
+from fp8.common.compiler import FirstLook, called, checkpointed
 from fp8.modes.dispatch import EXPANDED
 
 from ..run import install

@@ -19,10 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from fp8.casts.measuring import uncast
 from fp8.common.report import LEFT_ALONE
-from fp8.common.step import detached, plain, seeded, tensors_within
-from fp8.common.threads import Setting, Stack
-from fp8.common.written import restored
-from fp8.context.activation_checkpointing import apart
+from fp8.common.step import detached, plain, restored, seeded, tensors_within
+from fp8.common.threads import Setting, Stack, apart
 
 from ...parameter import restore_own_tags
 from ..capture.copies import twin_of

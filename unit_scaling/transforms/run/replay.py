@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8.common.compiler import called
-from fp8.common.written import Writes
+from fp8.common.step import Writes
 from fp8.context.active import with_static
 
 from ...rules.table import OPS

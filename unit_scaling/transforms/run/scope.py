@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8.common.pipelining import in_shape_inference
 from fp8.common.pitfalls import PitfallWarning, warn_once
-from fp8.common.threads import Stack
-from fp8.context.activation_checkpointing import in_backward, in_recomputation
+from fp8.common.threads import Stack, in_backward, in_recomputation, in_shape_inference
 from fp8.modes.autocast import outside_compiler
 
 from ...parameter import has_parameter_data, remember_tags, tag
