@@ -47,6 +47,7 @@ JOINS = {
     "in place": lambda m, y: y.add_(m.positions),
     "difference": lambda m, y: y - m.positions,
     "rows": lambda m, y: y + m.table(torch.arange(LENGTH)),
+    "moved rows": lambda m, y: y + F.dropout(m.table(torch.arange(LENGTH))[None], 0.0),
     "concatenation": lambda m, y: torch.cat([m.token.expand(len(y), -1, -1), y], 1),
     "choice": masked,
     "both": lambda m, y: torch.cat([m.token.expand(len(y), 1, WIDTH), y + m.positions], 1),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..capture.kinds import EMBEDDINGS
+from ..capture.kinds import EMBEDDINGS, TRANSPARENT
 from ..capture.record import CallNode, Key
 from .actions import Scaling
 
@@ -29,8 +29,14 @@ def is_shared(node: CallNode, nodes: Sequence[CallNode], factors: Mapping[str, f
         return False
     terms = [nodes[i.node] for i in node.inputs if nodes[i.node].live]
     own = [term for term in terms if term.computed]
-    looked_up = any(term.kind in EMBEDDINGS for term in terms)
+    looked_up = any(_is_looked_up(term, nodes) for term in terms)
     return len(terms) > 1 and bool(own or looked_up) and all(t.origin in factors for t in own)
+
+
+def _is_looked_up(node: CallNode, nodes: Sequence[CallNode]) -> bool:
+    while node.kind in TRANSPARENT and node.inputs:
+        node = nodes[node.inputs[0].node]
+    return node.kind in EMBEDDINGS
 
 
 def find_shares(
