@@ -229,7 +229,7 @@ class Look:
         if settled.varying:
             note_places(planned, (), [0] * len(planned.flow.nodes))
             preserves = scope.init == "preserve"
-            following = Following(planned.plan, settled, scope.structure, None, preserves)
+            following = Following(planned.plan, settled, scope.structure, preserves)
         rest = (scope.kinds, scope.replacements, scope.path.items, following)
         mode = Measuring(planned, known, first and bool(planned.settled), *rest)
         find_scope(twin, _Recorded).measuring = mode
