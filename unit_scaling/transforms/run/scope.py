@@ -410,8 +410,7 @@ class UnitScale:
         """Finds steps and tracks gauges, from those of ``given``, the arguments."""
         if not self._is_followed(plan, form, module):
             return None
-        prefix = f"{form.path}." if form.path else ""
-        names = {id(p): prefix + name for name, p in module.named_parameters()}
+        names = {id(p): name for name, p in module.named_parameters(prefix=form.path)}
         about = (self.structure, not self.unit_scaled, names, self.settle, self.name)
         following = Following(plan, self.settled, *about)
         following.begin(given)
