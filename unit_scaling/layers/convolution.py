@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import functional as U
-from .scaled import CONSTRAINT, WEIGHT_MUP_TYPE, Normal
+from .scaled import Product
 
 __all__ = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
 
 
-class _Weighted(Normal):
-    """The common part of all convolutions: torch's arguments, followed by ours."""
-
-    _last = (CONSTRAINT, WEIGHT_MUP_TYPE)
-    _defaults: ClassVar = {"bias": False}
-
-
-class _Convolution(_Weighted):
+class _Convolution(Product):
     def forward(self: Any, input: Tensor) -> Any:
         """Pads ``input``, if not with zeros, and returns ``op`` of it."""
         if self.padding_mode == "zeros":
@@ -29,7 +22,7 @@ class _Convolution(_Weighted):
         return super().forward(padded, padding=0)
 
 
-class _Transposed(_Weighted):
+class _Transposed(Product):
     def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Any:
         """Returns ``op`` of the input, of the requested size."""
         if output_size is None:

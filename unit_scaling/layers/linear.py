@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.types import Device
@@ -11,12 +9,12 @@ from torch.types import Device
 from .. import functional as U
 from ..checks.first_call import check_gradient
 from ..parameter import MupType
-from .scaled import CONSTRAINT, WEIGHT_MUP_TYPE, Normal
+from .scaled import Product
 
 __all__ = ["Bilinear", "Linear", "LinearReadout"]
 
 
-class Linear(Normal, nn.Linear, op=U.linear):
+class Linear(Product, nn.Linear, op=U.linear):
     """`unit_scaling.functional.linear` as a module.
 
     Input is (..., in_features), output (..., out_features). The weight (out_features, in_features)
@@ -35,9 +33,6 @@ class Linear(Normal, nn.Linear, op=U.linear):
 
     #: A factor of the parameters' gradients; see `unit_scaling.functional.linear`.
     weight_grad_mult: float = 1.0
-
-    _last = (CONSTRAINT, WEIGHT_MUP_TYPE)
-    _defaults: ClassVar = {"bias": False}
 
     def __init__(
         self,
@@ -86,13 +81,10 @@ class LinearReadout(Linear, op=U.linear_readout):
         return output
 
 
-class Bilinear(Normal, nn.Bilinear, op=U.bilinear):
+class Bilinear(Product, nn.Bilinear, op=U.bilinear):
     """`unit_scaling.functional.bilinear` as a module.
 
     Inputs are (..., in1_features) and (..., in2_features), the output is (..., out_features). The
     weight (out_features, in1_features, in2_features) is initialised with a standard normal, the
     bias with zero. Other arguments are as in `Linear`.
     """
-
-    _last = (CONSTRAINT, WEIGHT_MUP_TYPE)
-    _defaults: ClassVar = {"bias": False}

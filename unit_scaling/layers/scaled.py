@@ -19,6 +19,7 @@ __all__ = [
     "Activation",
     "Constrained",
     "Normal",
+    "Product",
     "Scaled",
     "Weighted",
 ]
@@ -147,3 +148,11 @@ class Normal(Weighted):
         for p in self.parameters(recurse=False):
             nn.init.normal_(p) if p.dim() > 1 else nn.init.zeros_(p)
         self.restore_tags()
+
+
+class Product(Normal):
+    """A `Normal` without a bias by default, with ``constraint`` and ``weight_mup_type`` after
+    torch's arguments."""
+
+    _last = (CONSTRAINT, WEIGHT_MUP_TYPE)
+    _defaults: ClassVar = {"bias": False}

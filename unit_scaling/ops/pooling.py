@@ -46,11 +46,6 @@ Sizes = int | Sequence[int]
 Constraint = str | None
 
 
-def _steps(stride: Sizes | None, dims: int) -> list[int]:
-    """The stride of each dimension; [] if it is omitted and equals the kernel."""
-    return [] if stride is None else each(stride, dims)
-
-
 def _outputs_per_input(
     dims: int,
     input: Tensor,
@@ -61,7 +56,7 @@ def _outputs_per_input(
     ceil_mode: bool = False,
 ) -> float:
     kernel = each(kernel_size, dims)
-    steps = _steps(stride, dims) or kernel
+    steps = each(stride, dims) if stride else kernel  # None and () are the kernel
     pads, dilations = each(padding, dims), each(dilation, dims)
     ratio = 1.0
     for size, k, step, pad, d in zip(

@@ -88,6 +88,11 @@ def _relu_step(x: Tensor, h: Tensor, states: States) -> States:
     return [_gates(x, h, 1).relu() * RELU_FACTOR]
 
 
+def _all_states(step: Step, hx: Tensor | Sequence[Tensor]) -> States:
+    """Both states of an LSTM, or the only one of the others."""
+    return list(hx) if step is _lstm_step else [hx]  # type: ignore[list-item]
+
+
 def _scales(w_ih: Tensor, w_hh: Tensor, weight_factor: bool) -> tuple[Constraint, Constraint]:
     """The constraints of the input and hidden products; without a factor of weight gradients, their
     scales.
@@ -118,7 +123,7 @@ def _direction(
 def _layer(
     step: Step,
     input: Tensor,
-    hx: Sequence[Tensor],
+    hx: Tensor | Sequence[Tensor],
     params: Sequence[Tensor],
     has_biases: bool = True,
     num_layers: int = 1,
@@ -136,13 +141,14 @@ def _layer(
     if count not in (2, 4):
         raise NotImplementedError("an LSTM with proj_size has no unit-scaled form")
     sequence, last = input.transpose(0, 1) if batch_first else input, []
+    states = _all_states(step, hx)
     for layer in range(num_layers):
         outputs = []
         for direction in range(directions):
             i = layer * directions + direction
             given = sequence.flip(0) if direction else sequence
             weights = params[i * count : (i + 1) * count]
-            output, final = _direction(step, given, [s[i] for s in hx], weights, weight_factor)
+            output, final = _direction(step, given, [s[i] for s in states], weights, weight_factor)
             outputs.append(output.flip(0) if direction else output)
             last.append(final)
         sequence = torch.cat(outputs, dim=-1) if bidirectional else outputs[0]
@@ -177,49 +183,21 @@ def _cell_scales(factor: float, input: Tensor) -> Scales:
     return {"output": factor, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
 
 
-def _one_state_layer(
-    step: Step,
-    input: Tensor,
-    hx: Tensor,
-    params: Sequence[Tensor],
-    has_biases: bool = True,
-    num_layers: int = 1,
-    dropout: float = 0.0,
-    train: bool = False,
-    bidirectional: bool = False,
-    batch_first: bool = False,
-    weight_factor: bool = True,
-) -> tuple[Tensor, ...]:
-    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
-    return _layer(step, input, [hx], params, *settings)
-
-
 def _cell(
     step: Step,
     input: Tensor,
-    hx: Sequence[Tensor],
+    hx: Tensor | Sequence[Tensor],
     w_ih: Tensor,
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
     weight_factor: bool = True,
-) -> tuple[Tensor, ...]:
+) -> Any:
     inner, outer = _scales(w_ih, w_hh, weight_factor)
-    h = linear(hx[0], w_hh, b_hh, outer)
-    return tuple(step(linear(input, w_ih, b_ih, inner), h, list(hx)))
-
-
-def _one_state_cell(
-    step: Step,
-    input: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-    weight_factor: bool = True,
-) -> Tensor:
-    return _cell(step, input, [hx], w_ih, w_hh, b_ih, b_hh, weight_factor)[0]
+    states = _all_states(step, hx)
+    h = linear(states[0], w_hh, b_hh, outer)
+    found = step(linear(input, w_ih, b_ih, inner), h, states)
+    return tuple(found) if step is _lstm_step else found[0]
 
 
 def _op(
@@ -270,18 +248,16 @@ lstm = _op(
 )
 gru = _op(
     "gru",
-    _one_state_layer,
+    _layer,
     _gru_step,
     GRU_FACTOR,
     "Computes output and hidden state of `torch.nn.GRU`, unit-scaled; as `lstm` with one state.",
     "2.5 for the hidden state: the candidate is scaled such that the state has RMS 1.",
 )
-rnn_tanh = _op(
-    "rnn_tanh", _one_state_layer, _tanh_step, TANH_FACTOR, _RNN.format(""), "1/RMS of tanh."
-)
+rnn_tanh = _op("rnn_tanh", _layer, _tanh_step, TANH_FACTOR, _RNN.format(""), "1/RMS of tanh.")
 rnn_relu = _op(
     "rnn_relu",
-    _one_state_layer,
+    _layer,
     _relu_step,
     RELU_FACTOR,
     _RNN.format(" with relu"),
@@ -308,7 +284,7 @@ lstm_cell = _op(
 
 def _one_state_op(name: str, step: Step, factor: float) -> Callable[..., Tensor]:
     about = _CELL.format(name, "hidden state", "")
-    return _op(f"{name}_cell", _one_state_cell, step, factor, about, _CELL_RULE.format(name))
+    return _op(f"{name}_cell", _cell, step, factor, about, _CELL_RULE.format(name))
 
 
 gru_cell = _one_state_op("gru", _gru_step, GRU_FACTOR)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fp8.common.compiler import taken_as_constant
+
 from ..common.constant import specialised
 from ..rules.batch import row_scale
 from ..rules.elementwise import elementwise_scales, scaled_elementwise
@@ -229,13 +231,19 @@ def pow(input: Tensor, exponent: float, constraint: str | None = "to_output_scal
     return scaled_elementwise(torch.pow, input, (exponent,), {}, 1.0, constraint)
 
 
+@taken_as_constant
+def _initial(constraint: str | None) -> tuple[float, float]:
+    """The factors of leaky_relu with the initial slope of torch's prelu."""
+    return factors(elementwise_scales, F.leaky_relu, (0.25,), {}, 1.0, constraint)
+
+
 def prelu_scales(
     input: Tensor, weight: Tensor, constraint: str | None = "to_output_scale"
 ) -> Scales:
     """As leaky_relu with torch's initial slope 1/4; a slope's gradient sums over all negative
     inputs.
     """
-    fwd, bwd = factors(elementwise_scales, F.leaky_relu, (0.25,), {}, 1.0, constraint)
+    fwd, bwd = _initial(constraint)
     collected = row_scale(input.numel() // (weight.numel() or 1), 0.5)
     return {"output": fwd, "input": bwd, "weight": 2**0.5 * collected}
 

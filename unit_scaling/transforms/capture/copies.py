@@ -110,7 +110,8 @@ class Beginning:
         self._held = list(_holders(given, {}))
         self._attributes = [(part, dict(own_attributes(part))) for part in parts]
         self._buffers = [(part._buffers, part._buffers.copy()) for part in parts]
-        self.writes = None if module is None else Writes(_tensors_of(module))
+        written = () if module is None else (*module.parameters(), *module.buffers())
+        self.writes = None if module is None else Writes(written)
         self._state = torch.get_rng_state()
         self._others = None if module is None else (random.getstate(), np.random.get_state())  # noqa: NPY002
         on_devices = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
@@ -134,11 +135,6 @@ class Beginning:
             for name in now.keys() - before.keys():
                 del vars(part)[name]
             vars(part).update({n: v for n, v in before.items() if now.get(n, self) is not v})
-
-
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _holders(value: Any, known: dict[int, Any]) -> Iterator[tuple[Any, Any]]:

@@ -170,7 +170,7 @@ class Look:
         inputs = {id(copies[id(t)]): t.requires_grad for _, t in tensors_in(self.given)}
         wanted = [id(copies[id(t)]) for t in tensors_within(self.given) if t.requires_grad]
         entering = [key for key in wanted if key not in inputs]
-        running, computing = scope.path.items, parametrizations(twin, f"{path}." if path else "")
+        running, computing = scope.path.items, parametrizations(twin, path)
         path_now = lambda: running[-1] if running else path  # noqa: E731
         rest = (inputs, entering, path_now, computing, original)
         recorder = Recorder(scope.kinds, _names(twin, path), weights.factors, *rest)
@@ -241,7 +241,7 @@ class Look:
         if settled.varying:
             note_places(planned, (), [0] * len(planned.flow.nodes))
             preserves = scope.init == "preserve"
-            following = Following(planned.plan, settled, scope.structure, None, preserves)
+            following = Following(planned.plan, settled, scope.structure, preserves)
         rest = (scope.kinds, scope.replacements, scope.path.items, following)
         mode = Measuring(planned, known, first and bool(planned.settled), *rest)
         find_scope(twin, _Recorded).measuring = mode
@@ -339,8 +339,7 @@ def _unchanged(twin: nn.Module) -> Iterator[None]:
 
 def _names(model: nn.Module, path: str) -> dict[int, str]:
     """Names of parameters and of pruned weights, by id."""
-    prefix = f"{path}." if path else ""
-    names = {id(p): prefix + n for n, p in model.named_parameters(remove_duplicate=True)}
+    names = {id(p): name for name, p in model.named_parameters(prefix=path)}
     for name, child in model.named_modules(prefix=path):
         masked = {id(getattr(child, n)): p for p, n in pruned(child).items()}
         names |= {key: f"{name}.{p}" if name else p for key, p in masked.items()}

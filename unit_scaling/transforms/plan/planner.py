@@ -35,8 +35,7 @@ from ..capture.record import DISTRIBUTION, CallNode, Slot, is_sparse
 from .actions import CallRow, Decision, Plan, Settings, Step
 from .arguments import Arguments
 from .attention import Attention
-from .interior import Interior
-from .kept import consumers, cosines, distances, limited
+from .interior import Interior, consumers, cosines, distances, limited
 from .patterns import find_units
 from .regions import Region, Regions
 from .residuals import Residuals, find_residuals

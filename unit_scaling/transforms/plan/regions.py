@@ -9,7 +9,7 @@ them. Regions are
 1. *formulas of matrices* (`plan.matrices`);
 2. *states carried by a loop* (`Regions.loops`);
 3. patterns of calls (`plan.patterns`), the only ones whose factor may be found by quadrature;
-4. cosines and arguments of logarithms after the last layer, without a factor (`plan.kept`).
+4. cosines and arguments of logarithms after the last layer, without a factor (`plan.interior`).
 
 The first two are closed: with a call, everything it is computed from since the last layer belongs
 to the region, and everything computed from the region alone up to the next layer or activation.

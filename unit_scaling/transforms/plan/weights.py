@@ -27,8 +27,8 @@ SMALL = 0.5
 
 def tagged_weights(model: nn.Module, path: str = "") -> Weights:
     """The current tags of the weights of ``model``. path: the path of ``model`` itself."""
-    prefix = f"{path}." if path else ""
-    found = {prefix + n: p for n, p in model.named_parameters() if has_parameter_data(p)}
+    named = model.named_parameters(prefix=path)
+    found = {name: p for name, p in named if has_parameter_data(p)}
     tags = {name: tags_of(p) for name, p in found.items()}
     split = []
     for name, module in model.named_modules(prefix=path):
@@ -91,11 +91,11 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
     return rows
 
 
-def parametrizations(model: nn.Module, prefix: str = "") -> frozenset[str]:
-    """The paths of the modules that compute a weight of another module."""
+def parametrizations(model: nn.Module, path: str = "") -> frozenset[str]:
+    """The paths of the modules that compute a weight of another module. path: of ``model``."""
     lists = [m for m in model.modules() if isinstance(m, ParametrizationList)]
     inside = {id(part) for many in lists for part in many.modules()}
-    return frozenset(prefix + path for path, m in model.named_modules() if id(m) in inside)
+    return frozenset(name for name, m in model.named_modules(prefix=path) if id(m) in inside)
 
 
 def pruned(module: nn.Module) -> dict[str, str]:

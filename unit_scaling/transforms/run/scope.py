@@ -46,7 +46,7 @@ from .install import (
     warn_of_break,
 )
 from .replay import PlanMissError, Replay
-from .varying import ON_ITS_OWN, REENTRANT, VARIES, Following, Leaves
+from .varying import ON_ITS_OWN, REENTRANT, VARIES, Following
 
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
 
@@ -406,10 +406,9 @@ class UnitScale:
         """Finds steps and tracks gauges, from those of ``given``, the arguments."""
         if not self._is_followed(plan, form, module):
             return None
-        exact = not self.unit_scaled
-        rest = (plan, self.settled, self.settle, exact, self.name)
-        leaves = Leaves.of_model(module, form.path, *rest)
-        following = Following(plan, self.settled, self.structure, leaves, exact)
+        names = {id(p): name for name, p in module.named_parameters(prefix=form.path)}
+        about = (self.structure, not self.unit_scaled, names, self.settle, self.name)
+        following = Following(plan, self.settled, *about)
         following.begin(given)
         return following
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8.common.step import tensors_within
 
@@ -44,47 +43,12 @@ REENTRANT = (
 )
 
 
-@dataclass(frozen=True)
-class Leaves:
-    """The gauges of parameters. names: of parameters by id. settle: updates ``settled``.
-
-    exact: whether all are 0. model: its name in the agreements of processes.
-    """
-
-    names: Mapping[int, str]
-    plan: Plan
-    settled: Settled
-    settle: Callable[[], None]
-    exact: bool
-    model: str
-
-    @classmethod
-    def of_model(cls, model: nn.Module, path: str, *rest: Any) -> Leaves:
-        """For the parameters of the module at ``path``; ``rest`` are the other fields."""
-        prefix = f"{path}." if path else ""
-        return cls({id(p): prefix + name for name, p in model.named_parameters()}, *rest)
-
-    def gauge(self, tensor: Tensor, planned: int) -> int | None:
-        """That of a parameter, None for other tensors. A parameter without one gets ``planned``."""
-        name = self.names.get(id(tensor))
-        if name is None:
-            return None
-        known = self.plan.parameters
-        if name not in known:
-            self.settle()
-            settled = self.settled.parameters.get(name)
-            if settled is None:
-                known[name] = 0 if self.exact else agreed_once(self.model, {name: planned})[name]
-            else:
-                known[name] = settled - (self.plan.outside or 0)
-        return known[name]
-
-
 class Following:
     """Finds the steps of one run, and tracks the gauges of its tensors.
 
-    structure: of the model. leaves: None while a plan is measured, which has no gauges yet.
-    preserves: whether no value has a factor.
+    structure: of the model. preserves: whether no value has a factor, and no parameter a gauge.
+    names: of parameters by id; none while a plan is measured, which has no gauges yet. settle:
+    updates ``settled``. model: its name in the agreements of processes.
     """
 
     def __init__(
@@ -92,14 +56,15 @@ class Following:
         plan: Plan,
         settled: Settled,
         structure: Structure,
-        leaves: Leaves | None,
         preserves: bool,
+        names: Mapping[int, str] | None = None,
+        settle: Callable[[], None] = lambda: None,
+        model: str = "",
     ) -> None:
-        self._plan = plan
+        self._plan, self._settled = plan, settled
         self.preserves = preserves
-        self._varying = settled.varying
         self._structure = structure
-        self._leaves = leaves
+        self._names, self._settle, self._model = names or {}, settle, model
         self._gauges: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._siblings: dict[str, str] = {}
         #: The tensors that objects among the arguments hold, by id.
@@ -111,7 +76,7 @@ class Following:
         key: module path, kind, and the number of earlier calls of that kind in this run.
         """
         path, kind, _ = key
-        if path in self._plan.counts and path not in self._varying:
+        if path in self._plan.counts and path not in self._settled.varying:
             return self._plan.calls.get(key)
         if path not in self._siblings:
             self._siblings[path] = path if path in self._paths else self._sibling(path)
@@ -145,11 +110,25 @@ class Following:
         return bool(first) and first == second
 
     def gauge(self, tensor: Tensor, planned: int = 0) -> int | None:
-        """The gauge of a tensor; None if it is not tracked. planned: as in `Leaves.gauge`."""
+        """The gauge of a tensor; None if it is not tracked. A parameter without one gets
+        ``planned``."""
         known = self._gauges.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
-        return None if self._leaves is None else self._leaves.gauge(tensor, planned)
+        name = self._names.get(id(tensor))
+        return None if name is None else self._of_parameter(name, planned)
+
+    def _of_parameter(self, name: str, planned: int) -> int:
+        known = self._plan.parameters
+        if name not in known:
+            self._settle()
+            settled = self._settled.parameters.get(name)
+            if settled is not None:
+                known[name] = settled - (self._plan.outside or 0)
+            else:
+                own = {name: planned}
+                known[name] = 0 if self.preserves else agreed_once(self._model, own)[name]
+        return known[name]
 
     def enter(
         self, call: Placed | None, args: tuple[Any, ...], kwargs: dict[str, Any]
