@@ -1,8 +1,8 @@
 """griffe extension: adds public names that static analysis does not find.
 
-Most elementwise ops of `unit_scaling.functional`, and their modules, are made by a call (``relu =
-unary(...)``), so that only the imported module has their signatures and docstrings. Docstrings are
-converted to Markdown.
+Most elementwise ops of `unit_scaling.functional` are made by a call (``relu = unary(...)``), so
+that only the imported module has their signatures and docstrings. Docstrings are converted to
+Markdown.
 """
 
 from __future__ import annotations
@@ -76,15 +76,6 @@ def add_constructor(documented: griffe.Class, value: type) -> None:
         documented.set_member("__init__", made)
 
 
-def generated(name: str, value: type, parent: griffe.Module) -> griffe.Class:
-    """Returns a class for griffe from one that a call has made."""
-    bases = [base.__qualname__ for base in value.__bases__]
-    made = griffe.Class(name, bases=bases, parent=parent, runtime=True)
-    made.docstring = griffe.Docstring(as_markdown(inspect.getdoc(value) or ""), parent=made)
-    add_constructor(made, value)
-    return made
-
-
 def static_kind(module: griffe.Module, name: str) -> griffe.Kind | None:
     """Returns the kind that static analysis found for a member, None if it found none."""
     try:
@@ -103,8 +94,6 @@ def complete(module: griffe.Module, name: str, value: Any) -> None:
         member = module.members[name]
         target = member.final_target if isinstance(member, griffe.Alias) else member
         add_constructor(target, value)
-    elif inspect.isclass(value) and kind is griffe.Kind.ATTRIBUTE:
-        module.set_member(name, generated(name, value, module))
     elif kind is None and not inspect.isclass(value):
         module.set_member(name, griffe.Attribute(name, parent=module))
 
