@@ -109,9 +109,8 @@ class UnitScale:
 
     def without_plans(self) -> UnitScale:
         """The same transform for another model, without plans."""
-        settings: dict[str, Any] = {"init": self.init, "residual": self.residual}
-        settings |= {"strict": self.strict, "context_length": self.context_length}
-        return UnitScale([], self.replacements, **settings)
+        names = ("init", "residual", "strict", "context_length")
+        return UnitScale([], self.replacements, **{name: getattr(self, name) for name in names})
 
     def inside(self, path: str) -> Places | None:
         """The name in the scope that is running: a submodule with a transform of its own is part of
@@ -278,9 +277,11 @@ class UnitScale:
         plan = self._known(form)
         if plan is None or (self.settled.varying and not in_recomputation()):
             raise RuntimeError(REENTRANT)
+        rest = (plan, self.settled, self.structure, None, not self.unit_scaled)
+        following = Following(*rest) if in_recomputation() else None  # at the same places
         RUNNING.items.append(self)
         try:
-            with Replay(plan, self.kinds, self.replacements, self.path.items):
+            with Replay(plan, self.kinds, self.replacements, self.path.items, following):
                 return self.within(form.path, call)
         finally:
             RUNNING.items.pop()
