@@ -126,6 +126,14 @@ def in_recomputation() -> bool:
     return _in_checkpoint("recompute_fn")
 
 
+def in_saving() -> bool:
+    """Whether a checkpoint with ``use_reentrant=False`` saves a tensor of its recomputation, which
+    it detaches."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return _in_checkpoint("pack_hook")
+
+
 def in_backward() -> bool:
     """Whether the backward pass of an autograd function is running, as of a checkpoint with
     ``use_reentrant=True`` or of a reversible layer, which compute parts of a model again.

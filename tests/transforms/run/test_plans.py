@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -173,3 +176,26 @@ def test_measurements_of_the_latest_step_are_saved(steps: int, how: str) -> None
         other = unit_scale(plain)
         other.load_state_dict(model.state_dict())
     same(trained(other, batches[steps:]), trained(model, batches[steps:]))
+
+
+PROGRAM = """
+import torch
+from tests.transforms.run.test_every_path import made
+import unit_scaling as uu
+for seed in (0, 10, 20):
+    print(uu.plan(made(seed)[0]).to_json())
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_text_does_not_depend_on_the_hashes_of_a_process() -> None:
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in "12"
+    ]
+    assert texts[0] == texts[1]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import unit_scaling as uu
 from tests.launch import run_ranks
@@ -118,7 +119,45 @@ class Converted(nn.Module):
         return (self.out(torch.tanh(self.first(x.to(x.dtype)) * 2)) * 3).square().mean()
 
 
-MODELS = [Converted, Experts, Stacked, Skipping, Unrolled, Caching]
+class Tanh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad / x.cosh().square()
+
+
+class Loop(nn.Module):
+    """Products by a parameter, one after the other, all of which are stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = []
+        for time in range(1 + int(x.detach().abs().sum() * 10) % 5):
+            states.append(Tanh.apply(x.roll(time) @ self.weight))
+        return torch.stack(states).sum(0)
+
+
+class Recomputed(nn.Module):
+    """A loop in a checkpoint, which detaches what a function of its own saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given, self.loop, self.out = nn.Linear(WIDTH, WIDTH), Loop(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = checkpoint(self.loop, self.given(x), use_reentrant=False)
+        return self.out(states * 3).square().sum()
+
+
+MODELS = [Converted, Experts, Stacked, Skipping, Unrolled, Caching, Recomputed]
 
 
 def batches(count: int = 8, tokens: int = 4) -> list[Tensor]:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from fp8.common.compiler import compiled_as
+
 from ... import functional as _rows  # noqa: F401 - fills OPS
 from ...rules.table import OPS
 
@@ -238,11 +240,15 @@ def canonical(
     return args, kwargs
 
 
+def _names_in_graph(function: Callable[..., Any]) -> tuple[str, ...]:
+    for method, _, names in METHODS:
+        if function is method:
+            return names
+    return _NAMES.get(function, ())
+
+
+@compiled_as(_names_in_graph)
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:
-    if torch.compiler.is_compiling():
-        for method, _, names in METHODS:
-            if function is method:
-                return names
     return _NAMES.get(function, ())
 
 

@@ -92,7 +92,8 @@ class Regions:
             calls = {i for place in cycle for i in members[place]}
             kinds = {kind for _, kind, _ in cycle} & _ARITHMETIC
             if kinds and not any(i in self._outside or flow.is_product(i) for i in calls):
-                known.update(dict.fromkeys(cycle, "sum" if kinds <= ADDS else "state"))
+                role = "sum" if kinds <= ADDS else "state"
+                known.update({place: role for place in members if place in cycle})
         self._body = {i for calls in members.values() if len(calls) > 1 for i in calls}
         self._carried = {place for place, role in known.items() if role}
         loops: dict[bool, set[int]] = {False: set(), True: set()}

@@ -77,7 +77,7 @@ def find_residuals(flow: Flow, rule: str, formulas: Collection[int] = ()) -> Res
         found.adds[index] = weights, f"residual add, tau {branch.tau:.3g}"
         depth = math.ceil(places[index][1] / 2)
         for part in parts or [branch]:
-            for name in _weights(flow, part):
+            for name in sorted(_weights(flow, part)):
                 found.depths[name] = max(depth, found.depths.get(name, 1))
         if parts:
             inner = tuple((part.end_slot, part.tau / branch.tau) for part in parts)

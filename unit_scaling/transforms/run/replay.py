@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8.common.compiler import called
 from fp8.common.step import Writes
+from fp8.common.threads import in_saving
 from fp8.context.active import with_static
 
 from ...rules.table import OPS
@@ -40,13 +41,16 @@ def _times(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _changed(value: Any, slot: Slot, change: Callable[..., Any], *rest: Any) -> Any:
-    """Arguments with ``change(tensor, *rest)`` in place of the tensor in a slot."""
+    """Arguments with ``change(tensor, *rest)`` in place of the tensor in a slot. A list that is
+    shorter than planned may lack it."""
     if not slot:
         return change(value, *rest)
     first, inner = slot[0], slot[1:]
     if isinstance(value, dict):
         return {**value, first: _changed(value[first], inner, change, *rest)}
     items = list(value)
+    if first >= len(items):  # type: ignore[operator]
+        return value
     items[first] = _changed(items[first], inner, change, *rest)  # type: ignore[index]
     return tuple(items) if isinstance(value, tuple) else items
 
@@ -164,7 +168,7 @@ class Replay(Calls):
 
     def _next(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         path = self._path[-1]
-        if path.endswith(HOOKS):
+        if path.endswith(HOOKS) or (kind == "detach" and in_saving()):
             return None
         count = self.counts.get((path, kind), 0)
         self.counts[path, kind] = count + 1

@@ -114,9 +114,8 @@ class UnitScale:
 
     def without_plans(self) -> UnitScale:
         """The same transform for another model, without plans."""
-        settings: dict[str, Any] = {"init": self.init, "residual": self.residual}
-        settings |= {"strict": self.strict, "context_length": self.context_length}
-        return UnitScale([], self.replacements, **settings)
+        names = ("init", "residual", "strict", "context_length")
+        return UnitScale([], self.replacements, **{name: getattr(self, name) for name in names})
 
     def inside(self, path: str) -> Places | None:
         """The name in the scope that is running: a submodule with a transform of its own is part of
@@ -275,7 +274,10 @@ class UnitScale:
         plan = self._known(form)
         if plan is None or (self.settled.varying and not in_recomputation()):
             raise RuntimeError(REENTRANT)
-        mode = Replay(plan, self.kinds, self.replacements, self.path.items)
+        following = None
+        if in_recomputation():  # at the same places
+            following = Following(plan, self.settled, self.structure, not self.unit_scaled)
+        mode = Replay(plan, self.kinds, self.replacements, self.path.items, following)
         return run_in(self, mode, form.path, call)
 
     def _is_followed(self, plan: Plan, form: Form, module: nn.Module) -> bool:

@@ -1,0 +1,130 @@
+"""Steps with random settings, parameters and gradients: the same bits in a process that is resumed
+or copied, near to those of torch's optimizers in float64."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8.optim import SGD, Adam, AdamW, Muon
+from fp8.optim.encodings import ENCODINGS, MOMENTA, MOMENTS
+
+SHAPES = ((8,), (3, 5), (), (0,), (64, 80), (5000,), (4, 2, 3, 3), (70, 70))
+STEPS = 8
+DOUBLE = {Adam: torch.optim.Adam, AdamW: torch.optim.AdamW, SGD: torch.optim.SGD}
+
+
+def drawn(seed: int) -> tuple[Any, dict[str, Any], dict[str, Any], list[nn.Parameter]]:
+    """(class, settings of torch, of this package, parameters)."""
+    choose = random.Random(seed)
+    kind = choose.choice([Adam, AdamW, SGD, Muon])
+    settings: dict[str, Any] = {"lr": 0.01, "weight_decay": choose.choice([0.0, 0.1])}
+    low: dict[str, Any] = {"master_weights": choose.choice([None, None, "float32", "float16"])}
+    shapes = [choose.choice(SHAPES) for _ in range(choose.randint(2, 4))]
+    dtype = choose.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
+    if kind in (Adam, AdamW):
+        settings["betas"] = choose.choice([(0.9, 0.95), (0.8, 0.99), (0.9, 0.999)])
+        low |= {name: choose.choice(sorted(allowed)) for name, allowed in MOMENTS.items()}
+        low |= {"min_size": choose.choice([0, 4096]), "seed": choose.randrange(3)}
+        low["stochastic_weights"] = choose.random() < 0.3
+        scaled = ENCODINGS[low["first_moment"]].scale == "tensor"
+        if not (low["master_weights"] or scaled):
+            low["error_feedback"] = choose.random() < 0.5
+    elif kind is SGD:
+        settings |= {"momentum": choose.choice([0.0, 0.9])}
+    else:
+        low["first_moment"] = choose.choice([None, *sorted(MOMENTA)])
+        shapes = [shape for shape in shapes if len(shape) == 2] or [(16, 24)]
+    draw = torch.Generator().manual_seed(seed)
+    return (
+        kind,
+        settings,
+        low,
+        [nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in shapes],
+    )
+
+
+def gradients(seed: int, step: int, parameters: list[nn.Parameter]) -> Iterator[Tensor | None]:
+    """Of many sizes, of zeros, sparse, none, and a NaN in a step of five."""
+    choose = random.Random(f"{seed} {step}")
+    draw = torch.Generator().manual_seed(100 * seed + step)
+    missing = step % 5 == 3
+    for parameter in parameters:
+        grad = torch.randn(parameter.shape, generator=draw) * 10.0 ** choose.choice([-6, -2, 0, 1])
+        what = choose.choice(["none", "zeros", "sparse", "", "", "", ""])
+        if what == "sparse":
+            grad *= torch.rand(grad.shape, generator=draw) < 0.05
+        grad *= what != "zeros"
+        yield None if what == "none" else (grad / 0 * 0 if missing else grad).to(parameter.dtype)
+
+
+def stepped(seed: int, optimizer: Any, steps: range) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in steps:
+        for parameter, grad in zip(parameters, gradients(seed, step, parameters), strict=True):
+            parameter.grad = grad
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + step)
+        optimizer.step()
+
+
+def bits(optimizer: Any) -> list[Tensor]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [optimizer.state[p].items() for p in parameters]
+    kept = [v.float() for own in states for _, v in sorted(own) if isinstance(v, Tensor)]
+    return [*(p.detach().float() for p in parameters), *kept]
+
+
+def same(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(bits(ours), bits(theirs), rtol=0, atol=0)
+
+
+def saved(optimizer: Any, kind: Any, settings: dict[str, Any]) -> Any:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    other = kind([nn.Parameter(p.detach().clone()) for p in own], **settings)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    return other
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("seed", range(160))
+def test_steps(seed: int) -> None:
+    kind, settings, low, parameters = drawn(seed)
+    doubles = [nn.Parameter(p.detach().double()) for p in parameters]
+    before = [p.detach().double() for p in parameters]
+    optimizer = kind(parameters, **settings, **low)
+    middle = random.Random(seed).randrange(1, STEPS)
+    stepped(seed, optimizer, range(middle))
+    others = [saved(optimizer, kind, {**settings, **low}), copy.deepcopy(optimizer)]
+    others.append(pickle.loads(pickle.dumps(optimizer)))
+    for each in (optimizer, *others):
+        stepped(seed, each, range(middle, STEPS))
+    for other in others:
+        same(other, optimizer)
+    if kind in DOUBLE:
+        reference = DOUBLE[kind](doubles, **settings)
+        for step in range(STEPS):
+            found = list(gradients(seed, step, parameters))
+            if all(grad is None or grad.isfinite().all() for grad in found):
+                for double, grad in zip(doubles, found, strict=True):
+                    double.grad = None if grad is None else grad.double()
+                for group in reference.param_groups:
+                    group["lr"] = 0.01 / (1 + step)
+                reference.step()
+        exact = low.get("first_moment") == low.get("second_moment") == "float32" or kind is SGD
+        unit = torch.finfo(parameters[0].dtype).eps
+        for ours, exactly, start in zip(parameters, doubles, before, strict=True):
+            moved = (exactly - start).norm()
+            error = (ours.double() - exactly).norm()
+            assert error <= STEPS * unit * (start.norm() + moved) + (0 if exact else 0.6) * moved
