@@ -106,6 +106,13 @@ def _recipe_loss(rows: list[Row]) -> str:
     )
 
 
+def _recipe_loss_large(rows: list[Row]) -> str:
+    cast = [row for row in rows if row["name"] != "fp32"]
+    return "Gap to FP32, plain model: " + "; ".join(
+        f'"{row["name"]}": {row["plain_gap"]:+.4f} ± {row["plain_half"]:.4f}' for row in cast
+    )
+
+
 def _recipe_claims(rows: list[Row]) -> str:
     return "; ".join(f"{row['name']}: {row['verdict']}" for row in rows)
 
@@ -269,6 +276,12 @@ QUESTIONS: dict[str, Question] = {
     ),
     "recipe_claims": Question(
         text="Which claims of papers on recipes show in a small GPT?", answer=_recipe_claims
+    ),
+    "recipe_loss_large": Question(
+        text="How much held-out loss do recipes cost in a larger GPT?", answer=_recipe_loss_large
+    ),
+    "recipe_claims_large": Question(
+        text="Which claims of papers on recipes show in a larger GPT?", answer=_recipe_claims
     ),
     "sums": Question(text="What do the sums of tensor cores cost?", answer=_sums),
     "router": Question(text="What does a router in low precision change?", answer=_router),
