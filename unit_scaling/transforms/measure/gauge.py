@@ -383,10 +383,10 @@ def operands(node: CallNode, step: Step | None) -> dict[str, Slot]:
     return found
 
 
-def with_true_gradients(planned: Planned, settled: Settled) -> None:
-    """Gives the products of a plan the true gradients of the scaled function; their op rules scale
-    weight gradients independently. A product has the factor of its first plan: that of a sum over
-    positions depends on their number.
+def with_true_gradients(planned: Planned, settled: Settled) -> Planned:
+    """Gives the products of a plan the true gradients of the scaled function, and returns it; their
+    op rules scale weight gradients independently. A product has the factor of its first plan: that
+    of a sum over positions depends on their number.
     """
     steps = planned.plan.steps
     for node in planned.flow.nodes:
@@ -395,6 +395,7 @@ def with_true_gradients(planned: Planned, settled: Settled) -> None:
             factor = settled.factors.setdefault(node.key, _rule(node, step))
             constraint = tuple((name, factor) for name in ("output", *operands(node, step)))
             steps[node.key] = _gauged(node, replace(step, constraint=constraint), {})
+    return planned
 
 
 def place(

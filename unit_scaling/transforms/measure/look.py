@@ -37,7 +37,7 @@ from ..run.install import Call, Given, Places, Scope, find_scope, is_flattened, 
 from ..run.varying import Following
 from .gauge import note_places, place, with_true_gradients
 from .measuring import Actual, Measured, Measuring, measure
-from .ranks import fingerprint, numbered
+from .ranks import agreed_once, fingerprint, numbered
 
 RUNNING = Stack()
 """The scopes that are running in this thread, innermost last; in practice at most one."""
@@ -120,14 +120,16 @@ class Look:
         """
         _check_seen(self.module, self.given)
         twin = self._twin()
+        if not self.scope.name:
+            names = sorted(name for name, _ in twin.named_parameters())
+            self.scope.name = numbered(fingerprint(names))
         weights = tagged_weights(twin, self.path)
         with apart():
             with torch.inference_mode(False), torch.enable_grad():  # which show autograd functions
                 recorder, ends, kept = self._record(twin, weights)
-            self._settle_shares(recorder, weights)
             around = any(node.around for node in recorder.nodes)
             while True:
-                planned = make_plan(recorder.nodes, self._settings(weights))
+                planned = self._decide(recorder, weights)
                 with torch.set_grad_enabled(around or torch.is_grad_enabled()):
                     found = self._measure(planned, self._twin())
                 if not (around and _is_hidden(recorder.nodes, found.again)):
@@ -144,6 +146,21 @@ class Look:
         vars(twin).pop("forward", None)  # what is set on the instance has called the class's
         restore_own_tags(twin)
         return twin.eval() if self.evaluate else twin
+
+    def _decide(self, recorder: Recorder, weights: Weights) -> Planned:
+        """Makes a plan with what the first process of the job has settled: all processes compute
+        one function, whatever the values and lengths of their batches."""
+        settled, settings = self.scope.settled, self._settings(weights)
+        before = settled.fixed()
+        self._settle_shares(recorder, weights)
+        planned = with_true_gradients(make_plan(recorder.nodes, settings), settled)
+        new = {repr(k): (k, v) for k, v in settled.fixed().items() if k not in before}
+        agreed = agreed_once(
+            f"{self.scope.name}/settled", {text: v for text, (_, v) in new.items()}
+        )
+        if not settled.fix({new[text][0]: value for text, value in agreed.items()}):
+            return planned
+        return with_true_gradients(make_plan(recorder.nodes, settings), settled)
 
     def _settle_shares(self, recorder: Recorder, weights: Weights) -> None:
         """Runs a copy with the original values of parameters, if calls join values and parameters,
@@ -201,11 +218,8 @@ class Look:
     def _measure(self, planned: Planned, twin: nn.Module) -> Measured:
         """Measures corrections and gauges for a plan and completes it."""
         scope, path, actual = self.scope, self.path, self.actual
-        with_true_gradients(planned, scope.settled)
         scope.settle(twin.training and records())
         plan, known = planned.plan, scope.settled.corrections
-        if not scope.name:
-            scope.name = numbered(fingerprint(sorted(name for name, _ in twin.named_parameters())))
         plan.name = fingerprint(scope.name, path, twin.training, actual is None)
         if planned.settled or _is_shared(planned, known):
             # The factors first: those of another length, or one for all iterations of a loop.

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from torch import distributed
 from torch.distributed import distributed_c10d
@@ -46,21 +47,22 @@ def agreed(name: str, value: str) -> str:
     return found.decode()
 
 
-_TABLES: dict[str, dict[str, int]] = {}
-"""The numbers that `agreed_once` has returned, by name."""
+_TABLES: dict[str, dict[str, Any]] = {}
+"""The values that `agreed_once` has returned, by name."""
 
 
-def agreed_once(name: str, numbers: Mapping[str, int]) -> dict[str, int]:
-    """``numbers``, or for each of them that of the first process to name it. They never change.
+def agreed_once(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values``, or for each of them that of the first process to name it. They never change.
 
-    Processes may name others at other times, as with experts that only some of them have used.
+    values: numbers, text and lists of these. Processes may name others at other times, as with
+    experts that only some of them have used.
     """
     if is_alone():
-        return dict(numbers)
+        return dict(values)
     if name not in _TABLES:
-        _TABLES[name] = json.loads(agreed(name, json.dumps(dict(numbers))))
+        _TABLES[name] = json.loads(agreed(name, json.dumps(dict(values))))
     known = _TABLES[name]
-    for key in numbers:
+    for key in values:
         if key not in known:
-            known[key] = int(agreed(f"{name}/{key}", str(numbers[key])))
-    return {key: known[key] for key in numbers}
+            known[key] = json.loads(agreed(f"{name}/{key}", json.dumps(values[key])))
+    return {key: known[key] for key in values}

@@ -242,6 +242,18 @@ class Settled:
     varying: dict[str, bool] = field(default_factory=dict)
     twice: bool = False
 
+    def fixed(self) -> dict[tuple[str, Any], Any]:
+        """What depends on the first batch alone, by (field, key)."""
+        fields = ("keys", "factors", "units", "weights", "shares", "loops")
+        return {(name, k): v for name in fields for k, v in getattr(self, name).items()}
+
+    def fix(self, values: Mapping[tuple[str, Any], Any]) -> bool:
+        """Sets entries, as JSON holds them, and returns whether any has changed."""
+        before = self.fixed()
+        for (name, key), value in values.items():
+            getattr(self, name)[key] = tupled(value)
+        return self.fixed() != before
+
     def differentiate(self) -> None:
         """Takes all gauges back, as gradients of the model are differentiated."""
         self.twice, self.gauges, self.parameters = True, {}, {}
@@ -321,6 +333,11 @@ class Settings:
     context: int | None = None
     settled: Settled = field(default_factory=Settled)
     whole: bool = True
+
+
+def tupled(value: Any) -> Any:
+    """Converts lists to tuples, recursively."""
+    return tuple(map(tupled, value)) if isinstance(value, list | tuple) else value
 
 
 def with_slots(step: Step | None, more: list[Scaling]) -> Step | None:

@@ -15,7 +15,7 @@ from fp8.common.report import as_table
 
 from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
 from ..capture.forms import Form
-from .actions import CallRow, Plan, Settled, Step
+from .actions import CallRow, Plan, Settled, Step, tupled
 
 VERSION = 7
 
@@ -136,8 +136,8 @@ def read(kind: Any, data: Any) -> Any:
     if get_origin(kind) in (list, frozenset) or given[1:] == (...,):
         return get_origin(kind)(read(given[0], item) for item in data)
     if hasattr(kind, "_make"):
-        return kind._make(map(_tupled, data))
-    return _tupled(data)
+        return kind._make(map(tupled, data))
+    return tupled(data)
 
 
 _NAMES = {"ModelPlan": "a plan", "Plan": "the plan of a form of call"}
@@ -149,11 +149,6 @@ _hints: Any = functools.cache(get_type_hints)
 
 def _saved(kind: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(kind) if field.init]
-
-
-def _tupled(value: Any) -> Any:
-    """Converts lists to tuples, recursively."""
-    return tuple(map(_tupled, value)) if isinstance(value, list | tuple) else value
 
 
 # A plan and a model
