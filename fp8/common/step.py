@@ -322,8 +322,12 @@ _STATISTICS = ("batch_norm", "instance_norm")
 
 
 def _may_write(name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether a call of this name may write into its arguments."""
-    operator = name.startswith("__i") or name == "__setitem__" or name in _STATISTICS
+    return name in _STATISTICS or is_in_place(name, kwargs)
+
+
+def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a torch call writes its result into an argument, by its name and keywords."""
+    operator = name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
     marked = name.endswith("_") and not name.endswith("__")
     return operator or marked or "out" in kwargs or bool(kwargs.get("inplace"))
 

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from fp8.common.compiler import compiled_as
+from fp8.common.step import is_in_place
 
 from ... import functional as _rows  # noqa: F401 - fills OPS
 from ...rules.table import OPS
@@ -256,10 +257,7 @@ def writes(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
     """Whether a call with `canonical` arguments writes its result into one of them."""
     names = _NAMES.get(function, ())
     place = names.index("inplace") if "inplace" in names else len(args)
-    operator = name.startswith("__i") and name != "__invert__"
-    marked = name.endswith("_") and not name.endswith("__")
-    inplace = kwargs.get("inplace") or (place < len(args) and args[place])
-    return marked or operator or name == "__setitem__" or "out" in kwargs or bool(inplace)
+    return is_in_place(name, kwargs) or (place < len(args) and bool(args[place]))
 
 
 KINDS: dict[Callable[..., Any], str] = _kinds()
