@@ -30,7 +30,7 @@ from ..capture.structure import Structure, held_by
 from ..folding.ratios import find_ties
 from ..plan.actions import Arriving, CallRow, Plan, Settings, Settled, Step, Weights
 from ..plan.planner import Planned, make_plan
-from ..plan.shares import find_shares, is_shared
+from ..plan.shares import find_shares, joined
 from ..plan.weights import parametrizations, pruned, tagged_weights
 from ..run.border import records
 from ..run.install import Call, Given, Places, Scope, find_scope, is_flattened, is_sharded
@@ -151,22 +151,25 @@ class Look:
         """Makes a plan with what the first process of the job has settled: all processes compute
         one function, whatever the values and lengths of their batches."""
         settled, settings = self.scope.settled, self._settings(weights)
+
+        def made() -> Planned:
+            return with_true_gradients(make_plan(recorder.nodes, settings), settled)
+
         before = settled.fixed()
         self._settle_shares(recorder, weights)
-        planned = with_true_gradients(make_plan(recorder.nodes, settings), settled)
+        planned = made()
         new = {repr(k): (k, v) for k, v in settled.fixed().items() if k not in before}
         agreed = agreed_once(
             f"{self.scope.name}/settled", {text: v for text, (_, v) in new.items()}
         )
-        if not settled.fix({new[text][0]: value for text, value in agreed.items()}):
-            return planned
-        return with_true_gradients(make_plan(recorder.nodes, settings), settled)
+        changed = settled.fix({new[text][0]: value for text, value in agreed.items()})
+        return made() if changed else planned
 
     def _settle_shares(self, recorder: Recorder, weights: Weights) -> None:
         """Runs a copy with the original values of parameters, if calls join values and parameters,
         and settles the factors of their terms."""
         nodes, known = recorder.nodes, self.scope.settled.shares
-        joins = {node.key for node in nodes if is_shared(node, nodes, weights.factors)}
+        joins = {node.key for node in nodes if joined(node, nodes, weights.factors)}
         if self.scope.init == "preserve" or joins <= known.keys():
             return
         with torch.no_grad():

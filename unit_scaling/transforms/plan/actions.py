@@ -219,10 +219,9 @@ class Settled:
     """What the first call signature fixes for all others, so that they compute the same.
 
     keys: attention call -> (the number of keys to scale for, whether it is causal). factors: of
-    the results of products. units: last
-    call of a formula -> the factor of its output. weights: the factors of arguments that are
-    computed from parameters. shares: call that joins values and parameters -> the factors of its
-    terms. loops: as ``known`` in `Regions.loops`.
+    the results of products. units: last call of a formula -> the factor of its output. weights: the
+    factors of arguments that are computed from parameters. shares: call that joins values and
+    parameters -> the factors of its terms. loops: as ``known`` in `Regions.loops`.
     corrections, operands, gauges, parameters: exponents of the factors of results and of arguments
     of products, and of the gauges of calls and parameters (`measure.gauge`). varying: the paths of
     modules whose number of calls depends on values, True for each (`run.varying`). twice: whether

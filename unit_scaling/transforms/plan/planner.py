@@ -291,7 +291,7 @@ class _Planner:
     def _share(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """A sum, a concatenation or a choice of values and a much smaller or larger parameter: each
         has the share that it had in the model as it was."""
-        slots = self.settings.settled.shares.get(node.key or ("", "", 0))
+        slots = () if node.key is None else self.settings.settled.shares.get(node.key)
         if not slots:
             return None
         shares = ", ".join(f"{factor:.2g}" for _, factor, _ in slots)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..capture.kinds import EMBEDDINGS, TRANSPARENT
-from ..capture.record import CallNode, Key
+from ..capture.record import CallNode, Key, Slot
 from .actions import Scaling
 
 JOINS = frozenset("add sub cat stack where".split())
@@ -20,17 +20,20 @@ COMPARABLE = 2.0
 """Terms whose RMS differs by at most this factor have the rule of the op: equal shares."""
 
 
-def is_shared(node: CallNode, nodes: Sequence[CallNode], factors: Mapping[str, float]) -> bool:
-    """Whether a call joins a parameter, or rows of one, with values.
+def joined(
+    node: CallNode, nodes: Sequence[CallNode], factors: Mapping[str, float]
+) -> dict[Slot, CallNode]:
+    """The terms of a call that joins a parameter, or rows of one, with values; none for another.
 
     factors: the divisors of parameters, by name.
     """
     if node.key is None or node.kind not in JOINS or node.numel == 1 or node.computed:
-        return False
-    terms = [nodes[i.node] for i in node.inputs if nodes[i.node].live]
-    own = [term for term in terms if term.computed]
-    looked_up = any(_is_looked_up(term, nodes) for term in terms)
-    return len(terms) > 1 and bool(own or looked_up) and all(t.origin in factors for t in own)
+        return {}
+    terms = {i.slot: nodes[i.node] for i in node.inputs if nodes[i.node].live}
+    own = [term for term in terms.values() if term.computed]
+    looked_up = any(_is_looked_up(term, nodes) for term in terms.values())
+    joins = len(terms) > 1 and bool(own or looked_up) and all(t.origin in factors for t in own)
+    return terms if joins else {}
 
 
 def _is_looked_up(node: CallNode, nodes: Sequence[CallNode]) -> bool:
@@ -49,10 +52,10 @@ def find_shares(
     """
     found: dict[Key, tuple[Scaling, ...]] = {}
     for node in nodes:
-        if node.key is None or not is_shared(node, nodes, factors):
-            continue
-        terms = {i.slot: nodes[i.node] for i in node.inputs if nodes[i.node].live}
+        terms = joined(node, nodes, factors)
         sizes = {s: factors[t.origin or ""] if t.computed else t.rms for s, t in terms.items()}
+        if node.key is None or not sizes:
+            continue
         comparable = max(sizes.values()) <= COMPARABLE * min(sizes.values())
         shares = {} if comparable else {slot: size / node.rms for slot, size in sizes.items()}
         found[node.key] = tuple((slot, share, share) for slot, share in shares.items())
