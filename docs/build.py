@@ -24,7 +24,7 @@ from docs.questions import QUESTIONS, answer, record
 from fp8.__main__ import LEVEL_HEADS, level_row
 from fp8.formats.format import FORMATS, Format
 from fp8.levels.initialize import LEVELS
-from fp8.modes.dispatch import EXPANDED, LEFT, OPAQUE, PRODUCTS
+from fp8.modes.dispatch import COMPOSED, LEFT, OPAQUE, PRODUCTS
 from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTA, MOMENTS, Encoding
 from fp8.recipes.cast import Cast
 from fp8.recipes.policy import ROLES
@@ -151,7 +151,10 @@ def table(headings: str, rows: Iterable[list[str]]) -> str:
 
 def products() -> Iterable[list[str]]:
     yield [code(dict.fromkeys(map(torch_name, PRODUCTS))), "operands and gradients are cast"]
-    yield [code(map(torch_name, EXPANDED)), "written out as products of the first line"]
+    yield [
+        f"{code(map(torch_name, COMPOSED))}, `torch.einsum` of three operands or more",
+        "written out as products of the first line",
+    ]
     for left, what in ((OPAQUE, "refused"), (LEFT, "left in high precision, with a warning")):
         for why in dict.fromkeys(left.values()):
             names = dict.fromkeys(torch_name(f) for f in left if left[f] == why)

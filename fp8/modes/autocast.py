@@ -42,7 +42,7 @@ from ..recipes.history import AmaxHistory
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
 from ..selection.policies import resolve
-from .dispatch import EXPANDED, LEFT, OPAQUE, PRODUCTS, handler_of
+from .dispatch import LEFT, OPAQUE, PRODUCTS, expansion, handler_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -105,6 +105,10 @@ class _Mode(TorchFunctionMode):
             if function in PRODUCTS:
                 product_recipe()  # raises if the block belongs to another task
             return called(function, args, kwargs)
+        expanded = expansion(function, args)
+        if expanded is not None:
+            with self.block:
+                return expanded(*args, **kwargs)
         handler = handler_of(function)
         if handler is not None:
             result = handler(product_recipe(), *args, **kwargs)
@@ -115,9 +119,6 @@ class _Mode(TorchFunctionMode):
         elif function is checkpoint:
             _check_recomputes(recipe)
             return checkpointed(self, *args, **kwargs)
-        elif function in EXPANDED:
-            with self.block:
-                return EXPANDED[function](*args, **kwargs)
         elif function in OPAQUE:
             _leave(function, OPAQUE[function])
         elif function in LEFT:
@@ -155,7 +156,7 @@ class autocast:
             Or a `fp8.Policy` without a switch (`fp8.Policy.at`). Its rules and exceptions concern
             the layers of ``model``; products outside of them run under the policy's own recipe.
         opaque: the action at a call whose products cannot be intercepted (OPAQUE; under scaling by
-            rows or blocks also bilinear, and an einsum of three operands). "raise" raises a
+            rows or blocks also bilinear, and an einsum with a repeated index). "raise" raises a
             NotImplementedError that names the call; "warn" leaves it in high precision.
         history: the `fp8.AmaxHistory` that stores the state of a recipe with scaling "delayed" or
             "static". Other recipes do not use it.

@@ -1,6 +1,6 @@
 """Dispatch tables: the torch functions that compute matrix products, and their handlers.
 
-`fp8.autocast` reads PRODUCTS, EXPANDED and OPAQUE. Every handler calls functions of
+`fp8.autocast` reads PRODUCTS, OPAQUE and `expansion`. Every handler calls functions of
 `fp8.products.matmul`, `fp8.products.convolution`, `fp8.products.einsum` or
 `fp8.products.attention`.
 """
@@ -23,7 +23,7 @@ from ..formats.quantize import is_dense, refuse_nested
 from ..products import matmul
 from ..products.attention import attention, flex_attention, multi_head_attention_forward
 from ..products.convolution import conv, conv_transpose
-from ..products.einsum import as_equation, einsum, sums_products
+from ..products.einsum import as_equation, einsum, in_pairs, sums_products
 from ..products.grouped import grouped_mm
 from ..products.spellings import by_function
 from ..products.summed import warn_unsummed
@@ -335,12 +335,28 @@ def _linear_cross_entropy(
     return F.cross_entropy(logits, target, ignore_index=ignored, **kwargs)
 
 
-EXPANDED: dict[Callable[..., Any], Callable[..., Any]] = {
+COMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
 }
-"""Torch function -> an equivalent function whose calls the mode can intercept."""
+"""Torch function -> an equivalent function that makes the calls of which it is composed."""
 if hasattr(F, "linear_cross_entropy"):  # torch 2.13
-    EXPANDED[F.linear_cross_entropy] = _linear_cross_entropy
+    COMPOSED[F.linear_cross_entropy] = _linear_cross_entropy
+
+
+def expansion(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """For a call that is composed of others: an equivalent function, of the same arguments, that
+    makes these, so that a mode can intercept them.
+    """
+    if function is torch.einsum:
+        equation, operands = as_equation(args)
+        commas = equation.partition("->")[0].count(",")
+        return _einsum_in_pairs if commas > 1 and commas + 1 == len(operands) else None
+    return COMPOSED.get(function)
+
+
+def _einsum_in_pairs(*args: Any) -> Tensor:
+    return in_pairs(*as_equation(args))
+
 
 _RECURRENT = "one kernel computes all its products; write it out step by step"
 _ORDER = "it chooses the order of its products itself; write them with @"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import opt_einsum
 
 from ..casts.casting import cast_backward, cast_forward, is_whole
 from ..casts.counts import product_name
@@ -25,10 +26,10 @@ aten = torch.ops.aten
 def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | str:
     """Computes an equation with `fp8.products.matmul.matmul` where possible.
 
-    With three or more operands, a repeated index in one operand or a sum over a broadcast size,
-    torch computes it from operands cast once, and the gradient of the result is cast; intermediates
-    stay in high precision. With scales by rows or blocks this is not defined, and a string that
-    says so is returned.
+    With a repeated index in one operand or a sum over a broadcast size, torch computes it from
+    operands cast once, and the gradient of the result is cast. With scales by rows or blocks this
+    is not defined, and a string that says so is returned. Equations of more than two operands come
+    here in pairs (`in_pairs`).
     """
     static = static_exponents(recipe, *operands)
     y = as_matmul(equation, operands, static=static)
@@ -45,6 +46,37 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
     ]
     y = aten.einsum.default(equation, operands)
     return cast_backward(y, recipe.grad, of_grad, name)
+
+
+def in_pairs(
+    equation: str, operands: Sequence[Tensor], product: Callable[..., Tensor] = torch.einsum
+) -> Tensor:
+    """An equation of three operands or more as products of two, in the order that `torch.einsum`
+    would take.
+
+    product: called with an equation of two operands and these.
+    """
+    terms, output = letters(equation, operands)
+    rest = list(zip(terms, operands, strict=True))
+    for i, j, place in _order(f"{','.join(terms)}->{output}", operands):
+        (second, b), (first, a) = rest.pop(j), rest.pop(i)
+        later = {*output}.union(*(term for term, _ in rest))
+        both = [*output, *sorted({*first, *second} - {*output})]
+        kept = "".join(c for c in both if c in later and c in first + second)
+        rest.insert(place, (kept, product(f"{first},{second}->{kept}", a, b)))
+    return rest[0][1]
+
+
+def _order(equation: str, operands: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """The positions of two operands and of their product among what is left of both, step by step:
+    from the left, or in the order of the package opt_einsum where torch uses it.
+    """
+    last = len(operands) - 2
+    if not opt_einsum.enabled:
+        return [(0, 1, 0)] * (last + 1)
+    find = opt_einsum.get_opt_einsum().contract_path
+    path = find(equation, *operands, optimize=opt_einsum.strategy)[0]
+    return [(min(pair), max(pair), last - step) for step, pair in enumerate(path)]
 
 
 def as_matmul(
@@ -91,7 +123,7 @@ def as_matmul(
     return y.permute([order.index(c) for c in output])
 
 
-def letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
+def letters(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
     """The indices of each operand and of the result, one letter per dimension."""
     inputs, arrow, output = equation.partition("->")
     terms = inputs.split(",")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8
 from fp8 import Recipe
 from fp8.context.active import active_recipe
-from fp8.modes.dispatch import EXPANDED, OPAQUE, PRODUCTS
+from fp8.modes.dispatch import COMPOSED, OPAQUE, PRODUCTS
 from tests.fp8.calls import (
     CALLS,
     COARSE,
@@ -116,9 +116,9 @@ def test_in_place_writes_into_its_input():
 # --- what cannot be reached
 
 
-def test_opaque_and_expanded_are_disjoint():
+def test_opaque_and_composed_are_disjoint():
     assert not set(PRODUCTS) & set(OPAQUE)
-    assert not set(PRODUCTS) & set(EXPANDED)
+    assert not set(PRODUCTS) & set(COMPOSED)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
@@ -205,7 +205,7 @@ def test_a_loss_that_contains_the_last_product_is_composed(given):
     x, w, y = randn(7, 8), randn(5, 8, seed=1), torch.arange(7) % 5
     given = {**given, "linear_bias": randn(5).detach()} if "linear_bias" in given else given
     torch.testing.assert_close(
-        EXPANDED[F.linear_cross_entropy](x, w, y, **given), F.linear_cross_entropy(x, w, y, **given)
+        COMPOSED[F.linear_cross_entropy](x, w, y, **given), F.linear_cross_entropy(x, w, y, **given)
     )
     bias = given.pop("linear_bias", None)
     with fp8.autocast(COARSE):
@@ -214,7 +214,7 @@ def test_a_loss_that_contains_the_last_product_is_composed(given):
     assert torch.equal(found, expected)
     each = (x, w.view(5, 1, 8).expand(5, 2, 8), y.view(7, 1).expand(7, 2))
     torch.testing.assert_close(
-        EXPANDED[F.linear_cross_entropy](*each, **given), F.linear_cross_entropy(*each, **given)
+        COMPOSED[F.linear_cross_entropy](*each, **given), F.linear_cross_entropy(*each, **given)
     )
 
 

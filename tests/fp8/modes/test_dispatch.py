@@ -1,5 +1,7 @@
 """What single rows of PRODUCTS promise beyond what all of them do (test_autocast.py)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -7,6 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fp8
 from fp8 import RECIPES
+from fp8.products.einsum import in_pairs
 from tests.fp8.calls import ADDMM, CALLS, COARSE, MATMUL, A, B, V, cast, name_of, operands
 from tests.fp8.products.test_matmul import randn
 
@@ -74,7 +77,6 @@ def test_what_torch_refuses_is_refused():
         ("b...j,...jk->b...k", ((2, 3, 8), (3, 8, 6))),
         ("ij,ij->", (A, A)),
         ("ij,j->i", (A, V)),
-        ("ij,jk,kl->il", (A, B, (6, 4))),
     ],
 )
 def test_einsum(equation, shapes):
@@ -128,10 +130,10 @@ def test_an_einsum_of_two_is_the_same_product_as_matmul(equation, left, right, r
 
 
 def test_what_has_no_single_axis_is_left_by_name():
-    a, b, c = randn(5, 8).detach(), randn(8, 6).detach(), randn(6, 4).detach()
+    a = randn(5, 8).detach()
     bilinear = [randn(*s).detach() for s in ((5, 4), (5, 3), (6, 4, 3))]
     calls = {
-        "einsum": lambda: torch.einsum("ij,jk,kl->il", a, b, c),
+        "einsum": lambda: torch.einsum("ii,ij->j", a[:, :5], a),
         "bilinear": lambda: F.bilinear(*bilinear),
     }
     for name, call in calls.items():
@@ -140,6 +142,67 @@ def test_what_has_no_single_axis_is_left_by_name():
         with fp8.autocast("row", opaque="warn"), pytest.warns(UserWarning, match=f"^{name} "):
             y = call()
         assert torch.equal(y, call())
+
+
+THREE = [
+    ("ij,jk,kl->il", ((5, 8), (8, 6), (6, 4))),
+    ("...ij,jk,...k->...i", ((2, 5, 8), (8, 6), (2, 6))),
+    ("bi,oij,bj->bo", ((5, 8), (6, 8, 4), (5, 4))),
+    ("bnd,bde,bn,be->bne", ((2, 5, 8), (2, 8, 6), (2, 5), (2, 6))),
+    ("ij,kl,lm->ijm", ((5, 8), (6, 4), (4, 3))),
+]
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "row", "nvfp4"])
+@pytest.mark.parametrize(("equation", "shapes"), THREE)
+def test_an_einsum_of_three_is_products_of_two(equation, shapes, recipe):
+    """In torch's order, and without the mode equal to it."""
+    tensors = [randn(*s, seed=i) for i, s in enumerate(shapes)]
+    plain = in_pairs(equation, tensors)
+    assert torch.equal(plain, torch.einsum(equation, *tensors))
+    g = randn(*plain.shape, seed=7).detach()
+    pairs = []
+
+    def product(*args):
+        pairs.append(args[0])
+        return torch.einsum(*args)
+
+    results = []
+    for call in (lambda: torch.einsum(equation, *tensors), lambda: torch.einsum(equation, tensors)):
+        torch.manual_seed(0)
+        with fp8.autocast(recipe):
+            results.append((y := call(), *torch.autograd.grad(y, tensors, g)))
+    torch.manual_seed(0)
+    with fp8.autocast(recipe):
+        y = in_pairs(equation, tensors, product)
+    results.append((y, *torch.autograd.grad(y, tensors, g)))
+    assert [pair.count(",") for pair in pairs] == [1] * (len(tensors) - 1)
+    assert not torch.equal(y, plain)
+    for one, other, wanted in zip(*results, strict=True):
+        assert torch.equal(one, wanted)
+        assert torch.equal(other, wanted)
+
+
+def test_an_einsum_of_too_few_operands_gets_torchs_error():
+    with fp8.autocast("row"), pytest.raises(RuntimeError, match="einsum"):
+        torch.einsum("ij,jk,kl,lm->im", randn(2, 2), randn(2, 2), randn(2, 2))
+
+
+def test_an_einsum_of_three_is_found_in_the_order_of_opt_einsum(monkeypatch):
+    """The package's path: the last two operands first."""
+    package = SimpleNamespace(contract_path=lambda *args, optimize: ([(1, 2), (0, 1)], None))
+    settings = SimpleNamespace(enabled=True, strategy="auto", get_opt_einsum=lambda: package)
+    monkeypatch.setattr("fp8.products.einsum.opt_einsum", settings)
+    found = []
+    tensors = [randn(*s, seed=i) for i, s in enumerate(((5, 8), (8, 6), (6, 4)))]
+
+    def product(equation, a, b):
+        found.append(equation)
+        return torch.einsum(equation, a, b)
+
+    y = in_pairs("ij,jk,kl->il", tensors, product)
+    assert found == ["jk,kl->lj", "ij,lj->il"]
+    torch.testing.assert_close(y, tensors[0] @ tensors[1] @ tensors[2])
 
 
 def test_einsum_by_lists():

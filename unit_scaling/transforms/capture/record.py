@@ -27,7 +27,7 @@ from torch.func import debug_unwrap
 from torch.utils.checkpoint import checkpoint
 
 from fp8.common.compiler import FirstLook, called, checkpointed
-from fp8.modes.dispatch import EXPANDED
+from fp8.modes.dispatch import expansion
 
 from ..run import install
 from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
@@ -165,7 +165,7 @@ def replaced(value: Any, tensors: dict[Slot, Any]) -> Any:
 class Calls(FirstLook):
     """A torch-function mode that observes each call of a model, and not what that calls in turn.
 
-    A call in `EXPANDED` is observed as the calls that it is composed of.
+    A call with an `expansion` is observed as the calls that it is composed of.
     """
 
     def __init__(self) -> None:
@@ -194,9 +194,10 @@ class Calls(FirstLook):
             return called(function, args, kwargs)
         if function is checkpoint:
             return checkpointed(self, *args, **kwargs)
-        if function in EXPANDED:
+        expanded = expansion(function, args)
+        if expanded is not None:
             with self:
-                return EXPANDED[function](*args, **kwargs)
+                return expanded(*args, **kwargs)
         return self.see(function, args, kwargs)
 
     def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -147,7 +147,7 @@ class Watch(Observer):
         product = product and self.path.items[-1] not in self._computing
         place = self.path.items[-1] or "the model itself"
         tensors = [t for _, t in tensors_in((args, kwargs))]
-        if kind in RECURRENT or (kind == "einsum" and len(tensors) > 2):
+        if kind in RECURRENT:
             self.notes.append(f"{kind} in {place}: its steps are one call, not measured inside")
         elif function in _UNCAST_CALLS and not product:
             self.notes.append(f"{kind} in {place} is not measured: {_UNCAST_CALLS[function]}")
