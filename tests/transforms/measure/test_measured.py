@@ -77,3 +77,29 @@ def test_another_loss_of_the_logits_than_the_models_own() -> None:
     loss = lambda o: F.cross_entropy(o[0].flatten(0, 1), targets.flatten())  # noqa: E731
     assert uu.verify(model, (ids, targets), loss=loss).diagnosis == WELL
     assert uu.verify(model, (ids, targets)).diagnosis == WELL
+
+
+class Levels(nn.Module):
+    """Returns a result that its later layers read too, which send it a gradient of 16 times the
+    size of what arrives from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.later = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        level = self.first(x)
+        return level, (16 * self.later(F.gelu(level))) ** 2
+
+
+def test_what_arrives_at_a_result_is_apart_from_what_its_readers_send():
+    torch.manual_seed(0)
+    plain, x = Levels(), torch.randn(256, 64)
+    model = unit_scale(plain)
+    for _ in range(3):
+        level, last = model(x)
+        starts = [torch.randn_like(level), torch.randn_like(last)]
+        torch.autograd.backward([level, last], starts)
+        (plan,) = uu.plan(model).plans.values()
+        assert plan.outside == 0
+    assert uu.verify(model, x).share("gradient") == 1

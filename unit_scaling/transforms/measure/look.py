@@ -134,7 +134,7 @@ class Look:
                     found = self._measure(planned, self._twin())
                 if not (around and _is_hidden(recorder.nodes, found.again)):
                     break
-        _end(planned, ends, kept, found.gradients)
+        _end(planned, ends, kept, found)
         if not self.path and self.scope.init == "unit":
             buffers = {id(b): name for name, b in twin.named_buffers()}
             results = list(ends.values())
@@ -399,12 +399,13 @@ def _end(
     planned: Planned,
     ends: Mapping[Slot, int],
     kept: Mapping[Slot, int],
-    sizes: Mapping[Key, float],
+    found: Measured,
 ) -> None:
     """Writes the gauges and sizes of the model's results, computed by the calls ``ends``, and of
-    what is ``kept``, as in `_record`, into a plan.
+    what is ``kept``, as in `_record`, into a plan. The size of a result that calls read too is that
+    of what arrives from outside.
     """
-    plan, flow = planned.plan, planned.flow
+    plan, flow, sizes = planned.plan, planned.flow, found.gradients
     outside = _keep(planned, kept.values(), sizes)
     read = {i.node for node in flow.nodes if node.live and node.function for i in node.inputs}
     held = {slot: node for slot, node in kept.items() if slot[0]}
@@ -414,6 +415,7 @@ def _end(
         if slot in held and (index in outside or index in read):
             continue
         size = 0.0 if node.key is None else sizes.get(node.key, 0.0)
+        size = found.arriving.get(slot, size) if index in read else size
         plan.ends[slot] = planned.exponents[index], size
         if index in outside:
             continue

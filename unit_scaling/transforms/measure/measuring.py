@@ -34,7 +34,7 @@ from ..plan.actions import Norm, Plan, Step
 from ..plan.model_plan import read, written
 from ..plan.planner import Planned
 from ..plan.weights import pruned
-from ..run.border import records
+from ..run.border import records, results_changed
 from ..run.replay import Replay
 from .ranks import agreed, agreed_once, is_alone
 
@@ -61,7 +61,7 @@ class Measured:
     rounding: log2 of the norm of the rounding errors of each gradient of a result. corrections:
     place of a call -> exponent of a factor of its result, shared by all loop iterations. again: the
     modules that the backward pass runs again. derives: "" if hooks of the model take gradients in
-    it.
+    it. arriving: of what arrives from outside at each of the model's results.
     """
 
     gradients: dict[Key, float] = field(default_factory=dict)
@@ -71,6 +71,7 @@ class Measured:
     corrections: dict[Place, int] = field(default_factory=dict)
     again: dict[str, bool] = field(default_factory=dict)
     derives: dict[str, bool] = field(default_factory=dict)
+    arriving: dict[Slot, float] = field(default_factory=dict)
 
     def shared(self, name: str) -> Measured:
         """The measurements of the first process of the job, and of others where it has none: see
@@ -275,8 +276,8 @@ class Measuring(Watching):
         moves = sorted(size - found[key] for key, size in actual.items() if key in found)
         move = moves[len(moves) // 2] if moves else 0.0
         self.found.gradients = {key: size + move for key, size in found.items()} | dict(actual)
-        own = self.found.parameters.items()
-        self.found.parameters = {name: size + move for name, size in own}
+        self.found.parameters = {n: size + move for n, size in self.found.parameters.items()}
+        self.found.arriving = {slot: size + move for slot, size in self.found.arriving.items()}
         self.found.rounding = {key: size + move for key, size in self.rounding().items()}
         return self.found
 
@@ -362,6 +363,15 @@ def _backward(
 
     Writes their ``.grad``. Returns whether there is a loss.
     """
+
+    def seen(slot: Slot, tensor: Tensor) -> Tensor:
+        view = tensor[...]
+        if view.requires_grad:
+            found = measuring.found.arriving
+            view.register_hook(lambda grad: found.update({slot: math.log2(rms_of(grad))}))
+        return view
+
+    output = results_changed(output, seen)
     ends, gradients = starts(output, outside)
     named = {n: p for n, p in parameters.items() if p.requires_grad}
     if not (ends and named):

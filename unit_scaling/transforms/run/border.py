@@ -87,7 +87,7 @@ def leaving(
         if tensor.requires_grad and slot in known and not is_outside(tensor):
             ending(tensor, plan, *end(slot, tensor))
 
-    result = _replaced(output, gauged)
+    result = results_changed(output, gauged)
     if following is None:
         return result
 
@@ -224,7 +224,7 @@ def _held(module: nn.Module, path: str, places: Iterable[Slot]) -> Iterator[tupl
             yield from tensors_in(unfolded(getattr(part, str(name), None)), (owner, name))
 
 
-def _replaced(output: Any, change: Callable[[Slot, Tensor], Tensor]) -> Any:
+def results_changed(output: Any, change: Callable[[Slot, Tensor], Tensor]) -> Any:
     """Returns the output of a model with its tensors changed; objects that are no tensors, lists,
     tuples and dicts are changed in place.
     """
