@@ -1,10 +1,12 @@
 """What `unit_scale`, `simulate_fp8` and `uu.verify` make of models of other libraries.
 
 python -m benchmarks.strangers [--only REGEX] [--limit N] [--train] [--compiled] [--out FILE]
+                               [--reduced]
 
 Small configurations with random weights. Each model is built, transformed and measured in a process
 of its own. Without --only and --limit the result is written to benchmarks/results. Run again, it
-continues with the models whose rows in --out lack what is asked for.
+continues with the models whose rows in --out lack what is asked for. --reduced takes, instead of
+the collection, every architecture of transformers (`reduced`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 
 from benchmarks.common import Row, write
 
-from . import collection
+from . import collection, reduced
 from .case import Stranger
 from .examine import Options, described, examine
 
@@ -173,7 +175,8 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     collection.prepare()
-    found = [s for s in collection.STRANGERS if re.search(given.only, f"{s.package}/{s.name}")]
+    whole = reduced.strangers() if given.reduced else collection.STRANGERS
+    found = [s for s in whole if re.search(given.only, f"{s.package}/{s.name}")]
     found = found[: given.limit]
     rows, done = [], recorded(given.out)
     for i, stranger in enumerate(found):
@@ -223,6 +226,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="REGEX", help="in library/name")
     parser.add_argument("--limit", type=int, metavar="N", help="the first N models")
     parser.add_argument("--list", action="store_true", help="print the names")
+    parser.add_argument(
+        "--reduced", action="store_true", help="every architecture of transformers instead"
+    )
     parser.add_argument("--install", action="store_true", help="print how to get the libraries")
     parser.add_argument("--train", action="store_true", help="20 steps, FP32 and unit-scaled FP8")
     parser.add_argument(
@@ -248,12 +254,16 @@ def printed(row: Row, verbose: bool) -> None:
 
 
 def finish(rows: list[Row], given: argparse.Namespace) -> None:
-    """Writes the result, or shows it if it is of a part of the collection."""
+    """Writes the result, or shows it if it is of a part of the collection. Of --reduced, the models
+    that could not be built are not in it."""
+    built = [row for row in rows if not row["result"].startswith("not built")]
+    left, rows = len(rows) - len(built), built if given.reduced else rows
     line = summary(rows)
+    line += f"; {left} architectures were not built" if given.reduced else ""
     question = f"{' '.join(QUESTION.split())}: {line}; versions: {collection.versions(rows)}"
     print(f"\n{line}")
     if not (given.only or given.limit):
-        write("strangers", question, rows)
+        write("strangers_reduced" if given.reduced else "strangers", question, rows)
 
 
 if __name__ == "__main__":
