@@ -287,7 +287,7 @@ class Recorder(Calls):
     def _result(self, node: CallNode, function: Callable[..., Any]) -> Any:
         """Makes the call; one that computes a weight gets parameters at their original scale."""
         if function is torch.autograd.grad:
-            return self._gradients(node.args[1], node.inputs)
+            return self._gradients(node)
         computes = node.computed and bool(node.kind)
         if not (computes or self._original) or node.kind in TRANSPARENT:
             return function(*node.args, **node.kwargs)
@@ -298,17 +298,21 @@ class Recorder(Calls):
                 original[i.slot] = given[i.slot] * factor
         return function(*replaced(node.args, original), **replaced(node.kwargs, original))
 
-    def _gradients(self, tensors: tuple[Tensor, ...], inputs: list[Input]) -> tuple[Tensor, ...]:
+    def _gradients(self, node: CallNode) -> tuple[Tensor, ...]:
         """Stand-ins for gradients that a model computes, as recording has none.
 
         Their values vary and have RMS 1 without random numbers, which `torch.vmap` may forbid. The
-        tensors they belong to are marked as wanted: no factor on their paths is free.
+        tensors they belong to are marked as wanted: no factor on their paths is free. With
+        ``is_grads_batched`` they have the first dimension of the gradients that they start from.
         """
-        for i in inputs:
+        for i in node.inputs:
             if i.slot[0] == 1:
-                node = self.nodes[i.node]
-                node.wanted = node.live = True
-        return tuple(_varied(t) for t in tensors)
+                source = self.nodes[i.node]
+                source.wanted = source.live = True
+        batched = node.kwargs.get("is_grads_batched", False)
+        starts = [t for _, t in tensors_in(node.kwargs.get("grad_outputs"))] if batched else []
+        sizes = starts[0].shape[:1] if starts else ()
+        return tuple(_varied(t.expand(*sizes, *t.shape)) for t in node.args[1])
 
     def _input(self, slot: Slot, tensor: Tensor) -> Input:
         """The argument of a call. An unknown tensor gets a new node."""
