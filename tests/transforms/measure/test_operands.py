@@ -40,11 +40,27 @@ class Decayed(nn.Module):
         return y
 
 
+class Spectral(nn.Module):
+    """A product of complex numbers, as in a Fourier neural operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.last = nn.Linear(3, 8), nn.Linear(8, 4)
+        self.modes = nn.Parameter(torch.randn(8, 8, 5, dtype=torch.complex64) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        modes = torch.fft.rfft(self.up(x).mT, norm="forward")
+        mixed = torch.einsum("nik,iok->nok", modes, self.modes)
+        y: Tensor = self.last(torch.fft.irfft(mixed, norm="forward").mT)
+        return y
+
+
 LAYERS = {
     "linear": (lambda: Layers(nn.Linear(8, 8), 8), (64, 8)),
     "conv1d": (lambda: Layers(nn.Conv1d(3, 4, 3), 24), (64, 3, 8)),
     "conv2d": (lambda: Layers(nn.Conv2d(3, 4, 3), 16), (64, 3, 4, 4)),
     "formula": (Decayed, (16, 6, 8)),
+    "complex": (Spectral, (16, 8, 3)),
 }
 
 

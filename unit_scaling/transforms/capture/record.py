@@ -328,7 +328,7 @@ class Recorder(Calls):
             name = self._parameters.get(id(tensor))
             node = CallNode(None, name or "input", shape=tuple(tensor.shape))
             node.parameter = node.origin = name
-            node.floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+            node.floating = has_scale(tensor)
             node.masking = name is None and _any_masking([tensor])
             node.computed = name is not None
             known = node.computed or id(tensor) in self._inputs
@@ -399,8 +399,7 @@ class Recorder(Calls):
         return {
             slot: self._input(slot, t).node
             for slot, t in tensors_in(value)
-            if (t.dtype.is_floating_point or t.dtype.is_complex)
-            and (id(t) in self._node_of or t.grad_fn is not None)
+            if has_scale(t) and (id(t) in self._node_of or t.grad_fn is not None)
         }
 
     def _remember(self, tensors: list[Tensor], others: Collection[int] = ()) -> None:
@@ -424,7 +423,7 @@ class Recorder(Calls):
     ) -> None:
         largest = max(written, key=Tensor.numel, default=None)
         node.shape = tuple(largest.shape) if largest is not None else ()
-        node.floating = any(t.dtype.is_floating_point or t.dtype.is_complex for t in written)
+        node.floating = any(map(has_scale, written))
         differs = node.floating and node.kind not in CONSTANT
         node.live = differs and any(s.live for s in sources)
         node.masking = node.floating and not node.live and _any_masking(written)
@@ -508,6 +507,11 @@ def _any_masking(tensors: list[Tensor]) -> bool:
 
 def _all_zero(tensor: Tensor) -> bool:
     return is_strided(tensor) and has_values([tensor]) and not bool(tensor.any())
+
+
+def has_scale(tensor: Tensor) -> bool:
+    """Whether the values are real or complex numbers, not positions, masks or bytes."""
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
 def is_strided(tensor: Tensor) -> bool:

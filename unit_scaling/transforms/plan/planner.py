@@ -31,7 +31,7 @@ from ..capture.kinds import (
     TRANSPARENT,
     is_added,
 )
-from ..capture.record import DISTRIBUTION, CallNode, Slot, is_sparse
+from ..capture.record import DISTRIBUTION, CallNode, Slot, has_scale, is_sparse
 from .actions import CallRow, Decision, Plan, Settings, Step
 from .arguments import Arguments
 from .attention import Attention
@@ -110,7 +110,7 @@ def _is_multilinear(node: CallNode) -> bool:
     """Whether a call is a product of its tensors, or that and a bias."""
     if node.kind not in PRODUCTS - ATTENTION or node.inside or node.written or is_sparse(node):
         return False
-    given = [t for t in node.tensors.values() if t.is_floating_point()]
+    given = [t for t in node.tensors.values() if has_scale(t)]
     return len(given) == 2 + (_bias(node) is not None) or node.kind == "einsum"
 
 
