@@ -155,7 +155,7 @@ class autocast:
             Or a `fp8.Policy` without a switch (`fp8.Policy.at`). Its rules and exceptions concern
             the layers of ``model``; products outside of them run under the policy's own recipe.
         opaque: the action at a call whose products cannot be intercepted (OPAQUE; under scaling by
-            rows or blocks also bilinear, and an einsum of three operands). "raise" raises a
+            rows or blocks also bilinear, and an einsum that repeats an index). "raise" raises a
             NotImplementedError that names the call; "warn" leaves it in high precision.
         history: the `fp8.AmaxHistory` that stores the state of a recipe with scaling "delayed" or
             "static". Other recipes do not use it.

@@ -1,10 +1,11 @@
-"""`torch.einsum` under a recipe. Two operands become one product of (batches of) matrices."""
+"""`torch.einsum` under a recipe. Two operands become one product of (batches of) matrices, more
+become products of two."""
 
 from __future__ import annotations
 
 import math
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -25,11 +26,12 @@ aten = torch.ops.aten
 def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | str:
     """Computes an equation with `fp8.products.matmul.matmul` where possible.
 
-    With three or more operands, a repeated index in one operand or a sum over a broadcast size,
-    torch computes it from operands cast once, and the gradient of the result is cast; intermediates
-    stay in high precision. With scales by rows or blocks this is not defined, and a string that
-    says so is returned.
+    With a repeated index in one operand or a sum over a broadcast size, torch computes it from
+    operands cast once, and the gradient of the result is cast. With scales by rows or blocks this
+    is not defined, and a string that says so is returned.
     """
+    if len(operands) > 2 and _is_regular(*letters(equation, operands), operands):
+        return in_pairs(equation, operands, lambda pair, *two: _pair(pair, [*two], recipe))
     static = static_exponents(recipe, *operands)
     y = as_matmul(equation, operands, static=static)
     if y is not None:
@@ -45,6 +47,40 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
     ]
     y = aten.einsum.default(equation, operands)
     return cast_backward(y, recipe.grad, of_grad, name)
+
+
+def _is_regular(terms: Sequence[str], output: str, operands: Sequence[Tensor]) -> bool:
+    """Whether no operand repeats an index, and no sum is over a broadcast size."""
+    sizes: dict[str, set[int]] = {}
+    for term, operand in zip(terms, operands, strict=True):
+        for letter, size in zip(term, operand.shape, strict=True):
+            sizes.setdefault(letter, set()).add(size)
+    summed = sizes.keys() - {*output}
+    return all(len({*t}) == len(t) for t in terms) and all(len(sizes[c]) == 1 for c in summed)
+
+
+def _pair(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor:
+    """A product of two with the casts of a recipe, where it sums products."""
+    if sums_products(equation, operands):
+        y = einsum(equation, operands, recipe)
+        assert isinstance(y, Tensor)
+        return y
+    return aten.einsum.default(equation, operands)
+
+
+def in_pairs(equation: str, operands: list[Tensor], einsum: Callable[..., Tensor]) -> Tensor:
+    """The value of an equation of three or more operands, by products of two from the left.
+
+    einsum: (equation, operand, operand) -> the product of two.
+    """
+    terms, output = letters(equation, operands)
+    kept, value = terms[0], operands[0]
+    for number, (term, operand) in enumerate(zip(terms[1:], operands[1:], strict=True), 2):
+        later = {*output, *"".join(terms[number:])}
+        left = "".join(dict.fromkeys(c for c in kept + term if c in later))
+        left = output if number == len(terms) else left
+        value, kept = einsum(f"{kept},{term}->{left}", value, operand), left
+    return value
 
 
 def as_matmul(
@@ -118,6 +154,12 @@ def as_equation(args: tuple[Any, ...]) -> tuple[str, list[Any]]:
     equation = ",".join(term(indices) for _, indices in pairs)
     equation += "" if output is None else f"->{term(output)}"
     return equation, [t for t, _ in pairs]
+
+
+def is_of_more(args: tuple[Any, ...]) -> bool:
+    """Whether the arguments of torch.einsum hold more than two operands."""
+    given = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args
+    return sum(isinstance(value, Tensor) for value in given) > 2
 
 
 def sums_products(equation: str, operands: list[Tensor]) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8.products.einsum import as_equation, as_matmul, letters, sums_products
+from fp8.products.einsum import as_equation, as_matmul, in_pairs, letters, sums_products
 
 from ..rules.table import Scales, row, tie
 from .products import inverse, scaled
@@ -149,12 +150,8 @@ def einsum(
     terms, output = _letters(equation.replace(" ", ""), operands)
     equation = f"{','.join(terms)}->{output}"
     if len(operands) > 2:
-        later = {*output, *"".join(terms[2:])}
-        kept = "".join(dict.fromkeys(c for c in terms[0] + terms[1] if c in later))
         tied = "to_output_scale" if constraint else None
-        first = einsum(f"{terms[0]},{terms[1]}->{kept}", left, right, constraint=tied)
-        rest = f"{','.join((kept, *terms[2:]))}->{output}"
-        return einsum(rest, first, more[0], more[1:], tied)
+        return in_pairs(equation, operands, partial(einsum, constraint=tied))
     s = _factors(terms, output, operands, constraint)
     if len(operands) == 2 and sums_products(equation, operands):
         scales = (s["output"], s["left"], s["right"])

@@ -104,8 +104,9 @@ def verify(
     propagates, including its factor; the gradient of the output is the one that arrives. Operands,
     gradients of outputs and gradients of weights are judged; an output is judged where another
     product reads it. Biases, masks, integer and empty tensors, products inside a parametrization,
-    and gradients that are not computed have no row. A recurrent layer, or an einsum of three
-    operands or more, is one call: only its operands and output have rows, and ``notes`` says so.
+    and gradients that are not computed have no row. A recurrent layer is one call: only its
+    operands and output have rows, and ``notes`` says so. So is `unit_scaling.functional.einsum` of
+    three operands or more; that of torch is products of two.
 
     The step runs eagerly on a copy, in the model's mode (training or evaluation): the model, its
     gradients, buffers and the random state do not change. If it makes or refines a plan of

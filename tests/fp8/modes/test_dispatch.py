@@ -74,7 +74,7 @@ def test_what_torch_refuses_is_refused():
         ("b...j,...jk->b...k", ((2, 3, 8), (3, 8, 6))),
         ("ij,ij->", (A, A)),
         ("ij,j->i", (A, V)),
-        ("ij,jk,kl->il", (A, B, (6, 4))),
+        ("ij,jj,jk->ik", (A, (8, 8), B)),
     ],
 )
 def test_einsum(equation, shapes):
@@ -127,11 +127,25 @@ def test_an_einsum_of_two_is_the_same_product_as_matmul(equation, left, right, r
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("recipe", [COARSE, RECIPES["row"]], ids=lambda r: r.name)
+def test_an_einsum_of_more_is_products_of_two(recipe):
+    """Each with casts of its own, where it sums products: a gate that multiplies is not cast."""
+    a, b, gate, c = randn(5, 8), randn(8, 6, seed=1), randn(5, seed=2), randn(6, 4, seed=3)
+    with fp8.autocast(recipe):
+        y = torch.einsum("ij,jk,i,...kl->...il", a, b, gate, c)
+        z = (a @ b * gate[:, None]) @ c
+    g = randn(*y.shape, seed=4).detach()
+    torch.testing.assert_close(y, z)
+    grads = (torch.autograd.grad(each, (a, b, gate, c), g) for each in (y, z))
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_what_has_no_single_axis_is_left_by_name():
-    a, b, c = randn(5, 8).detach(), randn(8, 6).detach(), randn(6, 4).detach()
+    a, b, c = randn(5, 8).detach(), randn(8, 8).detach(), randn(8, 4).detach()
     bilinear = [randn(*s).detach() for s in ((5, 4), (5, 3), (6, 4, 3))]
     calls = {
-        "einsum": lambda: torch.einsum("ij,jk,kl->il", a, b, c),
+        "einsum": lambda: torch.einsum("ij,jj,jk->ik", a, b, c),
         "bilinear": lambda: F.bilinear(*bilinear),
     }
     for name, call in calls.items():

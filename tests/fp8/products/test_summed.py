@@ -274,7 +274,7 @@ def test_products_without_these_sums_warn(kind):
     q = torch.randn(1, 2, 4, 16)
     m = torch.randn(4, 4)
     functions = {
-        "einsum": lambda: torch.einsum("ij,jk,kl->il", m, m, m),
+        "einsum": lambda: torch.einsum("ij,jj,jk->ik", m, m, m),
         "bilinear": lambda: nn.functional.bilinear(m, m, torch.randn(2, 4, 4)),
         "attention": lambda: nn.functional.scaled_dot_product_attention(q, q, q),
     }

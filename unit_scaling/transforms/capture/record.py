@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8.common.compiler import FirstLook, called, checkpointed
 from fp8.modes.dispatch import EXPANDED
+from fp8.products.einsum import as_equation, in_pairs, is_of_more
 
 from ..run import install
 from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
@@ -165,12 +166,14 @@ def replaced(value: Any, tensors: dict[Slot, Any]) -> Any:
 class Calls(FirstLook):
     """A torch-function mode that observes each call of a model, and not what that calls in turn.
 
-    A call in `EXPANDED` is observed as the calls that it is composed of.
+    A call in `EXPANDED` is observed as the calls that it is composed of. in_pairs: so is an einsum
+    of three or more operands, as products of two.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_pairs: bool = True) -> None:
         super().__init__()
         self._busy = False
+        self._in_pairs = in_pairs
 
     @abstractmethod
     def observe(
@@ -197,6 +200,9 @@ class Calls(FirstLook):
         if function in EXPANDED:
             with self:
                 return EXPANDED[function](*args, **kwargs)
+        if self._in_pairs and function is torch.einsum and is_of_more(args):
+            with self:
+                return in_pairs(*as_equation(args), torch.einsum)
         return self.see(function, args, kwargs)
 
     def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -218,7 +224,7 @@ class Recorder(Calls):
     module. parametrizations: the paths of modules that compute a weight. Outputs of matrix products
     are scaled to RMS 1, as they will be under the plan, so that later calls see values of that
     size. original: instead, all calls use the original values of parameters, and the RMS of every
-    result is noted.
+    result is noted. in_pairs: as in `Calls`.
     """
 
     def __init__(
@@ -231,8 +237,9 @@ class Recorder(Calls):
         path: Callable[[], str],
         parametrizations: frozenset[str] = frozenset(),
         original: bool = False,
+        in_pairs: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(in_pairs)
         self.nodes: list[CallNode] = []
         self._kinds = kinds
         self._parameters = parameters

@@ -76,7 +76,7 @@ def make_plan(nodes: list[CallNode], settings: Settings) -> Planned:
     """Returns the plan for recorded calls: the factors of values, with true gradients."""
     planner = _Planner(nodes, settings)
     depths = planner.residuals.depths if settings.residual == "umup" else {}
-    plan = Plan(inner=planner.inner, depths=depths)
+    plan = Plan(inner=planner.inner, depths=depths, in_pairs=not settings.preserve)
     checked, products = set[int](), dict[int, Slot | None]()
     rows: list[int] = []
     small = dict[tuple[int, Slot], float]()
