@@ -20,7 +20,7 @@ from fp8.modes.autocast import outside_compiler
 
 from ..checks.first_call import skip_checks
 from .capture.copies import deep_copy
-from .capture.record import rms_of
+from .capture.values import rms_of
 from .inspect.measurement import RANGES, Measurement, diagnosis
 from .inspect.product_probe import Watch
 from .inspect.serialize import Serializable

@@ -26,7 +26,8 @@ from ..capture.kinds import (
     TRANSPARENT,
     is_added,
 )
-from ..capture.record import MASKING, CallNode, Input, has_scale
+from ..capture.record import CallNode, Input
+from ..capture.values import MASKING, has_scale
 from ..plan.actions import Plan, Step, Tie
 
 Ratio = dict[str, float]

@@ -32,7 +32,8 @@ from ..capture.kinds import (
     is_added,
 )
 from ..capture.probe import Observer, on_its_own, unseen
-from ..capture.record import Slot, is_strided, mapped, norm_of, tensors_in
+from ..capture.record import Slot, mapped, tensors_in
+from ..capture.values import is_strided, norm_of
 from ..run.install import Given
 from ..run.replay import Replay, factor_after
 from .measurement import Measurement

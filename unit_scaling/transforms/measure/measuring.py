@@ -29,7 +29,8 @@ from fp8.common.step import Loss, starts
 
 from ..capture.kinds import PRODUCTS, RECURRENT, canonical
 from ..capture.probe import on_its_own
-from ..capture.record import Key, Place, Slot, has_scale, norm_of, rms_of, tensors_in
+from ..capture.record import Key, Place, Slot, tensors_in
+from ..capture.values import has_scale, norm_of, rms_of
 from ..plan.actions import Norm, Plan, Step
 from ..plan.model_plan import read, written
 from ..plan.planner import Planned

@@ -31,7 +31,8 @@ from ..capture.kinds import (
     TRANSPARENT,
     is_added,
 )
-from ..capture.record import DISTRIBUTION, CallNode, Slot, has_scale, is_sparse
+from ..capture.record import DISTRIBUTION, CallNode, Slot, is_sparse
+from ..capture.values import has_scale
 from .actions import CallRow, Decision, Plan, Settings, Step
 from .arguments import Arguments
 from .attention import Attention
