@@ -20,7 +20,7 @@ from fp8.modes.autocast import outside_compiler
 
 from ..checks.first_call import skip_checks
 from .capture.copies import deep_copy
-from .capture.record import rms_of
+from .capture.values import rms_of
 from .inspect.measurement import RANGES, Measurement, diagnosis
 from .inspect.product_probe import Watch
 from .inspect.serialize import Serializable
@@ -105,8 +105,8 @@ def verify(
     gradients of outputs and gradients of weights are judged; an output is judged where another
     product reads it. Biases, masks, integer and empty tensors, products inside a parametrization,
     and gradients that are not computed have no row. A recurrent layer is one call: only its
-    operands and output have rows, and ``notes`` says so. An einsum of three operands or more is
-    products of two.
+    operands and output have rows, and ``notes`` says so. So is
+    `unit_scaling.functional.einsum` of three operands or more; that of torch is products of two.
 
     The step runs eagerly on a copy, in the model's mode (training or evaluation): the model, its
     gradients, buffers and the random state do not change. If it makes or refines a plan of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,32 @@ def test_hooks_of_a_library_are_copied_wherever_it_is_installed(
     plain = importlib.import_module(name).Net()
     x = torch.randn(4, 8)
     assert torch.equal(unit_scale(plain, init="preserve")(x), plain(x))
+
+
+def halved(grad: Tensor, layer: nn.Linear, seen: list[nn.Module]) -> Tensor:
+    """A hook of a parameter that refers to its layer."""
+    seen.append(layer)
+    return grad / 2
+
+
+@pytest.mark.parametrize("transform", [unit_scale, simulate_fp8, compile])
+def test_hooks_of_parameters_are_copied(transform: Any) -> None:
+    """A mask of a gradient would be lost silently. What refers to a part refers to that of the
+    copy, and a frozen parameter stays frozen."""
+    torch.manual_seed(0)
+    model, mask = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.arange(8.0) % 2
+    seen: list[nn.Module] = []
+    done: list[Tensor] = []
+    model[0].weight.register_hook(lambda grad: grad * mask)
+    model[1].weight.register_hook(partial(halved, layer=model[1], seen=seen))
+    model[1].weight.register_post_accumulate_grad_hook(done.append)
+    model[0].bias.register_hook(torch.zeros_like)
+    model[0].bias.requires_grad_(False)
+    ours = transform(model)
+    for _ in range(2):
+        ours(torch.randn(16, 8)).square().mean().backward()
+    assert torch.equal(ours[0].weight.grad.any(0), mask.bool())
+    assert {id(part) for part in seen} == {id(ours[1])}
+    assert {id(part) for part in done} == {id(ours[1].weight)}
+    assert ours[0].bias.grad is None
+    assert not ours[0].bias.requires_grad

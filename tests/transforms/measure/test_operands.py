@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import unit_scaling as uu
+from tests.transforms.gradients import check_true
 from unit_scaling.transforms import unit_scale
 from unit_scaling.transforms.measure import gauge
 
@@ -40,11 +41,27 @@ class Decayed(nn.Module):
         return y
 
 
+class Spectral(nn.Module):
+    """A product of complex numbers, as in a Fourier neural operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.last = nn.Linear(3, 8), nn.Linear(8, 4)
+        self.modes = nn.Parameter(torch.randn(8, 8, 5, dtype=torch.complex64) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        modes = torch.fft.rfft(self.up(x).mT, norm="forward")
+        mixed = torch.einsum("nik,iok->nok", modes, self.modes)
+        y: Tensor = self.last(torch.fft.irfft(mixed, norm="forward").mT)
+        return y
+
+
 LAYERS = {
     "linear": (lambda: Layers(nn.Linear(8, 8), 8), (64, 8)),
     "conv1d": (lambda: Layers(nn.Conv1d(3, 4, 3), 24), (64, 3, 8)),
     "conv2d": (lambda: Layers(nn.Conv2d(3, 4, 3), 16), (64, 3, 4, 4)),
     "formula": (Decayed, (16, 6, 8)),
+    "complex": (Spectral, (16, 8, 3)),
 }
 
 
@@ -106,3 +123,31 @@ def test_factors_of_the_first_form_hold_for_others() -> None:
     uu.recalibrate(model.train(), x, loss=lambda y: y.square().mean())
     (anew,) = uu.plan(model).plans.values()
     assert anew.operands != trained.operands
+
+
+class Chunk(nn.Module):
+    """A chunk of a state space model, as the reference of Mamba-2 writes it: two products and a
+    gate in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within, self.last = nn.Linear(8, 32), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        c, b, a, values = self.within(x).chunk(4, -1)
+        decay = torch.sigmoid(a[..., :1] + torch.zeros(x.shape[1])).tril()
+        y: Tensor = torch.einsum("bln,bsn,bls,bsp->blp", c, b, decay, values)
+        return (self.last(y) * y[..., :4]).square().mean()
+
+
+def test_products_within_an_einsum() -> None:
+    """Of three operands or more it is products of two, each with a factor and a gauge."""
+    torch.manual_seed(0)
+    plain, x = Chunk().double(), torch.randn(16, 12, 8, dtype=torch.float64)
+    model = unit_scale(plain)
+    assert check_true(model, lambda m: m(x))
+    found = uu.verify(model, x)
+    assert found.share("activation") == found.share("gradient") == 1
+    assert sum(row.call == "einsum" and row.tensor == "output" for row in found) == 3
+    kept = unit_scale(plain, init="preserve")
+    assert torch.equal(kept(x), plain(x))

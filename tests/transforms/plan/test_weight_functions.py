@@ -126,3 +126,49 @@ def test_a_computed_weight_keeps_its_factor(make: Callable[[], nn.Module]) -> No
     wanted = model(x)
     torch.manual_seed(0)
     torch.testing.assert_close(model.eval()(x), wanted)
+
+
+class Gated(nn.Module):
+    """A function of small vectors, which no norm or layer has, and what it computes beside it."""
+
+    def __init__(self, function: Function, behind: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.behind = function, behind
+        self.p, self.q = (nn.Parameter(torch.randn(8) / 8) for _ in range(2))
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.double()
+        self.register_buffer("x", torch.randn(32, 8, dtype=torch.float64))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        given = self.layer(self.x)
+        if self.behind:
+            given = self.head(F.silu(given))
+        gate, y = self.function(given, self.p, self.q)
+        return gate, y if self.behind else self.head(y)
+
+
+GATES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "differential": lambda h, p, q: ((g := (p * q).sum().exp()), torch.tanh(h) - g * h),
+    "sigmoid": lambda h, p, q: ((g := p.sigmoid()), g * h),
+    "one": lambda h, p, q: ((g := 1 + p), g * h),
+}
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["between layers", "behind them"])
+@pytest.mark.parametrize("name", GATES)
+def test_small_vectors_mean_what_they_meant(name: str, behind: bool) -> None:
+    """Gains are brought to RMS 1 where they multiply values, not in formulas of their own."""
+    plain = Gated(GATES[name], behind)
+    model = unit_scale(plain)
+    assert [row.done for row in uu.report(model) if row.call == "p"] == ["unit scale"]
+    torch.testing.assert_close(model()[0], plain()[0])
+    check_true(model, lambda m: m()[1].square().mean())
+    check_slopes(model, lambda m: m()[1].square().mean())
+
+
+def test_a_small_vector_that_is_added_keeps_its_share() -> None:
+    model = unit_scale(Gated(lambda h, p, q: (p, h + p), behind=False))
+    check_slopes(model, lambda m: m()[1].square().mean())
+    (row,) = (row for row in uu.report(model) if row.call == "add")
+    assert row.why.startswith("terms keep their shares, ")

@@ -116,3 +116,26 @@ def test_a_hook_of_the_model_may_take_gradients(init: str) -> None:
     powers = check_true(model, lambda m: 30 * m(X).square().mean())
     assert len(powers) == 6
     assert init == "unit" or set(powers.values()) == {0}
+
+
+class Divergence(nn.Module):
+    """The divergence of a vector field, by one vectorized backward pass: a continuous flow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.field = net()
+        self.field[4] = nn.Linear(32, 8).double()
+
+    @torch.enable_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        rows = torch.eye(8, dtype=x.dtype).unsqueeze(1).expand(8, len(x), 8)
+        given = {"is_grads_batched": True, "create_graph": True}
+        (slopes,) = torch.autograd.grad(self.field(x), x, rows, **given)
+        return torch.einsum("ini->n", slopes)
+
+
+def test_a_model_may_take_batches_of_gradients() -> None:
+    """They have one dimension more than the tensors that they belong to."""
+    model = unit_scale(Divergence())
+    check_slopes(model, lambda m: (m(X) - 1).square().mean())

@@ -3,7 +3,7 @@
 deepcopy fails for a non-leaf tensor that a module keeps from its last call (an attention map,
 ``self.last_loss``, an output object): the copy here holds its values without the autograd graph.
 deepcopy does not copy functions: ``self.f = lambda x: mlp.act(x)`` of a copy would call the
-original's submodules.
+original's submodules. It drops the hooks of parameters, such as one that masks a gradient.
 
 A hook that refers to a part of the model (a bound method, a closure) belongs to the model: it may
 store what the forward reads later, as in models that tap a hidden layer. So does one of the library
@@ -17,6 +17,7 @@ import copy
 import random
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
@@ -44,6 +45,13 @@ _HOOKS = (
 )
 
 
+_REGISTER = {
+    "_backward_hooks": Tensor.register_hook,
+    "_post_accumulate_grad_hooks": Tensor.register_post_accumulate_grad_hook,
+}
+"""Attribute of a parameter -> what registers such a hook."""
+
+
 def deep_copy(module: M, memo: dict[int, Any] | None = None) -> M:
     """Returns a deep copy of ``module``. memo: id -> object to use instead of a copy.
 
@@ -63,8 +71,23 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None) -> M:
     for original, hooks in _own_hooks(module):
         for name, key, hook in hooks:
             vars(memo[id(original)])[name][key] = _of_copy(hook, parts, memo)
+    _hook_parameters(module, parts, memo)
     _copy_again(module, result, memo)
     return result
+
+
+def _hook_parameters(module: nn.Module, parts: set[int], memo: dict[int, Any]) -> None:
+    """Registers the hooks of parameters at their copies."""
+    for parameter in module.parameters():
+        twin = memo.get(id(parameter), parameter)
+        if twin is parameter:
+            continue
+        trained = twin.requires_grad
+        for name, register in _REGISTER.items():
+            for hook in (getattr(parameter, name, None) or {}).values():
+                own = _refers(hook, parts)
+                register(twin.requires_grad_(), _of_copy(hook, parts, memo) if own else hook)
+        twin.requires_grad_(trained)
 
 
 def _copy_again(module: nn.Module, result: nn.Module, memo: dict[int, Any]) -> None:
@@ -260,9 +283,25 @@ def _belongs(hook: Any, module: nn.Module, parts: set[int]) -> bool:
 
 
 def _of_copy(hook: Any, parts: set[int], memo: dict[int, Any]) -> Any:
+    """A hook for the copy: of the parts that it refers to, it has the copies."""
     if isinstance(hook, FunctionType):
         return _rebound(hook, parts, memo)
+    if isinstance(hook, partial):
+        function = _of_copy(hook.func, parts, memo) if _refers(hook.func, parts) else hook.func
+        args = [_own(value, parts, memo) for value in hook.args]
+        return partial(
+            function, *args, **{k: _own(v, parts, memo) for k, v in hook.keywords.items()}
+        )
     return copy.deepcopy(hook, memo)
+
+
+def _refers(hook: Any, parts: set[int]) -> bool:
+    """Whether a hook of a parameter refers to a part of the model."""
+    if isinstance(hook, partial):
+        return _refers(hook.func, parts) or _holds([*hook.args, hook.keywords], parts)
+    if isinstance(hook, MethodType):
+        return id(hook.__self__) in parts
+    return isinstance(hook, FunctionType) and _holds(_kept(hook), parts)
 
 
 def _kept(function: FunctionType) -> list[Any]:
@@ -286,23 +325,25 @@ def _holds(value: Any, parts: set[int]) -> bool:
     return id(value) in parts
 
 
+def _own(value: Any, parts: set[int], memo: dict[int, Any]) -> Any:
+    """A value that a function holds, for a function of the copy."""
+    return copy.deepcopy(value, memo) if _holds(value, parts) else value
+
+
 def _rebound(function: FunctionType, parts: set[int], memo: dict[int, Any]) -> FunctionType:
     """The function with references to the copied parts."""
 
-    def of_copy(value: Any) -> Any:
-        return copy.deepcopy(value, memo) if _holds(value, parts) else value
-
     cells = tuple(
-        CellType(of_copy(_contents(cell))) if _holds(_contents(cell), parts) else cell
+        CellType(_own(_contents(cell), parts, memo)) if _holds(_contents(cell), parts) else cell
         for cell in function.__closure__ or ()
     )
     made = FunctionType(
         function.__code__,
         function.__globals__,
         function.__name__,
-        of_copy(function.__defaults__),
+        _own(function.__defaults__, parts, memo),
         cells,
     )
-    made.__kwdefaults__ = of_copy(function.__kwdefaults__)
+    made.__kwdefaults__ = _own(function.__kwdefaults__, parts, memo)
     made.__dict__.update(vars(function))
     return made

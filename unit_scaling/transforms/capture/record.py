@@ -13,7 +13,7 @@ import math
 import sys
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -31,6 +31,7 @@ from fp8.modes.dispatch import expansion
 
 from ..run import install
 from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
+from .values import all_zero, any_masking, has_scale, is_strided, rms_of, varied
 
 Slot = tuple[int | str, ...]
 """The location of a tensor in a call: (1,) is the second argument; ("weight",), (0, 2) in a list.
@@ -46,10 +47,6 @@ the lines and columns of its current call.
 
 Place = tuple[str, str, Site]
 """(module path, kind, site): the same in each iteration of a loop."""
-
-MASKING = -1e4
-"""A term below this is a mask, not a value. Masks use -inf or the lowest finite number."""
-
 
 DISTRIBUTION = "torch.distributions"
 """Marks calls that must not be scaled: a density is that of the sample."""
@@ -165,12 +162,14 @@ def replaced(value: Any, tensors: dict[Slot, Any]) -> Any:
 class Calls(FirstLook):
     """A torch-function mode that observes each call of a model, and not what that calls in turn.
 
-    A call with an `expansion` is observed as the calls that it is composed of.
+    A call with an `expansion` is observed as the calls that it is composed of. in_pairs: also an
+    einsum of three or more operands, as products of two.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_pairs: bool = True) -> None:
         super().__init__()
         self._busy = False
+        self._in_pairs = in_pairs
 
     @abstractmethod
     def observe(
@@ -195,7 +194,7 @@ class Calls(FirstLook):
         if function is checkpoint:
             return checkpointed(self, *args, **kwargs)
         expanded = expansion(function, args)
-        if expanded is not None:
+        if expanded is not None and (self._in_pairs or function is not torch.einsum):
             with self:
                 return expanded(*args, **kwargs)
         return self.see(function, args, kwargs)
@@ -219,7 +218,7 @@ class Recorder(Calls):
     module. parametrizations: the paths of modules that compute a weight. Outputs of matrix products
     are scaled to RMS 1, as they will be under the plan, so that later calls see values of that
     size. original: instead, all calls use the original values of parameters, and the RMS of every
-    result is noted.
+    result is noted. in_pairs: as in `Calls`.
     """
 
     def __init__(
@@ -232,8 +231,9 @@ class Recorder(Calls):
         path: Callable[[], str],
         parametrizations: frozenset[str] = frozenset(),
         original: bool = False,
+        in_pairs: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(in_pairs)
         self.nodes: list[CallNode] = []
         self._kinds = kinds
         self._parameters = parameters
@@ -288,7 +288,7 @@ class Recorder(Calls):
     def _result(self, node: CallNode, function: Callable[..., Any]) -> Any:
         """Makes the call; one that computes a weight gets parameters at their original scale."""
         if function is torch.autograd.grad:
-            return self._gradients(node.args[1], node.inputs)
+            return self._gradients(node)
         computes = node.computed and bool(node.kind)
         if not (computes or self._original) or node.kind in TRANSPARENT:
             return function(*node.args, **node.kwargs)
@@ -299,17 +299,21 @@ class Recorder(Calls):
                 original[i.slot] = given[i.slot] * factor
         return function(*replaced(node.args, original), **replaced(node.kwargs, original))
 
-    def _gradients(self, tensors: tuple[Tensor, ...], inputs: list[Input]) -> tuple[Tensor, ...]:
+    def _gradients(self, node: CallNode) -> tuple[Tensor, ...]:
         """Stand-ins for gradients that a model computes, as recording has none.
 
         Their values vary and have RMS 1 without random numbers, which `torch.vmap` may forbid. The
-        tensors they belong to are marked as wanted: no factor on their paths is free.
+        tensors they belong to are marked as wanted: no factor on their paths is free. With
+        ``is_grads_batched`` they have the first dimension of the gradients that they start from.
         """
-        for i in inputs:
+        for i in node.inputs:
             if i.slot[0] == 1:
-                node = self.nodes[i.node]
-                node.wanted = node.live = True
-        return tuple(_varied(t) for t in tensors)
+                source = self.nodes[i.node]
+                source.wanted = source.live = True
+        batched = node.kwargs.get("is_grads_batched", False)
+        starts = [t for _, t in tensors_in(node.kwargs.get("grad_outputs"))] if batched else []
+        sizes = starts[0].shape[:1] if starts else ()
+        return tuple(varied(t.expand(*sizes, *t.shape)) for t in node.args[1])
 
     def _input(self, slot: Slot, tensor: Tensor) -> Input:
         """The argument of a call. An unknown tensor gets a new node."""
@@ -325,12 +329,12 @@ class Recorder(Calls):
             name = self._parameters.get(id(tensor))
             node = CallNode(None, name or "input", shape=tuple(tensor.shape))
             node.parameter = node.origin = name
-            node.floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-            node.masking = name is None and _any_masking([tensor])
+            node.floating = has_scale(tensor)
+            node.masking = name is None and any_masking([tensor])
             node.computed = name is not None
             known = node.computed or id(tensor) in self._inputs
             node.live = node.floating and known and not node.masking
-            node.zero = node.floating and not known and _all_zero(tensor)
+            node.zero = node.floating and not known and all_zero(tensor)
             node.wanted = self._inputs.get(id(tensor), False)
             node.within = id(tensor) in self._within
             if name is not None:
@@ -396,8 +400,7 @@ class Recorder(Calls):
         return {
             slot: self._input(slot, t).node
             for slot, t in tensors_in(value)
-            if (t.dtype.is_floating_point or t.dtype.is_complex)
-            and (id(t) in self._node_of or t.grad_fn is not None)
+            if has_scale(t) and (id(t) in self._node_of or t.grad_fn is not None)
         }
 
     def _remember(self, tensors: list[Tensor], others: Collection[int] = ()) -> None:
@@ -421,10 +424,10 @@ class Recorder(Calls):
     ) -> None:
         largest = max(written, key=Tensor.numel, default=None)
         node.shape = tuple(largest.shape) if largest is not None else ()
-        node.floating = any(t.dtype.is_floating_point or t.dtype.is_complex for t in written)
+        node.floating = any(map(has_scale, written))
         differs = node.floating and node.kind not in CONSTANT
         node.live = differs and any(s.live for s in sources)
-        node.masking = node.floating and not node.live and _any_masking(written)
+        node.masking = node.floating and not node.live and any_masking(written)
         is_product = node.kind in PRODUCTS and node.floating and len(written) == 1
         if (node.computed or self._original) and largest is not None:
             node.rms = rms_of(largest)
@@ -439,12 +442,6 @@ class Recorder(Calls):
 _RECOMPUTES = "CheckpointFunctionBackward"
 """What autograd calls a checkpoint with ``use_reentrant=True``: its gradient is that of the calls
 within, which a replay sees when they are computed again."""
-
-
-def _varied(like: Tensor) -> Tensor:
-    """The sines of the squares of 1, 2, ..., times the root of 2: of RMS 1 in a large tensor."""
-    angles = torch.arange(1, like.numel() + 1, device=like.device, dtype=torch.float32).square()
-    return (2**0.5 * angles.sin()).reshape(like.shape).to(like.dtype)
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -463,53 +460,6 @@ def _computed(kind: str, sources: list[CallNode]) -> bool:
     plain = all(s.floating and not s.masking for s in others)
     mixes = kind in PRODUCTS | RECURRENT
     return bool(live) and all(s.computed for s in live) and plain and not mixes
-
-
-@torch.no_grad()
-def norm_of(tensor: Tensor) -> Tensor:
-    """The norm of the values in double precision, in which squares do not overflow."""
-    values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    wide = torch.complex128 if values.dtype.is_complex else torch.float64
-    return torch.linalg.vector_norm(values, dtype=wide)
-
-
-@torch.no_grad()
-def rms_of(tensor: Tensor) -> float:
-    """The RMS of the values; 1 if it is zero or not finite, for an example inside torch.vmap, or if
-    the tensor is sparse."""
-    if not (tensor.numel() and is_strided(tensor)) or tensor.is_meta or not has_values([tensor]):
-        return 1.0
-    sizes = tensor.detach().abs() if tensor.dtype.is_complex else tensor.detach()
-    rms = sizes.float().square().mean().sqrt().item()
-    return rms if math.isfinite(rms) and rms > 0 else 1.0
-
-
-def has_values(tensors: Iterable[Tensor]) -> bool:
-    """Whether values can be read; those of the examples inside torch.vmap cannot."""
-    dense = (t.detach() for t in tensors if is_strided(t) and not t.is_meta)
-    try:
-        return all(t.flatten()[:1].any().item() is not None for t in dense)
-    except RuntimeError:
-        return False
-
-
-def _any_masking(tensors: list[Tensor]) -> bool:
-    dense = [t for t in tensors if t.dtype.is_floating_point and is_strided(t)]
-    if any(t.is_meta for t in dense):
-        raise RuntimeError(
-            "the first call of a unit-scaled model looks at values, and there are none on the meta "
-            "device: call it once where its weights are"
-        )
-    return any(bool((t <= MASKING).any()) for t in dense if has_values([t]))
-
-
-def _all_zero(tensor: Tensor) -> bool:
-    return is_strided(tensor) and has_values([tensor]) and not bool(tensor.any())
-
-
-def is_strided(tensor: Tensor) -> bool:
-    """Whether a tensor is not a sparse one."""
-    return tensor.layout is torch.strided
 
 
 def is_sparse(node: CallNode) -> bool:

@@ -17,7 +17,8 @@ from fp8.common.pitfalls import ScaleWarning, warn_once
 from fp8.common.step import unfolded
 
 from ...parameter import has_parameter_data
-from .record import rms_of, tensors_in
+from .record import tensors_in
+from .values import rms_of
 
 Structure = dict[str, tuple[Any, ...]]
 """Path -> names of the class and its forward, name in the scope, parameters, children.

@@ -26,7 +26,8 @@ from ..capture.kinds import (
     TRANSPARENT,
     is_added,
 )
-from ..capture.record import MASKING, CallNode, Input
+from ..capture.record import CallNode, Input
+from ..capture.values import MASKING, has_scale
 from ..plan.actions import Plan, Step, Tie
 
 Ratio = dict[str, float]
@@ -190,7 +191,7 @@ class _Ratios:
         step = self._plan.steps.get(node.key) if node.key is not None else None
         step = step or Step()
         given = node.tensors
-        used = [i for i in node.inputs if _has_scale(given[i.slot])]
+        used = [i for i in node.inputs if has_scale(given[i.slot])]
         factors = {slot: forward for slot, forward, _ in step.slots}
         tensors = [given[i.slot] for i in used]
         ratios = [self._argument(node, i, factors.get(i.slot, 1.0)) for i in used]
@@ -370,10 +371,6 @@ class _Ratios:
         for ratio in weight:
             self.tie(call.node, ratio, {}, "its weight has the ratio 1")
         return self._equal(call, (start, end), "its terms have one ratio")
-
-
-def _has_scale(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _of_added(call: _Call, index: int) -> Ratio | None:

@@ -32,7 +32,8 @@ from ..capture.kinds import (
     is_added,
 )
 from ..capture.probe import Observer, on_its_own, unseen
-from ..capture.record import Slot, is_strided, mapped, norm_of, tensors_in
+from ..capture.record import Slot, mapped, tensors_in
+from ..capture.values import is_strided, norm_of
 from ..run.install import Given
 from ..run.replay import Replay, factor_after
 from .measurement import Measurement
@@ -147,7 +148,7 @@ class Watch(Observer):
         product = product and self.path.items[-1] not in self._computing
         place = self.path.items[-1] or "the model itself"
         tensors = [t for _, t in tensors_in((args, kwargs))]
-        if kind in RECURRENT:
+        if kind in RECURRENT or (kind == "einsum" and len(tensors) > 2):
             self.notes.append(f"{kind} in {place}: its steps are one call, not measured inside")
         elif function in _UNCAST_CALLS and not product:
             self.notes.append(f"{kind} in {place} is not measured: {_UNCAST_CALLS[function]}")

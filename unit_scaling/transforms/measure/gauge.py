@@ -25,7 +25,8 @@ import torch
 from ...ops.products import is_bias
 from ...rules.table import OPS
 from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT, is_added
-from ..capture.record import CallNode, Input, Key, Slot, is_strided, replaced
+from ..capture.record import CallNode, Input, Key, Slot, replaced
+from ..capture.values import is_strided
 from ..plan.actions import MEASURED, CallRow, Placed, Settled, Step, with_slots
 from ..plan.planner import Planned
 from ..run.replay import factor_after

@@ -192,7 +192,8 @@ class Look:
         entering = [key for key in wanted if key not in inputs]
         running, computing = scope.path.items, parametrizations(twin, path)
         path_now = lambda: running[-1] if running else path  # noqa: E731
-        rest = (inputs, entering, path_now, computing, original)
+        in_pairs = scope.init != "preserve"  # torch may choose another order
+        rest = (inputs, entering, path_now, computing, original, in_pairs)
         recorder = Recorder(scope.kinds, _names(twin, path), weights.factors, *rest)
         seen: list[Any] = []
         for module in map(twin.get_submodule, self.hooks):

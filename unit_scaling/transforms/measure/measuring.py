@@ -29,7 +29,8 @@ from fp8.common.step import Loss, starts
 
 from ..capture.kinds import PRODUCTS, RECURRENT, canonical
 from ..capture.probe import on_its_own
-from ..capture.record import Key, Place, Slot, norm_of, rms_of, tensors_in
+from ..capture.record import Key, Place, Slot, tensors_in
+from ..capture.values import has_scale, norm_of, rms_of
 from ..plan.actions import Norm, Plan, Step
 from ..plan.model_plan import read, written
 from ..plan.planner import Planned
@@ -132,7 +133,7 @@ class Watching(Replay):
             for node in products:
                 node.register_prehook(partial(self._note, key))
             for _, tensor in () if products else tensors_in(output):
-                if tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex()):
+                if tensor.requires_grad and has_scale(tensor):
                     tensor.register_hook(lambda grad: self._note(key, (grad,)))
         return output
 
@@ -242,14 +243,14 @@ class Measuring(Watching):
         assert self._key is not None
         factors = {slot: forward for slot, forward, _ in (() if step is None else step.slots)}
         for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
-            if slot == self._products[self._key] or not tensor.is_floating_point():
+            if slot == self._products[self._key] or not has_scale(tensor):
                 continue
             size = rms_of(tensor) * abs(factors.get(slot, 1.0))
             if 0 < size < math.inf:
                 self.found.operands[self._key, slot] = math.log2(size)
 
     def _seen(self, key: Key, output: Any) -> Any:
-        floats = isinstance(output, Tensor) and output.is_floating_point()
+        floats = isinstance(output, Tensor) and has_scale(output)
         if floats and (key in self._checked or key in self._attends):
             output = self._corrected(key, output)
         return output

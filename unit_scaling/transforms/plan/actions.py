@@ -140,7 +140,7 @@ class Plan:
     `Slot` with `HELD`. ends: all results, as in `outputs`. true: whether all gradients must be
     those of the function, as one has been differentiated. calls, places: every call and the first
     one at each place of the code, for runs whose gauges are tracked (`run.varying`). watched:
-    gradients of products in the latest step of the model.
+    gradients of products in the latest step of the model. in_pairs: as in `capture.record.Calls`.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
@@ -163,6 +163,7 @@ class Plan:
     name: str = field(default="", compare=False)
     kept: tuple[Slot, ...] = ()
     true: bool = False
+    in_pairs: bool = False
     calls: dict[Key, Placed] = field(default_factory=dict, compare=False)
     places: dict[Place, Placed] = field(default_factory=dict, compare=False)
     watched: dict[Key, Norm] = field(default_factory=dict, compare=False)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..capture.dataflow import Flow
 from ..capture.kinds import RECURRENT
-from ..capture.record import CallNode, Slot, has_values
+from ..capture.record import CallNode, Slot
+from ..capture.values import has_values
 from .actions import Scaling, Settings, Step, with_slots
 
 _CHANNELS = frozenset("conv1d conv2d conv3d".split())

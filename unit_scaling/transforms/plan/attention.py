@@ -13,7 +13,8 @@ from torch import Tensor
 from ...rules.table import OPS
 from ..capture.dataflow import Flow
 from ..capture.kinds import ATTENTION
-from ..capture.record import MASKING, CallNode, has_values
+from ..capture.record import CallNode
+from ..capture.values import MASKING, has_values
 from .actions import Decision, Settings, Step
 
 

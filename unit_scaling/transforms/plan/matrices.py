@@ -27,7 +27,8 @@ from ..capture.kinds import (
     RECURRENT,
     SELECTIONS,
 )
-from ..capture.record import Input, has_values, tensors_in
+from ..capture.record import Input, tensors_in
+from ..capture.values import has_values
 
 ADDS = frozenset(["add", "sub", "rsub"])
 ENDS = frozenset("softmax log_softmax sigmoid tanh normalize".split())

@@ -17,7 +17,7 @@ from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
 from ..capture.forms import Form
 from .actions import CallRow, Plan, Settled, Step, tupled
 
-VERSION = 7
+VERSION = 8
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from ..capture.kinds import (
     is_added,
 )
 from ..capture.record import DISTRIBUTION, CallNode, Slot, is_sparse
+from ..capture.values import has_scale
 from .actions import CallRow, Decision, Plan, Settings, Step
 from .arguments import Arguments
 from .attention import Attention
@@ -76,7 +77,7 @@ def make_plan(nodes: list[CallNode], settings: Settings) -> Planned:
     """Returns the plan for recorded calls: the factors of values, with true gradients."""
     planner = _Planner(nodes, settings)
     depths = planner.residuals.depths if settings.residual == "umup" else {}
-    plan = Plan(inner=planner.inner, depths=depths)
+    plan = Plan(inner=planner.inner, depths=depths, in_pairs=not settings.preserve)
     checked, products = set[int](), dict[int, Slot | None]()
     rows: list[int] = []
     small = dict[tuple[int, Slot], float]()
@@ -110,7 +111,7 @@ def _is_multilinear(node: CallNode) -> bool:
     """Whether a call is a product of its tensors, or that and a bias."""
     if node.kind not in PRODUCTS - ATTENTION or node.inside or node.written or is_sparse(node):
         return False
-    given = [t for t in node.tensors.values() if t.is_floating_point()]
+    given = [t for t in node.tensors.values() if has_scale(t)]
     return len(given) == 2 + (_bias(node) is not None) or node.kind == "einsum"
 
 

@@ -199,14 +199,19 @@ def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> Done:
     rms = used.abs().double().square().mean().sqrt().item() or 1.0
     if not math.isfinite(rms):
         return left, "holds Inf or NaN"
-    tags = tags_of(parameter)
     if init == "preserve":
         scale = 2.0 ** min(max(round(math.log2(rms)), -32), 32)
-        tag(parameter, *tags._replace(mup_scale=scale))
+        tag(parameter, *tags_of(parameter)._replace(mup_scale=scale))
         return "unchanged", f"static scale {scale:g}"
-    parameter.div_(rms)
-    tag(parameter, *tags._replace(mup_scale=1.0, mup_divisor=(tags.mup_divisor or 1.0) * rms))
+    _divide(parameter, rms)
     return "unit scale", f"divided by {rms:.4g}"
+
+
+def _divide(parameter: nn.Parameter, rms: float) -> None:
+    """Divides a parameter, and remembers by what: formulas of parameters use what it was."""
+    parameter.div_(rms)
+    tags = tags_of(parameter)
+    tag(parameter, *tags._replace(mup_scale=1.0, mup_divisor=(tags.mup_divisor or 1.0) * rms))
 
 
 @torch.no_grad()
@@ -228,5 +233,5 @@ def _unit_gain(parameter: nn.Parameter) -> Done | None:
     same = bool(parameter.abs().min() == parameter.abs().max())
     if not (0 < rms < SMALL or (same and 2 < rms < math.inf)):
         return None
-    parameter.div_(rms)
+    _divide(parameter, rms)
     return "unit scale", f"a gain, divided by {rms:.4g}"

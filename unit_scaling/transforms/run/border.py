@@ -21,8 +21,9 @@ from fp8.common.pitfalls import ScaleWarning, warn_once
 from fp8.common.step import plain, unfolded
 
 from ...scale import has_gradient, scale_edge
-from ..capture.record import Slot, mapped, rms_of, tensors_in
+from ..capture.record import Slot, mapped, tensors_in
 from ..capture.structure import HELD
+from ..capture.values import rms_of
 from ..measure.ranks import agreed
 from ..plan.actions import Plan
 from .varying import Following

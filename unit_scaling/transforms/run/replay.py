@@ -86,7 +86,7 @@ class Replay(Calls):
         path: list[str],
         following: Following | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(plan.in_pairs)
         self._plan, self._steps = plan, plan.steps
         self._kinds = kinds
         self._replacements = replacements

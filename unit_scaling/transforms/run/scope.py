@@ -20,7 +20,7 @@ from ...parameter import has_parameter_data, remember_tags, tag
 from ..capture.copies import Beginning, Example, example_of, hooked, remade
 from ..capture.forms import Form, described, form_of, without_shapes
 from ..capture.kinds import KINDS
-from ..capture.record import has_values, tensors_in
+from ..capture.record import tensors_in
 from ..capture.structure import (
     Structure,
     check_kept,
@@ -29,6 +29,7 @@ from ..capture.structure import (
     survivors,
     warn_of_new_weights,
 )
+from ..capture.values import has_values
 from ..folding.solve import Folded, folded
 from ..measure.look import RUNNING, UNSEEN, Look, its_parameter, run_in
 from ..measure.measuring import Actual, Watching, sizes

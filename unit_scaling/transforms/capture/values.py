@@ -1,0 +1,75 @@
+"""What is read of a tensor's values: its size, and whether it has any."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+MASKING = -1e4
+"""A term below this is a mask, not a value. Masks use -inf or the lowest finite number."""
+
+
+@torch.no_grad()
+def norm_of(tensor: Tensor) -> Tensor:
+    """The norm of the values in double precision, in which squares do not overflow."""
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    wide = torch.complex128 if values.dtype.is_complex else torch.float64
+    return torch.linalg.vector_norm(values, dtype=wide)
+
+
+@torch.no_grad()
+def rms_of(tensor: Tensor) -> float:
+    """The RMS of the values; 1 if it is zero or not finite, for an example inside torch.vmap, or if
+    the tensor is sparse."""
+    if not (tensor.numel() and is_strided(tensor)) or tensor.is_meta or not has_values([tensor]):
+        return 1.0
+    sizes = tensor.detach().abs() if tensor.dtype.is_complex else tensor.detach()
+    rms = sizes.float().square().mean().sqrt().item()
+    return rms if math.isfinite(rms) and rms > 0 else 1.0
+
+
+def has_values(tensors: Iterable[Tensor]) -> bool:
+    """Whether values can be read; those of the examples inside torch.vmap cannot."""
+    dense = (t.detach() for t in tensors if is_strided(t) and not t.is_meta)
+    try:
+        return all(t.flatten()[:1].any().item() is not None for t in dense)
+    except RuntimeError:
+        return False
+
+
+def any_masking(tensors: list[Tensor]) -> bool:
+    """Whether one of the tensors has a value that masks.
+
+    Raises RuntimeError for a tensor on the meta device.
+    """
+    dense = [t for t in tensors if t.dtype.is_floating_point and is_strided(t)]
+    if any(t.is_meta for t in dense):
+        raise RuntimeError(
+            "the first call of a unit-scaled model looks at values, and there are none on the meta "
+            "device: call it once where its weights are"
+        )
+    return any(bool((t <= MASKING).any()) for t in dense if has_values([t]))
+
+
+def all_zero(tensor: Tensor) -> bool:
+    """Whether all values are zero."""
+    return is_strided(tensor) and has_values([tensor]) and not bool(tensor.any())
+
+
+def has_scale(tensor: Tensor) -> bool:
+    """Whether the values are real or complex numbers, not positions, masks or bytes."""
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor is not a sparse one."""
+    return tensor.layout is torch.strided
+
+
+def varied(like: Tensor) -> Tensor:
+    """The sines of the squares of 1, 2, ..., times the root of 2: of RMS 1 in a large tensor."""
+    angles = torch.arange(1, like.numel() + 1, device=like.device, dtype=torch.float32).square()
+    return (2**0.5 * angles.sin()).reshape(like.shape).to(like.dtype)
