@@ -109,8 +109,8 @@ def test_other_fields_are_refused_by_name():
         ModelPlan.from_dict({**data, "colour": 1})
     with pytest.raises(ValueError, match=r"a plan: unknown fields \[\], missing fields \['tags'\]"):
         ModelPlan.from_dict({name: value for name, value in data.items() if name != "tags"})
-    with pytest.raises(ValueError, match="a plan of version 7 is needed, got version 6"):
-        ModelPlan.from_dict({**data, "version": 6})
+    with pytest.raises(ValueError, match="a plan of version 8 is needed, got version 7"):
+        ModelPlan.from_dict({**data, "version": 7})
     (form,) = json.loads(plan.to_json())["plans"]
     _, step = next(item for item in form[1]["steps"] if item[1] is not None)
     del step["op"]

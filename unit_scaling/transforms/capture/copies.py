@@ -52,8 +52,9 @@ _REGISTER = {
 """Attribute of a parameter -> what registers such a hook."""
 
 
-def deep_copy(module: M, memo: dict[int, Any] | None = None) -> M:
+def deep_copy(module: M, memo: dict[int, Any] | None = None, parameter_hooks: bool = True) -> M:
     """Returns a deep copy of ``module``. memo: id -> object to use instead of a copy.
+    parameter_hooks: whether it has those of parameters; a copy that is measured must not call them.
 
     Raises TypeError for a TorchScript function among the attributes, whose parts are hidden.
     """
@@ -71,7 +72,8 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None) -> M:
     for original, hooks in _own_hooks(module):
         for name, key, hook in hooks:
             vars(memo[id(original)])[name][key] = _of_copy(hook, parts, memo)
-    _hook_parameters(module, parts, memo)
+    if parameter_hooks:
+        _hook_parameters(module, parts, memo)
     _copy_again(module, result, memo)
     return result
 
