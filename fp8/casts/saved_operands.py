@@ -3,8 +3,9 @@
 An operand whose values are those of a format, times one scale factor, is saved in the dtype of the
 format and restored bit for bit, in eager and in compiled code. In compiled code a parameter, which
 is in memory anyway, may be cast a second time instead. Consecutive layers with the same input
-(query, key and value; gate and up) save its bytes once. Under torch.func, where a backward pass may
-itself be differentiated, operands are saved unchanged.
+(query, key and value; gate and up) save its bytes once. A backward pass that is differentiated
+itself (``create_graph=True``) reads them with the gradient of the operand, straight through its
+cast. Under torch.func operands are saved unchanged.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointError
 
 from ..common.compiler import (
@@ -109,17 +111,49 @@ def save_operands(ctx: Any, *operands: Operand, shared: SharedCasts | None = Non
         notes.append((dtype is not None, dtype is not None and scale is not None))
     ctx.kept, ctx.shared = tuple(notes), shared
     ctx.save_for_backward(*saved)
+    if is_plain(ctx):  # not saved: hooks on saved tensors would store zeros of the full size
+        ctx.zeros = [
+            _zeros_of(x) if bytes_ else None
+            for (x, _, _), (bytes_, _) in zip(operands, notes, strict=True)
+        ]
 
 
 def saved_operands(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
-    """The operands saved by `save_operands`, in ``dtype``. Raises as `check_single_backward`."""
-    if any(in_bytes for in_bytes, _ in ctx.kept):
-        check_single_backward(ctx)
+    """The operands saved by `save_operands`, in ``dtype``, differentiable where the backward pass
+    is. From here on nothing is added to the shared bytes."""
+    if ctx.shared is not None:
+        ctx.shared.found.clear()
     saved = iter(saved_tensors(ctx))
-    return [
+    operands = [
         restored(next(saved), next(saved) if scaled else None, dtype) if in_bytes else next(saved)
         for in_bytes, scaled in ctx.kept
     ]
+    if not is_plain(ctx) or not is_differentiated_again():
+        return operands
+    pairs = zip(operands, ctx.zeros, strict=True)
+    return [x if zeros is None else x + zeros.to(dtype) for x, zeros in pairs]
+
+
+class _Zeros(Function):
+    """Negative zeros, one in memory, that have the gradient of ``x``. Added to a number they leave
+    it as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_full((), -0.0).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _zeros_of(x: Tensor) -> Tensor | None:
+    """`_Zeros` of an operand inside of the forward of an autograd function; None if it needs no
+    gradient."""
+    if not x.requires_grad:
+        return None
+    with torch.enable_grad():
+        return _Zeros.apply(x)
 
 
 @compiled_as(lambda ctx: ctx.saved_tensors)
@@ -137,18 +171,6 @@ _RECOMPUTED = (
     "recomputes outside of it, without casts, unless it is called with "
     "checkpoint(..., use_reentrant=False, context_fn=fp8.checkpoint_contexts)"
 )
-
-
-def check_single_backward(ctx: Any) -> None:
-    """Called before a backward pass reads saved bytes; from then on nothing is added to the shared
-    ones. Raises RuntimeError if that pass is itself to be differentiated."""
-    if ctx.shared is not None:
-        ctx.shared.found.clear()
-    if is_differentiated_again() and is_plain(ctx):
-        raise RuntimeError(
-            "create_graph=True: the operands are saved as bytes, which have no "
-            "gradient; torch.func.grad saves tensors, with backend='simulate'"
-        )
 
 
 def _dtype(x: Tensor, spec: Spec | None) -> torch.dtype | None:

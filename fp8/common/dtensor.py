@@ -37,12 +37,18 @@ def unreduced(x: Any) -> Tensor:
     return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
 
 
+def _divides(x: Any, placement: Any) -> int | None:
+    """The dimension of ``x`` that a placement divides, if any: also of one with strides, which
+    flattening a divided inner dimension gives, and for which torch's ``is_shard`` is False."""
+    return placement.dim % x.dim() if hasattr(placement, "dim") else None
+
+
 def as_shard(x: Any, local: Tensor) -> Tensor:
     """A DTensor like ``x`` with ``local`` as the part of this process. A dimension that is not
     divided may have another size."""
     from torch.distributed.tensor import DTensor
 
-    divided = {p.dim % x.dim() for p in x.placements if p.is_shard()}
+    divided = {_divides(x, p) for p in x.placements}
     shape = [size if d in divided else local.shape[d] for d, size in enumerate(x.shape)]
     stride = x.stride()
     if shape != list(x.shape):
@@ -57,7 +63,7 @@ def reduced(x: Any, part: Tensor, dims: Iterable[int], how: str) -> Tensor:
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     divided = {d % x.dim() for d in dims}
-    spread = [p.is_shard() and p.dim % x.dim() in divided for p in x.placements]
+    spread = [_divides(x, p) in divided for p in x.placements]
     if not any(spread):
         return part
     partial = [Partial(how) if yes else Replicate() for yes in spread]
@@ -69,9 +75,10 @@ def check_whole(x: Any, dim: int, by: int) -> None:
     """Raises ValueError unless each process has whole tiles of ``by`` along ``dim``."""
     part = x.shape[dim]
     for i, placement in enumerate(x.placements):
-        if placement.is_shard() and placement.dim % x.dim() == dim % x.dim():
+        if _divides(x, placement) == dim % x.dim():
             processes = x.device_mesh.size(i)
             part = -(-part // processes)  # as torch.chunk; the last one may have fewer
+            part //= getattr(placement, "split_factor", 1)
             if part % by and processes > 1:
                 raise ValueError(
                     f"{processes} processes divide dimension {dim % x.dim()} of an operand of "

@@ -66,12 +66,14 @@ def detached(value: Any, records: bool = True) -> tuple[Any, dict[int, Tensor]]:
     """A copy of a batch or of arguments that shares neither storage nor autograd graph with them,
     and the copies of tensors by the ids of the originals.
 
-    records: whether the copies require gradients as the originals do.
+    records: whether the copies require gradients as the originals do; of a leaf it is a leaf.
     """
     found = list(tensors_within(value))
     copies = {id(t): t.detach().clone() for t in found}
     for tensor in filter(lambda t: records and t.requires_grad, found):
-        copies[id(tensor)].requires_grad_()
+        copy_ = copies[id(tensor)].requires_grad_()
+        if not tensor.is_leaf:  # which, unlike a leaf, may be written in place
+            copies[id(tensor)] = copy_.clone()
     return copy.deepcopy(value, dict(copies)), copies
 
 

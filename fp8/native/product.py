@@ -16,14 +16,8 @@ from torch.autograd import Function
 
 from ..casts.casting import Spec, shifted, spec_of
 from ..casts.operands import one_copy
-from ..casts.saved_operands import (
-    SharedCasts,
-    as_number,
-    cached,
-    check_single_backward,
-    saved_tensors,
-)
-from ..common.compiler import apply, own, updates_states
+from ..casts.saved_operands import SharedCasts, as_number, cached, saved_tensors
+from ..common.compiler import apply, is_differentiated_again, is_plain, own, updates_states
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.recipe import Recipe
@@ -166,7 +160,13 @@ class _Native(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        check_single_backward(ctx)
+        if ctx.shared is not None:
+            ctx.shared.found.clear()
+        if is_differentiated_again() and is_plain(ctx):
+            raise RuntimeError(
+                "create_graph=True: products of backend='native' have no second derivative; those "
+                "of backend='simulate' have"
+            )
         saved = zip(_stored(saved_tensors(ctx)), ctx.turn, strict=True)
         a, b = (turned(x) if turn else x for x, turn in saved)
         (_, for_da, for_db), (_, s_a, s_b), (for_a, for_b), _ = ctx.how

@@ -57,7 +57,7 @@ MORE = {
     (torch, "matmul", BATCH, BATCH): 94,
     (torch, "einsum", "bij,bjk->bik", BATCH, BATCH): 162,
     (F, "linear", X, Y): 110,
-    (F, "conv1d", IMAGE, KERNEL): 142,
+    (F, "conv1d", IMAGE, KERNEL): 159,  # sizes for each dimension, and one call without casts
 }
 
 

@@ -26,7 +26,8 @@ def _average_std(length: int, is_causal: bool) -> float:
     """
     if length <= 1:
         return 1.0
-    return math.sqrt((math.log(length) if is_causal else 1.0) / length)
+    # log2, which stays symbolic in a graph; with log, each length would be compiled
+    return math.sqrt((math.log2(length) * math.log(2) if is_causal else 1.0) / length)
 
 
 def scaled_dot_product_attention_scales(

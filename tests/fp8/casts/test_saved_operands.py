@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from functools import partial
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8 import RECIPES, Cast, Recipe
@@ -65,11 +67,37 @@ def test_what_was_in_bytes_is_the_same_to_the_bit(dtype, format, rule):
         )
 
 
-@pytest.mark.parametrize("backend", ["simulate", "native"])
-def test_double_backward_of_bytes_is_refused(backend):
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("name", ["unit", "tensor", "row", "mxfp8"])
+def test_a_second_derivative_reads_bytes_straight_through_their_casts(name, again):
+    """torch.func keeps tensors: of products, of a convolution and of an activation."""
+    recipe = dataclasses.replace(RECIPES[name], saved_activations=Cast(format="e4m3"))
+    tensors = [randn(8, 4, 32).detach(), randn(8, 4, 3).detach(), randn(8, 32).detach()]
+
+    def function(x, kernel, w):
+        with fp8.autocast(recipe):
+            y = F.silu(F.conv1d(x, kernel, padding=1)) @ w.mT
+        return y.square().sum()
+
+    def checkpointed(*given):
+        return checkpoint(function, *given, use_reentrant=False) if again else function(*given)
+
+    def slope(*given):
+        return torch.func.grad(function)(*given).square().sum()
+
+    want = torch.func.grad(slope, argnums=(0, 1, 2))(*tensors)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    with torch.autograd.graph.save_on_cpu():
+        (first,) = torch.autograd.grad(checkpointed(*leaves), leaves[0], create_graph=True)
+    for got, expected in zip(torch.autograd.grad(first.square().sum(), leaves), want, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.native
+def test_double_backward_of_kernels_is_refused():
     x, w = randn(16, 16), randn(16, 16)
-    y = linear(x, w, recipe=RECIPES["unit"], backend=backend)
-    with pytest.raises(RuntimeError, match=r"create_graph=True: .* torch\.func\.grad"):
+    y = linear(x, w, recipe=RECIPES["unit"], backend="native")
+    with pytest.raises(RuntimeError, match="create_graph=True: products of backend='native'"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 

@@ -159,6 +159,7 @@ def check_casts() -> None:
     zeros[:32] = zeros[:, :128] = 0  # all of the first part
     nonfinite = x.clone()
     nonfinite[0, 0], nonfinite[-1, -1] = torch.inf, torch.nan
+    twice = torch.stack([x, x / 7])
     casts = {
         c for r in fp8.RECIPES.values() for c in r.casts if c is not None and not c.keeps_history
     }
@@ -176,6 +177,11 @@ def check_casts() -> None:
                     same = torch.equal(full(got).nan_to_num(7), want.nan_to_num(7))
                     assert same, (cast, placement, axis)
                     assert scale is None or torch.equal(full(other), scale)
+        for axis in (-1, -2):  # of which a flattened dimension is divided
+            if cast.tile[0 if axis == -1 else 1] != 128:
+                want, _ = rounded(twice.flatten(0, 1), spec_of(cast), axis)
+                divided = distribute_tensor(twice, mesh, [Shard(1)]).flatten(0, 1)
+                assert torch.equal(full(rounded(divided, spec_of(cast), axis)[0]), want)
     summand = DTensor.from_local(x, mesh, [Partial()], run_check=False)
     spec = spec_of(fp8.RECIPES["tensor"].input)
     assert torch.equal(full(round_straight(summand, spec)), round_straight(WORLD * x, spec))

@@ -153,3 +153,33 @@ def test_gradients_that_arrive_at_an_argument(written: str, init: str) -> None:
     torch.testing.assert_close(functional, expected)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(gradients(model, lambda _: loss(compiled))[1], expected)
+
+
+def _zeroed(x: Tensor) -> Tensor:
+    x[:, 0] = 0.0
+    return x
+
+
+INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a method": lambda x: x.add_(1.0),
+    "a part": _zeroed,
+}
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+@pytest.mark.parametrize("written", INPUTS)
+def test_an_input_that_is_no_leaf_may_be_written(written: str, init: str) -> None:
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(INPUTS[written](x))
+
+    torch.manual_seed(0)
+    model, x = unit_scale(Model("a number", "the result").double(), init=init), torch.randn(16, 8)
+    x = x.double().requires_grad_()
+
+    def function(x: Tensor) -> Tensor:
+        return model(2 * x).square().mean()
+
+    for _ in range(2):
+        (found,) = torch.autograd.grad(function(x), x)
+        torch.testing.assert_close(found, grad(function)(x.detach()))

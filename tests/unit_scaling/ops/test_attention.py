@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.nn import functional as F
 
 import fp8
@@ -375,6 +376,24 @@ def test_multihead_attention_compiled_and_in_low_precision(need_weights: bool):
         low = run(x)
     # Three products in a row, each off by 0.05 in RMS: its two operands by 1/16 at most, evenly.
     assert 0.01 < (low - run(x)).norm() / low.norm() < 3 * 0.05
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_all_lengths_share_a_dynamic_graph(causal: bool):
+    """A factor of sizes stays a symbol: as a constant it would be guarded to the last bit."""
+    torch._dynamo.reset()
+
+    def attend(x: Tensor, mult: float) -> Tensor:
+        return U.scaled_dot_product_attention(x, x, x, None, 0.1, causal, mult)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (12, 20, 36):
+        x, results = torch.randn(2, 4, length, 8), []
+        for function in (compiled, attend):
+            torch.manual_seed(0)
+            results.append(function(x, 2.5))
+        torch.testing.assert_close(*results)
+    assert len(_debug_get_cache_entry_list(attend.__code__)) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -127,6 +127,9 @@ class Look:
         with apart():
             with torch.inference_mode(False), torch.enable_grad():  # which show autograd functions
                 recorder, ends, kept = self._record(twin, weights)
+                if unseen := _unseen(recorder.nodes) & weights.factors.keys():
+                    weights, twin = replace(weights, unseen=frozenset(unseen)), self._twin()
+                    recorder, ends, kept = self._record(twin, weights)
             around = any(node.around for node in recorder.nodes)
             while True:
                 planned = self._decide(recorder, weights)
@@ -194,7 +197,8 @@ class Look:
         path_now = lambda: running[-1] if running else path  # noqa: E731
         in_pairs = scope.init != "preserve"  # torch may choose another order
         rest = (inputs, entering, path_now, computing, original, in_pairs)
-        recorder = Recorder(scope.kinds, _names(twin, path), weights.factors, *rest)
+        factors = weights.factors if original else weights.restored
+        recorder = Recorder(scope.kinds, _names(twin, path), factors, *rest)
         seen: list[Any] = []
         for module in map(twin.get_submodule, self.hooks):
             module.register_forward_hook(lambda _, *rest: seen.append(rest), with_kwargs=True)
@@ -315,6 +319,13 @@ def _check_seen(module: nn.Module, given: Given) -> None:
             "with arguments of the same form (a batch of one is another), in the same mode, and "
             "with gradients if they are taken"
         )
+
+
+def _unseen(nodes: list[CallNode]) -> set[str]:
+    """The parameters of which calls that no replay sees compute weights."""
+    calls = [n for n in nodes if n.function and n.computed and n.key is None and not n.written]
+    origins = {nodes[i.node].origin for n in calls if not n.inside for i in n.inputs}
+    return {name for name in origins if name is not None}
 
 
 def _is_hidden(nodes: Iterable[CallNode], again: Collection[str]) -> bool:

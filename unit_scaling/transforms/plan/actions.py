@@ -307,13 +307,20 @@ class Weights:
 
     factors: the divisor of the values. exponents: of the static scale, where it is not 1. readouts:
     the readout weights. split: parametrization lists of weights that were divided before they were
-    parametrized.
+    parametrized. unseen: those of which a call that no replay sees computes a weight, and therefore
+    all calls that do, by RMS 1.
     """
 
     factors: dict[str, float]
     exponents: dict[str, int]
     readouts: frozenset[str]
     split: frozenset[str]
+    unseen: frozenset[str] = frozenset()
+
+    @property
+    def restored(self) -> dict[str, float]:
+        """The factors that a call that computes a weight multiplies parameters by."""
+        return {name: f for name, f in self.factors.items() if name not in self.unseen}
 
 
 @dataclass(frozen=True)

@@ -31,15 +31,16 @@ class Arguments:
     def __init__(self, flow: Flow, settings: Settings) -> None:
         self.flow = flow
         self._factors = settings.weights.factors
+        self._restored = settings.weights.restored
         self._split = settings.weights.split
         self._exponents = settings.weights.exponents
         self._settled = settings.settled.weights
 
     def restored(self, node: CallNode) -> Step | None:
         """The step that multiplies the weights of a call back to their original scale."""
+        factors = self._restored if node.computed else self._factors
         found = [
-            (i.slot, self._factors.get(self.flow.nodes[i.node].origin or "", 1.0))
-            for i in node.inputs
+            (i.slot, factors.get(self.flow.nodes[i.node].origin or "", 1.0)) for i in node.inputs
         ]
         return with_slots(None, [(slot, f, f) for slot, f in found if f != 1.0])
 

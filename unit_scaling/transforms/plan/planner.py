@@ -255,8 +255,11 @@ class _Planner:
         if kind in TRANSPARENT:
             return _NOTHING
         step = self.arguments.restored(node)
-        if node.key is None:  # a replay does not see it
-            done = LEFT_ALONE if step and not node.written else ""
+        if node.key is None:
+            unseen = any(
+                self.nodes[i.node].origin in self.settings.weights.unseen for i in node.inputs
+            )
+            done = LEFT_ALONE if unseen and not node.written else ""
             return None, done, f"computes a weight by {node.name}, from parameters of RMS 1"
         return step, "unchanged" if step else "", "computes a weight, from parameters as they were"
 

@@ -133,9 +133,10 @@ def ending(output: Any, plan: Plan, exponent: int, size: float) -> Any:
         output = mapped(lambda _, t: t[...] if t.requires_grad else t, output)
     for _, tensor in tensors_in(output):
         if tensor.requires_grad:
-            tensor.register_hook(lambda grad: _normalised(grad, plan, exponent, size))
+            # Before the hook: torch 2.13 crashes on a view that was written, with an old grad_fn.
             if tensor.grad_fn is not None:
                 _notes(tensor.grad_fn)[_OUTSIDE] = True
+            tensor.register_hook(lambda grad: _normalised(grad, plan, exponent, size))
     return output
 
 
