@@ -210,6 +210,11 @@ class ScaledTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "c10d":  # it returns before the values have arrived
+            raise TypeError(
+                f"{func} cannot send or receive a ScaledTensor: send x.dequantize(), or x.stored "
+                "and x.scale, and copy_ what is received"
+            )
         shortcut = SHORTCUTS.get(func)
         result = NotImplemented if shortcut is None else shortcut(func, *args, **kwargs)
         if result is not NotImplemented:

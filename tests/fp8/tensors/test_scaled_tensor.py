@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fp8
@@ -357,3 +358,16 @@ def test_multiplied_by_zero_nan_and_inf(format):
     assert (scaled(values, format) * 0.0).dequantize().eq(0).all()
     assert (scaled(values, format) * math.nan).dequantize().isnan().all()
     assert not (scaled(values, format) / 0.0).dequantize().isfinite().any()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
+def test_collectives_are_refused():
+    """They return before the values have arrived, which would be stored too early."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = scaled(torch.ones(4), "e4m3")
+        for collective in (dist.all_reduce, lambda x: dist.broadcast(x, 0)):
+            with pytest.raises(TypeError, match="cannot send or receive a ScaledTensor"):
+                collective(x)
+    finally:
+        dist.destroy_process_group()
