@@ -93,6 +93,21 @@ def test_convolutions_and_the_inputs_of_a_model_with_a_gradient() -> None:
     ]
 
 
+def test_the_kernel_of_a_convolution_is_a_weight_whatever_computes_it() -> None:
+    """A factor rides in it."""
+
+    class Dynamic(nn.Module):
+        def forward(self, x: Tensor, kernel: Tensor) -> Tensor:
+            return F.conv1d(x, 2 * kernel)
+
+    x = torch.ones(1, 1, 3, requires_grad=True)
+    mode = read(Dynamic(), x, torch.full((1, 1, 1), 0.5, requires_grad=True))
+    kinds = {(o.call, o.place): o.kind for o in mode.operands}
+    forward = {("convolution", 0): "activation", ("convolution", 1): "weight"}
+    backward = dict(enumerate(("gradient", "activation", "weight")))
+    assert kinds == forward | {("convolution_backward", i): k for i, k in backward.items()}
+
+
 def test_outputs_of_softmaxes_are_aside() -> None:
     class Attention(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

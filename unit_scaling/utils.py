@@ -125,7 +125,7 @@ def analyse_module(
         return relu
     """
     check_module("analyse_module", module)
-    twin = deep_copy(unwrapped(module), parameter_hooks=False)
+    twin = deep_copy(unwrapped(module))
     taps = Taps()
     tap = Tap(taps.path, (), recurse_modules)
     install(twin, taps)

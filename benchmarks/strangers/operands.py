@@ -52,6 +52,9 @@ OUTSIDE = None
 
 LOW, HIGH = 1 / 4, 4.0
 
+#: ATen operation -> the place of the kernel that a factor rides in, as in that of a hypernetwork.
+KERNELS = {aten.convolution: 1, aten.convolution_backward: 2}
+
 #: ATen operation -> the places of its operands.
 PRODUCTS: dict[Any, tuple[int, ...]] = {
     aten.mm: (0, 1),
@@ -248,6 +251,8 @@ class Operands(TorchDispatchMode):
             return
         for (place, tensor), origin in zip(read, origins, strict=True):
             kind = origin.kind or "activation"
+            if kind == "activation" and place == KERNELS.get(packet):
+                kind = "weight"
             on_grid = None if self._on_grid is None else self._on_grid(tensor, kind)
             self.operands.append(
                 Operand(

@@ -99,7 +99,7 @@ def copied(module: M, transform: str) -> M:
         raise ValueError(
             f"{transform} copies the model, which FSDP has sharded: call it before fully_shard"
         )
-    result = deep_copy(module)
+    result = deep_copy(module, hooked=True)
     scope = find_scope(result, Compile)
     if scope is not None and unwrapped(result) is result:
         scope.start(result)

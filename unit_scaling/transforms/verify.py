@@ -142,7 +142,7 @@ def verify(
         raise ValueError(
             f"verify cannot copy {type(model).__name__}, which FSDP has sharded: call it before"
         )
-    twin = deep_copy(model, parameter_hooks=False)
+    twin = deep_copy(model)
     twin.zero_grad()
     skip_checks(twin)
     watch = Watch({id(p): name for name, p in twin.named_parameters()}, parametrizations(twin))

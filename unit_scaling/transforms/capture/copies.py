@@ -3,7 +3,8 @@
 deepcopy fails for a non-leaf tensor that a module keeps from its last call (an attention map,
 ``self.last_loss``, an output object): the copy here holds its values without the autograd graph.
 deepcopy does not copy functions: ``self.f = lambda x: mlp.act(x)`` of a copy would call the
-original's submodules. It drops the hooks of parameters, such as one that masks a gradient.
+original's submodules. It drops the hooks of parameters, such as one that masks a gradient: those
+of a transformed model are registered again, those of a copy for a measurement are not.
 
 A hook that refers to a part of the model (a bound method, a closure) belongs to the model: it may
 store what the forward reads later, as in models that tap a hidden layer. So does one of the library
@@ -52,9 +53,9 @@ _REGISTER = {
 """Attribute of a parameter -> what registers such a hook."""
 
 
-def deep_copy(module: M, memo: dict[int, Any] | None = None, parameter_hooks: bool = True) -> M:
-    """Returns a deep copy of ``module``. memo: id -> object to use instead of a copy.
-    parameter_hooks: whether it has those of parameters; a copy that is measured must not call them.
+def deep_copy(module: M, memo: dict[int, Any] | None = None, hooked: bool = False) -> M:
+    """Returns a deep copy of ``module``. memo: id -> object to use instead of a copy. hooked:
+    whether its parameters have the hooks of the original's.
 
     Raises TypeError for a TorchScript function among the attributes, whose parts are hidden.
     """
@@ -72,7 +73,7 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None, parameter_hooks: bo
     for original, hooks in _own_hooks(module):
         for name, key, hook in hooks:
             vars(memo[id(original)])[name][key] = _of_copy(hook, parts, memo)
-    if parameter_hooks:
+    if hooked:
         _hook_parameters(module, parts, memo)
     _copy_again(module, result, memo)
     return result
