@@ -178,6 +178,8 @@ class Watch(Observer):
 
     def _joined(self, kind: str, origins: list[_Origin]) -> _Origin:
         """The origin of the result of a call that is not a product."""
+        if kind in TRANSPARENT:  # others give a shape, a dtype or an index
+            origins = origins[:1]
         sources = frozenset[int]().union(*(o.sources for o in origins))
         if kind == "softmax":
             scores = {s for s in sources if self._products[s].mixes}
