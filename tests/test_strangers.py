@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8
-from benchmarks.strangers import collection
+from benchmarks.strangers import collection, reduced
 from benchmarks.strangers.__main__ import COMPILED, has_all, measured, record, recorded, summary
 from benchmarks.strangers.case import Case, Stranger, find_loss, loss_inside, loss_outside
 from benchmarks.strangers.examine import (
@@ -274,6 +274,35 @@ def test_the_collection_is_large_and_says_what_is_missing() -> None:
     assert len({library for library, _ in names}) >= 10
     assert collection.missing("no-such-library") == "no-such-library is not installed"
     assert collection.missing("torch") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "smaller"),
+    [
+        ("hidden_size", 4096, 64),
+        ("hidden_size", 32, 32),
+        ("num_hidden_layers", 32, 2),
+        ("num_key_value_heads", 8, 2),
+        ("attention_dropout", 0.1, 0.0),
+        ("rope_theta", 1e6, 1e6),
+        ("depths", [2, 2, 6], [1, 1, 1]),
+        ("layer_types", ["full"] * 3 + ["sliding"], ["full", "sliding"]),
+        ("tie_word_embeddings", True, True),
+    ],
+)
+def test_sizes_of_an_architecture_are_reduced_by_their_names(
+    name: str, value: object, smaller: object
+) -> None:
+    assert reduced._smaller(name, value) == smaller
+
+
+def test_an_architecture_is_reduced_built_and_run() -> None:
+    pytest.importorskip("transformers")
+    (llama,) = (stranger for stranger in reduced.strangers() if stranger.name == "llama")
+    case = llama.build()
+    assert sum(p.numel() for p in case.model.parameters()) < 200_000
+    _, loss = case.run(case.model)
+    assert loss is not None
 
 
 def test_a_row_that_has_what_is_asked_is_not_measured_again(tmp_path: Path) -> None:

@@ -46,22 +46,30 @@ COMPILED = 1e-6
 
 OUT = Path("out/benchmark-strangers.jsonl")
 
+MODELS = "models of other libraries, in small configurations with random weights"
+
+REDUCED = """\
+every architecture of transformers whose sizes one rule makes small, with random weights; those of
+which no model was built so (many are parts of others) are not in the table\
+"""
+
 QUESTION = """\
-what `unit_scale`, `simulate_fp8` and `uu.verify` make of models of other libraries, in small
-configurations with random weights. Measured are the operands of every matrix product and
-convolution that ATen runs in one training step, forward and backward: the share of activations,
-weights and gradients with an RMS in [1/4, 4], of the plain model and of the unit-scaled one
-(outputs of softmaxes and operands of zeros aside; the factor of a convolution rides in its
-weight), and the activation or gradient farthest from 1; inside: 95 % of activations and of
+what `unit_scale`, `simulate_fp8` and `uu.verify` make of {models}. Measured are the operands of
+every matrix product and convolution that ATen runs in one training step, forward and backward: the
+share of activations, weights and gradients with an RMS in [1/4, 4], of the plain model and of the
+unit-scaled one (outputs of softmaxes and operands of zeros aside; the factor of a convolution rides
+in its weight), and the activation or gradient farthest from 1; inside: 95 % of activations and of
 gradients are; verify: the shares of `uu.verify`; agrees: it judges alike; cast, unit cast: of the
 products, those with every operand on the grid of its format, under `simulate_fp8` of the plain
-model and of the unit-scaled one; preserve: the error of the outputs with
-init="preserve"; fp32 fall, fp8 fall: the last loss of 20 steps over the first, of the plain model
-with AdamW and of the unit-scaled one in FP8 with `uu.optim.AdamW`, at one learning rate for all
-models; compiled: the largest error of outputs and gradients of the unit-scaled model in float64
-under torch.compile with the random numbers of eager mode, relative to the largest value of the
-tensor; gradients that are zero but for rounding aside; where the plain model has such an error
-itself, the row does not count\
+model and of the unit-scaled one; preserve: the error of the outputs with init="preserve"\
+"""
+
+TRAINED = """\
+fp32 fall, fp8 fall: the last loss of 20 steps over the first, of the plain model with AdamW and of
+the unit-scaled one in FP8 with `uu.optim.AdamW`, at one learning rate for all models; compiled: the
+largest error of outputs and gradients of the unit-scaled model in float64 under torch.compile with
+the random numbers of eager mode, relative to the largest value of the tensor; gradients that are
+zero but for rounding aside; where the plain model has such an error itself, the row does not count\
 """
 
 
@@ -257,13 +265,16 @@ def finish(rows: list[Row], given: argparse.Namespace) -> None:
     """Writes the result, or shows it if it is of a part of the collection. Of --reduced, the models
     that could not be built are not in it."""
     built = [row for row in rows if not row["result"].startswith("not built")]
-    left, rows = len(rows) - len(built), built if given.reduced else rows
-    line = summary(rows)
-    line += f"; {left} architectures were not built" if given.reduced else ""
-    question = f"{' '.join(QUESTION.split())}: {line}; versions: {collection.versions(rows)}"
+    if given.reduced:
+        line = f"{summary(built)}; {len(rows) - len(built)} architectures were not built"
+        name, asked, rows = "strangers_reduced", QUESTION.format(models=REDUCED), built
+    else:
+        line = summary(rows)
+        name, asked = "strangers", f"{QUESTION.format(models=MODELS)}; {TRAINED}"
+    question = f"{' '.join(asked.split())}: {line}; versions: {collection.versions(rows)}"
     print(f"\n{line}")
     if not (given.only or given.limit):
-        write("strangers_reduced" if given.reduced else "strangers", question, rows)
+        write(name, question, rows)
 
 
 if __name__ == "__main__":
