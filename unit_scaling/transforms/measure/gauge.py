@@ -393,7 +393,7 @@ def with_true_gradients(planned: Planned, settled: Settled) -> Planned:
     for node in planned.flow.nodes:
         step = None if node.key is None else steps.get(node.key)
         if node.key is not None and step is not None and operands(node, step):
-            factor = settled.factors.setdefault(node.key, _rule(node, step))
+            factor = settled.factors.setdefault((node.key, step.op or ""), _rule(node, step))
             constraint = tuple((name, factor) for name in ("output", *operands(node, step)))
             steps[node.key] = _gauged(node, replace(step, constraint=constraint), {})
     return planned

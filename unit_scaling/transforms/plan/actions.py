@@ -219,10 +219,10 @@ class Plan:
 class Settled:
     """What the first call signature fixes for all others, so that they compute the same.
 
-    keys: attention call -> (the number of keys to scale for, whether it is causal). factors: of
-    the results of products. units: last call of a formula -> the factor of its output. weights: the
-    factors of arguments that are computed from parameters. shares: call that joins values and
-    parameters -> the factors of its terms. loops: as ``known`` in `Regions.loops`.
+    keys: attention call -> (the number of keys to scale for, whether it is causal). factors: of the
+    results of products, by call and op. units: last call of a formula -> the factor of its output.
+    weights: the factors of arguments that are computed from parameters. shares: call that joins
+    values and parameters -> the factors of its terms. loops: as ``known`` in `Regions.loops`.
     corrections, operands, gauges, parameters: exponents of the factors of results and of arguments
     of products, and of the gauges of calls and parameters (`measure.gauge`). varying: the paths of
     modules whose number of calls depends on values, True for each (`run.varying`). twice: whether
@@ -230,7 +230,7 @@ class Settled:
     """
 
     keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
-    factors: dict[Key, float] = field(default_factory=dict)
+    factors: dict[tuple[Key, str], float] = field(default_factory=dict)
     units: dict[Key, float] = field(default_factory=dict)
     weights: dict[tuple[Key, Slot], float] = field(default_factory=dict)
     shares: dict[Key, tuple[Scaling, ...]] = field(default_factory=dict)
@@ -266,14 +266,14 @@ class Settled:
         def calls(entries: dict[Any, Any]) -> dict[Any, Any]:
             return {(paths[k[0]], *k[1:]): v for k, v in entries.items() if k[0] in paths}
 
-        def arguments(entries: dict[tuple[Key, Slot], Any]) -> dict[tuple[Key, Slot], Any]:
+        def arguments(entries: dict[tuple[Key, Any], Any]) -> dict[tuple[Key, Any], Any]:
             found = calls({(*key, slot): value for (key, slot), value in entries.items()})
             return {((*key,), slot): value for (*key, slot), value in found.items()}
 
         names = [(name, *name.rpartition(".")[::2]) for name in self.parameters]
         return Settled(
             keys=calls(self.keys),
-            factors=calls(self.factors),
+            factors=arguments(self.factors),
             units=calls(self.units),
             weights=arguments(self.weights),
             shares=calls(self.shares),
