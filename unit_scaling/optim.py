@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -278,14 +278,7 @@ def _by_scale(
     return found.items()
 
 
-#: As in `fp8.optim.base`.
-if TYPE_CHECKING:
-    _Base = torch.optim.Optimizer
-else:
-    _Base = object
-
-
-class _UnitScaled(_Base):
+class _UnitScaled(torch.optim.Optimizer):
     """Scales every group that is added, including those of the constructor."""
 
     def _configure(

@@ -535,7 +535,7 @@ class _Adam(LowPrecision):
         return step_units(units, parameters_of(self))
 
 
-class Adam(_Adam, torch.optim.Optimizer):
+class Adam(_Adam):
     """`torch.optim.Adam` with states in low precision: weight_decay is added to the gradient (L2).
 
     Args:
@@ -546,7 +546,7 @@ class Adam(_Adam, torch.optim.Optimizer):
     default_decay = 0.0
 
 
-class AdamW(_Adam, torch.optim.Optimizer):
+class AdamW(_Adam):
     """`torch.optim.AdamW` (decoupled weight decay) with states in low precision.
 
     The arguments of torch keep their positions, names and defaults. The arithmetic is float32. All

@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,16 +60,8 @@ def finite_everywhere(optimizer: Optimizer, trained: list[Any]) -> bool:
     return states.everywhere(ours, parameters_of(optimizer))
 
 
-#: Only the public classes derive from torch's. Registries that look optimizers up by name
-#: (class-resolver) list subclasses and leave out those of other packages than their parent.
-if TYPE_CHECKING:
-    _Base = Optimizer
-else:
-    _Base = object
-
-
-class LowPrecision(_Base):
-    """Base, before torch's. Subclasses check a group and update the parameters."""
+class LowPrecision(Optimizer):
+    """Base class. Subclasses check a group and update the parameters."""
 
     #: The options that load_state_dict does not change.
     options: ClassVar[tuple[str, ...]]

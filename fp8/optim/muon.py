@@ -50,7 +50,7 @@ _INITIAL = {"algorithm": "muon", "stochastic_weights": False, "maximize": False,
 """Settings of a group that are no arguments."""
 
 
-class Muon(LowPrecision, torch.optim.Optimizer):
+class Muon(LowPrecision):
     """`torch.optim.Muon` with states in low precision, and AdamW for what is no hidden matrix.
 
     The momentum of a matrix is updated with its gradient and orthogonalized by Newton-Schulz

@@ -24,7 +24,7 @@ def _check(group: Group) -> None:
         raise ValueError("nesterov needs a momentum, and no dampening")
 
 
-class SGD(LowPrecision, torch.optim.Optimizer):
+class SGD(LowPrecision):
     """`torch.optim.SGD` with updates and momentum in float32, for parameters in low precision.
 
     The arguments of torch keep their positions, names and defaults. Gradients that are not finite
