@@ -116,19 +116,6 @@ def test_every_matrix_of_a_chain_is_measured():
     close(measured, expected | {"output": rms(x @ first @ second)})
 
 
-def test_products_of_constants_have_no_row():
-    """The angles of rotary embeddings are none of the model's values."""
-
-    def forward(x: Tensor, w: Tensor) -> Tensor:
-        angles = torch.einsum("i,j->ij", torch.arange(8.0), torch.arange(4.0))
-        y = x @ w
-        lowest = torch.full((8, 8), -3e38).type_as(y)  # a mask of the dtype of an activation
-        return y * angles.cos() + (torch.eye(8) @ lowest).clamp(0)[:, :4]
-
-    model = Calls(forward, torch.randn(4, 4))
-    assert {row.call for row in uu.verify(model, torch.randn(8, 4))} == {"matmul"}
-
-
 def test_embedding_has_a_weight_and_no_input():
     model = nn.Embedding(10, 4, sparse=True)
     result = uu.verify(model, torch.tensor([[1, 2, 2]]), loss=lambda y: 2 * y.sum())

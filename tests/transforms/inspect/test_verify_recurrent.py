@@ -53,3 +53,17 @@ def test_products_that_compute_a_weight_are_none_of_the_models():
     result = uu.verify(uu.transforms.unit_scale(layer), torch.randn(64, 32))
     assert {row.call for row in result} == {"linear"}
     assert result.share("weight") == 1
+
+
+def test_products_of_constants_have_no_row():
+    """The angles of rotary embeddings are none of the model's values."""
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        angles = torch.einsum("i,j->ij", torch.arange(8.0), torch.arange(4.0))
+        y = x @ w
+        lowest = torch.full((8, 8), -3e38).type_as(y)  # a mask of the dtype of an activation
+        return y * angles.cos() + (torch.eye(8) @ lowest).clamp(0)[:, :4]
+
+    model = nn.Linear(4, 4)
+    model.forward = lambda x: forward(x, model.weight)  # type: ignore[method-assign]
+    assert {row.call for row in uu.verify(model, torch.randn(8, 4))} == {"matmul"}
