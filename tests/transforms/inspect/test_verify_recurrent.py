@@ -56,14 +56,16 @@ def test_products_that_compute_a_weight_are_none_of_the_models():
 
 
 def test_products_of_constants_have_no_row():
-    """The angles of rotary embeddings are none of the model's values."""
+    """The angles of rotary embeddings are none of the model's values, nor is a mask that has only
+    the dtype of one."""
 
-    def forward(x: Tensor, w: Tensor) -> Tensor:
-        angles = torch.einsum("i,j->ij", torch.arange(8.0), torch.arange(4.0))
-        y = x @ w
-        lowest = torch.full((8, 8), -3e38).type_as(y)  # a mask of the dtype of an activation
-        return y * angles.cos() + (torch.eye(8) @ lowest).clamp(0)[:, :4]
+    class Masked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            angles = torch.einsum("i,j->ij", torch.arange(8.0), torch.arange(4.0))
+            y = x @ self.weight
+            lowest = torch.full((8, 8), -3e38).type_as(y)
+            return y * angles.cos() + (torch.eye(8) @ lowest).clamp(0)[:, :4]
 
-    model = nn.Linear(4, 4)
-    model.forward = lambda x: forward(x, model.weight)  # type: ignore[method-assign]
+    model = Masked(4, 4, bias=False)
     assert {row.call for row in uu.verify(model, torch.randn(8, 4))} == {"matmul"}
+    assert len([row for row in uu.verify(model, torch.randn(8, 4)) if row.tensor == "input"]) == 1
