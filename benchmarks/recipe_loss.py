@@ -36,9 +36,9 @@ from unit_scaling.transforms import unit_scale
 SIZE = {"layers": 2, "heads": 2, "width": 64, "context": 64}
 LARGE = {"layers": 4, "heads": 4, "width": 256, "context": 64, "batch_size": 8, "iters": 2000}
 RATES_OF_LARGE = {"lr": 1e-3, "unit_lr": 0.05}
-"""Those of the smaller models over 4, the width of a plain one, and over 2, the root of the width of
-a unit-scaled one (u-muP, arXiv:2407.17465, table 2). At 4e-3 and 0.1 the losses in float32 end at
-2.37, not 1.77, and at 1.93, not 1.81.
+"""Those of the smaller models over 4, the ratio of the widths, and over 2, its root (u-muP,
+arXiv:2407.17465, table 2). At 4e-3 and 0.1 the losses in float32 end at 2.37, not 1.77, and at
+1.93, not 1.81.
 """
 ONE_RATE: dict[str, Any] = {"umup": False, "unit_lr": 0.1}  # torch's AdamW for both models
 ITERS = 600  # twice the demo's: early in training, seeds differ by more than what is measured

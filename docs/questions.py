@@ -107,7 +107,7 @@ def _recipe_loss(rows: list[Row]) -> str:
 
 
 def _recipe_loss_large(rows: list[Row]) -> str:
-    cast = [row for row in rows if row["name"] != "fp32"]
+    cast = [row for row in rows if row["name"] != "fp32" and row["plain_half"] is not None]
     return "Gap to FP32, plain model: " + "; ".join(
         f'"{row["name"]}": {row["plain_gap"]:+.4f} ± {row["plain_half"]:.4f}' for row in cast
     )
