@@ -57,14 +57,28 @@ def in_pairs(
     product: called with an equation of two operands and these.
     """
     terms, output = letters(equation, operands)
-    rest = list(zip(terms, operands, strict=True))
-    for i, j, place in _order(f"{','.join(terms)}->{output}", operands):
-        (second, b), (first, a) = rest.pop(j), rest.pop(i)
-        later = {*output}.union(*(term for term, _ in rest))
-        both = [*output, *sorted({*first, *second} - {*output})]
-        kept = "".join(c for c in both if c in later and c in first + second)
-        rest.insert(place, (kept, product(f"{first},{second}->{kept}", a, b)))
-    return rest[0][1]
+    order = _order(f"{','.join(terms)}->{output}", operands)
+    return contracted(list(zip(terms, operands, strict=True)), order, output, product)
+
+
+def contracted(
+    rest: list[tuple[str, Tensor]],
+    order: list[tuple[int, int, int]],
+    output: str,
+    product: Callable[..., Tensor],
+) -> Tensor:
+    """The value of what is left of an equation: a product of two, and then the same of the rest, so
+    that each product has a stack of its own.
+    """
+    if not order:
+        return rest[0][1]
+    (i, j, place), *others = order
+    (second, b), (first, a) = rest.pop(j), rest.pop(i)
+    later = {*output}.union(*(term for term, _ in rest))
+    both = [*output, *sorted({*first, *second} - {*output})]
+    kept = "".join(c for c in both if c in later and c in first + second)
+    rest.insert(place, (kept, product(f"{first},{second}->{kept}", a, b)))
+    return contracted(rest, others, output, product)
 
 
 def _order(equation: str, operands: Sequence[Tensor]) -> list[tuple[int, int, int]]:

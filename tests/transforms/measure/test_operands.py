@@ -151,3 +151,25 @@ def test_products_within_an_einsum() -> None:
     assert sum(row.call == "einsum" and row.tensor == "output" for row in found) == 3
     kept = unit_scale(plain, init="preserve")
     assert torch.equal(kept(x), plain(x))
+
+
+def test_the_products_of_an_einsum_have_factors_of_their_own():
+    """They stand at one place of the code, as the iterations of a loop do, but are two calls."""
+
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.q(x).exp(), self.k(x).exp(), self.v(x)
+            context = torch.einsum("bnd,bne->bde", k, v)
+            inverse = 1 / torch.einsum("bnd,bd->bn", q, k.sum(1))
+            return torch.einsum("bnd,bde,bn->bne", q, context, inverse)
+
+    torch.manual_seed(0)
+    model, x = unit_scale(Average()), torch.randn(4, 64, 32)
+    for _ in range(2):
+        y = model(x)
+        y.backward(torch.randn_like(y))
+    assert 0.5 < y.square().mean().sqrt() < 2

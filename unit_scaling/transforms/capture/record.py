@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8.common.compiler import FirstLook, called, checkpointed
 from fp8.modes.dispatch import expansion
+from fp8.products.einsum import contracted
 
 from ..run import install
 from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
@@ -532,7 +533,7 @@ def _location() -> _Location:
             )
         if not (where or ours or file.startswith(_TORCH)):
             where = f"{file}:{frame.f_lineno}"
-        if not ours:
+        if not ours or frame.f_code is contracted.__code__:
             module = frame.f_globals.get("__name__", file)  # the same on every machine
             found.append((module, *_position(frame.f_code, frame.f_lasti)))
         frame = frame.f_back
