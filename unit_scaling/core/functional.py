@@ -28,10 +28,10 @@ ResidualScalingFn = Callable[[int, int], float]
 def logarithmic_interpolation(alpha: float, lower: float, upper: float) -> float:
     """Returns ``lower**(1 - alpha) * upper**alpha``: ``lower`` at 0, ``upper`` at 1; both positive.
 
-    >>> logarithmic_interpolation(0.5, 1.0, 16.0)
+    >>> logarithmic_interpolation(0.5, 2.0, 8.0)
     4.0
     """
-    return lower ** (1 - alpha) * upper**alpha
+    return lower * (upper / lower) ** alpha
 
 
 def rms(
