@@ -105,10 +105,10 @@ class _Mode(TorchFunctionMode):
             if function in PRODUCTS:
                 product_recipe()  # raises if the block belongs to another task
             return called(function, args, kwargs)
-        expanded = expansion(function, args)
+        expanded = expansion(function, args, kwargs)
         if expanded is not None:
             with self.block:
-                return expanded(*args, **kwargs)
+                return expanded()
         handler = handler_of(function)
         if handler is not None:
             result = handler(product_recipe(), *args, **kwargs)

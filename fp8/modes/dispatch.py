@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -343,19 +344,19 @@ if hasattr(F, "linear_cross_entropy"):  # torch 2.13
     COMPOSED[F.linear_cross_entropy] = _linear_cross_entropy
 
 
-def expansion(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """For a call that is composed of others: an equivalent function, of the same arguments, that
-    makes these, so that a mode can intercept them.
+def expansion(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+) -> Callable[[], Any] | None:
+    """For a call that is composed of others: what makes these, so that a mode can intercept them,
+    and returns the result.
     """
     if function is torch.einsum:
         equation, operands = as_equation(args)
         commas = equation.partition("->")[0].count(",")
-        return _einsum_in_pairs if commas > 1 and commas + 1 == len(operands) else None
-    return COMPOSED.get(function)
-
-
-def _einsum_in_pairs(*args: Any) -> Tensor:
-    return in_pairs(*as_equation(args))
+        whole = commas > 1 and commas + 1 == len(operands)
+        return partial(in_pairs, equation, operands) if whole else None
+    composed = COMPOSED.get(function)
+    return None if composed is None else partial(composed, *args, **kwargs)
 
 
 _RECURRENT = "one kernel computes all its products; write it out step by step"

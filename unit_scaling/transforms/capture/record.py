@@ -194,10 +194,10 @@ class Calls(FirstLook):
             return called(function, args, kwargs)
         if function is checkpoint:
             return checkpointed(self, *args, **kwargs)
-        expanded = expansion(function, args)
+        expanded = expansion(function, args, kwargs)
         if expanded is not None and (self._in_pairs or function is not torch.einsum):
             with self:
-                return expanded(*args, **kwargs)
+                return expanded()
         return self.see(function, args, kwargs)
 
     def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
