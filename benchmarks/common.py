@@ -140,19 +140,23 @@ class Finished:
     @staticmethod
     def _key(run: Mapping[str, Any]) -> str:
         return json.dumps(
-            {k: v for k, v in run.items() if k not in ("loss", "commit")}, sort_keys=True
+            {k: v for k, v in run.items() if k not in ("loss", "commit", "compiled")},
+            sort_keys=True,
         )
 
     def __contains__(self, run: Mapping[str, Any]) -> bool:
         return self._key(run) in self._losses
 
-    def loss(self, run: Mapping[str, Any], train: Callable[[], float]) -> float:
+    def loss(
+        self, run: Mapping[str, Any], train: Callable[[], float], *, compiled: bool = False
+    ) -> float:
         """That of a run with these settings, plain values: ``train()``, once."""
         key = self._key(run)
         if key not in self._losses:
             self._losses[key] = train()
             with self._path.open("a") as file:
                 made = {"loss": self._losses[key], "commit": machine()["commit"]}
+                made |= {"compiled": True} if compiled else {}
                 file.write(json.dumps({**run, **made}) + "\n")
         return self._losses[key]
 

@@ -5,9 +5,10 @@ its size, under every recipe with five seeds; all its products are cast. Finishe
 benchmarks/results/recipe_loss.jsonl with the commit that trained them; run again, it continues with
 what is missing. --train NAME ... trains these recipes alone; --train without a name trains nothing,
 and records what is there. --large takes 4 layers, 256 wide, and 2000 steps of half the batch: a run
-takes about 20 times as long, so that a part of the recipes and seeds is there. The claims of papers
-that can be seen at these sizes are judged by the same runs. Recipes with the sums of a tensor core
-are in benchmarks.sums: they are the operands of others, at ten times the cost.
+takes about 20 times as long, so that a part of the recipes and seeds is there. --compile changes
+the order of sums and no cast; the file of finished runs says which were compiled. The claims of
+papers that can be seen at these sizes are judged by the same runs. Recipes with the sums of a
+tensor core are in benchmarks.sums: they are the operands of others, at ten times the cost.
 """
 
 from __future__ import annotations
@@ -111,7 +112,13 @@ class UnderRecipe(nn.Module):
 
 
 def held_out_loss(
-    kind: str, recipe: fp8.Recipe | None, corpus: Corpus, settings: Settings, seed: int
+    kind: str,
+    recipe: fp8.Recipe | None,
+    corpus: Corpus,
+    settings: Settings,
+    seed: int,
+    *,
+    compiled: bool = False,
 ) -> float:
     """The loss after training."""
     torch.manual_seed(seed)
@@ -119,7 +126,10 @@ def held_out_loss(
     if recipe is not None:
         model = UnderRecipe(model, recipe)
     lr = settings.lr if kind == "plain" else settings.unit_lr
-    training = Training(model, corpus=corpus, settings=settings, lr=lr, seed=seed)
+    training = Training(model, corpus=corpus, settings=settings, lr=lr, seed=seed, compile=compiled)
+    if compiled:
+        torch.compiler.reset()  # each run is compiled anew: no limit on compilations is reached
+        training.example_loss().backward()  # a plan and a history are made in eager mode
     while not training.finished:
         training.advance()
     return training.evaluate()[1]
@@ -137,6 +147,7 @@ class Setting(NamedTuple):
     models: Collection[str] = ()
     suffix: str = ""
     """Of the names of the results."""
+    compiled: bool = False
 
     @property
     def question(self) -> str:
@@ -160,9 +171,9 @@ def losses(setting: Setting) -> Losses:
             continue
 
         def train(kind: str = kind, recipe: Any = recipe, seed: int = seed) -> float:
-            return held_out_loss(kind, recipe, corpus, settings, seed)
+            return held_out_loss(kind, recipe, corpus, settings, seed, compiled=setting.compiled)
 
-        found[kind, name, seed] = finished.loss(about, train)
+        found[kind, name, seed] = finished.loss(about, train, compiled=setting.compiled)
         print(f"seed {seed} {kind:11} {name:32} {found[kind, name, seed]:.4f}", flush=True)
     return found
 
@@ -247,6 +258,7 @@ def asked(
         parser.add_argument("--train", nargs="*", default=runs, metavar="RECIPE", help=only)
         parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
         parser.add_argument("--large", action="store_true", help="the larger GPT")
+        parser.add_argument("--compile", action="store_true", help="compile what is trained")
     args = parser.parse_args()
     large, models = (args.large, args.models) if runs else (False, ())
     size = LARGE if large else {**SIZE, "iters": args.iters}
@@ -258,8 +270,10 @@ def asked(
     train = args.train if runs else ()
     if unknown := set(train) - set(runs):
         parser.error(f"--train: no recipe {', '.join(sorted(unknown))}; allowed: {', '.join(runs)}")
-    suffix = "_large" if large else ""
-    return Setting(corpus, settings, finished, numbers, args.threads, train, models, suffix)
+    suffix, compiled = "_large" if large else "", bool(runs) and args.compile
+    return Setting(
+        corpus, settings, finished, numbers, args.threads, train, models, suffix, compiled
+    )
 
 
 def main() -> int:
