@@ -129,7 +129,9 @@ def held_out_loss(
     training = Training(model, corpus=corpus, settings=settings, lr=lr, seed=seed, compile=compiled)
     if compiled:
         torch.compiler.reset()  # each run is compiled anew: no limit on compilations is reached
-        training.example_loss().backward()  # a plan and a history are made in eager mode
+        training.example_loss().backward()  # plans and histories are made in eager mode
+        model.eval()
+        training.example_loss()
     while not training.finished:
         training.advance()
     return training.evaluate()[1]

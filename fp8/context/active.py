@@ -143,13 +143,16 @@ def product_recipe(unit: bool = False) -> Recipe | None:
     """`active_recipe` for a product. unit: whether it is a product of unit-scaled tensors.
 
     Raises RuntimeError if a reentrant checkpoint would recompute the product outside of the block,
-    without casts, or if another asyncio task that is waiting has left a block open.
+    without casts, if another asyncio task that is waiting has left a block open, or if torch
+    has compiled the function that contains the block in pieces.
     """
     block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
     if block is not None and not torch.compiler.is_dynamo_compiling():
         _check_task(block)
     if block is None or block.recipe is None:
         return None
+    if block.entered is None and not torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(IN_PIECES)
     if not block.reenters and in_reentrant():
         raise RuntimeError(_REENTRANT)
     return block.unit_recipe if unit else block.recipe
@@ -177,6 +180,12 @@ def _check_task(block: Block) -> None:
             "belongs to its thread, as torch.no_grad does; close it before await"
         )
 
+
+IN_PIECES = (
+    "the function that contains fp8.autocast could not be compiled in one piece (a graph break): "
+    "compile it with fullgraph=True to see where. Call a transformed model once in each mode, of "
+    "training and of evaluation, before it is compiled"
+)
 
 _REENTRANT = (
     "checkpoint(use_reentrant=True) inside fp8.autocast would recompute products outside of the "

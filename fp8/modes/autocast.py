@@ -28,6 +28,7 @@ from ..common.threads import Setting, in_recomputation, in_reentrant
 from ..common.validation import check_name
 from ..context.active import (
     ACTIVE,
+    IN_PIECES,
     Block,
     active_recipe,
     checked_backend,
@@ -56,10 +57,7 @@ def _force_eager() -> AbstractContextManager[Any] | None:
     try:
         stance: Any = torch.compiler.set_stance("force_eager")
     except RuntimeError as error:
-        raise RuntimeError(
-            "fp8.autocast was entered by a function that torch.compile could not compile in one "
-            "piece (a graph break): compile it with fullgraph=True to see where"
-        ) from error
+        raise RuntimeError(IN_PIECES) from error
     return cast("AbstractContextManager[Any]", stance)
 
 

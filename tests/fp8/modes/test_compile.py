@@ -188,6 +188,20 @@ def test_a_graph_break_within_the_block_is_computed_the_same():
     assert fp8.context.active.active_recipe() is None
 
 
+def test_a_block_that_is_opened_in_pieces_is_an_error_by_name():
+    """torch compiles ``__enter__`` by itself then, and later what the block calls."""
+    layer, x, history = nn.Linear(8, 8), randn(5, 8), fp8.AmaxHistory()
+
+    def block(x):
+        with fp8.autocast("delayed", history=history):
+            return torch.compiler.disable(layer)(x)
+
+    block(x)  # the history has tensors: without any, torch does not compile __enter__
+    with pytest.raises(RuntimeError, match="could not be compiled in one piece"):
+        torch.compile(block, backend="eager")(x)
+    assert not fp8.context.active.ACTIVE.blocks
+
+
 def test_compiled_code_that_would_be_cast_twice_says_so():
     """Inductor's code calls torch.mm(out=...), which a block that it was compiled in would meet."""
     a, b = randn(5, 8).detach(), randn(8, 6).detach()
