@@ -35,8 +35,9 @@ PRIVATE = {
     "benchmarks/strangers/operands.py": {
         "torch.utils._python_dispatch": "TorchDispatchMode: what sees the operations of ATen",
     },
-    "fp8/modes/autocast.py": {
-        "torch._dynamo": "asks sys.modules whether the compiler is loaded, without loading it",
+    "fp8/modes/control_flow.py": {
+        "torch._higher_order_ops": "what a mode sees of torch.compiler.nested_compile_region",
+        "torch.utils._pytree": "results of torch's map: dicts and tuples of tensors",
     },
     "fp8/distributed/fsdp.py": {
         "torch.Tensor._make_wrapper_subclass": "FSDP2's extension asks for a tensor subclass",
@@ -71,6 +72,7 @@ COMPILING = {
     "fp8/common/compiler.py": "the decorators, and what else differs in a graph",
     "fp8/casts/saved_operands.py": "a graph saves bytes whoever calls the function",
     "fp8/formats/random_bits.py": "an integer of a graph may be symbolic",
+    "fp8/modes/control_flow.py": "both branches of a condition are in a graph, one in eager code",
     "fp8/modes/autocast.py": "refuses to be compiled with a policy that selects layers",
     "fp8/norms/layer_norm2d.py": "other formulas on CPUs; modes that a graph does not call",
     "unit_scaling/transforms/run/replay.py": "the compiler does not find methods in a dict",

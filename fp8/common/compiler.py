@@ -4,7 +4,6 @@
 - `in_graph`: a decorator of functions that a graph calls without tracing them.
 - `taken_as_constant`: a decorator of functions whose result is a constant of a graph.
 - `reveal`: lets a compiled mode see all functions that it sees in eager code.
-- `checkpointed`: an activation checkpoint in a graph, with the mode that receives its call.
 - `apply`: an autograd function, with the least overhead of each mode.
 - `own`, `same`: results of an autograd function, of values written in place or unchanged.
 - `reads_values`, `is_differentiated_again`: what only eager code can do.
@@ -26,7 +25,6 @@ from torch.autograd import Function
 from torch.nn import Parameter
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from .graph_functions import GRAPH_FUNCTIONS
 from .threads import Stack, refuse_split_graphs
@@ -234,25 +232,6 @@ def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if function is Tensor.unflatten:
         return torch.unflatten(*args, **kwargs)
     return function(*args, **kwargs)
-
-
-def checkpointed(
-    mode: TorchFunctionMode, function: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """``checkpoint(function, *args, **kwargs)`` with the mode active inside.
-
-    For a mode that receives a call of ``torch.utils.checkpoint.checkpoint``. This happens only
-    under torch.compile, which treats calls made by the mode as outside of the mode.
-    """
-
-    def within(*args: Any, **kwargs: Any) -> Any:
-        TorchFunctionMode.__enter__(mode)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            TorchFunctionMode.__exit__(mode, None, None, None)
-
-    return checkpoint(within, *args, **kwargs)
 
 
 def same(x: Tensor) -> Tensor:

@@ -36,10 +36,10 @@ class Setting:
 
     If each thread changed and restored such a setting itself, a thread could restore the value that
     another one set. change: changes the setting and returns a context manager whose exit restores
-    it, or None if there is nothing to change yet.
+    it.
     """
 
-    def __init__(self, change: Callable[[], AbstractContextManager[Any] | None]) -> None:
+    def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
         self._change = change
         self._lock = threading.Lock()
         self._holders = 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..casts.counts import OPEN, look_here
-from ..common.compiler import FIRST_LOOK, HIDDEN, called, checkpointed, reveal, taken_as_constant
+from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_constant
 from ..common.pitfalls import RecipeWarning, show
 from ..common.threads import Setting, in_recomputation, in_reentrant
 from ..common.validation import check_name
@@ -43,6 +42,7 @@ from ..recipes.history import AmaxHistory
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
 from ..selection.policies import resolve
+from .control_flow import run_within, runs_functions
 from .dispatch import LEFT, OPAQUE, PRODUCTS, expansion, handler_of
 
 P = ParamSpec("P")
@@ -51,10 +51,8 @@ T = TypeVar("T")
 HIDDEN.extend(SPELLINGS["grouped_mm"])
 
 
-def _force_eager() -> AbstractContextManager[Any] | None:
-    if "torch._dynamo" not in sys.modules:
-        return None
-    try:
+def _force_eager() -> AbstractContextManager[Any]:
+    try:  # imports the compiler, as every optimizer does: torch.cond would import it otherwise
         stance: Any = torch.compiler.set_stance("force_eager")
     except RuntimeError as error:
         raise RuntimeError(IN_PIECES) from error
@@ -77,8 +75,6 @@ def outside_compiler(call: Callable[[], Any]) -> Any:
     Code compiled under a mode already contains the effect of the mode, and the mode would intercept
     it again at run time. Therefore everything is eager while a mode is active in eager code.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled yet; the import is slow
-        return call()
     return torch.compiler.disable(_forced_eager)(call)
 
 
@@ -114,9 +110,10 @@ class _Mode(TorchFunctionMode):
                 _leave(function, result)
             elif result is not NotImplemented:
                 return result
-        elif function is checkpoint:
-            _check_recomputes(recipe)
-            return checkpointed(self, *args, **kwargs)
+        elif runs_functions(function):
+            if function is checkpoint:
+                _check_recomputes(recipe)
+            return run_within(self, function, args, kwargs)
         elif function in OPAQUE:
             _leave(function, OPAQUE[function])
         elif function in LEFT:

@@ -29,6 +29,7 @@ from ..products.grouped import grouped_mm
 from ..products.spellings import by_function
 from ..products.summed import warn_unsummed
 from ..recipes.recipe import Recipe
+from .control_flow import in_python
 
 Handler = Callable[..., Any]
 """(recipe, *args, **kwargs) -> the result; NotImplemented, if torch should compute the call; or, if
@@ -39,11 +40,7 @@ aten = torch.ops.aten
 
 def _refuse_out(out: object) -> None:
     if out is not None:
-        raise ValueError(
-            "a product under fp8.autocast cannot write to out=; assign its result. (Compiled code "
-            "does this: it was compiled while the block was open. Compile the function that "
-            "contains the block, with fullgraph=True to see what would break it in two)"
-        )
+        raise ValueError("a product under fp8.autocast cannot write to out=; assign its result")
 
 
 def _floating(*values: object) -> bool:
@@ -356,7 +353,9 @@ def expansion(
         whole = commas > 1 and commas + 1 == len(operands)
         return partial(in_pairs, equation, operands) if whole else None
     composed = COMPOSED.get(function)
-    return None if composed is None else partial(composed, *args, **kwargs)
+    if composed is None:
+        return in_python(function, args, kwargs)
+    return partial(composed, *args, **kwargs)
 
 
 _RECURRENT = "one kernel computes all its products; write it out step by step"

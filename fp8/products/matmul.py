@@ -470,5 +470,6 @@ def _batched(
             batch = torch.broadcast_shapes(batch, b.shape[:-2])
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
-    y = _multiply(rows, b.mT, None, scales, recipe, backend, static, kind)
+    # Not the attribute mT, which torch.compile makes an alias outside of control flow.
+    y = _multiply(rows, b.transpose(-2, -1), None, scales, recipe, backend, static, kind)
     return y if y.ndim == a.ndim else y.reshape(*batch, a.shape[-2], b.shape[-1])

@@ -1,5 +1,8 @@
 """Blocks under torch.compile, with a recipe whose effect is large."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +13,7 @@ from fp8.common import traced
 from tests.fp8.calls import COARSE
 from tests.fp8.modes.test_autocast import Counting
 from tests.fp8.products.test_matmul import ROTATED, randn
+from tests.launch import ROOT
 from tests.reference import nearest
 
 
@@ -202,11 +206,20 @@ def test_a_block_that_is_opened_in_pieces_is_an_error_by_name():
     assert not fp8.context.active.ACTIVE.blocks
 
 
-def test_compiled_code_that_would_be_cast_twice_says_so():
-    """Inductor's code calls torch.mm(out=...), which a block that it was compiled in would meet."""
-    a, b = randn(5, 8).detach(), randn(8, 6).detach()
-    with fp8.autocast("unit"), pytest.raises(ValueError, match="compiled while the block was open"):
-        torch.mm(a, b, out=torch.empty(5, 6))
+def test_what_is_compiled_first_within_the_block_runs_in_eager_mode():
+    """The compiler is imported there: neither it nor `torch.cond` may then compile."""
+    code = """
+import torch, fp8
+from torch.nn import functional as F
+a, graphs = torch.full((2, 2), 1.06), []
+with fp8.autocast("unit"):
+    y = torch.cond(a.sum() > 0, lambda a: F.linear(a, a), lambda a: a, (a,))
+    product = torch.compile(lambda a: a @ a, backend=lambda graph, _: graphs.append(1) or graph)
+    assert torch.equal(product(a), y) and torch.equal(y, torch.full((2, 2), 2.0))
+print(len(graphs))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "0\n", done.stderr
 
 
 def test_a_product_with_casts_is_one_call_of_the_graph():

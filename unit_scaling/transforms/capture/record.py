@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.func import debug_unwrap
-from torch.utils.checkpoint import checkpoint
 
-from fp8.common.compiler import FirstLook, called, checkpointed
+from fp8.common.compiler import FirstLook, called
+from fp8.modes.control_flow import depends_on_values, run_within, runs_functions
 from fp8.modes.dispatch import expansion
 from fp8.products.einsum import contracted
 
@@ -192,12 +192,16 @@ class Calls(FirstLook):
         kwargs = kwargs or {}
         if not self.sees():
             return called(function, args, kwargs)
-        if function is checkpoint:
-            return checkpointed(self, *args, **kwargs)
         expanded = expansion(function, args, kwargs)
         if expanded is not None and (self._in_pairs or function is not torch.einsum):
             with self:
                 return expanded()
+        if runs_functions(function):
+            if depends_on_values(function):
+                from ..run.graph_break import beside_control_flow
+
+                beside_control_flow()
+            return run_within(self, function, args, kwargs)
         return self.see(function, args, kwargs)
 
     def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:

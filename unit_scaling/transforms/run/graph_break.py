@@ -32,6 +32,18 @@ def with_other_calls(call: Callable[[], Any]) -> Any:
     return call()
 
 
+_CONTROL_FLOW = (
+    "the calls inside of torch.cond, while_loop, map and scan depend on values, and a graph cannot "
+    "follow the plan of unit_scale through them: call the model, or the module with the control "
+    "flow (@torch.compiler.disable), in eager mode"
+)
+
+
+@torch.compiler.disable(reason=_CONTROL_FLOW)
+def beside_control_flow() -> None:
+    """Breaks the graph."""
+
+
 _TRACKED = (
     "track_scales measures some calls of the model and not others, which no graph can: compile it "
     "without fullgraph=True"

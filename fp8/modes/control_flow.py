@@ -1,0 +1,125 @@
+"""Calls that run functions among their arguments, as a torch-function mode receives them.
+
+Such a call is an activation checkpoint, an operator of control flow (`torch.cond`, ``while_loop``,
+``map``, ``scan``) or a region of `torch.compiler.nested_compile_region`. Torch runs the functions
+outside of the mode. In eager code the call is therefore replaced by Python's own control flow, and
+in a graph its functions enter the mode again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# torch.compile calls a mode with it in place of a region, and has no public name for it.
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph_placeholder as REGION
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+OPERATORS = torch.ops.higher_order
+Function = Callable[..., Any]
+
+
+class Runs(NamedTuple):
+    """A call that runs functions. functions: their positions among its arguments. eager: the same
+    in Python."""
+
+    functions: tuple[int, ...]
+    eager: Function | None = None
+
+
+def _cond(condition: Any, true: Function, false: Function, operands: Sequence[Any]) -> Any:
+    return (true if condition else false)(*operands)
+
+
+def _while_loop(
+    condition: Function, body: Function, carried: Sequence[Any], more: Sequence[Any]
+) -> Any:
+    while condition(*carried, *more):
+        carried = body(*carried, *more)
+    return tuple(carried)
+
+
+def _map(function: Function, inputs: Sequence[Tensor], more: Sequence[Any]) -> Any:
+    return _stacked([function(*row, *more) for row in _rows(inputs)])
+
+
+def _scan(
+    combine: Function, carried: Sequence[Any], inputs: Sequence[Tensor], more: Sequence[Any]
+) -> list[Any]:
+    state, results = list(carried), list[Any]()
+    for row in _rows(inputs):
+        found = combine(*state, *row, *more)
+        state, result = found[: len(carried)], found[len(carried) :]
+        results.append(result)
+    return [*state, *_stacked(results)]
+
+
+def _rows(inputs: Sequence[Tensor]) -> list[Any]:
+    return list(zip(*(t.unbind() for t in inputs), strict=True))
+
+
+def _stacked(results: list[Any]) -> Any:
+    return tree_map(lambda *parts: torch.stack(parts), *results)
+
+
+RUNS: dict[Function, Runs] = {
+    checkpoint: Runs((0,)),
+    OPERATORS.cond: Runs((1, 2), _cond),
+    OPERATORS.while_loop: Runs((0, 1), _while_loop),
+    OPERATORS.map_impl: Runs((0,), _map),
+    OPERATORS.scan: Runs((0,), _scan),
+    OPERATORS.associative_scan: Runs((0,)),
+}
+"""Only a graph has a call of a checkpoint or of ``associative_scan``: eager code runs its function
+at once."""
+
+
+def in_python(function: Function, args: tuple[Any, ...], kwargs: Any) -> Function | None:
+    """For a call of control flow in eager code: what makes it in Python. None for others."""
+    row = RUNS.get(function)
+    if row is None or row.eager is None or torch.compiler.is_compiling():
+        return None
+    return partial(row.eager, *args, **kwargs)
+
+
+def runs_functions(function: Function) -> bool:
+    """Whether a call, in a graph, runs functions outside of the mode that receives it."""
+    return function in RUNS or function is REGION
+
+
+def depends_on_values(function: Function) -> bool:
+    """Whether the data of a call decide which functions run, or how often."""
+    return function in RUNS and RUNS[function].eager is not None
+
+
+def run_within(mode: TorchFunctionMode, function: Function, args: Any, kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, a call that `runs_functions`, with the mode active in these.
+
+    A region loses its border, as torch.compile compiles no closure as one: equal regions are
+    compiled several times.
+    """
+    if function is REGION:
+        return _within(mode, args[0])(*args[1:], **kwargs)
+    places = RUNS[function].functions
+    inside = [_within(mode, a) if place in places else a for place, a in enumerate(args)]
+    return function(*inside, **kwargs)
+
+
+def _within(mode: TorchFunctionMode, function: Function) -> Function:
+    if isinstance(function, partial):  # scan reads its arguments
+        return partial(_within(mode, function.func), *function.args, **function.keywords)
+
+    def within(*args: Any, **kwargs: Any) -> Any:
+        TorchFunctionMode.__enter__(mode)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            TorchFunctionMode.__exit__(mode, None, None, None)
+
+    return within
