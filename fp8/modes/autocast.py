@@ -43,7 +43,7 @@ from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
 from ..selection.policies import resolve
 from .control_flow import run_within, runs_functions
-from .dispatch import LEFT, OPAQUE, PRODUCTS, expansion, handler_of
+from .dispatch import LEFT, OPAQUE, PRODUCTS, expansion, handler_of, may_multiply
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -122,6 +122,8 @@ class _Mode(TorchFunctionMode):
             result = ACTIVATIONS[function](recipe.saved_activations, *args, **kwargs)
             if result is not NotImplemented:
                 return result
+        elif may_multiply(function, args, kwargs):
+            _warn_operator(str(function))
         return called(function, args, kwargs)
 
 
@@ -473,4 +475,15 @@ def _warn_left(name: str, why: str) -> bool:
     return True
 
 
+@taken_as_constant
+def _warn_operator(name: str) -> bool:
+    """Warns of an operator that no table has; compiled code, while it is traced."""
+    if not name.startswith("fp8."):
+        show(RecipeWarning, _OPERATOR.format(name))
+    return True
+
+
+_OPERATOR = (
+    "{} is an operator that fp8.autocast does not know: if it computes products, they are not cast"
+)
 _CANNOT = "{} cannot run under fp8.autocast: {}"

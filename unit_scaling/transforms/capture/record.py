@@ -27,7 +27,7 @@ from torch.func import debug_unwrap
 
 from fp8.common.compiler import FirstLook, called
 from fp8.modes.control_flow import depends_on_values, run_within, runs_functions
-from fp8.modes.dispatch import expansion
+from fp8.modes.dispatch import OPERATORS, expansion
 from fp8.products.einsum import contracted
 
 from ..run import install
@@ -451,7 +451,8 @@ within, which a replay sees when they are computed again."""
 
 def _name(function: Callable[..., Any]) -> str:
     """The name in the report; for an attribute (``x.real``), that of its getter's property."""
-    name: str = getattr(function, "__name__", str(function))
+    own = str(function) if isinstance(function, OPERATORS) else ""
+    name: str = own or getattr(function, "__name__", str(function))
     return function.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
 
 

@@ -289,6 +289,8 @@ class _Planner:
         if index in self.interior or self.flow.is_layer(index):
             return None
         restored = self.arguments.restored(node)
+        if restored is not None and node.key is None:
+            return None, LEFT_ALONE, f"no rule for {node.name}, which reads parameters of RMS 1"
         silent = kind in NEUTRAL | CASTS and restored is None
         return restored, "" if silent or find_op(node.function) is None else "unchanged", _OUTSIDE
 

@@ -1,0 +1,59 @@
+"""Operators of other libraries (torch.library), whose products no rule knows."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8
+import unit_scaling as uu
+from unit_scaling.transforms import simulate_fp8, unit_scale
+
+
+@torch.library.custom_op("unit_scaling_tests::linear", mutates_args=())
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.mT
+
+
+@linear.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+linear.register_autograd(
+    lambda ctx, g: (g @ ctx.saved_tensors[1], g.mT @ ctx.saved_tensors[0]),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return linear(torch.relu(self.first(x)), self.last.weight)
+
+
+X = torch.randn(5, 8)
+
+
+def test_the_report_has_it_and_strict_raises():
+    model = unit_scale(Model())
+    model(X)
+    row = next(r for r in uu.report(model) if "linear" in r.call and not r.path)
+    assert row.done == "left alone"
+    assert "reads parameters of RMS 1" in row.why
+    assert row.call == "unit_scaling_tests.linear.default"
+    with pytest.raises(ValueError, match=r"unit_scaling_tests.linear.default .* has no rule"):
+        unit_scale(Model(), strict=True)(X)
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("make", [simulate_fp8, lambda m: compiled(simulate_fp8(m))])
+def test_that_its_products_are_not_cast_is_a_warning(make):
+    model = make(Model())
+    with pytest.warns(fp8.RecipeWarning, match="unit_scaling_tests.linear.default is an operator"):
+        model(X)
