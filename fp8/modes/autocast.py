@@ -43,7 +43,8 @@ from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
 from ..selection.policies import resolve
 from .control_flow import run_within, runs_functions
-from .dispatch import LEFT, OPAQUE, PRODUCTS, expansion, handler_of, may_multiply
+from .dispatch import LEFT, OPAQUE, PRODUCTS, expansion, handler_of
+from .unseen import warn_of_operator, warned
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -109,7 +110,7 @@ class _Mode(TorchFunctionMode):
             if isinstance(result, str):
                 _leave(function, result)
             elif result is not NotImplemented:
-                return result
+                return result if torch.is_grad_enabled() else warned(result, args)
         elif runs_functions(function):
             if function is checkpoint:
                 _check_recomputes(recipe)
@@ -122,8 +123,8 @@ class _Mode(TorchFunctionMode):
             result = ACTIVATIONS[function](recipe.saved_activations, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        elif may_multiply(function, args, kwargs):
-            _warn_operator(str(function))
+        else:
+            warn_of_operator(function, args, kwargs)
         return called(function, args, kwargs)
 
 
@@ -475,15 +476,4 @@ def _warn_left(name: str, why: str) -> bool:
     return True
 
 
-@taken_as_constant
-def _warn_operator(name: str) -> bool:
-    """Warns of an operator that no table has; compiled code, while it is traced."""
-    if not name.startswith("fp8."):
-        show(RecipeWarning, _OPERATOR.format(name))
-    return True
-
-
-_OPERATOR = (
-    "{} is an operator that fp8.autocast does not know: if it computes products, they are not cast"
-)
 _CANNOT = "{} cannot run under fp8.autocast: {}"

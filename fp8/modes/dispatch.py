@@ -396,18 +396,3 @@ LEFT: dict[Callable[..., Any], str] = {
     F.triplet_margin_with_distance_loss: "a mode does not see what its distance_function calls",
 }
 """Torch function whose products stay in high precision, with a warning -> why."""
-
-
-OPERATORS = (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default))
-"""The types of operators of torch.ops: of one, and of one of its overloads."""
-
-
-def may_multiply(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Whether a call is of an operator, of ATen or another library, that a table does not have and
-    that may compute a product: it has two floating-point tensors or more."""
-    if not isinstance(function, OPERATORS):
-        return False
-    given = [
-        t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()
-    ]
-    return len(given) > 1

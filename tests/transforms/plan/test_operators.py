@@ -1,4 +1,6 @@
-"""Operators of other libraries (torch.library), whose products no rule knows."""
+"""Operators of other libraries (torch.library) and autograd functions: no rule sees their products."""
+
+import warnings
 
 import pytest
 import torch
@@ -34,6 +36,18 @@ class Model(nn.Module):
         return linear(torch.relu(self.first(x)), self.last.weight)
 
 
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.mT
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return g @ weight, g.mT @ x
+
+
 X = torch.randn(5, 8)
 
 
@@ -57,3 +71,12 @@ def test_that_its_products_are_not_cast_is_a_warning(make):
     model = make(Model())
     with pytest.warns(fp8.RecipeWarning, match="unit_scaling_tests.linear.default is an operator"):
         model(X)
+
+
+def test_an_autograd_function_s_own_backward_pass_is_a_warning():
+    x, weight = X.clone().requires_grad_(), torch.randn(4, 8)
+    with fp8.autocast("unit"), pytest.warns(fp8.RecipeWarning, match="function Product computes"):
+        Product.apply(x * 2, weight)
+    with fp8.autocast("unit"), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (x * 2) @ weight.mT

@@ -27,7 +27,8 @@ from torch.func import debug_unwrap
 
 from fp8.common.compiler import FirstLook, called
 from fp8.modes.control_flow import depends_on_values, run_within, runs_functions
-from fp8.modes.dispatch import OPERATORS, expansion
+from fp8.modes.dispatch import expansion
+from fp8.modes.unseen import OPERATORS, function_around
 from fp8.products.einsum import contracted
 
 from ..run import install
@@ -271,7 +272,7 @@ class Recorder(Calls):
         name = _name(function)
         node = CallNode(key, name, path, function, inputs, args, kwargs)
         node.where, node.inside, node.site = _location()
-        node.around = "" if torch.is_grad_enabled() else _function_around()
+        node.around = "" if torch.is_grad_enabled() else function_around("_record")
         sources = [self.nodes[i.node] for i in inputs]
         node.origin = sources[0].origin if kind in TRANSPARENT and inputs else None
         node.computed = _computed(node.kind, sources)
@@ -543,13 +544,3 @@ def _location() -> _Location:
             found.append((module, *_position(frame.f_code, frame.f_lasti)))
         frame = frame.f_back
     return _Location(where, inside, tuple(found))
-
-
-def _function_around() -> str:
-    """The autograd function that calls the running module, perhaps through others; "" if none."""
-    frame, found = inspect.currentframe(), ""
-    while frame is not None and not found and frame.f_code.co_name != "_record":
-        if frame.f_code.co_filename == _FUNCTION and frame.f_code.co_name == "apply":
-            found = f"the autograd function {frame.f_locals['cls'].__name__}"
-        frame = frame.f_back
-    return found

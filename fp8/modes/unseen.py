@@ -1,0 +1,77 @@
+"""Products that the mode of `fp8.autocast` does not see, each with a warning: those of operators of
+other libraries, and of the backward passes of autograd functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common.compiler import taken_as_constant
+from ..common.pitfalls import RecipeWarning, show
+from ..common.threads import in_reentrant
+
+OPERATORS = (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default))
+"""The types of operators of torch.ops: of one, and of one of its overloads."""
+
+_FUNCTION = str(Path(torch.autograd.function.__file__))
+
+
+def warn_of_operator(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+    """Warns of an operator, of ATen or another library, that no table has and that may compute a
+    product: it has two floating-point tensors or more. Compiled code warns while it is traced.
+    """
+    if not isinstance(function, OPERATORS):
+        return
+    given = [
+        t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()
+    ]
+    if len(given) > 1:
+        _show_operator(str(function))
+
+
+@taken_as_constant
+def _show_operator(name: str) -> bool:
+    if not name.startswith("fp8."):
+        show(RecipeWarning, _OPERATOR.format(name))
+    return True
+
+
+def warned(result: Any, args: tuple[Any, ...]) -> Any:
+    """``result``, of a product of ``args`` without gradients. Warns if the forward pass of an
+    autograd function computes it; a reentrant checkpoint, which is one, runs its layers again.
+    """
+    if torch.compiler.is_dynamo_compiling() or in_reentrant():
+        return result
+    if any(isinstance(t, Tensor) and t.grad_fn is not None for t in args):
+        name = function_around()
+        if name:
+            show(RecipeWarning, _BACKWARD.format(name))
+    return result
+
+
+def function_around(end: str = "") -> str:
+    """The autograd function that makes the running call, perhaps through others; "" if none.
+
+    end: the name of a Python function beyond which callers are not looked at.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != end:
+        if frame.f_code.co_filename == _FUNCTION and frame.f_code.co_name == "apply":
+            return f"the autograd function {frame.f_locals['cls'].__name__}"
+        frame = frame.f_back
+    return ""
+
+
+_OPERATOR = (
+    "{} is an operator that fp8.autocast does not know: if it computes products, they are not cast"
+)
+_BACKWARD = (
+    "{} computes its gradients itself: products of its backward pass are cast if it runs layers "
+    "again there, and not otherwise"
+)
