@@ -1,4 +1,4 @@
-"""Operators of other libraries (torch.library) and autograd functions: no rule sees their products."""
+"""Operators of other libraries and autograd functions, whose products no rule sees."""
 
 import warnings
 
