@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch._higher_order_ops import associative_scan, map, scan, while_loop
+from torch._higher_order_ops import map, scan, while_loop
 
 import fp8
 from tests.fp8.calls import COARSE
@@ -49,10 +49,6 @@ def looped(x):
 
 def mapped(x):
     return map(lambda t, w: {"a": (t["x"] @ w,)}, {"x": x}, WEIGHT)["a"][0]
-
-
-def summed(x):
-    return associative_scan(lambda a, b: a + step(b), x, 0, combine_mode="generic")
 
 
 region = torch.compiler.nested_compile_region(step)
