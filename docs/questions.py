@@ -107,10 +107,12 @@ def _recipe_loss(rows: list[Row]) -> str:
 
 
 def _recipe_loss_large(rows: list[Row]) -> str:
-    cast = [row for row in rows if row["name"] != "fp32" and row["plain_half"] is not None]
-    return "Gap to FP32, plain model: " + "; ".join(
-        f'"{row["name"]}": {row["plain_gap"]:+.4f} ± {row["plain_half"]:.4f}' for row in cast
-    )
+    found = []
+    for kind, model in (("plain", "plain model"), ("unit_scaled", "unit-scaled model")):
+        cast = [r for r in rows if r["name"] != "fp32" and r[f"{kind}_half"] is not None]
+        gaps = (f'"{r["name"]}": {r[f"{kind}_gap"]:+.3f} ± {r[f"{kind}_half"]:.3f}' for r in cast)
+        found.append(f"{model}: {'; '.join(gaps)}")
+    return f"Gap to FP32, {'. '.join(found)}"
 
 
 def _recipe_claims(rows: list[Row]) -> str:
