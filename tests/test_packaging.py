@@ -131,7 +131,7 @@ def core_distributions() -> set[str]:
 
 
 IMPORT_ALONE = """
-import json, sys
+import importlib.machinery, json, sys
 
 unpacked, site, blocked = json.loads(sys.argv[1])
 sys.path[:0] = [unpacked]
@@ -140,7 +140,13 @@ sys.path.append(site)
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in blocked:
-            raise ModuleNotFoundError(f"{name} is no core dependency", name=name)
+            return importlib.machinery.ModuleSpec(name, self)
+
+    def create_module(self, spec):
+        raise ModuleNotFoundError(f"{spec.name} is no core dependency", name=spec.name)
+
+    def exec_module(self, module):
+        pass
 
 sys.meta_path.insert(0, Block())
 import torch

@@ -23,8 +23,9 @@ _FUNCTION = str(Path(torch.autograd.function.__file__))
 
 
 def warn_of_operator(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
-    """Warns of an operator, of ATen or another library, that no table has and that may compute a
-    product: it has two floating-point tensors or more. Compiled code warns while it is traced.
+    """Warns of an operator of another library that may compute a product: it has two floating-point
+    tensors or more. ATen's operators are how these packages call torch without casts. Compiled code
+    warns while it is traced.
     """
     if not isinstance(function, OPERATORS):
         return
@@ -37,7 +38,7 @@ def warn_of_operator(function: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 @taken_as_constant
 def _show_operator(name: str) -> bool:
-    if not name.startswith("fp8."):
+    if not name.startswith(("aten.", "fp8.")):
         show(RecipeWarning, _OPERATOR.format(name))
     return True
 
