@@ -112,7 +112,7 @@ def _recipe_loss_large(rows: list[Row]) -> str:
         cast = [r for r in rows if r["name"] != "fp32" and r[f"{kind}_half"] is not None]
         gaps = (f'"{r["name"]}": {r[f"{kind}_gap"]:+.3f} ± {r[f"{kind}_half"]:.3f}' for r in cast)
         found.append(f"{model}: {'; '.join(gaps)}")
-    return f"Gap to FP32, {'. '.join(found)}"
+    return f"Gap to FP32 ± half its 95 % interval, {'. '.join(found)}"
 
 
 def _recipe_claims(rows: list[Row]) -> str:
