@@ -148,11 +148,9 @@ def product_recipe(unit: bool = False) -> Recipe | None:
     """
     block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
     if block is not None and not torch.compiler.is_dynamo_compiling():
-        _check_task(block)
+        _check_entered(block)
     if block is None or block.recipe is None:
         return None
-    if block.entered is None and not torch.compiler.is_dynamo_compiling():
-        raise RuntimeError(IN_PIECES)
     if not block.reenters and in_reentrant():
         raise RuntimeError(_REENTRANT)
     return block.unit_recipe if unit else block.recipe
@@ -172,7 +170,9 @@ class unit_products:
             ACTIVE.blocks.pop()
 
 
-def _check_task(block: Block) -> None:
+def _check_entered(block: Block) -> None:
+    if block.entered is None and block.recipe is not None:
+        raise RuntimeError(IN_PIECES)
     task = None if block.entered is None else block.entered.task
     if task is not None and not task.done() and _task() is not task:
         raise RuntimeError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -63,10 +64,18 @@ def function_around(end: str = "") -> str:
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != end:
-        if frame.f_code.co_filename == _FUNCTION and frame.f_code.co_name == "apply":
-            return f"the autograd function {frame.f_locals['cls'].__name__}"
+        if found := function_of(frame):
+            return found
         frame = frame.f_back
     return ""
+
+
+def function_of(frame: FrameType) -> str:
+    """The autograd function that is called in ``frame``; "" if the frame calls none."""
+    if frame.f_code.co_filename != _FUNCTION or frame.f_code.co_name != "apply":
+        return ""
+    name = getattr(frame.f_locals.get("cls"), "__name__", "without a name")
+    return f"the autograd function {name}"
 
 
 _OPERATOR = (

@@ -28,7 +28,7 @@ from torch.func import debug_unwrap
 from fp8.common.compiler import FirstLook, called
 from fp8.modes.control_flow import depends_on_values, run_within, runs_functions
 from fp8.modes.dispatch import expansion
-from fp8.modes.unseen import OPERATORS, function_around
+from fp8.modes.unseen import OPERATORS, function_around, function_of
 from fp8.products.einsum import contracted
 
 from ..run import install
@@ -478,7 +478,6 @@ _INSTALL = install.__file__
 _OURS = tuple(str(Path(__file__).parents[3] / name) for name in ("fp8", "unit_scaling"))
 _TORCH = str(Path(torch.__file__).parent)
 _DISTRIBUTIONS = str(Path(torch.__file__).parent / "distributions")
-_FUNCTION = str(Path(torch.autograd.function.__file__))
 _CHECKPOINT = str(Path(torch.utils.checkpoint.__file__))
 
 
@@ -526,9 +525,8 @@ def _location() -> _Location:
         ours = file.startswith(_OURS)
         if file == _INSTALL:
             break  # the running module begins here
-        if file == _FUNCTION and frame.f_code.co_name == "apply" and where:
-            name = getattr(frame.f_locals.get("cls"), "__name__", "without a name")
-            inside = f"the autograd function {name}"
+        if where:
+            inside = function_of(frame) or inside
         of_torch = file.startswith(_DISTRIBUTIONS)
         if not (inside or ours) and (of_torch or _is_of_distribution(frame)):
             inside = DISTRIBUTION
