@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 from .kinds import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT
-from .record import CallNode
+from .record import CallNode, Input
 
 T = TypeVar("T")
 
@@ -39,7 +39,6 @@ class Flow:
         for index, sources in enumerate(self.sources):
             for source in sources:
                 self.readers[source].append(index)
-        self.data = self._data()
         self.parents = self._dominators()
 
     def _sources(self, node: CallNode) -> list[int]:
@@ -48,21 +47,9 @@ class Flow:
         inputs = dict.fromkeys(i.node for i in node.inputs)
         return [i for i in inputs if self.nodes[i].live and not self.nodes[i].computed]
 
-    def _data(self) -> list[bool]:
-        """For each node, whether it is an input of the model or computed from inputs without
-        parameters.
-
-        Results of products do not count as data.
-        """
-        data: list[bool] = []
-        for index, node in enumerate(self.nodes):
-            made = not self.is_product(index) and not any(
-                self.nodes[i.node].computed for i in node.inputs
-            )
-            sources = self.sources[index]
-            given = node.key is None and not node.function and node.live and not node.computed
-            data.append(given or (bool(sources) and made and all(data[s] for s in sources)))
-        return data
+    def values(self, index: int) -> list[Input]:
+        """The arguments of a call that are values."""
+        return [i for i in self.nodes[index].inputs if i.node in self.sources[index]]
 
     def is_product(self, index: int) -> bool:
         """Whether the call is a product or a recurrent layer on values."""
@@ -87,10 +74,7 @@ class Flow:
 
     def weighs(self, index: int) -> int | None:
         """The product that uses the result of a call as an operand, through moves, dropout and
-        masks only.
-
-        None if there is none.
-        """
+        masks only; None if there is none."""
         for reader in self.readers[index]:
             if self.is_product(reader):
                 return reader
@@ -109,11 +93,7 @@ class Flow:
         return found
 
     def between(self, start: int, end: int) -> list[int]:
-        """The nodes on all paths from ``start`` (excluded) to ``end``, in order; [] if there are
-        none.
-
-        Only nodes between the two are visited.
-        """
+        """The nodes on all paths from ``start`` (excluded) to ``end``, in order."""
         above = reached([end], lambda index: [s for s in self.sources[index] if s >= start])
         if start not in above or start == end:
             return []
@@ -124,9 +104,7 @@ class Flow:
         return sorted(found - {start})
 
     def weights(self, index: int) -> set[str]:
-        """The parameters among the arguments of a call, and those that an argument is computed
-        from.
-        """
+        """The parameters that the arguments of a call are, or are computed from."""
 
         def arguments(call: int) -> list[int]:
             follows = call == index or self.nodes[call].computed
@@ -142,10 +120,7 @@ class Flow:
 
     def _dominators(self) -> list[int]:
         """For each node its immediate dominator: the nearest node on all paths to it; -1 if none.
-
-        One pass suffices, as inputs come before users. Source: Cooper, Harvey and Kennedy, "A
-        Simple, Fast Dominance Algorithm".
-        """
+        Source: Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm"."""
         parents, depth = [-1] * len(self.nodes), [0] * len(self.nodes)
         for index, sources in enumerate(self.sources):
             if not sources:

@@ -29,8 +29,8 @@ from ..capture.record import CallNode, Key, Place, Recorder, Slot, tensors_in
 from ..capture.structure import Structure, held_by
 from ..folding.ratios import find_ties
 from ..plan.actions import Arriving, CallRow, Plan, Settings, Settled, Step, Weights
+from ..plan.arguments import find_shares, joined
 from ..plan.planner import Planned, make_plan
-from ..plan.shares import find_shares, joined
 from ..plan.weights import parametrizations, pruned, tagged_weights
 from ..run.border import records
 from ..run.install import Call, Given, Places, Scope, find_scope, is_flattened, is_sharded

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fp8.common.report import LEFT_ALONE
 
 from ...rules.table import Constraint
-from ..capture.record import Key, Place, Slot
+from ..capture.record import CallNode, Key, Place, Slot
 
 MEASURED = "measured"
 """The report's word for a call without a rule whose factor was measured."""
@@ -186,9 +186,13 @@ class Plan:
         """The exponent of gradients that arrive at the output; None until known."""
         return self.arriving.exponent
 
+    def step_of(self, call: CallNode) -> Step | None:
+        """The step of a recorded call; None for a call without one."""
+        return None if call.key is None else self.steps.get(call.key)
+
     def covers(self, path: str) -> bool:
         """Whether it has steps of the module at ``path``."""
-        return any(p == path or p.startswith(f"{path}.") for p, _, _ in self.steps)
+        return any(f"{other}.".startswith(f"{path}.") for other, _, _ in self.steps)
 
     def in_its_gauge(self, places: dict[Place, Placed]) -> dict[Place, Placed]:
         """The calls of an earlier plan in the gauge of this one, if all of its calls have one."""
@@ -200,19 +204,15 @@ class Plan:
 
     def other_paths(self, made: Mapping[tuple[str, str], int]) -> set[str]:
         """The modules that have made another number of calls of a kind with steps than planned.
-
-        made: (module path, kind) -> number of calls in a run, in which some modules may not run.
-        """
-        other = {
-            (path, kind)
-            for path in {path for path, _ in made} & self.counts.keys()
-            for kind, number in self.counts[path].items()
-            if made.get((path, kind), 0) != number
+        made: (module path, kind) -> number of calls in a run, in which some modules may not run."""
+        ran = {path for path, _ in made}
+        return {
+            path
+            for (path, kind, _), step in self.steps.items()
+            if step is not None
+            and path in ran
+            and made.get((path, kind), 0) != self.counts[path][kind]
         }
-        if not other:
-            return set()
-        acting = {(path, kind) for (path, kind, _), step in self.steps.items() if step is not None}
-        return {path for path, _ in other & acting}
 
 
 @dataclass
@@ -260,34 +260,25 @@ class Settled:
 
     def moved(self, paths: Mapping[str, str]) -> Settled:
         """The same for modules at other ``paths``, without modules that are not among them. Gauges
-        are measured again, but those of parameters, which the state of an optimizer is in.
-        """
+        are measured again, but those of parameters, which the state of an optimizer is in."""
 
-        def calls(entries: dict[Any, Any]) -> dict[Any, Any]:
-            return {(paths[k[0]], *k[1:]): v for k, v in entries.items() if k[0] in paths}
+        def moved(key: Any) -> Any:
+            """The key of a call or a place, or of an argument of one: (key, slot)."""
+            first = moved(key[0]) if isinstance(key[0], tuple) else paths.get(key[0])
+            return None if first is None else (first, *key[1:])
 
-        def arguments(entries: dict[tuple[Key, Any], Any]) -> dict[tuple[Key, Any], Any]:
-            found = calls({(*key, slot): value for (key, slot), value in entries.items()})
-            return {((*key,), slot): value for (*key, slot), value in found.items()}
-
-        names = [(name, *name.rpartition(".")[::2]) for name in self.parameters]
-        return Settled(
-            keys=calls(self.keys),
-            factors=arguments(self.factors),
-            units=calls(self.units),
-            weights=arguments(self.weights),
-            shares=calls(self.shares),
-            loops=calls(self.loops),
-            corrections=calls(self.corrections),
-            operands=arguments(self.operands),
-            parameters={
-                f"{paths[path]}.{leaf}".removeprefix("."): self.parameters[name]
-                for name, path, leaf in names
-                if path in paths
-            },
-            varying={paths[path]: True for path in self.varying if path in paths},
-            twice=self.twice,
-        )
+        names = "keys factors units weights shares loops corrections operands".split()
+        found: dict[str, Any] = {
+            name: {moved(key): v for key, v in getattr(self, name).items() if moved(key)}
+            for name in names
+        }
+        for name, exponent in self.parameters.items():
+            path, _, leaf = name.rpartition(".")
+            if path in paths:
+                own = found.setdefault("parameters", {})
+                own[f"{paths[path]}.{leaf}".removeprefix(".")] = exponent
+        varying = {paths[path]: True for path in self.varying if path in paths}
+        return Settled(**found, varying=varying, twice=self.twice)
 
     def settle(self, plan: Plan) -> None:
         """Adopts the measurements of a plan that are not fixed yet."""

@@ -5,8 +5,6 @@ The first recorded call fixes that number, so that later calls use the same fact
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,8 +17,7 @@ from .actions import Decision, Settings, Step
 
 
 class Attention:
-    """Decides on softmaxes over attention logits, their products with values, and fused
-    attention."""
+    """Decides on softmaxes of attention, their products with values, and fused attention."""
 
     def __init__(self, flow: Flow, settings: Settings) -> None:
         self.flow = flow
@@ -61,22 +58,18 @@ class Attention:
         keys, always = self._keys(
             index, node, given["value"].shape[-2], causal or _sees_the_past(mask)
         )
-        settings: tuple[tuple[str, Any], ...]
-        settings, output = (("context_length", keys), ("is_causal", always)), 1.0
+        settings, output = {"context_length": keys, "is_causal": always}, 1.0
         if mask is None and causal != always:  # the argument also changes what is computed
-            factors = [
-                op.scales((), {**given, "context_length": keys, "is_causal": c})["output"]
-                for c in (always, causal)
-            ]
-            settings, output = settings[:1], factors[0] / factors[1]
-        step = Step(op=node.kind, settings=settings, output=output)
+            output = op.scales((), {**given, **settings})["output"]
+            output /= op.scales((), {**given, **settings, "is_causal": causal})["output"]
+            del settings["is_causal"]
+        step = Step(op=node.kind, settings=(*settings.items(),), output=output)
         return step, "scaled", f"over {keys} keys" + (", of the past" if always else "")
 
     def _keys(
         self, index: int, node: CallNode, seen: int, causal: bool = False
     ) -> tuple[int, bool]:
-        """(the number of keys to scale for, whether attention is causal), fixed at the first
-        call."""
+        """(the number of keys to scale for, whether it is causal), fixed at the first call."""
         assert node.key is not None
         found = (self._settings.context or seen, causal)
         settled = self._settings.settled.keys.setdefault(node.key, found)

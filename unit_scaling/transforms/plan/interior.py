@@ -5,15 +5,8 @@ weight. Everything else keeps its values: the inputs of the model and what is co
 its results, its losses and all operations after its last layer. A submodule, or a model without
 layers, is assumed to have layers around it: all of it is interior.
 
-Three kinds of calls keep their values because of what reads them.
-
-1. *Distances* whose argmin is taken: a decomposed one, ``a**2 + b**2 - 2 * a @ b.T``, sums scaled
-   and unscaled terms.
-2. *Cosines* after the last layer. A direction is a value divided by its norm. The product of two
-   directions, or of a direction and a constant, is at most 1 by design: a margin is added to its
-   angle, or a temperature turns it into a logit. In attention it is a logit like any other, except
-   inside an autograd function, whose calls are left alone.
-3. Values of functions that are defined on an *interval* alone, after the last layer.
+Some calls keep their values because of what reads them: `distances`, `cosines`, and what is
+`limited` to an interval.
 """
 
 from __future__ import annotations
@@ -21,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..capture.dataflow import Flow
-from ..capture.kinds import CASTS, ELEMENTWISE, EMBEDDINGS, LIMITED, MOVES, TRANSPARENT
+from ..capture.kinds import ELEMENTWISE, EMBEDDINGS, LIMITED, MOVES, TRANSPARENT
 from ..capture.record import CallNode
 
 _PRODUCTS = frozenset("linear matmul mm bmm mv einsum tensordot mul".split())
 _NORMS = frozenset(["norm", "vector_norm"])
-_KEEPS = MOVES | CASTS | {"detach"}
-_BOUNDED = MOVES | CASTS | frozenset("clamp clamp_min maximum add".split())
+_KEEPS = MOVES | {"detach"}
+_BOUNDED = MOVES | {"clamp", "clamp_min", "maximum", "add"}
 
 
 class Interior:
@@ -35,20 +28,21 @@ class Interior:
 
     def __init__(self, flow: Flow, whole: bool) -> None:
         nodes = flow.nodes
-        learned = [any(nodes[i.node].computed for i in node.inputs) for node in nodes]
+        reads = [any(nodes[i.node].computed for i in node.inputs) for node in nodes]
         layers = {
             index
             for index, node in enumerate(nodes)
-            if flow.is_layer(index) or (learned[index] and node.kind in EMBEDDINGS)
+            if flow.is_layer(index) or (reads[index] and node.kind in EMBEDDINGS)
         }
-        above = [False] * len(nodes)
+        #: For each node, whether parameters have gone into its value.
+        self.learned: list[bool] = []
         for index, sources in enumerate(flow.sources):
-            above[index] = learned[index] or any(above[source] for source in sources)
-        below = flow.before(layers)
-        part = not (whole and layers)
-        self.calls = {i for i in range(len(nodes)) if part or (above[i] and below[i])}
+            self.learned.append(reads[index] or any(self.learned[source] for source in sources))
         #: For each node, whether its result feeds a layer.
-        self.feeds_layers = below
+        self.feeds_layers = flow.before(layers)
+        part = not (whole and layers)
+        between = zip(self.learned, self.feeds_layers, strict=True)
+        self.calls = {i for i, ends in enumerate(between) if part or all(ends)}
 
     def __contains__(self, index: int) -> bool:
         return index in self.calls
@@ -64,7 +58,8 @@ def consumers(nodes: Sequence[CallNode]) -> list[dict[int, str]]:
 
 
 def distances(readers: Sequence[Mapping[int, str]]) -> set[int]:
-    """The calls whose results are used only by an argmin. readers: as returned by `consumers`."""
+    """The calls whose results are used only by an argmin: ``a**2 + b**2 - 2 * a @ b.T`` would sum
+    scaled and unscaled terms. readers: as returned by `consumers`."""
     found: set[int] = set()
     for index in reversed(range(len(readers))):
         kinds = {kind for reader, kind in readers[index].items() if reader not in found}
@@ -87,7 +82,9 @@ def limited(flow: Flow, interior: Interior) -> set[int]:
 
 
 def cosines(flow: Flow, interior: Interior) -> set[int]:
-    """The calls that compute directions, and their products, after the last layer."""
+    """The calls that compute directions (values divided by their norms), and their products, after
+    the last layer. These are at most 1 by design: a margin is added to the angle, or a temperature
+    makes it a logit. In attention it is a logit like any other."""
     made: list[set[int]] = []  # for each node, the calls that compute its directions
     found: set[int] = set()
     for index, node in enumerate(flow.nodes):

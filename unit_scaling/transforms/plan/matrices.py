@@ -1,8 +1,7 @@
 """Matrix formulas: powers of a matrix, sums with an identity, inverses, distances.
 
-An inverse by Newton's iteration, ``v = v @ (2 * eye - k @ v)``, is a polynomial of one matrix and
-only holds for unscaled values. With a factor at each product it would converge to another matrix or
-diverge. Such calls are found by data flow. They start from
+Newton's iteration for an inverse, ``v = v @ (2 * eye - k @ v)``, holds for unscaled values: with a
+factor at each product it would converge to another matrix or diverge. Formulas start from
 
 1. sums of an identity and a value: ``eye - k`` and products with it;
 2. sums of a *power* (a product of values with the same origin and no weight in between) and that
@@ -17,18 +16,9 @@ import torch
 from torch import Tensor
 
 from ..capture.dataflow import Flow, reached
-from ..capture.kinds import (
-    ALGEBRA,
-    ATTENTION,
-    CASTS,
-    FORMED,
-    MOVES,
-    PARTS,
-    RECURRENT,
-    SELECTIONS,
-)
+from ..capture.kinds import ALGEBRA, ATTENTION, FORMED, MOVES, PARTS, RECURRENT, SELECTIONS
 from ..capture.record import Input, tensors_in
-from ..capture.values import has_values
+from ..capture.values import has_values, is_strided
 
 ADDS = frozenset(["add", "sub", "rsub"])
 ENDS = frozenset("softmax log_softmax sigmoid tanh normalize".split())
@@ -36,7 +26,7 @@ ENDS = frozenset("softmax log_softmax sigmoid tanh normalize".split())
 
 _SQUARES = frozenset("pow square norm vector_norm".split())
 _SUMS = frozenset("sum norm vector_norm".split())
-_CHAINED = MOVES | CASTS | frozenset(["mul", "div", "neg"])
+_CHAINED = MOVES | {"mul", "div", "neg"}
 
 _Root = tuple[int, int]
 """(node, index of its result)."""
@@ -55,7 +45,7 @@ class Matrices:
     def origins(self, index: int) -> list[frozenset[_Root]]:
         """Those of the arguments of a call: what they are computed from, back to the last layer,
         softmax or slice."""
-        return [self._from(i) for i in self._values(index)]
+        return [self._from(i) for i in self.flow.values(index)]
 
     def _found(self, index: int) -> frozenset[_Root]:
         node, sources = self.flow.nodes[index], self.flow.sources[index]
@@ -68,9 +58,6 @@ class Matrices:
         if self.flow.nodes[i.node].kind in PARTS:
             return frozenset([(i.node, i.part)])
         return self._roots[i.node]
-
-    def _values(self, index: int) -> list[Input]:
-        return [i for i in self.flow.nodes[index].inputs if i.node in self.flow.sources[index]]
 
     def _is_layer(self, index: int) -> bool:
         """Whether a call multiplies values by weights, or is attention or a recurrent layer."""
@@ -136,11 +123,11 @@ class Matrices:
 @torch.no_grad()
 def _is_identity(tensor: Tensor | None) -> bool:
     """Whether a tensor is a multiple of an identity, or a batch of these."""
-    if tensor is None or tensor.dim() < 2 or tensor.is_meta or tensor.layout is not torch.strided:
+    if tensor is None or tensor.dim() < 2 or tensor.is_meta or not is_strided(tensor):
         return False
     *_, rows, columns = tensor.shape
     if rows != columns or rows < 2 or not tensor.numel() or not has_values([tensor]):
         return False
-    first = tensor.reshape(-1, rows, columns)[0, 0, 0]
+    first = tensor.flatten()[0]
     eye = first * torch.eye(rows, dtype=tensor.dtype, device=tensor.device)
     return bool(first != 0) and bool((tensor == eye).all())

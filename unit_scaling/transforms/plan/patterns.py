@@ -1,7 +1,6 @@
 """Patterns: functions that a model decomposes into several calls, recognised as one unit each.
 
-A handwritten GELU, RMSNorm, softmax or rotary embedding runs unchanged, and its result is scaled as
-a whole. Patterns are found by data flow, never by names or forms:
+They run unchanged, and the result is scaled as a whole. They are found by data flow:
 
 1. *formula*: every call is elementwise in one value, with numbers: a chain or a diamond. The factor
    of its result is computed by quadrature.
@@ -14,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +21,13 @@ from ...rules.elementwise import elementwise_rms
 from ...rules.table import find_op
 from ..capture.dataflow import Flow, reached
 from ..capture.kinds import CASTS, ELEMENTWISE, FORMED, LINEAR, MOVES
-from ..capture.record import Key, Slot, replaced
+from ..capture.record import Key, replaced
 from .regions import Region
 
 
 def find_units(flow: Flow, settled: dict[Key, float]) -> list[Region]:
-    """Returns the patterns and formulas of a model; their last call returns the result.
-
-    settled: factors of formulas, fixed by their last call; new ones are added.
-    """
+    """Returns the patterns and formulas of a model; their last call returns the result. settled:
+    factors of formulas, fixed by their last call; new ones are added."""
     found: list[Region] = []
     taken: set[int] = set()
     for last in reversed(range(len(flow.nodes))):
@@ -62,10 +58,7 @@ _STEPS = 4
 
 def _pattern(flow: Flow, last: int) -> tuple[int, ...]:
     """The calls of the largest pattern that ends at a call where paths meet; () if there is none.
-
-    It begins at a fork: the paths of a softmax, ``e / e.sum()``, part at its exp, those of its
-    shift, ``x - x.amax()``, before it.
-    """
+    It begins at a fork, as ``e`` is in ``e / e.sum()``."""
     found: tuple[int, ...] = ()
     ending = _ending(flow, last) if len(flow.sources[last]) > 1 else iter(())
     for entry, calls in islice(ending, _STEPS):
@@ -114,8 +107,7 @@ def _region(flow: Flow, entry: int, last: int) -> tuple[int, ...]:
 def _curved(flow: Flow, index: int) -> bool:
     """Whether an elementwise call is more than a multiple of its input."""
     node = flow.nodes[index]
-    live = [i for i in node.inputs if i.node in flow.sources[index]]
-    return node.kind not in LINEAR or len(live) > 1 or flow.inverts(index)
+    return node.kind not in LINEAR or len(flow.values(index)) > 1 or flow.inverts(index)
 
 
 def _acts_on_elements(flow: Flow, index: int) -> bool:
@@ -136,17 +128,13 @@ def _factor(flow: Flow, calls: tuple[int, ...], settled: dict[Key, float]) -> fl
     key = flow.nodes[calls[-1]].key
     assert key is not None
     if key not in settled:
-        settled[key] = _integrated(flow, calls)
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                output, slope = elementwise_rms(lambda x: _run(flow, calls, x), 1.0, ())
+        except ValueError:
+            output = slope = math.nan
+        settled[key] = 1 / output if 0 < slope < math.inf else math.nan
     return settled[key]
-
-
-def _integrated(flow: Flow, calls: tuple[int, ...]) -> float:
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            output, slope = elementwise_rms(lambda x: _run(flow, calls, x), 1.0, ())
-    except ValueError:
-        return math.nan
-    return 1 / output if 0 < slope < math.inf else math.nan
 
 
 def _run(flow: Flow, calls: tuple[int, ...], x: Tensor) -> Tensor:
@@ -154,14 +142,10 @@ def _run(flow: Flow, calls: tuple[int, ...], x: Tensor) -> Tensor:
     values = dict[int, Tensor]()
     for call in calls:
         node, given = flow.nodes[call], flow.nodes[call].tensors
-        tensors: dict[Slot, Any] = {
-            i.slot: values.get(i.node, x).clone()  # the call may write in place
-            if i.node in flow.sources[call]
-            else given[i.slot].detach().clone().to(x.device)
-            for i in node.inputs
-        }
+        read = {i.slot: values.get(i.node, x) for i in flow.values(call)}
+        # Copies, as the call may write in place.
+        tensors = {s: read.get(s, t.detach()).clone().to(x.device) for s, t in given.items()}
         assert node.function is not None
-        values[call] = node.function(
-            *replaced(node.args, tensors), **replaced(node.kwargs, tensors)
-        )
+        args, kwargs = replaced(node.args, tensors), replaced(node.kwargs, tensors)
+        values[call] = node.function(*args, **kwargs)
     return values[calls[-1]]

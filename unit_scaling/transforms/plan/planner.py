@@ -1,17 +1,13 @@
 """The planner: turns recorded calls into a `Plan` of scale factors.
 
-The first row of `DECIDERS` that applies to a call decides.
-
-Where log2 of a result's RMS differs from 0 by more than `measure.measuring.REACH`, the factor is
-corrected by measurement. Where that of an operand of a product does (of one that keeps its values,
-for example), the operand is multiplied by a power of two and the result divided by it. The gauges
-of all gradients are measured too (`measure.gauge`).
+The first row of `DECIDERS` that applies to a call decides. What is measured afterwards corrects
+factors of results and of operands of products (`measure.measuring`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from fp8.common.report import LEFT_ALONE
@@ -21,7 +17,6 @@ from ..capture.dataflow import Flow
 from ..capture.kinds import (
     ALGEBRA,
     ATTENTION,
-    CASTS,
     ELEMENTWISE,
     KEPT,
     LAYERS,
@@ -49,27 +44,26 @@ _COSINE = "cosine after the last layer"
 _LIMITED = "value whose logarithm or the like is taken"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Planned:
     """A plan, the flow it was made from, and what the measurement needs to know about its calls.
 
     rows: the call of each row of the plan. checked: calls whose factor the measurement may correct.
-    unruled: those of them whose factor is measured alone: results of regions.
-    products: those whose operands the measurement may give factors to -> the slot of the bias or
-    None.
-    settled: calls that use the factor of another sequence length, for which their result has RMS 1.
-    small: (call, argument) -> log2 of the RMS of a small parameter that nothing makes up for.
-    exponents: of the gauges, once they are chosen.
+    unruled: those without a factor of a rule: results of regions. products: those whose operands
+    the measurement may give factors to -> the slot of the bias or None. settled: calls that use the
+    factor of another sequence length, for which their result has RMS 1. small: (call, argument) ->
+    log2 of the RMS of a small parameter that nothing makes up for. exponents: of the gauges, once
+    they are chosen.
     """
 
     plan: Plan
     flow: Flow
-    rows: list[int]
-    checked: frozenset[int]
-    unruled: frozenset[int]
-    products: Mapping[int, Slot | None]
-    settled: frozenset[int]
-    small: Mapping[tuple[int, Slot], float]
+    settled: set[int]
+    rows: list[int] = field(default_factory=list)
+    checked: set[int] = field(default_factory=set)
+    unruled: set[int] = field(default_factory=set)
+    products: dict[int, Slot | None] = field(default_factory=dict)
+    small: dict[tuple[int, Slot], float] = field(default_factory=dict)
     exponents: list[int] = field(default_factory=list)
 
 
@@ -78,26 +72,24 @@ def make_plan(nodes: list[CallNode], settings: Settings) -> Planned:
     planner = _Planner(nodes, settings)
     depths = planner.residuals.depths if settings.residual == "umup" else {}
     plan = Plan(inner=planner.inner, depths=depths, in_pairs=not settings.preserve)
-    checked, products = set[int](), dict[int, Slot | None]()
-    rows: list[int] = []
-    small = dict[tuple[int, Slot], float]()
+    found = Planned(plan, planner.flow, planner.attention.of_others)
     for index, node in enumerate(nodes):
         if node.function is None:
             continue
         step, row = planner.decide(index, node)
         if node.key is not None:
             plan.steps[node.key] = step
-        if node.key is not None and not settings.preserve and _is_multilinear(node):
-            products[index] = _bias(node)
-        small |= planner.settle_small(index, node)
+            if not settings.preserve and _is_multilinear(node):
+                found.products[index] = _bias(node)
+        found.small |= planner.settle_small(index, node)
         if row is not None:
             plan.rows.append(row)
-            rows.append(index)
+            found.rows.append(index)
             if planner.is_checked(index, row):
-                checked.add(index)
-    settled = frozenset(planner.attention.of_others)
-    unruled = frozenset(filter(planner.is_unruled, checked))
-    return Planned(plan, planner.flow, rows, frozenset(checked), unruled, products, settled, small)
+                found.checked.add(index)
+    regions = planner.regions
+    found.unruled = {i for i in found.checked if i in regions and regions[i].factor is None}
+    return found
 
 
 def _bias(node: CallNode) -> Slot | None:
@@ -126,14 +118,13 @@ class _Planner:
         if not settings.preserve:
             self._find_regions()
         self.inner = self._inner_readouts()
-        self.arguments = Arguments(flow, settings)
+        self.arguments = Arguments(flow, settings, self.interior.learned)
         self.attention = Attention(flow, settings)
         self.consumers = consumers(nodes)
         self.distances = distances(self.consumers)
 
     def _find_regions(self) -> None:
-        """Finds the regions, and the residual adds between them; the last that holds a call keeps
-        it."""
+        """Finds the regions and the residual adds; the last region that holds a call keeps it."""
         flow, settings, interior = self.flow, self.settings, self.interior
         closed = Regions(flow, interior)
         matrices = closed.formulas()
@@ -152,15 +143,10 @@ class _Planner:
 
     def _inner_readouts(self) -> frozenset[str]:
         """The readout weights whose output feeds layers or residual adds."""
-        mixes = self.flow.before(
-            {*self.residuals.adds, *filter(self.flow.is_product, range(len(self.nodes)))}
-        )
-        inner: set[str | None] = set()
-        for index in range(len(self.nodes)):
-            if self.flow.is_product(index) and mixes[index]:
-                inner |= {self.nodes[i.node].origin for i in self.nodes[index].inputs}
-        named = frozenset(name for name in inner if name is not None)
-        return named & self.settings.weights.readouts
+        products = set(filter(self.flow.is_product, range(len(self.nodes))))
+        mixes = self.flow.before(products.union(self.residuals.adds))
+        inner = [i.node for index in products if mixes[index] for i in self.nodes[index].inputs]
+        return self.settings.weights.readouts & {self.nodes[index].origin for index in inner}
 
     def _has_one_factor(self, index: int) -> bool:
         """Whether a call is elementwise, or the last one of a unit."""
@@ -179,15 +165,9 @@ class _Planner:
             return False
         return index in self.interior or self.flow.is_product(index)
 
-    def is_unruled(self, index: int) -> bool:
-        """Whether no rule has a factor for the result of a region."""
-        return index in self.regions and self.regions[index].factor is None
-
     def settle_small(self, index: int, node: CallNode) -> dict[tuple[int, Slot], float]:
-        """Settles that no measurement makes up for a small parameter that keeps its values, such as
-        the factor of a branch: it learns at the rate of one of RMS 1, so its steps would be too
-        large. Returns as `Planned.small`.
-        """
+        """Settles that no measurement makes up for a small parameter that keeps its values: it
+        learns at the rate of one of RMS 1, so its steps would be too large. As `Planned.small`."""
         found: dict[tuple[int, Slot], float] = {}
         if node.key is None or node.kind not in PRODUCTS | {"mul"} or node.computed:
             return found
@@ -205,17 +185,11 @@ class _Planner:
         """The step for a call and its row in the report."""
         kind, number = node.key[1:] if node.key is not None else (node.name, 0)
         concerns = node.floating and any(self.nodes[i.node].live for i in node.inputs)
-        step, done, why = self._choose(index, node, kind) if concerns else _NOTHING
+        found = (decider(self, index, node, kind) for decider in DECIDERS)
+        step, done, why = next(filter(None, found)) if concerns else _NOTHING
         if done == LEFT_ALONE and node.where:
             why = f"{why} ({node.where})"
         return step, CallRow(node.path, node.name, done, why, number) if done else None
-
-    def _choose(self, index: int, node: CallNode, kind: str) -> Decision:
-        for decider in DECIDERS:
-            decision = decider(self, index, node, kind)
-            if decision is not None:
-                return decision
-        raise AssertionError("the last decider applies to every call")
 
     # Deciders, in the order of the table
 
@@ -229,9 +203,12 @@ class _Planner:
         """A call inside an autograd function, which computes its gradient itself: left alone."""
         if not node.inside:
             return None
-        done = "unchanged" if node.inside == DISTRIBUTION else LEFT_ALONE
-        before = self.nodes[index - 1]
-        done = "" if before.live and node.continues(before) else done
+        before, done = self.nodes[index - 1], LEFT_ALONE
+        places = [(call.inside, call.path, call.where) for call in (before, node)]
+        if before.live and places[0] == places[1]:  # the row of the previous call says it
+            done = ""
+        elif node.inside == DISTRIBUTION:
+            done = "unchanged"
         return self.arguments.restored(node), done, f"inside {node.inside}, as all its calls"
 
     def _preserved(self, index: int, node: CallNode, kind: str) -> Decision | None:
@@ -256,10 +233,9 @@ class _Planner:
             return _NOTHING
         step = self.arguments.restored(node)
         if node.key is None:
-            unseen = any(
-                self.nodes[i.node].origin in self.settings.weights.unseen for i in node.inputs
-            )
-            done = LEFT_ALONE if unseen and not node.written else ""
+            origins = {self.nodes[i.node].origin for i in node.inputs}
+            seen = bool(node.written) or origins.isdisjoint(self.settings.weights.unseen)
+            done = "" if seen else LEFT_ALONE
             return None, done, f"computes a weight by {node.name}, from parameters of RMS 1"
         return step, "unchanged" if step else "", "computes a weight, from parameters as they were"
 
@@ -279,10 +255,7 @@ class _Planner:
 
     def _residual(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """A residual add: the weights of its terms."""
-        if index not in self.residuals.adds:
-            return None
-        slots, why = self.residuals.adds[index]
-        return Step(slots=tuple((s, f, f) for s, f in slots)), "scaled", why
+        return self.residuals.adds.get(index)
 
     def _outside(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """A call outside the `interior`: keeps its values, unless it is a layer."""
@@ -291,12 +264,11 @@ class _Planner:
         restored = self.arguments.restored(node)
         if restored is not None and node.key is None:
             return None, LEFT_ALONE, f"no rule for {node.name}, which reads parameters of RMS 1"
-        silent = kind in NEUTRAL | CASTS and restored is None
+        silent = kind in NEUTRAL and restored is None
         return restored, "" if silent or find_op(node.function) is None else "unchanged", _OUTSIDE
 
     def _share(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """A sum, a concatenation or a choice of values and a much smaller or larger parameter: each
-        has the share that it had in the model as it was."""
+        """A join of values and a much smaller or larger parameter: each keeps its share."""
         slots = () if node.key is None else self.settings.settled.shares.get(node.key)
         if not slots:
             return None
@@ -304,41 +276,38 @@ class _Planner:
         return Step(slots=slots), "scaled", f"terms keep their shares, {shares}"
 
     def _add(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """A sum: of values of RMS 1 by its rule, of numbers, masks, constants and biases as it
-        is."""
+        """A sum: of values by its rule, of numbers, masks, constants and biases as it is."""
         if kind not in ("add", "sub"):
             return None
         sources = [self.nodes[i.node] for i in node.inputs]
-        if len(sources) < 2:
-            return None, "unchanged", "adds a number"
-        if node.numel == 1:
-            return None, "unchanged", "adds single numbers"
-        if any(source.masking for source in sources):
-            return None, "unchanged", "adds a mask"
-        if not all(source.live for source in sources):
-            return None, "unchanged", "adds a constant"
-        if set(self.consumers[index].values()) == {"detach"}:
-            return None, "unchanged", "is detached: the rest of a straight-through gradient"
-        weights = [source.origin for source in sources if source.computed]
-        if weights and not any(name in self.settings.weights.factors for name in weights):
-            return None, "unchanged", "adds a bias"
+        weights = {source.origin for source in sources if source.computed}
+        detached = set(self.consumers[index].values()) == {"detach"}
+        reasons = {
+            "adds a number": len(sources) < 2,
+            "adds single numbers": node.numel == 1,
+            "adds a mask": any(source.masking for source in sources),
+            "adds a constant": not all(source.live for source in sources),
+            "is detached: the rest of a straight-through gradient": detached,
+            "adds a bias": weights and weights.isdisjoint(self.settings.weights.factors),
+        }
+        for why, applies in reasons.items():
+            if applies:
+                return None, "unchanged", why
         return (Step(op="add"), "scaled", "") if node.kind == "add" else None
 
     def _mul(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """A value times or over a number, which is taken out, a constant or a gain."""
-        if kind not in ("mul", "div") or self.flow.inverts(index):
-            return None
         values = self.flow.sources[index]
+        if kind not in ("mul", "div") or self.flow.inverts(index) or len(values) != 1:
+            return None
         numbers = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, int | float)]
         others = [self.nodes[i.node] for i in node.inputs if i.node not in values]
-        if len(values) == 1 and node.numel > 1 and not any(o.live or o.numel > 1 for o in others):
+        if node.numel > 1 and not any(o.live or o.numel > 1 for o in others):
             sign = math.copysign(1.0, numbers[0]) if numbers else 1.0
             return Step(op="times", factor=sign), "scaled", "a number, taken out"
-        if len(values) == 1 and any(o.computed for o in others):
+        if any(o.computed for o in others):
             return None, "scaled", "a gain"
-        if len(values) == 1 and not any(o.live for o in others):
-            return None, "scaled", "times a constant"
-        return None
+        return None if any(o.live for o in others) else (None, "scaled", "times a constant")
 
     def _attention(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """Attention, and the products and softmax that it is composed of."""
@@ -349,31 +318,24 @@ class _Planner:
         assert node.function is not None
         op = find_op(node.function)
         if op is None or is_sparse(node):
-            return self._without_rule(node, kind)
+            restored = self.arguments.restored(node)
+            why = f"no rule for {node.name}" + " of a sparse tensor" * is_sparse(node)
+            why += "; its weight keeps its own scale" if restored else ""
+            return _NOTHING if kind in NEUTRAL else (restored, LEFT_ALONE, why)
         if kind in KEPT:
             return None, "unchanged", "keeps the scale"
         weights = {self.nodes[i.node].origin for i in node.inputs}
         slots = self.arguments.scaled(node)
         if kind == "linear" and weights & (self.settings.weights.readouts - self.inner):
             return Step(op="linear_readout", slots=slots), "scaled", "readout: 1/fan_in"
-        if kind in PRODUCTS:
-            return Step(op=op.name, slots=slots), "scaled", ""
-        if kind in RECURRENT:
-            settings = (("weight_factor", False),)
+        if kind in PRODUCTS | RECURRENT:
+            settings = (("weight_factor", False),) if kind in RECURRENT else ()
             return Step(op=op.name, slots=slots, settings=settings), "scaled", ""
         scales = op.scales(node.args, node.kwargs, func=node.function)
         weighted = any(self.nodes[i.node].computed for i in node.inputs)
         if len(set(scales.values())) == 1 and not weighted:  # weight factors depend on batch size
             return Step(op=op.name, slots=slots), "scaled", ""
         return Step(slots=slots, output=scales["output"]), "scaled", ""
-
-    def _without_rule(self, node: CallNode, kind: str) -> Decision:
-        if kind in NEUTRAL:
-            return _NOTHING
-        restored = self.arguments.restored(node)
-        why = " of a sparse tensor" if is_sparse(node) else ""
-        why += "; its weight keeps its own scale" if restored else ""
-        return restored, LEFT_ALONE, f"no rule for {node.name}{why}"
 
 
 Decider = Callable[[_Planner, int, CallNode, str], Decision | None]

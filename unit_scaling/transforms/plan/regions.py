@@ -1,18 +1,12 @@
 """Regions: calls that together mean what they mean for the values of the model only.
 
-The rule of an op holds for one call on independent values of RMS 1. The calls of a region depend
-on each other. They run as in the model, with the values that its weights had, and results that
-leave the region for the rest of the model have a factor: a measured one (`measure.measuring`), or
-none if the next pass of a loop reads them, or if a call that writes into its argument computes
-them. Regions are
+They run as in the model, with the values that its weights had, and results that leave the region
+for the rest of the model have a factor: a measured one (`measure.measuring`), or none if the next
+pass of a loop reads them, or if a call that writes into its argument computes them.
 
-1. *formulas of matrices* (`plan.matrices`);
-2. *states carried by a loop* (`Regions.loops`);
-3. patterns of calls (`plan.patterns`), the only ones whose factor may be found by quadrature;
-4. cosines and arguments of logarithms after the last layer, without a factor (`plan.interior`).
-
-The first two are closed: with a call, everything it is computed from since the last layer belongs
-to the region, and everything computed from the region alone up to the next layer or activation.
+Formulas of matrices and states carried by a loop are closed: with a call, everything it is computed
+from since the last layer belongs to the region, and everything computed from the region alone up to
+the next layer or activation. Other regions are in `plan.patterns` and `plan.interior`.
 """
 
 from __future__ import annotations
@@ -20,7 +14,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 from ..capture.dataflow import Flow, reached
 from ..capture.kinds import ALGEBRA, CASTS, ELEMENTWISE
@@ -79,12 +72,11 @@ class Regions:
 
         A factor at each pass would be raised to the power of their number. Seeds are the calls that
         repeat at the same place and depend on their own earlier results without a product in
-        between. A loop around products (a recurrent cell, layers) is an ordinary network and is
-        scaled. Of a running sum, the adds alone are a region.
+        between. Of a running sum, the adds alone are a region.
 
         adds: residual adds, which are excluded. known: the places of such loops in other forms of
-        call, as a single pass must compute what the loop does; those of this flow are added. Each
-        with "state" or "sum" if the next pass reads the result, or "".
+        call; those of this flow are added. Each with "state" or "sum" if the next pass reads the
+        result, or "".
         """
         flow, members = self.flow, self._members
         self._outside.update(adds)
@@ -106,17 +98,15 @@ class Regions:
 
     def _split(self, calls: set[int], what: str) -> list[Region]:
         """Connected regions of these calls."""
-        calls = {i for i in calls if self.flow.nodes[i].function is not None}
-        exits = {i for i in calls if self._is_exit(i, calls)}
-        found: list[Region] = []
-        while calls:
-            part = frozenset(reached([min(calls)], partial(self._near, set(calls))))
+        flow, found = self.flow, list[Region]()
+        whole = {i for i in calls if flow.nodes[i].function is not None}
+        exits = {i for i in whole if self._is_exit(i, whole)}
+        near = {i: whole.intersection(flow.sources[i] + flow.readers[i]) for i in whole}
+        while near:
+            part = frozenset(reached([min(near)], near.__getitem__))
             found.append(Region(part, what, part & exits))
-            calls -= part
+            near = {i: others for i, others in near.items() if i not in part}
         return found
-
-    def _near(self, calls: set[int], index: int) -> set[int]:
-        return calls.intersection(self.flow.sources[index] + self.flow.readers[index])
 
     def _is_exit(self, index: int, calls: set[int]) -> bool:
         """Whether a result leaves a region for products, and no other call of the region, or pass

@@ -49,9 +49,7 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
     With init="unit", a matrix (two or more dimensions) is divided in place by its RMS, stored in
     its tag ``mup_divisor``, and biases are set to zero. With init="preserve", values do not change
     and the power of two nearest to the RMS of a matrix is stored in its tag ``mup_scale``. The last
-    `nn.Linear` is tagged as the readout, unless its weight is tied or it is the only layer with
-    weights besides embeddings. The first call reverts this if it is not the last layer in the data
-    flow.
+    `nn.Linear` is tagged as the readout (see `_readout`), which the first call may revert.
     """
     rows: list[CallRow] = []
     readout = _readout(model)
@@ -106,10 +104,7 @@ def pruned(module: nn.Module) -> dict[str, str]:
 
 def refuse_weights(model: nn.Module) -> None:
     """Raises ValueError for quantized weights and for weights that a hook sets before each call,
-    which are not parameters and whose computation is not recorded.
-
-    Weights masked by pruning are allowed.
-    """
+    whose computation is not recorded. Weights masked by pruning are allowed."""
     for path, module in model.named_modules():
         if why := why_quantized(module):
             raise ValueError(f"{path or 'the model'} is {why}; unit-scale the model before that")
@@ -131,52 +126,40 @@ def _scripted(model: nn.Module) -> list[CallRow]:
             continue
         for name in forward.__code__.co_names:
             if isinstance(forward.__globals__.get(name), torch.jit.ScriptFunction):
-                rows.append(
-                    CallRow(path, name, LEFT_ALONE, "a TorchScript function: it is not seen")
-                )
+                why = "a TorchScript function: it is not seen"
+                rows.append(CallRow(path, name, LEFT_ALONE, why))
     return rows
 
 
 def _readout(model: nn.Module) -> str | None:
-    """The name of the last linear layer's weight; None if another module shares it."""
+    """The name of the last linear layer's weight; None if another module shares it, or if no other
+    layer has weights besides embeddings."""
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
     if not linears:
         return None
     name, last = linears[-1]
     leaf = "weight_orig" if "weight_orig" in pruned(last) else "weight"
     weight = getattr(last, leaf)
-    uses = sum(p is weight for m in model.modules() for p in m.parameters(recurse=False))
-    if uses > 1 or not _has_other_layers(model, weight):
-        return None
-    return f"{name}.{leaf}" if name else leaf
-
-
-def _has_other_layers(model: nn.Module, weight: Tensor) -> bool:
-    """Whether the model has another matrix that is not an embedding."""
-    return any(
-        parameter.dim() > 1 and parameter is not weight
-        for module in model.modules()
-        if not isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        for parameter in module.parameters(recurse=False)
+    owners = [(m, p) for m in model.modules() for p in m.parameters(recurse=False)]
+    tied = sum(p is weight for _, p in owners) > 1
+    embeddings = nn.Embedding | nn.EmbeddingBag
+    layers = any(
+        p.dim() > 1 and p is not weight and not isinstance(m, embeddings) for m, p in owners
     )
+    return f"{name}.{leaf}".lstrip(".") if layers and not tied else None
 
 
 @torch.no_grad()
 def _is_empty_token(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is one row of zeros, (1, 1, n), such as a class token.
-
-    The gradient of a norm at zero is unbounded, and it is the only one if the model reads its
-    output at this token.
-    """
+    """Whether a parameter is one row of zeros, (1, 1, n), such as a class token: the gradient of a
+    norm at zero is unbounded, and the only one if the model reads its output there."""
     row = parameter.dim() > 2 and parameter.numel() == parameter.shape[-1] > 1
     return row and not parameter.is_meta and not bool(parameter.any())
 
 
 @torch.no_grad()
 def _is_gain(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is constant along its only non-singleton dimension, as layer scales are:
-    (1, 1, n) or (n, 1, 1).
-    """
+    """Whether a parameter is constant along its only dimension, as layer scales are: (1, 1, n)."""
     along = not parameter.is_meta and parameter.numel() == max(parameter.shape)
     return along and parameter.numel() > 0 and _is_one_number(parameter)
 
@@ -224,9 +207,8 @@ def _zero_bias(parameter: nn.Parameter) -> Done | None:
 
 @torch.no_grad()
 def _unit_gain(parameter: nn.Parameter) -> Done | None:
-    """Scales a gain to RMS 1 if it is initialised with a small or large constant, such as 1e-6, or
-    with noise, as some libraries initialise batch norms. Its branch would otherwise have no values.
-    """
+    """Scales a gain to RMS 1 if it is a small or large constant, such as 1e-6, or small noise. Its
+    branch would otherwise have no values."""
     if parameter.is_meta or parameter.numel() < 2:
         return None
     rms = parameter.double().square().mean().sqrt().item()
