@@ -1,16 +1,9 @@
 """Gauges of gradients: a power of two for each region of a model, measured in one step.
 
-Let the gradient at the output of call v be the true gradient of the scaled function times 2**c(v).
-A gradient that propagates from v to u is multiplied by 2**(c(u) - c(v)). The gradient of every
-parameter is then the true one times a power of two, for any exponents c. They are chosen such that
-all gradients that enter a product have RMS 1.
-
-A *region* is a connected set of calls without factors. Products and weighted adds have factors that
-absorb the ratio of two gauges, so regions end there. A region has one exponent, chosen to minimise
-the number of extra factors. A product that it does not suit gets its own exponent, with factors
-where it meets the region.
-
-The measurements are described in `measure.measuring`.
+docs/gauges.md derives them. A *region* is a connected set of calls without factors. Products and
+weighted adds have factors that absorb the ratio of two gauges, so regions end there. A region has
+one exponent, chosen to minimise the number of extra factors. A product that it does not suit gets
+its own exponent, with factors where it meets the region.
 """
 
 from __future__ import annotations
@@ -19,11 +12,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from statistics import median_high
 
 import torch
 
 from ...ops.products import is_bias
 from ...rules.table import OPS
+from ..capture.dataflow import reached
 from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT, is_added
 from ..capture.record import CallNode, Input, Key, Slot, replaced
 from ..capture.values import is_strided
@@ -54,7 +50,6 @@ class _Regions:
         self.nodes = planned.flow.nodes
         self._measured, self._settled = measured, settled
         self._true, self._model = true_gradients, model
-        self._root = list(range(len(self.nodes)))
         self.edges = [
             (index, i)
             for index, node in enumerate(self.nodes)
@@ -68,7 +63,10 @@ class _Regions:
         self._free = {
             (index, slot) for index in range(len(self.nodes)) for slot in self._riding(index)
         }
-        self._tied = self._join()
+        #: Edges that cannot have a factor, and the nodes of these and of edges that are written.
+        self._forced: list[tuple[int, Input]] = []
+        self._tied: set[int] = set()
+        self._region = self._regions()
         self._boundary = self._boundaries()
         self._grows = self._growth(planned.small)
         self.exponents: list[int] = [0] * len(self.nodes)
@@ -84,57 +82,59 @@ class _Regions:
     def _riding(self, index: int) -> Iterable[Slot]:
         """The slots of a call whose factor is free, or replaces the factor of a parameter."""
         node = self.nodes[index]
-        step = None if node.key is None else self.plan.steps.get(node.key)
+        step = self.plan.step_of(node)
         weighted = [slot for slot, fwd, _ in (step.slots if step else ()) if fwd != 1]
-        weights = [i.slot for i in node.inputs if self.nodes[i.node].computed]
-        inner = weights if not node.computed else []
-        return (*weighted, *inner, *operands(node, step).values())
+        weights = [i.slot for i in node.inputs if self.nodes[i.node].computed and not node.computed]
+        return (*weighted, *weights, *operands(node, step).values())
 
     def _has_gradient(self, index: int) -> bool:
-        return self.nodes[index].live and (
-            self.nodes[index].function is not None or self._is_leaf(index)
-        )
-
-    def _find(self, index: int) -> int:
-        while self._root[index] != index:
-            self._root[index] = self._root[self._root[index]]
-            index = self._root[index]
-        return index
-
-    def _union(self, a: int, b: int) -> None:
-        a, b = self._find(a), self._find(b)
-        self._root[max(a, b)] = min(a, b)
+        node = self.nodes[index]
+        return node.live and (node.function is not None or self._is_leaf(index))
 
     def _is_leaf(self, index: int) -> bool:
         """Whether a node is a parameter, or an input that requires a gradient."""
         node = self.nodes[index]
         return node.function is None and (node.parameter is not None or node.wanted)
 
-    def _join(self) -> set[int]:
-        """Joins nodes without a factor in between; returns the nodes of edges that cannot have
-        one."""
-        tied: set[int] = set()
+    def _regions(self) -> list[int]:
+        """For each node, the first one of its region: those joined by edges without a factor."""
+        near: dict[int, set[int]] = defaultdict(set)
+
+        def join(nodes: list[int]) -> None:
+            for one, other in pairwise(nodes):
+                near[one].add(other)
+                near[other].add(one)
+
         for index, i in self.edges:
             node = self.nodes[index]
-            if self._is_forced(node, i) or self._is_written(node, i):
-                tied |= {index, i.node}
-                self._union(index, i.node)
-                if self._is_written(node, i):
-                    tied |= self._join_base(i.node)
-            elif (index, i.slot) not in self._free and not self._is_leaf(i.node):
-                self._union(index, i.node)
-        return tied | self._joined()
-
-    def _joined(self) -> set[int]:
-        """Joins all calls where gauges are tracked through calls that a replay does not see, whose
-        results have none: returns these nodes."""
+            written = self._bases(i.node) if i.slot in node.written else []
+            # A replay does not see the call, or an autograd function computes its gradient.
+            forced = node.key is None or node.inside or not is_strided(node.tensors[i.slot])
+            self._forced += [(index, i)] if forced else []
+            if written or forced:
+                self._tied.update([index, i.node, *written])
+            elif (index, i.slot) in self._free or self._is_leaf(i.node):
+                continue
+            join([index, *(written or [i.node])])
         calls = [i for i, n in enumerate(self.nodes) if n.live and not self._is_leaf(i)]
         hidden = any(self.nodes[i].function and self.nodes[i].key is None for i in calls)
-        if not (self._settled.varying and hidden):
-            return set()
-        for index in calls:
-            self._union(calls[0], index)
-        return set(calls)
+        if self._settled.varying and hidden:  # results of calls that no replay sees are not tracked
+            self._tied.update(calls)
+            join(calls)
+        found = list(range(len(self.nodes)))
+        for index, first in enumerate(found):
+            if first == index:
+                for other in reached([index], near.__getitem__):
+                    found[other] = index
+        return found
+
+    def _bases(self, index: int) -> list[int]:
+        """A node and what it is a view of."""
+        found = [index]
+        while self.nodes[index].kind in TRANSPARENT and self.nodes[index].inputs:
+            index = self.nodes[index].inputs[0].node
+            found.append(index)
+        return found
 
     def _boundaries(self) -> Counter[int]:
         """For each call, the number of edges that would need a factor if it had its own gauge."""
@@ -143,8 +143,7 @@ class _Regions:
 
     def _growth(self, small: Mapping[tuple[int, Slot], float]) -> list[float]:
         """For each node, by how many octaves more than `GROWTH` its gradient grows when the small
-        parameters learn that it is multiplied by on all of its paths.
-        """
+        parameters learn that it is multiplied by on all of its paths."""
         found: list[float] = [math.inf] * len(self.nodes)
         parameters: dict[int, dict[Slot, float]] = defaultdict(dict)
         for (index, slot), size in small.items():
@@ -155,29 +154,14 @@ class _Regions:
             found[i.node] = min(found[i.node], after + own)
         return [max(0.0, size - GROWTH) if size < math.inf else 0.0 for size in found]
 
-    def _is_written(self, node: CallNode, i: Input) -> bool:
-        return i.slot in node.written
-
-    def _join_base(self, index: int) -> set[int]:
-        """Joins a tensor written in place with everything it is a view of."""
-        joined = {index}
-        while self.nodes[index].kind in TRANSPARENT and self.nodes[index].inputs:
-            above = self.nodes[index].inputs[0].node
-            self._union(index, above)
-            index = above
-            joined.add(index)
-        return joined
-
     def _wanted(self, index: int) -> float | None:
-        """The exponent that brings the gradient of a call to RMS 1. For a product whose factor is
-        applied outside its kernels, that of the gradient that the kernels receive.
-        """
-        node, key = self.nodes[index], self.nodes[index].key
-        found = None if key is None else self._measured.gradients.get(key)
-        step = None if key is None else self.plan.steps.get(key)
-        if found is None:
+        """The exponent that brings the gradient of a call to RMS 1; of a product, the gradient that
+        its kernels receive."""
+        node = self.nodes[index]
+        if node.key not in self._measured.gradients:
             return None
-        wanted = -found - self._grows[index]
+        wanted = -self._measured.gradients[node.key] - self._grows[index]
+        step = self.plan.step_of(node)
         if step is None or not self.is_product(index):
             return wanted
         return wanted - math.log2(abs(factor_after(step, node.function, node.args, node.kwargs)))
@@ -186,43 +170,41 @@ class _Regions:
         members: dict[int, list[int]] = defaultdict(list)
         for index, node in enumerate(self.nodes):
             if node.live and not self._is_leaf(index):
-                members[self._find(index)].append(index)
-        chosen = {root: self._of_region(calls) for root, calls in members.items()}
+                members[self._region[index]].append(index)
+        chosen = {region: self._of_region(region, calls) for region, calls in members.items()}
         for index in reversed(range(len(self.nodes))):  # zero gradients: the gauge of their reader
-            root = self._find(index)
-            if root in chosen and chosen[root] is None:
-                chosen[root] = next(
-                    (
-                        c
-                        for r in self.flow.readers[index]
-                        if (c := chosen.get(self._find(r))) is not None
-                    ),
-                    None,
-                )
-        for root, calls in members.items():
+            if chosen.get(self._region[index], 0) is None:
+                read = (chosen.get(self._region[r]) for r in self.flow.readers[index])
+                chosen[self._region[index]] = next((c for c in read if c is not None), None)
+        for region, calls in members.items():
             for index in calls:
-                self.exponents[index] = self._own(index, chosen[root] or 0)
+                self.exponents[index] = self._own(index, chosen[region] or 0)
         leaves = [index for index in range(len(self.nodes)) if self._is_leaf(index)]
+        bound = {i for i in leaves if self._region[i] in chosen or i in self._tied}
         weights = dict(self._biases())
         for index in sorted(leaves, key=weights.__contains__):  # biases after their weights
             near = [weights[index]] if index in weights else self._readers[index]
-            self.exponents[index] = self._of_leaf(index, near, chosen)
-        self._agree(index for index in leaves if not self._is_bound(index, chosen))
+            region = chosen.get(self._region[index]) or 0
+            self.exponents[index] = region if index in bound else self._of_leaf(index, near)
+        names = {i: name for i in leaves if i not in bound and (name := self.nodes[i].parameter)}
+        known = set(names.values()) if self._true else self._settled.parameters
+        own = {name: self.exponents[i] for i, name in names.items() if name not in known}
+        shared = agreed_once(self._model, own)  # the same in all processes
+        self.exponents = [shared.get(names.get(i, ""), c) for i, c in enumerate(self.exponents)]
 
     def _one(self) -> int:
         """The gauge of all tensors, inputs too, of a model that calls `torch.autograd.grad`, whose
-        own gradients are true then: in the middle of those of its products.
-        """
+        own gradients are true then: in the middle of those of its products."""
         names = [node.parameter for node in self.nodes if node.parameter is not None]
         known = [c for name in names if (c := self._settled.parameters.get(name)) is not None]
         if known:
             return known[0] - (self.plan.outside or 0)
         products = filter(self.is_product, range(len(self.nodes)))
-        wanted = sorted(w for index in products if (w := self._wanted(index)) is not None)
+        wanted = [w for index in products if (w := self._wanted(index)) is not None]
         if not wanted:  # inside torch.vmap
             sizes = self._measured.parameters
-            wanted = sorted(-sizes[name] for name in names if name in sizes)
-        middle = round(wanted[len(wanted) // 2]) if wanted else 0
+            wanted = [-sizes[name] for name in names if name in sizes]
+        middle = round(median_high(wanted)) if wanted else 0
         shared = agreed_once(self._model, dict.fromkeys(names, middle))
         return next(iter(shared.values()), 0)
 
@@ -241,25 +223,24 @@ class _Regions:
     def _biases(self) -> Iterator[tuple[int, int]]:
         """(bias, weight) of products, which apply the factor of their weight to both."""
         for node in self.nodes:
-            step = None if node.key is None else self.plan.steps.get(node.key)
-            names, at = operands(node, step), {i.slot: i.node for i in node.inputs}
+            names = operands(node, self.plan.step_of(node))
+            at = {i.slot: i.node for i in node.inputs}
             if "bias" in names and "weight" in names:
                 yield at[names["bias"]], at[names["weight"]]
 
     def _offset(self) -> int:
-        """The offset to gauges fixed by another call signature, whose gradient may have another
-        initial scale.
-        """
+        """The offset to gauges of another call signature, whose gradient may begin elsewhere."""
         known, keys = self._settled.gauges, enumerate(node.key for node in self.nodes)
-        both = [(i, known[key]) for i, key in keys if key is not None and key in known]
-        moves = sorted(w - gauge for i, gauge in both if (w := self._wanted(i)) is not None)
-        return round(moves[len(moves) // 2]) if moves else 0
+        both = [(i, known[key]) for i, key in keys if key in known]
+        moves = [w - gauge for i, gauge in both if (w := self._wanted(i)) is not None]
+        return round(median_high(moves)) if moves else 0
 
-    def _of_region(self, calls: list[int]) -> int | None:
-        if self._true and any(self._is_leaf(i.node) for i in self._forced(calls)):
+    def _of_region(self, region: int, calls: list[int]) -> int | None:
+        forced = [i.node for index, i in self._forced if self._region[index] == region]
+        if self._true and any(map(self._is_leaf, forced)):
             return 0
-        for i in self._forced(calls):
-            known = self._settled.parameters.get(self.nodes[i.node].parameter or "")
+        for index in forced:
+            known = self._settled.parameters.get(self.nodes[index].parameter or "")
             if known is not None:
                 return known - (self.plan.outside or 0)
         for index in calls:
@@ -271,27 +252,15 @@ class _Regions:
         wanted = [(w, self._boundary[i]) for i, w in products or found]
         if not wanted:
             return None
-        middle = sorted(wanted)[len(wanted) // 2][0]
+        middle, _ = median_high(wanted)
         candidates = sorted({round(w) for w, _ in wanted}, key=lambda c: (abs(c - middle), c))
         return min(candidates, key=lambda c: sum(n for w, n in wanted if abs(c - w) > REACH))
-
-    def _forced(self, calls: list[int]) -> list[Input]:
-        members = set(calls)
-        edges = ((self.nodes[index], i) for index, i in self.edges if index in members)
-        return [i for node, i in edges if self._is_forced(node, i)]
-
-    def _is_forced(self, node: CallNode, i: Input) -> bool:
-        """Whether an argument of a call can have no factor: a replay does not see the call, an
-        autograd function computes its gradient, or the argument is sparse."""
-        return node.key is None or bool(node.inside) or not is_strided(node.tensors[i.slot])
 
     def is_product(self, index: int) -> bool:
         return self.nodes[index].kind in PRODUCTS | RECURRENT
 
     def _own(self, index: int, region: int) -> int:
-        """The exponent of a call: that of its region, or its own for a product that it does not
-        suit.
-        """
+        """The exponent of a call: that of its region, or its own for a product it does not suit."""
         wanted = self._wanted(index)
         if not self.is_product(index) or index in self._tied or wanted is None:
             return region
@@ -300,16 +269,9 @@ class _Regions:
             return self._settled.gauges[key] + self._shift
         return region if abs(region - wanted) <= REACH else round(wanted)
 
-    def _is_bound(self, index: int, chosen: Mapping[int, int | None]) -> bool:
-        """Whether a parameter has the gauge of a region."""
-        return self._find(index) in chosen or index in self._tied
-
-    def _of_leaf(self, index: int, near: Iterable[int], chosen: Mapping[int, int | None]) -> int:
+    def _of_leaf(self, index: int, near: Iterable[int]) -> int:
         """near: the nodes whose gauge needs no factor for this one."""
-        node = self.nodes[index]
-        if self._is_bound(index, chosen):
-            return chosen.get(self._find(index)) or 0
-        name = node.parameter
+        name = self.nodes[index].parameter
         if name is None or self._true:
             return 0
         if name in self._settled.parameters:
@@ -322,11 +284,8 @@ class _Regions:
         return next((c for c in gauges if abs(c + found) <= REACH), round(-found))
 
     def _gradient(self, index: int) -> float | None:
-        """log2 of the RMS of a parameter's gradient; None if it is zero.
-
-        A gradient that only rounding keeps from zero is zero too, such as that of the bias of keys,
-        or of a bias in front of a batch norm: a gauge would bring rounding errors to RMS 1.
-        """
+        """log2 of the RMS of a parameter's gradient; None if it is zero, or if only rounding keeps
+        it from zero, as that of the bias of keys: a gauge would bring rounding errors to RMS 1."""
         found = self._measured.parameters.get(self.nodes[index].parameter or "")
         errors = [e for r in self._terms(index) if (e := self._rounding(r)) is not None]
         if found is None or not errors:
@@ -335,20 +294,16 @@ class _Regions:
         return None if norm < max(errors) else found
 
     def _rounding(self, index: int) -> float | None:
-        """log2 of the norm of the rounding errors of the gradient that a call computes from: that
-        of its result times its factor.
-        """
+        """log2 of the norm of the rounding errors of a call's gradient, times its factor."""
         node = self.nodes[index]
-        if node.key is None or node.key not in self._measured.rounding:
+        if node.key not in self._measured.rounding:
             return None
-        step = self.plan.steps.get(node.key) or Step()
+        step = self.plan.step_of(node) or Step()
         factor = step.output * (_rule(node, step) if operands(node, step) else 1.0)
         return self._measured.rounding[node.key] + math.log2(abs(factor))
 
     def _terms(self, index: int) -> Iterator[int]:
-        """The calls, moves aside, that a parameter is an argument of: its gradient is a sum over
-        those of their results.
-        """
+        """The calls, moves aside, that read a parameter: its gradient is a sum over theirs."""
         for reader in self._readers[index]:
             if self.nodes[reader].kind in TRANSPARENT:
                 yield from self._terms(reader)
@@ -358,8 +313,7 @@ class _Regions:
 
 def operands(node: CallNode, step: Step | None) -> dict[str, Slot]:
     """The tensor operands of a product, by the names of their scales in its op. Empty if some
-    of them are not arguments of the call, but parts of one or reshaped.
-    """
+    of them are not arguments of the call, but parts of one or reshaped."""
     if step is None or step.op not in OPS or node.kind not in PRODUCTS:
         return {}
     op = OPS[step.op]
@@ -387,15 +341,15 @@ def operands(node: CallNode, step: Step | None) -> dict[str, Slot]:
 def with_true_gradients(planned: Planned, settled: Settled) -> Planned:
     """Gives the products of a plan the true gradients of the scaled function, and returns it; their
     op rules scale weight gradients independently. A product has the factor of its first plan: that
-    of a sum over positions depends on their number.
-    """
-    steps = planned.plan.steps
+    of a sum over positions depends on their number."""
     for node in planned.flow.nodes:
-        step = None if node.key is None else steps.get(node.key)
-        if node.key is not None and step is not None and operands(node, step):
+        step = planned.plan.step_of(node)
+        names = operands(node, step)
+        if node.key is not None and step is not None and names:
             factor = settled.factors.setdefault((node.key, step.op or ""), _rule(node, step))
-            constraint = tuple((name, factor) for name in ("output", *operands(node, step)))
-            steps[node.key] = _gauged(node, replace(step, constraint=constraint), {})
+            constraint = tuple((name, factor) for name in ("output", *names))
+            step = replace(step, constraint=constraint)
+            planned.plan.steps[node.key] = _gauged(node, step, {})
     return planned
 
 
@@ -409,41 +363,37 @@ def place(
     """
     plan, nodes = planned.plan, planned.flow.nodes
     for index, node in enumerate(nodes):
-        if node.key is not None and index in planned.checked:
-            exponent = plan.corrections[node.place] = measured.corrections.get(node.place, 0)
-            if exponent:
-                known = plan.steps.get(node.key) or Step()
-                plan.steps[node.key] = replace(known, output=known.output * 2.0**exponent)
+        if index in planned.checked:
+            plan.corrections[node.place] = measured.corrections.get(node.place, 0)
+        exponent = plan.corrections[node.place] if index in planned.checked else 0
+        step = plan.step_of(node) or (Step() if exponent else None)
+        if node.key is not None and step is not None:
+            output = step.output * 2.0**exponent
+            plan.steps[node.key] = replace(step, output=output, writes=(0,) in node.written)
     _scale_operands(planned, measured, settled)
-    for node in nodes:
-        step = None if node.key is None else plan.steps.get(node.key)
-        if node.key is not None and step is not None and (0,) in node.written:
-            plan.steps[node.key] = replace(step, writes=True)
     regions = _Regions(planned, measured, settled, true_gradients, model)
+    exponents = regions.exponents
     ratios: dict[int, dict[Slot, int]] = defaultdict(dict)
     for index, i in regions.edges:
-        ratio = regions.exponents[i.node] - regions.exponents[index]
-        if ratio:
+        if ratio := exponents[i.node] - exponents[index]:
             ratios[index][i.slot] = ratio
     for index, node in enumerate(nodes):
-        step = None if node.key is None else plan.steps.get(node.key)
+        step = plan.step_of(node)
         if node.key is not None and (index in ratios or operands(node, step)):
             plan.steps[node.key] = _gauged(node, step, ratios[index])
-    for index, node in enumerate(nodes):
         if node.key in plan.steps and regions.is_product(index):
-            plan.gauges[node.key] = regions.exponents[index]
+            plan.gauges[node.key] = exponents[index]
             if node.key not in measured.gradients:
                 plan.unseen += (node.key,)
         if node.parameter is not None:
-            plan.parameters[node.parameter] = regions.exponents[index]
+            plan.parameters[node.parameter] = exponents[index]
             if node.parameter not in measured.parameters and is_alone():
                 plan.idle += (node.parameter,)
-    planned.exponents.extend(regions.exponents)
-    note_places(planned, regions.edges, regions.exponents)
+    planned.exponents.extend(exponents)
+    note_places(planned, regions.edges, exponents)
     for number, (row, index) in enumerate(zip(plan.rows, planned.rows, strict=True)):
-        node = nodes[index]
-        correction = plan.corrections.get(node.place, 0) if index in planned.checked else 0
-        plan.rows[number] = _told(row, node, regions.exponents[index], correction)
+        correction = plan.corrections[nodes[index].place] if index in planned.checked else 0
+        plan.rows[number] = _told(row, nodes[index], exponents[index], correction)
 
 
 def note_places(
@@ -467,8 +417,7 @@ def note_places(
 
 def _scale_operands(planned: Planned, measured: Measured, settled: Settled) -> None:
     """Brings the operands of products to RMS 1 by powers of two, which the results are divided by.
-    The bias is multiplied by all of them, as it is divided with the result.
-    """
+    The bias is multiplied by all of them, as it is divided with the result."""
     found: dict[Key, dict[Slot, float]] = defaultdict(dict)
     for (key, slot), size in measured.operands.items():
         own = -round(size) if abs(size) > REACH else 0
@@ -477,10 +426,9 @@ def _scale_operands(planned: Planned, measured: Measured, settled: Settled) -> N
             found[key][slot] = 2.0**exponent
     steps = planned.plan.steps
     biases = {planned.flow.nodes[index].key: bias for index, bias in planned.products.items()}
-    for key in found:
-        bias = biases[key]
-        factors, whole = found[key], math.prod(found[key].values())
-        factors |= {} if bias is None else {bias: whole}
+    for key, factors in found.items():
+        whole = math.prod(factors.values())
+        factors |= {} if (bias := biases[key]) is None else {bias: whole}
         step = with_slots(steps.get(key), [(slot, f, f) for slot, f in factors.items()])
         assert step is not None
         steps[key] = replace(step, output=step.output / whole)
