@@ -1,15 +1,13 @@
 """Copies of a model where `copy.deepcopy` alone fails or is wrong.
 
-deepcopy fails for a non-leaf tensor that a module keeps from its last call (an attention map,
-``self.last_loss``, an output object): the copy here holds its values without the autograd graph.
-deepcopy does not copy functions: ``self.f = lambda x: mlp.act(x)`` of a copy would call the
-original's submodules. It drops the hooks of parameters, such as one that masks a gradient: those
-of a transformed model are registered again, those of a copy for a measurement are not.
+deepcopy fails for a non-leaf tensor that a module keeps from its last call (an attention map): the
+copy here holds its values without the autograd graph. deepcopy does not copy functions:
+``self.f = lambda x: mlp.act(x)`` of a copy would call the original's submodules. It drops the hooks
+of parameters, such as one that masks a gradient.
 
 A hook that refers to a part of the model (a bound method, a closure) belongs to the model: it may
-store what the forward reads later, as in models that tap a hidden layer. So does one of the library
-that the class of its module is from, as in models of transformers that return hidden states. Copies
-made for recording keep these hooks and no others.
+store what the forward reads later. So does one of the library that the class of its module is from.
+Copies made for recording keep these hooks and no others.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import CellType, FunctionType, MethodType
@@ -46,19 +44,10 @@ _HOOKS = (
 )
 
 
-_REGISTER = {
-    "_backward_hooks": Tensor.register_hook,
-    "_post_accumulate_grad_hooks": Tensor.register_post_accumulate_grad_hook,
-}
-"""Attribute of a parameter -> what registers such a hook."""
-
-
 def deep_copy(module: M, memo: dict[int, Any] | None = None, hooked: bool = False) -> M:
     """Returns a deep copy of ``module``. memo: id -> object to use instead of a copy. hooked:
-    whether its parameters have the hooks of the original's.
-
-    Raises TypeError for a TorchScript function among the attributes, whose parts are hidden.
-    """
+    whether its parameters have the hooks of the original's. Raises TypeError for a TorchScript
+    function among the attributes, whose parts are hidden."""
     memo = {} if memo is None else memo
     parts = {id(part) for part in (*module.modules(), *module.parameters())}
     functions = list(_functions(module, parts))
@@ -70,12 +59,16 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None, hooked: bool = Fals
     result = copy.deepcopy(module, memo)
     for owner, name, function in functions:
         vars(memo[id(owner)])[name] = _rebound(function, parts, memo)
-    for original, hooks in _own_hooks(module):
-        for name, key, hook in hooks:
-            vars(memo[id(original)])[name][key] = _of_copy(hook, parts, memo)
+    for original, name, key, hook in _own_hooks(module):
+        vars(memo[id(original)])[name][key] = _of_copy(hook, parts, memo)
     if hooked:
         _hook_parameters(module, parts, memo)
-    _copy_again(module, result, memo)
+    # A class may have copied submodules without memo, by pickling in its __getstate__ (generated
+    # code), and so their parameters and transforms.
+    for path, original in module.named_modules():
+        owner, _, name = path.rpartition(".")
+        if id(original) not in memo and name in (made := result.get_submodule(owner)._modules):
+            made[name] = copy.deepcopy(original, memo)
     return result
 
 
@@ -86,27 +79,20 @@ def _hook_parameters(module: nn.Module, parts: set[int], memo: dict[int, Any]) -
         if twin is parameter:
             continue
         trained = twin.requires_grad
-        for name, register in _REGISTER.items():
+        for name, register in (
+            ("_backward_hooks", twin.register_hook),
+            ("_post_accumulate_grad_hooks", twin.register_post_accumulate_grad_hook),
+        ):
             for hook in (getattr(parameter, name, None) or {}).values():
-                own = _refers(hook, parts)
-                register(twin.requires_grad_(), _of_copy(hook, parts, memo) if own else hook)
+                twin.requires_grad_()
+                register(_of_copy(hook, parts, memo) if _refers(hook, parts) else hook)
         twin.requires_grad_(trained)
 
 
-def _copy_again(module: nn.Module, result: nn.Module, memo: dict[int, Any]) -> None:
-    """Copies with ``memo`` the submodules of ``result`` that a class has copied without it, by
-    pickling in its ``__getstate__`` (generated code), and so their parameters and transforms."""
-    for path, original in module.named_modules():
-        owner, _, name = path.rpartition(".")
-        if id(original) not in memo and name in (parts := result.get_submodule(owner)._modules):
-            parts[name] = copy.deepcopy(original, memo)
-
-
-def twin_of(module: M, scope: object, its_scope: object) -> M:
-    """Returns a copy that shares parameters, has its own buffers and ``its_scope`` instead of
-    ``scope``, and keeps only the hooks that belong to the model.
-    """
-    shared: dict[int, Any] = {id(p): _leaf(p) for p in module.parameters()}
+def twin_of(module: M, scope: object, its_scope: object, leaf: Callable[[Tensor], Tensor]) -> M:
+    """Returns a copy that has its own buffers and ``its_scope`` instead of ``scope``, and keeps
+    only the hooks that belong to the model. leaf: returns its parameter for one of ``module``."""
+    shared: dict[int, Any] = {id(p): leaf(p) for p in module.parameters()}
     shared[id(scope)] = its_scope
     for child in module.modules():
         hooks = {name: getattr(child, name) for name in _HOOKS}
@@ -114,21 +100,12 @@ def twin_of(module: M, scope: object, its_scope: object) -> M:
     return deep_copy(module, shared)
 
 
-def _leaf(parameter: Tensor) -> Tensor:
-    """What stands in the place of a parameter, as one: `torch.func.functional_call` may have put
-    the result of a computation there."""
-    if parameter.grad_fn is None:
-        return parameter
-    return parameter.detach().requires_grad_(parameter.requires_grad)
-
-
 class Beginning:
     """What a call finds, for one that runs again from its beginning: what the dicts, lists and
     objects within ``given`` hold, and torch's random states.
 
-    module: whose attributes, and the values of its parameters and buffers, are kept too, as are the
-    random states of Python and numpy (slow to read); None for none. writes: to be told of the calls
-    that it makes.
+    module: whose attributes, parameters and buffers are kept too, as are the random states of
+    Python and numpy (slow to read); or None. writes: to be told of the calls that it makes.
     """
 
     def __init__(self, given: Any, module: nn.Module | None) -> None:
@@ -180,18 +157,12 @@ def _holders(value: Any, known: dict[int, Any]) -> Iterator[tuple[Any, Any]]:
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Example arguments: floating-point tensors and large integer tensors are meta tensors."""
 
-_MOST = 2**20
-"""The maximum number of elements of an integer tensor that an example keeps."""
-
 
 def example_of(value: Any) -> Any:
-    """Returns an example of arguments, for `remade`.
-
-    Raises TypeError unless they are tensors, numbers, strings, None or lists, tuples or dicts of
-    these.
-    """
+    """Returns an example of arguments, for `remade`. Raises TypeError unless they are tensors,
+    numbers, strings, None or lists, tuples or dicts of these."""
     if isinstance(value, Tensor):
-        small = not value.dtype.is_floating_point and value.numel() <= _MOST
+        small = not value.dtype.is_floating_point and value.numel() <= 2**20
         return value.detach().clone() if small else torch.empty_like(value, device="meta")
     if isinstance(value, dict):
         return {name: example_of(item) for name, item in value.items()}
@@ -226,18 +197,15 @@ def _functions(model: nn.Module, parts: set[int]) -> Iterator[tuple[nn.Module, s
                 yield module, name, value
 
 
-def _own_hooks(
-    model: nn.Module,
-) -> Iterator[tuple[nn.Module, list[tuple[str, int, Any]]]]:
-    """Each module with its hooks that refer to a part of the model, as (dictionary, key, value)."""
+def _own_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, str, int, Any]]:
+    """(module, dictionary, key, value) of the hooks that belong to the model."""
     parts = {id(part) for part in model.modules()}
     for module in model.modules():
-        functions = {k: h for n in _HOOKS[:2] for k, h in vars(module).get(n, {}).items()}
-        own = {k for k, h in functions.items() if _belongs(h, module, parts)}
-        entries = [
-            (n, k, v) for n in _HOOKS for k, v in vars(module).get(n, {}).items() if k in own
-        ]
-        yield module, entries
+        known = {name: vars(module).get(name, {}) for name in _HOOKS}
+        functions = [item for name in _HOOKS[:2] for item in known[name].items()]
+        own = {key for key, hook in functions if _belongs(hook, module, parts)}
+        for name, hooks in known.items():
+            yield from ((module, name, key, hook) for key, hook in hooks.items() if key in own)
 
 
 _KEEP_NOTHING = ("fp8", "torch", "unit_scaling")
@@ -246,8 +214,6 @@ _KEEP_NOTHING = ("fp8", "torch", "unit_scaling")
 
 def hooked(model: nn.Module) -> tuple[str, ...]:
     """The names of the submodules with forward hooks that may keep tensors: those of a user."""
-    if not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
-        return ()
     parts = {id(part) for part in model.modules()}
     return tuple(
         name
@@ -280,8 +246,8 @@ def _belongs(hook: Any, module: nn.Module, parts: set[int]) -> bool:
         return id(hook.__self__) in parts
     if not isinstance(hook, FunctionType):
         return False
-    cells = [_contents(cell) for cell in hook.__closure__ or ()]
-    kept = (*cells, *(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values())
+    cells, defaults, named = _kept(hook)
+    kept = (*cells, *(defaults or ()), *(named or {}).values())
     return any(id(value) in parts for value in kept)  # not in lists: those may hold call results
 
 
@@ -291,10 +257,8 @@ def _of_copy(hook: Any, parts: set[int], memo: dict[int, Any]) -> Any:
         return _rebound(hook, parts, memo)
     if isinstance(hook, partial):
         function = _of_copy(hook.func, parts, memo) if _refers(hook.func, parts) else hook.func
-        args = [_own(value, parts, memo) for value in hook.args]
-        return partial(
-            function, *args, **{k: _own(v, parts, memo) for k, v in hook.keywords.items()}
-        )
+        named = {name: _own(value, parts, memo) for name, value in hook.keywords.items()}
+        return partial(function, *(_own(value, parts, memo) for value in hook.args), **named)
     return copy.deepcopy(hook, memo)
 
 
@@ -308,9 +272,9 @@ def _refers(hook: Any, parts: set[int]) -> bool:
 
 
 def _kept(function: FunctionType) -> list[Any]:
-    """The closure contents and defaults of a function."""
+    """The closure contents, defaults and keyword defaults of a function."""
     cells = [_contents(cell) for cell in function.__closure__ or ()]
-    return [*cells, function.__defaults__, function.__kwdefaults__]
+    return [cells, function.__defaults__, function.__kwdefaults__]
 
 
 def _contents(cell: CellType) -> Any:

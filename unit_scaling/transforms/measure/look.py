@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fp8.casts.measuring import uncast
@@ -98,11 +98,9 @@ def its_parameter(model: nn.Module, name: str) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class Look:
-    """A look at a call of ``module``, which is at ``path`` in the model of ``scope``.
-
-    given: the arguments. hooks: as in `Form`. evaluate: run the copies in evaluation mode. actual:
-    measurements from a step of the model itself.
-    """
+    """A look at a call of ``module``, which is at ``path`` in the model of ``scope``. given: the
+    arguments. hooks: as in `Form`. evaluate: run the copies in evaluation mode. actual:
+    measurements from a step of the model itself."""
 
     scope: Looking
     module: nn.Module
@@ -113,11 +111,9 @@ class Look:
     actual: Actual | None = None
 
     def plan(self) -> Plan:
-        """Returns the plan for the call.
-
-        Raises RuntimeError for a model sharded by FSDP2 or parallelize_module, which cannot be
-        copied, and TypeError for arguments without values, of `torch.fx.symbolic_trace`.
-        """
+        """Returns the plan for the call. Raises RuntimeError for a model sharded by FSDP2 or
+        parallelize_module, which cannot be copied, and TypeError for arguments without values, of
+        `torch.fx.symbolic_trace`."""
         _check_seen(self.module, self.given)
         twin = self._twin()
         if not self.scope.name:
@@ -134,7 +130,7 @@ class Look:
             while True:
                 planned = self._decide(recorder, weights)
                 with torch.set_grad_enabled(around or torch.is_grad_enabled()):
-                    found = self._measure(planned, self._twin())
+                    found = self._measure(planned)
                 if not (around and _is_hidden(recorder.nodes, found.again)):
                     break
         _end(planned, ends, kept, found)
@@ -144,8 +140,9 @@ class Look:
             planned.plan.ties = find_ties(recorder.nodes, planned.plan, buffers, results)
         return planned.plan
 
-    def _twin(self) -> nn.Module:
-        twin = twin_of(self.module, self.scope, _Recorded(self.scope))
+    def _twin(self, leaf: Callable[[Tensor], Tensor] | None = None) -> nn.Module:
+        """A copy that shares its parameters, or has what ``leaf`` returns for them."""
+        twin = twin_of(self.module, self.scope, _Recorded(self.scope), leaf or _itself)
         vars(twin).pop("forward", None)  # what is set on the instance has called the class's
         restore_own_tags(twin)
         return twin.eval() if self.evaluate else twin
@@ -153,7 +150,16 @@ class Look:
     def _decide(self, recorder: Recorder, weights: Weights) -> Planned:
         """Makes a plan with what the first process of the job has settled: all processes compute
         one function, whatever the values and lengths of their batches."""
-        settled, settings = self.scope.settled, self._settings(weights)
+        scope, settled = self.scope, self.scope.settled
+        settings = Settings(
+            weights=weights,
+            replaced=frozenset(scope.kinds[f] for f in scope.replacements),
+            preserve=scope.init == "preserve",
+            residual=scope.residual,
+            context=scope.context_length,
+            settled=settled,
+            whole=not self.path,
+        )
 
         def made() -> Planned:
             return with_true_gradients(make_plan(recorder.nodes, settings), settled)
@@ -161,11 +167,8 @@ class Look:
         before = settled.fixed()
         self._settle_shares(recorder, weights)
         planned = made()
-        new = {repr(k): (k, v) for k, v in settled.fixed().items() if k not in before}
-        agreed = agreed_once(
-            f"{self.scope.name}/settled", {text: v for text, (_, v) in new.items()}
-        )
-        changed = settled.fix({new[text][0]: value for text, value in agreed.items()})
+        new = {key: value for key, value in settled.fixed().items() if key not in before}
+        changed = settled.fix(agreed_once(f"{scope.name}/settled", new))
         return made() if changed else planned
 
     def _settle_shares(self, recorder: Recorder, weights: Weights) -> None:
@@ -211,30 +214,18 @@ class Look:
         kept = held_by(twin, path) | {"": [*others, *tensors_within([args, kwargs, seen])]}
         return recorder, recorder.ends(ends), recorder.ends(kept)
 
-    def _settings(self, weights: Weights) -> Settings:
-        scope = self.scope
-        return Settings(
-            weights=weights,
-            replaced=frozenset(scope.kinds[f] for f in scope.replacements),
-            preserve=scope.init == "preserve",
-            residual=scope.residual,
-            context=scope.context_length,
-            settled=scope.settled,
-            whole=not self.path,
-        )
-
-    def _measure(self, planned: Planned, twin: nn.Module) -> Measured:
+    def _measure(self, planned: Planned) -> Measured:
         """Measures corrections and gauges for a plan and completes it."""
         scope, path, actual = self.scope, self.path, self.actual
-        scope.settle(twin.training and records())
+        training = self.module.training and not self.evaluate
+        scope.settle(training and records())
         plan, known = planned.plan, scope.settled.corrections
-        plan.name = fingerprint(scope.name, path, twin.training, actual is None)
+        plan.name = fingerprint(scope.name, path, training, actual is None)
         if planned.settled or _is_shared(planned, known):
             # The factors first: those of another length, or one for all iterations of a loop.
-            other = twin_of(twin, find_scope(twin, _Recorded), _Recorded(scope))
-            first, _ = self._step(planned, other, known, first=True)
+            first, _ = self._step(planned, known, first=True)
             known = first.finish({}).corrections
-        mode, failed = self._step(planned, twin, known)
+        mode, failed = self._step(planned, known)
         settled = self._share_arriving(plan)
         found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)
         place(planned, found, settled, scope.init == "preserve", scope.name)
@@ -248,18 +239,13 @@ class Look:
         return found
 
     def _step(
-        self,
-        planned: Planned,
-        twin: nn.Module,
-        known: Mapping[Place, int],
-        first: bool = False,
+        self, planned: Planned, known: Mapping[Place, int], first: bool = False
     ) -> tuple[Measuring, str]:
-        """Runs a copy forward and, if gradients are recorded, backward.
-
-        Returns (measurements, why the backward pass failed). known: corrections measured before.
-        first: whether the step is for the factors alone.
-        """
+        """Runs a copy forward and, if gradients are recorded, backward. Returns (measurements, why
+        the backward pass failed). known: corrections measured before. first: whether the step is
+        for the factors alone."""
         scope, settled, following = self.scope, self.scope.settled, None
+        twin = self._twin(_with_gradient if records() else Tensor.detach)
         if settled.varying:
             note_places(planned, (), [0] * len(planned.flow.nodes))
             preserves = scope.init == "preserve"
@@ -274,7 +260,7 @@ class Look:
 
         with _unchanged(twin), _SILENT:
             copies, _ = detached(self.given, records())
-            failed = measure(mode, twin, run, copies, f"{self.path}." if self.path else "", loss)
+            failed = measure(mode, run, copies, _parameters(twin, self.path), loss)
         mode.check(settled.varying)
         return mode, failed
 
@@ -296,6 +282,24 @@ class Look:
                 if each is not plan and each.arriving is plan.arriving:
                     settled = replace(settled, parameters=each.measured | settled.parameters)
         return settled
+
+
+def _itself(parameter: Tensor) -> Tensor:
+    """A parameter, without the computation that `torch.func.functional_call` may have put there."""
+    return parameter if parameter.grad_fn is None else _with_gradient(parameter)
+
+
+def _with_gradient(parameter: Tensor) -> Tensor:
+    leaf = parameter.detach()
+    return leaf.requires_grad_() if parameter.requires_grad else leaf
+
+
+def _parameters(twin: nn.Module, path: str) -> dict[str, Tensor]:
+    """The parameters of a copy by name."""
+    for child in twin.modules():  # which lacks the hooks that prune
+        for original, name in pruned(child).items():
+            setattr(child, name, getattr(child, original) * getattr(child, f"{name}_mask"))
+    return dict(twin.named_parameters(prefix=path))
 
 
 def _check_seen(module: nn.Module, given: Given) -> None:
@@ -331,21 +335,18 @@ def _unseen(nodes: list[CallNode]) -> set[str]:
 def _is_hidden(nodes: Iterable[CallNode], again: Collection[str]) -> bool:
     """Whether an autograd function calls modules that its backward pass does not run ``again``, but
     computes their gradients itself: marks their calls as its own."""
-    hidden = [
-        node
-        for node in nodes
-        if node.around and not node.inside
-        if not any(f"{node.path}.".startswith(f"{path}.") for path in again)
-    ]
-    for node in hidden:
-        node.inside = node.around
-    return bool(hidden)
+    found = False
+    for node in nodes:
+        runs_again = any(f"{node.path}.".startswith(f"{path}.") for path in again)
+        if node.around and not node.inside and not runs_again:
+            node.inside, found = node.around, True
+    return found
 
 
 def _is_shared(planned: Planned, known: Mapping[Place, int]) -> bool:
     """Whether several calls will have one measured factor, that none of them may have alone."""
-    places = [planned.flow.nodes[i].place for i in planned.checked]
-    return any(number > 1 and place not in known for place, number in Counter(places).items())
+    places = Counter(planned.flow.nodes[i].place for i in planned.checked)
+    return any(number > 1 and place not in known for place, number in places.items())
 
 
 def run_in(scope: Looking, mode: TorchFunctionMode, path: str, call: Call) -> Any:
@@ -388,8 +389,7 @@ class _Recorded:
 
     def inside(self, path: str) -> Places | None:
         """As the scope's. Raises RuntimeError in a thread started by the forward pass: its calls
-        are not in the plan, and it would deadlock with the recording.
-        """
+        are not in the plan, and it would deadlock with the recording."""
         if not RUNNING.items and self.measuring is not None:
             return None  # recomputed by a checkpoint
         if not RUNNING.items:
@@ -415,8 +415,7 @@ def _end(
 ) -> None:
     """Writes the gauges and sizes of the model's results, computed by the calls ``ends``, and of
     what is ``kept``, as in `_record`, into a plan. The size of a result that calls read too is that
-    of what arrives from outside.
-    """
+    of what arrives from outside."""
     plan, flow, sizes = planned.plan, planned.flow, found.gradients
     outside = _keep(planned, kept.values(), sizes)
     read = {i.node for node in flow.nodes if node.live and node.function for i in node.inputs}
@@ -435,15 +434,14 @@ def _end(
         if node.key is None or index in read or not single:
             plan.outputs[slot] = planned.exponents[index], size
         else:
-            step = plan.steps.get(node.key) or Step()
+            step = plan.step_of(node) or Step()
             plan.steps[node.key] = replace(step, end=(planned.exponents[index], size))
 
 
 def _keep(planned: Planned, kept: Collection[int], sizes: Mapping[Key, float]) -> set[int]:
     """Gives tensors that are kept the gauge 0 of gradients from outside, between the call that
     computes them and those that read them; those that an object among the arguments holds, too.
-    Returns the nodes of those that calls with steps compute and read.
-    """
+    Returns the nodes of those that calls with steps compute and read."""
     plan, nodes = planned.plan, planned.flow.nodes
     edges = [(node.key, i) for node in nodes if node.live and node.function for i in node.inputs]
     other = {i.node for key, i in edges if key is None}

@@ -2,8 +2,7 @@
 
 The copy runs forward and backward once, with the model's own loss, or with unit normal gradients at
 its outputs. In the forward pass, op rules whose results differ from RMS 1 by more than `REACH` are
-corrected by a power of two: rules assume uncorrelated positions and inputs of RMS 1. The results of
-patterns and matrix formulas get the power of two nearest to 1/RMS.
+corrected by a power of two. The results of regions get the power of two nearest to 1/RMS.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
+from statistics import median_high
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 import fp8.products
@@ -34,7 +33,6 @@ from ..capture.values import has_scale, norm_of, rms_of
 from ..plan.actions import Norm, Plan, Step
 from ..plan.model_plan import read, written
 from ..plan.planner import Planned
-from ..plan.weights import pruned
 from ..run.border import records, results_changed
 from ..run.replay import Replay
 from .ranks import agreed, agreed_once, is_alone
@@ -75,17 +73,12 @@ class Measured:
     arriving: dict[Slot, float] = field(default_factory=dict)
 
     def shared(self, name: str) -> Measured:
-        """The measurements of the first process of the job, and of others where it has none: see
-        `measure.ranks`.
-        """
+        """As `agreed_once`: those of the first process of the job, of others where it has none."""
         if is_alone():
             return self
         found = read(Measured, json.loads(agreed(name, json.dumps(written(self)))))
         shared = Measured(*(getattr(self, f.name) | getattr(found, f.name) for f in fields(self)))
-        texts = {repr(place): place for place in shared.corrections}
-        factors = {text: shared.corrections[place] for text, place in texts.items()}
-        factors = agreed_once(f"{name}/corrections", factors)
-        shared.corrections = {texts[text]: exponent for text, exponent in factors.items()}
+        shared.corrections = agreed_once(f"{name}/corrections", shared.corrections)
         return shared
 
 
@@ -125,16 +118,17 @@ class Watching(Replay):
     ) -> Any:
         output = super()._called(step, function, args, kwargs)
         key, self._key = self._key, None  # the next call may not be in the plan
-        if key is not None and (self._keys is None or key in self._keys):
-            if key[1] in PRODUCTS and (step is None or step.end is None):
-                output = on_its_own(output, args, kwargs)
-            output = self._seen(key, output)
-            products = products_within(output, (args, kwargs)) if key[1] in RECURRENT else []
-            for node in products:
-                node.register_prehook(partial(self._note, key))
-            for _, tensor in () if products else tensors_in(output):
-                if tensor.requires_grad and has_scale(tensor):
-                    tensor.register_hook(lambda grad: self._note(key, (grad,)))
+        if key is None or not (self._keys is None or key in self._keys):
+            return output
+        if key[1] in PRODUCTS and (step is None or step.end is None):
+            output = on_its_own(output, args, kwargs)
+        output = self._seen(key, output)
+        products = products_within(output, (args, kwargs)) if key[1] in RECURRENT else []
+        for node in products:
+            node.register_prehook(partial(self._note, key))
+        for _, tensor in () if products else tensors_in(output):
+            if tensor.requires_grad and has_scale(tensor):
+                tensor.register_hook(lambda grad: self._note(key, (grad,)))
         return output
 
     def _seen(self, key: Key, output: Any) -> Any:
@@ -151,21 +145,19 @@ class Watching(Replay):
             except RuntimeError:  # no values inside vmap
                 continue
             eps = torch.finfo(grad.dtype).eps ** ROUNDING
-            own, known = (norm**2, grad.numel(), (eps * norm) ** 2), self.norms.get(key)
-            self.norms[key] = Norm(
-                *(own if known is None else map(sum, zip(known, own, strict=True)))
-            )
-
-    def rounding(self) -> dict[Key, float]:
-        """log2 of the norm of the rounding errors of each measured gradient."""
-        errors = {key: n.rounding for key, n in self.norms.items()}
-        return {key: math.log2(error) / 2 for key, error in errors.items() if 0 < error < math.inf}
+            own = norm**2, grad.numel(), (eps * norm) ** 2
+            known = self.norms.get(key, Norm(0, 0, 0))
+            self.norms[key] = Norm(*map(sum, zip(known, own, strict=True)))
 
 
 def sizes(norms: Mapping[Key, Norm]) -> dict[Key, float]:
     """log2 of the RMS of each measured gradient that is finite and not zero."""
-    means = {key: n.square / max(1, n.numel) for key, n in norms.items()}
-    return {key: math.log2(mean) / 2 for key, mean in means.items() if 0 < mean < math.inf}
+    return _roots({key: n.square / max(1, n.numel) for key, n in norms.items()})
+
+
+def _roots(squares: Mapping[Key, float]) -> dict[Key, float]:
+    """log2 of the square roots of numbers, of those that are finite and not zero."""
+    return {key: math.log2(x) / 2 for key, x in squares.items() if 0 < x < math.inf}
 
 
 def products_within(output: Any, given: Any) -> list[Node]:
@@ -225,10 +217,8 @@ class Measuring(Watching):
     ) -> Any:
         if function == Tensor.register_hook:
             args = (args[0], partial(self._hooked, args[1]))
-        if self._key in self._products:
-            self._measure_operands(step, *canonical(function, args, kwargs))
-        if self._key not in self._checked:
-            return super()._called(step, function, args, kwargs)
+        if self._key is not None and self._key in self._products:
+            self._measure_operands(self._key, step, *canonical(function, args, kwargs))
         if self._key not in self._writing:
             return super()._called(step, function, args, kwargs)
         output = super()._called(step, function, (args[0].clone(), *args[1:]), kwargs)
@@ -239,23 +229,18 @@ class Measuring(Watching):
         with _Derivatives(self.found.derives):
             return hook(grad)
 
-    def _measure_operands(self, step: Step | None, args: Any, kwargs: dict[str, Any]) -> None:
-        assert self._key is not None
+    def _measure_operands(self, key: Key, step: Step | None, args: Any, kwargs: Any) -> None:
         factors = {slot: forward for slot, forward, _ in (() if step is None else step.slots)}
         for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
-            if slot == self._products[self._key] or not has_scale(tensor):
-                continue
-            size = rms_of(tensor) * abs(factors.get(slot, 1.0))
-            if 0 < size < math.inf:
-                self.found.operands[self._key, slot] = math.log2(size)
+            size = rms_of(tensor) * abs(factors.get(slot, 1.0)) if has_scale(tensor) else 0.0
+            if slot != self._products[key] and 0 < size < math.inf:
+                self.found.operands[key, slot] = math.log2(size)
 
     def _seen(self, key: Key, output: Any) -> Any:
-        floats = isinstance(output, Tensor) and has_scale(output)
-        if floats and (key in self._checked or key in self._attends):
-            output = self._corrected(key, output)
-        return output
-
-    def _corrected(self, key: Key, output: Tensor) -> Tensor:
+        """The result times its correction."""
+        attends = key in self._checked or key in self._attends
+        if not (attends and isinstance(output, Tensor) and has_scale(output)):
+            return output
         place = self._checked.get(key)
         exponent = None if place is None else self.found.corrections.get(place)
         if exponent is None:
@@ -266,73 +251,43 @@ class Measuring(Watching):
         return output * 2.0**exponent if exponent else output
 
     def finish(self, actual: Mapping[Key, float]) -> Measured:
-        """Returns the measurements, after the backward pass.
-
-        actual: gradients of some calls in a step of the model itself; all others are shifted
-        accordingly.
-        """
+        """Returns the measurements, after the backward pass. actual: gradients of some calls in a
+        step of the model itself; all others are shifted accordingly."""
         for place, exponents in self._passes.items():
-            self.found.corrections[place] = sorted(exponents)[len(exponents) // 2]
-        found = sizes(self.norms)
-        moves = sorted(size - found[key] for key, size in actual.items() if key in found)
-        move = moves[len(moves) // 2] if moves else 0.0
-        self.found.gradients = {key: size + move for key, size in found.items()} | dict(actual)
-        self.found.parameters = {n: size + move for n, size in self.found.parameters.items()}
-        self.found.arriving = {slot: size + move for slot, size in self.found.arriving.items()}
-        self.found.rounding = {key: size + move for key, size in self.rounding().items()}
-        return self.found
+            self.found.corrections[place] = median_high(exponents)
+        found = self.found
+        found.gradients = sizes(self.norms)
+        found.rounding = _roots({key: n.rounding for key, n in self.norms.items()})
+        known = found.gradients
+        moves = [size - known[key] for key, size in actual.items() if key in known]
+        move = median_high(moves) if moves else 0.0
+        for name in ("gradients", "rounding", "parameters", "arriving"):
+            setattr(found, name, {key: size + move for key, size in getattr(found, name).items()})
+        found.gradients |= actual
+        return found
 
 
 def measure(
     mode: Measuring,
-    twin: nn.Module,
     run: Callable[..., Any],
     given: tuple[Any, dict[str, Any]],
-    prefix: str,
+    parameters: Mapping[str, Tensor],
     loss: Loss | None = None,
 ) -> str:
-    """Runs a step of ``twin`` with copies of its parameters, which receive the gradients.
+    """Runs a step of a copy of a model whose parameters have no other use.
 
-    run: calls the twin under ``mode``. given: its arguments. prefix: of the names of parameters.
-    loss: as in `Actual`. Products are not cast, whatever the active recipe. Returns why the
-    backward pass failed, as that of the model itself does.
+    run: calls it under ``mode``. given: its arguments. parameters: by name. loss: as in `Actual`.
+    Products are not cast, whatever the active recipe. Returns why the backward pass failed, as that
+    of the model itself does.
     """
-    grads, failed = records(), ""
-    parameters = {
-        name: p.detach().requires_grad_() if grads and p.requires_grad else p.detach()
-        for name, p in twin.named_parameters()
-    }
-
-    for path, child in twin.named_modules():  # copies lack the hooks that prune
-        for original, name in pruned(child).items():
-            values = parameters[f"{path}.{original}" if path else original]
-            setattr(child, name, values * getattr(child, f"{name}_mask"))
-
-    def step(*args: Any, **kwargs: Any) -> None:
-        nonlocal failed
-        result = run(*args, **kwargs)
-        try:
-            if grads:
-                named = {prefix + name: p for name, p in parameters.items()}
-                mode.plan.final = _backward(mode, result, named, loss)
-        except RuntimeError as error:
-            failed = str(error).splitlines()[0]
-
-    tensors = {f"module.{name}": tensor for name, tensor in parameters.items()}
+    args, kwargs = given
     with uncast():
-        functional_call(_Held(twin, step), tensors, *given)
-    return failed
-
-
-class _Held(nn.Module):
-    """A module and a callable that runs while its parameters are replaced."""
-
-    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module, self.call = module, call
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
+        output = run(*args, **kwargs)
+        try:
+            mode.plan.final = records() and _backward(mode, output, parameters, loss)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+    return ""
 
 
 class _Derivatives(TorchFunctionMode):
@@ -360,10 +315,8 @@ def _backward(
     parameters: Mapping[str, Tensor],
     outside: Loss | None,
 ) -> bool:
-    """Computes the gradients of a model's loss, or of its outputs in a seeded normal direction.
-
-    Writes their ``.grad``. Returns whether there is a loss.
-    """
+    """Computes the gradients of a model's loss, or of its outputs in a seeded normal direction, and
+    measures those of ``parameters``. Returns whether there is a loss."""
 
     def seen(slot: Slot, tensor: Tensor) -> Tensor:
         view = tensor[...]

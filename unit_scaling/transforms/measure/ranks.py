@@ -12,10 +12,12 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import distributed
 from torch.distributed import distributed_c10d
+
+K = TypeVar("K")
 
 _TIMES: Counter[str] = Counter()
 """How often this process has requested each name."""
@@ -51,7 +53,7 @@ _TABLES: dict[str, dict[str, Any]] = {}
 """The values that `agreed_once` has returned, by name."""
 
 
-def agreed_once(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def agreed_once(name: str, values: Mapping[K, Any]) -> dict[K, Any]:
     """``values``, or for each of them that of the first process to name it. They never change.
 
     values: numbers, text and lists of these. Processes may name others at other times, as with
@@ -59,10 +61,11 @@ def agreed_once(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """
     if is_alone():
         return dict(values)
+    own = {str(key): value for key, value in values.items()}
     if name not in _TABLES:
-        _TABLES[name] = json.loads(agreed(name, json.dumps(dict(values))))
+        _TABLES[name] = json.loads(agreed(name, json.dumps(own)))
     known = _TABLES[name]
-    for key in values:
-        if key not in known:
-            known[key] = json.loads(agreed(f"{name}/{key}", json.dumps(values[key])))
-    return {key: known[key] for key in values}
+    for text, value in own.items():
+        if text not in known:
+            known[text] = json.loads(agreed(f"{name}/{text}", json.dumps(value)))
+    return {key: known[str(key)] for key in values}
