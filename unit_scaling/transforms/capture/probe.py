@@ -43,13 +43,11 @@ def _watch(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Passes a watched call to the innermost observer of the calling thread."""
-    observers = _OBSERVERS.items
-    return (observers[-1].see_watched if observers else _called)(function, body, args, kwargs)
-
-
-def _called(_: Any, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return body(*args, **kwargs)
+    """As in `WATCHERS`: passes a call to the innermost observer of the calling thread."""
+    observer = _OBSERVERS.items[-1] if _OBSERVERS.items else None
+    if observer is None or not observer.sees():
+        return body(*args, **kwargs)
+    return observer.see(function, args, kwargs)
 
 
 class Observer(Calls):
@@ -68,9 +66,7 @@ class Observer(Calls):
 
     @abstractmethod
     def begin(self, module: nn.Module, given: Given) -> None:
-        """Called when the model is called, and again if the model restarts because its plan did not
-        fit.
-        """
+        """Called when the model is called, and again if its plan did not fit."""
 
     def end(self, output: Any) -> None:
         """Called when the model returns ``output``."""
@@ -100,19 +96,9 @@ class Observer(Calls):
             self.end(output)
         return output
 
-    def see_watched(
-        self,
-        function: Callable[..., Any],
-        body: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """As in `WATCHERS`."""
-        return self.see(function, args, kwargs) if self.sees() else body(*args, **kwargs)
-
     def sees(self) -> bool:
         """Whether the call is the model's, not this package's, a hook's or a recording's."""
         names = self.path.items
-        if self._busy or not names or names[-1].endswith(HOOKS):
-            return False
-        return not any(isinstance(mode, Recorder) for mode in FIRST_LOOK.items)
+        runs = bool(names) and not names[-1].endswith(HOOKS)
+        recorded = any(isinstance(mode, Recorder) for mode in FIRST_LOOK.items)
+        return runs and not (self._busy or recorded)

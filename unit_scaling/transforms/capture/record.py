@@ -7,7 +7,6 @@ by a function that no call shows, is a call of its own: autograd functions choos
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import math
 import sys
@@ -26,6 +25,7 @@ from torch.autograd.graph import Node
 from torch.func import debug_unwrap
 
 from fp8.common.compiler import FirstLook, called
+from fp8.common.threads import frames
 from fp8.modes.control_flow import depends_on_values, run_within, runs_functions
 from fp8.modes.dispatch import expansion
 from fp8.modes.unseen import OPERATORS, function_around, function_of
@@ -120,11 +120,6 @@ class CallNode:
         """As in `capture.kinds`; "" for unlisted functions."""
         return self.key[1] if self.key is not None else ""
 
-    def continues(self, before: CallNode) -> bool:
-        """Whether the previous call is made from the same line, inside the same function."""
-        same = (before.inside, before.path, before.where)
-        return same == (self.inside, self.path, self.where)
-
     @property
     def place(self) -> Place:
         """Identifies the call across the iterations of a loop."""
@@ -144,8 +139,7 @@ def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
 
 
 def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -> Any:
-    """Returns ``value`` with its tensors changed, recursively through lists, tuples (named ones,
-    too) and dicts."""
+    """``value`` with its tensors changed, recursively through lists, (named) tuples and dicts."""
     if isinstance(value, Tensor):
         return change(slot, value)
     if next(tensors_in(value), None) is None:
@@ -214,6 +208,7 @@ class Calls(FirstLook):
             self._busy = False
 
 
+@dataclass(eq=False)
 class Recorder(Calls):
     """Records the calls of a model while it runs, as ``nodes``; each refers to earlier ones only.
 
@@ -227,28 +222,19 @@ class Recorder(Calls):
     result is noted. in_pairs: as in `Calls`.
     """
 
-    def __init__(
-        self,
-        kinds: dict[Callable[..., Any], str],
-        parameters: dict[int, str],
-        factors: dict[str, float],
-        inputs: dict[int, bool],
-        within: Collection[int],
-        path: Callable[[], str],
-        parametrizations: frozenset[str] = frozenset(),
-        original: bool = False,
-        in_pairs: bool = True,
-    ) -> None:
-        super().__init__(in_pairs)
+    kinds: dict[Callable[..., Any], str]
+    parameters: dict[int, str]
+    factors: dict[str, float]
+    inputs: dict[int, bool]
+    within: Collection[int]
+    path: Callable[[], str]
+    parametrizations: frozenset[str]
+    original: bool
+    in_pairs: bool
+
+    def __post_init__(self) -> None:
+        super().__init__(self.in_pairs)
         self.nodes: list[CallNode] = []
-        self._kinds = kinds
-        self._parameters = parameters
-        self._factors = factors
-        self._inputs = inputs | dict.fromkeys(within, True)
-        self._within = within
-        self._path = path
-        self._parametrizations = parametrizations
-        self._original = original
         self._counts: Counter[tuple[str, str]] = Counter()
         self._node_of: dict[int, tuple[int, int]] = {}
         self._makers: dict[Node, int] = {}
@@ -260,8 +246,8 @@ class Recorder(Calls):
         args, kwargs = canonical(function, args, kwargs)
         given = (*tensors_in(args), *tensors_in(kwargs))
         inputs = [self._input(slot, t) for slot, t in given]
-        key, path = None, self._path()
-        kind = self._kinds.get(function)
+        key, path = None, self.path()
+        kind = self.kinds.get(function)
         if path.endswith(install.HOOKS) and kind not in TRANSPARENT:
             kind = None  # calls in hooks are not scaled
         if kind is None and not inputs:
@@ -276,7 +262,7 @@ class Recorder(Calls):
         sources = [self.nodes[i.node] for i in inputs]
         node.origin = sources[0].origin if kind in TRANSPARENT and inputs else None
         node.computed = _computed(node.kind, sources)
-        if path in self._parametrizations:
+        if path in self.parametrizations:
             node.computed = any(s.computed for s in sources)
         output = self._result(node, function)
         written = [args[0]] if kind == "__setitem__" else [t for _, t in tensors_in(output)]
@@ -296,22 +282,19 @@ class Recorder(Calls):
         if function is torch.autograd.grad:
             return self._gradients(node)
         computes = node.computed and bool(node.kind)
-        if not (computes or self._original) or node.kind in TRANSPARENT:
+        if not (computes or self.original) or node.kind in TRANSPARENT:
             return function(*node.args, **node.kwargs)
         given, original = node.tensors, dict[Slot, Tensor]()
         for i in node.inputs:
-            factor = self._factors.get(self.nodes[i.node].origin or "", 1.0)
+            factor = self.factors.get(self.nodes[i.node].origin or "", 1.0)
             if factor != 1.0:
                 original[i.slot] = given[i.slot] * factor
         return function(*replaced(node.args, original), **replaced(node.kwargs, original))
 
     def _gradients(self, node: CallNode) -> tuple[Tensor, ...]:
-        """Stand-ins for gradients that a model computes, as recording has none.
-
-        Their values vary and have RMS 1 without random numbers, which `torch.vmap` may forbid. The
-        tensors they belong to are marked as wanted: no factor on their paths is free. With
-        ``is_grads_batched`` they have the first dimension of the gradients that they start from.
-        """
+        """Stand-ins of RMS 1 for gradients that a model computes, as recording has none: with
+        ``is_grads_batched`` with the first dimension of the gradients that they start from. Their
+        tensors are marked as wanted: no factor on the paths to them is free."""
         for i in node.inputs:
             if i.slot[0] == 1:
                 source = self.nodes[i.node]
@@ -323,7 +306,7 @@ class Recorder(Calls):
 
     def _input(self, slot: Slot, tensor: Tensor) -> Input:
         """The argument of a call. An unknown tensor gets a new node."""
-        if id(inner := debug_unwrap(tensor)) in self._parameters:
+        if id(inner := debug_unwrap(tensor)) in self.parameters:
             tensor = inner  # which torch.func.grad differentiates by
         maker = tensor.grad_fn
         if maker is not None and self._is_hidden(tensor, maker):
@@ -332,17 +315,17 @@ class Recorder(Calls):
             self._node_of[id(tensor)] = self._makers[maker], tensor.output_nr
             self._kept.append(tensor)
         if id(tensor) not in self._node_of:
-            name = self._parameters.get(id(tensor))
+            name = self.parameters.get(id(tensor))
             node = CallNode(None, name or "input", shape=tuple(tensor.shape))
             node.parameter = node.origin = name
             node.floating = has_scale(tensor)
             node.masking = name is None and any_masking([tensor])
             node.computed = name is not None
-            known = node.computed or id(tensor) in self._inputs
+            node.within = id(tensor) in self.within
+            node.wanted = node.within or self.inputs.get(id(tensor), False)
+            known = node.computed or node.within or id(tensor) in self.inputs
             node.live = node.floating and known and not node.masking
             node.zero = node.floating and not known and all_zero(tensor)
-            node.wanted = self._inputs.get(id(tensor), False)
-            node.within = id(tensor) in self._within
             if name is not None:
                 node.rms = rms_of(tensor)
             self.nodes.append(node)
@@ -367,7 +350,7 @@ class Recorder(Calls):
             for slot, t in enumerate(self._known_before(maker))
         ]
         sources = [self.nodes[i.node] for i in inputs]
-        where, path = _location().where, self._path()
+        where, path = _location().where, self.path()
         if id(tensor) in self._node_of and not isinstance(maker, BackwardCFunction):
             name, inside = "copy_", ""  # into a view of the tensor
         else:
@@ -410,16 +393,13 @@ class Recorder(Calls):
         }
 
     def _remember(self, tensors: list[Tensor], others: Collection[int] = ()) -> None:
-        """Records that the tensors come from the latest node, but for those with an ``id`` in
-        ``others``.
-        """
+        """Records that the tensors come from the latest node, but for the ids in ``others``."""
         for part, tensor in enumerate(tensors):
-            if id(tensor) in others:
-                continue
-            self._node_of[id(tensor)] = (len(self.nodes) - 1, part)
-            self._kept.append(tensor)
-            if tensor.grad_fn is not None:
-                self._makers[tensor.grad_fn] = len(self.nodes) - 1
+            if id(tensor) not in others:
+                self._node_of[id(tensor)] = (len(self.nodes) - 1, part)
+                self._kept.append(tensor)
+                if tensor.grad_fn is not None:
+                    self._makers[tensor.grad_fn] = len(self.nodes) - 1
 
     def _add(
         self,
@@ -435,7 +415,7 @@ class Recorder(Calls):
         node.live = differs and any(s.live for s in sources)
         node.masking = node.floating and not node.live and any_masking(written)
         is_product = node.kind in PRODUCTS and node.floating and len(written) == 1
-        if (node.computed or self._original) and largest is not None:
+        if (node.computed or self.original) and largest is not None:
             node.rms = rms_of(largest)
         elif is_product and is_strided(written[0]):
             with torch.no_grad():
@@ -458,15 +438,10 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _computed(kind: str, sources: list[CallNode]) -> bool:
-    """Whether the result depends on parameters and not on the model's inputs.
-
-    Integer tensors count as inputs. Products of parameters are values.
-    """
-    live = [s for s in sources if s.live]
-    others = [s for s in sources if not s.live]
-    plain = all(s.floating and not s.masking for s in others)
-    mixes = kind in PRODUCTS | RECURRENT
-    return bool(live) and all(s.computed for s in live) and plain and not mixes
+    """Whether the result depends on parameters and not on the model's inputs, which integer tensors
+    are too. Products of parameters are values."""
+    own = all(s.computed if s.live else s.floating and not s.masking for s in sources)
+    return own and any(s.live for s in sources) and kind not in PRODUCTS | RECURRENT
 
 
 def is_sparse(node: CallNode) -> bool:
@@ -483,9 +458,8 @@ _CHECKPOINT = str(Path(torch.utils.checkpoint.__file__))
 
 @functools.cache
 def _position(code: CodeType, last: int) -> tuple[int, ...]:
-    """The lines and columns of the call that a frame makes. The instruction index is not usable: it
-    depends on how often the code has run (Python 3.11).
-    """
+    """The lines and columns of the call that a frame makes. The instruction index depends on how
+    often the code has run (Python 3.11)."""
     if sys.version_info < (3, 11):
         return code.co_firstlineno, last
     found = next(itertools.islice(code.co_positions(), last // 2, None))
@@ -498,7 +472,10 @@ def site() -> Site:
 
 
 def _is_of_distribution(frame: FrameType) -> bool:
-    """Whether a frame is that of a method of a distribution or a transform of one, of any class."""
+    """Whether a frame is that of torch.distributions, or of a method of a distribution or of a
+    transform of one, of any class."""
+    if frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
+        return True
     if "self" not in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
         return False
     kinds = (torch.distributions.Distribution, torch.distributions.Transform)
@@ -514,21 +491,17 @@ class _Location(NamedTuple):
 
 
 def _location() -> _Location:
-    """The location of the running call.
-
-    Raises ValueError where `torch.utils.checkpoint` runs a function that is not a module: it would
-    be recomputed in the backward pass without a plan.
-    """
-    frame, where, inside, found = inspect.currentframe(), "", "", []
-    while frame is not None:
+    """The location of the running call. Raises ValueError where `torch.utils.checkpoint` runs a
+    function that is not a module: it would be recomputed in the backward pass without a plan."""
+    where, inside, found = "", "", []
+    for frame in frames():
         file = frame.f_code.co_filename
         ours = file.startswith(_OURS)
         if file == _INSTALL:
             break  # the running module begins here
         if where:
             inside = function_of(frame) or inside
-        of_torch = file.startswith(_DISTRIBUTIONS)
-        if not (inside or ours) and (of_torch or _is_of_distribution(frame)):
+        if not (inside or ours) and _is_of_distribution(frame):
             inside = DISTRIBUTION
         if file == _CHECKPOINT and where:
             raise ValueError(
@@ -540,5 +513,4 @@ def _location() -> _Location:
         if not ours or frame.f_code is contracted.__code__:
             module = frame.f_globals.get("__name__", file)  # the same on every machine
             found.append((module, *_position(frame.f_code, frame.f_lasti)))
-        frame = frame.f_back
     return _Location(where, inside, tuple(found))

@@ -28,29 +28,24 @@ Parameters are numbered; shared parameters have equal numbers.
 
 
 def structure_of(model: nn.Module, scope: object, path: str = "") -> Structure:
-    """The structure of ``model``, whose own path is ``path``.
-
-    Classes are the original ones: those that `fp8.convert`, FSDP2 and others derive change no call.
-    """
+    """The structure of ``model``, whose own path is ``path``. Classes are the original ones: those
+    that `fp8.convert`, FSDP2 and others derive change no call."""
     found: Structure = {}
     numbers: dict[int, int] = {}
     todo = [(path, model)]
     while todo:
         path, module = todo.pop()
-        own = module.__dict__
+        own = vars(module)
         parameters = []
         for name, parameter in own["_parameters"].items():
             if parameter is not None:
                 parameters.append((name, numbers.setdefault(id(parameter), len(numbers))))
-        place = None
-        for other, name in own.get("_scopes", ()):
-            if other is scope:
-                place = name
+        place = {id(other): name for other, name in own.get("_scopes", ())}.get(id(scope))
         children = [(name, child) for name, child in own["_modules"].items() if child is not None]
         kind = type(module)
         kind = getattr(kind, "_original", kind)
         forward = getattr(own.get("forward", kind.forward), "__qualname__", "other")
-        names = tuple([name for name, _ in children])
+        names = tuple(name for name, _ in children)
         found[path] = (kind.__qualname__, forward, place, tuple(parameters), names)
         prefix = f"{path}." if path else ""
         todo += [(prefix + name, child) for name, child in children]
@@ -89,19 +84,23 @@ def check_kept(model: nn.Module, before: Structure, path: str) -> None:
 
 def survivors(before: Structure, after: Structure) -> dict[str, str]:
     """Path -> new path of the modules of ``before`` that are in ``after`` and run the same code."""
-    places = {place: path for path, (_, _, place, _, _) in after.items()}
-    return {
-        place: path
-        for place, path in places.items()
-        if place in before and before[place][:2] == after[path][:2]
-    }
+    places = {place: path for path, (_, _, place, _, _) in after.items() if place in before}
+    return {place: path for place, path in places.items() if before[place][:2] == after[path][:2]}
 
 
 def warn_of_new_weights(model: nn.Module, scope: object) -> None:
     """Warns of weights that were added after ``scope`` was installed and are far from RMS 1."""
-    found = list(_new_weights(model, scope))
+    found: dict[str, float] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ParametrizationList):
+            continue  # its weight is scaled where it is used
+        known = any(other is scope for other, _ in getattr(module, "_scopes", ()))
+        for name, p in module.named_parameters(path, recurse=False):
+            if not (known and has_parameter_data(p)) and p.dtype.is_floating_point:
+                found[name] = rms_of(p) if p.numel() > max(p.shape, default=1) else 1.0
+    found = {name: rms for name, rms in found.items() if not 0.5 <= rms <= 2}
     if found:
-        name, rms = found[0]
+        name, rms = next(iter(found.items()))
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         warn_once(
             ScaleWarning,
@@ -109,22 +108,8 @@ def warn_of_new_weights(model: nn.Module, scope: object) -> None:
             "operation expects about 1: put in unit_scale(layer) in place of the layer, or a "
             "module of unit_scaling",
             about=model,
-            key=" ".join(name for name, _ in found),
+            key=" ".join(found),
         )
-
-
-def _new_weights(model: nn.Module, scope: object) -> Iterator[tuple[str, float]]:
-    """New weights of ``model`` that are neither zero nor close to RMS 1, with their RMS."""
-    for path, module in model.named_modules():
-        if isinstance(module, ParametrizationList):
-            continue  # its weight is scaled where it is used
-        known = any(other is scope for other, _ in getattr(module, "_scopes", ()))
-        for name, p in module.named_parameters(recurse=False):
-            if (known and has_parameter_data(p)) or p.is_meta or not p.dtype.is_floating_point:
-                continue
-            rms = rms_of(p)
-            if p.numel() > max(p.shape, default=1) and not 0.5 <= rms <= 2:
-                yield f"{path}.{name}" if path else name, rms
 
 
 # Tensors among the attributes of modules
@@ -144,8 +129,7 @@ def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def held_by(model: nn.Module, path: str) -> dict[str, dict[str, Any]]:
     """The attributes of the modules of ``model``, which is at ``path``, that hold tensors with a
-    gradient function: by the module's name with the suffix `HELD`.
-    """
+    gradient function: by the module's name with the suffix `HELD`."""
     found: dict[str, dict[str, Any]] = {}
     seen: set[int] = set()  # modules share configurations
     for name, module in model.named_modules(prefix=path):
