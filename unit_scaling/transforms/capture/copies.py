@@ -58,7 +58,7 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None, hooked: bool = Fals
         memo.update({key: t.detach().clone() for key, t in left.items()})
     result = copy.deepcopy(module, memo)
     for owner, name, function in functions:
-        vars(memo[id(owner)])[name] = _rebound(function, parts, memo)
+        vars(memo[id(owner)])[name] = _of_copy(function, parts, memo)
     for original, name, key, hook in _own_hooks(module):
         vars(memo[id(original)])[name][key] = _of_copy(hook, parts, memo)
     if hooked:
@@ -85,7 +85,7 @@ def _hook_parameters(module: nn.Module, parts: set[int], memo: dict[int, Any]) -
         ):
             for hook in (getattr(parameter, name, None) or {}).values():
                 twin.requires_grad_()
-                register(_of_copy(hook, parts, memo) if _refers(hook, parts) else hook)
+                register(_own(hook, parts, memo))
         twin.requires_grad_(trained)
 
 
@@ -95,8 +95,8 @@ def twin_of(module: M, scope: object, its_scope: object, leaf: Callable[[Tensor]
     shared: dict[int, Any] = {id(p): leaf(p) for p in module.parameters()}
     shared[id(scope)] = its_scope
     for child in module.modules():
-        hooks = {name: getattr(child, name) for name in _HOOKS}
-        shared.update({id(dictionary): type(dictionary)() for dictionary in hooks.values()})
+        hooks = [getattr(child, name) for name in _HOOKS]
+        shared.update({id(dictionary): type(dictionary)() for dictionary in hooks})
     return deep_copy(module, shared)
 
 
@@ -193,7 +193,7 @@ def _functions(model: nn.Module, parts: set[int]) -> Iterator[tuple[nn.Module, s
             if isinstance(value, torch.jit.ScriptFunction):
                 place = f"{path}.{name}" if path else name
                 raise TypeError(f"{place!r} is a TorchScript function: use the one it was made of")
-            if isinstance(value, FunctionType) and _holds(_kept(value), parts):
+            if isinstance(value, FunctionType) and _refers(value, parts):
                 yield module, name, value
 
 
@@ -231,16 +231,12 @@ def _package(function: Any) -> str:
     return module.partition(".")[0]
 
 
-def _is_installed(package: str) -> bool:
-    """Whether a package is that of an installed library, not of a user's project."""
-    file = getattr(sys.modules.get(package), "__file__", None) or ""
-    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
-
-
 def _belongs(hook: Any, module: nn.Module, parts: set[int]) -> bool:
     """Whether a hook of ``module`` belongs to the model with these parts."""
     package = _package(hook)
-    if package == _package(bare_class(module)) and _is_installed(package):
+    file = Path(getattr(sys.modules.get(package), "__file__", None) or "")
+    installed = not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
+    if installed and package == _package(bare_class(module)):
         return package not in _KEEP_NOTHING
     if isinstance(hook, MethodType):
         return id(hook.__self__) in parts
@@ -249,26 +245,6 @@ def _belongs(hook: Any, module: nn.Module, parts: set[int]) -> bool:
     cells, defaults, named = _kept(hook)
     kept = (*cells, *(defaults or ()), *(named or {}).values())
     return any(id(value) in parts for value in kept)  # not in lists: those may hold call results
-
-
-def _of_copy(hook: Any, parts: set[int], memo: dict[int, Any]) -> Any:
-    """A hook for the copy: of the parts that it refers to, it has the copies."""
-    if isinstance(hook, FunctionType):
-        return _rebound(hook, parts, memo)
-    if isinstance(hook, partial):
-        function = _of_copy(hook.func, parts, memo) if _refers(hook.func, parts) else hook.func
-        named = {name: _own(value, parts, memo) for name, value in hook.keywords.items()}
-        return partial(function, *(_own(value, parts, memo) for value in hook.args), **named)
-    return copy.deepcopy(hook, memo)
-
-
-def _refers(hook: Any, parts: set[int]) -> bool:
-    """Whether a hook of a parameter refers to a part of the model."""
-    if isinstance(hook, partial):
-        return _refers(hook.func, parts) or _holds([*hook.args, hook.keywords], parts)
-    if isinstance(hook, MethodType):
-        return id(hook.__self__) in parts
-    return isinstance(hook, FunctionType) and _holds(_kept(hook), parts)
 
 
 def _kept(function: FunctionType) -> list[Any]:
@@ -284,33 +260,46 @@ def _contents(cell: CellType) -> Any:
         return None
 
 
-def _holds(value: Any, parts: set[int]) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return any(_holds(item, parts) for item in value)
-    return id(value) in parts
+def _refers(value: Any, parts: set[int], seen: frozenset[int] = frozenset()) -> bool:
+    """Whether a value is or holds a part of the model, as functions do in closures and defaults."""
+    if id(value) in parts or id(value) in seen:
+        return id(value) in parts
+    items: Any = ()
+    if isinstance(value, FunctionType):
+        items = _kept(value)
+    elif isinstance(value, partial):
+        items = value.func, value.args, value.keywords
+    elif isinstance(value, MethodType):
+        items = (value.__self__,)
+    elif isinstance(value, list | tuple | dict):
+        items = value.values() if isinstance(value, dict) else value
+    seen |= {id(value)}
+    return any(_refers(item, parts, seen) for item in items)
 
 
 def _own(value: Any, parts: set[int], memo: dict[int, Any]) -> Any:
-    """A value that a function holds, for a function of the copy."""
-    return copy.deepcopy(value, memo) if _holds(value, parts) else value
+    """A value for the copy: itself unless it refers to a part of the model."""
+    return _of_copy(value, parts, memo) if _refers(value, parts) else value
 
 
-def _rebound(function: FunctionType, parts: set[int], memo: dict[int, Any]) -> FunctionType:
-    """The function with references to the copied parts."""
-
-    cells = tuple(
-        CellType(_own(_contents(cell), parts, memo)) if _holds(_contents(cell), parts) else cell
-        for cell in function.__closure__ or ()
-    )
-    made = FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        _own(function.__defaults__, parts, memo),
-        cells,
-    )
-    made.__kwdefaults__ = _own(function.__kwdefaults__, parts, memo)
-    made.__dict__.update(vars(function))
+def _of_copy(value: Any, parts: set[int], memo: dict[int, Any]) -> Any:
+    """A copy of a value; functions refer to the copies of parts."""
+    if (known := memo.get(id(value))) is not None:
+        return known
+    if isinstance(value, partial):
+        named = {name: _own(item, parts, memo) for name, item in value.keywords.items()}
+        args = (_own(item, parts, memo) for item in value.args)
+        return partial(_own(value.func, parts, memo), *args, **named)
+    if not isinstance(value, FunctionType):
+        return copy.deepcopy(value, memo)
+    cells = value.__closure__ or ()
+    own = tuple(CellType() if _refers(_contents(cell), parts) else cell for cell in cells)
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, closure=own)
+    memo[id(value)] = made  # before its cells, which may hold the function itself
+    for cell, mine in zip(cells, own, strict=True):
+        if mine is not cell:
+            mine.cell_contents = _own(_contents(cell), parts, memo)
+    made.__defaults__ = _own(value.__defaults__, parts, memo)
+    made.__kwdefaults__ = _own(value.__kwdefaults__, parts, memo)
+    made.__dict__.update(vars(value))
     return made
