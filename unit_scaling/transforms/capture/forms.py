@@ -12,11 +12,8 @@ from ...scale import has_gradient
 
 
 class Form(NamedTuple):
-    """The signature of a call of the module at ``path``.
-
-    grads: whether gradients are taken. hooks: the names of its submodules with hooks that may keep
-    tensors, if they are.
-    """
+    """The signature of a call of the module at ``path``. grads: whether gradients are taken. hooks:
+    the names of its submodules with hooks that may keep tensors, if they are."""
 
     path: str
     training: bool

@@ -10,77 +10,73 @@ import itertools
 import operator
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from fp8.common.compiler import compiled_as
 from fp8.common.step import is_in_place
 
 from ... import functional as _rows  # noqa: F401 - fills OPS
 from ...rules.table import OPS
 
-SELECTIONS = frozenset("select __getitem__ narrow index_select".split())
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+SELECTIONS = _named("select __getitem__ narrow index_select")
 """Kinds that select a part of a tensor."""
 
-PARTS = frozenset("chunk split unbind tensor_split hsplit vsplit dsplit".split())
+PARTS = _named("chunk split unbind tensor_split hsplit vsplit dsplit")
 """Kinds that split a tensor."""
 
-CASTS = frozenset("bfloat16 clone contiguous double float half to type type_as".split())
+CASTS = _named("bfloat16 clone contiguous double float half to type type_as")
 """Kinds that keep every element but may change dtype, device or memory format."""
 
-_MOVES = (SELECTIONS | PARTS | CASTS) | frozenset(
-    (
-        "broadcast_to expand expand_as flatten moveaxis movedim permute ravel repeat "
-        "repeat_interleave reshape squeeze swapaxes swapdims t tile transpose unflatten unsqueeze "
-        "view view_as flip roll view_as_complex view_as_real diagonal rot90 unfold pixel_shuffle "
-        "pixel_unshuffle channel_shuffle take take_along_dim masked_select atleast_1d atleast_2d "
-        "atleast_3d real imag adjoint conj resolve_conj reshape_as as_strided"
-    ).split()
+_MOVES = (SELECTIONS | PARTS | CASTS) | _named(
+    "broadcast_to expand expand_as flatten moveaxis movedim permute ravel repeat "
+    "repeat_interleave reshape squeeze swapaxes swapdims t tile transpose unflatten unsqueeze "
+    "view view_as flip roll view_as_complex view_as_real diagonal rot90 unfold pixel_shuffle "
+    "pixel_unshuffle channel_shuffle take take_along_dim masked_select atleast_1d atleast_2d "
+    "atleast_3d real imag adjoint conj resolve_conj reshape_as as_strided"
 )
 
-MOVES = _MOVES | frozenset("cat stack pad".split())
+MOVES = _MOVES | _named("cat stack pad")
 """Kinds that move elements without changing them."""
 
 TRANSPARENT = _MOVES | frozenset(["dropout"])
 """Kinds that propagate values: they move, copy, select or convert them."""
 
-CONSTANT = frozenset(
-    (
-        "detach zeros_like ones_like full_like empty_like rand_like randn_like randint_like "
-        "new_zeros new_ones new_full new_empty new_tensor bernoulli multinomial argmax argmin sign "
-        "sgn round floor ceil"
-    ).split()
+CONSTANT = _named(
+    "detach zeros_like ones_like full_like empty_like rand_like randn_like randint_like "
+    "new_zeros new_ones new_full new_empty new_tensor bernoulli multinomial argmax argmin sign "
+    "sgn round floor ceil"
 )
 """Kinds without a gradient."""
 
 NEUTRAL = (
     TRANSPARENT
-    | frozenset(
-        (
-            "cat stack pad masked_fill where gather __setitem__ copy_ neg abs arange zeros ones "
-            "full empty tensor as_tensor maximum minimum clamp sin cos topk tril triu outer max "
-            "min amax amin broadcast_tensors max_pool1d max_pool2d max_pool3d hstack vstack dstack "
-            "column_stack block_diag diag diag_embed masked_scatter scatter index_copy index_put "
-            "index_fill fill_diagonal sort msort kthvalue median cummax cummin aminmax nan_to_num "
-            "clamp_min clamp_max fmax fmin max_pool1d_with_indices max_pool2d_with_indices "
-            "max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d"
-        ).split()
+    | _named(
+        "cat stack pad masked_fill where gather __setitem__ copy_ neg abs arange zeros ones "
+        "full empty tensor as_tensor maximum minimum clamp sin cos topk tril triu outer max "
+        "min amax amin broadcast_tensors max_pool1d max_pool2d max_pool3d hstack vstack dstack "
+        "column_stack block_diag diag diag_embed masked_scatter scatter index_copy index_put "
+        "index_fill fill_diagonal sort msort kthvalue median cummax cummin aminmax nan_to_num "
+        "clamp_min clamp_max fmax fmin max_pool1d_with_indices max_pool2d_with_indices "
+        "max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d"
     )
     | CONSTANT
 )
 """Kinds that need no factor: their output has about the scale of their inputs, or no gradient."""
 
-KEPT = frozenset("abs cat stack".split())
+KEPT = _named("abs cat stack")
 """Neutral kinds with a rule whose factor is 1: the call is unchanged."""
 
-PRODUCTS = frozenset(
-    (
-        "linear linear_readout matmul mm bmm mv addmm baddbmm einsum tensordot bilinear conv1d "
-        "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
-        "scaled_dot_product_attention grouped_mm"
-    ).split()
+PRODUCTS = _named(
+    "linear linear_readout matmul mm bmm mv addmm baddbmm einsum tensordot bilinear conv1d "
+    "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
+    "scaled_dot_product_attention grouped_mm"
 )
 """Kinds that mix features; a residual branch contains at least one."""
 
@@ -88,20 +84,13 @@ LAYERS = frozenset(kind for kind in PRODUCTS if kind.startswith(("linear", "conv
 """Products of an input and a weight."""
 
 
-class Added(NamedTuple):
-    """The position and the name of the argument that a product adds to its sum."""
-
-    position: int
-    name: str
-
-
 ADDED = {
-    **dict.fromkeys(LAYERS, Added(2, "bias")),
-    "bilinear": Added(3, "bias"),
-    "scaled_dot_product_attention": Added(3, "attn_mask"),
-    **dict.fromkeys(("addmm", "baddbmm"), Added(0, "input")),
+    **dict.fromkeys(LAYERS, (2, "bias")),
+    "bilinear": (3, "bias"),
+    "scaled_dot_product_attention": (3, "attn_mask"),
+    **dict.fromkeys(("addmm", "baddbmm"), (0, "input")),
 }
-"""Product -> its added argument. A product that is not listed adds none."""
+"""Product -> the position and the name of the argument that it adds to its sum. Others add none."""
 
 
 def is_added(kind: str, slot: tuple[int | str, ...]) -> bool:
@@ -120,59 +109,47 @@ RECURRENT = frozenset(
 ATTENTION = frozenset(["scaled_dot_product_attention"])
 """Fused attention."""
 
-LINEAR = frozenset("add sub rsub mul div neg".split()) | CASTS
+LINEAR = _named("add sub rsub mul div neg") | CASTS
 """Kinds that are linear in an element, with numbers."""
 
-ELEMENTWISE = LINEAR | frozenset(
-    (
-        "pow square sqrt rsqrt exp exp2 log log2 log10 log1p expm1 xlogy tanh sigmoid relu relu6 "
-        "leaky_relu rrelu threshold elu selu celu gelu silu softplus mish hardswish hardsigmoid "
-        "hardtanh logsigmoid softsign hardshrink softshrink tanhshrink erf erfc erfcx ndtr "
-        "log_ndtr reciprocal abs clamp clip sin cos sinc atan sinh cosh asinh maximum minimum"
-    ).split()
+ELEMENTWISE = LINEAR | _named(
+    "pow square sqrt rsqrt exp exp2 log log2 log10 log1p expm1 xlogy tanh sigmoid relu relu6 "
+    "leaky_relu rrelu threshold elu selu celu gelu silu softplus mish hardswish hardsigmoid "
+    "hardtanh logsigmoid softsign hardshrink softshrink tanhshrink erf erfc erfcx ndtr "
+    "log_ndtr reciprocal abs clamp clip sin cos sinc atan sinh cosh asinh maximum minimum"
 )
 """Kinds that are elementwise if their other arguments are numbers."""
 
-FORMED = (ELEMENTWISE | MOVES) | frozenset(
-    (
-        "sum mean norm vector_norm var std amax amin max min logsumexp cumsum lerp addcmul addcdiv"
-    ).split()
+FORMED = (ELEMENTWISE | MOVES) | _named(
+    "sum mean norm vector_norm var std amax amin max min logsumexp cumsum lerp addcmul addcdiv"
 )
 """Kinds that a region of calls may consist of, besides products (`plan.regions`)."""
 
-LIMITED = frozenset(
-    (
-        "log log2 log10 log1p logit xlogy sqrt rsqrt acos arccos asin arcsin atanh arctanh acosh "
-        "arccosh binary_cross_entropy"
-    ).split()
+LIMITED = _named(
+    "log log2 log10 log1p logit xlogy sqrt rsqrt acos arccos asin arcsin atanh arctanh acosh "
+    "arccosh binary_cross_entropy"
 )
 """Kinds that are defined on an interval alone."""
 
-AVERAGES = frozenset(
-    (
-        "mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
-        "adaptive_avg_pool3d"
-    ).split()
+AVERAGES = _named(
+    "mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "adaptive_avg_pool3d"
 )
 """Kinds that average over positions."""
 
-ALGEBRA = frozenset(
-    (
-        "inv inv_ex inverse pinv pinverse solve solve_ex solve_triangular triangular_solve lstsq "
-        "cholesky cholesky_ex cholesky_solve cholesky_inverse ldl_factor ldl_solve lu lu_factor "
-        "lu_solve qr eig eigh eigvals eigvalsh svd svdvals matrix_exp matrix_power det logdet "
-        "slogdet householder_product tensorinv tensorsolve cdist pdist fft fft2 fftn ifft ifft2 "
-        "ifftn rfft rfft2 rfftn irfft irfft2 irfftn hfft hfft2 hfftn ihfft ihfft2 ihfftn"
-    ).split()
+ALGEBRA = _named(
+    "inv inv_ex inverse pinv pinverse solve solve_ex solve_triangular triangular_solve lstsq "
+    "cholesky cholesky_ex cholesky_solve cholesky_inverse ldl_factor ldl_solve lu lu_factor "
+    "lu_solve qr eig eigh eigvals eigvalsh svd svdvals matrix_exp matrix_power det logdet "
+    "slogdet householder_product tensorinv tensorsolve cdist pdist fft fft2 fftn ifft ifft2 "
+    "ifftn rfft rfft2 rfftn irfft irfft2 irfftn hfft hfft2 hfftn ihfft ihfft2 ihfftn"
 )
 """Linear algebra and Fourier transforms, which need unscaled inputs and outputs."""
 
-UNRULED_LOSSES = frozenset(
-    (
-        "triplet_margin_loss triplet_margin_with_distance_loss margin_ranking_loss "
-        "soft_margin_loss hinge_embedding_loss poisson_nll_loss gaussian_nll_loss "
-        "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss"
-    ).split()
+UNRULED_LOSSES = _named(
+    "triplet_margin_loss triplet_margin_with_distance_loss margin_ranking_loss "
+    "soft_margin_loss hinge_embedding_loss poisson_nll_loss gaussian_nll_loss "
+    "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss"
 )
 """Losses of torch without a row in OPS: their gradient is torch's, of a sum."""
 
@@ -205,16 +182,10 @@ operators."""
 
 
 def _spellings(kind: str) -> list[Callable[..., Any]]:
-    found = []
-    for name in (kind, f"{kind}_", *_OPERATORS.get(kind, ())):
-        if callable(name):
-            found.append(name)
-            continue
-        for namespace in (torch, torch.Tensor, F, torch.linalg, torch.fft, torch.special):
-            function = getattr(namespace, name, None)
-            if callable(function):
-                found.append(function)
-    return found
+    names = (kind, f"{kind}_", *_OPERATORS.get(kind, ()))
+    namespaces = (torch, torch.Tensor, F, torch.linalg, torch.fft, torch.special)
+    named = [getattr(n, name, None) for name in names if isinstance(name, str) for n in namespaces]
+    return [function for function in (*names, *named) if callable(function)]
 
 
 def _kinds() -> dict[Callable[..., Any], str]:
@@ -222,7 +193,7 @@ def _kinds() -> dict[Callable[..., Any], str]:
     names = dict.fromkeys([*_OTHERS, *itertools.chain(*map(sorted, sets)), *_OPERATORS])
     table = {function: kind for kind in names for function in _spellings(kind)}
     getters = {"T": "t", "mT": "transpose", "H": "adjoint", "mH": "adjoint"}
-    getters |= {name: name for name in ("real", "imag")}
+    getters |= {"real": "real", "imag": "imag"}
     table |= {getattr(torch.Tensor, name).__get__: kind for name, kind in getters.items()}
     return table | {function: op.name for op in OPS.values() for function in op.replaces}
 
@@ -231,8 +202,7 @@ def canonical(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Moves keyword arguments to positions where possible: eager code and the compiler pass
-    arguments of torch functions differently.
-    """
+    arguments of torch functions differently."""
     names = _names(function)
     while len(args) < len(names) and names[len(args)] in kwargs:
         name = names[len(args)]
@@ -241,15 +211,10 @@ def canonical(
     return args, kwargs
 
 
-def _names_in_graph(function: Callable[..., Any]) -> tuple[str, ...]:
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
     for method, _, names in METHODS:
         if function is method:
             return names
-    return _NAMES.get(function, ())
-
-
-@compiled_as(_names_in_graph)
-def _names(function: Callable[..., Any]) -> tuple[str, ...]:
     return _NAMES.get(function, ())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,10 +16,8 @@ from ...common.watched import WATCHERS
 from ..run.install import HOOKS, Call, Given, Places
 from .record import Calls, Recorder, tensors_in
 
-
-def unseen() -> AbstractContextManager[None]:
-    """Disables function modes within the block, so that plans do not count its calls."""
-    return torch.DisableTorchFunction()
+unseen = torch.DisableTorchFunction
+"""Disables function modes within the block, so that plans do not count its calls."""
 
 
 def on_its_own(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -51,11 +48,9 @@ def _watch(
 
 
 class Observer(Calls):
-    """A scope that is entered last, so that its mode is above those of the transforms.
-
-    active: whether it observes. It sees torch functions, and the ops of `unit_scaling`, residual
-    connections and scales that a model calls by name, but not what those call in turn.
-    """
+    """A scope that is entered last, so that its mode is above those of the transforms. active:
+    whether it observes. It sees torch functions, and the ops of `unit_scaling`, residual
+    connections and scales that a model calls by name, but not what those call in turn."""
 
     order = 9
 

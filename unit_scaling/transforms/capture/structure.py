@@ -45,7 +45,7 @@ def structure_of(model: nn.Module, scope: object, path: str = "") -> Structure:
         kind = type(module)
         kind = getattr(kind, "_original", kind)
         forward = getattr(own.get("forward", kind.forward), "__qualname__", "other")
-        names = tuple(name for name, _ in children)
+        names = tuple([name for name, _ in children])
         found[path] = (kind.__qualname__, forward, place, tuple(parameters), names)
         prefix = f"{path}." if path else ""
         todo += [(prefix + name, child) for name, child in children]
@@ -67,8 +67,7 @@ def part(structure: Structure, path: str) -> Structure:
 
 def check_kept(model: nn.Module, before: Structure, path: str) -> None:
     """Raises RuntimeError where plain tensors stand for all parameters of a module: its weights
-    have lost their tags. before: the structure when the scope was installed.
-    """
+    have lost their tags. before: the structure when the scope was installed."""
     for name, module in model.named_modules(prefix=path):
         own = vars(module)
         known = [parameter for parameter, _ in before[name][3]] if name in before else []

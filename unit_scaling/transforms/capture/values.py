@@ -41,10 +41,7 @@ def has_values(tensors: Iterable[Tensor]) -> bool:
 
 
 def any_masking(tensors: list[Tensor]) -> bool:
-    """Whether one of the tensors has a value that masks.
-
-    Raises RuntimeError for a tensor on the meta device.
-    """
+    """Whether one of the tensors has a value that masks. Raises RuntimeError on the meta device."""
     dense = [t for t in tensors if t.dtype.is_floating_point and is_strided(t)]
     if any(t.is_meta for t in dense):
         raise RuntimeError(
