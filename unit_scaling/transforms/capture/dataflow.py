@@ -6,7 +6,7 @@ computed from parameters alone (a tied, masked or normalised weight) is a weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from .kinds import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT
@@ -29,12 +29,27 @@ def reached(starts: Iterable[T], next: Callable[[T], Iterable[T]]) -> set[T]:
     return found
 
 
+def components(near: Mapping[T, Iterable[T]]) -> list[frozenset[T]]:
+    """The connected sets of items. near: the neighbours of each, in both directions."""
+    found, rest = list[frozenset[T]](), dict.fromkeys(near)
+    while rest:
+        found.append(frozenset(reached([next(iter(rest))], near.__getitem__)))
+        for item in found[-1]:
+            del rest[item]
+    return found
+
+
 class Flow:
     """The value graph of a recorded run. Nodes are indices, in topological order."""
 
     def __init__(self, nodes: list[CallNode]) -> None:
         self.nodes = nodes
         self.sources = [self._sources(node) for node in self.nodes]
+        #: For each node, all calls that have it as an argument.
+        self.consumers: list[set[int]] = [set() for _ in self.nodes]
+        for index, node in enumerate(self.nodes):
+            for i in node.inputs:
+                self.consumers[i.node].add(index)
         self.readers: list[list[int]] = [[] for _ in self.nodes]
         for index, sources in enumerate(self.sources):
             for source in sources:
@@ -57,8 +72,11 @@ class Flow:
 
     def is_layer(self, index: int) -> bool:
         """Whether the call is a product or a recurrent layer on values and a weight."""
-        weights = any(self.nodes[i.node].computed for i in self.nodes[index].inputs)
-        return weights and self.is_product(index)
+        return self.reads_weights(index) and self.is_product(index)
+
+    def reads_weights(self, index: int) -> bool:
+        """Whether an argument is computed from parameters only."""
+        return any(self.nodes[i.node].computed for i in self.nodes[index].inputs)
 
     def is_attention(self, index: int) -> bool:
         """Whether the call is fused attention, or the softmax in front of a product."""
@@ -84,13 +102,9 @@ class Flow:
                     return found
         return None
 
-    def before(self, ends: Collection[int]) -> list[bool]:
-        """For each node, whether its result feeds one of the calls ``ends``."""
-        found = [False] * len(self.nodes)
-        for index in reversed(range(len(found))):
-            for source in self.sources[index]:
-                found[source] = found[source] or found[index] or index in ends
-        return found
+    def before(self, ends: Iterable[int]) -> set[int]:
+        """The nodes whose results feed one of the calls ``ends``."""
+        return reached([s for end in ends for s in self.sources[end]], self.sources.__getitem__)
 
     def between(self, start: int, end: int) -> list[int]:
         """The nodes on all paths from ``start`` (excluded) to ``end``, in order."""

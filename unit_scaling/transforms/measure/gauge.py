@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median_high
 
@@ -19,7 +19,7 @@ import torch
 
 from ...ops.products import is_bias
 from ...rules.table import OPS
-from ..capture.dataflow import reached
+from ..capture.dataflow import components, reached
 from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT, is_added
 from ..capture.record import CallNode, Input, Key, Slot, replaced
 from ..capture.values import is_strided
@@ -30,26 +30,22 @@ from .measuring import REACH, Measured
 from .ranks import agreed_once, is_alone
 
 GROWTH = 8
-"""Gradients in e5m2, whose largest value is 2**15.8, may become so many octaves larger than at the
-measurement.
-"""
+"""Gradients in e5m2, up to 2**15.8, may become so many octaves larger than at the measurement."""
 
 
+@dataclass
 class _Regions:
-    """The gauges of a plan. exponents: of the result of each node."""
+    """The gauges of a plan, as in `place`. exponents: of the result of each node."""
 
-    def __init__(
-        self,
-        planned: Planned,
-        measured: Measured,
-        settled: Settled,
-        true_gradients: bool,
-        model: str,
-    ) -> None:
-        self.flow, self.plan = planned.flow, planned.plan
-        self.nodes = planned.flow.nodes
-        self._measured, self._settled = measured, settled
-        self._true, self._model = true_gradients, model
+    planned: Planned
+    measured: Measured
+    settled: Settled
+    true_gradients: bool
+    model: str
+
+    def __post_init__(self) -> None:
+        self.flow, self.plan = self.planned.flow, self.planned.plan
+        self.nodes = self.flow.nodes
         self.edges = [
             (index, i)
             for index, node in enumerate(self.nodes)
@@ -68,24 +64,24 @@ class _Regions:
         self._tied: set[int] = set()
         self._region = self._regions()
         self._boundary = self._boundaries()
-        self._grows = self._growth(planned.small)
+        self._grows = self._growth()
         self.exponents: list[int] = [0] * len(self.nodes)
         self._shift = self._offset()
-        if settled.twice:
+        derives = any(node.function is torch.autograd.grad for node in self.nodes)
+        if self.settled.twice:
             return
-        if not (measured.derives or any(n.function is torch.autograd.grad for n in self.nodes)):
+        if not (derives or self.measured.derives):
             self._choose()
-        elif not true_gradients:
+        elif not self.true_gradients:
             self.plan.entry = self._one()
             self.exponents = [self.plan.entry] * len(self.nodes)
 
     def _riding(self, index: int) -> Iterable[Slot]:
         """The slots of a call whose factor is free, or replaces the factor of a parameter."""
-        node = self.nodes[index]
-        step = self.plan.step_of(node)
+        node, step = self.nodes[index], self.plan.step_of(self.nodes[index])
         weighted = [slot for slot, fwd, _ in (step.slots if step else ()) if fwd != 1]
         weights = [i.slot for i in node.inputs if self.nodes[i.node].computed and not node.computed]
-        return (*weighted, *weights, *operands(node, step).values())
+        return (*weighted, *weights, *self.planned.operands.get(index, {}).values())
 
     def _has_gradient(self, index: int) -> bool:
         node = self.nodes[index]
@@ -98,7 +94,7 @@ class _Regions:
 
     def _regions(self) -> list[int]:
         """For each node, the first one of its region: those joined by edges without a factor."""
-        near: dict[int, set[int]] = defaultdict(set)
+        near: dict[int, set[int]] = {index: set() for index in range(len(self.nodes))}
 
         def join(nodes: list[int]) -> None:
             for one, other in pairwise(nodes):
@@ -118,15 +114,11 @@ class _Regions:
             join([index, *(written or [i.node])])
         calls = [i for i, n in enumerate(self.nodes) if n.live and not self._is_leaf(i)]
         hidden = any(self.nodes[i].function and self.nodes[i].key is None for i in calls)
-        if self._settled.varying and hidden:  # results of calls that no replay sees are not tracked
+        if self.settled.varying and hidden:  # results of calls that no replay sees are not tracked
             self._tied.update(calls)
             join(calls)
-        found = list(range(len(self.nodes)))
-        for index, first in enumerate(found):
-            if first == index:
-                for other in reached([index], near.__getitem__):
-                    found[other] = index
-        return found
+        firsts = {index: min(part) for part in components(near) for index in part}
+        return [firsts[index] for index in near]
 
     def _bases(self, index: int) -> list[int]:
         """A node and what it is a view of."""
@@ -141,26 +133,25 @@ class _Regions:
         edges = [(r, i.node) for r, i in self.edges if (r, i.slot) not in self._free]
         return Counter(n for edge in edges if not self._is_leaf(edge[1]) for n in edge)
 
-    def _growth(self, small: Mapping[tuple[int, Slot], float]) -> list[float]:
+    def _growth(self) -> list[float]:
         """For each node, by how many octaves more than `GROWTH` its gradient grows when the small
         parameters learn that it is multiplied by on all of its paths."""
-        found: list[float] = [math.inf] * len(self.nodes)
+        found: dict[int, float] = {}
         parameters: dict[int, dict[Slot, float]] = defaultdict(dict)
-        for (index, slot), size in small.items():
+        for (index, slot), size in self.planned.small.items():
             parameters[index][slot] = -size
         for index, i in reversed(self.edges):
-            after = found[index] if found[index] < math.inf else 0.0
             own = sum(size for slot, size in parameters[index].items() if slot != i.slot)
-            found[i.node] = min(found[i.node], after + own)
-        return [max(0.0, size - GROWTH) if size < math.inf else 0.0 for size in found]
+            found[i.node] = min(found.get(i.node, math.inf), found.get(index, 0.0) + own)
+        return [max(0.0, found.get(index, 0.0) - GROWTH) for index in range(len(self.nodes))]
 
     def _wanted(self, index: int) -> float | None:
         """The exponent that brings the gradient of a call to RMS 1; of a product, the gradient that
         its kernels receive."""
         node = self.nodes[index]
-        if node.key not in self._measured.gradients:
+        if node.key not in self.measured.gradients:
             return None
-        wanted = -self._measured.gradients[node.key] - self._grows[index]
+        wanted = -self.measured.gradients[node.key] - self._grows[index]
         step = self.plan.step_of(node)
         if step is None or not self.is_product(index):
             return wanted
@@ -187,25 +178,25 @@ class _Regions:
             region = chosen.get(self._region[index]) or 0
             self.exponents[index] = region if index in bound else self._of_leaf(index, near)
         names = {i: name for i in leaves if i not in bound and (name := self.nodes[i].parameter)}
-        known = set(names.values()) if self._true else self._settled.parameters
+        known = set(names.values()) if self.true_gradients else self.settled.parameters
         own = {name: self.exponents[i] for i, name in names.items() if name not in known}
-        shared = agreed_once(self._model, own)  # the same in all processes
+        shared = agreed_once(self.model, own)  # the same in all processes
         self.exponents = [shared.get(names.get(i, ""), c) for i, c in enumerate(self.exponents)]
 
     def _one(self) -> int:
         """The gauge of all tensors, inputs too, of a model that calls `torch.autograd.grad`, whose
         own gradients are true then: in the middle of those of its products."""
         names = [node.parameter for node in self.nodes if node.parameter is not None]
-        known = [c for name in names if (c := self._settled.parameters.get(name)) is not None]
+        known = [c for name in names if (c := self.settled.parameters.get(name)) is not None]
         if known:
             return known[0] - (self.plan.outside or 0)
         products = filter(self.is_product, range(len(self.nodes)))
         wanted = [w for index in products if (w := self._wanted(index)) is not None]
         if not wanted:  # inside torch.vmap
-            sizes = self._measured.parameters
+            sizes = self.measured.parameters
             wanted = [-sizes[name] for name in names if name in sizes]
         middle = round(median_high(wanted)) if wanted else 0
-        shared = agreed_once(self._model, dict.fromkeys(names, middle))
+        shared = agreed_once(self.model, dict.fromkeys(names, middle))
         return next(iter(shared.values()), 0)
 
     def _agree(self, leaves: Iterable[int]) -> None:
@@ -214,39 +205,38 @@ class _Regions:
         own = {
             name: self.exponents[index]
             for index, name in names.items()
-            if name is not None and name not in self._settled.parameters and not self._true
+            if name is not None and name not in self.settled.parameters and not self.true_gradients
         }
-        shared = agreed_once(self._model, own)
+        shared = agreed_once(self.model, own)
         for index, name in names.items():
             self.exponents[index] = shared.get(name or "", self.exponents[index])
 
     def _biases(self) -> Iterator[tuple[int, int]]:
         """(bias, weight) of products, which apply the factor of their weight to both."""
-        for node in self.nodes:
-            names = operands(node, self.plan.step_of(node))
-            at = {i.slot: i.node for i in node.inputs}
+        for index, names in self.planned.operands.items():
+            at = {i.slot: i.node for i in self.nodes[index].inputs}
             if "bias" in names and "weight" in names:
                 yield at[names["bias"]], at[names["weight"]]
 
     def _offset(self) -> int:
         """The offset to gauges of another call signature, whose gradient may begin elsewhere."""
-        known, keys = self._settled.gauges, enumerate(node.key for node in self.nodes)
+        known, keys = self.settled.gauges, enumerate(node.key for node in self.nodes)
         both = [(i, known[key]) for i, key in keys if key in known]
         moves = [w - gauge for i, gauge in both if (w := self._wanted(i)) is not None]
         return round(median_high(moves)) if moves else 0
 
     def _of_region(self, region: int, calls: list[int]) -> int | None:
         forced = [i.node for index, i in self._forced if self._region[index] == region]
-        if self._true and any(map(self._is_leaf, forced)):
+        if self.true_gradients and any(map(self._is_leaf, forced)):
             return 0
-        for index in forced:
-            known = self._settled.parameters.get(self.nodes[index].parameter or "")
-            if known is not None:
-                return known - (self.plan.outside or 0)
-        for index in calls:
-            key = self.nodes[index].key
-            if key in self._settled.gauges and self.is_product(index):
-                return self._settled.gauges[key] + self._shift
+        names, keys = [self.nodes[i].parameter for i in forced], [self.nodes[i].key for i in calls]
+        parameters, gauges = self.settled.parameters, self.settled.gauges
+        known = [
+            parameters[name] - (self.plan.outside or 0) for name in names if name in parameters
+        ]
+        known += [gauges[key] + self._shift for key in keys if key in gauges]
+        if known:
+            return known[0]
         found = [(i, w) for i in calls if (w := self._wanted(i)) is not None]
         products = [(i, w) for i, w in found if self.is_product(i)]
         wanted = [(w, self._boundary[i]) for i, w in products or found]
@@ -265,17 +255,17 @@ class _Regions:
         if not self.is_product(index) or index in self._tied or wanted is None:
             return region
         key = self.nodes[index].key
-        if key in self._settled.gauges:
-            return self._settled.gauges[key] + self._shift
+        if key in self.settled.gauges:
+            return self.settled.gauges[key] + self._shift
         return region if abs(region - wanted) <= REACH else round(wanted)
 
     def _of_leaf(self, index: int, near: Iterable[int]) -> int:
         """near: the nodes whose gauge needs no factor for this one."""
         name = self.nodes[index].parameter
-        if name is None or self._true:
+        if name is None or self.true_gradients:
             return 0
-        if name in self._settled.parameters:
-            return self._settled.parameters[name] - (self.plan.outside or 0)
+        if name in self.settled.parameters:
+            return self.settled.parameters[name] - (self.plan.outside or 0)
         gauges = [self.exponents[other] for other in near]
         found = self._gradient(index)
         if found is None:
@@ -286,29 +276,26 @@ class _Regions:
     def _gradient(self, index: int) -> float | None:
         """log2 of the RMS of a parameter's gradient; None if it is zero, or if only rounding keeps
         it from zero, as that of the bias of keys: a gauge would bring rounding errors to RMS 1."""
-        found = self._measured.parameters.get(self.nodes[index].parameter or "")
-        errors = [e for r in self._terms(index) if (e := self._rounding(r)) is not None]
+        found = self.measured.parameters.get(self.nodes[index].parameter or "")
+
+        def moved(call: int) -> list[int]:
+            return self._readers[call] if self.nodes[call].kind in TRANSPARENT else []
+
+        terms = reached(self._readers[index], moved)
+        errors = [e for call in terms if (e := self._rounding(call)) is not None]
         if found is None or not errors:
             return found
         norm = found + math.log2(self.nodes[index].numel) / 2
         return None if norm < max(errors) else found
 
     def _rounding(self, index: int) -> float | None:
-        """log2 of the norm of the rounding errors of a call's gradient, times its factor."""
+        """log2 of the norm of the rounding errors of a call's gradient; None for moves."""
         node = self.nodes[index]
-        if node.key not in self._measured.rounding:
+        if node.key not in self.measured.rounding or node.kind in TRANSPARENT:
             return None
         step = self.plan.step_of(node) or Step()
-        factor = step.output * (_rule(node, step) if operands(node, step) else 1.0)
-        return self._measured.rounding[node.key] + math.log2(abs(factor))
-
-    def _terms(self, index: int) -> Iterator[int]:
-        """The calls, moves aside, that read a parameter: its gradient is a sum over theirs."""
-        for reader in self._readers[index]:
-            if self.nodes[reader].kind in TRANSPARENT:
-                yield from self._terms(reader)
-            else:
-                yield reader
+        factor = _factor(step) if index in self.planned.operands else step.output
+        return self.measured.rounding[node.key] + math.log2(abs(factor))
 
 
 def operands(node: CallNode, step: Step | None) -> dict[str, Slot]:
@@ -342,25 +329,25 @@ def with_true_gradients(planned: Planned, settled: Settled) -> Planned:
     """Gives the products of a plan the true gradients of the scaled function, and returns it; their
     op rules scale weight gradients independently. A product has the factor of its first plan: that
     of a sum over positions depends on their number."""
-    for node in planned.flow.nodes:
+    for index, node in enumerate(planned.flow.nodes):
         step = planned.plan.step_of(node)
         names = operands(node, step)
-        if node.key is not None and step is not None and names:
-            factor = settled.factors.setdefault((node.key, step.op or ""), _rule(node, step))
-            constraint = tuple((name, factor) for name in ("output", *names))
-            step = replace(step, constraint=constraint)
-            planned.plan.steps[node.key] = _gauged(node, step, {})
+        if node.key is not None and step is not None and step.op is not None and names:
+            rule = OPS[step.op].scales(
+                node.args, node.kwargs, func=node.function, constraint=step.constraint
+            )
+            factor = settled.factors.setdefault((node.key, step.op), rule["output"])
+            step = replace(step, constraint=tuple((name, factor) for name in ("output", *names)))
+            planned.operands[index] = names
+            planned.plan.steps[node.key] = _gauged(names, step, {})
     return planned
 
 
 def place(
     planned: Planned, measured: Measured, settled: Settled, true_gradients: bool, model: str
 ) -> None:
-    """Writes corrections and gauges into a plan.
-
-    true_gradients: whether the gradients of parameters must be exactly those of the model.
-    model: its name in the agreements of processes.
-    """
+    """Writes corrections and gauges into a plan. true_gradients: whether parameters must have the
+    model's. model: its name in the agreements of processes."""
     plan, nodes = planned.plan, planned.flow.nodes
     for index, node in enumerate(nodes):
         if index in planned.checked:
@@ -378,9 +365,9 @@ def place(
         if ratio := exponents[i.node] - exponents[index]:
             ratios[index][i.slot] = ratio
     for index, node in enumerate(nodes):
-        step = plan.step_of(node)
-        if node.key is not None and (index in ratios or operands(node, step)):
-            plan.steps[node.key] = _gauged(node, step, ratios[index])
+        names = planned.operands.get(index, {})
+        if node.key is not None and (index in ratios or names):
+            plan.steps[node.key] = _gauged(names, plan.step_of(node), ratios[index])
         if node.key in plan.steps and regions.is_product(index):
             plan.gauges[node.key] = exponents[index]
             if node.key not in measured.gradients:
@@ -400,9 +387,7 @@ def note_places(
     planned: Planned, edges: Iterable[tuple[int, Input]], exponents: Sequence[int]
 ) -> None:
     """Writes the calls of a plan and their places, with the gauges of the results ``exponents``.
-
-    edges: (call, argument with a gradient).
-    """
+    edges: (call, argument with a gradient)."""
     plan, sources = planned.plan, defaultdict[int, list[tuple[Slot, int]]](list)
     plan.calls, plan.places = {}, {}
     for index, i in edges:
@@ -434,28 +419,25 @@ def _scale_operands(planned: Planned, measured: Measured, settled: Settled) -> N
         steps[key] = replace(step, output=step.output / whole)
 
 
-def _gauged(node: CallNode, step: Step | None, ratios: dict[Slot, int]) -> Step:
-    """The step with a power of two for the gradient of each argument."""
-    names = operands(node, step)
-    if not names:
-        return with_slots(step, [(slot, 1.0, 2.0**e) for slot, e in ratios.items()]) or Step()
-    assert step is not None
-    output = step.output * _rule(node, step)
-    scales = {name: output * 2.0 ** ratios.pop(slot, 0) for name, slot in names.items()}
-    if "bias" in scales:  # the product applies the weight's factor to the bias
-        rest = scales["bias"] / scales["weight"]
-        scales["bias"] = scales["weight"]
-        if rest != 1:
-            ratios[names["bias"]] = round(math.log2(rest))
-    step = replace(step, output=1.0, constraint=(("output", output), *scales.items()))
-    return with_slots(step, [(slot, 1.0, 2.0**e) for slot, e in ratios.items()]) or step
+def _gauged(names: dict[str, Slot], step: Step | None, ratios: dict[Slot, int]) -> Step:
+    """The step with a power of two for the gradient of each argument. names: as `operands`."""
+    if step is not None and names:
+        output = _factor(step)
+        scales = {name: output * 2.0 ** ratios.pop(slot, 0) for name, slot in names.items()}
+        if "bias" in scales:  # the product applies the weight's factor to the bias
+            rest = scales["bias"] / scales["weight"]
+            scales["bias"] = scales["weight"]
+            if rest != 1:
+                ratios[names["bias"]] = round(math.log2(rest))
+        step = replace(step, output=1.0, constraint=(("output", output), *scales.items()))
+    step = with_slots(step, [(slot, 1.0, 2.0**e) for slot, e in ratios.items()])
+    return step or Step()
 
 
-def _rule(node: CallNode, step: Step) -> float:
-    """The output factor of a product's op."""
-    assert step.op is not None
-    op, constraint = OPS[step.op], step.constraint
-    return op.scales(node.args, node.kwargs, func=node.function, constraint=constraint)["output"]
+def _factor(step: Step) -> float:
+    """The factor of the result of a product whose operands have factors of their own."""
+    assert isinstance(step.constraint, tuple)
+    return step.output * dict(step.constraint)["output"]
 
 
 def _told(row: CallRow, node: CallNode, exponent: int, correction: int) -> CallRow:

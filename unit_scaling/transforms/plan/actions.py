@@ -99,14 +99,6 @@ class Placed:
     written: tuple[Slot, ...]
     kept: float | None = None
 
-    def moved(self, gauge: int) -> Placed:
-        """The same call with its result in a gauge: its arguments are expected in one as much
-        larger, so that the factors of its step stay."""
-        if self.gauge is None or self.gauge == gauge:
-            return self
-        sources = tuple((slot, c + gauge - self.gauge) for slot, c in self.sources)
-        return replace(self, gauge=gauge, sources=sources)
-
 
 class Norm(NamedTuple):
     """The square of the norm of a gradient, its number of elements, and the square of the norm of
@@ -195,12 +187,15 @@ class Plan:
         return any(f"{other}.".startswith(f"{path}.") for other, _, _ in self.steps)
 
     def in_its_gauge(self, places: dict[Place, Placed]) -> dict[Place, Placed]:
-        """The calls of an earlier plan in the gauge of this one, if all of its calls have one."""
+        """The calls of an earlier plan in the gauge of this one, if all of its calls have one.
+        Arguments are expected in one as much larger, so that the factors of the steps stay."""
         gauges = {call.gauge for call in self.calls.values()} - {None}
-        if len(gauges) != 1:
-            return places
-        gauge = gauges.pop() or 0
-        return {at: call.moved(gauge) for at, call in places.items()}
+        gauge, found = gauges.pop() if len(gauges) == 1 else None, dict(places)
+        for at, call in places.items():
+            if gauge is not None and call.gauge is not None:
+                sources = tuple((slot, c + gauge - call.gauge) for slot, c in call.sources)
+                found[at] = replace(call, gauge=gauge, sources=sources)
+        return found
 
     def other_paths(self, made: Mapping[tuple[str, str], int]) -> set[str]:
         """The modules that have made another number of calls of a kind with steps than planned.
@@ -272,13 +267,12 @@ class Settled:
             name: {moved(key): v for key, v in getattr(self, name).items() if moved(key)}
             for name in names
         }
-        for name, exponent in self.parameters.items():
-            path, _, leaf = name.rpartition(".")
-            if path in paths:
-                own = found.setdefault("parameters", {})
-                own[f"{paths[path]}.{leaf}".removeprefix(".")] = exponent
-        varying = {paths[path]: True for path in self.varying if path in paths}
-        return Settled(**found, varying=varying, twice=self.twice)
+        split = [(*name.rpartition(".")[::2], c) for name, c in self.parameters.items()]
+        found["parameters"] = {
+            f"{paths[path]}.{leaf}".removeprefix("."): c for path, leaf, c in split if path in paths
+        }
+        found["varying"] = {paths[path]: True for path in self.varying if path in paths}
+        return Settled(**found, twice=self.twice)
 
     def settle(self, plan: Plan) -> None:
         """Adopts the measurements of a plan that are not fixed yet."""

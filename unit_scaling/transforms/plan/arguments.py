@@ -9,7 +9,7 @@ the gradient. Such rows are therefore scaled to RMS 1, like other values.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,17 +36,13 @@ _SAME = 0.05
 class Arguments:
     """The factors of parameters, and of tensors computed from them, as arguments of calls."""
 
-    def __init__(self, flow: Flow, settings: Settings, learned: Sequence[bool]) -> None:
+    def __init__(self, flow: Flow, settings: Settings, learned: Collection[int]) -> None:
         self.flow, self._learned = flow, learned
-        self._factors = settings.weights.factors
-        self._restored = settings.weights.restored
-        self._split = settings.weights.split
-        self._exponents = settings.weights.exponents
-        self._settled = settings.settled.weights
+        self._weights, self._settled = settings.weights, settings.settled.weights
 
     def restored(self, node: CallNode) -> Step | None:
         """The step that multiplies the weights of a call back to their original scale."""
-        factors = self._restored if node.computed else self._factors
+        factors = self._weights.restored if node.computed else self._weights.factors
         found = [
             (i.slot, factors.get(self.flow.nodes[i.node].origin or "", 1.0)) for i in node.inputs
         ]
@@ -59,15 +55,11 @@ class Arguments:
         for i in node.inputs:
             source = self.flow.nodes[i.node]
             if source.computed and len(source.shape) > 1:
-                tagged = self._exponents.get(source.origin or "")
+                tagged = self._weights.exponents.get(source.origin or "")
                 found.append((i.slot, tagged or round(math.log2(source.rms))))
         return tuple((slot, exponent) for slot, exponent in found if exponent)
 
-    def scaled(self, node: CallNode) -> tuple[Scaling, ...]:
-        """The factors of the arguments of a call that is scaled by its rule."""
-        return (*self._computed(node), *self._one_hot(node))
-
-    def _computed(self, node: CallNode) -> list[Scaling]:
+    def computed(self, node: CallNode) -> list[Scaling]:
         """Divides computed weights (of a parametrization, for example) by the scale that they had
         in the first plan: training, or random numbers in them, change it."""
         if node.key is None:  # a replay does not see it
@@ -86,23 +78,23 @@ class Arguments:
         """The scale of a computed weight: the factor of a parameter that it is an update of (a
         low-rank update, a mask), 1 for a weight that was split after it was divided (weight norm),
         whatever its RMS has become in training, and otherwise its RMS."""
-        nodes, weight = self.flow.nodes, self.flow.nodes[index]
-        for name in sorted(self.flow.weights(index) & self._factors.keys()):
+        nodes, weight, factors = self.flow.nodes, self.flow.nodes[index], self._weights.factors
+        for name in sorted(self.flow.weights(index) & factors.keys()):
             parameter = next(node for node in nodes if node.parameter == name)
-            ratio = weight.rms / (self._factors[name] * parameter.rms)
+            ratio = weight.rms / (factors[name] * parameter.rms)
             if parameter.shape == weight.shape and abs(ratio - 1) < _SAME:
-                return self._factors[name]
-        split = weight.path.rpartition(".")[0] in self._split
+                return factors[name]
+        split = weight.path.rpartition(".")[0] in self._weights.split
         return 1.0 if split and 0.5 <= weight.rms <= 2 else weight.rms
 
-    def _one_hot(self, node: CallNode) -> list[Scaling]:
+    def one_hot(self, node: CallNode) -> list[Scaling]:
         """The factor of a one-hot first argument of a product."""
         if node.kind not in _CHANNELS | _ROWS:
             return []
         slot, first = next(iter(node.tensors.items()))
         at = node.inputs[0].node
         source = self.flow.nodes[at]
-        if source.computed or (source.live and self._learned[at]):
+        if source.computed or (source.live and at in self._learned):
             return []  # a weight, or computed from one
         dim = 1 if node.kind in _CHANNELS else -1
         if first.dim() < 2 or first.shape[dim] < 2 or not _is_one_hot(first, dim):

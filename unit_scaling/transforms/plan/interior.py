@@ -11,9 +11,7 @@ Some calls keep their values because of what reads them: `distances`, `cosines`,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from ..capture.dataflow import Flow
+from ..capture.dataflow import Flow, reached
 from ..capture.kinds import ELEMENTWISE, EMBEDDINGS, LIMITED, MOVES, TRANSPARENT
 from ..capture.record import CallNode
 
@@ -27,43 +25,22 @@ class Interior:
     """The interior calls of a flow. whole: whether the flow is of a whole model."""
 
     def __init__(self, flow: Flow, whole: bool) -> None:
-        nodes = flow.nodes
-        reads = [any(nodes[i.node].computed for i in node.inputs) for node in nodes]
-        layers = {
-            index
-            for index, node in enumerate(nodes)
-            if flow.is_layer(index) or (reads[index] and node.kind in EMBEDDINGS)
-        }
-        #: For each node, whether parameters have gone into its value.
-        self.learned: list[bool] = []
-        for index, sources in enumerate(flow.sources):
-            self.learned.append(reads[index] or any(self.learned[source] for source in sources))
-        #: For each node, whether its result feeds a layer.
+        nodes = range(len(flow.nodes))
+        reads = {i for i in nodes if flow.reads_weights(i)}
+        lookups = {i for i in reads if flow.nodes[i].kind in EMBEDDINGS}
+        layers = lookups.union(filter(flow.is_layer, nodes))
+        #: The nodes that parameters have gone into the values of, and those that feed a layer.
+        self.learned = reached(reads, flow.readers.__getitem__)
         self.feeds_layers = flow.before(layers)
-        part = not (whole and layers)
-        between = zip(self.learned, self.feeds_layers, strict=True)
-        self.calls = {i for i, ends in enumerate(between) if part or all(ends)}
-
-    def __contains__(self, index: int) -> bool:
-        return index in self.calls
+        self.calls = self.learned & self.feeds_layers if whole and layers else set(nodes)
 
 
-def consumers(nodes: Sequence[CallNode]) -> list[dict[int, str]]:
-    """For each node, the calls that read it, as an index too, and their kinds."""
-    readers: list[dict[int, str]] = [{} for _ in nodes]
-    for index, node in enumerate(nodes):
-        for i in node.inputs:
-            readers[i.node][index] = node.kind
-    return readers
-
-
-def distances(readers: Sequence[Mapping[int, str]]) -> set[int]:
+def distances(flow: Flow) -> set[int]:
     """The calls whose results are used only by an argmin: ``a**2 + b**2 - 2 * a @ b.T`` would sum
-    scaled and unscaled terms. readers: as returned by `consumers`."""
+    scaled and unscaled terms."""
     found: set[int] = set()
-    for index in reversed(range(len(readers))):
-        kinds = {kind for reader, kind in readers[index].items() if reader not in found}
-        if readers[index] and kinds <= {"argmin"}:
+    for index, readers in reversed([*enumerate(flow.consumers)]):
+        if readers and all(flow.nodes[r].kind == "argmin" for r in readers - found):
             found.add(index)
     return found
 
@@ -71,14 +48,15 @@ def distances(readers: Sequence[Mapping[int, str]]) -> set[int]:
 def limited(flow: Flow, interior: Interior) -> set[int]:
     """The calls that a function defined on an interval alone reads outside the interior, perhaps
     through elementwise calls."""
-    found: set[int] = set()
-    for index in reversed(range(len(flow.nodes))):
-        for reader in flow.readers[index]:
-            kind = flow.nodes[reader].kind
-            passes = kind in ELEMENTWISE | TRANSPARENT and reader in found
-            if reader not in interior and (kind in LIMITED or passes):
-                found.add(index)
-    return found
+
+    def above(index: int) -> list[int]:
+        passes = flow.nodes[index].kind in ELEMENTWISE | TRANSPARENT
+        return flow.sources[index] if passes and index not in interior.calls else []
+
+    ends = [
+        i for i, node in enumerate(flow.nodes) if node.kind in LIMITED and i not in interior.calls
+    ]
+    return reached([s for end in ends for s in flow.sources[end]], above)
 
 
 def cosines(flow: Flow, interior: Interior) -> set[int]:
@@ -89,7 +67,7 @@ def cosines(flow: Flow, interior: Interior) -> set[int]:
     found: set[int] = set()
     for index, node in enumerate(flow.nodes):
         made.append(_directions(flow, made, node))
-        if not interior.feeds_layers[index] and _is_cosine(flow, made, node):
+        if index not in interior.feeds_layers and _is_cosine(flow, made, node):
             found |= {index}.union(*(made[i.node] for i in node.inputs))
     return found
 

@@ -117,17 +117,16 @@ def written(value: Any) -> Any:
 
 
 def read(kind: Any, data: Any) -> Any:
-    """Returns the value of a type, as in an annotation, that `written` wrote.
-
-    Raises ValueError unless the fields of a dataclass are exactly its own.
-    """
+    """Returns the value of a type, as in an annotation, that `written` wrote. Raises ValueError
+    unless the fields of a dataclass are exactly its own."""
     if dataclasses.is_dataclass(kind):
-        hints, names = _hints(kind), _saved(kind)
-        unknown, missing = sorted({*data} - {*names}), sorted({*names} - {*data})
+        hints, fields = _hints(kind), _saved(kind)
+        unknown, missing = sorted({*data} - {*fields}), sorted({*fields} - {*data})
         if unknown or missing:
-            what = _NAMES.get(kind.__name__, f"a {kind.__name__.lower()}")  # type: ignore[union-attr]
+            names = {"ModelPlan": "a plan", "Plan": "the plan of a form of call"}
+            what = names.get(kind.__name__, f"a {kind.__name__.lower()}")  # type: ignore[union-attr]
             raise ValueError(f"{what}: unknown fields {unknown}, missing fields {missing}")
-        return kind(**{name: read(hints[name], data[name]) for name in names})  # type: ignore[operator]
+        return kind(**{name: read(hints[name], data[name]) for name in fields})  # type: ignore[operator]
     given = get_args(kind)
     if isinstance(data, Mapping):  # of a dataclass or None
         return read(given[0], data)
@@ -138,10 +137,6 @@ def read(kind: Any, data: Any) -> Any:
     if hasattr(kind, "_make"):
         return kind._make(map(tupled, data))
     return tupled(data)
-
-
-_NAMES = {"ModelPlan": "a plan", "Plan": "the plan of a form of call"}
-"""Classes in errors."""
 
 
 _hints: Any = functools.cache(get_type_hints)
@@ -174,10 +169,8 @@ def check_fits(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def retag(model: nn.Module, plan: ModelPlan, rescale: bool) -> None:
-    """Sets the tags of the parameters to those of the plan.
-
-    rescale: also rescale weights that were divided by their own RMS to the divisor of the plan.
-    """
+    """Sets the tags of the parameters to those of the plan. rescale: also rescale weights that were
+    divided by their own RMS to the divisor of the plan."""
     for name, parameter in model.named_parameters():
         own, planned = tags_of(parameter), plan.tags[name]
         if rescale and own.mup_divisor and planned.mup_divisor:

@@ -142,9 +142,10 @@ def _run(flow: Flow, calls: tuple[int, ...], x: Tensor) -> Tensor:
     values = dict[int, Tensor]()
     for call in calls:
         node, given = flow.nodes[call], flow.nodes[call].tensors
-        read = {i.slot: values.get(i.node, x) for i in flow.values(call)}
+        own = {i.slot: values.get(i.node, x) for i in flow.values(call)}
+        others = {slot: t.detach() for slot, t in given.items() if slot not in own}
         # Copies, as the call may write in place.
-        tensors = {s: read.get(s, t.detach()).clone().to(x.device) for s, t in given.items()}
+        tensors = {slot: t.clone().to(x.device) for slot, t in {**own, **others}.items()}
         assert node.function is not None
         args, kwargs = replaced(node.args, tensors), replaced(node.kwargs, tensors)
         values[call] = node.function(*args, **kwargs)

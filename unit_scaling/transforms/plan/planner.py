@@ -13,35 +13,20 @@ from dataclasses import dataclass, field, replace
 from fp8.common.report import LEFT_ALONE
 
 from ...rules.table import find_op
+from ..capture import kinds
 from ..capture.dataflow import Flow
-from ..capture.kinds import (
-    ALGEBRA,
-    ATTENTION,
-    ELEMENTWISE,
-    KEPT,
-    LAYERS,
-    NEUTRAL,
-    PRODUCTS,
-    RECURRENT,
-    TRANSPARENT,
-    is_added,
-)
 from ..capture.record import DISTRIBUTION, CallNode, Slot, is_sparse
 from ..capture.values import has_scale
 from .actions import CallRow, Decision, Plan, Settings, Step
 from .arguments import Arguments
 from .attention import Attention
-from .interior import Interior, consumers, cosines, distances, limited
+from .interior import Interior, cosines, distances, limited
 from .patterns import find_units
 from .regions import Region, Regions
 from .residuals import Residuals, find_residuals
 from .weights import SMALL
 
 _NOTHING: Decision = (None, "", "")
-_OUTSIDE = "not between two layers: keeps its values"
-_DISTANCE = "in a distance whose argmin is taken: keeps its values"
-_COSINE = "cosine after the last layer"
-_LIMITED = "value whose logarithm or the like is taken"
 
 
 @dataclass
@@ -50,7 +35,8 @@ class Planned:
 
     rows: the call of each row of the plan. checked: calls whose factor the measurement may correct.
     unruled: those without a factor of a rule: results of regions. products: those whose operands
-    the measurement may give factors to -> the slot of the bias or None. settled: calls that use the
+    the measurement may give factors to -> the slot of the bias or None. operands: product -> the
+    slots of its operands by the names of their scales. settled: calls that use the
     factor of another sequence length, for which their result has RMS 1. small: (call, argument) ->
     log2 of the RMS of a small parameter that nothing makes up for. exponents: of the gauges, once
     they are chosen.
@@ -63,6 +49,7 @@ class Planned:
     checked: set[int] = field(default_factory=set)
     unruled: set[int] = field(default_factory=set)
     products: dict[int, Slot | None] = field(default_factory=dict)
+    operands: dict[int, dict[str, Slot]] = field(default_factory=dict)
     small: dict[tuple[int, Slot], float] = field(default_factory=dict)
     exponents: list[int] = field(default_factory=list)
 
@@ -70,8 +57,8 @@ class Planned:
 def make_plan(nodes: list[CallNode], settings: Settings) -> Planned:
     """Returns the plan for recorded calls: the factors of values, with true gradients."""
     planner = _Planner(nodes, settings)
-    depths = planner.residuals.depths if settings.residual == "umup" else {}
-    plan = Plan(inner=planner.inner, depths=depths, in_pairs=not settings.preserve)
+    depths, in_pairs = planner.residuals.depths, not settings.preserve
+    plan = Plan(inner=planner.inner, depths=depths, in_pairs=in_pairs)
     found = Planned(plan, planner.flow, planner.attention.of_others)
     for index, node in enumerate(nodes):
         if node.function is None:
@@ -94,17 +81,17 @@ def make_plan(nodes: list[CallNode], settings: Settings) -> Planned:
 
 def _bias(node: CallNode) -> Slot | None:
     """The slot of the bias of a linear layer or convolution."""
-    if node.kind not in LAYERS:
+    if node.kind not in kinds.LAYERS:
         return None
-    return next((i.slot for i in node.inputs if is_added(node.kind, i.slot)), None)
+    return next((i.slot for i in node.inputs if kinds.is_added(node.kind, i.slot)), None)
 
 
 def _is_multilinear(node: CallNode) -> bool:
     """Whether a call is a product of its tensors, or that and a bias."""
-    if node.kind not in PRODUCTS - ATTENTION or node.inside or node.written or is_sparse(node):
-        return False
+    plain = not (node.inside or node.written or is_sparse(node))
     given = [t for t in node.tensors.values() if has_scale(t)]
-    return len(given) == 2 + (_bias(node) is not None) or node.kind == "einsum"
+    terms = len(given) == 2 + (_bias(node) is not None) or node.kind == "einsum"
+    return node.kind in kinds.PRODUCTS - kinds.ATTENTION and plain and terms
 
 
 class _Planner:
@@ -120,8 +107,7 @@ class _Planner:
         self.inner = self._inner_readouts()
         self.arguments = Arguments(flow, settings, self.interior.learned)
         self.attention = Attention(flow, settings)
-        self.consumers = consumers(nodes)
-        self.distances = distances(self.consumers)
+        self.distances = distances(flow)
 
     def _find_regions(self) -> None:
         """Finds the regions and the residual adds; the last region that holds a call keeps it."""
@@ -133,10 +119,14 @@ class _Planner:
         carried = closed.loops(self.residuals.adds, settings.settled.loops)
         inside = inside.union(*(region.calls for region in carried))
         for unit in find_units(flow, settings.settled.units):
-            if inside.isdisjoint(unit.calls) and all(last in interior for last in unit.exits):
+            if inside.isdisjoint(unit.calls) and all(last in interior.calls for last in unit.exits):
                 self.regions |= dict.fromkeys(unit.calls, unit)
-        bounded = {i for i in limited(flow, interior) & interior.calls if self._has_one_factor(i)}
-        alone = dict.fromkeys(bounded, _LIMITED) | dict.fromkeys(cosines(flow, interior), _COSINE)
+        ends = {last for unit in self.regions.values() for last in unit.exits}
+        elementwise = {i for i, node in enumerate(self.nodes) if node.kind in kinds.ELEMENTWISE}
+        one_factor = ends | (elementwise - self.regions.keys())
+        bounded = limited(flow, interior) & interior.calls & one_factor
+        alone = dict.fromkeys(bounded, "value whose logarithm or the like is taken")
+        alone |= dict.fromkeys(cosines(flow, interior), "cosine after the last layer")
         self.regions |= {i: Region(frozenset([i]), what) for i, what in alone.items()}
         for region in (*carried, *matrices):
             self.regions |= dict.fromkeys(region.calls, region)
@@ -144,38 +134,30 @@ class _Planner:
     def _inner_readouts(self) -> frozenset[str]:
         """The readout weights whose output feeds layers or residual adds."""
         products = set(filter(self.flow.is_product, range(len(self.nodes))))
-        mixes = self.flow.before(products.union(self.residuals.adds))
-        inner = [i.node for index in products if mixes[index] for i in self.nodes[index].inputs]
+        mixes = products & self.flow.before(products.union(self.residuals.adds))
+        inner = [i.node for index in mixes for i in self.nodes[index].inputs]
         return self.settings.weights.readouts & {self.nodes[index].origin for index in inner}
-
-    def _has_one_factor(self, index: int) -> bool:
-        """Whether a call is elementwise, or the last one of a unit."""
-        region = self.regions.get(index)
-        return self.nodes[index].kind in ELEMENTWISE if region is None else index in region.exits
 
     def is_checked(self, index: int, row: CallRow) -> bool:
         """Whether a measurement may correct the factor of a call."""
         node = self.nodes[index]
         chosen = index in self.residuals.adds or row.why.startswith("readout")
-        if chosen or index in self.attention.of_others or self.settings.preserve:
+        if chosen or index in self.attention.of_others or row.done not in ("scaled", LEFT_ALONE):
             return False
-        if row.done not in ("scaled", LEFT_ALONE) or index in self.distances:
-            return False
-        if node.inside or node.key is None:  # a replay does not see the call
-            return False
-        return index in self.interior or self.flow.is_product(index)
+        replayed = node.key is not None and not node.inside
+        return replayed and (index in self.interior.calls or self.flow.is_product(index))
 
     def settle_small(self, index: int, node: CallNode) -> dict[tuple[int, Slot], float]:
         """Settles that no measurement makes up for a small parameter that keeps its values: it
         learns at the rate of one of RMS 1, so its steps would be too large. As `Planned.small`."""
         found: dict[tuple[int, Slot], float] = {}
-        if node.key is None or node.kind not in PRODUCTS | {"mul"} or node.computed:
+        if node.key is None or node.kind not in kinds.PRODUCTS | {"mul"} or node.computed:
             return found
         settings = self.settings
         for i in node.inputs:
             source = self.nodes[i.node]
             kept = source.origin is not None and source.origin not in settings.weights.factors
-            if kept and source.rms < SMALL and not is_added(node.kind, i.slot):
+            if kept and source.rms < SMALL and not kinds.is_added(node.kind, i.slot):
                 settings.settled.corrections.setdefault(node.place, 0)
                 settings.settled.operands.setdefault((node.key, i.slot), 0)
                 found[index, i.slot] = math.log2(source.rms)
@@ -204,9 +186,9 @@ class _Planner:
         if not node.inside:
             return None
         before, done = self.nodes[index - 1], LEFT_ALONE
-        places = [(call.inside, call.path, call.where) for call in (before, node)]
-        if before.live and places[0] == places[1]:  # the row of the previous call says it
-            done = ""
+        place = before.inside, before.path, before.where
+        if before.live and place == (node.inside, node.path, node.where):
+            done = ""  # the row of the previous call says it
         elif node.inside == DISTRIBUTION:
             done = "unchanged"
         return self.arguments.restored(node), done, f"inside {node.inside}, as all its calls"
@@ -215,7 +197,7 @@ class _Planner:
         """With init="preserve", any call: a product has static scales for the casts of weights."""
         if not self.settings.preserve:
             return None
-        static = self.arguments.static(node) if kind in PRODUCTS else ()
+        static = self.arguments.static(node) if kind in kinds.PRODUCTS else ()
         if not static:
             return _NOTHING
         scales = ", ".join(f"{2.0**exponent:g}" for _, exponent in static)
@@ -223,13 +205,15 @@ class _Planner:
 
     def _distance(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """A call of a distance whose argmin is taken: keeps its values."""
-        return (None, "unchanged", _DISTANCE) if index in self.distances else None
+        if index not in self.distances:
+            return None
+        return None, "unchanged", "in a distance whose argmin is taken: keeps its values"
 
     def _weight(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """A call that computes a weight from parameters: uses the original values."""
         if not node.computed:
             return None
-        if kind in TRANSPARENT:
+        if kind in kinds.TRANSPARENT:
             return _NOTHING
         step = self.arguments.restored(node)
         if node.key is None:
@@ -250,7 +234,8 @@ class _Planner:
                 return step, "scaled", f"result of a {region.what}"
             step = replace(step or Step(), output=region.factor)
             return step, "scaled", f"result of a {region.what}, factor {region.factor:.3g}"
-        named = self.flow.is_product(index) or kind in ALGEBRA or index == region.first
+        named = self.flow.is_product(index) or kind in kinds.ALGEBRA
+        named |= not region.exits and index == min(region.calls)
         return step, "unchanged" if named else "", f"in a {region.what}: keeps its values"
 
     def _residual(self, index: int, node: CallNode, kind: str) -> Decision | None:
@@ -259,13 +244,14 @@ class _Planner:
 
     def _outside(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """A call outside the `interior`: keeps its values, unless it is a layer."""
-        if index in self.interior or self.flow.is_layer(index):
+        if index in self.interior.calls or self.flow.is_layer(index):
             return None
         restored = self.arguments.restored(node)
         if restored is not None and node.key is None:
             return None, LEFT_ALONE, f"no rule for {node.name}, which reads parameters of RMS 1"
-        silent = kind in NEUTRAL and restored is None
-        return restored, "" if silent or find_op(node.function) is None else "unchanged", _OUTSIDE
+        silent = kind in kinds.NEUTRAL and restored is None
+        done = "" if silent or find_op(node.function) is None else "unchanged"
+        return restored, done, "not between two layers: keeps its values"
 
     def _share(self, index: int, node: CallNode, kind: str) -> Decision | None:
         """A join of values and a much smaller or larger parameter: each keeps its share."""
@@ -281,7 +267,7 @@ class _Planner:
             return None
         sources = [self.nodes[i.node] for i in node.inputs]
         weights = {source.origin for source in sources if source.computed}
-        detached = set(self.consumers[index].values()) == {"detach"}
+        detached = {self.nodes[i].kind for i in self.flow.consumers[index]} == {"detach"}
         reasons = {
             "adds a number": len(sources) < 2,
             "adds single numbers": node.numel == 1,
@@ -321,19 +307,19 @@ class _Planner:
             restored = self.arguments.restored(node)
             why = f"no rule for {node.name}" + " of a sparse tensor" * is_sparse(node)
             why += "; its weight keeps its own scale" if restored else ""
-            return _NOTHING if kind in NEUTRAL else (restored, LEFT_ALONE, why)
-        if kind in KEPT:
+            return _NOTHING if kind in kinds.NEUTRAL else (restored, LEFT_ALONE, why)
+        if kind in kinds.KEPT:
             return None, "unchanged", "keeps the scale"
         weights = {self.nodes[i.node].origin for i in node.inputs}
-        slots = self.arguments.scaled(node)
+        slots = (*self.arguments.computed(node), *self.arguments.one_hot(node))
         if kind == "linear" and weights & (self.settings.weights.readouts - self.inner):
             return Step(op="linear_readout", slots=slots), "scaled", "readout: 1/fan_in"
-        if kind in PRODUCTS | RECURRENT:
-            settings = (("weight_factor", False),) if kind in RECURRENT else ()
+        if kind in kinds.PRODUCTS | kinds.RECURRENT:
+            settings = (("weight_factor", False),) if kind in kinds.RECURRENT else ()
             return Step(op=op.name, slots=slots, settings=settings), "scaled", ""
         scales = op.scales(node.args, node.kwargs, func=node.function)
-        weighted = any(self.nodes[i.node].computed for i in node.inputs)
-        if len(set(scales.values())) == 1 and not weighted:  # weight factors depend on batch size
+        weighted = self.flow.reads_weights(index)  # weight factors depend on batch size
+        if len(set(scales.values())) == 1 and not weighted:
             return Step(op=op.name, slots=slots), "scaled", ""
         return Step(slots=slots, output=scales["output"]), "scaled", ""
 

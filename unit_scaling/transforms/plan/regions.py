@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..capture.dataflow import Flow, reached
+from ..capture.dataflow import Flow, components, reached
 from ..capture.kinds import ALGEBRA, CASTS, ELEMENTWISE
 from ..capture.record import Place
 from .interior import Interior
@@ -31,33 +31,26 @@ _ACTIVATIONS = frozenset(
 
 @dataclass(frozen=True)
 class Region:
-    """Calls that run as in the model.
-
-    what: names it in the report. exits: the calls whose results have a factor. factor: that of the
-    results; None for a measured one.
-    """
+    """Calls that run as in the model. what: names it in the report. exits: the calls whose results
+    have a factor. factor: that of the results; None for a measured one."""
 
     calls: frozenset[int]
     what: str
     exits: frozenset[int] = frozenset()
     factor: float | None = None
 
-    @property
-    def first(self) -> int | None:
-        """The call that the report names if none has a factor."""
-        return None if self.exits else min(self.calls)
-
 
 class Regions:
     """The closed regions of a model."""
 
     def __init__(self, flow: Flow, interior: Interior) -> None:
-        self.flow, self._interior = flow, interior
+        self.flow = flow
         self.matrices = Matrices(flow)
         self._outside = set[int]()  # calls that belong to no region
         self._body = set[int]()  # calls that repeat at their places
         self._carried = set[Place]()  # whose results the next pass of a loop reads
-        self._mixing = flow.before({i for i in range(len(flow.nodes)) if flow.is_product(i)})
+        self._feeding = flow.before(filter(flow.is_product, range(len(flow.nodes))))
+        self._feeding &= interior.calls
         self._members: dict[Place, list[int]] = defaultdict(list)
         for index, node in enumerate(flow.nodes):
             if node.function is not None and node.live and not node.computed:
@@ -81,39 +74,28 @@ class Regions:
         flow, members = self.flow, self._members
         self._outside.update(adds)
         for cycle in _cycles(flow, members):
-            calls = {i for place in cycle for i in members[place]}
+            inside = {i for place in cycle for i in members[place]}
             kinds = {kind for _, kind, _ in cycle} & _ARITHMETIC
-            if kinds and not any(i in self._outside or flow.is_product(i) for i in calls):
+            if kinds and not any(i in self._outside or flow.is_product(i) for i in inside):
                 role = "sum" if kinds <= ADDS else "state"
                 known.update({place: role for place in members if place in cycle})
         self._body = {i for calls in members.values() if len(calls) > 1 for i in calls}
         self._carried = {place for place, role in known.items() if role}
-        loops: dict[bool, set[int]] = {False: set(), True: set()}
-        for place, role in known.items():
-            loops[role == "sum"].update(members.get(place, ()))
-        closed = self._closed(loops[False] - self._outside)
+        calls = {i: role for place, role in known.items() for i in members.get(place, ())}
+        sums = {i for i, role in calls.items() if role == "sum"} - self._outside
+        closed = self._closed(calls.keys() - sums - self._outside)
         for index in sorted(closed & self._body):
             known.setdefault(flow.nodes[index].place, "")
-        return self._split(closed | loops[True] - self._outside, "value carried by a loop")
+        return self._split(closed | sums, "value carried by a loop")
 
     def _split(self, calls: set[int], what: str) -> list[Region]:
         """Connected regions of these calls."""
-        flow, found = self.flow, list[Region]()
-        whole = {i for i in calls if flow.nodes[i].function is not None}
-        exits = {i for i in whole if self._is_exit(i, whole)}
-        near = {i: whole.intersection(flow.sources[i] + flow.readers[i]) for i in whole}
-        while near:
-            part = frozenset(reached([min(near)], near.__getitem__))
-            found.append(Region(part, what, part & exits))
-            near = {i: others for i, others in near.items() if i not in part}
-        return found
-
-    def _is_exit(self, index: int, calls: set[int]) -> bool:
-        """Whether a result leaves a region for products, and no other call of the region, or pass
-        of its loop, reads it."""
-        node, readers = self.flow.nodes[index], self.flow.readers[index]
-        feeds = self._mixing[index] and index in self._interior and calls.isdisjoint(readers)
-        return feeds and not node.written and node.place not in self._carried
+        flow, nodes = self.flow, self.flow.nodes
+        # No other call of the region, or pass of its loop, reads what leaves it for products.
+        exits = {i for i in calls & self._feeding if calls.isdisjoint(flow.readers[i])}
+        exits -= {i for i in exits if nodes[i].written or nodes[i].place in self._carried}
+        near = {i: calls.intersection(flow.sources[i] + flow.readers[i]) for i in sorted(calls)}
+        return [Region(part, what, part & exits) for part in components(near)]
 
     def _closed(self, seeds: set[int]) -> set[int]:
         flow, found, todo = self.flow, set[int](), seeds
@@ -137,7 +119,7 @@ class Regions:
         first, *others = matrices.origins(index)
         dependent = not others or any(first & other for other in others)
         return dependent or all(
-            matrices.is_formed(matrices.base(s)) for s in self.flow.sources[index]
+            map(matrices.is_formed, map(matrices.base, self.flow.sources[index]))
         )
 
     def _is_below(self, reader: int, found: set[int]) -> bool:

@@ -39,9 +39,8 @@ class _Branch:
 
 @dataclass
 class Residuals:
-    """adds: node of a weighted add -> the weights of its terms. depths: parameter in a branch ->
-    the depth of its stream, in layers of two branches each, as in a transformer.
-    """
+    """adds: node of a weighted add -> the weights of its terms. depths: under the rule "umup",
+    parameter in a branch -> the depth of its stream, in layers of two branches each."""
 
     adds: dict[int, Decision] = field(default_factory=dict)
     depths: dict[str, int] = field(default_factory=dict)
@@ -66,8 +65,8 @@ def find_residuals(flow: Flow, rule: str, formulas: Collection[int] = ()) -> Res
                 # The input and all branches contribute equally to the output, as by
                 # `uu.transformer_residual_scaling_rule`. Source: u-muP, arXiv 2407.17465, G.2.2.
                 part.tau = (count / 2 + number) ** -0.5
-            for name in sorted(_weights(flow, part)):
-                found.depths[name] = max(math.ceil(count / 2), found.depths.get(name, 1))
+                for name in sorted(_weights(flow, part)):
+                    found.depths[name] = max(math.ceil(count / 2), found.depths.get(name, 1))
         branch.tau = sum(part.tau**2 for part in parts) ** 0.5
         norm = (1 + branch.tau**2) ** 0.5
         weights = {branch.skip.slot: 1 / norm, branch.end.slot: branch.tau / norm}
@@ -149,15 +148,13 @@ def _weights(flow: Flow, branch: _Branch) -> set[str]:
 
 def _places(flow: Flow, adds: dict[int, _Branch]) -> dict[int, tuple[int, int]]:
     """For each residual add, its index in its stream and the number of adds in the stream."""
-    stream: dict[int, int] = {}
-    number: dict[int, int] = {}
-    count: dict[int, int] = {}
+    found: dict[int, tuple[int, int]] = {}  # (the first add of the stream, index in it)
     for index, branch in adds.items():
         before: int | None = branch.skip.node
-        while before is not None and before not in stream:
+        while before is not None and before not in found:
             alone = len(flow.sources[before]) == 1 and not flow.is_product(before)
             before = flow.sources[before][0] if alone else None
-        stream[index] = index if before is None else stream[before]
-        number[index] = 0 if before is None else number[before] + 1
-        count[stream[index]] = max(count.get(stream[index], 0), number[index] + 1)
-    return {index: (number[index], count[stream[index]]) for index in adds}
+        first, number = (index, -1) if before is None else found[before]
+        found[index] = first, number + 1
+    counts = {first: number + 1 for first, number in sorted(found.values())}
+    return {index: (number, counts[first]) for index, (first, number) in found.items()}

@@ -52,41 +52,44 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
     `nn.Linear` is tagged as the readout (see `_readout`), which the first call may revert.
     """
     rows: list[CallRow] = []
-    readout = _readout(model)
-    owners = {
-        id(p): (module, path)
-        for path, module in reversed(list(model.named_modules()))
-        for p in module.parameters(recurse=False)
-    }
-    experts = {id(module) for module in model.modules() if holds_experts(module)}
-    for name, parameter in model.named_parameters():
-        module, path = owners[id(parameter)]
-        leaf = name.rpartition(".")[2]
-        stacked = id(module) in experts
-        done: Done | None
-        if isinstance(module, ParametrizationList):
-            tag(parameter, "weight" if parameter.dim() > 1 else "norm")
-            done = "unchanged", "parametrized: the weight is scaled where it is used"
-        elif init == "unit" and _is_empty_token(parameter):
-            tag(parameter, "weight")
-            nn.init.normal_(parameter)
-            done = "unit scale", "a token of zeros, drawn from a standard normal"
-        elif parameter.dim() - stacked > 1 and not _is_gain(parameter):
-            tag(parameter, "output" if name == readout else "weight", mup_stacked=stacked)
-            mask = getattr(module, f"{pruned(module).get(leaf)}_mask", None)
-            done = _rescale(parameter, init, mask)
-        elif leaf.endswith("bias") or leaf.startswith("bias_"):  # recurrent layers have bias_ih_l0
-            tag(parameter, "bias")
-            done = _zero_bias(parameter) if init == "unit" else None
-        else:
-            tag(parameter, "norm")
-            gain = init == "unit" and not isinstance(module, nn.PReLU)  # its slopes are no gains
-            done = _unit_gain(parameter) if gain else None
-        if done is not None:
-            rows.append(CallRow(path, leaf, *done))
+    readout, seen = _readout(model), set[int]()
+    for path, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                done = _prepared(module, leaf, parameter, init, parameter is readout)
+                rows += [] if done is None else [CallRow(path, leaf, *done)]
     rows += _scripted(model)
     remember_tags(model)
     return rows
+
+
+@torch.no_grad()
+def _prepared(
+    module: nn.Module, leaf: str, parameter: nn.Parameter, init: str, is_readout: bool
+) -> Done | None:
+    """Tags a parameter of ``module``, named ``leaf``, and scales it."""
+    stacked = holds_experts(module)
+    if isinstance(module, ParametrizationList):
+        tag(parameter, "weight" if parameter.dim() > 1 else "norm")
+        return "unchanged", "parametrized: the weight is scaled where it is used"
+    if init == "unit" and _is_empty_token(parameter):
+        tag(parameter, "weight")
+        nn.init.normal_(parameter)
+        return "unit scale", "a token of zeros, drawn from a standard normal"
+    if parameter.dim() - stacked > 1 and not _is_gain(parameter):
+        tag(parameter, "output" if is_readout else "weight", mup_stacked=stacked)
+        mask = getattr(module, f"{pruned(module).get(leaf)}_mask", None)
+        return _rescale(parameter, init, mask)
+    if leaf.endswith("bias") or leaf.startswith("bias_"):  # recurrent layers have bias_ih_l0
+        tag(parameter, "bias")
+        if init != "unit" or parameter.is_meta or not bool(parameter.any()):
+            return None
+        parameter.zero_()
+        return "set to zero", "init='unit'"
+    tag(parameter, "norm")
+    gain = init == "unit" and not isinstance(module, nn.PReLU)  # its slopes are no gains
+    return _unit_gain(parameter) if gain else None
 
 
 def parametrizations(model: nn.Module, path: str = "") -> frozenset[str]:
@@ -119,37 +122,31 @@ def refuse_weights(model: nn.Module) -> None:
 
 def _scripted(model: nn.Module) -> list[CallRow]:
     """Rows for the TorchScript functions that a forward names; their calls cannot be recorded."""
-    rows = []
-    for path, module in model.named_modules():
-        forward = getattr(bare_class(module), "forward", None)
-        if not isinstance(forward, FunctionType):
-            continue
-        for name in forward.__code__.co_names:
-            if isinstance(forward.__globals__.get(name), torch.jit.ScriptFunction):
-                why = "a TorchScript function: it is not seen"
-                rows.append(CallRow(path, name, LEFT_ALONE, why))
-    return rows
+    named = [(p, getattr(bare_class(m), "forward", None)) for p, m in model.named_modules()]
+    return [
+        CallRow(path, name, LEFT_ALONE, "a TorchScript function: it is not seen")
+        for path, forward in named
+        if isinstance(forward, FunctionType)
+        for name in forward.__code__.co_names
+        if isinstance(forward.__globals__.get(name), torch.jit.ScriptFunction)
+    ]
 
 
-def _readout(model: nn.Module) -> str | None:
-    """The name of the last linear layer's weight; None if another module shares it, or if no other
-    layer has weights besides embeddings."""
-    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+def _readout(model: nn.Module) -> Tensor | None:
+    """The last linear layer's weight; None if another module shares it, or if no other layer has
+    weights besides embeddings."""
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if not linears:
         return None
-    name, last = linears[-1]
-    leaf = "weight_orig" if "weight_orig" in pruned(last) else "weight"
-    weight = getattr(last, leaf)
+    weight = getattr(
+        linears[-1], "weight_orig" if "weight_orig" in pruned(linears[-1]) else "weight"
+    )
     owners = [(m, p) for m in model.modules() for p in m.parameters(recurse=False)]
     tied = sum(p is weight for _, p in owners) > 1
-    embeddings = nn.Embedding | nn.EmbeddingBag
-    layers = any(
-        p.dim() > 1 and p is not weight and not isinstance(m, embeddings) for m, p in owners
-    )
-    return f"{name}.{leaf}".lstrip(".") if layers and not tied else None
+    layers = [p for m, p in owners if not isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    return weight if any(p.dim() > 1 and p is not weight for p in layers) and not tied else None
 
 
-@torch.no_grad()
 def _is_empty_token(parameter: nn.Parameter) -> bool:
     """Whether a parameter is one row of zeros, (1, 1, n), such as a class token: the gradient of a
     norm at zero is unbounded, and the only one if the model reads its output there."""
@@ -157,7 +154,6 @@ def _is_empty_token(parameter: nn.Parameter) -> bool:
     return row and not parameter.is_meta and not bool(parameter.any())
 
 
-@torch.no_grad()
 def _is_gain(parameter: nn.Parameter) -> bool:
     """Whether a parameter is constant along its only dimension, as layer scales are: (1, 1, n)."""
     along = not parameter.is_meta and parameter.numel() == max(parameter.shape)
@@ -168,7 +164,6 @@ def _is_one_number(parameter: nn.Parameter) -> bool:
     return bool((parameter == parameter.flatten()[0]).all())
 
 
-@torch.no_grad()
 def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> Done:
     """Divides a weight by its RMS, or tags it with a power of two. mask: the part that is used."""
     left = "unchanged" if init == "preserve" else LEFT_ALONE
@@ -197,15 +192,6 @@ def _divide(parameter: nn.Parameter, rms: float) -> None:
     tag(parameter, *tags._replace(mup_scale=1.0, mup_divisor=(tags.mup_divisor or 1.0) * rms))
 
 
-@torch.no_grad()
-def _zero_bias(parameter: nn.Parameter) -> Done | None:
-    if parameter.is_meta or not bool(parameter.any()):
-        return None
-    parameter.zero_()
-    return "set to zero", "init='unit'"
-
-
-@torch.no_grad()
 def _unit_gain(parameter: nn.Parameter) -> Done | None:
     """Scales a gain to RMS 1 if it is a small or large constant, such as 1e-6, or small noise. Its
     branch would otherwise have no values."""
