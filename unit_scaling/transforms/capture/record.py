@@ -56,10 +56,8 @@ DISTRIBUTION = "torch.distributions"
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor argument: its slot, the node it comes from, its number of elements.
-
-    part: its index among the tensors that the node returned.
-    """
+    """A tensor argument: its slot, the node it comes from, its number of elements, and its index
+    among the tensors that the node returned (part)."""
 
     slot: Slot
     node: int
@@ -74,11 +72,10 @@ class CallNode:
     path: of the running module. live: whether it depends on a parameter or a floating-point input.
     computed: whether it depends on parameters only. rms: of the values, if computed. wanted:
     whether it is an input that requires a gradient; within: which an object among the arguments
-    holds. where: file and line of the call. zero: whether
-    it is a constant of zeros. origin: the parameter that it is, or is a view or copy of. site: as
-    in `Place`. inside: the autograd function that makes the call, or `DISTRIBUTION`. around: the
-    autograd function that calls the running module. written: the arguments that the result is
-    written into. results: the number of result tensors.
+    holds. where: file and line of the call. zero: whether it is a constant of zeros. origin: the
+    parameter that it is, or is a view or copy of. site: as in `Place`. inside: the autograd
+    function that makes the call, or `DISTRIBUTION`. around: the autograd function that calls the
+    running module. written: the arguments that the result is written into. results: their number.
     """
 
     key: Key | None
@@ -156,11 +153,9 @@ def replaced(value: Any, tensors: dict[Slot, Any]) -> Any:
 
 
 class Calls(FirstLook):
-    """A torch-function mode that observes each call of a model, and not what that calls in turn.
-
-    A call with an `expansion` is observed as the calls that it is composed of. in_pairs: also an
-    einsum of three or more operands, as products of two.
-    """
+    """A torch-function mode that observes each call of a model, and not what that calls in turn. A
+    call with an `expansion` is observed as the calls that it is composed of. in_pairs: also an
+    einsum of three or more operands, as products of two."""
 
     def __init__(self, in_pairs: bool = True) -> None:
         super().__init__()
@@ -215,11 +210,10 @@ class Recorder(Calls):
     kinds: the table of `capture.kinds`. parameters: names by id. factors: the divisors of
     parameters, by name; tensors computed from parameters alone use the original values. inputs: id
     of an input tensor -> whether it requires a gradient. within: the ids of those that do and are
-    held by objects among the arguments. path: returns the path of the running
-    module. parametrizations: the paths of modules that compute a weight. Outputs of matrix products
-    are scaled to RMS 1, as they will be under the plan, so that later calls see values of that
-    size. original: instead, all calls use the original values of parameters, and the RMS of every
-    result is noted. in_pairs: as in `Calls`.
+    held by objects among the arguments. path: returns the path of the running module.
+    parametrizations: the paths of modules that compute a weight. Outputs of matrix products are
+    scaled to RMS 1, as under the plan, so that later calls see values of that size. original:
+    instead, all calls use the original values of parameters, and the RMS of every result is noted.
     """
 
     kinds: dict[Callable[..., Any], str]
@@ -238,7 +232,10 @@ class Recorder(Calls):
         self._counts: Counter[tuple[str, str]] = Counter()
         self._node_of: dict[int, tuple[int, int]] = {}
         self._makers: dict[Node, int] = {}
-        self._kept: list[Tensor] = []  # keeps tensors alive: ids of dead ones are reused
+        self._alive: list[Tensor] = []  # ids of dead tensors are reused
+        #: The nodes of the model's results, and of what is kept: see `measure.look`.
+        self.results: dict[Slot, int] = {}
+        self.kept: dict[Slot, int] = {}
 
     def observe(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -313,7 +310,7 @@ class Recorder(Calls):
             if maker not in self._makers:
                 self._add_hidden(tensor, maker)
             self._node_of[id(tensor)] = self._makers[maker], tensor.output_nr
-            self._kept.append(tensor)
+            self._alive.append(tensor)
         if id(tensor) not in self._node_of:
             name = self.parameters.get(id(tensor))
             node = CallNode(None, name or "input", shape=tuple(tensor.shape))
@@ -326,8 +323,7 @@ class Recorder(Calls):
             known = node.computed or node.within or id(tensor) in self.inputs
             node.live = node.floating and known and not node.masking
             node.zero = node.floating and not known and all_zero(tensor)
-            if name is not None:
-                node.rms = rms_of(tensor)
+            node.rms = 1.0 if name is None else rms_of(tensor)
             self.nodes.append(node)
             self._remember([tensor])
         index, part = self._node_of[id(tensor)]
@@ -384,8 +380,8 @@ class Recorder(Calls):
                     todo.append(function)
         return list(found)
 
-    def ends(self, value: Any) -> dict[Slot, int]:
-        """The nodes of the floating-point tensors of a model's result, by slot."""
+    def nodes_of(self, value: Any) -> dict[Slot, int]:
+        """The nodes of the floating-point tensors of a value, by slot."""
         return {
             slot: self._input(slot, t).node
             for slot, t in tensors_in(value)
@@ -397,7 +393,7 @@ class Recorder(Calls):
         for part, tensor in enumerate(tensors):
             if id(tensor) not in others:
                 self._node_of[id(tensor)] = (len(self.nodes) - 1, part)
-                self._kept.append(tensor)
+                self._alive.append(tensor)
                 if tensor.grad_fn is not None:
                     self._makers[tensor.grad_fn] = len(self.nodes) - 1
 
@@ -449,7 +445,6 @@ def is_sparse(node: CallNode) -> bool:
     return not all(map(is_strided, node.tensors.values()))
 
 
-_INSTALL = install.__file__
 _OURS = tuple(str(Path(__file__).parents[3] / name) for name in ("fp8", "unit_scaling"))
 _TORCH = str(Path(torch.__file__).parent)
 _DISTRIBUTIONS = str(Path(torch.__file__).parent / "distributions")
@@ -497,7 +492,7 @@ def _location() -> _Location:
     for frame in frames():
         file = frame.f_code.co_filename
         ours = file.startswith(_OURS)
-        if file == _INSTALL:
+        if file == install.__file__:
             break  # the running module begins here
         if where:
             inside = function_of(frame) or inside

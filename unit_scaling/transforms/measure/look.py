@@ -25,7 +25,7 @@ from fp8.common.threads import Setting, Stack, apart
 from ...parameter import restore_own_tags
 from ..capture.copies import twin_of
 from ..capture.forms import Form
-from ..capture.record import CallNode, Key, Place, Recorder, Slot, tensors_in
+from ..capture.record import CallNode, Key, Place, Recorder, tensors_in
 from ..capture.structure import Structure, held_by
 from ..folding.ratios import find_ties
 from ..plan.actions import Arriving, CallRow, Plan, Settings, Settled, Step, Weights
@@ -36,7 +36,7 @@ from ..run.border import records
 from ..run.install import Call, Given, Places, Scope, find_scope, is_flattened, is_sharded
 from ..run.varying import Following
 from .gauge import note_places, place, with_true_gradients
-from .measuring import Actual, Measured, Measuring, measure
+from .measuring import Actual, Measured, Measuring, backward
 from .ranks import agreed_once, fingerprint, numbered
 
 RUNNING = Stack()
@@ -46,11 +46,7 @@ UNSEEN = "unit_scale has not seen this form of call yet"
 
 
 class Looking(Scope, Protocol):
-    """The part of `UnitScale` that recording and measuring use.
-
-    arriving: `Plan.final` -> what arrives at the plans of that kind. name: of the model, the same
-    in all processes; "" until the first recording.
-    """
+    """The part of `run.scope.UnitScale` that recording and measuring use."""
 
     kinds: dict[Callable[..., Any], str]
     replacements: dict[Callable[..., Any], Callable[..., Any]]
@@ -63,14 +59,9 @@ class Looking(Scope, Protocol):
     arriving: dict[bool, Arriving]
     name: str
 
-    def settle(self, training: bool = False) -> None:
-        """Adopts what the plans so far have measured, for one more in training."""
-
-    def within(self, path: str, call: Call) -> Any:
-        """Runs ``call()``, the forward of the module at ``path``."""
-
-    def forget_loose(self, plan: Plan) -> None:
-        """Drops plans that were made with fewer measurements than ``plan``."""
+    def settle(self, training: bool = False) -> None: ...
+    def within(self, path: str, call: Call) -> Any: ...
+    def forget_loose(self, plan: Plan) -> None: ...
 
 
 def _without_warnings() -> AbstractContextManager[Any]:
@@ -122,10 +113,10 @@ class Look:
         weights = tagged_weights(twin, self.path)
         with apart():
             with torch.inference_mode(False), torch.enable_grad():  # which show autograd functions
-                recorder, ends, kept = self._record(twin, weights)
+                recorder = self._record(twin, weights)
                 if unseen := _unseen(recorder.nodes) & weights.factors.keys():
                     weights, twin = replace(weights, unseen=frozenset(unseen)), self._twin()
-                    recorder, ends, kept = self._record(twin, weights)
+                    recorder = self._record(twin, weights)
             around = any(node.around for node in recorder.nodes)
             while True:
                 planned = self._decide(recorder, weights)
@@ -133,10 +124,10 @@ class Look:
                     found = self._measure(planned)
                 if not (around and _is_hidden(recorder.nodes, found.again)):
                     break
-        _end(planned, ends, kept, found)
+        _end(planned, recorder, found)
         if not self.path and self.scope.init == "unit":
             buffers = {id(b): name for name, b in twin.named_buffers()}
-            results = list(ends.values())
+            results = list(recorder.results.values())
             planned.plan.ties = find_ties(recorder.nodes, planned.plan, buffers, results)
         return planned.plan
 
@@ -179,17 +170,14 @@ class Look:
         if self.scope.init == "preserve" or joins <= known.keys():
             return
         with torch.no_grad():
-            original, _, _ = self._record(self._twin(), weights, original=True)
+            original = self._record(self._twin(), weights, original=True)
         known |= find_shares(original.nodes, weights.factors) | known
 
-    def _record(
-        self, twin: nn.Module, weights: Weights, original: bool = False
-    ) -> tuple[Recorder, dict[Slot, int], dict[Slot, int]]:
-        """Runs a copy; returns (its recorder, the nodes of its results, those of what is *kept*).
+    def _record(self, twin: nn.Module, weights: Weights, original: bool = False) -> Recorder:
+        """Runs a copy. original: as in `Recorder`.
 
-        A loss outside the model may read what is kept: tensors among the attributes of its modules,
-        in its arguments, in objects within its result, and those that hooks have seen. original: as
-        in `Recorder`.
+        A loss outside the model may read what is *kept*: tensors among the attributes of its
+        modules, in its arguments, in objects within its result, and those that hooks have seen.
         """
         scope, path = self.scope, self.path
         (args, kwargs), copies = detached(self.given, records=False)
@@ -212,7 +200,8 @@ class Look:
         inner = Counter(map(id, within)) - Counter(id(t) for _, t in tensors_in(ends))
         others = [t for t in within if id(t) in inner]
         kept = held_by(twin, path) | {"": [*others, *tensors_within([args, kwargs, seen])]}
-        return recorder, recorder.ends(ends), recorder.ends(kept)
+        recorder.results, recorder.kept = recorder.nodes_of(ends), recorder.nodes_of(kept)
+        return recorder
 
     def _measure(self, planned: Planned) -> Measured:
         """Measures corrections and gauges for a plan and completes it."""
@@ -221,7 +210,9 @@ class Look:
         scope.settle(training and records())
         plan, known = planned.plan, scope.settled.corrections
         plan.name = fingerprint(scope.name, path, training, actual is None)
-        if planned.settled or _is_shared(planned, known):
+        places = Counter(planned.flow.nodes[i].place for i in planned.checked)
+        shared = any(number > 1 and place not in known for place, number in places.items())
+        if planned.settled or shared:
             # The factors first: those of another length, or one for all iterations of a loop.
             first, _ = self._step(planned, known, first=True)
             known = first.finish({}).corrections
@@ -254,13 +245,14 @@ class Look:
         mode = Measuring(planned, known, first and bool(planned.settled), *rest)
         find_scope(twin, _Recorded).measuring = mode
         loss = None if first or self.actual is None else self.actual.loss
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return run_in(scope, mode, self.path, lambda: twin(*args, **kwargs))
-
-        with _unchanged(twin), _SILENT:
-            copies, _ = detached(self.given, records())
-            failed = measure(mode, run, copies, _parameters(twin, self.path), loss)
+        parameters, failed = _parameters(twin, self.path), ""
+        with _unchanged(twin), _SILENT, uncast():
+            (args, kwargs), _ = detached(self.given, records())
+            output = run_in(scope, mode, self.path, lambda: twin(*args, **kwargs))
+            try:
+                planned.plan.final = records() and backward(mode.found, output, parameters, loss)
+            except RuntimeError as error:  # as in that of the model itself
+                failed = str(error).splitlines()[0]
         mode.check(settled.varying)
         return mode, failed
 
@@ -310,13 +302,13 @@ def _check_seen(module: nn.Module, given: Given) -> None:
             "torch.fx.symbolic_trace cannot trace a unit-scaled model, whose factors are no calls "
             "of its modules: trace it before unit_scale, or take torch.export"
         )
+    if is_flattened(module):
+        raise RuntimeError(
+            f"{UNSEEN}, and cannot look at a {type(module).__name__} in FullyShardedDataParallel: "
+            "use fully_shard, or wrap the whole model alone, with use_orig_params=True, after a "
+            "call of the same form"
+        )
     if is_sharded(module):
-        if is_flattened(module):
-            raise RuntimeError(
-                f"{UNSEEN}, and cannot look at a {type(module).__name__} in "
-                "FullyShardedDataParallel: use fully_shard, or wrap the whole model alone, with "
-                "use_orig_params=True, after a call of the same form"
-            )
         raise RuntimeError(
             f"{UNSEEN}, and cannot look at a sharded {type(module).__name__}: call the model "
             "once before fully_shard or parallelize_module, after other changes of its modules, "
@@ -341,12 +333,6 @@ def _is_hidden(nodes: Iterable[CallNode], again: Collection[str]) -> bool:
         if node.around and not node.inside and not runs_again:
             node.inside, found = node.around, True
     return found
-
-
-def _is_shared(planned: Planned, known: Mapping[Place, int]) -> bool:
-    """Whether several calls will have one measured factor, that none of them may have alone."""
-    places = Counter(planned.flow.nodes[i].place for i in planned.checked)
-    return any(number > 1 and place not in known for place, number in places.items())
 
 
 def run_in(scope: Looking, mode: TorchFunctionMode, path: str, call: Call) -> Any:
@@ -390,14 +376,14 @@ class _Recorded:
     def inside(self, path: str) -> Places | None:
         """As the scope's. Raises RuntimeError in a thread started by the forward pass: its calls
         are not in the plan, and it would deadlock with the recording."""
-        if not RUNNING.items and self.measuring is not None:
+        if RUNNING.items:
+            return self.scope.inside(path)
+        if self.measuring is not None:
             return None  # recomputed by a checkpoint
-        if not RUNNING.items:
-            raise RuntimeError(
-                f"unit_scale: {path!r} runs in another thread than the forward pass that it is "
-                "part of; a plan belongs to one thread: transform the parts, each by itself"
-            )
-        return self.scope.inside(path)
+        raise RuntimeError(
+            f"unit_scale: {path!r} runs in another thread than the forward pass that it is part "
+            "of; a plan belongs to one thread: transform the parts, each by itself"
+        )
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """As the scope's; raises as `inside`."""
@@ -407,16 +393,11 @@ class _Recorded:
         return run_in(self.scope, self.measuring.again(), path, call)
 
 
-def _end(
-    planned: Planned,
-    ends: Mapping[Slot, int],
-    kept: Mapping[Slot, int],
-    found: Measured,
-) -> None:
-    """Writes the gauges and sizes of the model's results, computed by the calls ``ends``, and of
-    what is ``kept``, as in `_record`, into a plan. The size of a result that calls read too is that
-    of what arrives from outside."""
+def _end(planned: Planned, recorder: Recorder, found: Measured) -> None:
+    """Writes the gauges and sizes of the model's results and of what is kept into a plan. The size
+    of a result that calls read too is that of what arrives from outside."""
     plan, flow, sizes = planned.plan, planned.flow, found.gradients
+    ends, kept = recorder.results, recorder.kept
     outside = _keep(planned, kept.values(), sizes)
     read = {i.node for node in flow.nodes if node.live and node.function for i in node.inputs}
     held = {slot: node for slot, node in kept.items() if slot[0]}

@@ -20,20 +20,18 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode
 
 import fp8.products
-from fp8.casts.measuring import uncast
 from fp8.common.step import Loss, starts
 
 from ..capture.kinds import PRODUCTS, RECURRENT, canonical
 from ..capture.probe import on_its_own
-from ..capture.record import Key, Place, Slot, tensors_in
+from ..capture.record import Calls, Key, Place, Slot, tensors_in
 from ..capture.values import has_scale, norm_of, rms_of
 from ..plan.actions import Norm, Plan, Step
 from ..plan.model_plan import read, written
 from ..plan.planner import Planned
-from ..run.border import records, results_changed
+from ..run.border import results_changed
 from ..run.replay import Replay
 from .ranks import agreed, agreed_once, is_alone
 
@@ -42,7 +40,6 @@ REACH = 1.5
 
 A rule is corrected, and a product gets its own gauge, if the error is larger.
 """
-
 
 ROUNDING = 0.75
 """A gradient is taken for zero if its norm is below ``eps**ROUNDING`` of that of the terms of its
@@ -84,9 +81,7 @@ class Measured:
 
 class Actual(NamedTuple):
     """Measurements from a step of the model itself. gradients: log2 of the RMS, by call. outside:
-    as in `Plan`, for the new plan. loss: maps the output to the loss, if known instead of
-    gradients.
-    """
+    as in `Plan`, for the new plan. loss: of the output, if known instead of gradients."""
 
     gradients: Mapping[Key, float]
     outside: int | None
@@ -94,10 +89,8 @@ class Actual(NamedTuple):
 
 
 class Watching(Replay):
-    """Executes a plan and measures the gradients of the results of its calls.
-
-    keys: the calls to measure; None for all.
-    """
+    """Executes a plan and measures the gradients of the results of its calls. keys: the calls to
+    measure; None for all."""
 
     def __init__(self, plan: Plan, keys: Collection[Key] | None, *rest: Any) -> None:
         super().__init__(plan, *rest)
@@ -170,21 +163,15 @@ def products_within(output: Any, given: Any) -> list[Node]:
         if node is not None and node not in found and node not in ends:
             found[node] = None
             todo.extend(following for following, _ in node.next_functions)
-    return [node for node in found if node is not None and _is_product(node)]
-
-
-def _is_product(node: Node) -> bool:
-    """Whether a node is of an autograd function of `fp8.products`."""
-    function = getattr(node, "_forward_cls", Function)
-    return str(function.backward.__module__).startswith(fp8.products.__name__)
+    nodes = [node for node in found if node is not None]
+    of = [str(getattr(node, "_forward_cls", Function).backward.__module__) for node in nodes]
+    return [n for n, name in zip(nodes, of, strict=True) if name.startswith(fp8.products.__name__)]
 
 
 class Measuring(Watching):
     """Corrects the factors of a plan in the forward pass, and measures the operands of products.
-
     known: corrections measured before. at_settled_length: whether attention that is scaled for
-    another length is normalised to RMS 1, as it has at that length.
-    """
+    another length is normalised to RMS 1, as it has at that length."""
 
     def __init__(
         self,
@@ -194,7 +181,6 @@ class Measuring(Watching):
         *rest: Any,
     ) -> None:
         super().__init__(planned.plan, None, *rest)
-        self.plan = planned.plan
         self._rest = (planned, known, at_settled_length, *rest)
         nodes = planned.flow.nodes
         self._checked = {nodes[i].key: nodes[i].place for i in planned.checked}
@@ -209,7 +195,6 @@ class Measuring(Watching):
         """A copy that shares the measurements, for recomputation in the backward pass."""
         other = Measuring(*self._rest)
         other.found, other.norms = self.found, self.norms
-        other._passes = defaultdict(list)
         return other
 
     def _called(
@@ -267,66 +252,32 @@ class Measuring(Watching):
         return found
 
 
-def measure(
-    mode: Measuring,
-    run: Callable[..., Any],
-    given: tuple[Any, dict[str, Any]],
-    parameters: Mapping[str, Tensor],
-    loss: Loss | None = None,
-) -> str:
-    """Runs a step of a copy of a model whose parameters have no other use.
-
-    run: calls it under ``mode``. given: its arguments. parameters: by name. loss: as in `Actual`.
-    Products are not cast, whatever the active recipe. Returns why the backward pass failed, as that
-    of the model itself does.
-    """
-    args, kwargs = given
-    with uncast():
-        output = run(*args, **kwargs)
-        try:
-            mode.plan.final = records() and _backward(mode, output, parameters, loss)
-        except RuntimeError as error:
-            return str(error).splitlines()[0]
-    return ""
-
-
-class _Derivatives(TorchFunctionMode):
+class _Derivatives(Calls):
     """Notes whether `torch.autograd.grad` is called."""
 
     def __init__(self, found: dict[str, bool]) -> None:
         super().__init__()
         self._found = found
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def observe(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if function is torch.autograd.grad:
             self._found[""] = True
-        return function(*args, **kwargs or {})
+        return function(*args, **kwargs)
 
 
-def _backward(
-    measuring: Measuring,
-    output: Any,
-    parameters: Mapping[str, Tensor],
-    outside: Loss | None,
+def backward(
+    found: Measured, output: Any, parameters: Mapping[str, Tensor], loss: Loss | None
 ) -> bool:
     """Computes the gradients of a model's loss, or of its outputs in a seeded normal direction, and
-    measures those of ``parameters``. Returns whether there is a loss."""
+    measures those of ``parameters``. loss: as in `Actual`. Returns whether there is a loss."""
 
     def seen(slot: Slot, tensor: Tensor) -> Tensor:
         view = tensor[...]
         if view.requires_grad:
-            found = measuring.found.arriving
-            view.register_hook(lambda grad: found.update({slot: math.log2(rms_of(grad))}))
+            view.register_hook(lambda grad: found.arriving.update({slot: math.log2(rms_of(grad))}))
         return view
 
-    output = results_changed(output, seen)
-    ends, gradients = starts(output, outside)
+    ends, gradients = starts(results_changed(output, seen), loss)
     named = {n: p for n, p in parameters.items() if p.requires_grad}
     if not (ends and named):
         return False
@@ -335,5 +286,5 @@ def _backward(
         grad = parameter.grad
         size = 0.0 if grad is None else norm_of(grad).item() / math.sqrt(max(1, grad.numel()))
         if 0 < size < math.inf:
-            measuring.found.parameters[name] = math.log2(size)
+            found.parameters[name] = math.log2(size)
     return gradients[0] is None
