@@ -75,7 +75,7 @@ class CallNode:
     holds. where: file and line of the call. zero: whether it is a constant of zeros. origin: the
     parameter that it is, or is a view or copy of. site: as in `Place`. inside: the autograd
     function that makes the call, or `DISTRIBUTION`. around: the autograd function that calls the
-    running module. written: the arguments that the result is written into. results: their number.
+    running module. written: the arguments that it writes into. results: the number of its results.
     """
 
     key: Key | None

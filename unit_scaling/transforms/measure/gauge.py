@@ -199,18 +199,6 @@ class _Regions:
         shared = agreed_once(self.model, dict.fromkeys(names, middle))
         return next(iter(shared.values()), 0)
 
-    def _agree(self, leaves: Iterable[int]) -> None:
-        """Gives parameters the exponents that they have in all processes."""
-        names = {index: self.nodes[index].parameter for index in leaves}
-        own = {
-            name: self.exponents[index]
-            for index, name in names.items()
-            if name is not None and name not in self.settled.parameters and not self.true_gradients
-        }
-        shared = agreed_once(self.model, own)
-        for index, name in names.items():
-            self.exponents[index] = shared.get(name or "", self.exponents[index])
-
     def _biases(self) -> Iterator[tuple[int, int]]:
         """(bias, weight) of products, which apply the factor of their weight to both."""
         for index, names in self.planned.operands.items():
