@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import operator
 from collections import OrderedDict
@@ -15,6 +14,7 @@ import einops
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
+from torch.fx.node import map_arg
 
 from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
@@ -38,10 +38,8 @@ class ScalePair:
     backward: float | None = None
 
     def __str__(self) -> str:
-        parts = (
-            "n/a" if scale is None else f"{scale:.3}" for scale in (self.forward, self.backward)
-        )
-        return "(-> {}, <- {})".format(*parts)
+        scales = (self.forward, self.backward)
+        return "(-> {}, <- {})".format(*("n/a" if s is None else f"{s:.3}" for s in scales))
 
 
 class ScaleTracker(Function):
@@ -208,24 +206,18 @@ def _function(target: Any) -> str:
     return f"torch.{name}" if getattr(torch, name, None) is target else name
 
 
+class _Name(str):
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 def _text(value: Any, names: dict[fx.Node, str]) -> str:
-    if isinstance(value, fx.Node):
-        return names[value]
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k!r}: {_text(v, names)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{', '.join(_text(item, names) for item in value)}]"
-    if isinstance(value, tuple):
-        items = ", ".join(_text(item, names) for item in value)
-        return f"({items},)" if len(value) == 1 else f"({items})"
-    return repr(value)
+    return repr(map_arg(value, lambda node: _Name(names[node])))
 
 
 def _highlighted(code: str) -> str:
     try:
-        pygments = importlib.import_module("pygments")
-        lexers = importlib.import_module("pygments.lexers")
-        formatters = importlib.import_module("pygments.formatters")
+        from pygments import formatters, highlight, lexers
     except ImportError:
         return code
-    return str(pygments.highlight(code, lexers.PythonLexer(), formatters.TerminalFormatter()))
+    return str(highlight(code, lexers.PythonLexer(), formatters.TerminalFormatter()))
