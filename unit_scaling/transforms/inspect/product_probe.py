@@ -44,9 +44,6 @@ _UNCAST = frozenset(["chain_matmul", "multi_dot"])
 _WEIGHTED = EMBEDDINGS | LAYERS
 """Products whose second operand is always a weight."""
 
-_UNCAST_CALLS = OPAQUE | LEFT
-"""Functions whose products no recipe casts -> why."""
-
 _UNMEASURED = frozenset(["out", "per_sample_weights"])
 """Arguments that are neither added nor operands."""
 
@@ -54,8 +51,7 @@ _UNMEASURED = frozenset(["out", "per_sample_weights"])
 @dataclass
 class _Operand:
     """label: its name in the call. norm: None if only its gradient is measured. factor: the plan's
-    factor of the operand. after: the plan's factor of its gradient before the backward kernels.
-    """
+    factor of the operand. after: the plan's factor of its gradient before the backward kernels."""
 
     label: str
     kind: str
@@ -82,31 +78,28 @@ _SAME = {"scale_bwd", "residual_split"}
 
 @dataclass
 class _Product:
-    """A call. scores: whether its output feeds the softmax of an attention.
-
-    biases: the products that an additive bias of the logits comes from.
-    """
+    """A call. tensors: its operands by slot, its result and its scores by name. scores: whether its
+    output feeds the softmax of an attention. biases: the products that an additive bias of the
+    logits comes from."""
 
     path: str
     call: str
     number: int
-    tensors: list[_Operand] = field(default_factory=list)
+    tensors: dict[Slot, _Operand] = field(default_factory=dict)
     scores: bool = False
     biases: frozenset[int] = frozenset()
 
     @property
     def mixes(self) -> bool:
         """Whether it multiplies activations with activations, as in queries times keys."""
-        return self.call not in ATTENTION and all(t.kind != "weight" for t in self.tensors)
+        weights = (t.kind == "weight" for t in self.tensors.values())
+        return self.call not in ATTENTION and not any(weights)
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """The origin of a tensor.
-
-    sources: the nearest products above it. parameter: whether it is a parameter, or a view or copy
-    of one. probabilities: whether it is the softmax of attention scores.
-    """
+    """The origin of a tensor. sources: the nearest products above it. parameter: whether it is a
+    parameter, or a view or copy of one. probabilities: whether it is the softmax of scores."""
 
     sources: frozenset[int] = frozenset()
     parameter: bool = False
@@ -114,14 +107,11 @@ class _Origin:
 
 
 class Watch(Observer):
-    """Measures one call of a model. parameters: names by id. notes: what could not be measured.
-
-    computing: the paths of modules that compute a weight; their products are skipped.
-    """
+    """Measures one call of a model. parameters: names by id. computing: the paths of modules that
+    compute a weight, whose products are skipped. notes: what could not be measured."""
 
     def __init__(self, parameters: dict[int, str], computing: frozenset[str] = frozenset()) -> None:
         super().__init__()
-        self.active = True
         self.notes: list[str] = []
         self._parameters = parameters
         self._computing = computing
@@ -131,9 +121,7 @@ class Watch(Observer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
         """Returns an inactive copy: models are copied to record what they do."""
-        twin = Watch({})
-        twin.active = False
-        return twin
+        return Watch({})
 
     def begin(self, module: nn.Module, given: Given) -> None:
         self._products.clear()
@@ -150,8 +138,8 @@ class Watch(Observer):
         tensors = [t for _, t in tensors_in((args, kwargs))]
         if kind in RECURRENT or (kind == "einsum" and len(tensors) > 2):
             self.notes.append(f"{kind} in {place}: its steps are one call, not measured inside")
-        elif function in _UNCAST_CALLS and not product:
-            self.notes.append(f"{kind} in {place} is not measured: {_UNCAST_CALLS[function]}")
+        elif not product and (why := (OPAQUE | LEFT).get(function)) is not None:
+            self.notes.append(f"{kind} in {place} is not measured: {why}")
         origins = [self._origin(t) for t in tensors]
         origin = self._joined(kind, origins)
         # products of constants (the angles of rotary embeddings, for example) are not measured
@@ -200,15 +188,15 @@ class Watch(Observer):
         path = self.path.items[-1]
         product = _Product(path, kind, self._counts[path, kind])
         self._counts[path, kind] += 1
-        args, kwargs, slots = self._hooked(product, args, kwargs)
+        args, kwargs = self._hooked(product, args, kwargs)
         replay = next((mode for mode in FIRST_LOOK.items[::-1] if isinstance(mode, Replay)), None)
         if replay is not None:
             replay.latest = None
         output = function(*args, **kwargs)
         step = None if replay is None else replay.latest
         for slot, forward, _ in () if step is None else step.slots:
-            if slot in slots:
-                slots[slot].factor = forward
+            if slot in product.tensors:
+                product.tensors[slot].factor = forward
         with unseen():
             if step is None or step.end is None:
                 output = on_its_own(output, args, kwargs)
@@ -218,7 +206,7 @@ class Watch(Observer):
                 result = _Operand("output", "output", _norm(first), first.numel())
                 if step is not None:
                     result.after = factor_after(step, function, args, kwargs)
-                product.tensors.append(result)
+                product.tensors["result",] = result
                 if first.requires_grad:
                     first.register_hook(result.note)
                 if kind in ATTENTION:
@@ -228,13 +216,12 @@ class Watch(Observer):
 
     def _scores(self, product: _Product, output: Tensor, inputs: list[Tensor]) -> None:
         """Measures the gradient of the scores of fused attention that torch computes by separate
-        products.
-        """
+        products."""
         softmax = _find_softmax(output.grad_fn, {t.grad_fn for t in inputs})
         if softmax is None:
             return
         scores = _Operand("scores", "attention", None, 1)
-        product.tensors.append(scores)
+        product.tensors["scores",] = scores
 
         def note(grads: tuple[Tensor | None, ...], _: Any) -> None:
             scores.note(grads[0])
@@ -244,9 +231,8 @@ class Watch(Observer):
 
     def _hooked(
         self, product: _Product, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[Slot, _Operand]]:
-        """Returns the arguments with a hook on each operand, and the operands by slot."""
-        slots: dict[Slot, _Operand] = {}
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments with a hook on each operand."""
 
         def watched(slot: Slot, tensor: Tensor) -> Tensor:
             if slot[0] in _UNMEASURED or is_added(product.call, slot):
@@ -256,9 +242,7 @@ class Watch(Observer):
             weight = self._origin(tensor).parameter and tensor.dim() > 1
             if not _measurable(tensor) or (state and not weight):
                 return tensor
-            operand = self._operand(product, slot, tensor)
-            slots[slot] = operand
-            product.tensors.append(operand)
+            operand = product.tensors[slot] = self._operand(product, slot, tensor)
             recorded = debug_unwrap(tensor).requires_grad and torch.is_grad_enabled()
             if recorded and is_strided(tensor):
                 # Its gradient is that of this call alone. A view would not support sparse
@@ -268,7 +252,7 @@ class Watch(Observer):
             return tensor
 
         with unseen():
-            return mapped(watched, args), mapped(watched, kwargs), slots
+            return mapped(watched, args), mapped(watched, kwargs)
 
     def _operand(self, product: _Product, slot: Slot, tensor: Tensor) -> _Operand:
         origin = self._origin(tensor)
@@ -277,7 +261,8 @@ class Watch(Observer):
         elif origin.parameter or (product.call in _WEIGHTED and slot[0] in (1, "weight")):
             label = "weight"
         else:
-            label = "other" if any(t.label == "input" for t in product.tensors) else "input"
+            known = {t.label for t in product.tensors.values()}
+            label = "other" if "input" in known else "input"
         kind = "weight" if label == "weight" else "activation"
         tensor = debug_unwrap(tensor)
         operand = _Operand(label, kind, _norm(tensor), tensor.numel(), origin.sources)
@@ -290,7 +275,7 @@ class Watch(Observer):
         """Every measurement, in order."""
         small = self._small()
         for index, product in enumerate(self._products):
-            for t in product.tensors:
+            for t in product.tensors.values():
                 name = _named(product, t, index in small)
                 place = (product.path, product.call, product.number)
                 root = t.numel**0.5
@@ -310,7 +295,7 @@ class Watch(Observer):
             if index in other:
                 small.discard(index)
             small |= product.biases if product.call in ATTENTION or product.scores else set()
-            for t in product.tensors:
+            for t in product.tensors.values():
                 logits = product.scores or t.label in ("query", "key")
                 (small if logits or index in small else other).update(t.sources)
         return small
@@ -336,7 +321,7 @@ def _named(product: _Product, t: _Operand, small: bool) -> _Named:
     if t.norm is None:
         return _Named(t.label, t.kind, "gradient")
     if t.label != "output" or product.call in EMBEDDINGS:
-        averages = any(each.probabilities for each in product.tensors)
+        averages = any(each.probabilities for each in product.tensors.values())
         label = "value" if averages and t.label in ("input", "other") else t.label
         return _Named(label, t.kind, PASSED)
     return _Named(t.label, t.kind, "query-key gradient" if small else "gradient")
