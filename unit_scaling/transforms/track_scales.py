@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import operator
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -53,10 +53,7 @@ _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 class Tap(Observer):
     """Records the graph of one call of a model, with `Metrics` for each floating-point tensor.
-
-    path: as in `Scope`. recurse: whether to record inside submodules; False gives one node for
-    each.
-    """
+    path: as in `Scope`. recurse: whether to record inside submodules, not one node for each."""
 
     def __init__(self, path: Stack, formats: tuple[Format, ...], recurse: bool = True) -> None:
         super().__init__()
@@ -64,36 +61,28 @@ class Tap(Observer):
         self.active = True
         self.formats = formats
         self.recurse = recurse
-        self.graph = Graph()
-        self._nodes: dict[int, Node] = {}
-        self._names: dict[int, tuple[str, str]] = {}  # id -> (name of the node, name in the model)
-        self._targets: dict[Callable[..., Any], str] = {}
-        self._kept: list[Tensor] = []  # keeps tensors alive: ids of dead ones are reused
         self._handles: list[Any] = []
+        self.forget()
 
     def release(self) -> None:
-        """Removes the hooks on tensors that outlive the call: parameters and the caller's
-        inputs."""
+        """Removes the hooks on tensors that outlive the call: parameters and inputs."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def forget(self) -> None:
         """Releases all tensors."""
-        self._nodes.clear()
-        self._names.clear()
-        self._targets.clear()
-        self._kept.clear()
+        self._nodes: dict[int, Node] = {}
+        self._names: dict[int, tuple[str, str]] = {}  # id -> (name of the node, name in the model)
+        self._targets: dict[Callable[..., Any], str] = {}
+        self._kept: list[Tensor] = []  # keeps tensors alive: ids of dead ones are reused
 
     def begin(self, module: nn.Module, given: Given) -> None:
         self.release()
         self.forget()
         self.graph = Graph()
-        for kind, named in (
-            ("parameters", module.named_parameters()),
-            ("buffers", module.named_buffers()),
-        ):
-            for name, tensor in named:
+        for kind in ("parameters", "buffers"):
+            for name, tensor in getattr(module, f"named_{kind}")():
                 *path, leaf = name.split(".")
                 parts = [part for each in path for part in ("modules", each)]
                 self._names[id(tensor)] = ("_".join(["self", *parts, kind, leaf]), name)
@@ -238,9 +227,8 @@ class Track:
         self.taps = Taps()
         self.formats = formats
         self.every = every
-        self.calls = 0
+        self.calls = count()
         self.passes: deque[Pass] = deque(maxlen=history)
-        self._lock = threading.Lock()  # guards calls
         self._latest = Stack()  # the tap of this thread's latest measured call
 
     def __getstate__(self) -> dict[str, Any]:
@@ -257,8 +245,7 @@ class Track:
         return () if path or self.taps.running.items else None
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        """Returns ``call()``, measured every ``every`` calls. Only calls of the whole model
-        count."""
+        """Returns ``call()``, measured every ``every`` calls of the whole model."""
         if path or self.taps.running.items or is_exported():
             return call()
 
@@ -276,9 +263,7 @@ class Track:
         """The number of previous calls if this one is to be measured, else None."""
         while self._latest.items:
             self._latest.items.pop().release()
-        with self._lock:
-            number = self.calls
-            self.calls += 1
+        number = next(self.calls)
         return None if number % self.every else number
 
     def _measured(self, number: int, call: Call, given: Given) -> Any:
