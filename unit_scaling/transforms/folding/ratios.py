@@ -86,11 +86,8 @@ _ONES = frozenset(
 def find_ties(
     nodes: Sequence[CallNode], plan: Plan, buffers: Mapping[int, str], outputs: Sequence[int]
 ) -> tuple[Tie, ...]:
-    """Returns the equations for the factors of the plain model's parameters.
-
-    buffers: names, by id, of the running statistics of norms. outputs: the nodes of the model's
-    results.
-    """
+    """Returns the equations for the factors of the plain model's parameters. buffers: names, by id,
+    of the running statistics of norms. outputs: the nodes of the model's results."""
     ties: list[Tie] = []
     ratios: list[Ratio | None] = []
     for node in nodes:

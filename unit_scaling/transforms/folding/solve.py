@@ -31,18 +31,14 @@ _NAMED = 5
 
 class Folded(NamedTuple):
     """factors: parameter or buffer -> its multiplier in the plain model. inputs: module with a
-    product -> the ratio of its input to that in the plain model.
-    """
+    product -> the ratio of its input to that in the plain model."""
 
     factors: dict[str, float]
     inputs: dict[str, float]
 
 
 def folded(ties: Iterable[Tie]) -> Folded:
-    """Returns the solution of the equations.
-
-    Raises ValueError if there is none; the message names the contradicting calls.
-    """
+    """The solution of the equations. Raises ValueError, naming the calls of a contradiction."""
     ties = list(dict.fromkeys(ties))
     known: dict[str, _Row] = {}
     against = [tie for tie in ties if not tie.soft and not _eliminate(tie, known)]
