@@ -62,23 +62,14 @@ class Marked(TaggedModule):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *rest: Any
     ) -> None:
-        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        weights = self._own_weights(prefix)
-        if weights:
-            marked = _accepted(prefix, unexpected_keys)
-            if not marked and _is_plain(state_dict, prefix, weights):  # whether strict or not
-                missing_keys.append(prefix + MARKER)
-                self._warn_of_plain()
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+        unexpected, weights = rest[0], self._own_weights(prefix)
+        marked = bool(weights) and _accepted(prefix, unexpected)
+        if not marked and _is_plain(state_dict, prefix, weights):  # whether strict or not
+            missing.append(prefix + MARKER)
+            self._warn_of_plain()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -115,8 +106,8 @@ def _is_plain(state: Mapping[str, Any], prefix: str, weights: Collection[str]) -
 
 
 def _accepted(prefix: str, unexpected: list[str]) -> bool:
-    """Removes the marker from the unexpected keys; whether it was there. For it alone, the names of
-    wrappers that torch.distributed.checkpoint strips from all keys are not restored."""
+    """Removes the marker from the unexpected keys; whether it was there. DCP strips the names of
+    wrappers from all keys, and restores them for parameters and buffers alone."""
     inner = prefix
     for wrapper in _WRAPPERS:
         inner = inner.replace(wrapper, "")
@@ -139,7 +130,7 @@ class PlanState(Gained):
     """A model whose weights are scaled; its extra state holds its plan."""
 
     def get_extra_state(self) -> Any:
-        """The plan as compressed JSON in a uint8 tensor, with the extra state of the class if any."""
+        """The plan as compressed JSON in a uint8 tensor, with the class's extra state if any."""
         plan = _packed(scaling(self)[0].held(self))
         own = _own_class(self)
         return plan if own is None else {"module": own.get_extra_state(self), "unit_scale": plan}
