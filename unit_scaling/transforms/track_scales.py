@@ -26,7 +26,7 @@ from .capture.record import Slot, mapped, tensors_in
 from .compile import copied
 from .inspect.history import History, Pass
 from .inspect.metrics import Metrics
-from .run.install import Call, Given, Places, install, is_exported
+from .run.install import Args, Call, Given, Kwargs, Places, install, is_exported
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -113,9 +113,7 @@ class Tap(Observer):
         node = self.graph.output(self._written(plain(output)))
         node.meta.update(clean_name="output", outputs_float_tensor=False, requires_grad=False)
 
-    def observe(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if function == _REQUIRE_GRAD and args[0].requires_grad:
             return None  # already set, and cannot be set on a result computed from an input
         with unseen():
@@ -140,7 +138,7 @@ class Tap(Observer):
 
         return mapped(node_of, value)
 
-    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Node:
+    def _call(self, function: Callable[..., Any], args: Args, kwargs: Any) -> Node:
         if function in self._targets:
             return self.graph.call_module(self._targets[function], args, kwargs)
         name = _name(function)

@@ -34,7 +34,7 @@ from ..capture.kinds import (
 from ..capture.probe import Observer, on_its_own, unseen
 from ..capture.record import Slot, mapped, tensors_in
 from ..capture.values import is_strided, norm_of
-from ..run.install import Given
+from ..run.install import Args, Given, Kwargs
 from ..run.replay import Replay, factor_after
 from .measurement import Measurement
 
@@ -128,9 +128,7 @@ class Watch(Observer):
         self._counts.clear()
         self.notes.clear()
 
-    def observe(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         kind = KINDS.get(function, getattr(function, "__name__", ""))
         product = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | EMBEDDINGS | _UNCAST
         product = product and self.path.items[-1] not in self._computing
@@ -178,13 +176,7 @@ class Watch(Observer):
         first = origins[0] if origins and kind in TRANSPARENT | _SAME else _Origin()
         return _Origin(sources, first.parameter, first.probabilities)
 
-    def _product(
-        self,
-        function: Callable[..., Any],
-        kind: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _product(self, function: Callable[..., Any], kind: str, args: Args, kwargs: Kwargs) -> Any:
         path = self.path.items[-1]
         product = _Product(path, kind, self._counts[path, kind])
         self._counts[path, kind] += 1
@@ -229,9 +221,7 @@ class Watch(Observer):
 
         softmax.register_hook(note)
 
-    def _hooked(
-        self, product: _Product, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _hooked(self, product: _Product, args: Args, kwargs: Kwargs) -> Given:
         """Returns the arguments with a hook on each operand."""
 
         def watched(slot: Slot, tensor: Tensor) -> Tensor:

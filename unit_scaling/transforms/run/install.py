@@ -33,8 +33,10 @@ Call = Callable[..., Any]
 """A module's forward: ``call()`` uses the original arguments, ``call((args, kwargs))`` others."""
 
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]
-"""The positional and the keyword arguments of a forward."""
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Given = tuple[Args, Kwargs]
+"""The positional and the keyword arguments of a call."""
 
 Places = tuple[tuple[list[str], str], ...]
 """Lists, and the item appended to each while a module runs."""

@@ -19,7 +19,7 @@ from ..capture.kinds import METHODS, RECURRENT, TRANSPARENT, canonical
 from ..capture.record import Calls, Key, Slot, replaced, tensors_in
 from ..plan.actions import Placed, Plan, Step
 from .border import ending_call, is_outside, starting
-from .install import HOOKS
+from .install import HOOKS, Args, Given, Kwargs
 from .varying import Following
 
 
@@ -31,7 +31,7 @@ class PlanMissError(RuntimeError):
         self.paths = frozenset(paths)
 
 
-def _times(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _times(step: Step, args: Args, kwargs: Kwargs) -> Tensor:
     """Multiplies the tensor argument by the step's factor, in place of the number."""
     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     value = tensors[0]
@@ -40,7 +40,7 @@ def _times(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return value * step.factor
 
 
-def _by_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Slot, Tensor]:
+def _by_slot(args: Args, kwargs: Kwargs) -> dict[Slot, Tensor]:
     return dict((*tensors_in(args), *tensors_in(kwargs)))
 
 
@@ -76,9 +76,7 @@ class Replay(Calls):
         self.latest: Step | None = None  # the step of the previous call, for measuring
         self.writes: Writes | None = None  # told of all calls
 
-    def observe(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if self.writes is not None:
             self.writes.note(function, args, kwargs)
         kind = self._kind(function)
@@ -93,8 +91,8 @@ class Replay(Calls):
         following: Following,
         step: Step | None,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         placed, self._placed = self._placed, None
         if function in _OF_ITSELF or not torch.is_grad_enabled():
@@ -113,9 +111,7 @@ class Replay(Calls):
         following.leave(gauge, output, args)
         return output
 
-    def _started(
-        self, starts: Iterable[tuple[Slot, int]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _started(self, starts: Iterable[tuple[Slot, int]], args: Args, kwargs: Kwargs) -> Given:
         """The arguments, with those that are kept as from outside the model."""
         if not starts:
             return args, kwargs
@@ -124,11 +120,7 @@ class Replay(Calls):
         return replaced(args, changed), replaced(kwargs, changed)
 
     def _called(
-        self,
-        step: Step | None,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, step: Step | None, function: Callable[..., Any], args: Args, kwargs: Kwargs
     ) -> Any:
         if step is None:
             return called(function, args, kwargs)
@@ -144,7 +136,7 @@ class Replay(Calls):
                     return kind
         return self._kinds.get(function)
 
-    def _next(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+    def _next(self, kind: str, args: Args, kwargs: Kwargs) -> Step | None:
         path = self._path[-1]
         if path.endswith(HOOKS) or (kind == "detach" and in_saving()):
             return None
@@ -179,13 +171,7 @@ class Replay(Calls):
             what = "another number of calls in, or other results of,"
             raise PlanMissError(f"unit_scale has seen {what} {names}", other)
 
-    def _execute(
-        self,
-        step: Step,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _execute(self, step: Step, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if step.slots or step.starts:
             args, kwargs = canonical(function, args, kwargs)
         written = kwargs.get("out", args[0] if step.writes and args else None)
@@ -209,13 +195,7 @@ class Replay(Calls):
             output = output * step.output
         return output if written is None or not elsewhere else written.copy_(output)
 
-    def _compute(
-        self,
-        step: Step,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _compute(self, step: Step, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if step.static:
             given = _by_slot(args, kwargs)
             operands = [(given[slot], exponent) for slot, exponent in step.static]

@@ -26,6 +26,7 @@ from ..capture.record import Key, replaced, site, tensors_in
 from ..capture.structure import Structure, part
 from ..measure.ranks import agreed_once
 from ..plan.actions import Placed, Plan, Settled
+from .install import Args, Kwargs
 
 VARIES = (
     "the number of calls that the model makes depends on values, so unit_scale tracks the gauges "
@@ -121,8 +122,8 @@ class Following:
         return known[name]
 
     def enter(
-        self, call: Placed | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[int | None, tuple[Any, ...], dict[str, Any]]:
+        self, call: Placed | None, args: Args, kwargs: Kwargs
+    ) -> tuple[int | None, Args, Kwargs]:
         """Returns (the gauge of the result, the arguments with corrected gradients). call: the
         planned one, None for a call without a step, which has the gauge of its first argument. A
         result that is written into an argument has that of the argument. args: `canonical`."""
@@ -158,7 +159,7 @@ class Following:
         held = [t for t in tensors_within(given) if has_gradient(t)]
         self.within = {id(t): t for t in held if self.gauge(t) is None}
 
-    def leave(self, gauge: int | None, output: Any, args: tuple[Any, ...]) -> None:
+    def leave(self, gauge: int | None, output: Any, args: Args) -> None:
         """Notes the gauge of the result of a call."""
         if gauge is None:
             return
