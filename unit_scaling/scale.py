@@ -43,23 +43,12 @@ class _Scale(Function):
         return tangent * ctx.bwd
 
 
-class _Instead(Function):
-    """``y = value`` with ``d total = scale * dy``: returns one tensor and differentiates
-    another."""
-
-    generate_vmap_rule = True
+class _Instead(_Scale):
+    """``y = value`` with ``d total = bwd * dy``: returns one tensor and differentiates another."""
 
     @staticmethod
-    def forward(total: Tensor, value: Tensor, scale: float) -> Tensor:
+    def forward(total: Tensor, value: Tensor, bwd: float) -> Tensor:  # type: ignore[override]
         return value.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
-        ctx.scale = inputs[2]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scale_both(grad, ctx.scale), None, None
 
 
 def _is_one(scale: float) -> bool:

@@ -84,8 +84,7 @@ def simulate_format(
     """
     forward, backward = _cast("fwd_format", fwd_format), _cast("bwd_format", bwd_format)
     name = f"simulate({fwd_format}, {bwd_format})"
-    recipe = Recipe(name=name, input=forward, weight=forward, grad=backward)
-    return _simulate(module, recipe, "simulate_format")
+    return _simulate(module, "simulate_format", name, forward, backward)
 
 
 def _cast(what: str, format: object) -> Cast:
@@ -107,13 +106,13 @@ def simulate_fp8(module: M) -> M:
 
     Source: OCP 8-bit Floating Point Specification.
     """
-    forward = Cast(format="e4m3")
-    recipe = Recipe(name="simulate_fp8", input=forward, weight=forward, grad=Cast(format="e5m2"))
-    return _simulate(module, recipe, "simulate_fp8")
+    casts = Cast(format="e4m3"), Cast(format="e5m2")
+    return _simulate(module, "simulate_fp8", "simulate_fp8", *casts)
 
 
-def _simulate(model: M, recipe: Recipe, transform: str) -> M:
+def _simulate(model: M, transform: str, name: str, forward: Cast, backward: Cast) -> M:
     check_module("simulation", model)
+    recipe = Recipe(name=name, input=forward, weight=forward, grad=backward)
     result = copied(model, transform)
     install(unwrapped(result), Simulate(recipe))
     forget_looks(unwrapped(result))

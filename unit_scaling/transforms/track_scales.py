@@ -6,7 +6,6 @@ import inspect
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -172,14 +171,10 @@ class Tap(Observer):
             metrics = Metrics(value, self.formats)
             node.meta["metrics"] = metrics
             if value.requires_grad and torch.is_grad_enabled():
-                handle = value.register_hook(partial(_note, metrics))
+                # The gradient of a part of a split that nothing reads is None.
+                handle = value.register_hook(lambda g: None if g is None else metrics.set_bwd(g))
                 if value.is_leaf or node.op == "placeholder":
                     self._handles.append(handle)
-
-
-def _note(metrics: Metrics, grad: Tensor | None) -> None:
-    if grad is not None:  # None for a part of a split that nothing reads
-        metrics.set_bwd(grad)
 
 
 def _name(function: Callable[..., Any]) -> str:

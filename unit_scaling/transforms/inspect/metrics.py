@@ -93,7 +93,10 @@ class Metrics:
         Raises:
             ValueError: a format is unknown or unsigned.
         """
-        rows = [_signed(format) for format in formats]
+        rows = [get_format(format) for format in formats]
+        for row in rows:
+            if not row.signed:
+                raise ValueError(f"format {row.name!r} is for scales: it has no zero and no sign")
         t = debug_unwrap(t.detach())
         x = (t.to_dense() if t.is_sparse else t).to(torch.promote_types(t.dtype, torch.float32))
         if x.numel() == 0:
@@ -134,13 +137,6 @@ class Metrics:
     def full_names() -> list[str]:
         """The full names of the numbers in `Data`."""
         return list(_FULL_NAMES.values())
-
-
-def _signed(format: str | Format) -> Format:
-    row = get_format(format)
-    if not row.signed:
-        raise ValueError(f"format {row.name!r} is for scales: it has no zero and no sign")
-    return row
 
 
 def _losses(sizes: Tensor, format: Format) -> list[Tensor]:

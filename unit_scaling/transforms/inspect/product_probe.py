@@ -48,6 +48,16 @@ _UNMEASURED = frozenset(["out", "per_sample_weights"])
 """Arguments that are neither added nor operands."""
 
 
+@dataclass(frozen=True)
+class _Origin:
+    """The origin of a tensor. sources: the nearest products above it. parameter: whether it is a
+    parameter, or a view or copy of one. probabilities: whether it is the softmax of scores."""
+
+    sources: frozenset[int] = frozenset()
+    parameter: bool = False
+    probabilities: bool = False
+
+
 @dataclass
 class _Operand:
     """label: its name in the call. norm: None if only its gradient is measured. factor: the plan's
@@ -57,20 +67,17 @@ class _Operand:
     kind: str
     norm: Tensor | None
     numel: int
-    sources: frozenset[int] = frozenset()
+    origin: _Origin = _Origin()
     factor: float = 1.0
     after: float = 1.0
     grad: Tensor | None = None
-    probabilities: bool = False
 
     def note(self, grad: Tensor | None) -> None:
         self.grad = None if grad is None else _norm(grad)
 
 
 PASSED = "passed gradient"
-"""Gradients that are not cast: they propagate to calls in high precision, or to another product,
-where they are measured as the gradient of its output.
-"""
+"""Gradients that are not cast, or are measured as the gradient of the output of another product."""
 
 #: Functions of `unit_scaling` that return their input and scale its gradient.
 _SAME = {"scale_bwd", "residual_split"}
@@ -94,16 +101,6 @@ class _Product:
         """Whether it multiplies activations with activations, as in queries times keys."""
         weights = (t.kind == "weight" for t in self.tensors.values())
         return self.call not in ATTENTION and not any(weights)
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """The origin of a tensor. sources: the nearest products above it. parameter: whether it is a
-    parameter, or a view or copy of one. probabilities: whether it is the softmax of scores."""
-
-    sources: frozenset[int] = frozenset()
-    parameter: bool = False
-    probabilities: bool = False
 
 
 class Watch(Observer):
@@ -255,9 +252,7 @@ class Watch(Observer):
             label = "other" if "input" in known else "input"
         kind = "weight" if label == "weight" else "activation"
         tensor = debug_unwrap(tensor)
-        operand = _Operand(label, kind, _norm(tensor), tensor.numel(), origin.sources)
-        operand.probabilities = origin.probabilities
-        return operand
+        return _Operand(label, kind, _norm(tensor), tensor.numel(), origin)
 
     # Results
 
@@ -287,7 +282,7 @@ class Watch(Observer):
             small |= product.biases if product.call in ATTENTION or product.scores else set()
             for t in product.tensors.values():
                 logits = product.scores or t.label in ("query", "key")
-                (small if logits or index in small else other).update(t.sources)
+                (small if logits or index in small else other).update(t.origin.sources)
         return small
 
 
@@ -304,14 +299,14 @@ def _named(product: _Product, t: _Operand, small: bool) -> _Named:
         if t.label == "output":
             return _Named("logits", "attention", "gradient")
         return _Named("query" if t.label == "input" else "key", t.kind, PASSED)
-    if t.probabilities:
+    if t.origin.probabilities:
         return _Named("probabilities", "attention", "attention")
     if t.label == "weight":
         return _Named(t.label, t.kind, "weight gradient")
     if t.norm is None:
         return _Named(t.label, t.kind, "gradient")
     if t.label != "output" or product.call in EMBEDDINGS:
-        averages = any(each.probabilities for each in product.tensors.values())
+        averages = any(each.origin.probabilities for each in product.tensors.values())
         label = "value" if averages and t.label in ("input", "other") else t.label
         return _Named(label, t.kind, PASSED)
     return _Named(t.label, t.kind, "query-key gradient" if small else "gradient")
