@@ -18,14 +18,11 @@ from torch.fx.node import map_arg
 
 from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
-from fp8.modes.autocast import outside_compiler
 
 from . import functional
 from .transforms.capture.copies import deep_copy
-from .transforms.capture.record import mapped
 from .transforms.inspect.metrics import Metrics
-from .transforms.run.install import install
-from .transforms.track_scales import Tap, Taps, differentiable
+from .transforms.track_scales import Track
 
 __all__ = ["ScalePair", "ScaleTracker", "ScaleTrackingInterpreter", "analyse_module"]
 
@@ -124,17 +121,15 @@ def analyse_module(
     """
     check_module("analyse_module", module)
     twin = deep_copy(unwrapped(module))
-    taps = Taps()
-    tap = Tap(taps.path, (), recurse_modules)
-    install(twin, taps)
-    arguments = mapped(differentiable, inputs if isinstance(inputs, tuple) else (inputs,))
-    output = outside_compiler(lambda: taps.measured(tap, lambda: twin(*arguments)))
+    track = Track((), every=1, history=1, recurse=recurse_modules)
+    track.install(twin)
+    output = twin(*inputs) if isinstance(inputs, tuple) else twin(inputs)
     if not isinstance(output, Tensor):
         raise TypeError(f"the module's output must be a tensor, not {type(output).__name__}")
     if backward is None and output.numel() != 1:
         raise ValueError(f"backward is needed for an output of shape {tuple(output.shape)}")
     output.backward(backward)
-    code = "\n".join(_lines(tap.graph))
+    code = "\n".join(_lines(track.scales_graph()))
     return _highlighted(code) if syntax_highlight else code
 
 

@@ -199,24 +199,17 @@ class Taps:
         taps = self.running.items
         return taps[-1].run(call, module, path, given) if taps else call()
 
-    def measured(self, tap: Tap, call: Callable[[], Any]) -> Any:
-        """Runs ``call()``, an eager call of the model, under ``tap``."""
-        self.running.items.append(tap)
-        try:
-            return call()
-        finally:
-            self.running.items.pop()
-            tap.active = False
-            tap.forget()
-
 
 class Track:
     """Chooses which calls to measure; entered first, so that all other calls run compiled."""
 
     order = -1
 
-    def __init__(self, formats: tuple[Format, ...], every: int, history: int) -> None:
+    def __init__(
+        self, formats: tuple[Format, ...], every: int, history: int, recurse: bool = True
+    ) -> None:
         self.path = Stack()
+        self.recurse = recurse
         self.taps = Taps()
         self.formats = formats
         self.every = every
@@ -260,11 +253,22 @@ class Track:
         return None if number % self.every else number
 
     def _measured(self, number: int, call: Call, given: Given) -> Any:
-        tap = Tap(self.taps.path, self.formats)
+        tap = Tap(self.taps.path, self.formats, self.recurse)
         self._latest.items.append(tap)
-        output = self.taps.measured(tap, lambda: call(mapped(differentiable, given)))
+        self.taps.running.items.append(tap)
+        try:
+            output = call(mapped(_differentiable, given))
+        finally:
+            self.taps.running.items.pop()
+            tap.active = False
+            tap.forget()
         self.passes.append((number, tap.graph))
         return output
+
+    def install(self, model: nn.Module) -> None:
+        """Installs both scopes."""
+        install(model, self)
+        install(model, self.taps)
 
     def scales_graph(self) -> Graph:
         """Returns the graph of the latest measured call; an empty graph before the first."""
@@ -276,8 +280,8 @@ class Track:
         return History(list(self.passes))
 
 
-def differentiable(slot: Slot, tensor: Tensor) -> Tensor:
-    """Returns the tensor itself, or a copy that requires a gradient if the tensor does not."""
+def _differentiable(slot: Slot, tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy that requires a gradient if the tensor does not."""
     if tensor.requires_grad or not (tensor.is_floating_point() and torch.is_grad_enabled()):
         return tensor
     return tensor.detach().requires_grad_().clone()
@@ -331,7 +335,6 @@ def track_scales(
     result = copied(module, "track_scales")
     inner: Any = unwrapped(result)
     track = Track(rows, every, history)
-    install(inner, track)
-    install(inner, track.taps)
+    track.install(inner)
     inner.scales_graph, inner.scales_history = track.scales_graph, track.scales_history
     return result
