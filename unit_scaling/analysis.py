@@ -150,7 +150,7 @@ def graph_to_dataframe(g: Graph) -> pandas.DataFrame:
     """
     pandas = _need("pandas", "graph_to_dataframe")
     rows = []
-    for node in _tensors(g):
+    for node in (node for node in g.nodes if "metrics" in node.meta):
         kind = "w" if node.meta["requires_grad"] else "x"
         for direction, prefix in (("fwd", ""), ("bwd", "grad_")):
             data = getattr(node.meta["metrics"], direction)
@@ -159,10 +159,6 @@ def graph_to_dataframe(g: Graph) -> pandas.DataFrame:
             rows.append([*about, *numbers])
     columns = ["layer", "weight tensor", "direction", "tensor type", *Metrics.full_names()]
     return pandas.DataFrame(rows, columns=columns)
-
-
-def _tensors(g: Graph) -> list[Node]:
-    return [node for node in g.nodes if "metrics" in node.meta]
 
 
 def plot(
@@ -204,7 +200,7 @@ def plot(
     Metrics.get_full_name(metric)  # raises for an unknown name
     g = prune_non_float_tensors(g)
     g = prune_same_scale_tensors(g) if prune_same_scale else g
-    nodes = [node for node in _tensors(g) if node.meta["metrics"].fwd.numel]
+    nodes = [n for n in g.nodes if "metrics" in n.meta and n.meta["metrics"].fwd.numel]
     if not nodes:
         raise ValueError("the graph has no tensors: run the model first")
     _, axes = pyplot.subplots(figsize=(10, 2 + len(nodes) / 4), layout="constrained")

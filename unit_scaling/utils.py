@@ -14,7 +14,6 @@ import einops
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
-from torch.fx.node import map_arg
 
 from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
@@ -134,27 +133,26 @@ def analyse_module(
 
 
 def _lines(graph: fx.Graph) -> Iterator[str]:
-    names = _variables(graph)
+    _shorten_names(graph)
     inputs = [n for n in graph.nodes if n.op == "placeholder" and not n.meta.get("attribute")]
     scales = ", ".join(_scales(n) for n in inputs if _scales(n))
-    yield f"def forward({', '.join(['self', *(names[n] for n in inputs)])}):  {scales}".rstrip()
+    yield f"def forward({', '.join(['self', *map(repr, inputs)])}):  {scales}".rstrip()
     for node in graph.nodes:
         if node.op == "output":
-            yield f"    return {_text(node.args[0], names)}"
+            yield f"    return {node.args[0]!r}"
         elif node not in inputs:
-            line = f"    {names[node]} = {_expression(node, names)}"
+            line = f"    {node!r} = {_expression(node)}"
             yield f"{line};  {_scales(node)}" if _scales(node) else line
 
 
-def _variables(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The name of each node; inputs and parameters have short names where these are unique."""
+def _shorten_names(graph: fx.Graph) -> None:
+    """Gives inputs and parameters short names where these are unique. A node is written by name."""
     taken = {node.name for node in graph.nodes}
-    names = {}
     for node in graph.nodes:
         short = (node.meta.get("attribute") or node.meta["clean_name"]).replace(".", "_")
-        names[node] = node.name if short in taken else short
-        taken.add(names[node])
-    return names
+        if short not in taken:
+            node.name = short
+            taken.add(short)
 
 
 def _scales(node: fx.Node) -> str:
@@ -174,17 +172,17 @@ _SYMBOLS: dict[Callable[..., Any], str] = {
 }
 
 
-def _expression(node: fx.Node, names: dict[fx.Node, str]) -> str:
+def _expression(node: fx.Node) -> str:
     if node.op == "placeholder":
         return f"self.{node.meta['attribute']}"
-    args = [_text(value, names) for value in node.args]
+    args = list(map(repr, node.args))
     if node.target in _SYMBOLS:
         return f"{args[0]} {_SYMBOLS[node.target]} {args[1]}"
     if node.target is operator.getitem:
         return f"{args[0]}[{args[1]}]"
     if node.target is getattr:
         return f"{args[0]}.{node.args[1]}"
-    given = [f"{name}={_text(value, names)}" for name, value in node.kwargs.items()]
+    given = [f"{name}={value!r}" for name, value in node.kwargs.items()]
     if node.op == "call_method":
         return f"{args[0]}.{node.target}({', '.join([*args[1:], *given])})"
     function = f"self.{node.target}" if node.op == "call_module" else _function(node.target)
@@ -199,15 +197,6 @@ def _function(target: Any) -> str:
     if getattr(nn.functional, name, None) is target:
         return f"F.{name}"
     return f"torch.{name}" if getattr(torch, name, None) is target else name
-
-
-class _Name(str):
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
-def _text(value: Any, names: dict[fx.Node, str]) -> str:
-    return repr(map_arg(value, lambda node: _Name(names[node])))
 
 
 def _highlighted(code: str) -> str:

@@ -26,8 +26,6 @@ from .run.scope import Replacements, UnitScale
 
 M = TypeVar("M", bound=nn.Module)
 
-INITS = ("unit", "preserve")
-
 
 def unit_scale(
     module: M,
@@ -79,7 +77,7 @@ def unit_scale(
             scaled with ``init="unit"``.
     """
     check_module("unit_scale", module)
-    check_name("init", init, INITS)
+    check_name("init", init, ("unit", "preserve"))
     check_name("residual", residual, RESIDUALS)
     check_flag("strict", strict)
     _check(replace, context_length)

@@ -37,20 +37,6 @@ Ratio = dict[str, float]
 SMALL = 1e-3
 """The largest number treated as an eps, which is added to a value or bounds it."""
 
-_KEEPS = (TRANSPARENT | AVERAGES) | frozenset(
-    (
-        "relu leaky_relu rrelu abs neg sum std norm vector_norm amax amin median cumsum cummax "
-        "cummin sort msort topk kthvalue gather interpolate fold tril triu diag diag_embed trace "
-        "nan_to_num detach dropout1d dropout2d dropout3d feature_alpha_dropout embedding "
-        "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices "
-        "max_pool3d_with_indices lp_pool1d lp_pool2d lp_pool3d adaptive_max_pool1d "
-        "adaptive_max_pool2d adaptive_max_pool3d fft fft2 fftn ifft ifft2 ifftn rfft rfft2 rfftn "
-        "irfft irfft2 irfftn aminmax embedding_bag broadcast_tensors meshgrid data "
-        "requires_grad_ cpu cuda alias"
-    ).split()
-)
-"""Kinds whose result has the ratio of the first argument."""
-
 _FILLS = frozenset("masked_fill index_fill __setitem__ fill_diagonal".split())
 _MOVED = frozenset(
     (
@@ -73,14 +59,6 @@ _NORMS = frozenset("layer_norm rms_norm group_norm batch_norm instance_norm".spl
 _DROPOUTS = frozenset(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split()
 )
-_FREE = frozenset("zeros zeros_like new_zeros empty empty_like new_empty".split())
-_ONES = frozenset(
-    (
-        "ones ones_like new_ones full full_like new_full new_tensor sign sgn argmax argmin arange "
-        "tensor as_tensor rand_like randn_like randint_like"
-    ).split()
-)
-"""Kinds whose result does not depend on the ratios of their arguments."""
 
 
 def find_ties(
@@ -324,28 +302,44 @@ def _lerp(call: _Call) -> Ratio | None:
     return call.equal(start, end)
 
 
+_FIRST = (
+    "relu leaky_relu rrelu abs neg sum std norm vector_norm amax amin median cumsum cummax cummin "
+    "sort msort topk kthvalue gather interpolate fold tril triu diag diag_embed trace nan_to_num "
+    "detach dropout1d dropout2d dropout3d feature_alpha_dropout embedding max_pool1d max_pool2d "
+    "max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices lp_pool1d "
+    "lp_pool2d lp_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d fft fft2 fftn "
+    "ifft ifft2 ifftn rfft rfft2 rfftn irfft irfft2 irfftn aminmax embedding_bag broadcast_tensors "
+    "meshgrid data requires_grad_ cpu cuda alias"
+).split()
+
 _RULES: dict[str, Callable[[_Call], Ratio | None]] = {
-    "mul": _mul,
-    "div": _div,
-    "pow": _pow,
-    "prelu": _prelu,
-    "addcmul": _addcmul,
-    "lerp": _lerp,
-    "normalize": _normalize,
-    # A direction, independent of the norm of its input, times a magnitude.
-    "_weight_norm": lambda call: call.ratios[1],
-    "_weight_norm_interface": lambda call: call.ratios[1],
-    **dict.fromkeys(_POWERS, lambda call: _plus(call.first(), times=_POWERS[call.kind])),
-    **dict.fromkeys(_NORMS, _norm),
-    **dict.fromkeys(PRODUCTS, _product),
-    **dict.fromkeys("outer dot vdot inner multi_dot chain_matmul".split(), _product),
-    **dict.fromkeys(ATTENTION, _attention),
-    **dict.fromkeys(_EQUAL, _same),
-    **dict.fromkeys(_KEEPS, _Call.first),
-    **dict.fromkeys(_ONES, lambda _: {}),
-    **dict.fromkeys(_FREE, lambda _: None),
-    **dict.fromkeys(LOSSES, _fixed),
-    **dict.fromkeys(RECURRENT, _recurrent),
+    kind: rule
+    for rule, kinds in (
+        (_mul, ["mul"]),
+        (_div, ["div"]),
+        (_pow, ["pow"]),
+        (_prelu, ["prelu"]),
+        (_addcmul, ["addcmul"]),
+        (_lerp, ["lerp"]),
+        (_normalize, ["normalize"]),
+        # A direction, independent of the norm of its input, times a magnitude.
+        (lambda call: call.ratios[1], ["_weight_norm", "_weight_norm_interface"]),
+        (lambda call: _plus(call.first(), times=_POWERS[call.kind]), _POWERS),
+        (_norm, _NORMS),
+        (_product, [*PRODUCTS, *"outer dot vdot inner multi_dot chain_matmul".split()]),
+        (_attention, ATTENTION),
+        (_same, _EQUAL),
+        (_Call.first, [*TRANSPARENT, *AVERAGES, *_FIRST]),
+        (
+            lambda _: {},
+            "ones ones_like new_ones full full_like new_full new_tensor sign sgn argmax argmin "
+            "arange tensor as_tensor rand_like randn_like randint_like".split(),
+        ),
+        (lambda _: None, "zeros zeros_like new_zeros empty empty_like new_empty".split()),
+        (_fixed, LOSSES),
+        (_recurrent, RECURRENT),
+    )
+    for kind in kinds
 }
 """Kind -> its rule; the last of several. That of all other kinds is `_fixed`."""
 

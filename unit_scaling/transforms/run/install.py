@@ -165,13 +165,14 @@ def warn_of_break(module: nn.Module) -> None:
     """Warns if torch.compile has left the forward pass of a module to eager mode."""
     if module in _BEGUN:
         _BEGUN.discard(module)
-        warn_once(PitfallWarning, _BREAKS.format(type(module).__name__), module, "graph break")
-
-
-_BREAKS = (
-    "torch.compile cannot compile the forward pass of this {} in one piece (a graph break), and "
-    "its transforms need one: all of it runs in eager mode. fullgraph=True shows where it breaks"
-)
+        warn_once(
+            PitfallWarning,
+            f"torch.compile cannot compile the forward pass of this {type(module).__name__} in one "
+            "piece (a graph break), and its transforms need one: all of it runs in eager mode. "
+            "fullgraph=True shows where it breaks",
+            about=module,
+            key="graph break",
+        )
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -202,7 +203,8 @@ def install(model: nn.Module, scope: Scope, prefix: str = "") -> None:
     prefix: the name of ``model`` in the scope. Raises TypeError for a TorchScript module, which has
     no Python forward, and for a model whose forward is a generator or a coroutine."""
     forward = inspect.unwrap(unwrapped(model).forward)
-    if any(goes_on(forward) for goes_on in _GO_ON):
+    is_generator = inspect.isgeneratorfunction(forward) or inspect.isasyncgenfunction(forward)
+    if is_generator or inspect.iscoroutinefunction(forward):
         raise TypeError(
             f"the forward of {type(unwrapped(model)).__name__} goes on after its call, where no "
             "transform is in force: let it return a value, and yield or await around the model"
@@ -236,9 +238,6 @@ def uninstall(model: nn.Module, kind: type) -> None:
             lose(module, _Transformed)
             del module._scopes
             forget_tags(module)
-
-
-_GO_ON = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 def is_exported() -> bool:
