@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,10 +17,8 @@ from fp8.recipes.cast import Cast
 from fp8.recipes.recipe import Recipe
 
 from ..formats import FPFormat
-from .compile import copied
+from .compile import M, copied
 from .run.install import Call, Given, Places, install, warn_of_break
-
-M = TypeVar("M", bound=nn.Module)
 
 
 class Simulate:

@@ -7,7 +7,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,10 @@ from fp8.modes.autocast import outside_compiler
 
 from .capture.probe import Observer, unseen
 from .capture.record import Slot, mapped, tensors_in
-from .compile import copied
+from .compile import M, copied
 from .inspect.history import History, Pass
 from .inspect.metrics import Metrics
 from .run.install import Args, Call, Given, Kwargs, Places, install, is_exported
-
-M = TypeVar("M", bound=nn.Module)
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": operator.add,

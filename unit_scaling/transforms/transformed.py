@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,15 +11,13 @@ from fp8.common.mixin import check_module, lose
 from fp8.common.report import Report
 from fp8.common.step import Batch, Loss, arguments, unwrapped
 
-from .compile import copied
+from .compile import M, copied
 from .plan.actions import CallRow
 from .plan.model_plan import ModelPlan
 from .run.install import find_scope, uninstall
 from .run.pretrained import Pretrained
 from .run.scope import UnitScale
 from .simulate import Simulate
-
-M = TypeVar("M", bound=nn.Module)
 
 
 def report(model: nn.Module) -> Report[CallRow]:

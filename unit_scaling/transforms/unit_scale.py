@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from fp8.common.validation import check_flag, check_name
 from fp8.surgery.convert import choose_recipes
 
 from .capture.kinds import KINDS
-from .compile import copied
+from .compile import M, copied
 from .plan.model_plan import ModelPlan, check_fits, retag
 from .plan.residuals import RESIDUALS
 from .plan.weights import prepare, refuse_weights
@@ -23,8 +23,6 @@ from .run.install import find_scope, is_in_fsdp, is_sharded
 from .run.pretrained import keep_transform, register
 from .run.replay import is_torch_function
 from .run.scope import Replacements, UnitScale
-
-M = TypeVar("M", bound=nn.Module)
 
 
 def unit_scale(
