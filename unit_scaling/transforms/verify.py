@@ -41,7 +41,8 @@ class Verification(Serializable[Measurement]):
     def __init__(
         self, rows: Iterable[Measurement], notes: Iterable[str] = (), loss: float | None = None
     ) -> None:
-        """loss: as in `inspect.measurement.diagnosis`."""
+        """loss: the RMS of its gradient at the output; None if it is inside, or if that is scaled
+        to RMS 1."""
         super().__init__(rows, notes)
         self.diagnosis = diagnosis(self.rows, loss)
 
