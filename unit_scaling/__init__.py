@@ -27,7 +27,7 @@ from .parameter import MupType, Parameter
 from .rules.batch import batch_multiplier
 from .rules.elementwise import unit_scaled
 from .transforms import fold, recalibrate, register_transformers, report, verify
-from .transforms.report import plan
+from .transforms.transformed import plan
 from .version import __version__
 
 __all__ = [

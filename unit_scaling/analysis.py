@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from fp8.common.step import find_loss
+from fp8.common.validation import check_whole
 from fp8.formats.format import FORMATS
 
 from .transforms.inspect.metrics import Metrics
@@ -79,9 +80,8 @@ def example_batch(
         TypeError: ``text`` has another type.
         ValueError: a size is below 1, there is no text, or it is shorter than a sequence.
     """
-    for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
-        if size < 1:
-            raise ValueError(f"{name} must be 1 or more, got {size}")
+    check_whole("batch_size", batch_size)
+    check_whole("seq_len", seq_len)
     wanted = shuffle_buffer_size + seq_len
     # No more than needed: tokens of natural text rarely exceed 16 characters.
     ids = _encoded(tokenizer, _text(text, dataset_path)[: 16 * wanted], wanted)[:wanted]
@@ -150,7 +150,7 @@ def graph_to_dataframe(g: Graph) -> pandas.DataFrame:
     """
     pandas = _need("pandas", "graph_to_dataframe")
     rows = []
-    for node in _tensors(g):
+    for node in (node for node in g.nodes if "metrics" in node.meta):
         kind = "w" if node.meta["requires_grad"] else "x"
         for direction, prefix in (("fwd", ""), ("bwd", "grad_")):
             data = getattr(node.meta["metrics"], direction)
@@ -159,10 +159,6 @@ def graph_to_dataframe(g: Graph) -> pandas.DataFrame:
             rows.append([*about, *numbers])
     columns = ["layer", "weight tensor", "direction", "tensor type", *Metrics.full_names()]
     return pandas.DataFrame(rows, columns=columns)
-
-
-def _tensors(g: Graph) -> list[Node]:
-    return [node for node in g.nodes if "metrics" in node.meta]
 
 
 def plot(
@@ -200,32 +196,20 @@ def plot(
         ValueError: the metric is unknown, or the graph has no tensors.
     """
     pyplot = _need("matplotlib.pyplot", "plot")
-    metric = _short_name(metric)
+    metric = dict(zip(Metrics.full_names(), Metrics.names(), strict=True)).get(metric, metric)
+    Metrics.get_full_name(metric)  # raises for an unknown name
     g = prune_non_float_tensors(g)
     g = prune_same_scale_tensors(g) if prune_same_scale else g
-    nodes = [node for node in _tensors(g) if node.meta["metrics"].fwd.numel]
+    nodes = [n for n in g.nodes if "metrics" in n.meta and n.meta["metrics"].fwd.numel]
     if not nodes:
         raise ValueError("the graph has no tensors: run the model first")
     _, axes = pyplot.subplots(figsize=(10, 2 + len(nodes) / 4), layout="constrained")
     axes.set_xscale("log", base=2)
     axes.set_xlim(*_limits(nodes, metric, show_error_bars, xmin, xmax))
-    drawing = _Drawing(axes, metric, {node: i for i, node in enumerate(nodes)}, show_zero_tensors)
-    for direction in ("fwd", "bwd"):
-        for node in nodes:
-            if show_error_bars:
-                drawing.error_bar(node, direction)
-            drawing.point(node, direction)
-            for source in node.all_input_nodes if show_arrows else ():
-                drawing.arrow(source, node, direction)
+    options = {"bars": show_error_bars, "arrows": show_arrows, "zeros": show_zero_tensors}
+    _draw(axes, nodes, metric, **options)
     _decorate(axes, nodes, title, metric)
     return axes
-
-
-def _short_name(metric: str) -> str:
-    names = dict(zip(Metrics.full_names(), Metrics.names(), strict=True))
-    short = names.get(metric, metric)
-    Metrics.get_full_name(short)  # raises for an unknown name
-    return short
 
 
 def _limits(
@@ -245,49 +229,38 @@ def _data(node: Node) -> dict[str, Metrics.Data]:
     return {d: data for d in _NAMES if (data := getattr(metrics, d)) is not None}
 
 
-class _Drawing:
-    """Draws tensors on axes. rows: node -> vertical position."""
-
-    def __init__(self, axes: Any, metric: str, rows: dict[Node, int], zeros: bool) -> None:
-        self.axes, self.metric, self.rows, self.zeros = axes, metric, rows, zeros
-
-    def x(self, node: Node, direction: str) -> float | None:
-        """The horizontal position of a tensor: the left end for zeros and NaN if shown, else
-        None."""
-        data = _data(node).get(direction)
-        if data is None:
-            return None
-        value = getattr(data, self.metric)
-        if 0 < value < math.inf:
-            return float(value)
-        return float(self.axes.get_xlim()[0]) if self.zeros else None
-
-    def point(self, node: Node, direction: str) -> None:
-        x = self.x(node, direction)
-        marker = "v" if node.meta["requires_grad"] else "o"
-        if x is not None:
-            self.axes.plot(x, self.rows[node], marker, color=_COLOURS[direction], markersize=5)
-
-    def error_bar(self, node: Node, direction: str) -> None:
-        data = _data(node).get(direction)
-        if data is not None and data.abs_max > 0:
-            low = max(data.abs_min, self.axes.get_xlim()[0])
-            y = self.rows[node] + (-0.12 if direction == "fwd" else 0.12)
-            style = {"color": _COLOURS[direction], "alpha": 0.35, "linewidth": 1}
-            self.axes.plot([low, data.abs_max], [y, y], marker="|", markersize=4, **style)
-
-    def arrow(self, source: Node, node: Node, direction: str) -> None:
-        if source not in self.rows:
-            return
-        start, end = (source, node) if direction == "fwd" else (node, source)
-        ends = self.x(start, direction), self.x(end, direction)
-        if None not in ends:
-            self.axes.annotate(
-                "",
-                xy=(ends[1], self.rows[end]),
-                xytext=(ends[0], self.rows[start]),
-                arrowprops={"arrowstyle": "->", "color": _COLOURS[direction], "alpha": 0.6},
-            )
+def _draw(
+    axes: Any, nodes: list[Node], metric: str, *, bars: bool, arrows: bool, zeros: bool
+) -> None:
+    """Draws tensors, one row each. Zeros and NaN are at the left end if shown."""
+    left = axes.get_xlim()[0]
+    rows = {node: row for row, node in enumerate(nodes)}
+    at: dict[tuple[Node, str], float] = {}
+    for node in nodes:
+        for direction, data in _data(node).items():
+            value = getattr(data, metric)
+            if zeros or 0 < value < math.inf:
+                at[node, direction] = value if 0 < value < math.inf else left
+    for direction, colour in _COLOURS.items():
+        for node, row in rows.items():
+            known = _data(node).get(direction)
+            if bars and known is not None and known.abs_max > 0:
+                y = row + (-0.12 if direction == "fwd" else 0.12)
+                style = {"color": colour, "alpha": 0.35, "linewidth": 1}
+                ends = [max(known.abs_min, left), known.abs_max]
+                axes.plot(ends, [y, y], marker="|", markersize=4, **style)
+            if (node, direction) in at:
+                marker = "v" if node.meta["requires_grad"] else "o"
+                axes.plot(at[node, direction], row, marker, color=colour, markersize=5)
+            for source in node.all_input_nodes if arrows else ():
+                start, end = (source, node) if direction == "fwd" else (node, source)
+                if (start, direction) in at and (end, direction) in at:
+                    axes.annotate(
+                        "",
+                        xy=(at[end, direction], rows[end]),
+                        xytext=(at[start, direction], rows[start]),
+                        arrowprops={"arrowstyle": "->", "color": colour, "alpha": 0.6},
+                    )
 
 
 def _decorate(axes: Any, nodes: list[Node], title: str, metric: str) -> None:

@@ -43,23 +43,12 @@ class _Scale(Function):
         return tangent * ctx.bwd
 
 
-class _Instead(Function):
-    """``y = value`` with ``d total = scale * dy``: returns one tensor and differentiates
-    another."""
-
-    generate_vmap_rule = True
+class _Instead(_Scale):
+    """``y = value`` with ``d total = bwd * dy``: returns one tensor and differentiates another."""
 
     @staticmethod
-    def forward(total: Tensor, value: Tensor, scale: float) -> Tensor:
+    def forward(total: Tensor, value: Tensor, bwd: float) -> Tensor:  # type: ignore[override]
         return value.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
-        ctx.scale = inputs[2]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scale_both(grad, ctx.scale), None, None
 
 
 def _is_one(scale: float) -> bool:
@@ -72,11 +61,8 @@ def _check(scale: float) -> None:
 
 
 def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
-    """Returns ``fwd * input``, with ``bwd`` times the gradient.
-
-    Returns ``input`` itself for integers and, in eager mode, if both factors are 1. A graph has a
-    view instead, and does not guard on the factors.
-    """
+    """Returns ``fwd * input``, with ``bwd`` times the gradient; ``input`` itself for integers and,
+    in eager mode, if both factors are 1. A graph does not guard on the factors."""
     if not (input.dtype.is_floating_point or input.dtype.is_complex):
         return input
     return _scale_numbers(input, fwd, bwd)
@@ -89,11 +75,11 @@ def _scale_numbers(input: Tensor, fwd: float, bwd: float) -> Tensor:
 
 def scale_edge(input: Tensor, fwd: float, bwd: float) -> Tensor:
     """As `scale_each`, but the result may be written in place, unlike a view returned by an
-    autograd function. If only the gradient is scaled, eager code uses a hook.
-    """
-    if fwd == bwd:
-        return _scale_both(input, fwd) if _has_scale(input) else input
-    return _scale_sides(input, fwd, bwd)
+    autograd function: eager code uses a hook if only the gradient is scaled."""
+    if fwd != bwd:
+        return _scale_sides(input, fwd, bwd)
+    has_scale = input.dtype.is_floating_point or input.dtype.is_complex
+    return _scale_both(input, fwd) if has_scale else input
 
 
 @compiled_as(scale_each)
@@ -109,33 +95,21 @@ def _scale_sides(input: Tensor, fwd: float, bwd: float) -> Tensor:
     return output
 
 
-def _requires_grad(tensor: Tensor) -> bool:
-    return tensor.requires_grad
-
-
-@compiled_as(_requires_grad)
+@compiled_as(lambda tensor: tensor.requires_grad)
 def has_gradient(tensor: Tensor) -> bool:
     """Whether autograd records what is computed from a tensor. The examples inside `torch.vmap`
     do not say so; the tensors that they are parts of do."""
     return tensor.requires_grad or debug_unwrap(tensor).requires_grad
 
 
-def _has_scale(input: Tensor) -> bool:
-    return input.dtype.is_floating_point or input.dtype.is_complex
-
-
 def _scale_both(input: Tensor, scale: float) -> Tensor:
-    """Returns ``scale * input`` with the gradient scaled equally; ``input`` itself if the scale is
-    1.
-    """
+    """``scale * input``; ``input`` itself if the scale is 1."""
     return input if _is_one(scale) else input * scale
 
 
 def scale_output(output: Tensor, fwd: float, bwd: float) -> Tensor:
-    """Scales the output of an op that is linear in its gradient: gelu, softmax, attention.
-
-    Scaling the gradient of the output scales the gradients of all inputs. Integers are not scaled.
-    """
+    """Scales the output of an op, but for integers. Scaling the gradient of the output scales the
+    gradients of all inputs: those are linear in it."""
     if not (fwd is bwd or fwd == bwd):
         return scale_each(output, fwd, bwd)
     if fwd == 1.0 or not (output.dtype.is_floating_point or output.dtype.is_complex):
@@ -144,10 +118,8 @@ def scale_output(output: Tensor, fwd: float, bwd: float) -> Tensor:
 
 
 def kept_in(out: Tensor | None, output: Tensor) -> Tensor:
-    """Returns ``out`` with the values of ``output``, or ``output`` if ``out`` is None.
-
-    Raises TypeError for a dtype that cannot hold them, as torch does.
-    """
+    """Returns ``out`` with the values of ``output``, or ``output`` if ``out`` is None. Raises
+    TypeError for a dtype that cannot hold them, as torch does."""
     if out is None:
         return output
     if not torch.can_cast(output.dtype, out.dtype):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import operator
 from collections import OrderedDict
@@ -18,14 +17,11 @@ from torch.autograd import Function
 
 from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
-from fp8.modes.autocast import outside_compiler
 
 from . import functional
 from .transforms.capture.copies import deep_copy
-from .transforms.capture.record import mapped
 from .transforms.inspect.metrics import Metrics
-from .transforms.run.install import install
-from .transforms.track_scales import Tap, Taps, differentiable
+from .transforms.track_scales import Track
 
 __all__ = ["ScalePair", "ScaleTracker", "ScaleTrackingInterpreter", "analyse_module"]
 
@@ -38,10 +34,8 @@ class ScalePair:
     backward: float | None = None
 
     def __str__(self) -> str:
-        parts = (
-            "n/a" if scale is None else f"{scale:.3}" for scale in (self.forward, self.backward)
-        )
-        return "(-> {}, <- {})".format(*parts)
+        scales = (self.forward, self.backward)
+        return "(-> {}, <- {})".format(*("n/a" if s is None else f"{s:.3}" for s in scales))
 
 
 class ScaleTracker(Function):
@@ -126,42 +120,39 @@ def analyse_module(
     """
     check_module("analyse_module", module)
     twin = deep_copy(unwrapped(module))
-    taps = Taps()
-    tap = Tap(taps.path, (), recurse_modules)
-    install(twin, taps)
-    arguments = mapped(differentiable, inputs if isinstance(inputs, tuple) else (inputs,))
-    output = outside_compiler(lambda: taps.measured(tap, lambda: twin(*arguments)))
+    track = Track((), every=1, history=1, recurse=recurse_modules)
+    track.install(twin)
+    output = twin(*inputs) if isinstance(inputs, tuple) else twin(inputs)
     if not isinstance(output, Tensor):
         raise TypeError(f"the module's output must be a tensor, not {type(output).__name__}")
     if backward is None and output.numel() != 1:
         raise ValueError(f"backward is needed for an output of shape {tuple(output.shape)}")
     output.backward(backward)
-    code = "\n".join(_lines(tap.graph))
+    code = "\n".join(_lines(track.scales_graph()))
     return _highlighted(code) if syntax_highlight else code
 
 
 def _lines(graph: fx.Graph) -> Iterator[str]:
-    names = _variables(graph)
+    _shorten_names(graph)
     inputs = [n for n in graph.nodes if n.op == "placeholder" and not n.meta.get("attribute")]
     scales = ", ".join(_scales(n) for n in inputs if _scales(n))
-    yield f"def forward({', '.join(['self', *(names[n] for n in inputs)])}):  {scales}".rstrip()
+    yield f"def forward({', '.join(['self', *map(repr, inputs)])}):  {scales}".rstrip()
     for node in graph.nodes:
         if node.op == "output":
-            yield f"    return {_text(node.args[0], names)}"
+            yield f"    return {node.args[0]!r}"
         elif node not in inputs:
-            line = f"    {names[node]} = {_expression(node, names)}"
+            line = f"    {node!r} = {_expression(node)}"
             yield f"{line};  {_scales(node)}" if _scales(node) else line
 
 
-def _variables(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The name of each node; inputs and parameters have short names where these are unique."""
+def _shorten_names(graph: fx.Graph) -> None:
+    """Gives inputs and parameters short names where these are unique. A node is written by name."""
     taken = {node.name for node in graph.nodes}
-    names = {}
     for node in graph.nodes:
         short = (node.meta.get("attribute") or node.meta["clean_name"]).replace(".", "_")
-        names[node] = node.name if short in taken else short
-        taken.add(names[node])
-    return names
+        if short not in taken:
+            node.name = short
+            taken.add(short)
 
 
 def _scales(node: fx.Node) -> str:
@@ -181,17 +172,17 @@ _SYMBOLS: dict[Callable[..., Any], str] = {
 }
 
 
-def _expression(node: fx.Node, names: dict[fx.Node, str]) -> str:
+def _expression(node: fx.Node) -> str:
     if node.op == "placeholder":
         return f"self.{node.meta['attribute']}"
-    args = [_text(value, names) for value in node.args]
+    args = list(map(repr, node.args))
     if node.target in _SYMBOLS:
         return f"{args[0]} {_SYMBOLS[node.target]} {args[1]}"
     if node.target is operator.getitem:
         return f"{args[0]}[{args[1]}]"
     if node.target is getattr:
         return f"{args[0]}.{node.args[1]}"
-    given = [f"{name}={_text(value, names)}" for name, value in node.kwargs.items()]
+    given = [f"{name}={value!r}" for name, value in node.kwargs.items()]
     if node.op == "call_method":
         return f"{args[0]}.{node.target}({', '.join([*args[1:], *given])})"
     function = f"self.{node.target}" if node.op == "call_module" else _function(node.target)
@@ -208,24 +199,9 @@ def _function(target: Any) -> str:
     return f"torch.{name}" if getattr(torch, name, None) is target else name
 
 
-def _text(value: Any, names: dict[fx.Node, str]) -> str:
-    if isinstance(value, fx.Node):
-        return names[value]
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k!r}: {_text(v, names)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{', '.join(_text(item, names) for item in value)}]"
-    if isinstance(value, tuple):
-        items = ", ".join(_text(item, names) for item in value)
-        return f"({items},)" if len(value) == 1 else f"({items})"
-    return repr(value)
-
-
 def _highlighted(code: str) -> str:
     try:
-        pygments = importlib.import_module("pygments")
-        lexers = importlib.import_module("pygments.lexers")
-        formatters = importlib.import_module("pygments.formatters")
+        from pygments import formatters, highlight, lexers
     except ImportError:
         return code
-    return str(pygments.highlight(code, lexers.PythonLexer(), formatters.TerminalFormatter()))
+    return str(highlight(code, lexers.PythonLexer(), formatters.TerminalFormatter()))

@@ -95,7 +95,7 @@ def test_batches_that_cannot_be():
     with pytest.raises(ValueError, match="a text of 4 tokens is too short for sequences of 4"):
         example_batch(encode, 2, 4, text="abcd")
     assert example_batch(encode, 2, 3, text="abcd")[0].tolist() == [[0, 1, 2]] * 2
-    with pytest.raises(ValueError, match="seq_len must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match="seq_len must be a whole number from 1, got 0"):
         example_batch(encode, 2, 0, text="abcd")
 
 

@@ -4,15 +4,13 @@ from fp8.common.report import Report
 
 from . import utils
 from .compile import compile
-from .fold import fold
 from .inspect.history import History
 from .inspect.metrics import InFormat, Metrics
 from .inspect.prune import prune_non_float_tensors, prune_same_scale_tensors, prune_selected_nodes
 from .plan.model_plan import ModelPlan
-from .recalibrate import recalibrate
-from .report import report
 from .simulate import simulate_format, simulate_fp8
 from .track_scales import track_scales
+from .transformed import fold, recalibrate, report
 from .unit_scale import register_transformers, unit_scale
 from .verify import Verification, verify
 

@@ -26,11 +26,8 @@ Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
 
 class Compile(Scope):
-    """Marks a model as compiled, so that copies of it are compiled as well.
-
-    backends are applied to each graph in order. inductor: whether `torch.compile` compiles the
-    result.
-    """
+    """Marks a model as compiled, so that copies of it are compiled as well. backends are applied to
+    each graph in order. inductor: whether `torch.compile` compiles the result."""
 
     order = 2
 
@@ -41,10 +38,7 @@ class Compile(Scope):
 
     def start(self, model: nn.Module) -> None:
         """Compiles ``model`` in place."""
-        if self.backends:
-            model.compile(backend=self._compiled)
-        else:
-            model.compile()
+        model.compile(backend=self._compiled if self.backends else "inductor")
 
     def _compiled(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         result: Any = graph

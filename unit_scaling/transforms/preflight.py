@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
-from torch import nn
-
+from .compile import M
 from .unit_scale import unit_scale
-
-M = TypeVar("M", bound=nn.Module)
 
 
 def preserve(model: M) -> M:

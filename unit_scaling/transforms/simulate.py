@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,10 +17,8 @@ from fp8.recipes.cast import Cast
 from fp8.recipes.recipe import Recipe
 
 from ..formats import FPFormat
-from .compile import copied
+from .compile import M, copied
 from .run.install import Call, Given, Places, install, warn_of_break
-
-M = TypeVar("M", bound=nn.Module)
 
 
 class Simulate:
@@ -84,8 +82,7 @@ def simulate_format(
     """
     forward, backward = _cast("fwd_format", fwd_format), _cast("bwd_format", bwd_format)
     name = f"simulate({fwd_format}, {bwd_format})"
-    recipe = Recipe(name=name, input=forward, weight=forward, grad=backward)
-    return _simulate(module, recipe, "simulate_format")
+    return _simulate(module, "simulate_format", name, forward, backward)
 
 
 def _cast(what: str, format: object) -> Cast:
@@ -107,13 +104,13 @@ def simulate_fp8(module: M) -> M:
 
     Source: OCP 8-bit Floating Point Specification.
     """
-    forward = Cast(format="e4m3")
-    recipe = Recipe(name="simulate_fp8", input=forward, weight=forward, grad=Cast(format="e5m2"))
-    return _simulate(module, recipe, "simulate_fp8")
+    casts = Cast(format="e4m3"), Cast(format="e5m2")
+    return _simulate(module, "simulate_fp8", "simulate_fp8", *casts)
 
 
-def _simulate(model: M, recipe: Recipe, transform: str) -> M:
+def _simulate(model: M, transform: str, name: str, forward: Cast, backward: Cast) -> M:
     check_module("simulation", model)
+    recipe = Recipe(name=name, input=forward, weight=forward, grad=backward)
     result = copied(model, transform)
     install(unwrapped(result), Simulate(recipe))
     forget_looks(unwrapped(result))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import operator
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +22,10 @@ from fp8.modes.autocast import outside_compiler
 
 from .capture.probe import Observer, unseen
 from .capture.record import Slot, mapped, tensors_in
-from .compile import copied
+from .compile import M, copied
 from .inspect.history import History, Pass
 from .inspect.metrics import Metrics
-from .run.install import Call, Given, Places, install, is_exported
-
-M = TypeVar("M", bound=nn.Module)
+from .run.install import Args, Call, Given, Kwargs, Places, install, is_exported
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -53,10 +50,7 @@ _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 class Tap(Observer):
     """Records the graph of one call of a model, with `Metrics` for each floating-point tensor.
-
-    path: as in `Scope`. recurse: whether to record inside submodules; False gives one node for
-    each.
-    """
+    path: as in `Scope`. recurse: whether to record inside submodules, not one node for each."""
 
     def __init__(self, path: Stack, formats: tuple[Format, ...], recurse: bool = True) -> None:
         super().__init__()
@@ -64,36 +58,28 @@ class Tap(Observer):
         self.active = True
         self.formats = formats
         self.recurse = recurse
-        self.graph = Graph()
-        self._nodes: dict[int, Node] = {}
-        self._names: dict[int, tuple[str, str]] = {}  # id -> (name of the node, name in the model)
-        self._targets: dict[Callable[..., Any], str] = {}
-        self._kept: list[Tensor] = []  # keeps tensors alive: ids of dead ones are reused
         self._handles: list[Any] = []
+        self.forget()
 
     def release(self) -> None:
-        """Removes the hooks on tensors that outlive the call: parameters and the caller's
-        inputs."""
+        """Removes the hooks on tensors that outlive the call: parameters and inputs."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def forget(self) -> None:
         """Releases all tensors."""
-        self._nodes.clear()
-        self._names.clear()
-        self._targets.clear()
-        self._kept.clear()
+        self._nodes: dict[int, Node] = {}
+        self._names: dict[int, tuple[str, str]] = {}  # id -> (name of the node, name in the model)
+        self._targets: dict[Callable[..., Any], str] = {}
+        self._kept: list[Tensor] = []  # keeps tensors alive: ids of dead ones are reused
 
     def begin(self, module: nn.Module, given: Given) -> None:
         self.release()
         self.forget()
         self.graph = Graph()
-        for kind, named in (
-            ("parameters", module.named_parameters()),
-            ("buffers", module.named_buffers()),
-        ):
-            for name, tensor in named:
+        for kind in ("parameters", "buffers"):
+            for name, tensor in getattr(module, f"named_{kind}")():
                 *path, leaf = name.split(".")
                 parts = [part for each in path for part in ("modules", each)]
                 self._names[id(tensor)] = ("_".join(["self", *parts, kind, leaf]), name)
@@ -124,9 +110,7 @@ class Tap(Observer):
         node = self.graph.output(self._written(plain(output)))
         node.meta.update(clean_name="output", outputs_float_tensor=False, requires_grad=False)
 
-    def observe(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if function == _REQUIRE_GRAD and args[0].requires_grad:
             return None  # already set, and cannot be set on a result computed from an input
         with unseen():
@@ -151,7 +135,7 @@ class Tap(Observer):
 
         return mapped(node_of, value)
 
-    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Node:
+    def _call(self, function: Callable[..., Any], args: Args, kwargs: Any) -> Node:
         if function in self._targets:
             return self.graph.call_module(self._targets[function], args, kwargs)
         name = _name(function)
@@ -185,14 +169,10 @@ class Tap(Observer):
             metrics = Metrics(value, self.formats)
             node.meta["metrics"] = metrics
             if value.requires_grad and torch.is_grad_enabled():
-                handle = value.register_hook(partial(_note, metrics))
+                # The gradient of a part of a split that nothing reads is None.
+                handle = value.register_hook(lambda g: None if g is None else metrics.set_bwd(g))
                 if value.is_leaf or node.op == "placeholder":
                     self._handles.append(handle)
-
-
-def _note(metrics: Metrics, grad: Tensor | None) -> None:
-    if grad is not None:  # None for a part of a split that nothing reads
-        metrics.set_bwd(grad)
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -217,30 +197,22 @@ class Taps:
         taps = self.running.items
         return taps[-1].run(call, module, path, given) if taps else call()
 
-    def measured(self, tap: Tap, call: Callable[[], Any]) -> Any:
-        """Runs ``call()``, an eager call of the model, under ``tap``."""
-        self.running.items.append(tap)
-        try:
-            return call()
-        finally:
-            self.running.items.pop()
-            tap.active = False
-            tap.forget()
-
 
 class Track:
     """Chooses which calls to measure; entered first, so that all other calls run compiled."""
 
     order = -1
 
-    def __init__(self, formats: tuple[Format, ...], every: int, history: int) -> None:
+    def __init__(
+        self, formats: tuple[Format, ...], every: int, history: int, recurse: bool = True
+    ) -> None:
         self.path = Stack()
+        self.recurse = recurse
         self.taps = Taps()
         self.formats = formats
         self.every = every
-        self.calls = 0
+        self.calls = count()
         self.passes: deque[Pass] = deque(maxlen=history)
-        self._lock = threading.Lock()  # guards calls
         self._latest = Stack()  # the tap of this thread's latest measured call
 
     def __getstate__(self) -> dict[str, Any]:
@@ -257,8 +229,7 @@ class Track:
         return () if path or self.taps.running.items else None
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        """Returns ``call()``, measured every ``every`` calls. Only calls of the whole model
-        count."""
+        """Returns ``call()``, measured every ``every`` calls of the whole model."""
         if path or self.taps.running.items or is_exported():
             return call()
 
@@ -276,17 +247,26 @@ class Track:
         """The number of previous calls if this one is to be measured, else None."""
         while self._latest.items:
             self._latest.items.pop().release()
-        with self._lock:
-            number = self.calls
-            self.calls += 1
+        number = next(self.calls)
         return None if number % self.every else number
 
     def _measured(self, number: int, call: Call, given: Given) -> Any:
-        tap = Tap(self.taps.path, self.formats)
+        tap = Tap(self.taps.path, self.formats, self.recurse)
         self._latest.items.append(tap)
-        output = self.taps.measured(tap, lambda: call(mapped(differentiable, given)))
+        self.taps.running.items.append(tap)
+        try:
+            output = call(mapped(_differentiable, given))
+        finally:
+            self.taps.running.items.pop()
+            tap.active = False
+            tap.forget()
         self.passes.append((number, tap.graph))
         return output
+
+    def install(self, model: nn.Module) -> None:
+        """Installs both scopes."""
+        install(model, self)
+        install(model, self.taps)
 
     def scales_graph(self) -> Graph:
         """Returns the graph of the latest measured call; an empty graph before the first."""
@@ -298,8 +278,8 @@ class Track:
         return History(list(self.passes))
 
 
-def differentiable(slot: Slot, tensor: Tensor) -> Tensor:
-    """Returns the tensor itself, or a copy that requires a gradient if the tensor does not."""
+def _differentiable(slot: Slot, tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy that requires a gradient if the tensor does not."""
     if tensor.requires_grad or not (tensor.is_floating_point() and torch.is_grad_enabled()):
         return tensor
     return tensor.detach().requires_grad_().clone()
@@ -353,7 +333,6 @@ def track_scales(
     result = copied(module, "track_scales")
     inner: Any = unwrapped(result)
     track = Track(rows, every, history)
-    install(inner, track)
-    install(inner, track.taps)
+    track.install(inner)
     inner.scales_graph, inner.scales_history = track.scales_graph, track.scales_history
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from fp8.common.validation import check_flag, check_name
 from fp8.surgery.convert import choose_recipes
 
 from .capture.kinds import KINDS
-from .compile import copied
+from .compile import M, copied
 from .plan.model_plan import ModelPlan, check_fits, retag
 from .plan.residuals import RESIDUALS
 from .plan.weights import prepare, refuse_weights
@@ -23,10 +23,6 @@ from .run.install import find_scope, is_in_fsdp, is_sharded
 from .run.pretrained import keep_transform, register
 from .run.replay import is_torch_function
 from .run.scope import Replacements, UnitScale
-
-M = TypeVar("M", bound=nn.Module)
-
-INITS = ("unit", "preserve")
 
 
 def unit_scale(
@@ -79,53 +75,44 @@ def unit_scale(
             scaled with ``init="unit"``.
     """
     check_module("unit_scale", module)
-    check_name("init", init, INITS)
+    check_name("init", init, ("unit", "preserve"))
     check_name("residual", residual, RESIDUALS)
     check_flag("strict", strict)
     _check(replace, context_length)
     refuse_weights(module)
-    _check_whole(module)
+    if is_sharded(module) and not is_in_fsdp(module):
+        raise ValueError(
+            "unit_scale reads whole weights, which parallelize_module has divided: call it, and "
+            "its model once, before that"
+        )
     result = copied(module, "unit_scale")
     inner = unwrapped(result)
     if find_scope(inner, UnitScale) is not None:
         return result
     if plan is not None:
         check_fits(inner, plan)
-        given = (("init", init), ("residual", residual), ("context_length", context_length))
-        init, residual, context_length = _of_plan(plan, dict(given), replace)
-    scope = UnitScale(
-        prepare(inner, init),
-        {function: _out_of_place(other) for function, other in dict(replace or {}).items()},
-        init=init,
-        residual=residual,
-        strict=strict,
-        context_length=context_length,
-    )
-    scope.follow(inner)
-    if plan is not None:
-        retag(inner, plan, rescale=True)
-        scope.adopt(plan)
-    _finish(inner, scope)
+        given = {"init": init, "residual": residual, "context_length": context_length}
+        init, residual, context_length = _of_plan(plan, given, replace)
+    others = {function: _out_of_place(other) for function, other in dict(replace or {}).items()}
+    scope = UnitScale(prepare(inner, init), others, init, residual, context_length, strict)
+    _install(inner, scope, plan, rescale=True)
     return result
 
 
 def restore(model: nn.Module, plan: ModelPlan) -> None:
     """Makes ``model``, whose weights are already those of a unit-scaled model, unit-scaled in
-    place.
-
-    Raises ValueError if the plan is for another model.
-    """
+    place. Raises ValueError if the plan is for another model."""
     check_fits(model, plan)
-    settings: dict[str, Any] = {"init": plan.init, "residual": plan.residual, "strict": False}
-    scope = UnitScale([], {}, **settings, context_length=plan.context_length)
+    scope = UnitScale([], {}, plan.init, plan.residual, plan.context_length)
+    _install(model, scope, plan, rescale=False)
+
+
+def _install(model: nn.Module, scope: UnitScale, plan: ModelPlan | None, rescale: bool) -> None:
+    """Installs the scope, with a plan if there is one. rescale: as in `retag`."""
     scope.follow(model)
-    retag(model, plan, rescale=False)
-    scope.adopt(plan)
-    _finish(model, scope)
-
-
-def _finish(model: nn.Module, scope: UnitScale) -> None:
-    """Selects the recipes of layers, and saves the transform with a unit-scaled model."""
+    if plan is not None:
+        retag(model, plan, rescale=rescale)
+        scope.adopt(plan)
     choose_recipes(model)
     if scope.unit_scaled:
         keep_transform(model, restore)
@@ -145,8 +132,7 @@ def register_transformers() -> None:
 
 
 def _of_plan(plan: ModelPlan, given: dict[str, Any], replace: Replacements | None) -> Any:
-    """Returns init, residual and context_length of a plan; raises ValueError if others were
-    given."""
+    """Init, residual and context_length of a plan; raises ValueError if others were given."""
     if replace:
         raise ValueError("plan: cannot be combined with functions in replace")
     defaults = {"init": "unit", "residual": "fixed", "context_length": None}
@@ -171,14 +157,6 @@ def _check(replace: Any, length: Any) -> None:
     whole = isinstance(length, int) and not isinstance(length, bool) and length > 0
     if not (length is None or whole):
         raise ValueError(f"context_length is a positive number of keys, got {length!r}")
-
-
-def _check_whole(module: nn.Module) -> None:
-    if is_sharded(module) and not is_in_fsdp(module):
-        raise ValueError(
-            "unit_scale reads whole weights, which parallelize_module has divided: call it, and "
-            "its model once, before that"
-        )
 
 
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from fp8.common.mixin import check_module
 
-from .compile import Backend, Compile, with_scope
+from .compile import Backend, Compile, M, with_scope
 from .run.install import find_scope
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "torch_nn_modules_to_user_modules",
 ]
 
-M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 
 

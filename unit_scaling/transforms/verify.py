@@ -39,14 +39,10 @@ class Verification(Serializable[Measurement]):
     """
 
     def __init__(
-        self,
-        rows: Iterable[Measurement],
-        notes: Iterable[str] = (),
-        loss: float | None = None,
+        self, rows: Iterable[Measurement], notes: Iterable[str] = (), loss: float | None = None
     ) -> None:
-        """loss: the RMS of the loss gradient at the output; None if the loss is inside the model or
-        its gradient is scaled to RMS 1.
-        """
+        """loss: the RMS of its gradient at the output; None if it is inside, or if that is scaled
+        to RMS 1."""
         super().__init__(rows, notes)
         self.diagnosis = diagnosis(self.rows, loss)
 
@@ -72,30 +68,24 @@ class Verification(Serializable[Measurement]):
         for row in self.rows:
             call = f"{row.call} {row.number}" if row.number else row.call
             mark = "outside" if row.inside is False else ""
-            cells.append(
-                (row.path or "(model)", call, row.tensor, row.kind, f"{row.rms:.3g}", mark)
-            )
+            path = row.path or "(model)"
+            cells.append((path, call, row.tensor, row.kind, f"{row.rms:.3g}", mark))
         return "\n".join([as_table(cells), "", *self.notes, *self._summary(), "", *self.diagnosis])
 
     __repr__ = __str__
 
     def _summary(self) -> Iterator[str]:
         for kind, limits in RANGES.items():
-            rows = [row for row in self.rows if row.kind == kind]
+            rows = [row.inside for row in self.rows if row.kind == kind]
             if rows and limits is not None:
                 low, high = limits
-                inside = [row.inside for row in rows if row.inside is not None]
-                zeros = len(rows) - len(inside)
+                zeros, inside = rows.count(None), rows.count(True)
                 also = f", {zeros} of zeros" if zeros else ""
-                yield f"{kind}: {sum(inside)} of {len(inside)} inside [{low:g}, {high:g}]{also}"
+                yield f"{kind}: {inside} of {len(rows) - zeros} inside [{low:g}, {high:g}]{also}"
 
 
 def verify(
-    model: nn.Module,
-    batch: Batch,
-    *,
-    loss: Loss | None = None,
-    seed: int = 0,
+    model: nn.Module, batch: Batch, *, loss: Loss | None = None, seed: int = 0
 ) -> Verification:
     """Runs a training step of ``model`` and measures the RMS of the operands of its products.
 
@@ -104,9 +94,8 @@ def verify(
     propagates, including its factor; the gradient of the output is the one that arrives. Operands,
     gradients of outputs and gradients of weights are judged; an output is judged where another
     product reads it. Biases, masks, integer and empty tensors, products inside a parametrization,
-    and gradients that are not computed have no row. A recurrent layer is one call: only its
-    operands and output have rows, and ``notes`` says so. So is
-    `unit_scaling.functional.einsum` of three operands or more; that of torch is products of two.
+    and gradients that are not computed have no row. A recurrent layer is one call, and so is
+    `unit_scaling.functional.einsum` of three operands or more: ``notes`` says so.
 
     The step runs eagerly on a copy, in the model's mode (training or evaluation): the model, its
     gradients, buffers and the random state do not change. If it makes or refines a plan of
@@ -147,15 +136,19 @@ def verify(
     skip_checks(twin)
     watch = Watch({id(p): name for name, p in twin.named_parameters()}, parametrizations(twin))
     install(twin, watch)
-    if loss is None:
-        _forget_losses(twin)
+    if loss is None:  # what was measured at the output depends on the user's loss
+        for plan in _plans(twin).values():
+            plan.arriving.exponent = None
     for _ in range(LOOKS + 1):
         before = _plans(twin)
         at_output = _step(twin, watch, batch, loss, seed)
         if _plans(twin).keys() == before.keys():
             break
-    at_loss = None if _is_gauged(twin) else max(at_output, default=None)
-    return Verification(watch.results(), watch.notes, at_loss)
+    scope = find_scope(twin, UnitScale)
+    gauged = scope is not None and scope.unit_scaled
+    return Verification(
+        watch.results(), watch.notes, None if gauged else max(at_output, default=None)
+    )
 
 
 def _step(
@@ -177,18 +170,6 @@ def _plans(model: nn.Module) -> dict[int, Plan]:
     """The plans of a model by id; a step that refines one puts another in its place."""
     scopes = (find_scope(part, UnitScale) for part in model.modules())
     return {id(p): p for scope in scopes if scope is not None for p in scope.plans.values()}
-
-
-def _is_gauged(model: nn.Module) -> bool:
-    """Whether the gradient of a loss outside the model is scaled to RMS 1."""
-    scope = find_scope(model, UnitScale)
-    return scope is not None and scope.unit_scaled
-
-
-def _forget_losses(model: nn.Module) -> None:
-    """Discards the measured gradient scales at the output, which depend on the user's loss."""
-    for plan in _plans(model).values():
-        plan.arriving.exponent = None
 
 
 def _measured(output: Any) -> list[float]:

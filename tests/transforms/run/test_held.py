@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from tests.transforms.gradients import exponent, gradients, without_gauges
 from unit_scaling.transforms import ModelPlan, unit_scale
-from unit_scaling.transforms.report import plan
+from unit_scaling.transforms.transformed import plan
 
 INITS = ("unit", "preserve")
 

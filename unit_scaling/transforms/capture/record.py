@@ -190,7 +190,7 @@ class Calls(FirstLook):
             if depends_on_values(function):
                 from ..run.graph_break import beside_control_flow
 
-                beside_control_flow()
+                beside_control_flow(lambda: None)
             return run_within(self, function, args, kwargs)
         return self.see(function, args, kwargs)
 

@@ -31,18 +31,14 @@ _NAMED = 5
 
 class Folded(NamedTuple):
     """factors: parameter or buffer -> its multiplier in the plain model. inputs: module with a
-    product -> the ratio of its input to that in the plain model.
-    """
+    product -> the ratio of its input to that in the plain model."""
 
     factors: dict[str, float]
     inputs: dict[str, float]
 
 
 def folded(ties: Iterable[Tie]) -> Folded:
-    """Returns the solution of the equations.
-
-    Raises ValueError if there is none; the message names the contradicting calls.
-    """
+    """The solution of the equations. Raises ValueError, naming the calls of a contradiction."""
     ties = list(dict.fromkeys(ties))
     known: dict[str, _Row] = {}
     against = [tie for tie in ties if not tie.soft and not _eliminate(tie, known)]
@@ -55,10 +51,9 @@ def folded(ties: Iterable[Tie]) -> Folded:
     left = max((abs(_value(_row(tie), values)) for tie in ties if not tie.soft), default=0.0)
     assert left < 10 * _TOLERANCE, f"the factors leave a residual of {left:.3g}"
     inputs: dict[str, set[float]] = {}
-    for tie in ties:
-        if tie.soft == "input":
-            ratio = 2.0 ** round(_value(_row(tie), values), 9)
-            inputs.setdefault(tie.path, set()).add(ratio)
+    for tie in (tie for tie in ties if tie.soft == "input"):
+        ratio = 2.0 ** round(_value(_row(tie), values), 9)
+        inputs.setdefault(tie.path, set()).add(ratio)
     factors = {name: 2.0**value for name, value in values.items()}
     return Folded(
         {name: factor for name, factor in factors.items() if abs(factor - 1) > 1e-12},
@@ -116,12 +111,11 @@ def _chosen(ties: list[Tie], known: dict[str, _Row]) -> dict[str, float]:
 
 
 def _refusal(against: list[Tie]) -> str:
-    calls = list(
-        dict.fromkeys((tie.call, tie.path or "the model itself", tie.why) for tie in against)
-    )
-    named = "; ".join(f"{call} in {path} ({why})" for call, path, why in calls[:_NAMED])
+    named = (f"{tie.call} in {tie.path or 'the model itself'} ({tie.why})" for tie in against)
+    calls = list(dict.fromkeys(named))
+    some = "; ".join(calls[:_NAMED])
     more = f"; and {len(calls) - _NAMED} more" if len(calls) > _NAMED else ""
     return (
         "the weights of the plain model cannot hold the factors of unit_scale at: "
-        f"{named}{more}. Keep the unit-scaled model, or use init='preserve', which has no factors"
+        f"{some}{more}. Keep the unit-scaled model, or use init='preserve', which has no factors"
     )

@@ -64,11 +64,10 @@ def _rows(call: int, graph: Graph) -> Iterator[dict[str, Any]]:
     for node in graph.nodes:
         metrics = node.meta.get("metrics")
         for direction in ("fwd", "bwd"):
-            data = getattr(metrics, direction, None)
-            if data is not None:
-                numbers = asdict(data)
-                losses = numbers.pop("formats")
+            if (data := getattr(metrics, direction, None)) is not None:
                 place = {"call": call, "name": node.meta["clean_name"], "path": node.meta["path"]}
                 about = {"direction": direction, "weight": node.meta["requires_grad"]}
+                numbers = asdict(data)
+                losses = numbers.pop("formats")
                 formats = {f"{f}_{k}": v for f, loss in losses.items() for k, v in loss.items()}
-                yield {**place, **about, **numbers, **formats}
+                yield place | about | numbers | formats

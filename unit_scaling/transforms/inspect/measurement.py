@@ -3,7 +3,7 @@ they say in words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...checks.first_call import LOW_GRADIENT
@@ -23,11 +23,10 @@ RANGES: dict[str, tuple[float, float] | None] = {
 A factor of 4 is two steps of the exponent and costs little of a format's range. All-zero tensors
 are neither inside nor outside a range and do not count.
 
-"activation" is an operand of a product, which is cast. "output" is the output of a product: it is
-judged where another product reads it. "gradient" is the gradient of the output of a product, which
-is cast. "passed gradient" is the gradient that a product propagates to its input; it has no range,
-because it is only cast once it is the gradient of another output. "weight gradient" is the gradient
-that the optimizer receives.
+"activation" is an operand of a product, "gradient" the gradient of its output: both are cast.
+"output" is its output, which is judged where another product reads it. "passed gradient" is what it
+propagates to its input, which is cast once it is the gradient of another output. "weight gradient"
+is what the optimizer receives.
 
 "query-key gradient" is the gradient of the outputs of products that compute only queries, keys or
 an additive bias of the logits. For queries and keys of RMS 1 and logits q.k/d with head width d, it
@@ -86,61 +85,47 @@ _HIDDEN = "see what unit_scaling.report says of it, and whether a function of to
 
 
 def diagnosis(rows: Sequence[Measurement], loss: float | None) -> list[str]:
-    """Returns sentences, causes before their effects, or one saying that all tensors are in range.
-
-    loss: the RMS of the gradient at the model's output; None if the loss is inside the model or the
-    model scales that gradient to RMS 1, as `unit_scale` does.
-    """
-    found = [*_weights(rows), *_values(rows), *_loss(loss)]
+    """Sentences, causes before their effects, or one saying that all tensors are in range. loss:
+    the RMS of the gradient at the model's output; None if the loss is inside the model or the model
+    scales that gradient to RMS 1, as `unit_scale` does."""
+    outside = [row for row in rows if row.inside is False]
+    found = _weights([row for row in rows if row.kind == "weight"])
+    found += _change("activations", [row for row in outside if row.kind == "activation"])
+    if loss is not None and 0 < loss < LOW_GRADIENT:
+        size = f"has RMS {loss:.2g} instead of 1"
+        found.append(f"the loss's gradient at the model's output {size}: {_LOSS}")
     if loss is None or loss >= LOW_GRADIENT:  # otherwise all gradients are that small
-        found += _gradients(rows)
+        gradients = [row.rms for row in rows if row.kind == "gradient"]
+        if gradients and not any(gradients):
+            found.append(
+                "every gradient is zero: weights of zeros, or a loss that no product goes into"
+            )
+        # In backward order. Weight gradients do not propagate and come after all others.
+        backward = [row for row in reversed(outside) if row.kind.endswith("gradient")]
+        backward.sort(key=lambda row: row.kind == "weight gradient")
+        found += _change("gradients", backward, "backward, ")
     return found or ["every tensor is in the range of its kind"]
 
 
-def _weights(rows: Sequence[Measurement]) -> Iterator[str]:
-    weights = [row for row in rows if row.kind == "weight"]
+def _weights(weights: list[Measurement]) -> list[str]:
     outside = [row for row in weights if row.inside is False]
-    if outside:
-        low, high = min(row.rms for row in outside), max(row.rms for row in outside)
-        rms = f"{low:.2g}" if high < 1.1 * low else f"{low:.2g} to {high:.2g}"
-        yield (
-            f"{len(outside)} of {len(weights)} weights have RMS {rms} instead of 1, the first in "
-            f"{_place(outside[0])}: {_INIT}"
-        )
+    if not outside:
+        return []
+    low, high = min(row.rms for row in outside), max(row.rms for row in outside)
+    rms = f"{low:.2g}" if high < 1.1 * low else f"{low:.2g} to {high:.2g}"
+    return [
+        f"{len(outside)} of {len(weights)} weights have RMS {rms} instead of 1, the first in "
+        f"{_place(outside[0])}: {_INIT}"
+    ]
 
 
-def _values(rows: Sequence[Measurement]) -> Iterator[str]:
-    values = [row for row in rows if row.kind == "activation"]
-    first = next((row for row in values if row.inside is False), None)
-    if first is not None:
-        verb = "shrink" if first.rms < 1 else "grow"
-        yield (
-            f"activations {verb} from the {first.tensor} of {_place(first)} on, RMS "
-            f"{first.rms:.2g}: {_HIDDEN}"
-        )
-
-
-def _loss(loss: float | None) -> Iterator[str]:
-    if loss is not None and 0 < loss < LOW_GRADIENT:
-        yield f"the loss's gradient at the model's output has RMS {loss:.2g} instead of 1: {_LOSS}"
-
-
-def _gradients(rows: Sequence[Measurement]) -> Iterator[str]:
-    """The first gradient out of range in backward order is that of the last call. Weight gradients
-    do not propagate and come after all others.
-    """
-    gradients = [row for row in rows if row.kind == "gradient"]
-    if gradients and not any(row.rms for row in gradients):
-        yield "every gradient is zero: weights of zeros, or a loss that no product goes into"
-    outside = [r for r in reversed(rows) if r.inside is False and r.kind.endswith("gradient")]
-    outside.sort(key=lambda row: row.kind == "weight gradient")
-    if outside:
-        first = outside[0]
-        verb = "shrink" if first.rms < 1 else "grow"
-        yield (
-            f"gradients {verb} from the {first.tensor} of {_place(first)} on, backward, RMS "
-            f"{first.rms:.2g}: {_HIDDEN}"
-        )
+def _change(what: str, outside: list[Measurement], direction: str = "") -> list[str]:
+    """Where tensors begin to be outside of their range, if any are."""
+    return [
+        f"{what} {'shrink' if row.rms < 1 else 'grow'} from the {row.tensor} of {_place(row)} on, "
+        f"{direction}RMS {row.rms:.2g}: {_HIDDEN}"
+        for row in outside[:1]
+    ]
 
 
 def _place(row: Measurement) -> str:

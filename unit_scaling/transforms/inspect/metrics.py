@@ -93,7 +93,10 @@ class Metrics:
         Raises:
             ValueError: a format is unknown or unsigned.
         """
-        rows = [_signed(format) for format in formats]
+        rows = [get_format(format) for format in formats]
+        for row in rows:
+            if not row.signed:
+                raise ValueError(f"format {row.name!r} is for scales: it has no zero and no sign")
         t = debug_unwrap(t.detach())
         x = (t.to_dense() if t.is_sparse else t).to(torch.promote_types(t.dtype, torch.float32))
         if x.numel() == 0:
@@ -111,7 +114,8 @@ class Metrics:
         losses = {}
         for row in rows:
             zero, subnormal, saturated = islice(values, 3)
-            losses[row.name] = InFormat(zero, subnormal, saturated, _headroom(row, largest))
+            headroom = math.log2(row.max / largest) if largest else math.inf
+            losses[row.name] = InFormat(zero, subnormal, saturated, headroom)
         return Metrics.Data(mean_abs, abs_mean, std, abs_max, abs_min, x.numel(), rms, losses)
 
     @staticmethod
@@ -135,24 +139,11 @@ class Metrics:
         return list(_FULL_NAMES.values())
 
 
-def _signed(format: str | Format) -> Format:
-    row = get_format(format)
-    if not row.signed:
-        raise ValueError(f"format {row.name!r} is for scales: it has no zero and no sign")
-    return row
-
-
-def _losses(sizes: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """The fractions of magnitudes that become zero, become subnormal or are too large.
-
-    Ties round to even: half of the smallest subnormal becomes zero, and half a step below the
-    smallest normal value becomes that value.
-    """
+def _losses(sizes: Tensor, format: Format) -> list[Tensor]:
+    """The fractions of magnitudes that become zero, become subnormal or are too large. Ties round
+    to even: half of the smallest subnormal becomes zero, half a step below the smallest normal
+    value becomes that value."""
     half = format.min_subnormal / 2
     zero = (sizes > 0) & (sizes <= half)
     subnormal = (sizes > half) & (sizes < format.min_normal - half)
-    return tuple(mask.double().mean() for mask in (zero, subnormal, sizes > format.max))  # type: ignore[return-value]
-
-
-def _headroom(format: Format, largest: float) -> float:
-    return math.log2(format.max / largest) if largest else math.inf
+    return [mask.double().mean() for mask in (zero, subnormal, sizes > format.max)]

@@ -34,7 +34,7 @@ from ..capture.kinds import (
 from ..capture.probe import Observer, on_its_own, unseen
 from ..capture.record import Slot, mapped, tensors_in
 from ..capture.values import is_strided, norm_of
-from ..run.install import Given
+from ..run.install import Args, Given, Kwargs
 from ..run.replay import Replay, factor_after
 from .measurement import Measurement
 
@@ -44,37 +44,40 @@ _UNCAST = frozenset(["chain_matmul", "multi_dot"])
 _WEIGHTED = EMBEDDINGS | LAYERS
 """Products whose second operand is always a weight."""
 
-_UNCAST_CALLS = OPAQUE | LEFT
-"""Functions whose products no recipe casts -> why."""
-
 _UNMEASURED = frozenset(["out", "per_sample_weights"])
 """Arguments that are neither added nor operands."""
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """The origin of a tensor. sources: the nearest products above it. parameter: whether it is a
+    parameter, or a view or copy of one. probabilities: whether it is the softmax of scores."""
+
+    sources: frozenset[int] = frozenset()
+    parameter: bool = False
+    probabilities: bool = False
 
 
 @dataclass
 class _Operand:
     """label: its name in the call. norm: None if only its gradient is measured. factor: the plan's
-    factor of the operand. after: the plan's factor of its gradient before the backward kernels.
-    """
+    factor of the operand. after: the plan's factor of its gradient before the backward kernels."""
 
     label: str
     kind: str
     norm: Tensor | None
     numel: int
-    sources: frozenset[int] = frozenset()
+    origin: _Origin = _Origin()
     factor: float = 1.0
     after: float = 1.0
     grad: Tensor | None = None
-    probabilities: bool = False
 
     def note(self, grad: Tensor | None) -> None:
         self.grad = None if grad is None else _norm(grad)
 
 
 PASSED = "passed gradient"
-"""Gradients that are not cast: they propagate to calls in high precision, or to another product,
-where they are measured as the gradient of its output.
-"""
+"""Gradients that are not cast, or are measured as the gradient of the output of another product."""
 
 #: Functions of `unit_scaling` that return their input and scale its gradient.
 _SAME = {"scale_bwd", "residual_split"}
@@ -82,46 +85,30 @@ _SAME = {"scale_bwd", "residual_split"}
 
 @dataclass
 class _Product:
-    """A call. scores: whether its output feeds the softmax of an attention.
-
-    biases: the products that an additive bias of the logits comes from.
-    """
+    """A call. tensors: its operands by slot, its result and its scores by name. scores: whether its
+    output feeds the softmax of an attention. biases: the products that an additive bias of the
+    logits comes from."""
 
     path: str
     call: str
     number: int
-    tensors: list[_Operand] = field(default_factory=list)
+    tensors: dict[Slot, _Operand] = field(default_factory=dict)
     scores: bool = False
     biases: frozenset[int] = frozenset()
 
     @property
     def mixes(self) -> bool:
         """Whether it multiplies activations with activations, as in queries times keys."""
-        return self.call not in ATTENTION and all(t.kind != "weight" for t in self.tensors)
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """The origin of a tensor.
-
-    sources: the nearest products above it. parameter: whether it is a parameter, or a view or copy
-    of one. probabilities: whether it is the softmax of attention scores.
-    """
-
-    sources: frozenset[int] = frozenset()
-    parameter: bool = False
-    probabilities: bool = False
+        weights = (t.kind == "weight" for t in self.tensors.values())
+        return self.call not in ATTENTION and not any(weights)
 
 
 class Watch(Observer):
-    """Measures one call of a model. parameters: names by id. notes: what could not be measured.
-
-    computing: the paths of modules that compute a weight; their products are skipped.
-    """
+    """Measures one call of a model. parameters: names by id. computing: the paths of modules that
+    compute a weight, whose products are skipped. notes: what could not be measured."""
 
     def __init__(self, parameters: dict[int, str], computing: frozenset[str] = frozenset()) -> None:
         super().__init__()
-        self.active = True
         self.notes: list[str] = []
         self._parameters = parameters
         self._computing = computing
@@ -131,18 +118,14 @@ class Watch(Observer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
         """Returns an inactive copy: models are copied to record what they do."""
-        twin = Watch({})
-        twin.active = False
-        return twin
+        return Watch({})
 
     def begin(self, module: nn.Module, given: Given) -> None:
         self._products.clear()
         self._counts.clear()
         self.notes.clear()
 
-    def observe(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         kind = KINDS.get(function, getattr(function, "__name__", ""))
         product = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | EMBEDDINGS | _UNCAST
         product = product and self.path.items[-1] not in self._computing
@@ -150,8 +133,8 @@ class Watch(Observer):
         tensors = [t for _, t in tensors_in((args, kwargs))]
         if kind in RECURRENT or (kind == "einsum" and len(tensors) > 2):
             self.notes.append(f"{kind} in {place}: its steps are one call, not measured inside")
-        elif function in _UNCAST_CALLS and not product:
-            self.notes.append(f"{kind} in {place} is not measured: {_UNCAST_CALLS[function]}")
+        elif not product and (why := (OPAQUE | LEFT).get(function)) is not None:
+            self.notes.append(f"{kind} in {place} is not measured: {why}")
         origins = [self._origin(t) for t in tensors]
         origin = self._joined(kind, origins)
         # products of constants (the angles of rotary embeddings, for example) are not measured
@@ -190,25 +173,19 @@ class Watch(Observer):
         first = origins[0] if origins and kind in TRANSPARENT | _SAME else _Origin()
         return _Origin(sources, first.parameter, first.probabilities)
 
-    def _product(
-        self,
-        function: Callable[..., Any],
-        kind: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _product(self, function: Callable[..., Any], kind: str, args: Args, kwargs: Kwargs) -> Any:
         path = self.path.items[-1]
         product = _Product(path, kind, self._counts[path, kind])
         self._counts[path, kind] += 1
-        args, kwargs, slots = self._hooked(product, args, kwargs)
+        args, kwargs = self._hooked(product, args, kwargs)
         replay = next((mode for mode in FIRST_LOOK.items[::-1] if isinstance(mode, Replay)), None)
         if replay is not None:
             replay.latest = None
         output = function(*args, **kwargs)
         step = None if replay is None else replay.latest
         for slot, forward, _ in () if step is None else step.slots:
-            if slot in slots:
-                slots[slot].factor = forward
+            if slot in product.tensors:
+                product.tensors[slot].factor = forward
         with unseen():
             if step is None or step.end is None:
                 output = on_its_own(output, args, kwargs)
@@ -218,7 +195,7 @@ class Watch(Observer):
                 result = _Operand("output", "output", _norm(first), first.numel())
                 if step is not None:
                     result.after = factor_after(step, function, args, kwargs)
-                product.tensors.append(result)
+                product.tensors["result",] = result
                 if first.requires_grad:
                     first.register_hook(result.note)
                 if kind in ATTENTION:
@@ -228,13 +205,12 @@ class Watch(Observer):
 
     def _scores(self, product: _Product, output: Tensor, inputs: list[Tensor]) -> None:
         """Measures the gradient of the scores of fused attention that torch computes by separate
-        products.
-        """
+        products."""
         softmax = _find_softmax(output.grad_fn, {t.grad_fn for t in inputs})
         if softmax is None:
             return
         scores = _Operand("scores", "attention", None, 1)
-        product.tensors.append(scores)
+        product.tensors["scores",] = scores
 
         def note(grads: tuple[Tensor | None, ...], _: Any) -> None:
             scores.note(grads[0])
@@ -242,11 +218,8 @@ class Watch(Observer):
 
         softmax.register_hook(note)
 
-    def _hooked(
-        self, product: _Product, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[Slot, _Operand]]:
-        """Returns the arguments with a hook on each operand, and the operands by slot."""
-        slots: dict[Slot, _Operand] = {}
+    def _hooked(self, product: _Product, args: Args, kwargs: Kwargs) -> Given:
+        """Returns the arguments with a hook on each operand."""
 
         def watched(slot: Slot, tensor: Tensor) -> Tensor:
             if slot[0] in _UNMEASURED or is_added(product.call, slot):
@@ -256,9 +229,7 @@ class Watch(Observer):
             weight = self._origin(tensor).parameter and tensor.dim() > 1
             if not _measurable(tensor) or (state and not weight):
                 return tensor
-            operand = self._operand(product, slot, tensor)
-            slots[slot] = operand
-            product.tensors.append(operand)
+            operand = product.tensors[slot] = self._operand(product, slot, tensor)
             recorded = debug_unwrap(tensor).requires_grad and torch.is_grad_enabled()
             if recorded and is_strided(tensor):
                 # Its gradient is that of this call alone. A view would not support sparse
@@ -268,7 +239,7 @@ class Watch(Observer):
             return tensor
 
         with unseen():
-            return mapped(watched, args), mapped(watched, kwargs), slots
+            return mapped(watched, args), mapped(watched, kwargs)
 
     def _operand(self, product: _Product, slot: Slot, tensor: Tensor) -> _Operand:
         origin = self._origin(tensor)
@@ -277,12 +248,11 @@ class Watch(Observer):
         elif origin.parameter or (product.call in _WEIGHTED and slot[0] in (1, "weight")):
             label = "weight"
         else:
-            label = "other" if any(t.label == "input" for t in product.tensors) else "input"
+            known = {t.label for t in product.tensors.values()}
+            label = "other" if "input" in known else "input"
         kind = "weight" if label == "weight" else "activation"
         tensor = debug_unwrap(tensor)
-        operand = _Operand(label, kind, _norm(tensor), tensor.numel(), origin.sources)
-        operand.probabilities = origin.probabilities
-        return operand
+        return _Operand(label, kind, _norm(tensor), tensor.numel(), origin)
 
     # Results
 
@@ -290,7 +260,7 @@ class Watch(Observer):
         """Every measurement, in order."""
         small = self._small()
         for index, product in enumerate(self._products):
-            for t in product.tensors:
+            for t in product.tensors.values():
                 name = _named(product, t, index in small)
                 place = (product.path, product.call, product.number)
                 root = t.numel**0.5
@@ -310,9 +280,9 @@ class Watch(Observer):
             if index in other:
                 small.discard(index)
             small |= product.biases if product.call in ATTENTION or product.scores else set()
-            for t in product.tensors:
+            for t in product.tensors.values():
                 logits = product.scores or t.label in ("query", "key")
-                (small if logits or index in small else other).update(t.sources)
+                (small if logits or index in small else other).update(t.origin.sources)
         return small
 
 
@@ -329,14 +299,14 @@ def _named(product: _Product, t: _Operand, small: bool) -> _Named:
         if t.label == "output":
             return _Named("logits", "attention", "gradient")
         return _Named("query" if t.label == "input" else "key", t.kind, PASSED)
-    if t.probabilities:
+    if t.origin.probabilities:
         return _Named("probabilities", "attention", "attention")
     if t.label == "weight":
         return _Named(t.label, t.kind, "weight gradient")
     if t.norm is None:
         return _Named(t.label, t.kind, "gradient")
     if t.label != "output" or product.call in EMBEDDINGS:
-        averages = any(each.probabilities for each in product.tensors)
+        averages = any(each.origin.probabilities for each in product.tensors.values())
         label = "value" if averages and t.label in ("input", "other") else t.label
         return _Named(label, t.kind, PASSED)
     return _Named(t.label, t.kind, "query-key gradient" if small else "gradient")

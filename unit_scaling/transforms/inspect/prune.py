@@ -53,10 +53,8 @@ def prune_same_scale_tensors(graph: Graph, rtol: float = 2**-16) -> Graph:
 
 
 def prune_selected_nodes(graph: Graph, targets: Iterable[Callable[..., Any] | str]) -> Graph:
-    """Returns a copy of a graph without the nodes that call one of ``targets``.
-
-    A reader of such a node gets its one floating-point input instead, or None if it has none or
-    several.
+    """Returns a copy of a graph without the nodes that call one of ``targets``. Their readers get
+    other arguments as in `prune_non_float_tensors`.
 
     Args:
         graph: any graph.

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,10 @@ class Serializable(Rows[T]):
         NaN and infinities become null, as JSON does not support them.
         """
         plain = [
-            {name: value if _finite(value) else None for name, value in row.items()}
+            {
+                k: None if isinstance(v, float) and not math.isfinite(v) else v
+                for k, v in row.items()
+            }
             for row in map(_as_dict, self.rows)
         ]
         return _written(json.dumps(plain, indent=1, allow_nan=False), path)
@@ -40,10 +44,6 @@ class Serializable(Rows[T]):
 
 def _as_dict(row: Any) -> dict[str, Any]:
     return row if isinstance(row, dict) else dataclasses.asdict(row)
-
-
-def _finite(value: Any) -> bool:
-    return not isinstance(value, float) or abs(value) < float("inf")
 
 
 def _written(text: str, path: str | Path | None) -> str:

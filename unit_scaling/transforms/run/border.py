@@ -37,9 +37,7 @@ _TWICE = (
 
 def records(anyway: bool = False) -> bool:
     """Whether a backward pass is possible here: gradients are recorded, and not by torch.func.
-
-    anyway: whether it would be possible without `torch.no_grad`.
-    """
+    anyway: whether it would be possible without `torch.no_grad`."""
     if torch.is_inference_mode_enabled() or not (anyway or torch.is_grad_enabled()):
         return False
     try:
@@ -48,24 +46,18 @@ def records(anyway: bool = False) -> bool:
         return False
 
 
-def _is_traced() -> bool:
-    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
-
-
 def _is_settled() -> bool:
     """Whether no backward pass of this call can measure the gradient that arrives."""
-    return _is_traced() or not records()
+    traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    return traced or not records()
 
 
 def leaving(
     output: Any, plan: Plan, module: nn.Module, path: str = "", following: Following | None = None
 ) -> Any:
-    """Returns the results of a model under ``plan`` that its calls read too, or all of them if the
-    gauges are tracked, with a gauge for the gradients that arrive. They are views that cannot be
-    written in place. Attributes of modules that no step computes get theirs in place.
-
-    module: what has run; path: its name in the model.
-    """
+    """Returns the results of ``module``, at ``path``, that its calls read too, or all of them if
+    the gauges are tracked, with a gauge for the gradients that arrive. They are views that cannot
+    be written in place. Attributes of modules that no step computes get theirs in place."""
     known = plan.outputs if following is None else plan.ends
     if not torch.is_grad_enabled() or not (known or following):
         return output
@@ -121,8 +113,7 @@ def _notes(node: Node) -> dict[Any, Any]:
 
 def ending(output: Any, plan: Plan, exponent: int, size: float) -> Any:
     """Returns the result of a call, with a gauge for the gradient that arrives from outside of the
-    model. It may be written in place.
-    """
+    model. It may be written in place."""
     if not torch.is_grad_enabled():
         return output
     if _is_settled():
@@ -155,16 +146,17 @@ def ending_call(output: Any, given: tuple[Any, ...], *rest: Any) -> Any:
 
 def starting(tensor: Tensor, plan: Plan, exponent: int) -> Tensor:
     """Returns a tensor from outside of the model for a call that gives it a gradient of this gauge,
-    as an argument that receives the true gradient.
-    """
+    as an argument that receives the true gradient."""
     if not has_gradient(tensor) or not torch.is_grad_enabled():
         return tensor
+
+    def factor() -> float:
+        return 2.0 ** -(exponent + (plan.outside or 0))
+
     if _is_settled():
-        return scale_edge(tensor, 1.0, 2.0 ** -(exponent + (plan.outside or 0)))
+        return scale_edge(tensor, 1.0, factor())
     view = tensor[...]
-    view.register_hook(
-        lambda grad: None if grad is None else grad * 2.0 ** -(exponent + (plan.outside or 0))
-    )
+    view.register_hook(lambda grad: None if grad is None else grad * factor())
     return view[...]  # whose gradient the model may take, without that factor
 
 
@@ -200,8 +192,7 @@ def entering(given: Any, plan: Plan) -> Any:
 
 
 def _outside(grad: Tensor, size: float, name: str) -> int | None:
-    """The exponent that brings a gradient to the RMS ``2**size``; None if it is zero or not
-    finite."""
+    """What brings a gradient to the RMS ``2**size``; None if it is zero or not finite."""
     try:
         values = grad.detach()
         if not bool(values.any()) or not bool(values.isfinite().all()):
@@ -228,8 +219,7 @@ def _held(module: nn.Module, path: str, places: Iterable[Slot]) -> Iterator[tupl
 
 def results_changed(output: Any, change: Callable[[Slot, Tensor], Tensor]) -> Any:
     """Returns the output of a model with its tensors changed; objects that are no tensors, lists,
-    tuples and dicts are changed in place.
-    """
+    tuples and dicts are changed in place."""
     if isinstance(output, Tensor | tuple) or type(output) in (list, dict):
         return mapped(change, output)
     items = plain(output)
@@ -242,8 +232,7 @@ def results_changed(output: Any, change: Callable[[Slot, Tensor], Tensor]) -> An
 
 
 def _replaced_within(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
-    """A value with its tensors changed, those of lists, dicts and objects in place. seen: the ids
-    of those that are left out."""
+    """As `results_changed`, at any depth; those of lists and dicts in place, too."""
     if isinstance(value, Tensor):
         return change(value)
     items = plain(value)

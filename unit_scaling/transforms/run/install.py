@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +23,8 @@ from fp8.common.pitfalls import PitfallWarning, warn_once
 from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
 
-from ...parameter import TaggedModule, forget_tags, restore_own_tags
-from . import state
-from .state import PlanState
+from ...parameter import forget_tags
+from .state import Marked, PlanState, scaling
 
 HOOKS = " hooks"
 """Suffix of a module's name in `Scope.path` while its hooks run."""
@@ -34,28 +33,26 @@ Call = Callable[..., Any]
 """A module's forward: ``call()`` uses the original arguments, ``call((args, kwargs))`` others."""
 
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]
-"""The positional and the keyword arguments of a forward."""
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Given = tuple[Args, Kwargs]
+"""The positional and the keyword arguments of a call."""
 
 Places = tuple[tuple[list[str], str], ...]
 """Lists, and the item appended to each while a module runs."""
 
 
 class Scope(Protocol):
-    """One transform of one model. By default it wraps nothing, and only marks the model.
-
-    order: scopes are entered in ascending order. path: the names of the modules that are running in
-    this thread, outermost first; empty if none is, or if the transform needs no names.
-    """
+    """One transform of one model. By default it wraps nothing, and only marks the model. order:
+    scopes are entered in ascending order. path: the names of the modules that are running in this
+    thread, outermost first; empty if none is, or if the transform needs no names."""
 
     order: int
     path: Stack
 
     def inside(self, path: str) -> Places | None:
-        """Where to append a module's name while it runs, if the transform is already active.
-
-        None if the module must `run` through the scope.
-        """
+        """Where to append a module's name while it runs, if the transform is already active; None
+        if the module must `run` through the scope."""
         return ()
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
@@ -64,24 +61,20 @@ class Scope(Protocol):
         return call()
 
 
-class _Transformed(Gained, TaggedModule):
+class _Transformed(Gained, Marked):
     """Base of the generated classes. Each instance holds its scopes and its name in each."""
 
-    _scopes: tuple[tuple[Any, str], ...] = ()
     _attributes = ("_scopes", "mup_tags")
 
     @property
     def fp8_unit_scaled(self) -> bool:  # type: ignore[override]
         """Whether its original class is one of unit_scaling, or a scope has ``unit_scaled``."""
         own = bool(getattr(bare_class(self), "fp8_unit_scaled", False))
-        return own or any(getattr(scope, "unit_scaled", False) for scope, _ in self._scopes)
+        return own or scaling(self)[0] is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module, and marks its hooks as separate from its forward.
-
-        Hooks do not belong to the model and may do anything. A forward set on the instance cannot
-        be separated from them.
-        """
+        """Calls the module, and marks its hooks as separate from its forward: they do not belong to
+        the model. A forward set on the instance cannot be separated from them."""
         inside = "" if "forward" in vars(self) else HOOKS
         for scope, path in self._scopes:
             if scope.path.items:
@@ -95,8 +88,7 @@ class _Transformed(Gained, TaggedModule):
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs the forward through the scopes, with few nested calls: the compiler adds dozens of
-        frames for each call, and Python's limit is 1000.
-        """
+        frames for each call, and Python's limit is 1000."""
         if not self._scopes:
             _take_scopes(self)
         places = _inside(self._scopes)
@@ -111,23 +103,12 @@ class _Transformed(Gained, TaggedModule):
                 names.pop()
 
     @taken_as_constant
-    def _is_edited(self, scope: int, module: int) -> bool:
-        """Whether the module's structure has changed since a scope was installed.
-
-        scope, module: the ``id`` of the scope and of the module itself. ``id`` makes torch.compile
-        guard on the identity of both; the objects themselves are no constants in torch 2.11.
-        """
-        return any(own.has_changed(self, path) for own, path in self._scopes if id(own) == scope)
-
-    @taken_as_constant
-    def _hooks(self, scope: int, module: int) -> tuple[str, ...]:
-        """As `UnitScale.hooks`, of the scope with this ``id``. module: as in `_is_edited`."""
-        return next(own.hooks(self) for own, _ in self._scopes if id(own) == scope)
-
-    @taken_as_constant
-    def _is_otherwise(self, scope: int, plan: int, counts: tuple[Any, ...]) -> bool:
-        """As `UnitScale.is_otherwise`, of the scope with this ``id``."""
-        return any(own.is_otherwise(plan, counts) for own, _ in self._scopes if id(own) == scope)
+    def _asks(self, scope: int, module: int, question: str, *about: Any) -> Any:
+        """The result of a method of a scope for this module, as a constant of the graph. scope,
+        module: the ``id`` of the scope and of the module itself, by which torch.compile guards on
+        their identity; the objects themselves are no constants in torch 2.11."""
+        own, path = next(item for item in self._scopes if id(item[0]) == scope)
+        return getattr(own, question)(self, path, *about)
 
     @taken_as_constant
     def _tracing(self, begins: bool) -> bool:
@@ -135,67 +116,10 @@ class _Transformed(Gained, TaggedModule):
         (_BEGUN.add if begins else _BEGUN.discard)(self)
         return begins
 
-    # What distinguishes the weights of a unit-scaled model from those of the plain one.
-
-    def _own_weights(self, prefix: str) -> list[str]:
-        """The names of the weights that a scope has scaled, if the module is its model or the
-        state_dict is that of a submodule alone; otherwise none.
-
-        A layer without submodules has its own names alone: peft looks for them in the state_dict of
-        the model, for `modules_to_save`.
-        """
-        scopes = [path for scope, path in self._scopes if getattr(scope, "unit_scaled", False)]
-        if not scopes or (scopes[0] and (prefix or not self._modules)):
-            return []
-        restore_own_tags(self)
-        types = ("weight", "output")
-        return [n for n, p in self.named_parameters() if getattr(p, "mup_type", "") in types]
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self._own_weights(prefix):  # the first missing key explains the error
-            state.mark(destination, prefix)
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        weights = self._own_weights(prefix)
-        if weights:
-            marked = state.accepted(prefix, unexpected_keys)
-            if not marked and state.unmarked(state_dict, prefix, weights):  # whether strict or not
-                missing_keys.append(prefix + state.MARKER)
-                state.warn_of(self)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As in torch. For weights of the plain model, raises RuntimeError before anything is
-        loaded if ``strict``, and warns otherwise.
-        """
-        if state.unmarked(state_dict, "", self._own_weights("")):
-            if strict:
-                raise RuntimeError(state.message(self))
-            state.warn_of(self)
-            state_dict = {**state_dict, state.MARKER: state.VERSION}
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-
-setattr(_Transformed, state.MARKER, state.VERSION)  # the key is looked up as an attribute
-
 
 def _take_scopes(module: Any) -> None:
     """Gives a module created by a transformed class (a slice of an `nn.Sequential`) the transforms
-    of its submodules, unless these are part of a running model.
-    """
+    of its submodules, unless these are part of a running model."""
     parts = [scopes for child in module.children() if (scopes := getattr(child, "_scopes", ()))]
     if not parts or any(scope.path.items for scope, _ in parts[0]):
         return
@@ -241,13 +165,14 @@ def warn_of_break(module: nn.Module) -> None:
     """Warns if torch.compile has left the forward pass of a module to eager mode."""
     if module in _BEGUN:
         _BEGUN.discard(module)
-        warn_once(PitfallWarning, _BREAKS.format(type(module).__name__), module, "graph break")
-
-
-_BREAKS = (
-    "torch.compile cannot compile the forward pass of this {} in one piece (a graph break), and "
-    "its transforms need one: all of it runs in eager mode. fullgraph=True shows where it breaks"
-)
+        warn_once(
+            PitfallWarning,
+            f"torch.compile cannot compile the forward pass of this {type(module).__name__} in one "
+            "piece (a graph break), and its transforms need one: all of it runs in eager mode. "
+            "fullgraph=True shows where it breaks",
+            about=module,
+            key="graph break",
+        )
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -262,8 +187,7 @@ def is_flattened(model: nn.Module) -> bool:
 
 
 def is_in_fsdp(model: nn.Module) -> bool:
-    """Whether FSDP has sharded a submodule, which then has a method to gather parameters, and no
-    copy."""
+    """Whether FSDP has sharded a submodule, which then has no copy."""
     gathers = ("unshard", "summon_full_params")
     return any(hasattr(child, name) for child in model.modules() for name in gathers)
 
@@ -276,12 +200,11 @@ def find_scope(model: nn.Module, kind: type) -> Any:
 
 def install(model: nn.Module, scope: Scope, prefix: str = "") -> None:
     """Installs the scope on every module of ``model``, replacing any other of the same type.
-
     prefix: the name of ``model`` in the scope. Raises TypeError for a TorchScript module, which has
-    no Python forward, and for a model whose forward is a generator or a coroutine.
-    """
+    no Python forward, and for a model whose forward is a generator or a coroutine."""
     forward = inspect.unwrap(unwrapped(model).forward)
-    if any(goes_on(forward) for goes_on in _GO_ON):
+    is_generator = inspect.isgeneratorfunction(forward) or inspect.isasyncgenfunction(forward)
+    if is_generator or inspect.iscoroutinefunction(forward):
         raise TypeError(
             f"the forward of {type(unwrapped(model)).__name__} goes on after its call, where no "
             "transform is in force: let it return a value, and yield or await around the model"
@@ -298,18 +221,14 @@ def install(model: nn.Module, scope: Scope, prefix: str = "") -> None:
 
 
 def _keep_plan(module: Any) -> None:
-    """Stores the plan in the state_dict of models whose weights are scaled, and not of
-    submodules."""
-    scaled = any(
-        getattr(scope, "unit_scaled", False) and not path for scope, path in module._scopes
-    )
-    (gain if scaled else lose)(module, PlanState)
+    """Stores the plan in the state_dict of a model whose weights are scaled, not of submodules."""
+    scope, path = scaling(module)
+    (gain if scope is not None and not path else lose)(module, PlanState)
 
 
 def uninstall(model: nn.Module, kind: type) -> None:
     """Removes the scope of a type from every module of ``model``. Modules without any scope left
-    get their original class back and lose the tags of their parameters.
-    """
+    get their original class back and lose the tags of their parameters."""
     for module in unwrapped(model).modules():
         if not isinstance(module, _Transformed):
             continue
@@ -321,11 +240,7 @@ def uninstall(model: nn.Module, kind: type) -> None:
             forget_tags(module)
 
 
-_GO_ON = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-
-
 def is_exported() -> bool:
     """Whether `torch.export` traces the model. In torch 2.11, is_exporting is true for every graph
-    that the compiler traces.
-    """
+    that the compiler traces."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()

@@ -22,7 +22,7 @@ from fp8.common.libraries import need
 from fp8.common.mixin import Gained, gain
 
 from ..plan.model_plan import ModelPlan
-from .state import EXTRA_STATE, MARKER
+from .state import EXTRA_STATE, MARKER, scaling
 
 Restore = Callable[[nn.Module, ModelPlan], None]
 """Makes a model with unit-scaled weights unit-scaled in place, according to a plan."""
@@ -69,8 +69,7 @@ class Pretrained(Gained):
 
 def keep_transform(model: nn.Module, restore: Restore) -> None:
     """Makes a transformers model with unit-scaled weights save its transform, and
-    ``from_pretrained`` restore it. Its submodules cannot be saved on their own.
-    """
+    ``from_pretrained`` restore it. Its submodules cannot be saved on their own."""
     for module in model.modules():
         if is_pretrained(module):
             gain(module, Pretrained)
@@ -78,12 +77,9 @@ def keep_transform(model: nn.Module, restore: Restore) -> None:
 
 
 def _described(model: Any) -> dict[str, Any]:
-    """The quantization_config; without a plan if the model has functions in ``replace``.
-
-    Raises ValueError for a submodule, which has no plan.
-    """
-    scopes = ((s, path) for s, path in model._scopes if getattr(s, "unit_scaled", False))
-    ((scope, path),) = scopes
+    """The quantization_config; without a plan if the model has functions in ``replace``. Raises
+    ValueError for a submodule, which has no plan."""
+    scope, path = scaling(model)
     if path:
         raise ValueError(
             f"{path} is a part of a unit-scaled model: save the model, or that part of "

@@ -16,10 +16,10 @@ from fp8.context.active import with_static
 from ...rules.table import OPS
 from ...scale import scale_edge
 from ..capture.kinds import METHODS, RECURRENT, TRANSPARENT, canonical
-from ..capture.record import Calls, Key, Slot, tensors_in
+from ..capture.record import Calls, Key, Slot, replaced, tensors_in
 from ..plan.actions import Placed, Plan, Step
 from .border import ending_call, is_outside, starting
-from .install import HOOKS
+from .install import HOOKS, Args, Given, Kwargs
 from .varying import Following
 
 
@@ -31,7 +31,7 @@ class PlanMissError(RuntimeError):
         self.paths = frozenset(paths)
 
 
-def _times(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _times(step: Step, args: Args, kwargs: Kwargs) -> Tensor:
     """Multiplies the tensor argument by the step's factor, in place of the number."""
     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     value = tensors[0]
@@ -40,27 +40,8 @@ def _times(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return value * step.factor
 
 
-def _changed(value: Any, slot: Slot, change: Callable[..., Any], *rest: Any) -> Any:
-    """Arguments with ``change(tensor, *rest)`` in place of the tensor in a slot. A list that is
-    shorter than planned may lack it."""
-    if not slot:
-        return change(value, *rest)
-    first, inner = slot[0], slot[1:]
-    if isinstance(value, dict):
-        return {**value, first: _changed(value[first], inner, change, *rest)}
-    items = list(value)
-    if first >= len(items):  # type: ignore[operator]
-        return value
-    items[first] = _changed(items[first], inner, change, *rest)  # type: ignore[index]
-    return tuple(items) if isinstance(value, tuple) else items
-
-
-def _at(args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot) -> Any:
-    """The argument in a slot."""
-    value: Any = kwargs if isinstance(slot[0], str) else args
-    for part in slot:
-        value = value[part]
-    return value
+def _by_slot(args: Args, kwargs: Kwargs) -> dict[Slot, Tensor]:
+    return dict((*tensors_in(args), *tensors_in(kwargs)))
 
 
 _OF_ITSELF = {
@@ -72,11 +53,9 @@ _OF_ITSELF = {
 
 
 class Replay(Calls):
-    """Executes ``plan``. ``path`` is the stack of running modules.
-
-    kinds: the table of `capture.kinds`. replacements: torch function -> replacement, from
-    `unit_scale`. following: for a model whose calls depend on values.
-    """
+    """Executes ``plan``. kinds: the table of `capture.kinds`. replacements: torch function ->
+    replacement, from `unit_scale`. path: the stack of running modules. following: for a model whose
+    calls depend on values."""
 
     def __init__(
         self,
@@ -97,9 +76,7 @@ class Replay(Calls):
         self.latest: Step | None = None  # the step of the previous call, for measuring
         self.writes: Writes | None = None  # told of all calls
 
-    def observe(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if self.writes is not None:
             self.writes.note(function, args, kwargs)
         kind = self._kind(function)
@@ -114,8 +91,8 @@ class Replay(Calls):
         following: Following,
         step: Step | None,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         placed, self._placed = self._placed, None
         if function in _OF_ITSELF or not torch.is_grad_enabled():
@@ -134,23 +111,16 @@ class Replay(Calls):
         following.leave(gauge, output, args)
         return output
 
-    def _started(
-        self, starts: Iterable[tuple[Slot, int]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _started(self, starts: Iterable[tuple[Slot, int]], args: Args, kwargs: Kwargs) -> Given:
         """The arguments, with those that are kept as from outside the model."""
-        for slot, exponent in starts:
-            if isinstance(slot[0], str):
-                kwargs = _changed(kwargs, slot, starting, self._plan, exponent)
-            else:
-                args = _changed(args, slot, starting, self._plan, exponent)
-        return args, kwargs
+        if not starts:
+            return args, kwargs
+        given = _by_slot(args, kwargs)
+        changed = {s: starting(given[s], self._plan, gauge) for s, gauge in starts if s in given}
+        return replaced(args, changed), replaced(kwargs, changed)
 
     def _called(
-        self,
-        step: Step | None,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, step: Step | None, function: Callable[..., Any], args: Args, kwargs: Kwargs
     ) -> Any:
         if step is None:
             return called(function, args, kwargs)
@@ -166,7 +136,7 @@ class Replay(Calls):
                     return kind
         return self._kinds.get(function)
 
-    def _next(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+    def _next(self, kind: str, args: Args, kwargs: Kwargs) -> Step | None:
         path = self._path[-1]
         if path.endswith(HOOKS) or (kind == "detach" and in_saving()):
             return None
@@ -193,35 +163,29 @@ class Replay(Calls):
         )
 
     def check(self, varying: Collection[str], results: Collection[str] = ()) -> None:
-        """Raises PlanMissError if modules other than those ``varying`` have made another number of
-        calls than planned, as the steps of later calls were not theirs, or have other ``results``.
-        """
+        """Raises PlanMissError if modules that are not ``varying`` have other ``results``, or have
+        made another number of calls than planned: the steps of later calls were not theirs."""
         other = self._plan.other_paths(self.counts) - set(varying) | set(results)
         if other:
             names = ", ".join(repr(path or "the model itself") for path in sorted(other)[:3])
             what = "another number of calls in, or other results of,"
             raise PlanMissError(f"unit_scale has seen {what} {names}", other)
 
-    def _execute(
-        self,
-        step: Step,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _execute(self, step: Step, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if step.slots or step.starts:
             args, kwargs = canonical(function, args, kwargs)
         written = kwargs.get("out", args[0] if step.writes and args else None)
         args, kwargs = self._started(step.starts, args, kwargs)
         elsewhere = step.output != 1.0 or step.op in ("times", "replace")
+        given, changed = _by_slot(args, kwargs) if step.slots else {}, {}
         for slot, fwd, bwd in step.slots:
-            if isinstance(slot[0], str):
-                kwargs = _changed(kwargs, slot, scale_edge, fwd, bwd)
-            elif slot == (0,) and args[0] is written and fwd == bwd:
+            if slot == (0,) and args[0] is written and fwd == bwd:
                 written.mul_(fwd)
-            else:
+            elif slot in given:  # a list may be shorter than planned
                 elsewhere |= slot == (0,) and fwd != 1.0
-                args = _changed(args, slot, scale_edge, fwd, bwd)
+                changed[slot] = scale_edge(given[slot], fwd, bwd)
+        if changed:
+            args, kwargs = replaced(args, changed), replaced(kwargs, changed)
         if step.slots and kwargs.get("inplace"):  # autograd functions' outputs must not be written
             kwargs, elsewhere = {**kwargs, "inplace": False}, True
         if written is not None and elsewhere and args[0] is written and step.op != "times":
@@ -231,15 +195,10 @@ class Replay(Calls):
             output = output * step.output
         return output if written is None or not elsewhere else written.copy_(output)
 
-    def _compute(
-        self,
-        step: Step,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _compute(self, step: Step, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if step.static:
-            operands = [(_at(args, kwargs, slot), exponent) for slot, exponent in step.static]
+            given = _by_slot(args, kwargs)
+            operands = [(given[slot], exponent) for slot, exponent in step.static]
             return with_static(operands, function, args, kwargs)
         if step.op is None:
             return called(function, args, kwargs)
@@ -255,8 +214,7 @@ class Replay(Calls):
 
 def factor_after(step: Step, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> float:
     """The factor applied to a product's result after its kernel, and to its gradient before the
-    backward kernels; 1 if the kernels apply it.
-    """
+    backward kernels; 1 if the kernels apply it."""
     if isinstance(step.constraint, tuple):
         return 1.0
     if step.op not in OPS or step.op in RECURRENT:
@@ -267,9 +225,5 @@ def factor_after(step: Step, function: Callable[..., Any] | None, args: Any, kwa
 
 def is_torch_function(function: Any) -> bool:
     """Whether calls of ``function`` are visible to torch-function modes."""
-    return callable(function) and function in _overridable()
-
-
-def _overridable() -> set[Any]:
-    table = torch.overrides.get_overridable_functions()
-    return {function for functions in table.values() for function in functions}
+    listed = torch.overrides.get_overridable_functions().values()
+    return callable(function) and any(function in functions for functions in listed)

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,50 +59,40 @@ than planned starts again with the attributes, parameters and buffers that it fo
 """
 
 
+@dataclass(eq=False, repr=False)
 class UnitScale:
-    """The scope of unit scaling: the plans of a model, one for each call signature."""
+    """The scope of unit scaling: the plans of a model, one for each call signature. edition: an
+    identifier of the structure; compiled code guards on it. arriving: `Plan.final` -> what arrives
+    at the plans of that kind. name: of the model, in the agreements of processes."""
 
     order = 0
 
-    def __init__(
-        self,
-        rows: list[CallRow],
-        replacements: Replacements,
-        *,
-        init: str,
-        residual: str,
-        strict: bool,
-        context_length: int | None,
-    ) -> None:
-        self.rows = rows
-        self.replacements = replacements
-        self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(replacements)}
-        self.init = init
-        self.residual = residual
-        self.strict = strict
-        self.context_length = context_length
-        self.settled = Settled()
-        self.plans: dict[Form, Plan] = {}
-        self.structure: Structure = {}
-        #: An identifier of the structure; compiled code guards on it.
-        self.edition = "0"
-        self.path = Stack()
+    rows: list[CallRow]
+    replacements: Replacements
+    init: str
+    residual: str
+    context_length: int | None
+    strict: bool = False
+    settled: Settled = field(default_factory=Settled)
+    plans: dict[Form, Plan] = field(default_factory=dict)
+    structure: Structure = field(default_factory=dict)
+    edition: str = "0"
+    path: Stack = field(default_factory=Stack)
+    arriving: dict[bool, Arriving] = field(default_factory=dict)
+    name: str = ""
+    _latest: dict[bool, Plan] = field(default_factory=dict)
+    _missed: frozenset[str] = frozenset()
+    _runs: Counter[Form] = field(default_factory=Counter)
+    _held: Any = None
+    _example: Example | None = None
+
+    def __post_init__(self) -> None:
+        self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(self.replacements)}
         self._recording = threading.RLock()
-        self._latest: dict[bool, Plan] = {}
-        self._missed: frozenset[str] = frozenset()
-        self._runs: Counter[Form] = Counter()
-        #: `Plan.final` -> what arrives at the plans of that kind.
-        self.arriving: dict[bool, Arriving] = {}
-        #: The name of the model in the agreements of processes.
-        self.name = ""
-        self._held: Any = None
-        self._example: Example | None = None
 
     @property
     def unit_scaled(self) -> bool:
-        """Whether weights, activations and gradients are scaled to RMS 1; not so with
-        init="preserve".
-        """
+        """Whether weights, activations and gradients have RMS 1; not so with init="preserve"."""
         return self.init == "unit"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,18 +101,16 @@ class UnitScale:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(self.replacements)}
-        self._recording = threading.RLock()
+        self.__post_init__()
 
     def without_plans(self) -> UnitScale:
         """The same transform for another model, without plans."""
-        names = ("init", "residual", "strict", "context_length")
-        return UnitScale([], self.replacements, **{name: getattr(self, name) for name in names})
+        options = (self.init, self.residual, self.context_length, self.strict)
+        return UnitScale([], self.replacements, *options)
 
     def inside(self, path: str) -> Places | None:
         """The name in the scope that is running: a submodule with a transform of its own is part of
-        the plan of the whole model.
-        """
+        the plan of the whole model."""
         if not RUNNING.items:
             return None
         outer = RUNNING.items[-1]
@@ -135,7 +124,7 @@ class UnitScale:
         # Per thread: `is_compiling` is true in all threads while one compiles (torch 2.13).
         # Repeated inline, because a helper function would be compiled itself, to True.
         compiling = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
-        changed = bool(self.edition) and module._is_edited(id(self), id(module))
+        changed = bool(self.edition) and module._asks(id(self), id(module), "has_changed")
         if changed and not compiling:
             with self._recording:
                 self.follow(module, path)
@@ -143,7 +132,7 @@ class UnitScale:
         # In training, gradients are measured even under `torch.no_grad`, for warm-up calls.
         wanted = module.training or torch.is_grad_enabled()
         grads = wanted if traced else records(wanted)
-        hooks = module._hooks(id(self), id(module)) if grads else ()
+        hooks = module._asks(id(self), id(module), "hooks") if grads else ()
         args, kwargs = form_of(given)
         form = Form(path, module.training, args, kwargs, grads, hooks)
         plan = self._known(form)
@@ -169,10 +158,8 @@ class UnitScale:
         return self.run(call, module, path, given)
 
     def settle(self, training: bool = False) -> None:
-        """Adopts what the plans so far have measured.
-
-        training: another plan will share the gauges of their parameters, so these are final.
-        """
+        """Adopts what the plans so far have measured. training: another plan will share the gauges
+        of their parameters, so these are final."""
         for known in list(self.plans.values()):
             if training and known.final and known.outside is None:
                 known.arriving.exponent = 0
@@ -183,18 +170,16 @@ class UnitScale:
         """Whether ``module``, at ``path``, has changed since the scope was installed."""
         return structure_of(module, self, path) != part(self.structure, path)
 
-    def hooks(self, module: nn.Module) -> tuple[str, ...]:
+    def hooks(self, module: nn.Module, path: str = "") -> tuple[str, ...]:
         """As `hooked`; none for a sharded model, which cannot be recorded again."""
         found = hooked(module)
         return () if found and is_sharded(module) else found
 
     def follow(self, module: nn.Module, path: str = "") -> None:
         """Adopts the structure of ``module``, at ``path``: new submodules get the scope, and all
-        plans are dropped. Factors of the calls of other submodules stay.
-
-        Raises ValueError for a submodule with init="unit" in a model with init="preserve", and
-        RuntimeError if plain tensors have taken the place of parameters.
-        """
+        plans are dropped. Factors of the calls of other submodules stay. Raises ValueError for a
+        submodule with init="unit" in a model with init="preserve", and RuntimeError if plain
+        tensors have taken the place of parameters."""
         for name, child in module.named_modules(prefix=path):
             other = find_scope(child, UnitScale)
             if other is not None and other.init == "unit" and self.init == "preserve":
@@ -222,9 +207,8 @@ class UnitScale:
         self.edition = str(int(self.edition) + 1)
 
     def _known(self, form: Form) -> Plan | None:
-        """The plan for a call signature; for a submodule also that of the whole model, if it has
-        run: the latest one that calls it.
-        """
+        """The plan for a call signature; for a submodule also the latest one of the whole model
+        that calls it."""
         plan = self.plans.get(form)
         if plan is None and not form.grads:  # without gradients, as with them
             plan = self.plans.get(form._replace(grads=True))
@@ -264,14 +248,13 @@ class UnitScale:
                 return self._replay(plan, call, module, given, form, start)
             except PlanMissError as miss:
                 start.restore()
-                if plan is made and not self._is_news(miss.paths):
+                if plan is made and miss.paths <= self.settled.varying.keys():
                     raise
                 stale = None if self._vary(miss.paths, certain=plan is made) else plan
 
     def _again(self, form: Form, call: Call) -> Any:
-        """Runs a part of the model again in its backward pass, which has gradients in the gauges of
-        its plan: the border of the model is elsewhere.
-        """
+        """Runs a part of the model again in its backward pass, whose gradients have the gauges of
+        the plan: the border of the model is elsewhere."""
         plan = self._known(form)
         if plan is None or (self.settled.varying and not in_recomputation()):
             raise RuntimeError(REENTRANT)
@@ -284,26 +267,20 @@ class UnitScale:
     def _is_followed(self, plan: Plan, form: Form, module: nn.Module) -> bool:
         """Whether the gauges of tensors are tracked: if calls depend on values, and in training if
         the model holds a tensor of an earlier run, and for a submodule that is called on its own
-        under the plan of the whole model, which knows the gradients at the border of the whole
-        model only.
-        """
+        under the plan of the whole model, which knows the gradients at the border of that only."""
         if self.settled.varying or not form.grads or is_exported():
             return bool(self.settled.varying)
-        return holds(module, form.path, plan) or bool(
-            form.path and plan is not self.plans.get(form)
-        )
-
-    def _is_news(self, paths: frozenset[str]) -> bool:
-        return not paths <= self.settled.varying.keys()
+        alone = bool(form.path) and plan is not self.plans.get(form)
+        return holds(module, form.path, plan) or alone
 
     def _vary(self, paths: frozenset[str], certain: bool) -> bool:
         """Notes that modules have made other calls than planned. Returns whether their calls are
         now taken to depend on values: those of which this is ``certain``, and at the second time.
         """
-        new = {path for path in paths if certain or path in self._missed}
-        news, self._missed = self._is_news(paths), self._missed | paths
-        self.settled.varying |= dict.fromkeys(sorted(new), True)
-        return news and not self._is_news(paths)
+        varying = self.settled.varying
+        known, missed, self._missed = set(varying), self._missed, self._missed | paths
+        varying |= {path: True for path in sorted(paths) if certain or path in missed}
+        return not paths <= known and paths <= varying.keys()
 
     def _look(self, *given: Any, **options: Any) -> Plan:
         """The plan of a `Look`; of another one if calls turn out to depend on values."""
@@ -316,8 +293,7 @@ class UnitScale:
 
     def _look_again(self, form: Form, module: nn.Module, given: Given) -> None:
         """Makes a plan again after a step of the model itself has measured gradients that the first
-        plan lacked: those of a loss outside the model, and those that were zero.
-        """
+        plan lacked: those of a loss outside the model, and those that were zero."""
         plan = self.plans[form]
         found, plan.watched = sizes(plan.watched), {}
         plan.looks = LOOKS if found and is_sharded(module) else plan.looks + bool(found)
@@ -381,14 +357,13 @@ class UnitScale:
         finally:
             mode.__exit__(None, None, None)
             RUNNING.items.pop()
+        made = id(plan), tuple(mode.counts.items())
         if traced:
             module._tracing(False)
         other = [form.path] if following is None and returns_other(output, plan) else []
         if eager and not in_recomputation():
             mode.check(self.settled.varying, other)
-        elif traced and (
-            other or module._is_otherwise(id(self), id(plan), tuple(mode.counts.items()))
-        ):
+        elif traced and (other or module._asks(id(self), id(module), "other_paths", *made)):
             if is_exported():
                 raise RuntimeError(VARIES)
             from .graph_break import with_other_calls
@@ -397,13 +372,10 @@ class UnitScale:
             return with_other_calls(lambda: self._eager(form, call, module, given))
         return leaving(output, plan, module, form.path, following)
 
-    def is_otherwise(self, plan: int, counts: Iterable[tuple[tuple[str, str], int]]) -> bool:
-        """Whether a run of the plan with this ``id`` makes another number of calls than planned.
-
-        counts: (module path, kind) -> number of calls, as items.
-        """
+    def other_paths(self, module: nn.Module, path: str, plan: int, made: Any) -> tuple[str, ...]:
+        """`Plan.other_paths` of the plan with this ``id``. made: as items."""
         found = next(known for known in self.plans.values() if id(known) == plan)
-        return bool(found.other_paths(dict(counts)))
+        return tuple(found.other_paths(dict(made)))
 
     def _following(self, plan: Plan, module: Any, form: Form, given: Any) -> Following | None:
         """Finds steps and tracks gauges, from those of ``given``, the arguments."""
@@ -427,11 +399,8 @@ class UnitScale:
             self._demote(module, plan.inner)
             self._deepen(module, plan.depths)
             remember_tags(module)
-        if self.strict:
-            rows = (*self.rows, *plan.rows)
-            alone = [row for row in rows if row.left_alone or row.done == MEASURED]
-            if alone:
-                row = alone[0]
+        for row in (*self.rows, *plan.rows) if self.strict else ():
+            if row.left_alone or row.done == MEASURED:
                 raise ValueError(
                     f"unit_scale(strict=True): {row.call} in {row.path or 'the model itself'!r} "
                     f"has no rule: {row.why}"
@@ -450,8 +419,7 @@ class UnitScale:
 
     def _mapped(self, form: Form, given: Given) -> Plan:
         """Inside vmap, values are not accessible: uses the plan of a call that differs only in
-        dimensions, as a batch differs from its examples.
-        """
+        dimensions, as a batch differs from its examples."""
         shapeless, plans = without_shapes(form), list(self.plans.items())
         similar = [plan for seen, plan in plans if without_shapes(seen) == shapeless]
         if similar:
@@ -517,8 +485,7 @@ class UnitScale:
 
     def plan(self, model: nn.Module, seen: bool = True) -> ModelPlan:
         """The plan as data. Raises ValueError for functions in ``replace`` and, unless ``seen`` is
-        False, before the first call.
-        """
+        False, before the first call."""
         if seen:
             self._check_seen(model)
         if self.replacements:
@@ -545,10 +512,8 @@ class UnitScale:
             )
 
     def outside(self, model: nn.Module) -> Folded:
-        """The factors that multiply the weights in the plain model with the same function.
-
-        Raises ValueError before the first call of the model, and if the weights cannot absorb all
-        factors; the message names the calls.
+        """The factors that multiply the weights in the plain model with the same function. Raises
+        ValueError before the first call, and naming the calls whose factors no weight can absorb.
         """
         if self.init == "preserve":
             if self.replacements:
@@ -557,9 +522,7 @@ class UnitScale:
         self._check_seen(model)
         plans = list(self.plans.items())
         seen = [plan for form, plan in plans if form.path == "" and not form.training]
-        if not seen:
-            seen = [self._evaluated(model)]
-        return folded([tie for plan in seen for tie in plan.ties])
+        return folded([tie for plan in seen or [self._evaluated(model)] for tie in plan.ties])
 
     def _evaluated(self, model: nn.Module) -> Plan:
         """The evaluation plan of a model that has only run in training."""
@@ -581,8 +544,7 @@ class UnitScale:
 
     def forget_loose(self, plan: Plan) -> None:
         """Drops plans with fewer measurements than ``plan`` of the whole model: those of
-        submodules, and those made without its loss.
-        """
+        submodules, and those made without its loss."""
         for form, other in list(self.plans.items()):
             if form.path or (plan.final and not other.final and other.outside is None):
                 del self.plans[form]

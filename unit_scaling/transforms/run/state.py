@@ -22,60 +22,99 @@ from torch import Tensor, distributed, nn
 from fp8.common.mixin import Gained
 from fp8.common.pitfalls import CheckpointWarning, warn_once
 
+from ...parameter import TaggedModule, restore_own_tags
+
 MARKER = "unit_scaled_load_into_unit_scale_or_save_uu_fold"
 """The last part of the key, after the name of the transformed module."""
 
 VERSION = torch.tensor(1)
 """The value of the key: a tensor of fixed size, which all checkpoint formats support."""
 
-
 _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "module.")
 
 
-def mark(destination: dict[str, Any], prefix: str) -> None:
-    """Adds the key to a state_dict."""
-    destination[prefix + MARKER] = VERSION.clone()
+def scaling(module: Any) -> tuple[Any, str]:
+    """The scope that has scaled the weights of a transformed module, and the module's name in it;
+    (None, "") if none has."""
+    scopes = (item for item in module._scopes if getattr(item[0], "unit_scaled", False))
+    return next(scopes, (None, ""))
 
 
-def unmarked(state: Mapping[str, Any], prefix: str, weights: Collection[str]) -> bool:
-    """Whether a state_dict has weights of the model and no marker.
+class Marked(TaggedModule):
+    """A module whose state_dict has the marker if its weights are scaled."""
 
-    weights: the names of weights divided by a factor. False except on the first process of a group:
-    others may receive only the weights, later.
-    """
+    _scopes: tuple[tuple[Any, str], ...] = ()
+
+    def _own_weights(self, prefix: str) -> list[str]:
+        """The names of the weights that a scope has scaled, if the module is its model or the
+        state_dict is that of a submodule alone, which has submodules: peft looks for the names of
+        a layer (`modules_to_save`) in the state_dict of the model. Otherwise none."""
+        scope, path = scaling(self)
+        if scope is None or (path and (prefix or not self._modules)):
+            return []
+        restore_own_tags(self)
+        types = ("weight", "output")
+        return [n for n, p in self.named_parameters() if getattr(p, "mup_type", "") in types]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self._own_weights(prefix):  # the first missing key explains the error
+            destination[prefix + MARKER] = VERSION.clone()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *rest: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+        unexpected, weights = rest[0], self._own_weights(prefix)
+        marked = bool(weights) and _accepted(prefix, unexpected)
+        if not marked and _is_plain(state_dict, prefix, weights):  # whether strict or not
+            missing.append(prefix + MARKER)
+            self._warn_of_plain()
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As in torch. For weights of the plain model, raises RuntimeError before anything is
+        loaded if ``strict``, and warns otherwise."""
+        if _is_plain(state_dict, "", self._own_weights("")):
+            if strict:
+                raise RuntimeError(_PLAIN.format(type(self).__name__))
+            self._warn_of_plain()
+            state_dict = {**state_dict, MARKER: VERSION}
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _warn_of_plain(self) -> None:
+        warn_once(CheckpointWarning, _PLAIN.format(type(self).__name__), self, "plain weights")
+
+
+setattr(Marked, MARKER, VERSION)  # the key is looked up as an attribute
+
+_PLAIN = (
+    f"{{}} is unit-scaled and these are the weights of the plain model: the key {MARKER!r} is "
+    "missing. Load a plain checkpoint before unit_scale(model), or use "
+    "unit_scale(model, init='preserve')"
+)
+
+
+def _is_plain(state: Mapping[str, Any], prefix: str, weights: Collection[str]) -> bool:
+    """Whether a state_dict has some of these scaled weights and no marker. False except on the
+    first process of a group: others may receive only the weights, later."""
     grouped = distributed.is_available() and distributed.is_initialized()
     if prefix + MARKER in state or (grouped and distributed.get_rank() > 0):
         return False
     return any(prefix + name in state for name in weights)
 
 
-def accepted(prefix: str, unexpected: list[str]) -> bool:
-    """Whether the key is among the unexpected keys; removes it from them.
-
-    torch.distributed.checkpoint strips wrapper names from all keys, and restores them only for
-    parameters and buffers.
-    """
+def _accepted(prefix: str, unexpected: list[str]) -> bool:
+    """Removes the marker from the unexpected keys; whether it was there. DCP strips the names of
+    wrappers from all keys, and restores them for parameters and buffers alone."""
     inner = prefix
     for wrapper in _WRAPPERS:
         inner = inner.replace(wrapper, "")
-    found = [key for key in (prefix + MARKER, inner + MARKER) if key in unexpected]
-    for key in dict.fromkeys(found):
+    found = {prefix + MARKER, inner + MARKER}.intersection(unexpected)
+    for key in found:
         unexpected.remove(key)
     return bool(found)
-
-
-def message(model: nn.Module) -> str:
-    """The error message for a plain checkpoint."""
-    return (
-        f"{type(model).__name__} is unit-scaled and these are the weights of the plain model: the "
-        f"key {MARKER!r} is missing. Load a plain checkpoint before unit_scale(model), or use "
-        "unit_scale(model, init='preserve')"
-    )
-
-
-def warn_of(model: nn.Module) -> None:
-    """Warns of a plain checkpoint."""
-    warn_once(CheckpointWarning, message(model), model, "plain weights")
 
 
 EXTRA_STATE = "_extra_state"
@@ -90,13 +129,9 @@ only into tensors of the same size. Most plans are smaller.
 class PlanState(Gained):
     """A model whose weights are scaled; its extra state holds its plan."""
 
-    _scopes: tuple[tuple[Any, str], ...]
-
     def get_extra_state(self) -> Any:
-        """Returns the plan as compressed JSON in a uint8 tensor, with the original class's extra
-        state if any.
-        """
-        plan = _packed(_scope(self).held(self))
+        """The plan as compressed JSON in a uint8 tensor, with the class's extra state if any."""
+        plan = _packed(scaling(self)[0].held(self))
         own = _own_class(self)
         return plan if own is None else {"module": own.get_extra_state(self), "unit_scale": plan}
 
@@ -108,7 +143,7 @@ class PlanState(Gained):
             state = state["unit_scale"]
         plan = _unpacked(state) if isinstance(state, Tensor) else ""
         if plan:
-            _scope(self).take_over(self, plan)
+            scaling(self)[0].take_over(self, plan)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *rest: Any
@@ -117,10 +152,6 @@ class PlanState(Gained):
         load(state_dict, prefix, metadata, strict, missing, *rest)
         if prefix + EXTRA_STATE in missing:  # the marker tells whether weights are scaled
             missing.remove(prefix + EXTRA_STATE)
-
-
-def _scope(module: PlanState) -> Any:
-    return next(scope for scope, _ in module._scopes if getattr(scope, "unit_scaled", False))
 
 
 def _own_class(module: PlanState) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,10 +22,11 @@ from torch import Tensor
 from fp8.common.step import tensors_within
 
 from ...scale import has_gradient, scale_edge
-from ..capture.record import Key, Slot, replaced, site, tensors_in
+from ..capture.record import Key, replaced, site, tensors_in
 from ..capture.structure import Structure, part
 from ..measure.ranks import agreed_once
 from ..plan.actions import Placed, Plan, Settled
+from .install import Args, Kwargs
 
 VARIES = (
     "the number of calls that the model makes depends on values, so unit_scale tracks the gauges "
@@ -43,48 +45,36 @@ REENTRANT = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class Following:
-    """Finds the steps of one run, and tracks the gauges of its tensors.
+    """Finds the steps of one run, and tracks the gauges of its tensors. structure: of the model.
+    preserves: whether no value has a factor, and no parameter a gauge. names: of parameters by id;
+    none while a plan is measured, which has no gauges yet. settle: updates ``settled``. model: its
+    name in the agreements of processes. within: tensors that objects among the arguments hold."""
 
-    structure: of the model. preserves: whether no value has a factor, and no parameter a gauge.
-    names: of parameters by id; none while a plan is measured, which has no gauges yet. settle:
-    updates ``settled``. model: its name in the agreements of processes.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        settled: Settled,
-        structure: Structure,
-        preserves: bool,
-        names: Mapping[int, str] | None = None,
-        settle: Callable[[], None] = lambda: None,
-        model: str = "",
-    ) -> None:
-        self._plan, self._settled = plan, settled
-        self.preserves = preserves
-        self._structure = structure
-        self._names, self._settle, self._model = names or {}, settle, model
-        self._gauges: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._siblings: dict[str, str] = {}
-        #: The tensors that objects among the arguments hold, by id.
-        self.within: dict[int, Tensor] = {}
+    plan: Plan
+    settled: Settled
+    structure: Structure
+    preserves: bool
+    names: Mapping[int, str] = field(default_factory=dict)
+    settle: Callable[[], None] = lambda: None
+    model: str = ""
+    within: dict[int, Tensor] = field(default_factory=dict)
+    _gauges: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
+    _siblings: dict[str, str] = field(default_factory=dict)
 
     def find(self, key: Key) -> Placed | None:
-        """The planned call that corresponds to a call; None if there is none.
-
-        key: module path, kind, and the number of earlier calls of that kind in this run.
-        """
+        """The planned call that corresponds to a call of this run; None if there is none."""
         path, kind, _ = key
-        if path in self._plan.counts and path not in self._settled.varying:
-            return self._plan.calls.get(key)
+        if path in self.plan.counts and path not in self.settled.varying:
+            return self.plan.calls.get(key)
         if path not in self._siblings:
             self._siblings[path] = path if path in self._paths else self._sibling(path)
-        return self._plan.places.get((self._siblings[path], kind, site()))
+        return self.plan.places.get((self._siblings[path], kind, site()))
 
     @cached_property
     def _paths(self) -> set[str]:
-        return {path for path, _, _ in self._plan.places}
+        return {path for path, _, _ in self.plan.places}
 
     @cached_property
     def _by_pattern(self) -> dict[tuple[str, ...], str]:
@@ -101,72 +91,60 @@ class Following:
         names = path.split(".")
         for i in reversed(range(len(names))):
             other = self._by_pattern.get(_pattern(names, i))
-            if other is not None and self._are_alike(names[: i + 1], other.split(".")[: i + 1]):
-                return other
+            if other is not None:
+                own = self._relative(names[: i + 1])
+                if own and own == self._relative(other.split(".")[: i + 1]):
+                    return other
         return path
 
-    def _are_alike(self, one: list[str], other: list[str]) -> bool:
-        first, second = (_relative(self._structure, ".".join(names)) for names in (one, other))
-        return bool(first) and first == second
+    def _relative(self, names: list[str]) -> dict[str, tuple[Any, ...]]:
+        """The structure of a module, with names relative to it."""
+        path = ".".join(names)
+        found = part(self.structure, path).items()
+        return {name[len(path) :]: (*entry[:2], *entry[3:]) for name, entry in found}
 
     def gauge(self, tensor: Tensor, planned: int = 0) -> int | None:
         """The gauge of a tensor; None if it is not tracked. A parameter without one gets
         ``planned``."""
-        known = self._gauges.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            return known[1]
-        name = self._names.get(id(tensor))
-        return None if name is None else self._of_parameter(name, planned)
-
-    def _of_parameter(self, name: str, planned: int) -> int:
-        known = self._plan.parameters
+        tracked = self._gauges.get(id(tensor))
+        if tracked is not None and tracked[0]() is tensor:
+            return tracked[1]
+        name, known = self.names.get(id(tensor)), self.plan.parameters
+        if name is None:
+            return None
         if name not in known:
-            self._settle()
-            settled = self._settled.parameters.get(name)
-            if settled is not None:
-                known[name] = settled - (self._plan.outside or 0)
+            self.settle()
+            if (settled := self.settled.parameters.get(name)) is not None:
+                known[name] = settled - (self.plan.outside or 0)
             else:
                 own = {name: planned}
-                known[name] = 0 if self.preserves else agreed_once(self._model, own)[name]
+                known[name] = 0 if self.preserves else agreed_once(self.model, own)[name]
         return known[name]
 
     def enter(
-        self, call: Placed | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[int | None, tuple[Any, ...], dict[str, Any]]:
-        """Returns (the gauge of the result, the arguments with corrected gradients).
-
-        call: the planned one, None for a call without a step, which has the gauge of its first
-        argument. args, kwargs: `canonical`.
-        """
-        given = [
-            (slot, t) for slot, t in (*tensors_in(args), *tensors_in(kwargs)) if has_gradient(t)
-        ]
-        if call is None or call.gauge is None:
-            result, moves = self._passed_on(given)
-        else:
-            result, moves = self._planned(call, given)
-        changed = {s: scale_edge(t, 1.0, 2.0 ** moves[s]) for s, t in given if moves.get(s)}
+        self, call: Placed | None, args: Args, kwargs: Kwargs
+    ) -> tuple[int | None, Args, Kwargs]:
+        """Returns (the gauge of the result, the arguments with corrected gradients). call: the
+        planned one, None for a call without a step, which has the gauge of its first argument. A
+        result that is written into an argument has that of the argument. args: `canonical`."""
+        given = [*tensors_in(args), *tensors_in(kwargs)]
+        given = [(slot, t) for slot, t in given if has_gradient(t)]
+        planned = None if call is None else call.gauge
+        sources = {} if call is None or planned is None else dict(call.sources)
+        moved = {}
+        for slot, tensor in given:
+            # Without a factor for the gradient of an argument, its gauge is that of the result.
+            own = sources.get(slot, planned or 0)
+            if (gauge := self.gauge(tensor, own)) is not None:
+                moved[slot] = gauge - own
+        written = moved if call is None or planned is None else call.written
+        shift = next((moved[slot] for slot in written if slot in moved), 0)
+        result = None if planned is None and not moved else (planned or 0) + shift
+        factors = {slot: 2.0 ** (move - shift) for slot, move in moved.items() if move != shift}
+        changed = {s: scale_edge(t, 1.0, factors[s]) for s, t in given if s in factors}
         if not changed:
             return result, args, kwargs
         return result, replaced(args, changed), replaced(kwargs, changed)
-
-    def _passed_on(self, given: list[tuple[Slot, Tensor]]) -> tuple[int | None, dict[Slot, int]]:
-        known = {slot: g for slot, t in given if (g := self.gauge(t)) is not None}
-        result = next(iter(known.values()), None)
-        return result, {slot: g - (result or 0) for slot, g in known.items()}
-
-    def _planned(
-        self, call: Placed, given: list[tuple[Slot, Tensor]]
-    ) -> tuple[int, dict[Slot, int]]:
-        """A result that is written into an argument has the gauge of that argument.
-
-        Without a factor for the gradient of an argument, its gauge is that of the result.
-        """
-        assert call.gauge is not None
-        planned = dict.fromkeys((slot for slot, _ in given), call.gauge) | dict(call.sources)
-        known = {s: g for s, t in given if (g := self.gauge(t, planned[s])) is not None}
-        shift = next((known[s] - planned[s] for s in call.written if s in known), 0)
-        return call.gauge + shift, {s: g - planned[s] - shift for s, g in known.items()}
 
     def outside(self, tensor: Tensor) -> int:
         """The gauge that calls of this run shall give to a tensor from outside: that of its own
@@ -177,11 +155,11 @@ class Following:
 
     def begin(self, given: Any) -> None:
         """Notes the gauge of arguments, and which tensors objects among them hold."""
-        self.leave(self._plan.entry, given, ())
+        self.leave(self.plan.entry, given, ())
         held = [t for t in tensors_within(given) if has_gradient(t)]
         self.within = {id(t): t for t in held if self.gauge(t) is None}
 
-    def leave(self, gauge: int | None, output: Any, args: tuple[Any, ...]) -> None:
+    def leave(self, gauge: int | None, output: Any, args: Args) -> None:
         """Notes the gauge of the result of a call."""
         if gauge is None:
             return
@@ -192,11 +170,3 @@ class Following:
 
 def _pattern(names: list[str], i: int) -> tuple[str, ...]:
     return (*names[:i], "*", *names[i + 1 :])
-
-
-def _relative(structure: Structure, path: str) -> dict[str, tuple[Any, ...]]:
-    """The structure of the module at ``path``, with names relative to it."""
-    return {
-        name[len(path) :]: (kind, forward, parameters, children)
-        for name, (kind, forward, _, parameters, children) in part(structure, path).items()
-    }
