@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..rules.one_call import one_call
 from ..rules.table import Scales, positional, row, tie
 from ..scale import scale_each
 from .generated import with_first
@@ -23,9 +22,9 @@ __all__ = [
     "feature_alpha_dropout",
 ]
 
-# The limit of selu at minus infinity, -scale * alpha: the value of a dropped element. Source:
-# Klambauer et al. 2017, "Self-Normalizing Neural Networks", section 2.
-_DROPPED = -1.7580993408473766
+# The square of the value of a dropped element: the limit of selu at minus infinity, -scale * alpha.
+# Source: Klambauer et al. 2017, "Self-Normalizing Neural Networks", section 2.
+_DROPPED_SQUARE = 1.7580993408473766**2
 
 
 def _check(p: float) -> None:
@@ -80,7 +79,7 @@ def _of_channels(fn: Callable[..., Tensor], shape: str) -> Callable[..., Tensor]
     name = fn.__name__
     about = f"Computes ``s * {name}(input, p)`` of {shape}; arguments as in `dropout`."
     op = with_first(_dropout, fn, name, about)
-    return row(dropout_scales, replaces=(fn,))(one_call(op))
+    return row(dropout_scales, replaces=(fn,))(op)
 
 
 dropout1d = _of_channels(F.dropout1d, "(batch, channels, length)")
@@ -94,7 +93,7 @@ def alpha_dropout_scales(
     """Torch's op keeps mean 0 and variance 1; only the gradient of the kept fraction 1 - p is
     scaled.
     """
-    gradient = math.sqrt(1 + p * _DROPPED**2) if training and p < 1 else 1.0
+    gradient = math.sqrt(1 + p * _DROPPED_SQUARE) if training and p < 1 else 1.0
     return tie(constraint, output=1.0, input=gradient)
 
 
@@ -117,8 +116,7 @@ def _alpha(
 ) -> Callable[..., Tensor]:
     """Adds the row of an alpha dropout, ``fn`` of torch.nn.functional and ``plain`` of torch."""
     op = with_first(_alpha_dropout, fn, fn.__name__, documentation)
-    how = row(alpha_dropout_scales, replaces=(fn, plain), adapters={plain: DROPOUT})
-    return how(one_call(op))
+    return row(alpha_dropout_scales, replaces=(fn, plain), adapters={plain: DROPOUT})(op)
 
 
 alpha_dropout = _alpha(

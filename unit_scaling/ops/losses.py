@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..rules.one_call import one_call
 from ..rules.table import Scales, row
 from ..scale import scale_each, value_with_gradient
 
@@ -64,7 +63,7 @@ def loss_row(
         return _unit_loss(theirs, given, s, allowed)
 
     loss.__module__, loss.__doc__ = rule.__module__, documentation
-    return row(rule, replaces=(theirs,))(one_call(loss))
+    return row(rule, replaces=(theirs,))(loss)
 
 
 def _unit_loss(
@@ -106,7 +105,6 @@ def cross_entropy_scales(input: Tensor, label_smoothing: float = 0.0) -> Scales:
 
 
 @row(cross_entropy_scales, replaces=(F.cross_entropy,))
-@one_call
 def cross_entropy(
     input: Tensor,
     target: Tensor,

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.constant import constant
-from ..rules.one_call import one_call
+from ..common.constant import constant, specialised
 from ..rules.quadrature import absolute_moment, largest_square
 from ..rules.table import Scales, row, tie
 from ..scale import scale_output
@@ -223,6 +222,7 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
         if len(args) > len(names):
             raise TypeError(f"{name} takes {len(names) + 1} arguments by position")
         given = {**dict(zip(names, args, strict=False)), **named}
+        given = {key: specialised(value) for key, value in given.items()}
         s = rule(input, **given)
         given.pop("constraint", None)
         output = fn(input, **given)
@@ -237,7 +237,7 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
     described(op, name, about, {"input": REQUIRED, **settings, **ours})
     op.__annotations__ |= {k: v for k, v in rule_of.__annotations__.items() if k in settings}
     same = [getattr(space, name) for space in (F, torch) if hasattr(space, name)]
-    return row(rule, replaces=same)(one_call(op))
+    return row(rule, replaces=same)(op)
 
 
 def _three(kind: str) -> list[Callable[..., Any]]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..common.constant import constant
-from ..rules.one_call import one_call
 from ..rules.table import Scales, row, tie
 from ..scale import scale_output
 
@@ -65,7 +64,6 @@ def interpolate_scales(
 
 
 @row(interpolate_scales, replaces=(F.interpolate,))
-@one_call
 def interpolate(
     input: Tensor,
     size: int | Sequence[int] | None = None,
