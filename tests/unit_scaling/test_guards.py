@@ -47,7 +47,7 @@ MORE = {
     (F, "hardtanh", X): 62,
     (F, "gelu", X): 62,
     (F, "silu", X): 62,
-    (F, "glu", X): 36,
+    (F, "glu", X): 108,
     (F, "softmax", X, -1): 78,
     (F, "prelu", X, SLOPE): 71,
     (F, "layer_norm", X, (8,), W, W): 66,

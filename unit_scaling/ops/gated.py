@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..rules.elementwise import elementwise_scales
-from ..rules.table import Scales, factors, row, tie
+from ..rules.table import Scales, row, tie
 from ..scale import scale_output
 from .fitted import RELU_GRAD_RMS, gated_scale
 
@@ -60,8 +60,8 @@ def glu(input: Tensor, dim: int = -1, constraint: str | None = "to_output_scale"
     Returns:
         Half of the size of ``input`` along ``dim``.
     """
-    fwd, bwd = factors(glu_scales, constraint)
-    return scale_output(F.glu(input, dim), fwd, bwd)
+    s = glu_scales(constraint)
+    return scale_output(F.glu(input, dim), s["output"], s["input"])
 
 
 def geglu_scales(mult: float = 1.0, approximate: str = "none") -> Scales:

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8.common.compiler import taken_as_constant
-
 from ..common.constant import specialised
 from ..rules.batch import row_scale
 from ..rules.elementwise import elementwise_scales, scaled_elementwise
-from ..rules.table import Adapter, Scales, factors, positional, row, tie
+from ..rules.table import Adapter, Scales, positional, row, tie
 from ..scale import kept_in, scale_each, scale_output
 from .fitted import RELU_GRAD_RMS, RELU_STD, gated_scale
 from .generated import REQUIRED, described
@@ -143,12 +141,12 @@ def _activation(
         if not (input.dtype.is_floating_point or input.dtype.is_complex):
             return kept_in(input if inplace else None, fn(input, **given))
         if rule is None:
-            fwd, bwd = factors(elementwise_scales, fn, (), given, mult, constraint, mult=mult)
+            s = elementwise_scales(fn, (), given, mult, constraint)
         else:
-            fwd, bwd = factors(rule, mult, constraint, mult=mult)
+            s = rule(mult, constraint)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
         x = x if mult == 1.0 else x * mult
-        output = scale_output(fn(x, **given), fwd, bwd)
+        output = scale_output(fn(x, **given), s["output"] / mult, s["input"] / mult)
         return input.copy_(output) if inplace else output
 
     about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
@@ -231,21 +229,14 @@ def pow(input: Tensor, exponent: float, constraint: str | None = "to_output_scal
     return scaled_elementwise(torch.pow, input, (exponent,), {}, 1.0, constraint)
 
 
-@taken_as_constant
-def _initial(constraint: str | None) -> tuple[float, float]:
-    """The factors of leaky_relu with the initial slope of torch's prelu."""
-    return factors(elementwise_scales, F.leaky_relu, (0.25,), {}, 1.0, constraint)
-
-
 def prelu_scales(
     input: Tensor, weight: Tensor, constraint: str | None = "to_output_scale"
 ) -> Scales:
     """As leaky_relu with torch's initial slope 1/4; a slope's gradient sums over all negative
     inputs.
     """
-    fwd, bwd = _initial(constraint)
-    collected = row_scale(input.numel() // (weight.numel() or 1), 0.5)
-    return {"output": fwd, "input": bwd, "weight": 2**0.5 * collected}
+    s = elementwise_scales(F.leaky_relu, (0.25,), constraint=constraint)
+    return {**s, "weight": 2**0.5 * row_scale(input.numel() // (weight.numel() or 1))}
 
 
 @row(prelu_scales, replaces=(F.prelu, torch.prelu, torch.Tensor.prelu))

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..common.constant import constant, specialised
 from ..scale import scale_output
 from .quadrature import normal_means
-from .table import Scales, factors, tie
+from .table import Scales, tie
 
 Elementwise = Callable[..., Tensor]
 
@@ -72,9 +72,9 @@ def scaled_elementwise(
     """Returns ``s * fn(mult * input, *settings, **named) / mult``."""
     mult, settings = specialised(mult), tuple([specialised(value) for value in settings])
     named = {key: specialised(value) for key, value in named.items()}
-    fwd, bwd = factors(elementwise_scales, fn, settings, named, mult, constraint, mult=mult)
+    s = elementwise_scales(fn, settings, named, mult, constraint)
     output = fn(input if mult == 1.0 else input * mult, *settings, **named)
-    return scale_output(output, fwd, bwd)
+    return scale_output(output, s["output"] / mult, s["input"] / mult)
 
 
 def elementwise_scales(

@@ -25,8 +25,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from fp8.common.compiler import taken_as_constant
-
 from ..common.watched import watched
 from ..constraints import apply_constraint
 
@@ -183,18 +181,6 @@ def positional(
         return {**(defaults or {}), **{n: value for n, value in ours.items() if n is not None}}
 
     return adapter
-
-
-@taken_as_constant
-def factors(rule: Callable[..., Scales], *settings: Any, mult: float = 1.0) -> tuple[float, float]:
-    """The "output" and "input" scales of a rule of settings alone, divided by ``mult``; the same
-    object if they are equal.
-
-    Compiled functions take them as constants and do not guard on the rule.
-    """
-    s = rule(*settings)
-    fwd = s["output"] / mult
-    return fwd, fwd if s["input"] == s["output"] else s["input"] / mult
 
 
 def row(
