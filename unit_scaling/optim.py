@@ -281,21 +281,22 @@ def _by_scale(
 class _UnitScaled(torch.optim.Optimizer):
     """Scales every group that is added, including those of the constructor."""
 
-    def _configure(
+    def __init__(
         self,
-        rule: str,
-        independent: bool,
-        allow_untagged: bool,
+        scaling: tuple[str, bool, bool],
         lr_mult: LrMult | None,
-        **numbers: object,
+        params: ParamsT,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        for name, number in numbers.items():
-            check_number(name, number)
-        self._scaling = (rule, independent, allow_untagged)
+        self._scaling = scaling  # the rule, independent_weight_decay, allow_non_unit_scaling_params
         self._lr_mult = None if lr_mult is None else dict(lr_mult)
         self._rates: set[float] = set()
         self._begun = False
         self._given: list[Tensor] = []
+        torchs: Any = super().__init__
+        torchs(params, *args, **kwargs)
+        self.register_step_pre_hook(_refuse_flat_rates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds the parameters of the group, as one group for each learning rate."""
@@ -440,16 +441,19 @@ class SGD(_UnitScaled, torch.optim.SGD):
         readout_constraint: str | None = None,
         **kwargs: Any,
     ) -> None:
+        for name, number in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            check_number(name, number)
         rule = _sgd_rule(readout_constraint)
-        numbers: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        choices = (independent_weight_decay, allow_non_unit_scaling_params, lr_mult)
-        self._configure(rule, *choices, **numbers)
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **kwargs)
-        self.register_step_pre_hook(_refuse_flat_rates)
+        scaling = (rule, independent_weight_decay, allow_non_unit_scaling_params)
+        numbers = (lr, momentum, dampening, weight_decay)
+        super().__init__(scaling, lr_mult, params, *numbers, nesterov, **kwargs)
 
 
-class _Adam(_UnitScaled):
-    """The constructor of Adam and AdamW."""
+class Adam(_UnitScaled, torch.optim.Adam):
+    """`torch.optim.Adam` with u-muP learning rates.
+
+    Positional arguments are those of torch; see `SGD` for the others.
+    """
 
     def __init__(
         self,
@@ -465,22 +469,13 @@ class _Adam(_UnitScaled):
         lr_mult: LrMult | None = None,
         **kwargs: Any,
     ) -> None:
-        numbers: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        choices = (independent_weight_decay, allow_non_unit_scaling_params, lr_mult)
-        self._configure("adam", *choices, **numbers)
-        torchs: Any = super().__init__
-        torchs(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
-        self.register_step_pre_hook(_refuse_flat_rates)
+        for name, number in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            check_number(name, number)
+        scaling = ("adam", independent_weight_decay, allow_non_unit_scaling_params)
+        super().__init__(scaling, lr_mult, params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
 
 
-class Adam(_Adam, torch.optim.Adam):
-    """`torch.optim.Adam` with u-muP learning rates.
-
-    Positional arguments are those of torch; see `SGD` for the others.
-    """
-
-
-class AdamW(_Adam, torch.optim.AdamW):
+class AdamW(Adam, torch.optim.AdamW):
     """`torch.optim.AdamW` with u-muP learning rates.
 
     Positional arguments are those of torch; see `SGD` for the others.
