@@ -1,4 +1,4 @@
-"""Arithmetic between tensors, and concatenation.
+"""Arithmetic between tensors, of which some may be broadcast, and concatenation.
 
 Operations with a number, or of integers, are not scaled: an explicit number, such as a temperature,
 is intentional.
@@ -8,19 +8,40 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..rules.table import Adapter, Scales, positional, row, tie
-from ..scale import kept_in, scale_each
-from .broadcast import scaled_terms, shares
+from ..scale import kept_in, scale_each, scale_output
 
 __all__ = ["add", "addcmul", "cat", "div", "lerp", "mul", "stack", "sub"]
 
 Number = Tensor | float
+
+# Broadcast operands
+
+
+def shares(*operands: Tensor) -> list[float]:
+    """For each operand, 1/sqrt of the number of elements of the result that each of its elements
+    contributes to: it sums their gradients.
+    """
+    size = math.prod(torch.broadcast_shapes(*[t.shape for t in operands])) or 1
+    return [float(((t.numel() or 1) / size) ** 0.5) for t in operands]
+
+
+def scaled_terms(fn: Callable[..., Tensor], operands: dict[str, Tensor], s: Scales) -> Tensor:
+    """Returns ``fn(*operands)`` with the factors of ``s``, in a single pass per direction if those
+    of the operands are equal.
+    """
+    factors = [s[name] for name in operands]
+    if all(factor == factors[0] for factor in factors):
+        return scale_output(fn(*operands.values()), s["output"], factors[0])
+    terms = [scale_each(t, 1.0, s[name]) for name, t in operands.items()]
+    return scale_each(fn(*terms), s["output"], 1.0)
 
 
 def _broadcast(operands: dict[str, Tensor], weights: Sequence[float]) -> Scales:
@@ -109,8 +130,8 @@ def add(
         The broadcast shape.
     """
     s = add_scales(input, other, constraint, alpha)
-    terms: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
-    return kept_in(out, scaled_terms(lambda a, b: torch.add(a, b, alpha=alpha), terms, s))
+    operands: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
+    return kept_in(out, scaled_terms(partial(torch.add, alpha=alpha), operands, s))
 
 
 def _torch_reversed_sub(input: Tensor, other: Number, *, alpha: float = 1) -> dict[str, Any]:
@@ -182,18 +203,8 @@ def mul(
     Returns:
         The broadcast shape.
     """
-    input, other = _collected(input, other, mul_scales(input, other, constraint))
-    output = torch.mul(input, other)
-    return kept_in(out, output)
-
-
-def _collected(input: Number, other: Number, s: Scales) -> tuple[Number, Number]:
-    """Both operands, with the gradient factors of a broadcast one."""
-    if s["input"] != 1.0:
-        input = scale_each(input, 1.0, s["input"])  # type: ignore[arg-type]
-    if s["other"] != 1.0:
-        other = scale_each(other, 1.0, s["other"])  # type: ignore[arg-type]
-    return input, other
+    operands: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
+    return kept_in(out, scaled_terms(torch.mul, operands, mul_scales(input, other, constraint)))
 
 
 def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output_scale") -> Scales:
@@ -219,9 +230,9 @@ def div(
     Args:
         rounding_mode: as in `torch.div`.
     """
-    dividend, divisor = _collected(input, other, div_scales(input, other, constraint))
-    output = torch.div(dividend, divisor, rounding_mode=rounding_mode)
-    return kept_in(out, output)
+    operands: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
+    divide = partial(torch.div, rounding_mode=rounding_mode)
+    return kept_in(out, scaled_terms(divide, operands, div_scales(input, other, constraint)))
 
 
 def addcmul_scales(
@@ -248,7 +259,7 @@ def addcmul(
     """Computes ``s * (input + value * tensor1 * tensor2)``; the shapes must be broadcastable."""
     s = addcmul_scales(input, tensor1, tensor2, value, constraint)
     operands = {"input": input, "tensor1": tensor1, "tensor2": tensor2}
-    return scaled_terms(lambda *terms: torch.addcmul(*terms, value=value), operands, s)
+    return scaled_terms(partial(torch.addcmul, value=value), operands, s)
 
 
 def lerp_scales(
@@ -283,7 +294,7 @@ def lerp(
     operands = {"input": input, "end": end}
     if isinstance(weight, Tensor):
         return scaled_terms(torch.lerp, {**operands, "weight": weight}, s)
-    return scaled_terms(lambda a, b: torch.lerp(a, b, weight), operands, s)
+    return scaled_terms(partial(torch.lerp, weight=weight), operands, s)
 
 
 # Concatenation

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..rules.table import Scales, positional, row, tie
 from ..scale import scale_output
-from .broadcast import scaled_terms, shares
+from .arithmetic import scaled_terms, shares
 
 __all__ = ["cosine_similarity", "cumsum", "mean", "std", "sum", "var"]
 

@@ -1,8 +1,9 @@
-"""Activations whose factors are computed from the function: see `unit_scaling.rules.elementwise`.
+"""Activations: elementwise functions, gated units and softmax.
 
-For a standard normal input their output has RMS 1, mean included: the next product sums second
-moments. (gelu and silu have u-muP's fitted constants, which tend to a standard deviation.) The
-transform scales them wherever a model calls them, including gates.
+The factors of elementwise functions are computed from the function: see
+`unit_scaling.rules.elementwise`. For a standard normal input their output has RMS 1, mean included:
+the next product sums second moments. (gelu and silu have u-muP's fitted constants, which tend to a
+standard deviation.) The transform scales them wherever a model calls them, including gates.
 
 The transform does not scale clamp, which guards against extremes, or log, roots and other powers,
 which are undefined for normal variables or have no second moment. For other functions use
@@ -11,6 +12,7 @@ which are undefined for normal variables or have no second moment. For other fun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..common.constant import specialised
+from ..core.functional import logarithmic_interpolation
 from ..rules.batch import row_scale
 from ..rules.elementwise import elementwise_scales, scaled_elementwise
 from ..rules.table import Adapter, Scales, positional, row, tie
 from ..scale import kept_in, scale_each, scale_output
-from .fitted import RELU_GRAD_RMS, RELU_STD, gated_scale
 from .generated import REQUIRED, described
 
 __all__ = [
@@ -35,23 +37,30 @@ __all__ = [
     "elu",
     "erf",
     "exp",
+    "geglu",
     "gelu",
+    "glu",
     "hardshrink",
     "hardsigmoid",
     "hardswish",
     "hardtanh",
     "leaky_relu",
+    "log_softmax",
     "logsigmoid",
     "mish",
     "pow",
     "prelu",
+    "reglu",
     "relu",
     "relu6",
     "relu_squared",
     "selu",
     "sigmoid",
     "silu",
+    "silu_glu",
     "sin",
+    "softmax",
+    "softmin",
     "softplus",
     "softshrink",
     "softsign",
@@ -59,6 +68,36 @@ __all__ = [
     "tanh",
     "tanhshrink",
 ]
+
+
+# u-muP's fitted factors: between the limits of an op for a small and a large mult
+
+# For standard normal x, the standard deviation of relu(x) is sqrt((1 - 1/pi) / 2), and the RMS of
+# its derivative is sqrt(1/2). gelu and silu tend to relu as mult grows; at small mult both tend to
+# x/2 with derivative 1/2. The interpolation weights in between are fits to measurements, within 4 %
+# of the exact value at mult = 1. Source: u-muP, arXiv 2407.17465, appendix B.
+_RELU_STD = math.sqrt((1 - 1 / math.pi) / 2)
+_RELU_GRAD_RMS = math.sqrt(1 / 2)
+_LINEAR_STD = 1 / 2
+
+
+def _limit_weight(weight: float, mult: float) -> float:
+    """The interpolation weight of an op's limit for large mult. Raises ValueError if mult is not a
+    positive number, as for torch's positional arguments: ``silu(x, inplace)``.
+    """
+    default = mult == 1.0 and mult is not True  # the only check in most graphs
+    if not default and (isinstance(mult, (bool, str)) or not mult > 0):
+        raise ValueError(f"mult is {mult!r}, not a number above 0; give torch's arguments by name")
+    return 1 / (1 + weight / mult**2)
+
+
+def _gated_scale(weight: float, mult: float, limit: float) -> float:
+    """1/RMS of x * sigmoid-like(mult * x): between x/2 and relu-like as mult grows."""
+    alpha = _limit_weight(weight, mult)
+    return logarithmic_interpolation(alpha, 1 / _LINEAR_STD, 1 / limit)
+
+
+# Elementwise functions
 
 # Its argument ``inplace`` may be given by position, as in unit-scaling 0.3.5.
 _POSITIONAL_INPLACE = ("silu",)
@@ -158,14 +197,14 @@ def _activation(
 
 def gelu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
     """Interpolated between x/2 and relu; fitted weights 1/4 and 1/4."""
-    output = gated_scale(1 / 4, mult, RELU_STD)
-    return tie(constraint, output=output, input=gated_scale(1 / 4, mult, RELU_GRAD_RMS))
+    output = _gated_scale(1 / 4, mult, _RELU_STD)
+    return tie(constraint, output=output, input=_gated_scale(1 / 4, mult, _RELU_GRAD_RMS))
 
 
 def silu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
     """Interpolated between x/2 and relu; fitted weights 1/4 and 1."""
-    output = gated_scale(1 / 4, mult, RELU_STD)
-    return tie(constraint, output=output, input=gated_scale(1, mult, RELU_GRAD_RMS))
+    output = _gated_scale(1 / 4, mult, _RELU_STD)
+    return tie(constraint, output=output, input=_gated_scale(1, mult, _RELU_GRAD_RMS))
 
 
 def _relu_squared(input: Tensor) -> Tensor:
@@ -251,3 +290,199 @@ def prelu(input: Tensor, weight: Tensor, constraint: str | None = "to_output_sca
     s = prelu_scales(input, weight, constraint)
     output = F.prelu(input, scale_each(weight, 1.0, s["weight"] / s["input"]))
     return scale_output(output, s["output"], s["input"])
+
+
+# Gated units: a value times an activation of another one
+
+
+def silu_glu_scales(mult: float = 1.0) -> Scales:
+    """One scale for all: input and gate are multiplied, so their gradients are tied."""
+    scale = _gated_scale(1, mult, _RELU_GRAD_RMS)
+    return {"output": scale, "input": scale, "gate": scale}
+
+
+@row(silu_glu_scales)
+def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
+    """Computes ``s * input * silu(mult * gate) / mult``, the gated unit of Llama's MLP.
+
+    Args:
+        input: floating point, broadcastable with ``gate``.
+        gate: floating point.
+        mult: the non-linearity of the gate, above 0.
+
+    Returns:
+        The broadcast shape.
+    """
+    s = silu_glu_scales(mult)
+    scale = s["output"] / mult
+    gate = gate if mult == 1.0 else gate * mult
+    return (input * F.silu(gate)).mul_(scale)
+
+
+def glu_scales(constraint: str | None = "to_output_scale") -> Scales:
+    """A standard normal times the sigmoid of another; one factor for both halves of the
+    gradient."""
+    s = elementwise_scales(torch.sigmoid, constraint=None)
+    gradient = (s["output"] ** -2 + s["input"] ** -2) / 2
+    return tie(constraint, output=s["output"], input=gradient**-0.5)
+
+
+@row(glu_scales, replaces=(F.glu,))
+def glu(input: Tensor, dim: int = -1, constraint: str | None = "to_output_scale") -> Tensor:
+    """Computes ``s * a * sigmoid(b)``, where a and b are the halves of ``input`` along ``dim``.
+
+    Args:
+        input: floating point, of even size along ``dim``.
+        dim: the dimension to split.
+        constraint: see `unit_scaling.constraints`.
+
+    Returns:
+        Half of the size of ``input`` along ``dim``.
+    """
+    s = glu_scales(constraint)
+    return scale_output(F.glu(input, dim), s["output"], s["input"])
+
+
+def geglu_scales(mult: float = 1.0, approximate: str = "none") -> Scales:
+    """One scale for all, 1/RMS of gelu: input and gate are multiplied."""
+    named = {"approximate": approximate}
+    scale = elementwise_scales(F.gelu, (), named, mult)["output"]
+    return {"output": scale, "input": scale, "gate": scale}
+
+
+@row(geglu_scales)
+def geglu(input: Tensor, gate: Tensor, mult: float = 1.0, approximate: str = "none") -> Tensor:
+    """Computes ``s * input * gelu(mult * gate) / mult``.
+
+    Args:
+        input: floating point, broadcastable with ``gate``.
+        gate: floating point.
+        mult: the non-linearity of the gate, above 0.
+        approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
+
+    Source: Shazeer 2020, arXiv 2002.05202.
+    """
+    scale = geglu_scales(mult, approximate)["output"] / mult
+    gate = gate if mult == 1.0 else gate * mult
+    return (input * F.gelu(gate, approximate=approximate)).mul_(scale)
+
+
+def reglu_scales() -> Scales:
+    """One scale for all, 1/RMS of relu: sqrt(2)."""
+    scale = math.sqrt(2)
+    return {"output": scale, "input": scale, "gate": scale}
+
+
+@row(reglu_scales)
+def reglu(input: Tensor, gate: Tensor) -> Tensor:
+    """Computes ``s * input * relu(gate)``.
+
+    Args:
+        input: floating point, broadcastable with ``gate``.
+        gate: floating point.
+
+    Source: Shazeer 2020, arXiv 2002.05202.
+    """
+    return (input * F.relu(gate)).mul_(math.sqrt(2))
+
+
+# Softmax
+
+
+def _softmax_dim(input: Tensor, dim: int | None) -> int:
+    """The dimension, with the default of `torch.nn.functional.softmax`."""
+    if dim is not None:
+        return dim
+    return 0 if input.ndim in (0, 1, 3) else 1
+
+
+def softmax_scales(
+    input: Tensor,
+    dim: int | None = None,
+    constraint: str | None = "to_output_scale",
+    mult: float = 1.0,
+) -> Scales:
+    """Between n (near uniform) and sqrt(n) as mult grows, with a fitted weight, for n entries.
+
+    The gradient is between n/mult and sqrt(n/mult). Source: u-muP, arXiv 2407.17465, appendix B.
+    """
+    size = input.size(_softmax_dim(input, dim)) if input.ndim else 1
+    if size == 0:
+        return tie(constraint, output=1.0, input=1.0)
+    power = 1 - _limit_weight(4, mult) / 2  # logarithmic interpolation of n and its root
+    return tie(constraint, output=size**power, input=(size / mult) ** power)
+
+
+#: torch.nn.functional's form of softmax, log_softmax and softmin.
+NN_SOFTMAX = positional("input dim _stacklevel dtype", _stacklevel=None)
+
+
+@row(
+    softmax_scales,
+    replaces=(F.softmax, torch.softmax, torch.Tensor.softmax),
+    adapters={F.softmax: NN_SOFTMAX},
+)
+def softmax(
+    input: Tensor,
+    dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    constraint: str | None = "to_output_scale",
+    mult: float = 1.0,
+) -> Tensor:
+    """Computes ``s * softmax(mult * input)`` along ``dim``; the entries sum to s, not 1.
+
+    Args:
+        input: any shape, floating point.
+        dim: the dimension; the default of None is torch's.
+        dtype: the dtype that ``input`` is cast to first.
+        constraint: see `unit_scaling.constraints`.
+        mult: the inverse of a temperature.
+
+    Returns:
+        The shape of ``input``.
+    """
+    s = softmax_scales(input, dim, constraint, mult)
+    logits = input if mult == 1.0 else input * mult
+    output = F.softmax(logits, _softmax_dim(input, dim), dtype=dtype)
+    return scale_output(output, s["output"], s["input"])
+
+
+@row(softmax_scales, adapters={F.softmin: NN_SOFTMAX})
+def softmin(
+    input: Tensor,
+    dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    constraint: str | None = "to_output_scale",
+    mult: float = 1.0,
+) -> Tensor:
+    """Computes ``s * softmax(-mult * input)`` along ``dim``; arguments as in `softmax`."""
+    return softmax(-input, dim, dtype, constraint, mult)
+
+
+def log_softmax_scales() -> Scales:
+    """Log-probabilities are not scaled, as losses use them. The gradient is ``g - softmax *
+    sum(g)``.
+    """
+    return {"output": 1.0, "input": 1.0}
+
+
+@row(
+    log_softmax_scales,
+    replaces=(
+        F.log_softmax,
+        torch.log_softmax,
+        torch.Tensor.log_softmax,
+        torch.special.log_softmax,
+    ),
+    adapters={F.log_softmax: NN_SOFTMAX},
+)
+def log_softmax(
+    input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, mult: float = 1.0
+) -> Tensor:
+    """Computes ``log_softmax(mult * input)`` along ``dim``; log-probabilities are not scaled.
+
+    For a unit normal input, the gradient has RMS 1 up to 1/sqrt(classes). Arguments are as in
+    `softmax`.
+    """
+    logits = input if mult == 1.0 else input * mult
+    return F.log_softmax(logits, dim, dtype=dtype, _stacklevel=5)
