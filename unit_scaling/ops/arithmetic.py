@@ -134,15 +134,11 @@ def add(
     return kept_in(out, scaled_terms(partial(torch.add, alpha=alpha), operands, s))
 
 
-def _torch_reversed_sub(input: Tensor, other: Number, *, alpha: float = 1) -> dict[str, Any]:
-    return {"input": other, "other": input, "alpha": alpha}
-
-
 @row(
     add_scales,
     adapters={
         **_operators("sub subtract", "sub", BINARY, _sum_written),
-        **dict.fromkeys((torch.Tensor.__rsub__, torch.rsub), _torch_reversed_sub),
+        **dict.fromkeys((torch.Tensor.__rsub__, torch.rsub), positional("other input")),
     },
 )
 def sub(

@@ -27,11 +27,6 @@ __all__ = [
 _DROPPED_SQUARE = 1.7580993408473766**2
 
 
-def _check(p: float) -> None:
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-
-
 def dropout_scales(input: Tensor, p: float = 0.5, training: bool = True) -> Scales:
     """Zeroing a fraction p and dividing by 1 - p multiplies the RMS by 1/sqrt(1 - p)."""
     scale = math.sqrt(1 - p) if training and p < 1 else 1.0
@@ -45,7 +40,6 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Tensor:
-    _check(p)
     output = fn(input, p, training, inplace)
     scale = dropout_scales(input, p, training)["output"]
     return output.mul_(scale) if scale != 1.0 else output
@@ -105,7 +99,6 @@ def _alpha_dropout(
     inplace: bool = False,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    _check(p)
     output = fn(input, p, training, inplace)
     scale = alpha_dropout_scales(p, training, constraint)["input"]
     return output if scale == 1.0 else scale_each(output, 1.0, scale)

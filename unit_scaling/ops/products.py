@@ -21,7 +21,7 @@ from fp8.products.matmul import to_autocast_dtype
 from fp8.products.spellings import by_function
 
 from ..rules.batch import row_scale
-from ..rules.table import Constraint, Scales, row, tie
+from ..rules.table import Adapter, Constraint, Scales, positional, row, tie
 from ..scale import scale_each
 
 __all__ = ["addmm", "bilinear", "grouped_mm", "linear", "linear_readout", "matmul"]
@@ -131,34 +131,22 @@ def matmul_scales(
     )
 
 
-def _torch_matmul(
-    input: Tensor,
-    other: Tensor | None = None,
-    *,
-    mat2: Tensor | None = None,
-    vec: Tensor | None = None,
-    tensor: Tensor | None = None,
-) -> dict[str, Any]:
-    right = next((t for t in (other, mat2, vec, tensor) if t is not None), None)
-    if right is None:
-        raise TypeError("matmul needs two operands, got one")
-    return {"left": input, "right": right}
-
-
 def _torch_vdot(input: Tensor, other: Tensor) -> dict[str, Any]:
     return {"left": input.conj(), "right": other}
 
 
-def _torch_rmatmul(input: Tensor, other: Tensor) -> dict[str, Any]:
-    return {"left": other, "right": input}
+#: torch's names of the second operand are "other", "mat2", "vec" or "tensor".
+_TWO = positional(
+    "left right", input="left", other="right", mat2="right", vec="right", tensor="right"
+)
 
 
 @row(
     matmul_scales,
     adapters=by_function(
         {
-            **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _torch_matmul),
-            "rmatmul": _torch_rmatmul,
+            **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _TWO),
+            "rmatmul": positional("right left", other="left"),
             "vdot": _torch_vdot,
         }
     ),
@@ -268,31 +256,14 @@ def is_bias(input: Tensor, mat2: Tensor) -> bool:
     return input.ndim == 1 and mat2.ndim == 2
 
 
-def _torch_addmm(first: str, second: str) -> Callable[..., dict[str, Any]]:
-    """Adapts addmm, addmv and baddbmm, and addbmm, a sum of products, as one product.
-
-    first, second: torch's names of the two operands.
-    """
-
-    def adapt(
-        input: Tensor,
-        *operands: Tensor,
-        beta: float = 1,
-        alpha: float = 1,
-        **named: Tensor,
-    ) -> dict[str, Any]:
-        names = (first, second)[len(operands) :]
-        if set(named) != set(names) or len(operands) > 2:
-            raise TypeError(f"expected the operands {first} and {second}, beta= and alpha=")
-        mat1, mat2 = (*operands, *(named[name] for name in names))
-        return {"input": input, "mat1": mat1, "mat2": mat2, "beta": beta, "alpha": alpha}
-
-    return adapt
+def _added(first: str, second: str) -> Adapter:
+    """The adapter of a torch function that adds the product of operands with these names."""
+    return positional(f"input {first} {second}", None, **{first: "mat1", second: "mat2"})
 
 
 def _torch_addbmm(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    given = _torch_addmm("batch1", "batch2")(*args, **kwargs)
-    left, right = given["mat1"], given["mat2"]
+    given = _added("batch1", "batch2")(*args, **kwargs)
+    left, right = given["mat1"], given["mat2"]  # a sum of products is one product
     return {**given, "mat1": left.transpose(0, 1).flatten(1), "mat2": right.flatten(0, 1)}
 
 
@@ -300,10 +271,10 @@ def _torch_addbmm(*args: Any, **kwargs: Any) -> dict[str, Any]:
     addmm_scales,
     adapters=by_function(
         {
-            "addmm": _torch_addmm("mat1", "mat2"),
-            "addmv": _torch_addmm("mat", "vec"),
+            "addmm": _added("mat1", "mat2"),
+            "addmv": _added("mat", "vec"),
             "addbmm": _torch_addbmm,
-            "baddbmm": _torch_addmm("batch1", "batch2"),
+            "baddbmm": _added("batch1", "batch2"),
         }
     ),
 )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..rules.batch import row_scale
-from ..rules.table import Constraint, Scales, row
+from ..rules.table import Constraint, Scales, positional, row
 from .dropouts import dropout as unit_dropout
 from .generated import with_first
 from .products import inverse, linear
@@ -46,8 +46,6 @@ States = list[Tensor]
 
 Step = Callable[[Tensor, Tensor, States], States]
 """(product of the input, product of the hidden state, states) -> the next states."""
-
-PACKED = "a packed sequence has no unit-scaled form: pad it, and leave the padding out of the loss"
 
 # E[sigmoid(z)**2] and E[tanh(z)**2] for standard normal z, by quadrature.
 _SIGMOID, _TANH = 0.293379036, 0.394294490
@@ -134,8 +132,6 @@ def _layer(
     weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
     """(all outputs of the last layer, the last of each kind of state, layer by layer)."""
-    if not isinstance(has_biases, bool):
-        raise NotImplementedError(PACKED)
     directions = 2 if bidirectional else 1
     count = len(params) // (num_layers * directions)
     if count not in (2, 4):
@@ -158,16 +154,17 @@ def _layer(
     return (output, *(torch.stack(kind) for kind in zip(*last, strict=True)))
 
 
-_NAMES = "input hx params has_biases num_layers dropout train bidirectional batch_first".split()
+_NAMED = positional("input hx params has_biases num_layers dropout train bidirectional batch_first")
 
 
 def _unpacked(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a layer by name; raises NotImplementedError for packed sequences, for which
-    torch has other arguments.
-    """
+    """The arguments of a layer by name. torch has others for a packed sequence."""
     if len(args) > 3 and not isinstance(args[3], bool):
-        raise NotImplementedError(PACKED)
-    return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+        raise NotImplementedError(
+            "a packed sequence has no unit-scaled form: pad it, and leave the padding out of the "
+            "loss"
+        )
+    return _NAMED(*args, **kwargs)
 
 
 def _layer_scales(factor: float, input: Tensor) -> Scales:
@@ -224,13 +221,12 @@ def _op(name: str, body: Callable[Concatenate[Step, P], R], about: str) -> Calla
     """Adds the row of torch's function ``name``, a layer or a cell, with this docstring."""
     layer = name.removesuffix("_cell")
     step, factor, rule = _KINDS[layer]
-    theirs, scales, adapters = getattr(torch, name), _layer_scales, {}
-    if name == layer:
-        adapters[theirs] = _unpacked
-    else:
+    theirs, scales = getattr(torch, name), _layer_scales
+    if name != layer:
         scales = _cell_scales
         rule = f"As `{layer}_scales`. In a loop of n calls, weight gradients are larger by sqrt(n)."
     rule_of = with_first(scales, factor, f"{name}_scales", rule)
+    adapters = {theirs: _unpacked} if name == layer else {}
     return row(rule_of, replaces=(theirs,), adapters=adapters)(with_first(body, step, name, about))
 
 
