@@ -20,11 +20,23 @@ from .ops.products import *
 from .ops.recurrent import *
 from .ops.reductions import *
 from .ops.residuals import *
+from .rules.table import OPS
 
 # Aliases.
 mm = bmm = mv = matmul
 baddbmm = addmm
 swiglu = silu_glu
 
-# All imported names without a leading underscore are public.
-__all__ = sorted(name for name in dir() if not name.startswith("_"))
+__all__ = sorted(
+    [
+        *OPS,
+        "baddbmm",
+        "bmm",
+        "mm",
+        "mv",
+        "residual_add",
+        "residual_apply",
+        "residual_split",
+        "swiglu",
+    ]
+)

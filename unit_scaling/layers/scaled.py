@@ -14,19 +14,6 @@ from ..constraints import checked_constraint
 from ..parameter import MupType, TaggedModule
 from ..rules.table import find_op
 
-__all__ = [
-    "CONSTRAINT",
-    "MULT",
-    "WEIGHT_MUP_TYPE",
-    "Activation",
-    "Constrained",
-    "Normal",
-    "Product",
-    "Scaled",
-    "Weighted",
-]
-
-
 MULT = Parameter("mult", Parameter.POSITIONAL_OR_KEYWORD, default=1.0, annotation=float)
 CONSTRAINT = MULT.replace(name="constraint", default="to_output_scale", annotation=str | None)
 WEIGHT_MUP_TYPE = MULT.replace(name="weight_mup_type", default="weight", annotation=MupType)

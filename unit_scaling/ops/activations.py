@@ -28,48 +28,6 @@ from ..rules.table import Adapter, Scales, positional, row, tie
 from ..scale import kept_in, scale_each, scale_output
 from .generated import REQUIRED, described
 
-__all__ = [
-    "abs",
-    "atan",
-    "celu",
-    "clamp",
-    "cos",
-    "elu",
-    "erf",
-    "exp",
-    "geglu",
-    "gelu",
-    "glu",
-    "hardshrink",
-    "hardsigmoid",
-    "hardswish",
-    "hardtanh",
-    "leaky_relu",
-    "log_softmax",
-    "logsigmoid",
-    "mish",
-    "pow",
-    "prelu",
-    "reglu",
-    "relu",
-    "relu6",
-    "relu_squared",
-    "selu",
-    "sigmoid",
-    "silu",
-    "silu_glu",
-    "sin",
-    "softmax",
-    "softmin",
-    "softplus",
-    "softshrink",
-    "softsign",
-    "square",
-    "tanh",
-    "tanhshrink",
-]
-
-
 # u-muP's fitted factors: between the limits of an op for a small and a large mult
 
 # For standard normal x, the standard deviation of relu(x) is sqrt((1 - 1/pi) / 2), and the RMS of

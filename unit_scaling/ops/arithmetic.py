@@ -18,8 +18,6 @@ from torch import Tensor
 from ..rules.table import Adapter, Scales, positional, row, tie
 from ..scale import kept_in, scale_each, scale_output
 
-__all__ = ["add", "addcmul", "cat", "div", "lerp", "mul", "stack", "sub"]
-
 Number = Tensor | float
 
 # Broadcast operands

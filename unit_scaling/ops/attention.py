@@ -15,8 +15,6 @@ from ..core.functional import logarithmic_interpolation
 from ..rules.table import Scales, row
 from ..scale import scale_bwd, scale_output
 
-__all__ = ["rotary", "scaled_dot_product_attention"]
-
 
 def _average_std(length: int, is_causal: bool) -> float:
     """The RMS of a uniform average of uncorrelated rows: of all rows, or of those so far if causal.

@@ -16,8 +16,6 @@ from fp8.products.einsum import as_equation, as_matmul, in_pairs, letters, sums_
 from ..rules.table import Scales, row, tie
 from .products import inverse, scaled
 
-__all__ = ["einsum"]
-
 
 def _letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
     """As `fp8.products.einsum.letters`. Raises ValueError if the equation does not fit the

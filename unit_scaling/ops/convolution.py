@@ -16,15 +16,6 @@ from ..scale import scale_each
 from .generated import renamed
 from .products import SQRT, ScalePower, inverse
 
-__all__ = [
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-]
-
 Ints = int | Sequence[int]
 
 

@@ -13,15 +13,6 @@ from ..rules.table import Scales, positional, row, tie
 from ..scale import scale_each
 from .generated import with_first
 
-__all__ = [
-    "alpha_dropout",
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "feature_alpha_dropout",
-]
-
 # The square of the value of a dropped element: the limit of selu at minus infinity, -scale * alpha.
 # Source: Klambauer et al. 2017, "Self-Normalizing Neural Networks", section 2.
 _DROPPED_SQUARE = 1.7580993408473766**2

@@ -11,8 +11,6 @@ from ..rules.batch import row_scale
 from ..rules.table import Scales, row
 from ..scale import scale_each
 
-__all__ = ["embedding", "embedding_bag"]
-
 
 def embedding_scales(input: Tensor, weight: Tensor) -> Scales:
     """Each row of the weight is looked up batch/rows times on average."""

@@ -7,8 +7,6 @@ from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-__all__ = ["REQUIRED", "described", "renamed", "with_first"]
-
 #: Stands for the default of an argument without a default.
 REQUIRED: Any = Parameter.empty
 

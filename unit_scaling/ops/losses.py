@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import signature
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,23 +20,7 @@ from ..rules.table import Scales, row
 from ..scale import scale_each, value_with_gradient
 from .activations import softmax_scales
 from .arithmetic import shares
-
-__all__ = [
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "cosine_embedding_loss",
-    "cross_entropy",
-    "ctc_loss",
-    "huber_loss",
-    "kl_div",
-    "l1_loss",
-    "mse_loss",
-    "nll_loss",
-    "smooth_l1_loss",
-]
-
-
-P = ParamSpec("P")
+from .generated import P
 
 _REDUCTIONS = ("mean", "none", "sum")
 

@@ -17,17 +17,6 @@ from ..rules.quadrature import absolute_moment, largest_square
 from ..rules.table import Adapter, Scales, positional, row, tie
 from ..scale import scale_each, scale_output
 
-__all__ = [
-    "batch_norm",
-    "group_norm",
-    "instance_norm",
-    "layer_norm",
-    "layer_norm2d",
-    "local_response_norm",
-    "normalize",
-    "rms_norm",
-]
-
 
 def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
     """The output has RMS 1; gradients of weight and bias sum over all rows."""

@@ -24,8 +24,6 @@ from ..rules.batch import row_scale
 from ..rules.table import Adapter, Constraint, Scales, positional, row, tie
 from ..scale import scale_each
 
-__all__ = ["addmm", "bilinear", "grouped_mm", "linear", "linear_readout", "matmul"]
-
 #: Exponents of 1/fan-in (output), 1/fan-out (input gradient) and 1/batch (weight gradient).
 ScalePower = tuple[float, float, float]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,22 +24,8 @@ from torch import Tensor
 from ..rules.batch import row_scale
 from ..rules.table import Constraint, Scales, positional, row
 from .dropouts import dropout as unit_dropout
-from .generated import with_first
+from .generated import P, R, with_first
 from .products import inverse, linear
-
-__all__ = [
-    "gru",
-    "gru_cell",
-    "lstm",
-    "lstm_cell",
-    "rnn_relu",
-    "rnn_relu_cell",
-    "rnn_tanh",
-    "rnn_tanh_cell",
-]
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 States = list[Tensor]
 """The hidden state (batch, hidden), then the cell state if there is one."""

@@ -14,8 +14,6 @@ from ..rules.table import Scales, positional, row, tie
 from ..scale import scale_output
 from .arithmetic import scaled_terms, shares
 
-__all__ = ["cosine_similarity", "cumsum", "mean", "std", "sum", "var"]
-
 Dims = int | Sequence[int] | None
 
 

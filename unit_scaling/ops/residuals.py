@@ -11,8 +11,6 @@ from torch import Tensor
 from ..common.watched import watched
 from ..scale import scale_each
 
-__all__ = ["residual_add", "residual_apply", "residual_split"]
-
 
 def _weights(tau: float) -> tuple[float, float]:
     """The weights of branch and skip connection: their ratio is tau, their squares sum to 1."""
