@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,17 +44,15 @@ class _Copied:
 
 
 _COPIED: list[_Copied] = []
-_CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-"""Optimizer -> the number of copied models when it was checked."""
+_CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that were checked after the last copy."""
 _RATE_CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_STATE = {"installed": False, "copies": 0}
 
 
+@cache
 def check_optimizers() -> None:
     """Checks the first steps of every optimizer from now on."""
-    if not _STATE["installed"]:
-        _STATE["installed"] = True
-        register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def remember_copy(model: nn.Module, copy: nn.Module, transform: str) -> None:
@@ -70,13 +69,13 @@ def remember_copy(model: nn.Module, copy: nn.Module, transform: str) -> None:
         if model in each.copies:
             each.copies.add(copy)
     _COPIED.append(_Copied(model, copy, transform))
-    _STATE["copies"] += 1
+    _CHECKED.clear()
 
 
 @eager_only()
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _CHECKED.get(optimizer) != _STATE["copies"] and _steps_its_own(optimizer):
-        _CHECKED[optimizer] = _STATE["copies"]
+    if optimizer not in _CHECKED and _steps_its_own(optimizer):
+        _CHECKED.add(optimizer)
     if optimizer not in _RATE_CHECKED:
         _RATE_CHECKED.add(optimizer)
         _check_rate(optimizer)
