@@ -19,7 +19,7 @@ import unit_scaling.functional as U
 from fp8.common.validation import check_name
 from tests.unit_scaling.layers.test_module_table import EXAMPLES
 from tests.unit_scaling.ops.test_ops import op_kwargs
-from unit_scaling.common.argument_errors import check_arguments
+from unit_scaling.common.watched import check_arguments
 from unit_scaling.formats import FPFormat
 from unit_scaling.modules import MODULES
 from unit_scaling.parameter import set_depth, tag

@@ -9,7 +9,6 @@ op's u-muP hyperparameter, which controls its non-linearity.
 from .ops.activations import *
 from .ops.arithmetic import *
 from .ops.attention import *
-from .ops.contraction import *
 from .ops.convolution import *
 from .ops.dropouts import *
 from .ops.embedding import *

@@ -1,21 +1,19 @@
-"""Functions that observers of a model see as one call, and whose errors name arguments of a wrong type.
+"""Functions that observers of a model see as one call, and whose errors name wrong arguments.
 
-Nothing is checked in advance. After a call fails, its arguments are compared with their
-annotations, and the first mismatch is reported.
+The type of an argument is not checked in advance. After a call fails, its arguments are compared
+with their annotations, and the first mismatch is reported.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from reprlib import repr as short
-from typing import Any, Union, get_args, get_origin, get_type_hints
-from torch import Size, Tensor
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from torch import Size, Tensor
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 

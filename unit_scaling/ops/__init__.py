@@ -4,10 +4,11 @@ Imports `rules`, `core` and below; `unit_scaling.functional` exports them.
 
 import sys
 
-from . import activations, losses, pooling
+from . import activations, losses, pooling, products
 
 # The paths of functions in pickles of earlier versions.
 _MOVED = {
+    "contraction": products,
     "gated": activations,
     "regression": losses,
     "resizing": pooling,

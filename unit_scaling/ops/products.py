@@ -6,26 +6,26 @@ The products are computed by the fp8 package, so the recipe of an enclosing `fp8
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import string
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
 from fp8.context.active import unit_products
+from fp8.products.einsum import as_equation, as_matmul, in_pairs, letters, sums_products
 from fp8.products.grouped import grouped_mm as grouped_product
 from fp8.products.matmul import linear as linear_product
 from fp8.products.matmul import matmul as matrix_product
 from fp8.products.matmul import to_autocast_dtype
 from fp8.products.spellings import by_function
+
 from ..rules.batch import row_scale
 from ..rules.table import Adapter, Constraint, Scales, positional, row, tie
 from ..scale import scale_each
-import string
-from collections.abc import Sequence
-from functools import partial
-from fp8.products.einsum import as_equation, as_matmul, in_pairs, letters, sums_products
-from ..rules.table import Scales, row, tie
-
 
 #: Exponents of 1/fan-in (output), 1/fan-out (input gradient) and 1/batch (weight gradient).
 ScalePower = tuple[float, float, float]
@@ -372,6 +372,7 @@ def bilinear(
 
 
 # Contractions in Einstein notation: einsum, tensordot, inner, vecdot
+
 
 def _letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
     """As `fp8.products.einsum.letters`. Raises ValueError if the equation does not fit the
