@@ -11,11 +11,9 @@ for w, so lr is multiplied by f**2.
 optimizer. Parameters with equal learning rates share a group, so a model has few groups and the
 fused and foreach implementations of torch stay fast.
 
-Learning-rate schedules that multiply each group's rate (LambdaLR, CosineAnnealingLR, ...) keep the
-ratios. Schedules that set a rate need one per group: ``OneCycleLR(opt, max_lr=[g["lr"] for g in
-opt.param_groups])``. Likewise, a loop that sets ``group["lr"]`` must multiply by
-``group["mup_lr_scale"]``. Equal rates in all groups at the first step raise ValueError. A nonzero
-eta_min of CosineAnnealingLR is the same final rate for all groups.
+Schedules that set a rate need one per group: ``OneCycleLR(opt, max_lr=[g["lr"] for g in
+opt.param_groups])``. Equal rates in all groups at the first step raise ValueError. More is in
+docs/learning-rates.md.
 """
 
 from __future__ import annotations
@@ -51,12 +49,8 @@ LrMult = Mapping[MupType, float]
 
 
 def _fan_in(shape: torch.Size) -> int:
-    """The number of terms in an output's sum: all dimensions but the first; all of a vector.
-
-    For an embedding it is the width, as in u-muP's table 2 (called fan-out there). For transposed
-    weights (transposed convolutions) it is another width of the layer, which grows equally with the
-    model.
-    """
+    """The number of terms in an output's sum: all dimensions but the first; all of a vector. For an
+    embedding the width, u-muP's fan-out (table 2); for transposed weights another such width."""
     return math.prod(shape[1:] if len(shape) > 1 else shape) or 1
 
 
@@ -64,21 +58,18 @@ def _one(shape: torch.Size) -> float:
     return 1.0
 
 
-def _inverse_sqrt_fan_in(shape: torch.Size) -> float:
-    return float(_fan_in(shape) ** -0.5)
-
-
-def _sqrt_fan_in(shape: torch.Size) -> float:
-    return float(_fan_in(shape) ** 0.5)
-
-
 def _width(shape: torch.Size) -> float:
     return float(shape[0]) if shape else 1.0
 
 
-def _muon(shape: torch.Size) -> float:
-    return math.sqrt(min(shape[0], _fan_in(shape)) or 1)
+_LrRule = dict[str, Callable[[torch.Size], float]]
 
+_ADAM: _LrRule = {
+    "weight": lambda shape: float(_fan_in(shape) ** -0.5),
+    "bias": _one,
+    "norm": _one,
+    "output": _one,
+}
 
 #: Rule -> mup_type -> (shape of the parameter) -> factor of the learning rate. "adam" is for all
 #: optimizers whose updates have entries of about 1 (Adam, AdamW, NAdam, RAdam, Adamax, Lion, ...).
@@ -89,16 +80,16 @@ def _muon(shape: torch.Size) -> float:
 #: adjust_lr_fn, whose updates have singular values sqrt(max(1, fan_out/fan_in)). A layer, which
 #: divides by sqrt(fan_in), must change by lr * sqrt(fan_out/fan_in) in spectral norm, as under
 #: Adam. Source: arXiv 2310.17813, condition 1.
-LR_RULES: dict[str, dict[str, Callable[[torch.Size], float]]] = {
-    "adam": {"weight": _inverse_sqrt_fan_in, "bias": _one, "norm": _one, "output": _one},
-    "sgd": {"weight": _inverse_sqrt_fan_in, "bias": _one, "norm": _one, "output": _one},
+LR_RULES: dict[str, _LrRule] = {
+    "adam": _ADAM,
+    "sgd": {**_ADAM},
     "sgd_to_output_scale": {
-        "weight": _sqrt_fan_in,
+        "weight": lambda shape: float(_fan_in(shape) ** 0.5),
         "bias": _width,
         "norm": _width,
         "output": _one,
     },
-    "muon": {"weight": _muon},
+    "muon": {"weight": lambda shape: math.sqrt(min(shape[0], _fan_in(shape)) or 1)},
 }
 
 
@@ -410,20 +401,15 @@ def _refuse_flat_rates(opt: Any, args: Any, kwargs: Any) -> None:
 
 
 class SGD(_UnitScaled, torch.optim.SGD):
-    """`torch.optim.SGD` with u-muP learning rates.
+    """`torch.optim.SGD` with u-muP learning rates. Other arguments are those of torch.
 
     Args:
         params: as in `scaled_parameters`.
-        lr: as in torch.
-        momentum: as in torch.
-        dampening: as in torch.
         weight_decay: as in `scaled_parameters`.
-        nesterov: as in torch.
         independent_weight_decay: see `scaled_parameters`.
         allow_non_unit_scaling_params: see `scaled_parameters`.
         lr_mult: see `scaled_parameters`.
         readout_constraint: see `lr_scale_func_sgd`.
-        kwargs: other arguments of torch.
     """
 
     def __init__(
