@@ -24,17 +24,13 @@ Number = Tensor | float
 
 
 def shares(*operands: Tensor) -> list[float]:
-    """For each operand, 1/sqrt of the number of elements of the result that each of its elements
-    contributes to: it sums their gradients.
-    """
+    """For each operand, 1/sqrt of the number of elements of the result that read one of its."""
     size = math.prod(torch.broadcast_shapes(*[t.shape for t in operands])) or 1
     return [float(((t.numel() or 1) / size) ** 0.5) for t in operands]
 
 
 def scaled_terms(fn: Callable[..., Tensor], operands: dict[str, Tensor], s: Scales) -> Tensor:
-    """Returns ``fn(*operands)`` with the factors of ``s``, in a single pass per direction if those
-    of the operands are equal.
-    """
+    """``fn(*operands)`` with the factors of ``s``; one pass if those of the operands are equal."""
     factors = [s[name] for name in operands]
     if all(factor == factors[0] for factor in factors):
         return scale_output(fn(*operands.values()), s["output"], factors[0])
@@ -87,10 +83,8 @@ def _sum_written(input: Tensor, other: Tensor | float, **named: Any) -> dict[str
 
 
 def _operators(names: str, symbol: str, plain: Adapter, in_place: Adapter) -> dict[Any, Adapter]:
-    """Every spelling of a binary operation, with its adapter.
-
-    names: torch's names, separated by spaces. symbol: that of Python's operator.
-    """
+    """Every spelling of a binary operation, by torch's names and Python's symbol, with its
+    adapter."""
     found: dict[Any, Adapter] = {
         getattr(space, name + mark): adapter
         for mark, adapter in (("", plain), ("_", in_place))

@@ -48,11 +48,8 @@ def _loss_row(
     documentation: str,
     allowed: Sequence[str] = _REDUCTIONS,
 ) -> Callable[P, Tensor]:
-    """Adds a loss to `OPS`, with the name, arguments and value of torch's loss ``theirs``.
-
-    Its gradients are those of the sum over examples, times the factors of ``rule``, whatever the
-    reduction.
-    """
+    """Adds a loss to `OPS`, with the name, arguments and value of torch's loss ``theirs``, and the
+    gradients of the sum over examples, times the factors of ``rule``."""
     arguments, read = signature(theirs), signature(rule).parameters
 
     @wraps(theirs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,28 +157,22 @@ def adaptive_max_pool_scales(
     return _largest(math.ceil(window), ratio, constraint)
 
 
-class _Kind(NamedTuple):
-    """A rule; torch's arguments after the first, those of the rule's first."""
-
-    rule: Callable[..., Scales]
-    settings: dict[str, Any]
-
-
 _WINDOW = {"kernel_size": REQUIRED, "stride": None, "padding": 0}
 _AVERAGE = {**_WINDOW, "ceil_mode": False, "count_include_pad": True}
 _LARGEST = {**_WINDOW, "dilation": 1, "ceil_mode": False, "return_indices": False}
 _NORM = {"norm_type": REQUIRED, "kernel_size": REQUIRED, "stride": None, "ceil_mode": False}
 
-#: torch's name, with or without the number of dimensions -> its kind.
-_KINDS = {
-    "avg_pool": _Kind(avg_pool_scales, {**_AVERAGE, "divisor_override": None}),
-    "avg_pool1d": _Kind(avg_pool_scales, _AVERAGE),
-    "max_pool": _Kind(max_pool_scales, _LARGEST),
-    "lp_pool": _Kind(lp_pool_scales, _NORM),
-    "adaptive_avg_pool": _Kind(adaptive_avg_pool_scales, {"output_size": REQUIRED}),
-    "adaptive_max_pool": _Kind(
-        adaptive_max_pool_scales, {"output_size": REQUIRED, "return_indices": False}
-    ),
+_SIZE = {"output_size": REQUIRED}
+
+#: torch's name, with or without the number of dimensions -> the rule; torch's arguments after the
+#: first, those of the rule's first.
+_KINDS: dict[str, tuple[Callable[..., Scales], dict[str, Any]]] = {
+    "avg_pool": (avg_pool_scales, {**_AVERAGE, "divisor_override": None}),
+    "avg_pool1d": (avg_pool_scales, _AVERAGE),
+    "max_pool": (max_pool_scales, _LARGEST),
+    "lp_pool": (lp_pool_scales, _NORM),
+    "adaptive_avg_pool": (adaptive_avg_pool_scales, _SIZE),
+    "adaptive_max_pool": (adaptive_max_pool_scales, {**_SIZE, "return_indices": False}),
 }
 
 _DOCUMENTATION = """Computes ``s * {name}(input)``, with torch's arguments; indices are torch's.

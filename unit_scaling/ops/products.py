@@ -375,9 +375,7 @@ def bilinear(
 
 
 def _letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
-    """As `fp8.products.einsum.letters`. Raises ValueError if the equation does not fit the
-    operands.
-    """
+    """`letters`, after a check that the equation fits the operands."""
     terms = equation.partition("->")[0].split(",")
     if len(terms) != len(operands):
         raise ValueError(f"einsum {equation!r} needs {len(terms)} operands, got {len(operands)}")

@@ -114,8 +114,10 @@ def elementwise_rms(
     _check_elementwise(f, name)
 
     def squares(x: Tensor) -> Tensor:
-        value, derivative = _value_and_derivative(f, x)
-        both = torch.stack([value, derivative / mult])
+        x = x.detach().requires_grad_()
+        value = f(x)
+        (derivative,) = torch.autograd.grad(value.sum(), x)
+        both = torch.stack([value.detach(), derivative / mult])
         bad = ~both.isfinite().all(0)
         if bad.any():
             worst = x[bad][x[bad].abs().argmin()].item() * mult
@@ -129,13 +131,6 @@ def elementwise_rms(
             raise
         raise ValueError(f"{name} cannot be unit-scaled: second moment {error}") from None
     return output, derivative or output / mult
-
-
-def _value_and_derivative(f: Elementwise, x: Tensor) -> tuple[Tensor, Tensor]:
-    x = x.detach().requires_grad_()
-    value = f(x)
-    (derivative,) = torch.autograd.grad(value.sum(), x)
-    return value.detach(), derivative
 
 
 def _check_elementwise(f: Elementwise, name: str) -> None:
