@@ -87,11 +87,8 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _steps_its_own(optimizer: Optimizer) -> bool:
-    """Whether no further step needs a check; warns of parameters that a copy has replaced.
-
-    The warning applies if none of the optimizer's parameters has a gradient, some belong to a
-    copied model, and parameters of the copy, none of which it has, do have gradients.
-    """
+    """Whether no further step needs a check. Warns if parameters of copied models are stepped that
+    have no gradients, while those of a copy have."""
     steps = list(_parameters(optimizer))
     models = [each for each in _COPIED if any(p in each.parameters for p in steps)]
     if not models or any(_has_gradient(p) for p in steps):
