@@ -134,11 +134,6 @@ def lr_scale_func_adam(param: ParameterData) -> float:
 _SGD_RULES = {None: "sgd", "to_output_scale": "sgd_to_output_scale"}
 
 
-def _sgd_rule(readout_constraint: str | None) -> str:
-    check_name("readout_constraint", readout_constraint, _SGD_RULES)
-    return _SGD_RULES[readout_constraint]
-
-
 def lr_scale_func_sgd(readout_constraint: str | None) -> LrScale:
     """Returns a function parameter -> learning-rate factor under SGD.
 
@@ -148,7 +143,8 @@ def lr_scale_func_sgd(readout_constraint: str | None) -> LrScale:
     Raises:
         ValueError: ``readout_constraint`` is anything else.
     """
-    return _as_function(_sgd_rule(readout_constraint))
+    check_name("readout_constraint", readout_constraint, _SGD_RULES)
+    return _as_function(_SGD_RULES[readout_constraint])
 
 
 _OWN_KEYS = ("params", "lr", "weight_decay", "mup_lr_scale")
@@ -274,7 +270,7 @@ class _UnitScaled(torch.optim.Optimizer):
 
     def __init__(
         self,
-        scaling: tuple[str, bool, bool],
+        scaling: tuple[LrScale | str, bool, bool],
         lr_mult: LrMult | None,
         params: ParamsT,
         *args: Any,
@@ -429,7 +425,7 @@ class SGD(_UnitScaled, torch.optim.SGD):
     ) -> None:
         for name, number in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             check_number(name, number)
-        rule = _sgd_rule(readout_constraint)
+        rule = lr_scale_func_sgd(readout_constraint)
         scaling = (rule, independent_weight_decay, allow_non_unit_scaling_params)
         numbers = (lr, momentum, dampening, weight_decay)
         super().__init__(scaling, lr_mult, params, *numbers, nesterov, **kwargs)
