@@ -57,9 +57,6 @@ def _gated_scale(weight: float, mult: float, limit: float) -> float:
 
 # Elementwise functions
 
-# Its argument ``inplace`` may be given by position, as in unit-scaling 0.3.5.
-_POSITIONAL_INPLACE = ("silu",)
-
 _OURS = {"mult": 1.0, "constraint": "to_output_scale"}
 
 _RULE = "1/RMS of {name} and of its derivative for a standard normal variable, by quadrature."
@@ -93,9 +90,8 @@ def _given(
 ) -> tuple[float, str | None, bool, dict[str, Any]]:
     """Returns mult, constraint, inplace and settings of a call, specialised as constants in
     graphs."""
-    most = len(defaults) + (name in _POSITIONAL_INPLACE)  # with the input
-    if len(args) >= most:
-        raise TypeError(f"{name} takes {most} arguments by position")
+    if len(args) > len(defaults):
+        raise TypeError(f"{name} takes {len(defaults) + 1} arguments by position")
     given = {**defaults, **dict(zip(defaults, args, strict=False)), **named}
     given = {key: specialised(value) for key, value in given.items()}
     return given.pop("mult"), given.pop("constraint"), given.pop("inplace"), given
@@ -147,8 +143,7 @@ def _activation(
         return input.copy_(output) if inplace else output
 
     about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
-    by_name = () if name in _POSITIONAL_INPLACE else ("inplace",)
-    described(op, name, about, {"input": REQUIRED, **defaults}, by_name)
+    described(op, name, about, {"input": REQUIRED, **defaults})
     forms = _spellings(spelled, " ".join(["input", *settings, "inplace"]))
     return row(rule or _computed(name, fn, {**_OURS, **settings}), adapters=forms)(op)
 
