@@ -173,10 +173,8 @@ def has_parameter_data(parameter: nn.Parameter) -> TypeGuard[ParameterData]:  # 
 class TaggedModule(nn.Module):
     """A module that restores the tags of its parameters when they are replaced.
 
-    An untagged parameter gets the tags of the previous one of that name when it is assigned
-    (``layer.weight = nn.Parameter(...)``, ``load_state_dict(assign=True)``, FSDP2 sharding and
-    gathering) or recreated by a conversion (``to_empty``, or any conversion with
-    `torch.__future__.set_swap_module_params_on_conversion`).
+    An untagged parameter gets the tags of the previous one of that name when it is assigned or
+    recreated by a conversion.
     """
 
     #: Name of a parameter -> its tags.

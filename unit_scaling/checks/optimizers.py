@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,12 @@ ones; for readouts, gains and biases it is 1/2.
 """
 
 
-class _Copied:
+class _Copied(NamedTuple):
     """A model that a transform has copied: its parameters, its copies, and copies of these."""
 
-    def __init__(self, model: nn.Module, copy: nn.Module, transform: str) -> None:
-        self.transform = transform
-        self.parameters = WeakTensorKeyDictionary(dict.fromkeys(model.parameters(), True))
-        self.copies = weakref.WeakSet([copy])
+    transform: str
+    parameters: WeakTensorKeyDictionary
+    copies: weakref.WeakSet[nn.Module]
 
 
 _COPIED: list[_Copied] = []
@@ -68,7 +67,8 @@ def remember_copy(model: nn.Module, copy: nn.Module, transform: str) -> None:
     for each in _COPIED:
         if model in each.copies:
             each.copies.add(copy)
-    _COPIED.append(_Copied(model, copy, transform))
+    parameters = WeakTensorKeyDictionary(dict.fromkeys(model.parameters(), True))
+    _COPIED.append(_Copied(transform, parameters, weakref.WeakSet([copy])))
     _CHECKED.clear()
 
 

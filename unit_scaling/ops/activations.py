@@ -133,10 +133,7 @@ def _activation(
             mult, constraint, inplace, given = _given(name, defaults, args, named)
         if not (input.dtype.is_floating_point or input.dtype.is_complex):
             return kept_in(input if inplace else None, fn(input, **given))
-        if rule is None:
-            s = elementwise_scales(fn, (), given, mult, constraint)
-        else:
-            s = rule(mult, constraint)
+        s = rule(mult, constraint) if rule else elementwise_scales(fn, (), given, mult, constraint)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
         x = x if mult == 1.0 else x * mult
         output = scale_output(fn(x, **given), s["output"] / mult, s["input"] / mult)
