@@ -18,7 +18,6 @@ from .ops.pooling import *
 from .ops.products import *
 from .ops.recurrent import *
 from .ops.reductions import *
-from .ops.residuals import *
 from .rules.table import OPS
 
 # Aliases.

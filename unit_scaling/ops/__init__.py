@@ -4,13 +4,14 @@ Imports `rules`, `core` and below; `unit_scaling.functional` exports them.
 
 import sys
 
-from . import activations, losses, pooling, products
+from . import activations, arithmetic, losses, pooling, products
 
 # The paths of functions in pickles of earlier versions.
 _MOVED = {
     "contraction": products,
     "gated": activations,
     "regression": losses,
+    "residuals": arithmetic,
     "resizing": pooling,
     "softmax": activations,
     "unary": activations,

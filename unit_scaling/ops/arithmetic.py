@@ -11,14 +11,13 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+
 import torch
 from torch import Tensor
+
+from ..common.watched import watched
 from ..rules.table import Adapter, Scales, positional, row, tie
 from ..scale import kept_in, scale_each, scale_output
-from collections.abc import Callable
-from ..common.watched import watched
-from ..scale import scale_each
-
 
 Number = Tensor | float
 
@@ -320,6 +319,7 @@ def stack(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) ->
 
 
 # Residual connections: a weighted sum whose branch gradient is scaled at the start of the branch
+
 
 def _weights(tau: float) -> tuple[float, float]:
     """The weights of branch and skip connection: their ratio is tau, their squares sum to 1."""
