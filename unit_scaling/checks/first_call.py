@@ -105,15 +105,11 @@ def known_rms(tensor: Tensor) -> float | None:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
     try:
-        norm: float = aside(_norm, tensor)
+        values = tensor.detach()
+        norm = aside(lambda: torch.linalg.vector_norm(values, dtype=torch.float64).item())
     except RuntimeError:  # no values inside torch.func transforms
         return None
     return norm * tensor.numel() ** -0.5 or None
-
-
-@torch.no_grad()
-def _norm(tensor: Tensor) -> float:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
 
 
 @eager_only()

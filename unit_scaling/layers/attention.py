@@ -240,9 +240,7 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
     def _mask(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None
     ) -> Tensor | None:
-        """Merges both masks into one that is added to the logits, broadcastable to (batch, heads,
-        L, S).
-        """
+        """Both masks as one, added to the logits, broadcastable to (batch, heads, L, S)."""
         if padding is not None and padding.dim() == 1:
             padding = padding.unsqueeze(0)
         batch, sizes = q.shape[0], (q.shape[2], k.shape[2])

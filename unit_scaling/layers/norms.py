@@ -47,9 +47,7 @@ class GroupNorm(Weighted, nn.GroupNorm, op=U.group_norm):
 
 class _BatchNorm(Weighted):
     def forward(self: Any, input: Tensor) -> Tensor:
-        """As in torch: uses batch statistics in training, otherwise running statistics if there are
-        any.
-        """
+        """As in torch: statistics of the batch in training, otherwise running ones, if any."""
         self._check_input_dim(input)
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:

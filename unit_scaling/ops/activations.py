@@ -97,17 +97,6 @@ def _given(
     return given.pop("mult"), given.pop("constraint"), given.pop("inplace"), given
 
 
-def _computed(
-    name: str, fn: Callable[..., Tensor], arguments: dict[str, Any]
-) -> Callable[..., Scales]:
-    """The rule of a function by quadrature."""
-
-    def rule(mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any) -> Scales:
-        return elementwise_scales(fn, (), named, mult, constraint)
-
-    return described(rule, f"{name}_scales", _RULE.format(name=name), arguments)
-
-
 def _activation(
     name: str,
     fn: Callable[..., Tensor],
@@ -125,6 +114,11 @@ def _activation(
     settings, spelled = settings or {}, (name,) if spelled is None else spelled
     defaults = {**_OURS, **settings, "inplace": False}
 
+    def computed(
+        mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any
+    ) -> Scales:
+        return elementwise_scales(fn, (), named, mult, constraint)
+
     def op(input: Tensor, *args: Any, **named: Any) -> Tensor:
         mult, inplace = 1.0, False
         constraint: str | None = "to_output_scale"
@@ -141,8 +135,9 @@ def _activation(
 
     about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
     described(op, name, about, {"input": REQUIRED, **defaults})
+    described(computed, f"{name}_scales", _RULE.format(name=name), {**_OURS, **settings})
     forms = _spellings(spelled, " ".join(["input", *settings, "inplace"]))
-    return row(rule or _computed(name, fn, {**_OURS, **settings}), adapters=forms)(op)
+    return row(rule or computed, adapters=forms)(op)
 
 
 def gelu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
