@@ -19,7 +19,7 @@ import unit_scaling.functional as U
 from fp8.common.validation import check_name
 from tests.unit_scaling.layers.test_module_table import EXAMPLES
 from tests.unit_scaling.ops.test_ops import op_kwargs
-from unit_scaling.common.argument_errors import check_arguments
+from unit_scaling.common.watched import check_arguments
 from unit_scaling.formats import FPFormat
 from unit_scaling.modules import MODULES
 from unit_scaling.parameter import set_depth, tag
@@ -43,7 +43,7 @@ X = torch.ones(4, 8)
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "scaled of a list": (lambda: fp8.scaled([1.0], "e4m3"), "x must be a Tensor, got list"),
     "scaled to no format": (lambda: fp8.scaled(X, 5), "format is a int"),
-    "FPFormat of 99 bits": (lambda: FPFormat(99, 99), "exponent_bits is 99, allowed are 1 to 8"),
+    "FPFormat of 99 bits": (lambda: FPFormat(99, 99), "exponent_bits must be 1 to 8, got 99"),
     "FPFormat of text": (lambda: FPFormat("a", 3), "exponent_bits must be a whole number .*'a'"),
     "FPFormat of 4.5": (lambda: FPFormat(4.5, 3), "exponent_bits must be a whole number .*4.5"),
     "srbits of text": (lambda: FPFormat(4, 3, srbits="a"), "srbits must be a whole number .*'a'"),
@@ -98,11 +98,11 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "reduce_amax": (lambda: fp8.reduce_amax(5), "reduce_amax needs an nn.Module, got int"),
     "batch_multiplier": (
         lambda: uu.batch_multiplier("a").__enter__(),
-        "batch_multiplier: n must be an int, got 'a'",
+        "batch_multiplier: n must be a whole number from 1, got 'a'",
     ),
     "a flag as batch_multiplier": (
         lambda: uu.batch_multiplier(True).__enter__(),
-        "batch_multiplier: n must be an int, got True",
+        "batch_multiplier: n must be a whole number from 1, got True",
     ),
     "set_fast_norm": (lambda: fp8.set_fast_norm("a"), "enable must be True or False, got 'a'"),
     "every": (lambda: fp8.stats(model(), every=True), "every must be a whole number from 1"),
@@ -112,8 +112,11 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "loss": (lambda: uu.verify(model(), X, loss=5), "loss must be a function .*, got 5"),
     "seed": (lambda: uu.verify(model(), X, seed="a"), "seed must be a whole number"),
     "tag": (lambda: tag(5, "weight"), "a parameter must be a Tensor, got int"),
-    "depth": (lambda: tag(parameters()[0], "weight", "a"), "mup_scaling_depth must be an int"),
-    "a flag as depth": (lambda: tag(parameters()[0], "weight", True), "must be an int or None"),
+    "depth": (lambda: tag(parameters()[0], "weight", "a"), "mup_scaling_depth must be a whole"),
+    "a flag as depth": (
+        lambda: tag(parameters()[0], "weight", True),
+        "must be a whole number from 1",
+    ),
     "set_depth": (lambda: set_depth(5, 2), "set_depth needs an nn.Module, got int"),
     "residual rule": (
         lambda: uu.transformer_residual_scaling_rule("a"),

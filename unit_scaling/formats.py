@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fp8.common.validation import check_name
+from fp8.common.validation import check_between, check_name, check_whole
 from fp8.formats.format import Format
 from fp8.formats.quantize import quantize, quantize_backward, quantize_forward
 
@@ -52,29 +52,22 @@ class FPFormat:
 
     def __post_init__(self) -> None:
         check_name("rounding", self.rounding, _SHORT)
-        for name, lowest, most in (
-            ("exponent_bits", 1, 8),
-            ("mantissa_bits", 0, _MANTISSA_BITS),
-            ("srbits", 0, None),
-        ):
-            got = getattr(self, name)
-            if isinstance(got, bool) or not isinstance(got, int):
-                raise TypeError(f"{name} must be a whole number from {lowest}, got {got!r}")
-            if most is not None and not lowest <= got <= most:
-                raise ValueError(f"{name} is {got}, allowed are {lowest} to {most}")
-        _ = self.format  # raises for invalid numbers of bits
+        check_whole("exponent_bits", self.exponent_bits)
+        check_between("exponent_bits", self.exponent_bits, 1, 8)
+        check_whole("mantissa_bits", self.mantissa_bits, 0)
+        check_between("mantissa_bits", self.mantissa_bits, 0, _MANTISSA_BITS)
+        check_whole("srbits", self.srbits, 0)
         dropped = _MANTISSA_BITS - self.mantissa_bits
         if self.srbits and self.rounding == "nearest":
             raise ValueError(f"srbits is for stochastic rounding: got {self.srbits} with 'nearest'")
-        if not 0 <= self.srbits <= dropped:
-            raise ValueError(f"srbits must be 0 to {dropped} here: got {self.srbits}")
+        check_between("srbits", self.srbits, 0, dropped)
         if self.rounding == "stochastic" and self.srbits == 0:
             self.srbits = dropped
 
     @property
     def format(self) -> Format:
         """The format for functions of `fp8`."""
-        bias = 2 ** (self.exponent_bits - 1) if self.exponent_bits > 0 else 0
+        bias = 2 ** (self.exponent_bits - 1)
         return Format(
             name=f"E{self.exponent_bits}M{self.mantissa_bits}",
             exponent_bits=self.exponent_bits,

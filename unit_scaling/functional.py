@@ -6,29 +6,35 @@ every argument have RMS about 1. Each function is a row of `unit_scaling.rules.t
 op's u-muP hyperparameter, which controls its non-linearity.
 """
 
+from .ops.activations import *
 from .ops.arithmetic import *
 from .ops.attention import *
-from .ops.contraction import *
 from .ops.convolution import *
 from .ops.dropouts import *
 from .ops.embedding import *
-from .ops.gated import *
 from .ops.losses import *
 from .ops.norms import *
 from .ops.pooling import *
 from .ops.products import *
 from .ops.recurrent import *
 from .ops.reductions import *
-from .ops.regression import *
-from .ops.residuals import *
-from .ops.resizing import *
-from .ops.softmax import *
-from .ops.unary import *
+from .rules.table import OPS
 
 # Aliases.
 mm = bmm = mv = matmul
 baddbmm = addmm
 swiglu = silu_glu
 
-# All imported names without a leading underscore are public.
-__all__ = sorted(name for name in dir() if not name.startswith("_"))
+__all__ = sorted(
+    [
+        *OPS,
+        "baddbmm",
+        "bmm",
+        "mm",
+        "mv",
+        "residual_add",
+        "residual_apply",
+        "residual_split",
+        "swiglu",
+    ]
+)

@@ -7,7 +7,7 @@ modules to unit-scaled ones.
 
 from torch import nn as _nn
 
-from .common.argument_errors import named_in_errors as _named_in_errors
+from .common.watched import named_in_errors as _named_in_errors
 from .layers.attention import *
 from .layers.containers import *
 from .layers.convolution import *

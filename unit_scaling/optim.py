@@ -11,11 +11,9 @@ for w, so lr is multiplied by f**2.
 optimizer. Parameters with equal learning rates share a group, so a model has few groups and the
 fused and foreach implementations of torch stay fast.
 
-Learning-rate schedules that multiply each group's rate (LambdaLR, CosineAnnealingLR, ...) keep the
-ratios. Schedules that set a rate need one per group: ``OneCycleLR(opt, max_lr=[g["lr"] for g in
-opt.param_groups])``. Likewise, a loop that sets ``group["lr"]`` must multiply by
-``group["mup_lr_scale"]``. Equal rates in all groups at the first step raise ValueError. A nonzero
-eta_min of CosineAnnealingLR is the same final rate for all groups.
+Schedules that set a rate need one per group: ``OneCycleLR(opt, max_lr=[g["lr"] for g in
+opt.param_groups])``. Equal rates in all groups at the first step raise ValueError. More is in
+docs/learning-rates.md.
 """
 
 from __future__ import annotations
@@ -51,12 +49,8 @@ LrMult = Mapping[MupType, float]
 
 
 def _fan_in(shape: torch.Size) -> int:
-    """The number of terms in an output's sum: all dimensions but the first; all of a vector.
-
-    For an embedding it is the width, as in u-muP's table 2 (called fan-out there). For transposed
-    weights (transposed convolutions) it is another width of the layer, which grows equally with the
-    model.
-    """
+    """The number of terms in an output's sum: all dimensions but the first; all of a vector. For an
+    embedding the width, u-muP's fan-out (table 2); for transposed weights another such width."""
     return math.prod(shape[1:] if len(shape) > 1 else shape) or 1
 
 
@@ -64,21 +58,18 @@ def _one(shape: torch.Size) -> float:
     return 1.0
 
 
-def _inverse_sqrt_fan_in(shape: torch.Size) -> float:
-    return float(_fan_in(shape) ** -0.5)
-
-
-def _sqrt_fan_in(shape: torch.Size) -> float:
-    return float(_fan_in(shape) ** 0.5)
-
-
 def _width(shape: torch.Size) -> float:
     return float(shape[0]) if shape else 1.0
 
 
-def _muon(shape: torch.Size) -> float:
-    return math.sqrt(min(shape[0], _fan_in(shape)) or 1)
+_LrRule = dict[str, Callable[[torch.Size], float]]
 
+_ADAM: _LrRule = {
+    "weight": lambda shape: float(_fan_in(shape) ** -0.5),
+    "bias": _one,
+    "norm": _one,
+    "output": _one,
+}
 
 #: Rule -> mup_type -> (shape of the parameter) -> factor of the learning rate. "adam" is for all
 #: optimizers whose updates have entries of about 1 (Adam, AdamW, NAdam, RAdam, Adamax, Lion, ...).
@@ -89,16 +80,16 @@ def _muon(shape: torch.Size) -> float:
 #: adjust_lr_fn, whose updates have singular values sqrt(max(1, fan_out/fan_in)). A layer, which
 #: divides by sqrt(fan_in), must change by lr * sqrt(fan_out/fan_in) in spectral norm, as under
 #: Adam. Source: arXiv 2310.17813, condition 1.
-LR_RULES: dict[str, dict[str, Callable[[torch.Size], float]]] = {
-    "adam": {"weight": _inverse_sqrt_fan_in, "bias": _one, "norm": _one, "output": _one},
-    "sgd": {"weight": _inverse_sqrt_fan_in, "bias": _one, "norm": _one, "output": _one},
+LR_RULES: dict[str, _LrRule] = {
+    "adam": _ADAM,
+    "sgd": {**_ADAM},
     "sgd_to_output_scale": {
-        "weight": _sqrt_fan_in,
+        "weight": lambda shape: float(_fan_in(shape) ** 0.5),
         "bias": _width,
         "norm": _width,
         "output": _one,
     },
-    "muon": {"weight": _muon},
+    "muon": {"weight": lambda shape: math.sqrt(min(shape[0], _fan_in(shape)) or 1)},
 }
 
 
@@ -143,11 +134,6 @@ def lr_scale_func_adam(param: ParameterData) -> float:
 _SGD_RULES = {None: "sgd", "to_output_scale": "sgd_to_output_scale"}
 
 
-def _sgd_rule(readout_constraint: str | None) -> str:
-    check_name("readout_constraint", readout_constraint, _SGD_RULES)
-    return _SGD_RULES[readout_constraint]
-
-
 def lr_scale_func_sgd(readout_constraint: str | None) -> LrScale:
     """Returns a function parameter -> learning-rate factor under SGD.
 
@@ -157,7 +143,8 @@ def lr_scale_func_sgd(readout_constraint: str | None) -> LrScale:
     Raises:
         ValueError: ``readout_constraint`` is anything else.
     """
-    return _as_function(_sgd_rule(readout_constraint))
+    check_name("readout_constraint", readout_constraint, _SGD_RULES)
+    return _as_function(_SGD_RULES[readout_constraint])
 
 
 _OWN_KEYS = ("params", "lr", "weight_decay", "mup_lr_scale")
@@ -281,21 +268,22 @@ def _by_scale(
 class _UnitScaled(torch.optim.Optimizer):
     """Scales every group that is added, including those of the constructor."""
 
-    def _configure(
+    def __init__(
         self,
-        rule: str,
-        independent: bool,
-        allow_untagged: bool,
+        scaling: tuple[LrScale | str, bool, bool],
         lr_mult: LrMult | None,
-        **numbers: object,
+        params: ParamsT,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        for name, number in numbers.items():
-            check_number(name, number)
-        self._scaling = (rule, independent, allow_untagged)
+        self._scaling = scaling  # the rule, independent_weight_decay, allow_non_unit_scaling_params
         self._lr_mult = None if lr_mult is None else dict(lr_mult)
         self._rates: set[float] = set()
         self._begun = False
         self._given: list[Tensor] = []
+        torchs: Any = super().__init__
+        torchs(params, *args, **kwargs)
+        self.register_step_pre_hook(_refuse_flat_rates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds the parameters of the group, as one group for each learning rate."""
@@ -409,20 +397,15 @@ def _refuse_flat_rates(opt: Any, args: Any, kwargs: Any) -> None:
 
 
 class SGD(_UnitScaled, torch.optim.SGD):
-    """`torch.optim.SGD` with u-muP learning rates.
+    """`torch.optim.SGD` with u-muP learning rates. Other arguments are those of torch.
 
     Args:
         params: as in `scaled_parameters`.
-        lr: as in torch.
-        momentum: as in torch.
-        dampening: as in torch.
         weight_decay: as in `scaled_parameters`.
-        nesterov: as in torch.
         independent_weight_decay: see `scaled_parameters`.
         allow_non_unit_scaling_params: see `scaled_parameters`.
         lr_mult: see `scaled_parameters`.
         readout_constraint: see `lr_scale_func_sgd`.
-        kwargs: other arguments of torch.
     """
 
     def __init__(
@@ -440,16 +423,19 @@ class SGD(_UnitScaled, torch.optim.SGD):
         readout_constraint: str | None = None,
         **kwargs: Any,
     ) -> None:
-        rule = _sgd_rule(readout_constraint)
-        numbers: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        choices = (independent_weight_decay, allow_non_unit_scaling_params, lr_mult)
-        self._configure(rule, *choices, **numbers)
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **kwargs)
-        self.register_step_pre_hook(_refuse_flat_rates)
+        for name, number in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            check_number(name, number)
+        rule = lr_scale_func_sgd(readout_constraint)
+        scaling = (rule, independent_weight_decay, allow_non_unit_scaling_params)
+        numbers = (lr, momentum, dampening, weight_decay)
+        super().__init__(scaling, lr_mult, params, *numbers, nesterov, **kwargs)
 
 
-class _Adam(_UnitScaled):
-    """The constructor of Adam and AdamW."""
+class Adam(_UnitScaled, torch.optim.Adam):
+    """`torch.optim.Adam` with u-muP learning rates.
+
+    Positional arguments are those of torch; see `SGD` for the others.
+    """
 
     def __init__(
         self,
@@ -465,22 +451,13 @@ class _Adam(_UnitScaled):
         lr_mult: LrMult | None = None,
         **kwargs: Any,
     ) -> None:
-        numbers: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        choices = (independent_weight_decay, allow_non_unit_scaling_params, lr_mult)
-        self._configure("adam", *choices, **numbers)
-        torchs: Any = super().__init__
-        torchs(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
-        self.register_step_pre_hook(_refuse_flat_rates)
+        for name, number in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            check_number(name, number)
+        scaling = ("adam", independent_weight_decay, allow_non_unit_scaling_params)
+        super().__init__(scaling, lr_mult, params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
 
 
-class Adam(_Adam, torch.optim.Adam):
-    """`torch.optim.Adam` with u-muP learning rates.
-
-    Positional arguments are those of torch; see `SGD` for the others.
-    """
-
-
-class AdamW(_Adam, torch.optim.AdamW):
+class AdamW(Adam, torch.optim.AdamW):
     """`torch.optim.AdamW` with u-muP learning rates.
 
     Positional arguments are those of torch; see `SGD` for the others.

@@ -30,7 +30,7 @@ from torch.nn.utils import parametrize
 from torch.utils.weak import TensorWeakRef
 
 from fp8.common.mixin import check_module
-from fp8.common.validation import check_name
+from fp8.common.validation import check_name, check_whole
 
 from .checks.first_call import check_weights_at_first_call, skip_weight_check
 from .checks.optimizers import check_optimizers
@@ -131,10 +131,8 @@ def tag(
     check_optimizers()
     if not isinstance(parameter, Tensor):
         raise TypeError(f"tag: a parameter must be a Tensor, got {type(parameter).__name__}")
-    if isinstance(mup_scaling_depth, bool) or not isinstance(mup_scaling_depth, int | None):
-        raise TypeError(f"mup_scaling_depth must be an int or None, got {mup_scaling_depth!r}")
-    if mup_scaling_depth is not None and mup_scaling_depth < 1:
-        raise ValueError(f"mup_scaling_depth must be 1 or more, or None: got {mup_scaling_depth}")
+    if mup_scaling_depth is not None:
+        check_whole("mup_scaling_depth", mup_scaling_depth)
     before = tags_of(parameter)
     scale = before.mup_scale if mup_scale is None else mup_scale
     if not (scale > 0 and math.frexp(scale)[0] == 0.5):
@@ -175,10 +173,8 @@ def has_parameter_data(parameter: nn.Parameter) -> TypeGuard[ParameterData]:  # 
 class TaggedModule(nn.Module):
     """A module that restores the tags of its parameters when they are replaced.
 
-    An untagged parameter gets the tags of the previous one of that name when it is assigned
-    (``layer.weight = nn.Parameter(...)``, ``load_state_dict(assign=True)``, FSDP2 sharding and
-    gathering) or recreated by a conversion (``to_empty``, or any conversion with
-    `torch.__future__.set_swap_module_params_on_conversion`).
+    An untagged parameter gets the tags of the previous one of that name when it is assigned or
+    recreated by a conversion.
     """
 
     #: Name of a parameter -> its tags.

@@ -30,7 +30,7 @@ def test_tags():
 def test_bad_tags():
     with pytest.raises(ValueError, match="unknown mup_type 'wieght'; choose one of 'weight', 'bi"):
         Parameter(torch.ones(2), "wieght")
-    with pytest.raises(ValueError, match="mup_scaling_depth must be 1 or more, or None: got 0"):
+    with pytest.raises(ValueError, match="mup_scaling_depth must be a whole number from 1, got 0"):
         Parameter(torch.ones(2), "weight", 0)
 
 

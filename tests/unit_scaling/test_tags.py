@@ -165,7 +165,7 @@ def test_depth_of_a_stack_of_anyones():
     assert model[1][0].weight.mup_type == "weight"
     with pytest.raises(ValueError, match=r"parameter '0\.weight' has no mup_type"):
         set_depth(plain(), 2)
-    with pytest.raises(ValueError, match="must be 1 or more, or None: got 0"):
+    with pytest.raises(ValueError, match="must be a whole number from 1, got 0"):
         set_depth(model[1], 0)
 
 

@@ -105,15 +105,11 @@ def known_rms(tensor: Tensor) -> float | None:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
     try:
-        norm: float = aside(_norm, tensor)
+        values = tensor.detach()
+        norm = aside(lambda: torch.linalg.vector_norm(values, dtype=torch.float64).item())
     except RuntimeError:  # no values inside torch.func transforms
         return None
     return norm * tensor.numel() ** -0.5 or None
-
-
-@torch.no_grad()
-def _norm(tensor: Tensor) -> float:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
 
 
 @eager_only()
@@ -138,20 +134,16 @@ def check_gradient(owner: Any, output: Tensor) -> None:
             return
         owner.gradient_seen = True
         if rms < LOW_GRADIENT:
-            _warn_of_gradient(owner, rms)
+            warn_once(ScaleWarning, _LOW.format(rms), about=owner, key="gradient")
 
     output.register_hook(check)
 
 
-def _warn_of_gradient(owner: Any, rms: float) -> None:
-    warn_once(
-        ScaleWarning,
-        f"the first gradient at the output of a unit-scaled model has RMS {rms:.2g} instead of 1: "
-        "the loss is outside of the model and divides by the size of the batch, as "
-        "torch.nn.functional.cross_entropy does, and FP8 formats round much of such a gradient to "
-        "zero. Use the loss of unit_scaling.functional (U.cross_entropy), or compute the loss in "
-        "the model's forward, which unit_scale then scales; or keep the loss, with recipe "
-        "'tensor', which has a scale for each tensor",
-        about=owner,
-        key="gradient",
-    )
+_LOW = (
+    "the first gradient at the output of a unit-scaled model has RMS {:.2g} instead of 1: the loss "
+    "is outside of the model and divides by the size of the batch, as "
+    "torch.nn.functional.cross_entropy does, and FP8 formats round much of such a gradient to "
+    "zero. Use the loss of unit_scaling.functional (U.cross_entropy), or compute the loss in the "
+    "model's forward, which unit_scale then scales; or keep the loss, with recipe 'tensor', which "
+    "has a scale for each tensor"
+)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,27 +34,24 @@ ones; for readouts, gains and biases it is 1/2.
 """
 
 
-class _Copied:
+class _Copied(NamedTuple):
     """A model that a transform has copied: its parameters, its copies, and copies of these."""
 
-    def __init__(self, model: nn.Module, copy: nn.Module, transform: str) -> None:
-        self.transform = transform
-        self.parameters = WeakTensorKeyDictionary(dict.fromkeys(model.parameters(), True))
-        self.copies = weakref.WeakSet([copy])
+    transform: str
+    parameters: WeakTensorKeyDictionary
+    copies: weakref.WeakSet[nn.Module]
 
 
 _COPIED: list[_Copied] = []
-_CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-"""Optimizer -> the number of copied models when it was checked."""
+_CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that were checked after the last copy."""
 _RATE_CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_STATE = {"installed": False, "copies": 0}
 
 
+@cache
 def check_optimizers() -> None:
     """Checks the first steps of every optimizer from now on."""
-    if not _STATE["installed"]:
-        _STATE["installed"] = True
-        register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def remember_copy(model: nn.Module, copy: nn.Module, transform: str) -> None:
@@ -69,14 +67,15 @@ def remember_copy(model: nn.Module, copy: nn.Module, transform: str) -> None:
     for each in _COPIED:
         if model in each.copies:
             each.copies.add(copy)
-    _COPIED.append(_Copied(model, copy, transform))
-    _STATE["copies"] += 1
+    parameters = WeakTensorKeyDictionary(dict.fromkeys(model.parameters(), True))
+    _COPIED.append(_Copied(transform, parameters, weakref.WeakSet([copy])))
+    _CHECKED.clear()
 
 
 @eager_only()
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _CHECKED.get(optimizer) != _STATE["copies"] and _steps_its_own(optimizer):
-        _CHECKED[optimizer] = _STATE["copies"]
+    if optimizer not in _CHECKED and _steps_its_own(optimizer):
+        _CHECKED.add(optimizer)
     if optimizer not in _RATE_CHECKED:
         _RATE_CHECKED.add(optimizer)
         _check_rate(optimizer)
@@ -88,11 +87,8 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _steps_its_own(optimizer: Optimizer) -> bool:
-    """Whether no further step needs a check; warns of parameters that a copy has replaced.
-
-    The warning applies if none of the optimizer's parameters has a gradient, some belong to a
-    copied model, and parameters of the copy, none of which it has, do have gradients.
-    """
+    """Whether no further step needs a check. Warns if parameters of copied models are stepped that
+    have no gradients, while those of a copy have."""
     steps = list(_parameters(optimizer))
     models = [each for each in _COPIED if any(p in each.parameters for p in steps)]
     if not models or any(_has_gradient(p) for p in steps):

@@ -100,7 +100,11 @@ class MHSA(nn.Module):
             positions = torch.arange(start, start + input.shape[-2], device=input.device)
             query, key = (U.rotary(t, positions, self.rotary_base) for t in (query, key))
         if cache is not None:
-            key, value = self._extended(cache, key, value)
+            if self.context_length is None:
+                raise ValueError(
+                    "a cache needs a context_length: without, scales depend on its length"
+                )
+            key, value = cache.extend(key, value)
         mask = None
         if start and self.is_causal:
             allowed = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
@@ -117,11 +121,6 @@ class MHSA(nn.Module):
             context_length=self.context_length,
         )
         return self.linear_o(attended.transpose(-3, -2).flatten(-2))
-
-    def _extended(self, cache: KeyValueCache, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if self.context_length is None:
-            raise ValueError("a cache needs a context_length: without, scales depend on the length")
-        return cache.extend(key, value)
 
     def extra_repr(self) -> str:
         grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
@@ -241,9 +240,7 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
     def _mask(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None
     ) -> Tensor | None:
-        """Merges both masks into one that is added to the logits, broadcastable to (batch, heads,
-        L, S).
-        """
+        """Both masks as one, added to the logits, broadcastable to (batch, heads, L, S)."""
         if padding is not None and padding.dim() == 1:
             padding = padding.unsqueeze(0)
         batch, sizes = q.shape[0], (q.shape[2], k.shape[2])

@@ -18,11 +18,8 @@ __all__ = ["DepthModuleList", "DepthSequential"]
 
 
 def _multiply_depth(root: nn.Module, old: int | None, new: int | None) -> None:
-    """Replaces the factor ``old`` in the depth of every parameter in ``root`` by ``new``.
-
-    None stands for no container and leaves a depth of None. Raises ValueError for an untagged
-    parameter, before anything is changed.
-    """
+    """Replaces the factor ``old`` in the depth of every parameter in ``root`` by ``new``; None is
+    no container. Raises ValueError for an untagged parameter, before anything is changed."""
     tags: dict[nn.Parameter, Tags] = {}
     for name, parameter in root.named_parameters():
         if not has_parameter_data(parameter):

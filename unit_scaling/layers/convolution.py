@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .. import functional as U
 from .scaled import Product
@@ -16,10 +15,8 @@ __all__ = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "
 class _Convolution(Product):
     def forward(self: Any, input: Tensor) -> Any:
         """Pads ``input``, if not with zeros, and returns ``op`` of it."""
-        if self.padding_mode == "zeros":
-            return super().forward(input)
-        padded = F.pad(input, _margins(self), mode=self.padding_mode)
-        return super().forward(padded, padding=0)
+        run = super().forward if self.padding_mode == "zeros" else self.substituted
+        return run(input)
 
 
 class _Transposed(Product):
@@ -27,39 +24,7 @@ class _Transposed(Product):
         """Returns ``op`` of the input, of the requested size."""
         if output_size is None:
             return super().forward(input)
-        return super().forward(input, output_padding=_output_padding(self, input, output_size))
-
-
-def _margins(module: Any) -> list[int]:
-    """The padding for `F.pad`, last dimension first; an odd element of "same" is on the right."""
-    sides = []
-    for i in reversed(range(len(module.kernel_size))):
-        if module.padding == "valid":
-            sides += [0, 0]
-        elif module.padding == "same":
-            total = module.dilation[i] * (module.kernel_size[i] - 1)
-            sides += [total // 2, total - total // 2]
-        else:
-            sides += [int(module.padding[i])] * 2
-    return sides
-
-
-def _output_padding(module: Any, input: Tensor, output_size: list[int]) -> list[int]:
-    """The output padding for a requested output size. Raises ValueError if there is none."""
-    dims = len(module.kernel_size)
-    wanted, sizes = output_size[-dims:], input.shape[-dims:]
-    least = [
-        (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + 1
-        for size, stride, padding, dilation, kernel in zip(
-            sizes, module.stride, module.padding, module.dilation, module.kernel_size, strict=True
-        )
-    ]
-    extra = [w - low for w, low in zip(wanted, least, strict=False)]
-    allowed = [max(s, d) for s, d in zip(module.stride, module.dilation, strict=True)]
-    if len(wanted) != dims or any(not 0 <= e < a for e, a in zip(extra, allowed, strict=True)):
-        most = [low + a - 1 for low, a in zip(least, allowed, strict=True)]
-        raise ValueError(f"output_size must be between {least} and {most}, got {list(wanted)}")
-    return extra
+        return self.substituted(input, output_size)
 
 
 class Conv1d(_Convolution, nn.Conv1d, op=U.conv1d):

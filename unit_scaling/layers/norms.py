@@ -47,9 +47,7 @@ class GroupNorm(Weighted, nn.GroupNorm, op=U.group_norm):
 
 class _BatchNorm(Weighted):
     def forward(self: Any, input: Tensor) -> Tensor:
-        """As in torch: uses batch statistics in training, otherwise running statistics if there are
-        any.
-        """
+        """As in torch: statistics of the batch in training, otherwise running ones, if any."""
         self._check_input_dim(input)
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
@@ -77,36 +75,19 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d, op=U.batch_norm):
 
 
 class _InstanceNorm(Weighted):
-    #: The number of dimensions of an input without a batch.
-    unbatched: int
-
-    def forward(self: Any, input: Tensor) -> Tensor:
-        """As in torch: uses statistics of each image, or tracked running statistics in
-        evaluation."""
-        self._check_input_dim(input)
-        batch = input if input.dim() != self.unbatched else input[None]
-        own = self.training or not self.track_running_stats
-        momentum = 0.0 if self.momentum is None else self.momentum
-        output = super().forward(batch, use_input_stats=own, momentum=momentum)
-        return output if batch is input else output[0]
+    forward = Weighted.substituted
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d, op=U.instance_norm):
     """`unit_scaling.functional.instance_norm` as a module, for (batch, channels, length)."""
 
-    unbatched = 2
-
 
 class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d, op=U.instance_norm):
     """`unit_scaling.functional.instance_norm` as a module, for (batch, channels, height, width)."""
 
-    unbatched = 3
-
 
 class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d, op=U.instance_norm):
     """`unit_scaling.functional.instance_norm` as a module, for (batch, channels, depth, h, w)."""
-
-    unbatched = 4
 
 
 class LayerNorm2d(Weighted, norm.LayerNorm2d, op=U.layer_norm2d):

@@ -8,22 +8,11 @@ from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar
 
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..constraints import checked_constraint
 from ..parameter import MupType, TaggedModule
-
-__all__ = [
-    "CONSTRAINT",
-    "MULT",
-    "WEIGHT_MUP_TYPE",
-    "Activation",
-    "Constrained",
-    "Normal",
-    "Product",
-    "Scaled",
-    "Weighted",
-]
-
+from ..rules.table import find_op
 
 MULT = Parameter("mult", Parameter.POSITIONAL_OR_KEYWORD, default=1.0, annotation=float)
 CONSTRAINT = MULT.replace(name="constraint", default="to_output_scale", annotation=str | None)
@@ -68,8 +57,8 @@ class Scaled(nn.Module):
             ]
             cls._arguments = Signature([*cls._first, *changed, *cls._last])
             cls.__signature__ = cls._arguments  # type: ignore[attr-defined]
-            if cls.forward is Scaled.forward:
-                cls.forward = _with_signature(torch_class.forward)  # type: ignore[method-assign]
+            if cls.forward in (Scaled.forward, Weighted.substituted):
+                cls.forward = _with_signature(torch_class.forward, cls.forward)  # type: ignore[method-assign]
         elif "__init__" in vars(cls):
             _, *own = signature(cls.__init__).parameters.values()
             cls.__signature__ = Signature(own)  # type: ignore[attr-defined]
@@ -97,14 +86,28 @@ class Scaled(nn.Module):
         return type(self).op(*args, **given)
 
 
-def _with_signature(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """`Scaled.forward` with the signature of torch's."""
-
+def _with_signature(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(theirs)
     def forward(self: Scaled, *inputs: Any, **named: Any) -> Any:
-        return Scaled.forward(self, *inputs, **named)
+        return ours(self, *inputs, **named)
 
     return forward
+
+
+class _Substitute(TorchFunctionMode):
+    """Calls the row of OPS, with these settings, in place of a torch function that it replaces."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        op = find_op(func)
+        if op is None:
+            return func(*args, **(kwargs or {}))
+        return op.call(args, kwargs or {}, func=func, **self.settings)
 
 
 class Activation(Scaled):
@@ -131,6 +134,15 @@ class Weighted(Scaled, TaggedModule):
 
     def _kinds(self) -> dict[str, MupType]:
         return {"weight": self.weight_mup_type, "bias": "bias"}
+
+    def substituted(self, *inputs: Any, **named: Any) -> Any:
+        """Returns ``forward`` of torch's module, which calls ops in place of torch's functions.
+
+        For modules whose ``forward`` does more than call one function.
+        """
+        ours = {p.name: getattr(self, p.name) for p in (*self._first, *self._last)}
+        with _Substitute(ours):
+            return super(TaggedModule, self).forward(*inputs, **named)
 
     def reset_parameters(self) -> None:
         """Initialises the parameters, and running statistics, as torch does."""

@@ -50,19 +50,15 @@ class MLP(nn.Module):
 class TransformerLayer(nn.Module):
     """Attention and MLP, each a residual branch that starts with an RMSNorm.
 
-    Input and output are (..., length, hidden_size). ``forward`` takes a cache as `MHSA` does.
+    Input and output are (..., length, hidden_size). ``forward`` takes a cache as `MHSA` does. Other
+    arguments are as in `MHSA`.
 
     Args:
         hidden_size: the width of input and output.
-        heads: see `MHSA`.
         mhsa_tau: the weight of the attention branch; see `unit_scaling.functional.residual_split`.
         mlp_tau: the weight of the MLP branch.
-        is_causal: see `MHSA`.
         dropout_p: the dropout probability at the end of each branch and in attention, in training
             only.
-        kv_heads: see `MHSA`.
-        rotary_base: see `MHSA`.
-        context_length: see `MHSA`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Arithmetic between tensors, and concatenation.
+"""Arithmetic between tensors, of which some may be broadcast, concatenation, and residual sums.
 
 Operations with a number, or of integers, are not scaled: an explicit number, such as a temperature,
 is intentional.
@@ -8,19 +8,35 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..common.watched import watched
 from ..rules.table import Adapter, Scales, positional, row, tie
-from ..scale import kept_in, scale_each
-from .broadcast import scaled_terms, shares
-
-__all__ = ["add", "addcmul", "cat", "div", "lerp", "mul", "stack", "sub"]
+from ..scale import kept_in, scale_each, scale_output
 
 Number = Tensor | float
+
+# Broadcast operands
+
+
+def shares(*operands: Tensor) -> list[float]:
+    """For each operand, 1/sqrt of the number of elements of the result that read one of its."""
+    size = math.prod(torch.broadcast_shapes(*[t.shape for t in operands])) or 1
+    return [float(((t.numel() or 1) / size) ** 0.5) for t in operands]
+
+
+def scaled_terms(fn: Callable[..., Tensor], operands: dict[str, Tensor], s: Scales) -> Tensor:
+    """``fn(*operands)`` with the factors of ``s``; one pass if those of the operands are equal."""
+    factors = [s[name] for name in operands]
+    if all(factor == factors[0] for factor in factors):
+        return scale_output(fn(*operands.values()), s["output"], factors[0])
+    terms = [scale_each(t, 1.0, s[name]) for name, t in operands.items()]
+    return scale_each(fn(*terms), s["output"], 1.0)
 
 
 def _broadcast(operands: dict[str, Tensor], weights: Sequence[float]) -> Scales:
@@ -68,10 +84,8 @@ def _sum_written(input: Tensor, other: Tensor | float, **named: Any) -> dict[str
 
 
 def _operators(names: str, symbol: str, plain: Adapter, in_place: Adapter) -> dict[Any, Adapter]:
-    """Every spelling of a binary operation, with its adapter.
-
-    names: torch's names, separated by spaces. symbol: that of Python's operator.
-    """
+    """Every spelling of a binary operation, by torch's names and Python's symbol, with its
+    adapter."""
     found: dict[Any, Adapter] = {
         getattr(space, name + mark): adapter
         for mark, adapter in (("", plain), ("_", in_place))
@@ -109,19 +123,15 @@ def add(
         The broadcast shape.
     """
     s = add_scales(input, other, constraint, alpha)
-    terms: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
-    return kept_in(out, scaled_terms(lambda a, b: torch.add(a, b, alpha=alpha), terms, s))
-
-
-def _torch_reversed_sub(input: Tensor, other: Number, *, alpha: float = 1) -> dict[str, Any]:
-    return {"input": other, "other": input, "alpha": alpha}
+    operands: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
+    return kept_in(out, scaled_terms(partial(torch.add, alpha=alpha), operands, s))
 
 
 @row(
     add_scales,
     adapters={
         **_operators("sub subtract", "sub", BINARY, _sum_written),
-        **dict.fromkeys((torch.Tensor.__rsub__, torch.rsub), _torch_reversed_sub),
+        **dict.fromkeys((torch.Tensor.__rsub__, torch.rsub), positional("other input")),
     },
 )
 def sub(
@@ -182,18 +192,8 @@ def mul(
     Returns:
         The broadcast shape.
     """
-    input, other = _collected(input, other, mul_scales(input, other, constraint))
-    output = torch.mul(input, other)
-    return kept_in(out, output)
-
-
-def _collected(input: Number, other: Number, s: Scales) -> tuple[Number, Number]:
-    """Both operands, with the gradient factors of a broadcast one."""
-    if s["input"] != 1.0:
-        input = scale_each(input, 1.0, s["input"])  # type: ignore[arg-type]
-    if s["other"] != 1.0:
-        other = scale_each(other, 1.0, s["other"])  # type: ignore[arg-type]
-    return input, other
+    operands: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
+    return kept_in(out, scaled_terms(torch.mul, operands, mul_scales(input, other, constraint)))
 
 
 def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output_scale") -> Scales:
@@ -219,9 +219,9 @@ def div(
     Args:
         rounding_mode: as in `torch.div`.
     """
-    dividend, divisor = _collected(input, other, div_scales(input, other, constraint))
-    output = torch.div(dividend, divisor, rounding_mode=rounding_mode)
-    return kept_in(out, output)
+    operands: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
+    divide = partial(torch.div, rounding_mode=rounding_mode)
+    return kept_in(out, scaled_terms(divide, operands, div_scales(input, other, constraint)))
 
 
 def addcmul_scales(
@@ -248,7 +248,7 @@ def addcmul(
     """Computes ``s * (input + value * tensor1 * tensor2)``; the shapes must be broadcastable."""
     s = addcmul_scales(input, tensor1, tensor2, value, constraint)
     operands = {"input": input, "tensor1": tensor1, "tensor2": tensor2}
-    return scaled_terms(lambda *terms: torch.addcmul(*terms, value=value), operands, s)
+    return scaled_terms(partial(torch.addcmul, value=value), operands, s)
 
 
 def lerp_scales(
@@ -283,7 +283,7 @@ def lerp(
     operands = {"input": input, "end": end}
     if isinstance(weight, Tensor):
         return scaled_terms(torch.lerp, {**operands, "weight": weight}, s)
-    return scaled_terms(lambda a, b: torch.lerp(a, b, weight), operands, s)
+    return scaled_terms(partial(torch.lerp, weight=weight), operands, s)
 
 
 # Concatenation
@@ -316,3 +316,61 @@ def stack(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) ->
     """Stacks tensors of equal shapes as `torch.stack`; no factor is needed. Arguments as in
     `cat`."""
     return torch.stack(tensors, dim, out=out)  # type: ignore[arg-type]
+
+
+# Residual connections: a weighted sum whose branch gradient is scaled at the start of the branch
+
+
+def _weights(tau: float) -> tuple[float, float]:
+    """The weights of branch and skip connection: their ratio is tau, their squares sum to 1."""
+    if not tau >= 0:
+        raise ValueError(f"tau, the weight of a branch, is at least 0, got {tau!r}")
+    norm = math.sqrt(1 + tau**2)
+    return tau / norm, 1 / norm
+
+
+@watched
+def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Starts a residual branch: returns ``(residual, skip)``, both equal to ``input``.
+
+    Gradients inside the branch are those of a branch of weight 1, so they have RMS 1; here they are
+    multiplied by the branch's weight.
+
+    Args:
+        input: any shape, floating point.
+        tau: the weight of the branch relative to the skip connection, at least 0, and the same as
+            in `residual_add`, which ends the branch.
+
+    Raises:
+        ValueError: tau is negative.
+    """
+    branch, skip = _weights(tau)
+    return scale_each(input, 1.0, branch), scale_each(input, 1.0, skip)
+
+
+@watched
+def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
+    """Computes ``(tau * residual + skip) / sqrt(1 + tau**2)``; gradients are propagated unscaled.
+
+    Args:
+        residual: the output of the branch, broadcastable with ``skip``.
+        skip: the skip connection; see `residual_split`.
+        tau: as in `residual_split`.
+    """
+    a, b = _weights(tau)
+    return scale_each(residual, a, 1.0) + scale_each(skip, b, 1.0)
+
+
+def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1.0) -> Tensor:
+    """Computes ``(tau * fn(input) + input) / sqrt(1 + tau**2)``, unit-scaled in both directions.
+
+    Args:
+        fn: the residual branch.
+        input: any shape, floating point.
+        tau: as in `residual_split`.
+
+    >>> residual_apply(torch.relu, torch.tensor([-2.0, 2.0]), tau=1.0)
+    tensor([-1.4142,  2.8284])
+    """
+    branch, skip = residual_split(input, tau)
+    return residual_add(fn(branch), skip, tau)

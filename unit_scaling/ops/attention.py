@@ -15,15 +15,10 @@ from ..core.functional import logarithmic_interpolation
 from ..rules.table import Scales, row
 from ..scale import scale_bwd, scale_output
 
-__all__ = ["rotary", "scaled_dot_product_attention"]
-
 
 def _average_std(length: int, is_causal: bool) -> float:
-    """The RMS of a uniform average of uncorrelated rows: of all rows, or of those so far if causal.
-
-    Causal row t averages t values, so the mean square is about log(length)/length. A single row is
-    returned unchanged.
-    """
+    """The RMS of a uniform average of uncorrelated rows: of all, or of those so far if causal. Row
+    t then averages t values, and the mean square is about log(length)/length."""
     if length <= 1:
         return 1.0
     # log2, which stays symbolic in a graph; with log, each length would be compiled
@@ -136,11 +131,8 @@ def attention_with_weights(
     mult: float,
     context_length: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """`scaled_dot_product_attention` by separate products; also returns its probabilities (..., L,
-    S).
-
-    attn_mask: added to the logits. is_causal: whether it is causal.
-    """
+    """`scaled_dot_product_attention` by separate products, and its probabilities (..., L, S).
+    attn_mask: added to the logits. is_causal: whether it is causal."""
     settings = (dropout_p, is_causal, mult, None, context_length)
     s = scaled_dot_product_attention_scales(query, value, *settings)
     gauge = _gauge(s, value, context_length)

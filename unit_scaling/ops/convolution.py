@@ -16,15 +16,6 @@ from ..scale import scale_each
 from .generated import renamed
 from .products import SQRT, ScalePower, inverse
 
-__all__ = [
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-]
-
 Ints = int | Sequence[int]
 
 
@@ -32,15 +23,6 @@ def each(value: Ints, dims: int) -> list[int]:
     """One setting for each dimension; a number applies to all."""
     values = [value] if isinstance(value, int) else list(value)
     return values * dims if len(values) == 1 else values
-
-
-def _positions(length: int, kernel: int, stride: int, margin: int | None, dilation: int) -> int:
-    """The length of the output, at least 1 to avoid division by zero. margin: None for "same"
-    padding.
-    """
-    if margin is None:
-        return max(length, 1)
-    return max((length + 2 * margin - dilation * (kernel - 1) - 1) // stride + 1, 1)
 
 
 def conv_scales(
@@ -62,18 +44,15 @@ def conv_scales(
     """
     fan_out, fan_in, *kernel = weight.shape
     dims = len(kernel)
-    lengths = input.shape[-dims:]
-    strides, steps = each(stride, dims), each(dilation, dims)
-    margins: Sequence[int | None] = (
-        [None if padding == "same" else 0] * dims
-        if isinstance(padding, str)
-        else each(padding, dims)
-    )
-    positions = list(map(_positions, lengths, kernel, strides, margins, steps))
-    uses = [
-        k * min(1 / step, n / max(length, 1))
-        for k, step, n, length in zip(kernel, strides, positions, lengths, strict=True)
-    ]
+    margins = each(0 if isinstance(padding, str) else padding, dims)
+    sizes = (input.shape[-dims:], kernel, each(stride, dims), margins, each(dilation, dims))
+    positions, uses = [], []
+    for length, k, step, margin, gap in zip(*sizes, strict=True):
+        room = (
+            length if padding == "same" else (length + 2 * margin - gap * (k - 1) - 1) // step + 1
+        )
+        positions.append(max(room, 1))  # not 0, which is divided by
+        uses.append(k * min(1 / step, positions[-1] / max(length, 1)))
     batch = input.shape[0] if input.ndim == dims + 2 else 1
     grad = row_scale(batch * math.prod(positions), scale_power[2])
     tied = tie(

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Concatenate
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..rules.one_call import one_call
 from ..rules.table import Scales, positional, row, tie
 from ..scale import scale_each
-from .generated import with_first
+from .generated import P, R, with_first
 
-__all__ = [
-    "alpha_dropout",
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "feature_alpha_dropout",
-]
-
-# The limit of selu at minus infinity, -scale * alpha: the value of a dropped element. Source:
-# Klambauer et al. 2017, "Self-Normalizing Neural Networks", section 2.
-_DROPPED = -1.7580993408473766
+# The square of the value of a dropped element: the limit of selu at minus infinity, -scale * alpha.
+# Source: Klambauer et al. 2017, "Self-Normalizing Neural Networks", section 2.
+_DROPPED_SQUARE = 1.7580993408473766**2
 
 
-def _check(p: float) -> None:
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+#: torch's form of dropout.
+_DROPOUT = positional("input p train", train="training")
+
+
+def _op(
+    body: Callable[Concatenate[Callable[..., Tensor], P], R],
+    rule: Callable[..., Scales],
+    fn: Callable[..., Tensor],
+    about: str,
+    *plain: Callable[..., Tensor],
+) -> Callable[P, R]:
+    """Adds the row of ``fn`` of torch.nn.functional. plain: the function of torch, if any."""
+    op = with_first(body, fn, fn.__name__, about)
+    return row(rule, replaces=(fn, *plain), adapters=dict.fromkeys(plain, _DROPOUT))(op)
 
 
 def dropout_scales(input: Tensor, p: float = 0.5, training: bool = True) -> Scales:
@@ -39,53 +41,38 @@ def dropout_scales(input: Tensor, p: float = 0.5, training: bool = True) -> Scal
     return {"output": scale, "input": scale}
 
 
-def _dropout(
+def _scaled(
     fn: Callable[..., Tensor],
     input: Tensor,
     p: float = 0.5,
     training: bool = True,
     inplace: bool = False,
 ) -> Tensor:
-    _check(p)
     output = fn(input, p, training, inplace)
     scale = dropout_scales(input, p, training)["output"]
     return output.mul_(scale) if scale != 1.0 else output
 
 
-#: torch's form of dropout.
-DROPOUT = positional("input p train", train="training")
+_ABOUT = """Computes ``s * dropout(input, p)``; the identity if not training.
 
+Args:
+    input: any shape, floating point.
+    p: the fraction set to zero, in [0, 1].
+    training: whether to apply dropout.
+    inplace: write the result into ``input``.
 
-@row(dropout_scales, replaces=(F.dropout, torch.dropout), adapters={torch.dropout: DROPOUT})
-def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Computes ``s * dropout(input, p)``; the identity if not training.
+Returns:
+    The shape and dtype of ``input``.
 
-    Args:
-        input: any shape, floating point.
-        p: the fraction set to zero, in [0, 1].
-        training: whether to apply dropout.
-        inplace: write the result into ``input``.
+Raises:
+    ValueError: p is outside [0, 1].
+"""
+_CHANNELS = "`dropout` of whole channels, for input ({})."
 
-    Returns:
-        The shape and dtype of ``input``.
-
-    Raises:
-        ValueError: p is outside [0, 1].
-    """
-    return _dropout(F.dropout, input, p, training, inplace)
-
-
-def _of_channels(fn: Callable[..., Tensor], shape: str) -> Callable[..., Tensor]:
-    """Adds the row of a dropout of channels of inputs of this shape."""
-    name = fn.__name__
-    about = f"Computes ``s * {name}(input, p)`` of {shape}; arguments as in `dropout`."
-    op = with_first(_dropout, fn, name, about)
-    return row(dropout_scales, replaces=(fn,))(one_call(op))
-
-
-dropout1d = _of_channels(F.dropout1d, "(batch, channels, length)")
-dropout2d = _of_channels(F.dropout2d, "(batch, channels, h, w)")
-dropout3d = _of_channels(F.dropout3d, "(batch, channels, d, h, w)")
+dropout = _op(_scaled, dropout_scales, F.dropout, _ABOUT, torch.dropout)
+dropout1d = _op(_scaled, dropout_scales, F.dropout1d, _CHANNELS.format("batch, channels, length"))
+dropout2d = _op(_scaled, dropout_scales, F.dropout2d, _CHANNELS.format("batch, channels, h, w"))
+dropout3d = _op(_scaled, dropout_scales, F.dropout3d, _CHANNELS.format("batch, channels, d, h, w"))
 
 
 def alpha_dropout_scales(
@@ -94,11 +81,11 @@ def alpha_dropout_scales(
     """Torch's op keeps mean 0 and variance 1; only the gradient of the kept fraction 1 - p is
     scaled.
     """
-    gradient = math.sqrt(1 + p * _DROPPED**2) if training and p < 1 else 1.0
+    gradient = math.sqrt(1 + p * _DROPPED_SQUARE) if training and p < 1 else 1.0
     return tie(constraint, output=1.0, input=gradient)
 
 
-def _alpha_dropout(
+def _alpha(
     fn: Callable[..., Tensor],
     input: Tensor,
     p: float = 0.5,
@@ -106,32 +93,19 @@ def _alpha_dropout(
     inplace: bool = False,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    _check(p)
     output = fn(input, p, training, inplace)
     scale = alpha_dropout_scales(p, training, constraint)["input"]
     return output if scale == 1.0 else scale_each(output, 1.0, scale)
 
 
-def _alpha(
-    fn: Callable[..., Tensor], plain: Callable[..., Tensor], documentation: str
-) -> Callable[..., Tensor]:
-    """Adds the row of an alpha dropout, ``fn`` of torch.nn.functional and ``plain`` of torch."""
-    op = with_first(_alpha_dropout, fn, fn.__name__, documentation)
-    how = row(alpha_dropout_scales, replaces=(fn, plain), adapters={plain: DROPOUT})
-    return how(one_call(op))
-
-
-alpha_dropout = _alpha(
-    F.alpha_dropout,
-    torch.alpha_dropout,
-    """`torch.nn.functional.alpha_dropout`, for use with selu, with a unit-scaled gradient.
+_ALPHA = """`torch.nn.functional.alpha_dropout`, for use with selu, with a unit-scaled gradient.
 
 Raises:
     ValueError: p is outside [0, 1].
-""",
-)
-feature_alpha_dropout = _alpha(
-    F.feature_alpha_dropout,
-    torch.feature_alpha_dropout,
-    "`alpha_dropout` of whole channels, for input (batch, channels, ...).",
+"""
+_FEATURES = "`alpha_dropout` of whole channels, for input (batch, channels, ...)."
+
+alpha_dropout = _op(_alpha, alpha_dropout_scales, F.alpha_dropout, _ALPHA, torch.alpha_dropout)
+feature_alpha_dropout = _op(
+    _alpha, alpha_dropout_scales, F.feature_alpha_dropout, _FEATURES, torch.feature_alpha_dropout
 )

@@ -11,8 +11,6 @@ from ..rules.batch import row_scale
 from ..rules.table import Scales, row
 from ..scale import scale_each
 
-__all__ = ["embedding", "embedding_bag"]
-
 
 def embedding_scales(input: Tensor, weight: Tensor) -> Scales:
     """Each row of the weight is looked up batch/rows times on average."""
@@ -52,13 +50,9 @@ def embedding(
 
 @compiled_as(lambda output, scale: scale_each(output, 1.0, scale))
 def _scale_gradient(output: Tensor, scale: float) -> Tensor:
-    """Returns ``output``, with its gradient multiplied by ``scale``, as a tensor that may be
-    written in place.
-
-    The result of an autograd function may not (``x = embedding(ids); x += positions``), so eager
-    code uses a hook, which later writes do not affect. The view separates it from other hooks,
-    which see the unscaled gradient.
-    """
+    """``output``, with its gradient multiplied by ``scale``. It may be written in place (``x +=
+    positions``), unlike the result of an autograd function: eager code uses a hook, and a view,
+    whose own hooks see the unscaled gradient."""
     if not output.requires_grad:
         return scale_each(output, 1.0, scale)
     output.register_hook(lambda grad: grad * scale)

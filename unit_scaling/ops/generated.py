@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import Any, Concatenate, ParamSpec, TypeVar
-
-__all__ = ["REQUIRED", "described", "renamed", "with_first"]
 
 #: Stands for the default of an argument without a default.
 REQUIRED: Any = Parameter.empty
@@ -18,26 +16,16 @@ R = TypeVar("R")
 First = TypeVar("First")
 
 
-def described(
-    function: F,
-    name: str,
-    documentation: str | None,
-    arguments: Mapping[str, Any],
-    keyword_only: Sequence[str] = (),
-) -> F:
+def described(function: F, name: str, documentation: str | None, arguments: Mapping[str, Any]) -> F:
     """Returns ``function`` with this name, docstring and signature.
 
     arguments: name -> default or `REQUIRED`, in order.
     """
     function.__name__ = function.__qualname__ = name
     function.__doc__ = documentation
-    kinds = dict.fromkeys(keyword_only, Parameter.KEYWORD_ONLY)
-    function.__signature__ = Signature(  # type: ignore[attr-defined]
-        [
-            Parameter(n, kinds.get(n, Parameter.POSITIONAL_OR_KEYWORD), default=default)
-            for n, default in arguments.items()
-        ]
-    )
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [Parameter(n, kind, default=default) for n, default in arguments.items()]
+    function.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return function
 
 

@@ -17,16 +17,10 @@ from ..rules.quadrature import absolute_moment, largest_square
 from ..rules.table import Adapter, Scales, positional, row, tie
 from ..scale import scale_each, scale_output
 
-__all__ = [
-    "batch_norm",
-    "group_norm",
-    "instance_norm",
-    "layer_norm",
-    "layer_norm2d",
-    "local_response_norm",
-    "normalize",
-    "rms_norm",
-]
+
+def _scaled(s: Scales, *parameters: Tensor | None) -> list[Tensor | None]:
+    """Weight and bias, with the factor of their gradients."""
+    return [None if p is None else scale_each(p, 1.0, s["weight"]) for p in parameters]
 
 
 def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
@@ -60,9 +54,7 @@ def layer_norm(
         bias: of shape ``normalized_shape``, or None.
         eps: added to the variance.
     """
-    s = layer_norm_scales(input, normalized_shape)
-    weight = None if weight is None else scale_each(weight, 1.0, s["weight"])
-    bias = None if bias is None else scale_each(bias, 1.0, s["bias"])
+    weight, bias = _scaled(layer_norm_scales(input, normalized_shape), weight, bias)
     return F.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
@@ -93,17 +85,11 @@ def rms_norm(
         weight: of shape ``normalized_shape``, or None.
         eps: added to the mean square; None is the machine epsilon of the dtype, torch's default.
     """
-    s = rms_norm_scales(input, normalized_shape)
-    weight = None if weight is None else scale_each(weight, 1.0, s["weight"])
+    (weight,) = _scaled(rms_norm_scales(input, normalized_shape), weight)
     return F.rms_norm(input, list(normalized_shape), weight, eps)
 
 
 # Over channels, groups and batches
-
-
-def _scaled(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
-    scale = channel_norm_scales(input)["weight"]
-    return [None if p is None else scale_each(p, 1.0, scale) for p in (weight, bias)]
 
 
 def channel_norm_scales(input: Tensor) -> Scales:
@@ -138,7 +124,7 @@ def group_norm(
         bias: (channels,) or None.
         eps: added to the variance.
     """
-    weight, bias = _scaled(input, weight, bias)
+    weight, bias = _scaled(channel_norm_scales(input), weight, bias)
     return F.group_norm(input, num_groups, weight, bias, eps)
 
 
@@ -175,7 +161,7 @@ def batch_norm(
         momentum: the weight of the batch in the running statistics.
         eps: added to the variance.
     """
-    weight, bias = _scaled(input, weight, bias)
+    weight, bias = _scaled(channel_norm_scales(input), weight, bias)
     return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
@@ -198,7 +184,7 @@ def instance_norm(
 
     Arguments are as in `batch_norm`; ``use_input_stats`` is its ``training``.
     """
-    weight, bias = _scaled(input, weight, bias)
+    weight, bias = _scaled(channel_norm_scales(input), weight, bias)
     return F.instance_norm(
         input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
     )
@@ -228,7 +214,7 @@ def layer_norm2d(
     Raises:
         ValueError: the input has fewer than two dimensions.
     """
-    weight, bias = _scaled(input, weight, bias)
+    weight, bias = _scaled(channel_norm_scales(input), weight, bias)
     return over_channels(input, weight, bias, eps)
 
 

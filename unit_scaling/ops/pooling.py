@@ -1,4 +1,4 @@
-"""Pooling in 1, 2 and 3 dimensions.
+"""Pooling in 1, 2 and 3 dimensions, and interpolation.
 
 The rules assume uncorrelated elements in a window and ignore padding. The second moment of an input
 gradient is the fraction of its squared gradient that a window propagates, times the number of
@@ -10,37 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.constant import constant
-from ..rules.one_call import one_call
+from ..common.constant import constant, specialised
 from ..rules.quadrature import absolute_moment, largest_square
 from ..rules.table import Scales, row, tie
 from ..scale import scale_output
 from .convolution import each
 from .generated import REQUIRED, described
-
-__all__ = [
-    "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d",
-    "adaptive_max_pool1d",
-    "adaptive_max_pool2d",
-    "adaptive_max_pool3d",
-    "avg_pool1d",
-    "avg_pool2d",
-    "avg_pool3d",
-    "lp_pool1d",
-    "lp_pool2d",
-    "lp_pool3d",
-    "max_pool1d",
-    "max_pool2d",
-    "max_pool3d",
-]
 
 Sizes = int | Sequence[int]
 Constraint = str | None
@@ -176,28 +157,22 @@ def adaptive_max_pool_scales(
     return _largest(math.ceil(window), ratio, constraint)
 
 
-class _Kind(NamedTuple):
-    """A rule; torch's arguments after the first, those of the rule's first."""
-
-    rule: Callable[..., Scales]
-    settings: dict[str, Any]
-
-
 _WINDOW = {"kernel_size": REQUIRED, "stride": None, "padding": 0}
 _AVERAGE = {**_WINDOW, "ceil_mode": False, "count_include_pad": True}
 _LARGEST = {**_WINDOW, "dilation": 1, "ceil_mode": False, "return_indices": False}
 _NORM = {"norm_type": REQUIRED, "kernel_size": REQUIRED, "stride": None, "ceil_mode": False}
 
-#: torch's name, with or without the number of dimensions -> its kind.
-_KINDS = {
-    "avg_pool": _Kind(avg_pool_scales, {**_AVERAGE, "divisor_override": None}),
-    "avg_pool1d": _Kind(avg_pool_scales, _AVERAGE),
-    "max_pool": _Kind(max_pool_scales, _LARGEST),
-    "lp_pool": _Kind(lp_pool_scales, _NORM),
-    "adaptive_avg_pool": _Kind(adaptive_avg_pool_scales, {"output_size": REQUIRED}),
-    "adaptive_max_pool": _Kind(
-        adaptive_max_pool_scales, {"output_size": REQUIRED, "return_indices": False}
-    ),
+_SIZE = {"output_size": REQUIRED}
+
+#: torch's name, with or without the number of dimensions -> the rule; torch's arguments after the
+#: first, those of the rule's first.
+_KINDS: dict[str, tuple[Callable[..., Scales], dict[str, Any]]] = {
+    "avg_pool": (avg_pool_scales, {**_AVERAGE, "divisor_override": None}),
+    "avg_pool1d": (avg_pool_scales, _AVERAGE),
+    "max_pool": (max_pool_scales, _LARGEST),
+    "lp_pool": (lp_pool_scales, _NORM),
+    "adaptive_avg_pool": (adaptive_avg_pool_scales, _SIZE),
+    "adaptive_max_pool": (adaptive_max_pool_scales, {**_SIZE, "return_indices": False}),
 }
 
 _DOCUMENTATION = """Computes ``s * {name}(input)``, with torch's arguments; indices are torch's.
@@ -223,6 +198,7 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
         if len(args) > len(names):
             raise TypeError(f"{name} takes {len(names) + 1} arguments by position")
         given = {**dict(zip(names, args, strict=False)), **named}
+        given = {key: specialised(value) for key, value in given.items()}
         s = rule(input, **given)
         given.pop("constraint", None)
         output = fn(input, **given)
@@ -237,7 +213,7 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
     described(op, name, about, {"input": REQUIRED, **settings, **ours})
     op.__annotations__ |= {k: v for k, v in rule_of.__annotations__.items() if k in settings}
     same = [getattr(space, name) for space in (F, torch) if hasattr(space, name)]
-    return row(rule, replaces=same)(one_call(op))
+    return row(rule, replaces=same)(op)
 
 
 def _three(kind: str) -> list[Callable[..., Any]]:
@@ -254,3 +230,84 @@ adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = _three("adaptive
 avg_pool1d, avg_pool2d, avg_pool3d = _without_indices("avg_pool")
 lp_pool1d, lp_pool2d, lp_pool3d = _without_indices("lp_pool")
 max_pool1d, max_pool2d, max_pool3d = _three("max_pool")
+
+
+# Interpolation: weighted sums of neighbours, with the weights of torch
+
+# Larger sizes are approximated by this one, with the same ratio.
+_LARGE = 256
+
+# Modes that act on one dimension; 2D modes are measured with the other dimension of size 1.
+_FLAT = ("nearest", "nearest-exact", "area", "linear")
+_ALONG = {"bilinear": "linear", "trilinear": "linear"}
+
+
+def _energy(size: int, wanted: int, mode: str, align_corners: bool | None) -> float:
+    """The sum of the squared weights of ``wanted`` elements interpolated from ``size``."""
+    eye = torch.eye(size, dtype=torch.float64, device="cpu")[:, None]
+    if mode in _FLAT:
+        weights = F.interpolate(eye, wanted, mode=mode, align_corners=align_corners)
+    else:
+        shape = (1, wanted)
+        weights = F.interpolate(eye[:, None], shape, mode=mode, align_corners=align_corners)
+    return float(weights.square().sum())
+
+
+def interpolate_scales(
+    input: Tensor,
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    constraint: str | None = "to_output_scale",
+) -> Scales:
+    """1/RMS of weighted sums with torch's weights; inputs that are copied sum their gradients."""
+    dims = max(1, input.ndim - 2)
+    sizes = input.shape[-dims:]
+    if size is not None:
+        wanted = [size] * dims if isinstance(size, int) else list(size)
+    else:
+        factors = (
+            scale_factor if isinstance(scale_factor, Sequence) else [scale_factor or 1.0] * dims
+        )
+        wanted = [max(1, math.floor(n * f)) for n, f in zip(sizes, factors, strict=True)]
+    output = gradient = 1.0
+    for n, m in zip(map(index, sizes), map(index, wanted), strict=True):  # may be symbolic
+        if n > _LARGE:
+            n, m = _LARGE, max(1, round(m * _LARGE / n))
+        energy = constant(_energy, n, m, _ALONG.get(mode, mode), align_corners) if n else 1.0
+        output *= m / energy
+        gradient *= n / energy if n else 1.0
+    return tie(constraint, output=math.sqrt(output), input=math.sqrt(gradient))
+
+
+@row(interpolate_scales, replaces=(F.interpolate,))
+def interpolate(
+    input: Tensor,
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+    constraint: str | None = "to_output_scale",
+) -> Tensor:
+    """Computes ``s * interpolate(input)``, with torch's arguments.
+
+    The rule assumes uncorrelated neighbours and ignores ``antialias``.
+
+    Args:
+        input: (batch, channels, ...), floating point.
+        constraint: see `unit_scaling.constraints`.
+    """
+    s = interpolate_scales(input, size, scale_factor, mode, align_corners, constraint)
+    output = F.interpolate(
+        input,
+        size,
+        scale_factor,
+        mode,
+        align_corners,
+        recompute_scale_factor,
+        antialias,
+    )
+    return scale_output(output, s["output"], s["input"])

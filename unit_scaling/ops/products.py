@@ -1,4 +1,4 @@
-"""Linear layers and matrix products; the product kernels apply all scales.
+"""Linear layers, matrix products and contractions; the product kernels apply all scales.
 
 The products are computed by the fp8 package, so the recipe of an enclosing `fp8.autocast` applies.
 """
@@ -6,7 +6,9 @@ The products are computed by the fp8 package, so the recipe of an enclosing `fp8
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import string
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8.context.active import unit_products
+from fp8.products.einsum import as_equation, as_matmul, in_pairs, letters, sums_products
 from fp8.products.grouped import grouped_mm as grouped_product
 from fp8.products.matmul import linear as linear_product
 from fp8.products.matmul import matmul as matrix_product
@@ -21,10 +24,8 @@ from fp8.products.matmul import to_autocast_dtype
 from fp8.products.spellings import by_function
 
 from ..rules.batch import row_scale
-from ..rules.table import Constraint, Scales, row, tie
+from ..rules.table import Adapter, Constraint, Scales, positional, row, tie
 from ..scale import scale_each
-
-__all__ = ["addmm", "bilinear", "grouped_mm", "linear", "linear_readout", "matmul"]
 
 #: Exponents of 1/fan-in (output), 1/fan-out (input gradient) and 1/batch (weight gradient).
 ScalePower = tuple[float, float, float]
@@ -131,34 +132,22 @@ def matmul_scales(
     )
 
 
-def _torch_matmul(
-    input: Tensor,
-    other: Tensor | None = None,
-    *,
-    mat2: Tensor | None = None,
-    vec: Tensor | None = None,
-    tensor: Tensor | None = None,
-) -> dict[str, Any]:
-    right = next((t for t in (other, mat2, vec, tensor) if t is not None), None)
-    if right is None:
-        raise TypeError("matmul needs two operands, got one")
-    return {"left": input, "right": right}
-
-
 def _torch_vdot(input: Tensor, other: Tensor) -> dict[str, Any]:
     return {"left": input.conj(), "right": other}
 
 
-def _torch_rmatmul(input: Tensor, other: Tensor) -> dict[str, Any]:
-    return {"left": other, "right": input}
+#: torch's names of the second operand are "other", "mat2", "vec" or "tensor".
+_TWO = positional(
+    "left right", input="left", other="right", mat2="right", vec="right", tensor="right"
+)
 
 
 @row(
     matmul_scales,
     adapters=by_function(
         {
-            **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _torch_matmul),
-            "rmatmul": _torch_rmatmul,
+            **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _TWO),
+            "rmatmul": positional("right left", other="left"),
             "vdot": _torch_vdot,
         }
     ),
@@ -268,31 +257,14 @@ def is_bias(input: Tensor, mat2: Tensor) -> bool:
     return input.ndim == 1 and mat2.ndim == 2
 
 
-def _torch_addmm(first: str, second: str) -> Callable[..., dict[str, Any]]:
-    """Adapts addmm, addmv and baddbmm, and addbmm, a sum of products, as one product.
-
-    first, second: torch's names of the two operands.
-    """
-
-    def adapt(
-        input: Tensor,
-        *operands: Tensor,
-        beta: float = 1,
-        alpha: float = 1,
-        **named: Tensor,
-    ) -> dict[str, Any]:
-        names = (first, second)[len(operands) :]
-        if set(named) != set(names) or len(operands) > 2:
-            raise TypeError(f"expected the operands {first} and {second}, beta= and alpha=")
-        mat1, mat2 = (*operands, *(named[name] for name in names))
-        return {"input": input, "mat1": mat1, "mat2": mat2, "beta": beta, "alpha": alpha}
-
-    return adapt
+def _added(first: str, second: str) -> Adapter:
+    """The adapter of a torch function that adds the product of operands with these names."""
+    return positional(f"input {first} {second}", None, **{first: "mat1", second: "mat2"})
 
 
 def _torch_addbmm(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    given = _torch_addmm("batch1", "batch2")(*args, **kwargs)
-    left, right = given["mat1"], given["mat2"]
+    given = _added("batch1", "batch2")(*args, **kwargs)
+    left, right = given["mat1"], given["mat2"]  # a sum of products is one product
     return {**given, "mat1": left.transpose(0, 1).flatten(1), "mat2": right.flatten(0, 1)}
 
 
@@ -300,10 +272,10 @@ def _torch_addbmm(*args: Any, **kwargs: Any) -> dict[str, Any]:
     addmm_scales,
     adapters=by_function(
         {
-            "addmm": _torch_addmm("mat1", "mat2"),
-            "addmv": _torch_addmm("mat", "vec"),
+            "addmm": _added("mat1", "mat2"),
+            "addmv": _added("mat", "vec"),
             "addbmm": _torch_addbmm,
-            "baddbmm": _torch_addmm("batch1", "batch2"),
+            "baddbmm": _added("batch1", "batch2"),
         }
     ),
 )
@@ -397,3 +369,147 @@ def bilinear(
     s = bilinear_scales(input1, input2, weight, constraint)
     tensors = {"input1": input1, "input2": input2, "weight": weight}
     return scaled(F.bilinear, tensors if bias is None else {**tensors, "bias": bias}, s)
+
+
+# Contractions in Einstein notation: einsum, tensordot, inner, vecdot
+
+
+def _letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
+    """`letters`, after a check that the equation fits the operands."""
+    terms = equation.partition("->")[0].split(",")
+    if len(terms) != len(operands):
+        raise ValueError(f"einsum {equation!r} needs {len(terms)} operands, got {len(operands)}")
+    for term, x in zip(terms, operands, strict=True):
+        hidden = x.ndim - len(term.replace("...", ""))
+        if hidden < 0 or (hidden and "..." not in term):
+            raise ValueError(f"einsum: {term!r} does not fit an operand of {x.ndim} dimensions")
+    return letters(equation, operands)
+
+
+def _sizes(terms: Sequence[str], operands: Sequence[Tensor]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for term, x in zip(terms, operands, strict=True):
+        for letter, size in zip(term, x.shape, strict=True):
+            sizes[letter] = size if sizes.get(letter, 1) == 1 else sizes[letter]
+    return sizes
+
+
+def _operands(equation: str, left: Tensor, right: Tensor | None, more: Any) -> list[Tensor]:
+    if isinstance(more, Tensor):
+        raise TypeError(
+            "unit-scaled einsum takes an equation, two operands and a tuple of the others: "
+            "einsum('ij,jk,kl', a, b, (c,))"
+        )
+    return [left, *([] if right is None else [right]), *more]
+
+
+def einsum_scales(
+    equation: str,
+    left: Tensor,
+    right: Tensor | None = None,
+    more: Sequence[Tensor] = (),
+    constraint: str | None = "to_output_scale",
+) -> Scales:
+    """1/sqrt of the number of terms in each sum: the product of the sizes of all indices that a
+    tensor lacks. A broadcast dimension of size 1 counts as lacking.
+    """
+    operands = _operands(equation, left, right, more)
+    return _factors(*_letters(equation.replace(" ", ""), operands), operands, constraint)
+
+
+def _factors(
+    terms: Sequence[str], output: str, operands: Sequence[Tensor], constraint: str | None
+) -> Scales:
+    sizes = _sizes(terms, operands)
+    every = math.prod(list(sizes.values()))
+    factors = {"output": inverse(every // (math.prod([sizes[c] for c in output]) or 1))}
+    for name, term, x in zip(("left", "right"), terms, operands, strict=False):
+        own = math.prod([size for i, size in enumerate(x.shape) if term.index(term[i]) == i])
+        factors[name] = inverse(every // (own or 1))
+    if constraint and len(operands) > 2:  # the table has no factors for further operands
+        constraint = "to_output_scale"
+    return tie(constraint, **factors)
+
+
+def _torch_einsum(*args: Any) -> dict[str, Any]:
+    equation, (left, *rest) = as_equation(args)
+    return {
+        "equation": equation,
+        "left": left,
+        "right": rest[0] if rest else None,
+        "more": tuple(rest[1:]),
+    }
+
+
+def _torch_tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -> dict[str, Any]:
+    dims = dims.tolist() if isinstance(dims, Tensor) else dims
+    if isinstance(dims, int):
+        dims = (range(a.ndim - dims, a.ndim), range(dims))
+    first = list(string.ascii_letters[: a.ndim])
+    second = list(string.ascii_letters[a.ndim : a.ndim + b.ndim])
+    for i, j in zip(*dims, strict=True):
+        second[j] = first[i]
+    output = [c for c in (*first, *second) if not (c in first and c in second)]
+    equation = f"{''.join(first)},{''.join(second)}->{''.join(output)}"
+    return {"equation": equation, "left": a, "right": b, "out": out}
+
+
+def _torch_inner(input: Tensor, other: Tensor) -> dict[str, Any]:
+    if not (input.ndim and other.ndim):
+        return {"equation": "...,...->...", "left": input, "right": other}
+    return _torch_tensordot(input, other, ([-1], [-1]))
+
+
+def _torch_vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> dict[str, Any]:
+    left, right = x.conj().movedim(dim, -1), y.movedim(dim, -1)
+    return {"equation": "...i,...i->...", "left": left, "right": right}
+
+
+@row(
+    einsum_scales,
+    adapters={
+        torch.einsum: _torch_einsum,
+        torch.tensordot: _torch_tensordot,
+        torch.inner: _torch_inner,
+        torch.Tensor.inner: _torch_inner,
+        torch.linalg.vecdot: _torch_vecdot,
+    },
+)
+def einsum(
+    equation: str,
+    left: Tensor,
+    right: Tensor | None = None,
+    more: Sequence[Tensor] = (),
+    constraint: str | None = "to_output_scale",
+) -> Tensor:
+    """Computes ``s * einsum(equation, left, right, *more)``.
+
+    Two operands are multiplied by one (batched) matrix product, more by products of two, in the
+    order of `torch.einsum`.
+
+    Args:
+        equation: as in `torch.einsum`, with or without "..." and "->".
+        left: the first operand.
+        right: the second operand, if any.
+        more: further operands.
+        constraint: see `unit_scaling.constraints`. For more than two operands, any constraint other
+            than None is "to_output_scale".
+
+    Raises:
+        TypeError: the equation is not a string, or ``more`` is not a sequence.
+        ValueError: the equation does not fit the operands.
+    """
+    operands = _operands(equation, left, right, more)
+    terms, output = _letters(equation.replace(" ", ""), operands)
+    equation = f"{','.join(terms)}->{output}"
+    if len(operands) > 2:
+        tied = "to_output_scale" if constraint else None
+        return in_pairs(equation, operands, partial(einsum, constraint=tied))
+    s = _factors(terms, output, operands, constraint)
+    if len(operands) == 2 and sums_products(equation, operands):
+        scales = (s["output"], s["left"], s["right"])
+        product = as_matmul(equation, operands, scales=scales, unit=True)
+        if product is not None:
+            return product
+    named = dict(zip(("left", "right"), operands, strict=False))
+    return scaled(lambda *xs: torch.einsum(equation, *xs), named, s)

@@ -16,38 +16,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..rules.batch import row_scale
-from ..rules.table import Constraint, Scales, row
+from ..rules.table import Constraint, Scales, positional, row
 from .dropouts import dropout as unit_dropout
-from .generated import with_first
+from .generated import P, R, with_first
 from .products import inverse, linear
-
-__all__ = [
-    "gru",
-    "gru_cell",
-    "lstm",
-    "lstm_cell",
-    "rnn_relu",
-    "rnn_relu_cell",
-    "rnn_tanh",
-    "rnn_tanh_cell",
-]
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 States = list[Tensor]
 """The hidden state (batch, hidden), then the cell state if there is one."""
 
 Step = Callable[[Tensor, Tensor, States], States]
 """(product of the input, product of the hidden state, states) -> the next states."""
-
-PACKED = "a packed sequence has no unit-scaled form: pad it, and leave the padding out of the loss"
 
 # E[sigmoid(z)**2] and E[tanh(z)**2] for standard normal z, by quadrature.
 _SIGMOID, _TANH = 0.293379036, 0.394294490
@@ -134,8 +118,6 @@ def _layer(
     weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
     """(all outputs of the last layer, the last of each kind of state, layer by layer)."""
-    if not isinstance(has_biases, bool):
-        raise NotImplementedError(PACKED)
     directions = 2 if bidirectional else 1
     count = len(params) // (num_layers * directions)
     if count not in (2, 4):
@@ -158,28 +140,25 @@ def _layer(
     return (output, *(torch.stack(kind) for kind in zip(*last, strict=True)))
 
 
-_NAMES = "input hx params has_biases num_layers dropout train bidirectional batch_first".split()
+_NAMED = positional("input hx params has_biases num_layers dropout train bidirectional batch_first")
 
 
 def _unpacked(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a layer by name; raises NotImplementedError for packed sequences, for which
-    torch has other arguments.
-    """
+    """The arguments of a layer by name. torch has others for a packed sequence."""
     if len(args) > 3 and not isinstance(args[3], bool):
-        raise NotImplementedError(PACKED)
-    return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-
-
-def _weight_scale(input: Tensor) -> float:
-    return row_scale(math.prod(input.shape[:-1]))
+        raise NotImplementedError(
+            "a packed sequence has no unit-scaled form: pad it, and leave the padding out of the "
+            "loss"
+        )
+    return _NAMED(*args, **kwargs)
 
 
 def _layer_scales(factor: float, input: Tensor) -> Scales:
-    return {"output": factor, "params": _weight_scale(input)}
+    return {"output": factor, "params": row_scale(math.prod(input.shape[:-1]))}
 
 
 def _cell_scales(factor: float, input: Tensor) -> Scales:
-    grad = _weight_scale(input)
+    grad = row_scale(math.prod(input.shape[:-1]))
     return {"output": factor, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
 
 
@@ -200,19 +179,41 @@ def _cell(
     return tuple(found) if step is _lstm_step else found[0]
 
 
-def _op(
-    name: str,
-    body: Callable[Concatenate[Step, P], R],
-    step: Step,
-    factor: float,
-    about: str,
-    rule: str,
-) -> Callable[P, R]:
-    """Adds the row of torch's function ``name``. about, rule: docstrings of the op and its rule."""
-    theirs, is_cell = getattr(torch, name), name.endswith("_cell")
-    scales = with_first(_cell_scales if is_cell else _layer_scales, factor, f"{name}_scales", rule)
-    adapters = {} if is_cell else {theirs: _unpacked}
-    return row(scales, replaces=(theirs,), adapters=adapters)(with_first(body, step, name, about))
+class _Kind(NamedTuple):
+    """The step of a layer, the factor of its hidden state, and where that comes from."""
+
+    step: Step
+    factor: float
+    rule: str
+
+
+_KINDS = {
+    "lstm": _Kind(
+        _lstm_step,
+        LSTM_FACTOR,
+        "5.2 for the hidden state, which is a sigmoid times the tanh of a cell state of RMS 0.4.",
+    ),
+    "gru": _Kind(
+        _gru_step,
+        GRU_FACTOR,
+        "2.5 for the hidden state: the candidate is scaled such that the state has RMS 1.",
+    ),
+    "rnn_tanh": _Kind(_tanh_step, TANH_FACTOR, "1/RMS of tanh."),
+    "rnn_relu": _Kind(_relu_step, RELU_FACTOR, "1/RMS of relu."),
+}
+
+
+def _op(name: str, body: Callable[Concatenate[Step, P], R], about: str) -> Callable[P, R]:
+    """Adds the row of torch's function ``name``, a layer or a cell, with this docstring."""
+    layer = name.removesuffix("_cell")
+    step, factor, rule = _KINDS[layer]
+    theirs, scales = getattr(torch, name), _layer_scales
+    if name != layer:
+        scales = _cell_scales
+        rule = f"As `{layer}_scales`. In a loop of n calls, weight gradients are larger by sqrt(n)."
+    rule_of = with_first(scales, factor, f"{name}_scales", rule)
+    adapters = {theirs: _unpacked} if name == layer else {}
+    return row(rule_of, replaces=(theirs,), adapters=adapters)(with_first(body, step, name, about))
 
 
 _LSTM = """Computes the output, hidden state and cell state of `torch.nn.LSTM`, unit-scaled.
@@ -235,58 +236,22 @@ Args:
 Raises:
     NotImplementedError: the sequence is packed, or proj_size is used.
 """
-
+_GRU = "Computes output and hidden state of `torch.nn.GRU`, unit-scaled; as `lstm` with one state."
 _RNN = "Computes output and hidden state of `torch.nn.RNN`{}, unit-scaled; arguments as in `gru`."
-
-lstm = _op(
-    "lstm",
-    _layer,
-    _lstm_step,
-    LSTM_FACTOR,
-    _LSTM,
-    "5.2 for the hidden state, which is a sigmoid times the tanh of a cell state of RMS 0.4.",
-)
-gru = _op(
-    "gru",
-    _layer,
-    _gru_step,
-    GRU_FACTOR,
-    "Computes output and hidden state of `torch.nn.GRU`, unit-scaled; as `lstm` with one state.",
-    "2.5 for the hidden state: the candidate is scaled such that the state has RMS 1.",
-)
-rnn_tanh = _op("rnn_tanh", _layer, _tanh_step, TANH_FACTOR, _RNN.format(""), "1/RMS of tanh.")
-rnn_relu = _op(
-    "rnn_relu",
-    _layer,
-    _relu_step,
-    RELU_FACTOR,
-    _RNN.format(" with relu"),
-    "1/RMS of relu.",
-)
-
 _CELL = """Computes one step of `{}`: the next {}.
 
 Args:
     input: (batch, in).
     hx: {}(batch, hidden).
 """
-_CELL_RULE = "As `{}_scales`. In a loop of n calls, weight gradients are larger by sqrt(n)."
 
+lstm = _op("lstm", _layer, _LSTM)
+gru = _op("gru", _layer, _GRU)
+rnn_tanh = _op("rnn_tanh", _layer, _RNN.format(""))
+rnn_relu = _op("rnn_relu", _layer, _RNN.format(" with relu"))
 lstm_cell = _op(
-    "lstm_cell",
-    _cell,
-    _lstm_step,
-    LSTM_FACTOR,
-    _CELL.format("lstm", "hidden and cell state", "both states, each "),
-    _CELL_RULE.format("lstm"),
+    "lstm_cell", _cell, _CELL.format("lstm", "hidden and cell state", "both states, each ")
 )
-
-
-def _one_state_op(name: str, step: Step, factor: float) -> Callable[..., Tensor]:
-    about = _CELL.format(name, "hidden state", "")
-    return _op(f"{name}_cell", _cell, step, factor, about, _CELL_RULE.format(name))
-
-
-gru_cell = _one_state_op("gru", _gru_step, GRU_FACTOR)
-rnn_tanh_cell = _one_state_op("rnn_tanh", _tanh_step, TANH_FACTOR)
-rnn_relu_cell = _one_state_op("rnn_relu", _relu_step, RELU_FACTOR)
+gru_cell = _op("gru_cell", _cell, _CELL.format("gru", "hidden state", ""))
+rnn_tanh_cell = _op("rnn_tanh_cell", _cell, _CELL.format("rnn_tanh", "hidden state", ""))
+rnn_relu_cell = _op("rnn_relu_cell", _cell, _CELL.format("rnn_relu", "hidden state", ""))

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..rules.one_call import one_call
 from ..rules.table import Scales, positional, row, tie
 from ..scale import scale_output
-from .broadcast import scaled_terms, shares
-
-__all__ = ["cosine_similarity", "cumsum", "mean", "std", "sum", "var"]
+from .arithmetic import scaled_terms, shares
 
 Dims = int | Sequence[int] | None
 
@@ -70,7 +67,6 @@ _REDUCED = positional("input dim keepdim", axis="dim")
 
 
 @row(sum_scales, adapters={torch.sum: _REDUCED, torch.Tensor.sum: _REDUCED})
-@one_call
 def sum(
     input: Tensor,
     dim: Dims = None,
@@ -95,7 +91,6 @@ def sum(
 
 
 @row(mean_scales, adapters={torch.mean: _REDUCED, torch.Tensor.mean: _REDUCED})
-@one_call
 def mean(
     input: Tensor,
     dim: Dims = None,
@@ -122,7 +117,6 @@ def cumsum_scales(input: Tensor, dim: int, constraint: str | None = "to_output_s
 
 
 @row(cumsum_scales, replaces=(torch.cumsum, torch.Tensor.cumsum))
-@one_call
 def cumsum(
     input: Tensor,
     dim: int,
@@ -174,7 +168,6 @@ def _torch_var(input: Tensor, *args: Any, **named: Any) -> dict[str, Any]:
 
 
 @row(var_scales, adapters={torch.var: _torch_var, torch.Tensor.var: _torch_var})
-@one_call
 def var(
     input: Tensor,
     dim: Dims = None,
@@ -216,7 +209,6 @@ def std_scales(
 
 
 @row(std_scales, adapters={torch.std: _torch_var, torch.Tensor.std: _torch_var})
-@one_call
 def std(
     input: Tensor,
     dim: Dims = None,
@@ -249,7 +241,6 @@ def cosine_similarity_scales(
 
 
 @row(cosine_similarity_scales, replaces=(F.cosine_similarity, torch.cosine_similarity))
-@one_call
 def cosine_similarity(
     x1: Tensor,
     x2: Tensor,

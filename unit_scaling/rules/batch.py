@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fp8.common.validation import check_whole
+
 _OPEN: list[tuple[int, int]] = []
 """The open blocks of the process, most recent last."""
 
@@ -61,11 +63,8 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
     ...     row_scale(16)
     0.125
     """
-    for name, value in (("n", n), ("averaged_over", averaged_over)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"batch_multiplier: {name} must be an int, got {value!r}")
-        if value < 1:
-            raise ValueError(f"batch_multiplier: {name} must be 1 or more, got {value}")
+    check_whole("batch_multiplier: n", n)
+    check_whole("batch_multiplier: averaged_over", averaged_over)
     blocks, block = _BATCH.blocks, (n, averaged_over)
     opened = [blocks] if blocks is _OPEN else [blocks, _OPEN]
     for each in opened:

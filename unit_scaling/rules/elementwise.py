@@ -13,7 +13,7 @@ from torch import Tensor
 from ..common.constant import constant, specialised
 from ..scale import scale_output
 from .quadrature import normal_means
-from .table import Scales, factors, tie
+from .table import Scales, tie
 
 Elementwise = Callable[..., Tensor]
 
@@ -72,9 +72,9 @@ def scaled_elementwise(
     """Returns ``s * fn(mult * input, *settings, **named) / mult``."""
     mult, settings = specialised(mult), tuple([specialised(value) for value in settings])
     named = {key: specialised(value) for key, value in named.items()}
-    fwd, bwd = factors(elementwise_scales, fn, settings, named, mult, constraint, mult=mult)
+    s = elementwise_scales(fn, settings, named, mult, constraint)
     output = fn(input if mult == 1.0 else input * mult, *settings, **named)
-    return scale_output(output, fwd, bwd)
+    return scale_output(output, s["output"] / mult, s["input"] / mult)
 
 
 def elementwise_scales(
@@ -114,8 +114,10 @@ def elementwise_rms(
     _check_elementwise(f, name)
 
     def squares(x: Tensor) -> Tensor:
-        value, derivative = _value_and_derivative(f, x)
-        both = torch.stack([value, derivative / mult])
+        x = x.detach().requires_grad_()
+        value = f(x)
+        (derivative,) = torch.autograd.grad(value.sum(), x)
+        both = torch.stack([value.detach(), derivative / mult])
         bad = ~both.isfinite().all(0)
         if bad.any():
             worst = x[bad][x[bad].abs().argmin()].item() * mult
@@ -129,13 +131,6 @@ def elementwise_rms(
             raise
         raise ValueError(f"{name} cannot be unit-scaled: second moment {error}") from None
     return output, derivative or output / mult
-
-
-def _value_and_derivative(f: Elementwise, x: Tensor) -> tuple[Tensor, Tensor]:
-    x = x.detach().requires_grad_()
-    value = f(x)
-    (derivative,) = torch.autograd.grad(value.sum(), x)
-    return value.detach(), derivative
 
 
 def _check_elementwise(f: Elementwise, name: str) -> None:

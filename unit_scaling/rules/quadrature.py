@@ -56,7 +56,7 @@ def normal_means(f: Callable[[Tensor], Tensor]) -> list[float]:
     """
     edges = torch.arange(-REACH, REACH + 0.25, 0.5, dtype=torch.float64, device="cpu")
     low, high = edges[:-1], edges[1:]
-    total: Tensor | float = 0.0
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         whole = _panels(f, low, high)
@@ -66,7 +66,6 @@ def normal_means(f: Callable[[Tensor], Tensor]) -> list[float]:
         total = total + halves[:, done].sum(-1)
         low, middle, high = low[~done], middle[~done], high[~done]
         if not low.numel():
-            assert isinstance(total, Tensor)
             return [float(f"{value:.11g}") for value in total.tolist()]
         low, high = torch.cat([low, middle]), torch.cat([middle, high])
         if low.numel() > MAX_PANELS:

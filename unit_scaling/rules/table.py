@@ -2,16 +2,7 @@
 
 An op is a rule and a body. The rule reads shapes and settings and returns scale factors by name:
 ``"output"`` for the output, the name of an argument for its gradient. The body is the torch
-operation with these factors applied. `row` adds a row to `OPS`:
-
-    def cube_scales(input, constraint="to_output_scale"):
-        return tie(constraint, output=15**-0.5, input=27**-0.5)
-
-    @row(cube_scales)
-    def cube(input, constraint="to_output_scale"):
-        s = cube_scales(input, constraint)
-        return scale_output(input**3, s["output"], s["input"])
-
+operation with these factors applied. `row` adds a row to `OPS` (an example is in CONTRIBUTING.md).
 Everything that iterates over all operations (transforms, reports, documentation, tests) iterates
 over `OPS`.
 """
@@ -24,8 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import Tensor
-
-from fp8.common.compiler import taken_as_constant
 
 from ..common.watched import watched
 from ..constraints import apply_constraint
@@ -78,7 +67,7 @@ class Op:
         first. Raises TypeError for arguments that do not fit, as torch does.
         """
         func = self.replaces[0] if func is None else func
-        names = _parameters(self.fn)
+        names = _SIGNATURES[self.fn]
         own = {name: value for name, value in kwargs.items() if name != "out" or name in names}
         adapter = self.adapters.get(func)
         if adapter is not None:
@@ -113,7 +102,7 @@ class Op:
         >>> OPS["softmax"].call((x, -1), {}, func=torch.softmax, constraint=None).shape
         torch.Size([2, 3])
         """
-        names = _parameters(self.fn)
+        names = _SIGNATURES[self.fn]
         extra = {name: value for name, value in settings.items() if name in names}
         return self.fn(**{**self.bind(args, kwargs, func), **extra})
 
@@ -127,7 +116,7 @@ class Op:
     ) -> Scales:
         """Returns the factors that `call` applies, without computing the op."""
         given = {**self.bind(args, kwargs, func), **settings}
-        return self.rule(**{name: given[name] for name in _parameters(self.rule) if name in given})
+        return self.rule(**{name: given[name] for name in _SIGNATURES[self.rule] if name in given})
 
 
 #: All unit-scaled operations by name.
@@ -135,10 +124,6 @@ OPS: dict[str, Op] = {}
 
 _SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {}
 _BY_FUNCTION: dict[Callable[..., Any], Op] = {}
-
-
-def _parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
-    return _SIGNATURES[fn]
 
 
 def find_op(func: Callable[..., Any] | None) -> Op | None:
@@ -183,18 +168,6 @@ def positional(
         return {**(defaults or {}), **{n: value for n, value in ours.items() if n is not None}}
 
     return adapter
-
-
-@taken_as_constant
-def factors(rule: Callable[..., Scales], *settings: Any, mult: float = 1.0) -> tuple[float, float]:
-    """The "output" and "input" scales of a rule of settings alone, divided by ``mult``; the same
-    object if they are equal.
-
-    Compiled functions take them as constants and do not guard on the rule.
-    """
-    s = rule(*settings)
-    fwd = s["output"] / mult
-    return fwd, fwd if s["input"] == s["output"] else s["input"] / mult
 
 
 def row(

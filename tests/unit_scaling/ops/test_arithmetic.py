@@ -167,3 +167,15 @@ def test_one_vector_against_many():
     y.backward(normal(900))
     for t in given:
         assert t.grad.square().mean().sqrt() == pytest.approx(1, abs=5 / (2 * 64) ** 0.5)
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "div", "addcmul", "lerp"])
+@pytest.mark.parametrize("constraint", ["gmean", "hmean", None])
+def test_the_rule_of_broadcast_operands_is_applied(name: str, constraint: str | None):
+    """The factor of the output, which a constraint ties to those of the gradients."""
+    terms = 3 if name in ("addcmul", "lerp") else 2
+    given = [normal(4, 8), normal(8), normal(8)][:terms]
+    op = OPS[name]
+    factor = op.rule(*given, constraint=constraint)["output"]
+    expected = getattr(torch, name)(*given) * factor
+    torch.testing.assert_close(op.fn(*given, constraint=constraint), expected)

@@ -92,7 +92,7 @@ def test_calls_of_addmm_that_do_not_fit_are_refused():
     op, x = OPS["addmm"], torch.ones(2, 2)
     with pytest.raises(TypeError, match="no out= argument"):
         op.call((x, x, x), {"out": x}, func=torch.addmm)
-    with pytest.raises(TypeError, match="expected the operands mat1 and mat2"):
+    with pytest.raises(TypeError, match=r"missing .* 'mat2'"):
         op.call((x, x), {}, func=torch.addmm)
     named = {"batch1": x[None], "batch2": x[None]}
     assert op.call((x,), named, func=torch.baddbmm).shape == (1, 2, 2)

@@ -172,7 +172,7 @@ def test_a_loop_over_cells_is_the_layer(kind: str):
         torch.testing.assert_close(state[0] if kind == "LSTM" else state, expected)
     alone = cell(x[0, 0])
     torch.testing.assert_close(alone if kind != "LSTM" else alone[0], layer(x)[0][0, 0])
-    with pytest.raises(ValueError, match="1 or 2 dimensions"):
+    with pytest.raises(ValueError, match="1D or 2D"):
         cell(x)
     plain = getattr(nn, f"{name}Cell")(6, 5, **KINDS[kind][0])
     model = unit_scale(plain)
@@ -207,7 +207,7 @@ def test_what_has_no_unit_scaled_form_is_refused_by_name():
     for module in (uu.GRU(6, 5), unit_scale(nn.GRU(6, 5)), unit_scale(nn.LSTM(6, 5))):
         with pytest.raises(NotImplementedError, match="packed sequence"):
             module(packed)
-    with pytest.raises(ValueError, match="2 or 3 dimensions"):
+    with pytest.raises(ValueError, match="2D or 3D"):
         uu.GRU(6, 5)(torch.randn(6))
 
 

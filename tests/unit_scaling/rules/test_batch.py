@@ -113,12 +113,12 @@ def test_block():
 @pytest.mark.parametrize("argument", ["n", "averaged_over"])
 def test_bad_numbers(argument: str):
     with (
-        pytest.raises(ValueError, match=f"{argument} must be 1 or more, got 0"),
+        pytest.raises(ValueError, match=f"{argument} must be a whole number from 1, got 0"),
         uu.batch_multiplier(**{"n": 1, argument: 0}),
     ):
         pass
     with (
-        pytest.raises(TypeError, match=rf"{argument} must be an int, got 1\.5"),
+        pytest.raises(TypeError, match=rf"{argument} must be a whole number from 1, got 1\.5"),
         uu.batch_multiplier(**{"n": 1, argument: 1.5}),
     ):
         pass

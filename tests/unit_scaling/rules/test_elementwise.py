@@ -227,8 +227,8 @@ def test_positional_settings_are_limited():
     torch.testing.assert_close(
         U.hardtanh(X, 1.0, None, -2.0, 2.0), U.hardtanh(X, 1.0, None, max_val=2.0, min_val=-2.0)
     )
-    with pytest.raises(TypeError, match="leaky_relu takes 4 arguments by position"):
-        U.leaky_relu(X, 1.0, None, 0.1, True)
+    with pytest.raises(TypeError, match="leaky_relu takes 5 arguments by position"):
+        U.leaky_relu(X, 1.0, None, 0.1, False, True)
 
 
 FORMS = [  # (torch function, args, kwargs), with the same results in each line

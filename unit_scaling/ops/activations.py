@@ -1,0 +1,433 @@
+"""Activations: elementwise functions, gated units and softmax.
+
+The factors of elementwise functions are computed from the function: see
+`unit_scaling.rules.elementwise`. For a standard normal input their output has RMS 1, mean included:
+the next product sums second moments. (gelu and silu have u-muP's fitted constants, which tend to a
+standard deviation.) The transform scales them wherever a model calls them, including gates.
+
+The transform does not scale clamp, which guards against extremes, or log, roots and other powers,
+which are undefined for normal variables or have no second moment. For other functions use
+`unit_scaling.unit_scaled`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..common.constant import specialised
+from ..core.functional import logarithmic_interpolation
+from ..rules.batch import row_scale
+from ..rules.elementwise import elementwise_scales, scaled_elementwise
+from ..rules.table import Adapter, Scales, positional, row, tie
+from ..scale import kept_in, scale_each, scale_output
+from .generated import REQUIRED, described
+
+# u-muP's fitted factors: between the limits of an op for a small and a large mult
+
+# For standard normal x, the standard deviation of relu(x) is sqrt((1 - 1/pi) / 2), and the RMS of
+# its derivative is sqrt(1/2). gelu and silu tend to relu as mult grows; at small mult both tend to
+# x/2 with derivative 1/2. The interpolation weights in between are fits to measurements, within 4 %
+# of the exact value at mult = 1. Source: u-muP, arXiv 2407.17465, appendix B.
+_RELU_STD = math.sqrt((1 - 1 / math.pi) / 2)
+_RELU_GRAD_RMS = math.sqrt(1 / 2)
+_LINEAR_STD = 1 / 2
+
+
+def _limit_weight(weight: float, mult: float) -> float:
+    """The interpolation weight of an op's limit for large mult. Raises ValueError if mult is not a
+    positive number, as for torch's positional arguments: ``silu(x, inplace)``.
+    """
+    default = mult == 1.0 and mult is not True  # the only check in most graphs
+    if not default and (isinstance(mult, (bool, str)) or not mult > 0):
+        raise ValueError(f"mult is {mult!r}, not a number above 0; give torch's arguments by name")
+    return 1 / (1 + weight / mult**2)
+
+
+def _gated_scale(weight: float, mult: float, limit: float) -> float:
+    """1/RMS of x * sigmoid-like(mult * x): between x/2 and relu-like as mult grows."""
+    alpha = _limit_weight(weight, mult)
+    return logarithmic_interpolation(alpha, 1 / _LINEAR_STD, 1 / limit)
+
+
+# Elementwise functions
+
+_OURS = {"mult": 1.0, "constraint": "to_output_scale"}
+
+_RULE = "1/RMS of {name} and of its derivative for a standard normal variable, by quadrature."
+
+_DOCUMENTATION = """Computes ``s * {name}({arguments}) / mult``. Other arguments are torch's.
+
+Args:
+    input: any shape, floating point.
+    mult: the non-linearity, above 0.
+    constraint: see `unit_scaling.constraints`.
+    inplace: write the result into ``input``.
+
+Returns:
+    The shape and dtype of ``input``.
+"""
+
+
+def _spellings(names: Sequence[str], arguments: str) -> dict[Callable[..., Any], Adapter]:
+    """Every torch function with one of these names, in place (with _) or not, with its adapter."""
+    return {
+        getattr(space, name + mark): positional(arguments, {"inplace": True} if mark else None)
+        for mark in ("", "_")
+        for name in names
+        for space in (F, torch, Tensor, torch.special)
+        if hasattr(space, name + mark)
+    }
+
+
+def _given(
+    name: str, defaults: dict[str, Any], args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[float, str | None, bool, dict[str, Any]]:
+    """Returns mult, constraint, inplace and settings of a call, specialised as constants in
+    graphs."""
+    if len(args) > len(defaults):
+        raise TypeError(f"{name} takes {len(defaults) + 1} arguments by position")
+    given = {**defaults, **dict(zip(defaults, args, strict=False)), **named}
+    given = {key: specialised(value) for key, value in given.items()}
+    return given.pop("mult"), given.pop("constraint"), given.pop("inplace"), given
+
+
+def _activation(
+    name: str,
+    fn: Callable[..., Tensor],
+    settings: dict[str, Any] | None = None,
+    *,
+    rule: Callable[[float, str | None], Scales] | None = None,
+    spelled: Sequence[str] | None = None,
+) -> Callable[..., Tensor]:
+    """Adds a row for an elementwise function and returns its unit-scaled version.
+
+    settings: the arguments of ``fn`` after the first, and their defaults. rule: of mult and
+    constraint; by default the factors are computed from ``fn``. spelled: its names in torch, by
+    default ``name``; () if a transform must not replace it.
+    """
+    settings, spelled = settings or {}, (name,) if spelled is None else spelled
+    defaults = {**_OURS, **settings, "inplace": False}
+
+    def computed(
+        mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any
+    ) -> Scales:
+        return elementwise_scales(fn, (), named, mult, constraint)
+
+    def op(input: Tensor, *args: Any, **named: Any) -> Tensor:
+        mult, inplace = 1.0, False
+        constraint: str | None = "to_output_scale"
+        given: dict[str, Any] = {}
+        if args or named:
+            mult, constraint, inplace, given = _given(name, defaults, args, named)
+        if not (input.dtype.is_floating_point or input.dtype.is_complex):
+            return kept_in(input if inplace else None, fn(input, **given))
+        s = rule(mult, constraint) if rule else elementwise_scales(fn, (), given, mult, constraint)
+        x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
+        x = x if mult == 1.0 else x * mult
+        output = scale_output(fn(x, **given), s["output"] / mult, s["input"] / mult)
+        return input.copy_(output) if inplace else output
+
+    about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
+    described(op, name, about, {"input": REQUIRED, **defaults})
+    described(computed, f"{name}_scales", _RULE.format(name=name), {**_OURS, **settings})
+    forms = _spellings(spelled, " ".join(["input", *settings, "inplace"]))
+    return row(rule or computed, adapters=forms)(op)
+
+
+def gelu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
+    """Interpolated between x/2 and relu; fitted weights 1/4 and 1/4."""
+    output = _gated_scale(1 / 4, mult, _RELU_STD)
+    return tie(constraint, output=output, input=_gated_scale(1 / 4, mult, _RELU_GRAD_RMS))
+
+
+def silu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
+    """Interpolated between x/2 and relu; fitted weights 1/4 and 1."""
+    output = _gated_scale(1 / 4, mult, _RELU_STD)
+    return tie(constraint, output=output, input=_gated_scale(1, mult, _RELU_GRAD_RMS))
+
+
+def _relu_squared(input: Tensor) -> Tensor:
+    """relu(x)**2, the activation of Primer (arXiv 2109.08668)."""
+    return torch.relu(input).square()
+
+
+abs = _activation("abs", torch.abs, spelled=("abs", "absolute"))
+atan = _activation("atan", torch.atan, spelled=("atan", "arctan"))
+celu = _activation("celu", F.celu, {"alpha": 1.0})
+clamp = _activation("clamp", torch.clamp, {"min": None, "max": None}, spelled=())
+cos = _activation("cos", torch.cos)
+elu = _activation("elu", F.elu, {"alpha": 1.0})
+erf = _activation("erf", torch.erf)
+exp = _activation("exp", torch.exp)
+gelu = _activation("gelu", F.gelu, {"approximate": "none"}, rule=gelu_scales)
+hardshrink = _activation("hardshrink", F.hardshrink, {"lambd": 0.5})
+hardsigmoid = _activation("hardsigmoid", F.hardsigmoid)
+hardswish = _activation("hardswish", F.hardswish)
+hardtanh = _activation("hardtanh", F.hardtanh, {"min_val": -1.0, "max_val": 1.0})
+leaky_relu = _activation("leaky_relu", F.leaky_relu, {"negative_slope": 0.01})
+# Losses use log-probabilities, so the transform does not scale them.
+logsigmoid = _activation("logsigmoid", F.logsigmoid, spelled=())
+mish = _activation("mish", F.mish)
+relu = _activation("relu", torch.relu)
+relu6 = _activation("relu6", F.relu6)
+relu_squared = _activation("relu_squared", _relu_squared, spelled=())
+selu = _activation("selu", F.selu)
+sigmoid = _activation("sigmoid", torch.sigmoid, spelled=("sigmoid", "expit"))
+silu = _activation("silu", F.silu, rule=silu_scales)
+sin = _activation("sin", torch.sin)
+softplus = _activation("softplus", F.softplus, {"beta": 1.0, "threshold": 20.0})
+softshrink = _activation("softshrink", F.softshrink, {"lambd": 0.5})
+softsign = _activation("softsign", F.softsign)
+square = _activation("square", torch.square)
+tanh = _activation("tanh", torch.tanh)
+tanhshrink = _activation("tanhshrink", F.tanhshrink)
+
+
+def pow_scales(exponent: float, constraint: str | None = "to_output_scale") -> Scales:
+    """1/RMS of the power and of its derivative for a standard normal variable, by quadrature."""
+    return elementwise_scales(torch.pow, (exponent,), constraint=constraint)
+
+
+@row(pow_scales)
+def pow(input: Tensor, exponent: float, constraint: str | None = "to_output_scale") -> Tensor:
+    """Computes ``s * input ** exponent``.
+
+    Args:
+        input: any shape, floating point.
+        exponent: a positive whole number.
+        constraint: see `unit_scaling.constraints`.
+
+    Returns:
+        The shape and dtype of ``input``.
+
+    Raises:
+        ValueError: the exponent is anything else: a normal variable has no roots, and no inverse
+            with a finite second moment.
+    """
+    return scaled_elementwise(torch.pow, input, (exponent,), {}, 1.0, constraint)
+
+
+def prelu_scales(
+    input: Tensor, weight: Tensor, constraint: str | None = "to_output_scale"
+) -> Scales:
+    """As leaky_relu with torch's initial slope 1/4; a slope's gradient sums over all negative
+    inputs.
+    """
+    s = elementwise_scales(F.leaky_relu, (0.25,), constraint=constraint)
+    return {**s, "weight": 2**0.5 * row_scale(input.numel() // (weight.numel() or 1))}
+
+
+@row(prelu_scales, replaces=(F.prelu, torch.prelu, torch.Tensor.prelu))
+def prelu(input: Tensor, weight: Tensor, constraint: str | None = "to_output_scale") -> Tensor:
+    """Computes ``s * prelu(input, weight)``, with a unit-scaled gradient of the slopes.
+
+    Args:
+        input: floating point, (batch, channels, ...).
+        weight: one slope, or one for each channel.
+        constraint: see `unit_scaling.constraints`.
+    """
+    s = prelu_scales(input, weight, constraint)
+    output = F.prelu(input, scale_each(weight, 1.0, s["weight"] / s["input"]))
+    return scale_output(output, s["output"], s["input"])
+
+
+# Gated units: a value times an activation of another one
+
+
+def silu_glu_scales(mult: float = 1.0) -> Scales:
+    """One scale for all: input and gate are multiplied, so their gradients are tied."""
+    scale = _gated_scale(1, mult, _RELU_GRAD_RMS)
+    return {"output": scale, "input": scale, "gate": scale}
+
+
+@row(silu_glu_scales)
+def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
+    """Computes ``s * input * silu(mult * gate) / mult``, the gated unit of Llama's MLP.
+
+    Args:
+        input: floating point, broadcastable with ``gate``.
+        gate: floating point.
+        mult: the non-linearity of the gate, above 0.
+
+    Returns:
+        The broadcast shape.
+    """
+    s = silu_glu_scales(mult)
+    scale = s["output"] / mult
+    gate = gate if mult == 1.0 else gate * mult
+    return (input * F.silu(gate)).mul_(scale)
+
+
+def glu_scales(constraint: str | None = "to_output_scale") -> Scales:
+    """A standard normal times the sigmoid of another; one factor for both halves of the
+    gradient."""
+    s = elementwise_scales(torch.sigmoid, constraint=None)
+    gradient = (s["output"] ** -2 + s["input"] ** -2) / 2
+    return tie(constraint, output=s["output"], input=gradient**-0.5)
+
+
+@row(glu_scales, replaces=(F.glu,))
+def glu(input: Tensor, dim: int = -1, constraint: str | None = "to_output_scale") -> Tensor:
+    """Computes ``s * a * sigmoid(b)``, where a and b are the halves of ``input`` along ``dim``.
+
+    Args:
+        input: floating point, of even size along ``dim``.
+        dim: the dimension to split.
+        constraint: see `unit_scaling.constraints`.
+
+    Returns:
+        Half of the size of ``input`` along ``dim``.
+    """
+    s = glu_scales(constraint)
+    return scale_output(F.glu(input, dim), s["output"], s["input"])
+
+
+def geglu_scales(mult: float = 1.0, approximate: str = "none") -> Scales:
+    """One scale for all, 1/RMS of gelu: input and gate are multiplied."""
+    named = {"approximate": approximate}
+    scale = elementwise_scales(F.gelu, (), named, mult)["output"]
+    return {"output": scale, "input": scale, "gate": scale}
+
+
+@row(geglu_scales)
+def geglu(input: Tensor, gate: Tensor, mult: float = 1.0, approximate: str = "none") -> Tensor:
+    """Computes ``s * input * gelu(mult * gate) / mult``.
+
+    Args:
+        input: floating point, broadcastable with ``gate``.
+        gate: floating point.
+        mult: the non-linearity of the gate, above 0.
+        approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
+
+    Source: Shazeer 2020, arXiv 2002.05202.
+    """
+    scale = geglu_scales(mult, approximate)["output"] / mult
+    gate = gate if mult == 1.0 else gate * mult
+    return (input * F.gelu(gate, approximate=approximate)).mul_(scale)
+
+
+def reglu_scales() -> Scales:
+    """One scale for all, 1/RMS of relu: sqrt(2)."""
+    scale = math.sqrt(2)
+    return {"output": scale, "input": scale, "gate": scale}
+
+
+@row(reglu_scales)
+def reglu(input: Tensor, gate: Tensor) -> Tensor:
+    """Computes ``s * input * relu(gate)``.
+
+    Args:
+        input: floating point, broadcastable with ``gate``.
+        gate: floating point.
+
+    Source: Shazeer 2020, arXiv 2002.05202.
+    """
+    return (input * F.relu(gate)).mul_(math.sqrt(2))
+
+
+# Softmax
+
+
+def _softmax_dim(input: Tensor, dim: int | None) -> int:
+    """The dimension, with the default of `torch.nn.functional.softmax`."""
+    if dim is not None:
+        return dim
+    return 0 if input.ndim in (0, 1, 3) else 1
+
+
+def softmax_scales(
+    input: Tensor,
+    dim: int | None = None,
+    constraint: str | None = "to_output_scale",
+    mult: float = 1.0,
+) -> Scales:
+    """Between n (near uniform) and sqrt(n) as mult grows, with a fitted weight, for n entries.
+
+    The gradient is between n/mult and sqrt(n/mult). Source: u-muP, arXiv 2407.17465, appendix B.
+    """
+    size = input.size(_softmax_dim(input, dim)) if input.ndim else 1
+    if size == 0:
+        return tie(constraint, output=1.0, input=1.0)
+    power = 1 - _limit_weight(4, mult) / 2  # logarithmic interpolation of n and its root
+    return tie(constraint, output=size**power, input=(size / mult) ** power)
+
+
+#: torch.nn.functional's form of softmax, log_softmax and softmin.
+NN_SOFTMAX = positional("input dim _stacklevel dtype", _stacklevel=None)
+
+
+@row(
+    softmax_scales,
+    replaces=(F.softmax, torch.softmax, torch.Tensor.softmax),
+    adapters={F.softmax: NN_SOFTMAX},
+)
+def softmax(
+    input: Tensor,
+    dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    constraint: str | None = "to_output_scale",
+    mult: float = 1.0,
+) -> Tensor:
+    """Computes ``s * softmax(mult * input)`` along ``dim``; the entries sum to s, not 1.
+
+    Args:
+        input: any shape, floating point.
+        dim: the dimension; the default of None is torch's.
+        dtype: the dtype that ``input`` is cast to first.
+        constraint: see `unit_scaling.constraints`.
+        mult: the inverse of a temperature.
+
+    Returns:
+        The shape of ``input``.
+    """
+    s = softmax_scales(input, dim, constraint, mult)
+    logits = input if mult == 1.0 else input * mult
+    output = F.softmax(logits, _softmax_dim(input, dim), dtype=dtype)
+    return scale_output(output, s["output"], s["input"])
+
+
+@row(softmax_scales, adapters={F.softmin: NN_SOFTMAX})
+def softmin(
+    input: Tensor,
+    dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    constraint: str | None = "to_output_scale",
+    mult: float = 1.0,
+) -> Tensor:
+    """Computes ``s * softmax(-mult * input)`` along ``dim``; arguments as in `softmax`."""
+    return softmax(-input, dim, dtype, constraint, mult)
+
+
+def log_softmax_scales() -> Scales:
+    """Log-probabilities are not scaled, as losses use them. The gradient is ``g - softmax *
+    sum(g)``.
+    """
+    return {"output": 1.0, "input": 1.0}
+
+
+@row(
+    log_softmax_scales,
+    replaces=(
+        F.log_softmax,
+        torch.log_softmax,
+        torch.Tensor.log_softmax,
+        torch.special.log_softmax,
+    ),
+    adapters={F.log_softmax: NN_SOFTMAX},
+)
+def log_softmax(
+    input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, mult: float = 1.0
+) -> Tensor:
+    """Computes ``log_softmax(mult * input)`` along ``dim``; log-probabilities are not scaled.
+
+    For a unit normal input, the gradient has RMS 1 up to 1/sqrt(classes). Arguments are as in
+    `softmax`.
+    """
+    logits = input if mult == 1.0 else input * mult
+    return F.log_softmax(logits, dim, dtype=dtype, _stacklevel=5)
