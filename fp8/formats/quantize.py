@@ -29,8 +29,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 themselves; either way values are rounded once."""
 
 CHUNK = 1 << 17
-"""Elements per thread and step in eager mode on a CPU. An input, an output and a scratch chunk (1.5
-MiB per thread) stay in cache over the half dozen passes. Measured in benchmarks/quantize.py."""
+"""Elements per thread and step in eager mode on a CPU. An input, an output and an intermediate
+chunk (1.5 MiB per thread) stay in cache over the half dozen passes. Measured in
+benchmarks/quantize.py."""
 
 
 def quantize(
@@ -390,8 +391,6 @@ def _whole(
     inverse: Tensor | None = None,
     *,
     start: int = 0,
-    out: Tensor | None = None,
-    scratch: Tensor | None = None,
 ) -> Tensor:
     """Quantizes all of `x` at once; used for compiled code and for single chunks."""
     y = x if x.dtype in LAYOUTS else x.float()
@@ -400,15 +399,14 @@ def _whole(
     bits = None if key is None else bits_from_key(x.shape, key, device=x.device, start=start)
     if bits is not None:
         bits = fewer_bits(bits, grid.random_bits)
-    y = round_to_grid(y, grid, rounding, bits=bits, out=out, scratch=scratch)
+    y = round_to_grid(y, grid, rounding, bits=bits)
     if scale is not None:
         y.mul_(scale)
     return y if x.dtype in LAYOUTS else y.to(x.dtype)
 
 
 def _in_chunks(x: Tensor, size: int, *given: Any) -> Tensor:
-    """``_whole(x, *given)`` on chunks that stay in cache, with reused scratch: at most a third of
-    the time."""
+    """``_whole(x, *given)`` on chunks that stay in cache: at most a third of the time."""
     out = torch.empty_like(x)
     *_, key = given
     if key is not None and not x.is_contiguous():
@@ -417,12 +415,7 @@ def _in_chunks(x: Tensor, size: int, *given: Any) -> Tensor:
     if x.stride() != out.stride():
         x = x.clone()
     source, target = (t.as_strided((t.numel(),), (1,)) for t in (x, out))
-    layout = LAYOUTS.get(x.dtype)
-    scratch = None if layout is None else torch.empty(size, dtype=layout.integer)
     for start in range(0, x.numel(), size):
-        piece, to = source[start : start + size], target[start : start + size]
-        if scratch is None:
-            to.copy_(_whole(piece, *given, start=start))
-        else:
-            _whole(piece, *given, start=start, out=to, scratch=scratch[: len(piece)])
+        at = slice(start, start + size)
+        target[at] = _whole(source[at], *given, start=start)
     return out
