@@ -138,14 +138,6 @@ def labelled(spec: Spec | None, name: str, operand: str) -> Spec | None:
     return spec._replace(label=f"{name}|{operand}") if name and spec is not None else spec
 
 
-def is_symmetric(spec: Spec | None) -> bool:
-    """Whether the cast is the same along both axes of a matrix, so that one copy serves both."""
-    if spec is None:
-        return True
-    across, along = spec.tile
-    return across == along and not spec.hadamard
-
-
 def unrotated(spec: Spec | None) -> Spec | None:
     """The spec without its rotation."""
     return spec and spec._replace(hadamard=0, signs="fixed")
@@ -195,24 +187,9 @@ def _round_gradient(x: Tensor, history: Tensor | None, spec: Spec | None) -> Ten
     return apply(_RoundGradient, x, history, spec, written=history)
 
 
-def round_straight(
-    x: Tensor,
-    spec: Spec | None,
-    axis: int = -1,
-    history: Tensor | None = None,
-    record: bool | None = None,
-    turn: Tensor | None = None,
-) -> Tensor:
-    """``x`` rounded (and rotated, if specified) under a spec, with a straight-through gradient.
-
-    history: the operand's history, for scaling "delayed" or "static". record: whether x is added to
-    it (None: if gradients are recorded). turn: the `turn_of` the product, which its other operand
-    has too.
-    """
-    return rounded(x, spec, axis, history, record, turn)[0]
-
-
-_in_one_call = in_graph(round_straight)
+@in_graph
+def _in_one_call(x: Tensor, spec: Spec, axis: int, history: Tensor | None) -> Tensor:
+    return rounded(x, spec, axis, history)[0]
 
 
 def rounded(
@@ -223,8 +200,13 @@ def rounded(
     record: bool | None = None,
     turn: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`round_straight`, and the scale factor of all of ``x``; None if that is 1 or if each tile has
-    its own. A static scale factor does not depend on ``x``."""
+    """``x`` rounded (and rotated, if specified) under a spec, with a straight-through gradient, and
+    the scale factor of all of it; None if that is 1 or if each tile has its own.
+
+    history: the operand's history, for scaling "delayed" or "static". record: whether x is added to
+    it (None: if gradients are recorded). turn: the `turn_of` the product, which its other operand
+    has too.
+    """
     if spec is None:
         return x, None
     x = plain(x)
@@ -256,7 +238,7 @@ def _around_mean(x: Tensor, spec: Spec, axis: int, turn: Tensor | None) -> Tenso
         raise ValueError("a cast with mean=True is not supported under tensor parallelism")
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = wide.detach().mean(-2, keepdim=True) if wide.shape[-2] else wide.detach()
-    y = round_straight(wide - mean, spec._replace(mean=False), axis, turn=turn)
+    y, _ = rounded(wide - mean, spec._replace(mean=False), axis, turn=turn)
     whole = mean.expand_as(wide)
     if spec.hadamard:
         whole = rotated(whole, spec.hadamard, axis, turn)
@@ -268,13 +250,13 @@ def _with_residual(x: Tensor, spec: Spec, axis: int) -> Tensor:
     if is_dtensor(x):
         raise ValueError("a cast with a residual is not supported under tensor parallelism")
     spec, count = spec._replace(residual=0), min(spec.residual, x.shape[-1])
-    y = round_straight(x, spec, axis)
+    y, _ = rounded(x, spec, axis)
     with torch.no_grad():
         error = (x - y).nan_to_num(0.0, 0.0, 0.0)
         wide = error.to(torch.promote_types(x.dtype, torch.float32))
         hot = wide.square().sum(-2, keepdim=True).topk(count).indices
         hot = hot.expand(*x.shape[:-1], count)
-        added = round_straight(error.gather(-1, hot), spec._replace(label=""), axis)
+        added, _ = rounded(error.gather(-1, hot), spec._replace(label=""), axis)
         patch = torch.zeros_like(x).scatter(-1, hot, added)
     return y + patch
 
@@ -329,36 +311,54 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
 
 def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any) -> Tensor:
     """`_rounded` for a tensor. of: the DTensor of which it is the local part; None for none."""
-    rule, tile, label = spec.rule, spec.tile, spec.label
-    format, blocks = format_of(spec), None
-    how = rounding_of(spec)
-    if rule is None or x.numel() == 0:
+    rule, label, format, blocks = spec.rule, spec.label, format_of(spec), None
+    if rule is None or scale is not None or x.numel() == 0:
         inverse = None if scale is None else inverse_of(scale, rule)
-        y, whole = quantize_operand(x, format, scale=scale, inverse=inverse, **how), scale
+        y = quantize_operand(x, format, scale=scale, inverse=inverse, **rounding_of(spec))
+        whole = scale
     else:
-        tiles, dims = scaled_tiles(x, tile, axis)
-        if scale is None:
-            if of is None:
-                scale = scale_of(tiles, dims, format, rule)
-            else:
-                scale = _scales_of(of, tiles, dims, format, rule, tile, axis)
-            scale = with_margin(scale, spec.margin, rule)
-        if rule in CORRECTED:
+        values, whole, tiles, dims = by_tiles(x, spec, axis, of)
+        y = untiled((values * whole).to(x.dtype), x, spec.tile, axis)
+        if label and scale_format(rule) == "e4m3":
             unit = tensor_unit(tiles, dims, spec, of)
-            units, scale = corrected_tiles(tiles, dims, scale, unit, spec)
-            values = (units * scale).to(tiles.dtype)
-        else:
-            how |= {"scale": scale, "inverse": inverse_of(scale, rule)}
-            values = quantize_operand(tiles, format, **how)
-        y = untiled(values, x, tile, axis)
-        whole = untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
-        if label and dims and scale_format(rule) == "e4m3":
-            unit = tensor_unit(tiles, dims, spec, of)
-            blocks = Blocks(tiles.abs().amax(dims, keepdim=True), scale, unit)
+            blocks = Blocks(tiles.abs().amax(dims, keepdim=True), whole, unit)
+        if label:
+            whole = untiled(whole.expand(tiles.shape), x, spec.tile, axis)
     if label:
         measured = rule is None and not spec.margin and scale is not None
         observe(label, Observed(x, y, whole, format, measured, blocks))
     return y
+
+
+class Tiles(NamedTuple):
+    """An operand by `scaled_tiles`. values: numbers of the format. scale: of each tile. dims: of a
+    tile."""
+
+    values: Tensor
+    scale: Tensor
+    tiles: Tensor
+    dims: tuple[int, ...]
+
+
+def by_tiles(x: Tensor, spec: Spec, axis: int, of: Any = None) -> Tiles:
+    """``x`` by one scale for each tile, which the rule computes from the tile. of: as in
+    `_round_part`."""
+    assert spec.rule is not None
+    rule, format = spec.rule, format_of(spec)
+    tiles, dims = scaled_tiles(x, spec.tile, axis)
+    assert dims is not None
+    if of is None:
+        scale = scale_of(tiles, dims, format, rule)
+    else:
+        scale = _scales_of(of, tiles, dims, format, rule, spec.tile, axis)
+    scale = with_margin(scale, spec.margin, rule)
+    wide, inverse = tiles.detach().to(scale.dtype), inverse_of(scale, rule)
+    units = wide / scale if inverse is None else wide * inverse
+    values = quantize_operand(units, format, **rounding_of(spec))
+    if rule in CORRECTED:
+        unit, together = tensor_unit(tiles, dims, spec, of), spec.hadamard // spec.tile[1]
+        scale = scaling.corrected(units, values, scale, unit, dims, max(together, 1))
+    return Tiles(values, scale, tiles, dims)
 
 
 def _amax_of(x: Any) -> Tensor:
@@ -398,19 +398,6 @@ def tensor_unit(tiles: Tensor, dims: tuple[int, ...] | None, spec: Spec, of: Any
     of_all = (tiles, dims) if of is None else (_amax_of(of), None)
     unit = scaling.unit_of(*of_all, format_of(spec), spec.rule)
     return with_margin(unit, spec.margin, spec.rule)
-
-
-def corrected_tiles(
-    tiles: Tensor, dims: tuple[int, ...] | None, scale: Tensor, unit: Tensor, spec: Spec
-) -> tuple[Tensor, Tensor]:
-    """Tiles rounded to numbers of the format under a spec with a rule in CORRECTED, and the scales
-    that multiply them. scale, unit: by the rule."""
-    assert dims is not None
-    _, along = spec.tile
-    units = tiles.detach().to(scale.dtype) / scale
-    values = quantize_operand(units, format_of(spec), **rounding_of(spec))
-    together = max(spec.hadamard // along, 1)
-    return values, scaling.corrected(units, values, scale, unit, dims, together)
 
 
 def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
@@ -457,7 +444,7 @@ class _RoundGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return round_straight(grad, ctx.spec, -1, ctx.history, record=True), None, None
+        return rounded(grad, ctx.spec, -1, ctx.history, record=True)[0], None, None
 
 
 def _hadamard_matrix(size: int, like: Tensor) -> Tensor:

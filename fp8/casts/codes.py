@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..formats.quantize import quantize_operand
-from ..recipes.rules import CORRECTED, scale_format
-from ..recipes.scaling import inverse_of, scale_of, scaled_tiles, with_margin
+from ..recipes.rules import scale_format
 from ..tensors.scaled_tensor import plain
 from . import casting
 from .casting import Spec, format_of, rounding_of
@@ -44,7 +43,7 @@ def codes(
     """Casts ``x``, or with axis -2 its transpose, under a spec.
 
     axis: the axis that the product sums over. history, record, turn: as in
-    `fp8.casts.casting.round_straight`.
+    `fp8.casts.casting.rounded`.
     """
     x = casting.rotated(plain(x), spec.hadamard, axis, turn) if spec.hadamard else x
     x = plain(x, torch.float32)
@@ -52,7 +51,11 @@ def codes(
     if spec.rule is None or scale is not None:
         found = _of_whole(x, spec, scale, observed=history is None)
     else:
-        found = _of_tiles(x, spec, spec.rule, axis)
+        values, scale, tiles, dims = casting.by_tiles(x, spec, axis)
+        has_unit = scale_format(spec.rule) == "e4m3"
+        unit = casting.tensor_unit(tiles, dims, spec) if has_unit else None
+        scale = scale.squeeze(dims) if spec.tile[1] else scale
+        found = Codes(casting.untiled(values, x, spec.tile, axis), scale, unit)
     return found.mT if axis == -2 else found
 
 
@@ -64,23 +67,6 @@ def _of_whole(x: Tensor, spec: Spec, scale: Tensor | None, observed: bool) -> Co
     if spec.label and spec.rule is None and observed:
         observe(spec.label, Observed(units, values, None, format))
     return Codes(values, casting.static_scale(0, x) if scale is None else scale)
-
-
-def _of_tiles(x: Tensor, spec: Spec, rule: str, axis: int) -> Codes:
-    """By one scale for each tile, which the rule computes from the tile."""
-    format = format_of(spec)
-    tiles, dims = scaled_tiles(x, spec.tile, axis)
-    scale = with_margin(scale_of(tiles, dims, format, rule), spec.margin, rule)
-    unit = casting.tensor_unit(tiles, dims, spec) if scale_format(rule) == "e4m3" else None
-    if unit is not None and rule in CORRECTED:
-        values, scale = casting.corrected_tiles(tiles, dims, scale, unit, spec)
-    else:
-        inverse = inverse_of(scale, rule)
-        units = tiles / scale if inverse is None else tiles * inverse
-        values = quantize_operand(units, format, **rounding_of(spec))
-    if dims and spec.tile[1]:
-        scale = scale.squeeze(dims)
-    return Codes(casting.untiled(values, x, spec.tile, axis), scale, unit)
 
 
 def widened(scale: Tensor, shape: Sequence[int], tile: tuple[int, int]) -> Tensor:

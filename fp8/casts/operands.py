@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..common.compiler import compiled_as, taken_as_constant
-from .casting import Spec, is_symmetric, labelled, shifted, unrotated
+from .casting import Spec, labelled, shifted, unrotated
 
 Exponents = tuple[int, ...]
 """The base-2 logarithms of the static scale factors of operands; 0 for none."""
@@ -94,8 +94,9 @@ def one_copy(first: Spec | None, second: Spec | None) -> bool:
     other axis."""
     if first is None or second is None:
         return first is second
+    across, along = first.tile
     equal = first == second or first.settings == second.settings
-    return equal and is_symmetric(first)
+    return equal and across == along and not first.hadamard
 
 
 def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Tensor | None, Tensor | None, Casts]:

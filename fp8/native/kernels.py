@@ -160,7 +160,7 @@ def store(
     supports.
 
     axis: the axis that the product sums over. history, record: as in
-    `fp8.casts.casting.round_straight`. Operands with scales by tiles are padded with zeros to the
+    `fp8.casts.casting.rounded`. Operands with scales by tiles are padded with zeros to the
     sizes that the kernel needs.
     """
     found = codes(x, spec, axis, history, record)

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..casts.casting import Spec, round_straight
+from ..casts.casting import Spec, rounded
 from ..common.compiler import taken_as_constant
 from .kernels import kernel_of, multiply, store, why_not_kernel
 
@@ -107,7 +107,8 @@ def _tried(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: torch.dt
         got = multiply(kind, left, right, 0.5, dtype)[:_ROWS]
         if got.dtype != dtype:
             return f"the kernel gives {got.dtype}, asked for {dtype}"
-        excess = _excess(got.double(), round_straight(x, a).double(), round_straight(y, b).double())
+        exact = (rounded(t, spec)[0].double() for t, spec in ((x, a), (y, b)))
+        excess = _excess(got.double(), *exact)
     except Exception as error:  # any error means that the product is not available
         return f"the kernel raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return "" if excess <= 1 else f"the kernel is off by {excess:.2g} times what rounding explains"

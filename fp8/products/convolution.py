@@ -11,6 +11,7 @@ positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from ..casts.casting import Spec, is_whole, round_straight, rounded
+from ..casts.casting import Spec, is_whole, rounded
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, casts_of, one_copy, with_copies
@@ -50,7 +51,7 @@ def _cast(
     if spec is None or spec.tile == (0, 0):
         return rounded(x, spec, axis, history, record)
     last = x.movedim(1, -1)
-    y = round_straight(last.flatten(1) if weight else last.flatten(0, -2), spec, axis)
+    y, _ = rounded(last.flatten(1) if weight else last.flatten(0, -2), spec, axis)
     return y.reshape(last.shape).movedim(-1, 1), None
 
 
@@ -59,7 +60,7 @@ class _Settings(NamedTuple):
 
     scales: Scales
     geometry: Geometry
-    casts: Casts = Casts()
+    casts: Casts
 
 
 class _Convolution(Function):
@@ -136,12 +137,12 @@ def _convolve(
     if x.ndim < weight.ndim:
         return _convolve(x.unsqueeze(0), weight, bias, scales, geometry, unit).squeeze(0)
     recipe = product_recipe(unit)
+    uncast = partial(_simulated, x, weight, bias, scales, geometry, Casts(), [None] * 3, None)
     if recipe is None:
-        return _as_it_is(x, weight, bias, scales, geometry)
+        return uncast()
     if (pass_ := measuring()) is not None:
         histories = layer_histories(recipe, "conv", x, weight)
-        y = _as_it_is(x, weight, bias, scales, geometry)
-        return measured(pass_, histories, x, weight, y)
+        return measured(pass_, histories, x, weight, uncast())
     static = static_exponents(recipe, x, weight)
     name = product_name("conv", weight, recipe)
     casts = casts_of(recipe.text, True, name, static, None, False)
@@ -176,16 +177,6 @@ def _simulated(
     operands = (x, weight, scale_x, scale_w, first, second, bias, of_grad)
     how = _Settings(scales, geometry, casts)
     return apply(_Convolution, *operands, how, shared, written=of_grad)
-
-
-@in_graph
-def _as_it_is(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: Geometry
-) -> Tensor:
-    """The convolution without casts."""
-    x, weight, bias = _of_one_dtype(x, weight, bias)
-    how = _Settings(scales, geometry)
-    return apply(_Convolution, x, weight, *[None] * 4, bias, None, how, None)
 
 
 def _of_one_dtype(

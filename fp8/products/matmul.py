@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import round_straight, rounded, turn_of
+from ..casts.casting import rounded, turn_of
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import Measurement, measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
@@ -62,11 +62,11 @@ def gradients(
     needed; differentiable. turns: the `turn_of` both."""
     for_a = for_b = None
     if needs[0]:
-        for_a = round_straight(grad, casts.grad_for_a, -1, history, True, turns[0])
+        for_a, _ = rounded(grad, casts.grad_for_a, -1, history, True, turns[0])
     if needs[1]:
         if for_a is not None and one_copy(casts.grad_for_a, casts.grad_for_b):
             return [for_a, for_a]
-        for_b = round_straight(grad, casts.grad_for_b, -2, history, True, turns[1])
+        for_b, _ = rounded(grad, casts.grad_for_b, -2, history, True, turns[1])
     return [for_a, for_b]
 
 
@@ -161,9 +161,9 @@ class _Product(Function):
         for_a, for_b = gradients(grad, casts, ctx.history, (needs_a, needs_b), turns)
         again_a = again_b = None
         if needs_b:
-            again_a = round_straight(a, casts.a_again, -2, turn=turns[1]).to(grad.dtype)
+            again_a = rounded(a, casts.a_again, -2, turn=turns[1])[0].to(grad.dtype)
         if needs_a:
-            again_b = round_straight(b, casts.b_again, -2, turn=turns[0]).to(grad.dtype)
+            again_b = rounded(b, casts.b_again, -2, turn=turns[0])[0].to(grad.dtype)
         da, db = _both(ctx.turned, fuses, again_a, again_b, for_a, for_b, scales)
         dbias = _of_bias(grad, scales[2]) if needs_bias else None
         return da, db, *[None] * 4, dbias, *[None] * 3
