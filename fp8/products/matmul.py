@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import rounded, turn_of
+from ..casts.casting import Spec, rounded, turn_of
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import Measurement, measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
@@ -35,7 +35,7 @@ from ..native import product as native
 from ..recipes.recipe import ATTENTION, Recipe
 from ..tensors.scaled_tensor import plain
 from . import summed
-from .summed import Scales
+from .summed import Geometry, Scales
 
 aten = torch.ops.aten
 
@@ -51,23 +51,26 @@ OPERANDS = {
 `Recipe`; the second operand of a "matmul" is cast as the input, of the others as the weight."""
 
 
-def gradients(
-    grad: Tensor,
-    casts: Casts,
-    history: Tensor | None,
-    needs: tuple[bool, bool],
-    turns: tuple[Tensor | None, Tensor | None],
-) -> list[Any]:
-    """The output's gradient (rows, columns), cast for the products for a and for b, those that are
-    needed; differentiable. turns: the `turn_of` both."""
-    for_a = for_b = None
-    if needs[0]:
-        for_a, _ = rounded(grad, casts.grad_for_a, -1, history, True, turns[0])
-    if needs[1]:
-        if for_a is not None and one_copy(casts.grad_for_a, casts.grad_for_b):
-            return [for_a, for_a]
-        for_b, _ = rounded(grad, casts.grad_for_b, -2, history, True, turns[1])
-    return [for_a, for_b]
+def _cast(
+    x: Tensor,
+    spec: Spec | None,
+    axis: int,
+    geometry: Geometry | None,
+    history: Tensor | None = None,
+    record: bool | None = None,
+    turn: Tensor | None = None,
+    *,
+    weight: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`rounded`. In a convolution, feature maps (batch, channels, *size) and its weight are cast as
+    matrices: see `fp8.products.convolution`."""
+    if geometry is None or spec is None or spec.tile == (0, 0):
+        return rounded(x, spec, axis, history, record, turn)
+    last = x.movedim(1, -1)
+    matrix, axis = (
+        (last.flatten(1), geometry.along(axis)) if weight else (last.flatten(0, -2), axis)
+    )
+    return rounded(matrix, spec, axis)[0].reshape(last.shape).movedim(-1, 1), None
 
 
 def gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None) -> Tensor:
@@ -103,15 +106,17 @@ def _rotates(casts: Casts) -> bool:
 
 class _Settings(NamedTuple):
     """The constants of a product. scales: of the output and of both gradients. fuses: as in
-    `_fuses`."""
+    `_fuses`. geometry: of a convolution."""
 
     scales: Scales
     casts: Casts
     fuses: bool
+    geometry: Geometry | None
 
 
 class _Product(Function):
-    """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), or batches (B, m, k) and (B, n, k).
+    """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), or batches (B, m, k) and (B, n, k); or
+    the convolution of maps a and a weight b.
 
     All products have this form: it is the layout of FP8 GEMMs, and the gradient of a weight (n, k)
     has the layout of the weight. Arguments: cast a and b, and their scale factors; the operands
@@ -141,6 +146,9 @@ class _Product(Function):
             assert other_a is not None
             assert other_b is not None
             a, b = other_a, other_b
+        if how.geometry is not None:
+            weight = _times(b, how.scales[0])
+            return aten.convolution.default(a, weight, bias, *how.geometry)
         return gemm(a, b.mT, how.scales[0], how.fuses, bias)
 
     @staticmethod
@@ -150,21 +158,40 @@ class _Product(Function):
         ctx.turned = b.mT.is_contiguous()  # the right operand of a matmul
         if _rotates(ctx.how.casts):
             other_a, other_b = a, b
-        save_both(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.how.casts, shared)
+        operands = []
+        pairs = ((a, scale_a, other_a), (b, scale_b, other_b))
+        for (x, scale, other), spec in zip(pairs, ctx.how.casts, strict=False):
+            operands.append((x, spec, scale) if other is None else (other, None, None))
+        save_operands(ctx, *operands, shared=shared)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = saved_operands(ctx, grad.dtype)
         needs_a, needs_b, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
-        scales, casts, fuses = ctx.how
+        scales, casts, fuses, of = ctx.how
+        history, again_a, again_b = ctx.history, None, None
+        for_a: Any = None
+        for_b: Any = None
         turns = turn_of(casts.grad_for_a, grad), turn_of(casts.grad_for_b, grad)
-        for_a, for_b = gradients(grad, casts, ctx.history, (needs_a, needs_b), turns)
-        again_a = again_b = None
-        if needs_b:
-            again_a = rounded(a, casts.a_again, -2, turn=turns[1])[0].to(grad.dtype)
+
+        def second(x: Tensor, spec: Spec | None, turn: Tensor | None, weight: bool) -> Tensor:
+            return _cast(x, spec, -2, of, turn=turn, weight=weight)[0].to(grad.dtype)
+
         if needs_a:
-            again_b = rounded(b, casts.b_again, -2, turn=turns[0])[0].to(grad.dtype)
-        da, db = _both(ctx.turned, fuses, again_a, again_b, for_a, for_b, scales)
+            for_a, _ = _cast(grad, casts.grad_for_a, -1, of, history, True, turns[0])
+            if of is not None:
+                again_b = second(b, casts.b_again, turns[0], True)
+        if needs_b:
+            for_b = for_a
+            if for_a is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
+                for_b, _ = _cast(grad, casts.grad_for_b, -2, of, history, True, turns[1])
+            again_a = second(a, casts.a_again, turns[1], False)
+        if needs_a and of is None:  # in this order stochastic casts draw their bits
+            again_b = second(b, casts.b_again, turns[0], True)
+        if of is None:
+            da, db = _both(ctx.turned, fuses, again_a, again_b, for_a, for_b, scales)
+        else:
+            da, db = _of_convolution(of, a, b, again_a, again_b, for_a, for_b, scales)
         dbias = _of_bias(grad, scales[2]) if needs_bias else None
         return da, db, *[None] * 4, dbias, *[None] * 3
 
@@ -221,8 +248,37 @@ def _both(
     return da, db
 
 
+def _of_convolution(
+    geometry: Geometry,
+    a: Tensor,
+    b: Tensor,
+    again_a: Tensor | None,
+    again_b: Tensor | None,
+    for_a: Tensor,
+    for_b: Tensor,
+    scales: Scales,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`_both` of a convolution. A scale multiplies the weight or its gradient, which are smaller
+    than the maps. a, b: give the shapes of the gradients."""
+    da = db = None
+    gradient = aten.convolution_backward.default  # itself differentiable
+    if again_b is not None:
+        weight = _times(again_b, scales[1])
+        da, _, _ = gradient(for_a, a.to(for_a.dtype), weight, None, *geometry, [True, False, False])
+    if again_a is not None:
+        weight = b.to(for_b.dtype)
+        _, db, _ = gradient(for_b, again_a, weight, None, *geometry, [False, True, False])
+        db = _times(db, scales[2])
+    return da, db
+
+
+def _times(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale
+
+
 def _of_bias(grad: Tensor, scale: float) -> Tensor:
-    return grad.sum(0) if scale == 1.0 else grad.sum(0) * scale
+    """The gradient of a bias along dimension 1."""
+    return _times(grad.sum([d for d in range(grad.ndim) if d != 1]), scale)
 
 
 def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales) -> Tensor:
@@ -235,15 +291,6 @@ def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales) -> Tensor
 def _as_it_is(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales) -> Tensor:
     """The product without casts."""
     return apply_eagerly(_Plain, *to_autocast_dtype(a, b, bias), scales, False)
-
-
-def save_both(ctx: Any, a: Any, b: Any, casts: Any, shared: SharedCasts | None) -> None:
-    """`save_operands` for two operands, each given as (cast, its scale factor, what backward casts
-    instead or None)."""
-    operands = []
-    for (x, scale, other), spec in zip((a, b), casts, strict=False):
-        operands.append((x, spec, scale) if other is None else (other, None, None))
-    save_operands(ctx, *operands, shared=shared)
 
 
 def _multiply(
@@ -287,11 +334,11 @@ def _multiply(
         unnamed = casts_of(recipe.text, layer, "", static) if name else casts
         if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
             return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype, shared)
-    return _simulated(a, b, bias, scales, casts, histories, shared)
+    return simulated(a, b, bias, scales, casts, histories, shared)
 
 
 @in_graph
-def _simulated(
+def simulated(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -299,18 +346,21 @@ def _simulated(
     casts: Casts,
     histories: list[Any],
     shared: SharedCasts | None,
+    geometry: Geometry | None = None,
 ) -> Tensor:
-    """Casts the operands and multiplies their values."""
+    """Casts the operands and multiplies their values, or convolves them."""
     of_a, of_b, of_grad = histories
     first, second, casts = with_copies(a, b, casts)
     turn = turn_of(casts.a, a)
-    x, scale_x = rounded(a, casts.a, -1, of_a, turn=turn)
-    w, scale_w = rounded(b, casts.b, -1, of_b, turn=turn)
+    x, scale_x = _cast(a, casts.a, -1, geometry, of_a, turn=turn)
+    w, scale_w = _cast(b, casts.b, -1, geometry, of_b, turn=turn, weight=True)
     x, w, bias = to_autocast_dtype(x, w, bias)
+    if geometry is not None:
+        check_bias(bias, x.dtype)
     operands = (x, w, scale_x, scale_w, first, second)
     if _rotates(casts):
         operands = (_unreduced(a), _unreduced(b), None, None, x.detach(), w.detach())
-    how = _Settings(scales, casts, _fuses(x))
+    how = _Settings(scales, casts, _fuses(x), geometry)
     return apply(_Product, *operands, bias, of_grad, how, shared, written=of_grad)
 
 
@@ -344,6 +394,13 @@ def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
         else t
         for t in tensors
     )
+
+
+def check_bias(bias: Tensor | None, dtype: torch.dtype) -> None:
+    """Raises ValueError for the bias of a convolution that has another dtype than the input; torch
+    would drop its imaginary part."""
+    if bias is not None and bias.dtype != dtype:
+        raise ValueError(f"bias must have the dtype of the input, {dtype}, got {bias.dtype}")
 
 
 def check_scales(scales: Scales) -> Scales:

@@ -59,6 +59,11 @@ class Geometry(NamedTuple):
         """That of the convolution which computes the input gradient."""
         return self._replace(transposed=not self.transposed)
 
+    def along(self, axis: int) -> int:
+        """The axis of the weight, as a matrix, that is summed over where the maps sum over
+        ``axis``."""
+        return -3 - axis if self.transposed else axis
+
 
 class _Convolution(NamedTuple):
     """A convolution: its geometry, and the sizes of its output, input and kernel."""
