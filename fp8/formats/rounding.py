@@ -76,20 +76,14 @@ def round_to_grid(x: Tensor, grid: Grid, rounding: str, *, bits: Tensor | None =
     `grid.infinity` specifies the result for Inf. Exact under torch.set_flush_denormal(True).
     """
     layout = LAYOUTS[x.dtype]
-    if not _fits_floats(grid, layout):
-        return _round_by_bits(x, grid, layout, rounding, bits)
-    if rounding == "nearest":
+    if rounding == "nearest" and _fits_floats(grid, layout):
         return _round_by_magic(x, grid, layout)
-    return _round_by_steps(x, grid, layout, rounding, bits)
+    return _round_by_bits(x, grid, layout, rounding, bits)
 
 
 def _fits_floats(grid: Grid, layout: Layout) -> bool:
-    """Whether floating-point operations are exact here: there is room above the largest value, and
-    subnormals are far below every step.
-
-    `_round_by_magic` needs the two mantissa bits; 2**-31 of a step is the resolution of stochastic
-    rounding.
-    """
+    """Whether `_round_by_magic` is exact: it needs two mantissa bits, room above the largest value,
+    and subnormals of the dtype far below every step."""
     top = math.frexp(grid.largest)[1] - 1
     return (
         grid.smallest == 0.0
@@ -99,63 +93,34 @@ def _fits_floats(grid: Grid, layout: Layout) -> bool:
     )
 
 
-def _power(x: Tensor, grid: Grid, layout: Layout) -> Tensor:
-    """The bits of the power of two at or below |x|, clamped to the exponents of the grid."""
-    low = (grid.min_exponent + layout.bias) << layout.mantissa_bits
-    high = (math.frexp(grid.largest)[1] - 1 + layout.bias) << layout.mantissa_bits
-    return (x.view(layout.integer) & layout.infinity).clamp_(low, high)
-
-
 def _round_by_magic(x: Tensor, grid: Grid, layout: Layout) -> Tensor:
     """Nearest, ties to even: adds and subtracts a number so large that the addition itself rounds.
 
-    With p the power of two at or below |x|, the spacing of floats at 1.5 * p * 2**(23 - m) is that
-    of the grid at x, on both sides: the factor 1.5 keeps the sum of either sign inside one binade.
-    The product in `alpha` is exact, so fusing it makes no difference.
+    With p the power of two at or below |x|, clamped to the exponents of the grid, the spacing of
+    floats at 1.5 * p * 2**(23 - m) is that of the grid at x, on both sides: the factor 1.5 keeps
+    the sum of either sign inside one binade. The product in `alpha` is exact, so fusing it makes no
+    difference.
     """
     magic = 1.5 * 2.0 ** (layout.mantissa_bits - grid.mantissa_bits)
-    power = _power(x, grid, layout).view(x.dtype)
-    y = torch.add(x, power, alpha=magic).sub_(power, alpha=magic)
-    y = _overflow(y, x, grid, "nearest")
+    low = (grid.min_exponent + layout.bias) << layout.mantissa_bits
+    high = (math.frexp(grid.largest)[1] - 1 + layout.bias) << layout.mantissa_bits
+    power = (x.view(layout.integer) & layout.infinity).clamp_(low, high).view(x.dtype)
+    y = _overflow(torch.add(x, power, alpha=magic).sub_(power, alpha=magic), x, grid)
     return y.copysign_(x) if grid.negative_zero else y
 
 
-def _round_by_steps(
-    x: Tensor, grid: Grid, layout: Layout, rounding: str, bits: Tensor | None
-) -> Tensor:
-    """Toward zero or stochastic: computes the number of grid steps in x, exactly, as steps are
-    powers of two."""
-    power = _power(x, grid, layout)
-    shift = grid.mantissa_bits << layout.mantissa_bits
-    steps = x * ((2 * layout.bias << layout.mantissa_bits) + shift - power).view(x.dtype)
-    whole = steps.trunc()
-    if bits is not None:
-        fraction = (steps - whole).abs_().mul_(2.0**31).to(torch.int32)
-        up = fraction > (bits & 0x7FFFFFFF)
-        whole = whole.add_(up.to(x.dtype).copysign_(steps))
-    y = _overflow(whole * power.sub_(shift).view(x.dtype), x, grid, rounding)
-    if not grid.negative_zero:
-        return y.add_(0.0)
-    return y if grid.infinity is None else y.copysign_(x)  # the Inf term loses the sign of -0
-
-
-def _overflow(y: Tensor, x: Tensor, grid: Grid, rounding: str) -> Tensor:
-    """Applies the overflow policy of `round_to_grid` in place to `y`, which is `x` rounded without
-    a limit."""
-    if grid.beyond == grid.largest:
-        y.clamp_(-grid.largest, grid.largest)
-        if grid.infinity is None:
-            return y
-        if math.isnan(grid.infinity):
-            return y.add_(x, alpha=0.0)  # Inf * 0 is NaN
-        # Inf stays and finite values become zero: one pass instead of three with a mask.
-        return y.add_(torch.hardshrink(x, torch.finfo(x.dtype).max))
-    if rounding == "toward_zero":
-        y.clamp_(-grid.largest, grid.largest)
-        over = x.isinf()
-    else:
-        over = y.abs() > grid.largest
-    return y.mul_(torch.where(over, grid.beyond, 1.0))
+def _overflow(y: Tensor, x: Tensor, grid: Grid) -> Tensor:
+    """Applies the overflow policy of `round_to_grid` in place to `y`, which is `x` rounded to
+    nearest without a limit."""
+    if grid.beyond != grid.largest:
+        return y.mul_(torch.where(y.abs() > grid.largest, grid.beyond, 1.0))
+    y.clamp_(-grid.largest, grid.largest)
+    if grid.infinity is None:
+        return y
+    if math.isnan(grid.infinity):
+        return y.add_(x, alpha=0.0)  # Inf * 0 is NaN
+    # Inf stays and finite values become zero: one pass instead of three with a mask.
+    return y.add_(torch.hardshrink(x, torch.finfo(x.dtype).max))
 
 
 def _round_by_bits(
