@@ -26,7 +26,6 @@ from ..common.compiler import (
     eager_only,
     is_differentiated_again,
     is_plain,
-    reads_values,
 )
 from ..recipes.scaling import inverse_of
 from .casting import Spec, format_of
@@ -198,12 +197,5 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 def restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``data * scale``, computed in float32 or wider and rounded to ``dtype``. scale: 0-dim, or
     broadcastable to ``data``."""
-    one_scale = scale is None or not scale.ndim
-    lookup = one_scale and type(data) is Tensor and data.dtype.itemsize == 1
-    lookup = lookup and reads_values(data)  # a fifth of the time of a conversion
-    codes = torch.arange(256, dtype=torch.uint8).view(data.dtype) if lookup else data
-    values = codes.to(torch.promote_types(dtype, torch.float32))
-    values = (values if scale is None else values * scale).to(dtype)
-    if not lookup:
-        return values
-    return values.index_select(0, data.view(torch.uint8).flatten().int()).view(data.shape)
+    values = data.to(torch.promote_types(dtype, torch.float32))
+    return (values if scale is None else values * scale).to(dtype)
