@@ -147,7 +147,7 @@ class _Native(Function):
     ) -> Tensor:
         left, right, *_ = _stored(operands)
         y = multiply(how.kinds[0], left, right, how.scales[0], getattr(torch, how.dtype))
-        y = _first(y, a.shape[0])
+        y = y[: a.shape[0]]  # without padding rows
         return y if bias is None else own(y.add_(bias))
 
     @staticmethod
@@ -173,7 +173,7 @@ class _Native(Function):
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
             g = store(grad, for_a, -1, ctx.history, record=True)
-            da = _first(multiply(for_da, g, b, s_a, grad.dtype), grad.shape[0])
+            da = multiply(for_da, g, b, s_a, grad.dtype)[: grad.shape[0]]
         if ctx.needs_input_grad[1]:
             if g is None:
                 g = store(grad, for_b, -2, ctx.history, record=True)
@@ -191,11 +191,6 @@ def _stored(tensors: Sequence[Any]) -> list[KernelOperand]:
 
 def _flat(operands: Iterable[KernelOperand | None]) -> list[Tensor | None]:
     return [tensor for operand in operands for tensor in operand or (None, None, None)]
-
-
-def _first(y: Tensor, rows: int) -> Tensor:
-    """``y`` without the padding rows of its first operand."""
-    return y if y.shape[0] == rows else y[:rows]
 
 
 def _again(x: Tensor, stored: KernelOperand, spec: Spec, other: Spec) -> KernelOperand | None:

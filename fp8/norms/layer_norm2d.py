@@ -38,20 +38,15 @@ def layer_norm2d(
     tensors = (input, weight, bias)
     if has_torch_function(tensors):  # lets modes intercept it, like torch.nn.functional
         return handle_torch_function(layer_norm2d, tensors, input, weight, bias, eps)
-    if not torch.compiler.is_compiling():
-        try:
-            return permuted(input, weight, bias, eps)
-        except (IndexError, RuntimeError):
-            _check(input, weight, bias)
-            raise
-    if FIRST_LOOK.items:  # compiling, modes only see calls of torch
+    in_graph = torch.compiler.is_compiling()
+    if in_graph and FIRST_LOOK.items:  # compiling, modes only see calls of torch
         mode = FIRST_LOOK.items.pop()
         try:
             return mode.__torch_function__(layer_norm2d, (), (input, weight, bias, eps))
         finally:
             FIRST_LOOK.items.append(mode)
     _check(input, weight, bias)
-    return _normalized(input, weight, bias, eps)
+    return (_normalized if in_graph else permuted)(input, weight, bias, eps)
 
 
 def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
@@ -69,8 +64,7 @@ def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
 def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """`layer_norm2d` by torch's kernel; also works in TorchScript.
 
-    The kernel takes parameters in the dtype of x, or in float32 for 16-bit x. permute is cheaper
-    than movedim.
+    The kernel takes parameters in the dtype of x, or in float32 for 16-bit x.
     """
     other = (weight is not None and weight.dtype != x.dtype) or (
         bias is not None and bias.dtype != x.dtype
@@ -79,10 +73,8 @@ def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         weight = None if weight is None else weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    image = x.ndim == 4
-    last = x.permute(0, 2, 3, 1) if image else x.movedim(1, -1)
-    y = torch.layer_norm(last, [last.size(-1)], weight, bias, eps)
-    return y.permute(0, 3, 1, 2) if image else y.movedim(-1, 1)
+    last = x.movedim(1, -1)
+    return torch.layer_norm(last, [last.size(-1)], weight, bias, eps).movedim(-1, 1)
 
 
 def wide(x: Tensor, value: Any) -> Any:
