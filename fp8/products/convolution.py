@@ -11,8 +11,6 @@ positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,10 +20,11 @@ from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, casts_of
 from ..casts.saved_operands import shared_casts
+from ..common.compiler import in_graph
 from ..context.active import layer_histories, product_recipe, static_exponents
 from ..formats.format import dtype_name
 from .matmul import ONES, check_bias, check_scales, measured, simulated, to_autocast_dtype
-from .summed import Geometry, Scales, warn_unsummed
+from .summed import Geometry, Scales, Settings, warn_unsummed
 from .summed import convolution as summed_convolution
 
 Ints = int | Sequence[int]
@@ -43,13 +42,12 @@ def _convolve(
     if x.ndim < weight.ndim:
         return _convolve(x.unsqueeze(0), weight, bias, scales, geometry, unit).squeeze(0)
     recipe = product_recipe(unit)
-    none: list[Any] = [None] * 3
-    uncast = partial(simulated, x, weight, bias, scales, Casts(), none, None, geometry)
     if recipe is None:
-        return uncast()
+        return _as_it_is(x, weight, bias, scales, geometry)
     if (pass_ := measuring()) is not None:
         histories = layer_histories(recipe, "conv", x, weight)
-        return measured(pass_, histories, x, weight, uncast())
+        y = _as_it_is(x, weight, bias, scales, geometry)
+        return measured(pass_, histories, x, weight, y)
     static = static_exponents(recipe, x, weight)
     name = product_name("conv", weight, recipe)
     casts = casts_of(recipe.text, True, name, static, None, False)
@@ -58,11 +56,19 @@ def _convolve(
         if is_whole(recipe):
             like, bias = to_autocast_dtype(x[:0], bias)
             check_bias(bias, like.dtype)
-            given = (scales, geometry, casts, histories, recipe.sums, dtype_name(like.dtype))
-            return summed_convolution(x, weight, bias, *given)
+            how = Settings(scales, casts, recipe.sums, dtype_name(like.dtype))
+            return summed_convolution(x, weight, bias, histories, how, geometry)
         warn_unsummed(recipe, "a convolution with scales by rows or blocks")
     shared = shared_casts(x, histories[0], casts.a, casts.a_again)
     return simulated(x, weight, bias, scales, casts, histories, shared, geometry)
+
+
+@in_graph
+def _as_it_is(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: Geometry
+) -> Tensor:
+    """The convolution without casts."""
+    return simulated(x, weight, bias, scales, Casts(), [None] * 3, None, geometry)
 
 
 def _per_dim(value: Ints, dims: int, what: str) -> list[int]:

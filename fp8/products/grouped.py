@@ -31,7 +31,7 @@ from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
 from . import summed
-from .matmul import ONES, check_scales, gemm, linear
+from .matmul import ONES, check_scales, gemm, multiply
 from .summed import Scales
 
 
@@ -175,8 +175,8 @@ def _product(
     name = product_name("grouped_mm", b if layer else None, recipe)
     casts = Casts() if recipe is None else casts_of(recipe.text, layer, name, static)
     if recipe is not None and recipe.accumulate is not None and not is_sampled(name):
-        given = (scales, casts, histories, recipe.sums, dtype_name(a.dtype))
-        return summed.product(a, b, None, *given, offs, split)
+        how = summed.Settings(scales, casts, recipe.sums, dtype_name(a.dtype), split)
+        return summed.product(a, b, None, histories, how, offs)
     if recipe is not None and layer and _runs_native(recipe, backend, name, a, b):
         return _by_group(a, b, offs, scales, recipe, backend, static)
     return _simulated(a, b, offs, scales, casts, split, histories)
@@ -235,23 +235,14 @@ def _runs_native(recipe: Recipe, backend: str, name: str, a: Tensor, b: Tensor) 
     return native.takes(backend, a.flatten(0, -2), b[0])
 
 
-def _by_group(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None,
-    scales: Scales,
-    recipe: Recipe,
-    backend: str,
-    static: Exponents,
-) -> Tensor:
-    """The product of each group by `fp8.products.matmul.linear`, with its kernels."""
-    given: Any = {"scales": scales, "recipe": recipe, "backend": backend, "static": static}
+def _by_group(a: Tensor, b: Tensor, offs: Tensor | None, *given: Any) -> Tensor:
+    """The product of each group by `multiply`, with its kernels. given: its other arguments."""
     if offs is None:
-        return torch.stack([linear(x, w, **given) for x, w in zip(a, b, strict=True)])
+        return torch.stack([multiply(x, w, None, *given) for x, w in zip(a, b, strict=True)])
     ends = bounds(offs, a.shape[0])
     sizes = [end - start for start, end in pairwise(ends)]
     *parts, rest = a.split([*sizes, a.shape[0] - ends[-1]])
-    y = [linear(x, w, **given) for x, w in zip(parts, b.unbind(), strict=True)]
+    y = [multiply(x, w, None, *given) for x, w in zip(parts, b.unbind(), strict=True)]
     return torch.cat([*y, y[0].new_zeros(rest.shape[0], b.shape[1])])
 
 

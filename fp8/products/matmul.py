@@ -293,7 +293,7 @@ def _as_it_is(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales) -> Tens
     return apply_eagerly(_Plain, *to_autocast_dtype(a, b, bias), scales, False)
 
 
-def _multiply(
+def multiply(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -318,16 +318,15 @@ def _multiply(
     layer = kind != "matmul"
     if (pass_ := measuring()) is not None:
         histories = layer_histories(recipe, kind, a, b, layer)
-        y = _multiply(a, b, bias, scales, None, backend, static, kind)
-        return measured(pass_, histories, a, b, y)
+        return measured(pass_, histories, a, b, _as_it_is(a, b, bias, scales))
     name = product_name(kind, b if kind == "linear" else None, recipe)
     casts = casts_of(recipe.text, layer, name, static, OPERANDS[kind])
     histories = layer_histories(recipe, kind, a, b, layer)
     sampled = is_sampled(name)  # sampled products are simulated, with torch's sums
     if recipe.accumulate is not None and not sampled:
         like, bias = to_autocast_dtype(a[:0], bias)
-        dtype = dtype_name(like.dtype)
-        return summed.product(a, b, bias, scales, casts, histories, recipe.sums, dtype)
+        how = summed.Settings(scales, casts, recipe.sums, dtype_name(like.dtype))
+        return summed.product(a, b, bias, histories, how)
     shared = shared_casts(a, histories[0], casts.a, casts.a_again)
     if not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
@@ -442,10 +441,8 @@ def linear(
         static = (0, 0) if recipe is None else static_exponents(recipe, input, weight)
     if recipe is not None:
         refuse_nested(input)
-    if weight.ndim == 1:
-        bias = None if bias is None else bias.reshape(1)
-        given: Any = {"scales": scales, "recipe": recipe, "backend": backend, "static": static}
-        return linear(input, weight[None], bias, **given).squeeze(-1)
+    if one := weight.ndim == 1:
+        weight, bias = weight[None], None if bias is None else bias.reshape(1)
     if weight.ndim != 2:
         raise ValueError(f"linear needs a weight of 2 dimensions, got shape {tuple(weight.shape)}")
     if input.ndim == 0 or input.shape[-1] != weight.shape[1]:
@@ -453,11 +450,10 @@ def linear(
             f"linear needs an input of shape (..., {weight.shape[1]}) for a weight of shape "
             f"{tuple(weight.shape)}, got {tuple(input.shape)}"
         )
-    if input.ndim == 2:
-        return _multiply(input, weight, bias, scales, recipe, backend, static)
-    rows = input.unsqueeze(0) if input.ndim == 1 else input.flatten(0, -2)
-    y = _multiply(rows, weight, bias, scales, recipe, backend, static)
-    return y.reshape(*input.shape[:-1], weight.shape[0])
+    rows = input if input.ndim == 2 else input[None] if input.ndim == 1 else input.flatten(0, -2)
+    y = multiply(rows, weight, bias, scales, recipe, backend, static)
+    y = y if input.ndim == 2 else y.reshape(*input.shape[:-1], weight.shape[0])
+    return y.squeeze(-1) if one else y
 
 
 def matmul(
@@ -518,7 +514,7 @@ def _batched(
     static: Exponents,
     kind: str,
 ) -> Tensor:
-    """The product of two matrices or (broadcast) batches of them, in one call of `_Product`."""
+    """The product of two matrices or (broadcast) batches of them, in one call of `multiply`."""
     batch = a.shape[:-2]
     if b.ndim == 2:  # a batch times one matrix is one product
         rows = a if a.ndim == 2 else a.flatten(0, -2)
@@ -528,5 +524,5 @@ def _batched(
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
     # Not the attribute mT, which torch.compile makes an alias outside of control flow.
-    y = _multiply(rows, b.transpose(-2, -1), None, scales, recipe, backend, static, kind)
+    y = multiply(rows, b.transpose(-2, -1), None, scales, recipe, backend, static, kind)
     return y if y.ndim == a.ndim else y.reshape(*batch, a.shape[-2], b.shape[-1])

@@ -95,28 +95,22 @@ def product(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
-    scales: Scales,
-    casts: Casts,
     histories: list[Tensor | None],
-    sums: str,
-    dtype: str,
+    how: Settings,
     offs: Tensor | None = None,
-    split: int = 0,
-    convolution: _Convolution | None = None,
 ) -> Tensor:
-    """``s_y * a b^T + bias`` in ``dtype`` for a (m, k) and b (n, k), or batches of them.
+    """``s_y * a b^T + bias`` for a (m, k) and b (n, k), or batches of them.
 
-    casts, histories: as in `fp8.products.matmul`. A product of which an operand is not cast sums as
-    torch does. bias has the dtype, and is added after the result is rounded to it, along dimension
-    1. offs: of a grouped product, as in `fp8.products.grouped`. Others as in `Settings`.
+    histories: as in `fp8.products.matmul`. A product of which an operand is not cast sums as torch
+    does. bias has the dtype of the output, and is added after the result is rounded to it, along
+    dimension 1. offs: of a grouped product, as in `fp8.products.grouped`.
     """
     of_a, of_b, of_grad = histories
-    record = updates_states()
+    casts, record = how.casts, updates_states()
     with torch.no_grad():
-        turn, groups = turn_of(casts.a, a), Groups(offs, split, -1)
+        turn, groups = turn_of(casts.a, a), Groups(offs, how.split, -1)
         left = operand(a, casts.a, groups, of_a, record, turn)
         right = operand(b, casts.b, groups, of_b, record, turn)
-    how = Settings(scales, casts, sums, dtype, split, convolution)
     return _Summed.apply(a, b, bias, offs, of_grad, how, *left, *right)
 
 
@@ -124,24 +118,20 @@ def convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    scales: Scales,
-    geometry: Geometry,
-    casts: Casts,
     histories: list[Tensor | None],
-    sums: str,
-    dtype: str,
+    how: Settings,
+    geometry: Geometry,
 ) -> Tensor:
-    """``s_y * convolution(x, weight) + bias`` in ``dtype``, for casts with one scale for each
-    operand.
+    """``s_y * convolution(x, weight) + bias``, for casts with one scale for each operand.
 
     x: (batch, channels, *size). weight: as in `aten.convolution`; what does not fit raises its
-    error. casts, histories, sums, dtype and the bias: as in `product`.
+    error. histories, how, bias: as in `product`.
     """
     with torch.no_grad():
         shapes = (torch.empty(t.shape, device="meta") for t in (x, weight))
         size = aten.convolution.default(*shapes, None, *geometry).shape[2:]
     of = _Convolution(geometry, tuple(size), tuple(x.shape[2:]), tuple(weight.shape[2:]))
-    return product(x, weight, bias, scales, casts, histories, sums, dtype, convolution=of)
+    return product(x, weight, bias, histories, how._replace(convolution=of))
 
 
 def warn_unsummed(recipe: Recipe, product: str) -> None:
