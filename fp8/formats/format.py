@@ -12,12 +12,6 @@ import torch
 from ..common.compiler import compiled_as
 from ..common.validation import check_name
 
-MAX_EXPONENT_BITS = 8
-"""Every value of a format must be a float32, so its exponent field is at most as wide."""
-
-MAX_MANTISSA_BITS = 23
-"""For the same reason, a format has at most as many mantissa bits as float32."""
-
 _FLAGS = ("infinity", "nan", "negative_zero", "signed")
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "name": str,
@@ -94,9 +88,9 @@ class Format:
 
         self._check_types()
         require(bool(self.name), "the name is empty")
-        for field, value, low, high in (
-            ("exponent_bits", self.exponent_bits, 1, MAX_EXPONENT_BITS),
-            ("mantissa_bits", self.mantissa_bits, 0, MAX_MANTISSA_BITS),
+        for field, value, low, high in (  # those of float32, which has every value
+            ("exponent_bits", self.exponent_bits, 1, 8),
+            ("mantissa_bits", self.mantissa_bits, 0, 23),
         ):
             require(low <= value <= high, f"{field} is {value}, allowed are {low} to {high}")
         require(

@@ -367,19 +367,12 @@ def _quantize(
     key: Key | None,
     inverse: Tensor | None = None,
 ) -> Tensor:
-    x = x.resolve_neg()  # the storage of a view such as x.conj().imag holds -x
-    if not _is_plain(x) or (scale is not None and scale.ndim):
-        return _whole(x, grid, rounding, scale, key, inverse)
-    size = CHUNK * torch.get_num_threads()
-    if x.numel() <= size:
-        return _whole(x, grid, rounding, scale, key)
-    return _in_chunks(x, size, grid, rounding, scale, key)
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Whether `x` can be processed in chunks: in main memory, and of no subclass with other
-    semantics."""
-    return type(x) in (Tensor, torch.nn.Parameter) and reads_values(x)
+    x, given = x.resolve_neg(), (grid, rounding, scale, inverse, key)  # x.conj().imag holds -x
+    one_scale = scale is None or not scale.ndim
+    in_memory = type(x) in (Tensor, torch.nn.Parameter) and reads_values(x)
+    if one_scale and in_memory and x.numel() > CHUNK * torch.get_num_threads():
+        return _in_chunks(x, *given)
+    return _whole(x, *given)
 
 
 def _whole(
@@ -387,9 +380,8 @@ def _whole(
     grid: Grid,
     rounding: str,
     scale: Tensor | None,
+    inverse: Tensor | None,
     key: Key | None,
-    inverse: Tensor | None = None,
-    *,
     start: int = 0,
 ) -> Tensor:
     """Quantizes all of `x` at once; used for compiled code and for single chunks."""
@@ -405,16 +397,17 @@ def _whole(
     return y if x.dtype in LAYOUTS else y.to(x.dtype)
 
 
-def _in_chunks(x: Tensor, size: int, *given: Any) -> Tensor:
+def _in_chunks(x: Tensor, *given: Any) -> Tensor:
     """``_whole(x, *given)`` on chunks that stay in cache: at most a third of the time."""
     out = torch.empty_like(x)
     *_, key = given
     if key is not None and not x.is_contiguous():
         # Random bits are assigned by row-major index.
-        return out.copy_(_in_chunks(x.contiguous(), size, *given))
+        return out.copy_(_in_chunks(x.contiguous(), *given))
     if x.stride() != out.stride():
         x = x.clone()
     source, target = (t.as_strided((t.numel(),), (1,)) for t in (x, out))
+    size = CHUNK * torch.get_num_threads()
     for start in range(0, x.numel(), size):
         at = slice(start, start + size)
         target[at] = _whole(source[at], *given, start=start)

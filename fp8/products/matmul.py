@@ -87,11 +87,7 @@ def gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = 
     return product(ignored, a, b, beta=0, alpha=alpha)
 
 
-def _fuses_in_graph(a: Tensor) -> bool:
-    return a.ndim == 3 and a.dtype != torch.float16
-
-
-@compiled_as(_fuses_in_graph)
+@compiled_as(lambda a: a.ndim == 3 and a.dtype != torch.float16)
 def _fuses(a: Tensor) -> bool:
     """Whether the scale is applied as a separate multiplication: in a graph, where it fuses with
     its neighbours and baddbmm would materialize its ignored input. Not in float16, where the
@@ -284,7 +280,7 @@ def _of_bias(grad: Tensor, scale: float) -> Tensor:
 def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales) -> Tensor:
     """`_as_it_is` in a graph."""
     a, b, bias = to_autocast_dtype(a, b, bias)
-    return _Plain.apply(a, b, bias, scales, _fuses_in_graph(a))
+    return _Plain.apply(a, b, bias, scales, _fuses(a))
 
 
 @partial(in_graph, graph=_uncast)

@@ -191,8 +191,15 @@ class ScaledTensor(Tensor):
     def _check(self, name: str, numbers: Tensor) -> None:
         """Raises NotImplementedError if ``exact`` is set and the format would round the values.
         name: of the operation that computed them."""
-        if self.exact:
-            _refuse_rounding(name, scaled(numbers, self.format).dequantize(numbers.dtype), numbers)
+        if not self.exact:
+            return
+        kept = scaled(numbers, self.format).dequantize(numbers.dtype)
+        if not torch.allclose(kept, numbers, rtol=0, atol=0, equal_nan=True):
+            raise NotImplementedError(
+                f"{name} would round a weight that fp8.store_frozen keeps in few bits (merging an "
+                "adapter, or a step of an optimizer): call fp8.store_frozen(model, None) first, "
+                "which makes the weights plain parameters again"
+            )
 
     def _take(self, stored: Tensor, scale: Tensor) -> ScaledTensor:
         if not self.whole:
@@ -352,17 +359,6 @@ def _warn_of_small_steps(func: Any, kwargs: dict[str, Any]) -> None:
             "optimizer that fp8.initialize returned; make a copy that averages weights before "
             "fp8.initialize",
             stacklevel=4,
-        )
-
-
-def _refuse_rounding(name: str, rounded: Tensor, numbers: Tensor) -> None:
-    """Raises NotImplementedError unless ``rounded`` equals ``numbers``, the result of an
-    operation."""
-    if not torch.allclose(rounded, numbers, rtol=0, atol=0, equal_nan=True):
-        raise NotImplementedError(
-            f"{name} would round a weight that fp8.store_frozen keeps in few bits (merging an "
-            "adapter, or a step of an optimizer): call fp8.store_frozen(model, None) first, which "
-            "makes the weights plain parameters again"
         )
 
 
