@@ -212,6 +212,9 @@ def rounded(
     x = plain(x)
     check_dtype(x)
     if is_dtensor(x):
+        if spec.is_sum:
+            what = "mean=True" if spec.mean else "a residual"
+            raise ValueError(f"a cast with {what} is not supported under tensor parallelism")
         x = unreduced(x)
     if spec.mean:
         return _around_mean(x, spec, axis, turn), None
@@ -234,8 +237,6 @@ def _has_tangent(x: Tensor) -> bool:
 
 def _around_mean(x: Tensor, spec: Spec, axis: int, turn: Tensor | None) -> Tensor:
     """The mean of the rows of ``x`` plus the rest, which is rounded under the spec."""
-    if is_dtensor(x):
-        raise ValueError("a cast with mean=True is not supported under tensor parallelism")
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = wide.detach().mean(-2, keepdim=True) if wide.shape[-2] else wide.detach()
     y, _ = rounded(wide - mean, spec._replace(mean=False), axis, turn=turn)
@@ -247,8 +248,6 @@ def _around_mean(x: Tensor, spec: Spec, axis: int, turn: Tensor | None) -> Tenso
 
 def _with_residual(x: Tensor, spec: Spec, axis: int) -> Tensor:
     """``x`` rounded under the spec, plus the rounded errors of its hot channels."""
-    if is_dtensor(x):
-        raise ValueError("a cast with a residual is not supported under tensor parallelism")
     spec, count = spec._replace(residual=0), min(spec.residual, x.shape[-1])
     y, _ = rounded(x, spec, axis)
     with torch.no_grad():
@@ -377,10 +376,7 @@ def _scales_of(
     tile: Tile,
     axis: int,
 ) -> Tensor:
-    """`scale_of` for ``tiles``, those of the local part of ``x``, as in the whole of ``x``.
-
-    Raises ValueError if processes divide a tile of more than one and less than all elements.
-    """
+    """`scale_of` for ``tiles``, those of the local part of ``x``, as in the whole of ``x``."""
     for dim, by in zip((-2, -1), tile if axis == -1 else tile[::-1], strict=True):
         if by > 1:
             check_whole(x, dim, by)
@@ -448,11 +444,8 @@ class _RoundGradient(Function):
 
 
 def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
-    """Sylvester's Hadamard matrix with fixed random column signs, scaled to be orthogonal.
-
-    Entry (i, j) is (-1)**popcount(i & j) * sign[j] / sqrt(size). The signs are the first bits of
-    the fraction of pi, the same for all layers and steps (arXiv:2509.25149, section 4.2). size is a
-    power of two.
+    """Sylvester's Hadamard matrix, orthogonal: (i, j) -> (-1)**popcount(i & j) * sign[j] /
+    sqrt(size). The signs are the first bits of the fraction of pi (arXiv:2509.25149, section 4.2).
     """
     index = torch.arange(size, device=like.device)
     bits = (index[:, None] >> torch.arange(size.bit_length(), device=like.device) & 1).float()
@@ -475,19 +468,15 @@ def turn_of(spec: Spec | None, like: Tensor) -> Tensor | None:
             "random signs of a rotation differ between processes of tensor parallelism; take "
             'signs="fixed"'
         )
-    return _drawn(spec.hadamard, like)
+    return _after(1.0 - 2.0 * torch.randint(2, (spec.hadamard,), device=like.device), like)
 
 
-def _drawn_in_graph(count: int, like: Tensor) -> Tensor:
-    """`_drawn`, in a graph after ``like``. Of the signs for two gradients, torch's partitioner may
-    move the rotation of a saved operand, which no gradient enters, to the forward graph and draw
-    other signs in the backward graph (torch 2.13). The sum of no elements is 0."""
-    return 1.0 - 2.0 * torch.randint(2, (count,), device=like.device) + like[:0].sum()
-
-
-@compiled_as(_drawn_in_graph)
-def _drawn(count: int, like: Tensor) -> Tensor:
-    return 1.0 - 2.0 * torch.randint(2, (count,), device=like.device)
+@compiled_as(lambda x, like: x + like[:0].sum())
+def _after(x: Tensor, like: Tensor) -> Tensor:
+    """``x``; in a graph plus 0, the sum of no elements, computed after ``like``. Of the signs for
+    two gradients, torch's partitioner may move the rotation of a saved operand, which no gradient
+    enters, to the forward graph and draw other signs in the backward graph (torch 2.13)."""
+    return x
 
 
 def rotated(x: Tensor, size: int, axis: int, turn: Tensor | None = None) -> Tensor:

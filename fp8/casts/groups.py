@@ -170,21 +170,13 @@ def cast_groups(
     record: bool | None = None,
     turn: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`fp8.casts.casting.rounded` of every group of ``x``, not differentiable.
+    """`fp8.casts.casting.rounded` of every group of ``x``, not differentiable, and the scale factor
+    of each group in a shape that broadcasts to ``x``; None if all are 1, or if each tile has its
+    own.
 
-    What lies outside of all groups becomes zero. An empty group leaves its history unchanged. If
-    rotated along the axis that groups split, the groups of the result end at `aligned`.
-
-    Args:
-        x: (groups, rows, columns), or (rows, columns).
-        groups: how they lie.
-        spec: the cast; None returns ``x``.
-        history: (groups, length) or (groups,), float32: the state of each group.
-        record, turn: as in `rounded`.
-
-    Returns:
-        The cast operand, and the scale factor of each group in a shape that broadcasts to ``x``;
-        None if all are 1, or if each tile has its own.
+    What lies outside of all groups becomes zero. An empty group leaves its history, (groups,
+    length) or (groups,), unchanged. If rotated along the axis that groups split, the groups of the
+    result end at `aligned`.
     """
     if spec is None:
         return x, None

@@ -49,9 +49,8 @@ def _casts_of(
     """The specs of a recipe, given as its `Recipe.text`.
 
     layer: whether b is a weight; otherwise it is cast like a, and in the backward pass rotated like
-    the gradient that it is multiplied by. name: the name of the product, for `fp8.stats`. static:
-    the exponents of the static scale factors of a and b. operands: their names for `fp8.stats`.
-    rotated: False leaves rotations out.
+    the gradient that it is multiplied by. name, operands: of the product and of a and b, for
+    `fp8.stats`. rotated: False leaves rotations out.
     """
     specs = [Spec.from_text(line) if line else None for line in text.split("\n")]
     a, b, grad_for_a, b_again, grad_for_b, a_again = specs

@@ -382,6 +382,7 @@ def _whole(
     scale: Tensor | None,
     inverse: Tensor | None,
     key: Key | None,
+    *,
     start: int = 0,
 ) -> Tensor:
     """Quantizes all of `x` at once; used for compiled code and for single chunks."""

@@ -116,9 +116,8 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
 
 
 class _Settings(NamedTuple):
-    """The constants of a product. kinds: the kernels of the three products. scales: of the output
-    and of both gradients. specs: of the gradient, for a and for b. dtype: the name of that of the
-    result."""
+    """The constants of a product. kinds: the kernels of the three products. specs: of the gradient,
+    for a and for b."""
 
     kinds: tuple[str, ...]
     scales: tuple[float, float, float]
@@ -127,13 +126,9 @@ class _Settings(NamedTuple):
 
 
 class _Native(Function):
-    """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), which are passed only to receive
-    gradients.
-
-    Arguments: a, b and bias; the history of the gradient or None; `_Settings`; what is shared of
-    the saved a; and four operands of three tensors each (`KernelOperand`): a and b for this
-    product, then for the backward ones, None if the `turned` forward operands serve.
-    """
+    """`product`. a and b are passed to receive gradients. The last arguments are four operands of
+    three tensors each (`KernelOperand`): a and b for this product, then for the backward ones, None
+    if the `turned` forward operands serve."""
 
     @staticmethod
     def forward(

@@ -85,11 +85,8 @@ def _at_rest(spec: Spec) -> Spec:
 
 @cache
 def _disproof(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: str) -> str:
-    """How the kernel for these operands fails; "" if it passes.
-
-    Runs in a new thread, which has none of the caller's modes: no autocast, fake tensors or
-    gradients.
-    """
+    """How the kernel for these operands fails; "" if it passes. In a new thread, which has none of
+    the caller's modes."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_tried, a, b, axes, device, getattr(torch, dtype)).result()
 

@@ -26,14 +26,13 @@ def layer_norm2d(
     """`torch.nn.functional.layer_norm` over dimension 1, as in ConvNeXt.
 
     input: (batch, channels, ...), floating point, any strides. weight, bias: (channels,) or None,
-    any floating-point dtype. eps: added to the variance. In eager mode it is permute, layer_norm,
-    permute, as in timm, with torch's autograd: the output and the gradient of the input are
-    channels-last, and 16-bit statistics of the backward pass are those of torch. Compiled the
-    strides are those of a dense input, and the statistics are in float32 (float64 for float64).
-    Each result is rounded once to the dtype of its tensor.
-    `torch.autocast` has no effect. NaN or Inf makes its pixel NaN. Raises ValueError for an input
-    of fewer than two dimensions and for a weight or bias of another shape, TypeError for an input
-    that is not floating point.
+    any floating-point dtype. eps: added to the variance. In eager mode the output and the gradient
+    of the input are channels-last, and 16-bit statistics of the backward pass are those of torch.
+    Compiled the strides are those of a dense input, and the statistics are in float32 (float64 for
+    float64). Each result is rounded once to the dtype of its tensor. `torch.autocast` has no
+    effect. NaN or Inf makes its pixel NaN. Raises ValueError for an input of fewer than two
+    dimensions and for a weight or bias of another shape, TypeError for an input that is not
+    floating point.
     """
     tensors = (input, weight, bias)
     if has_torch_function(tensors):  # lets modes intercept it, like torch.nn.functional

@@ -84,12 +84,8 @@ def _ends(offs: Tensor | None, spec: Spec | None) -> Tensor | None:
 
 
 class _Settings(NamedTuple):
-    """The constants of a grouped product.
-
-    scales: of the output and of both gradients. casts: None for operands that backward does not
-    cast again. split: the axis of operands of rank two that the offsets split. again_a, again_b:
-    whether backward casts the operand instead of using the cast one.
-    """
+    """The constants of a grouped product. split: as in `Groups`. again_a, again_b: whether backward
+    casts the operand instead of using the cast one."""
 
     scales: Scales
     casts: Casts
@@ -99,8 +95,7 @@ class _Settings(NamedTuple):
 
 
 class _Grouped(Function):
-    """``s_y * a b^T`` by groups. a and b are passed to receive gradients. The cast operands and
-    their scale factors are as in `fp8.products.matmul`."""
+    """``s_y * a b^T`` by groups. a and b are passed to receive gradients."""
 
     @staticmethod
     def forward(
@@ -282,33 +277,23 @@ def grouped_mm(
 ) -> Tensor:
     """``s_y * left @ right`` by groups, as `torch.nn.functional.grouped_mm`.
 
+    left: (tokens, k), (groups, m, k), (m, tokens) or (groups, m, k). right: (groups, k, n),
+    (groups, k, n), (tokens, n) or (k, tokens), respectively. Returns (tokens, n), (groups, m, n),
+    (groups, m, n) or (m, tokens), in their dtype. offs: (groups,), int32: the ends of the groups
+    along tokens; None for two stacks. Rows beyond the last end are zero in the result and in
+    gradients. scales, recipe, unit: as in `fp8.products.matmul.matmul`. Raises ValueError for other
+    shapes and for offsets that are not int32, descend or exceed the number of tokens, TypeError for
+    operands of different dtypes.
+
     A stack (3 dimensions) that is multiplied by a matrix is the weight of the groups, one for each;
     of two stacks, the second one is. Two matrices are two activations. Every group is cast as one
-    matrix: scales of whole operands ("tensor", "delayed", "static", the float32 level of "nv")
-    belong to a group, and blocks along tokens begin with a group. So do TransformerEngine
-    (GroupedLinear: one history and scale for each of its GEMMs), torchao (moe_training: scales by
-    token and by expert) and DeepSeek-V3 (arXiv:2412.19437, section 3.3: blocks) scale experts. A
-    group without tokens leaves its history as it is.
+    matrix, as experts are scaled in TransformerEngine (GroupedLinear), torchao (moe_training) and
+    DeepSeek-V3 (arXiv:2412.19437, section 3.3): scales of whole operands belong to a group, and
+    blocks along tokens begin with a group. A group without tokens leaves its history as it is. NaN
+    and Inf stay in their group.
 
     Under `torch.autocast` dtypes do not change, as in torch. Kernels of backend "native" compute
-    the groups one by one, in eager mode, under recipes without histories. NaN and Inf stay in their
-    group.
-
-    Args:
-        left: (tokens, k), (groups, m, k), (m, tokens) or (groups, m, k).
-        right: (groups, k, n), (groups, k, n), (tokens, n) or (k, tokens), respectively. All sizes
-            and floating-point dtypes are supported; both operands have the same.
-        offs: (groups,), int32: the ends of the groups, along the axis called tokens here. None for
-            two stacks. Rows beyond the last end are zero in the result and in gradients.
-        scales, recipe, unit: as in `fp8.products.matmul.matmul`.
-
-    Returns:
-        (tokens, n), (groups, m, n), (groups, m, n) or (m, tokens), in the dtype of the operands.
-
-    Raises:
-        ValueError: for other shapes, for offsets that are not int32, and for offsets that descend
-            or exceed the number of tokens.
-        TypeError: for operands of different dtypes.
+    the groups one by one, in eager mode, under recipes without histories.
     """
     recipe, backend = chosen(recipe, "simulate", unit)
     _check(left, right, offs)

@@ -115,12 +115,10 @@ class _Product(Function):
     the convolution of maps a and a weight b.
 
     All products have this form: it is the layout of FP8 GEMMs, and the gradient of a weight (n, k)
-    has the layout of the weight. Arguments: cast a and b, and their scale factors; the operands
-    that backward casts instead, or None; bias (n,) for two matrices, or None; the history of the
-    gradient or None; `_Settings`; what is shared of the saved a.
-
-    If the operands are rotated, they are given before the cast, because gradients are those of
-    operands that are not rotated, and the cast ones in place of those that backward casts.
+    has the layout of the weight. other_a, other_b: the operands that backward casts instead, or
+    None. history: of the gradient. shared: what is shared of the saved a. If the operands are
+    rotated, they are given before the cast, because gradients are those of operands that are not
+    rotated, and the cast ones in place of those that backward casts.
     """
 
     generate_vmap_rule = True
@@ -228,8 +226,7 @@ def _both(
     scales: Scales,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of two operands, from the output's gradient as cast for each. a is None if b
-    needs no gradient, and vice versa. turned: whether b's gradient has the layout of its
-    transpose."""
+    needs no gradient, and vice versa. turned: whether b's has the layout of its transpose."""
     da = db = None
     _, s_a, s_b = scales
     if fuses and for_a is for_b and s_a == s_b:  # one multiplication for both
@@ -299,12 +296,9 @@ def multiply(
     static: Exponents,
     kind: str = "linear",
 ) -> Tensor:
-    """Casts the operands to the recipe's formats, then to autocast's dtype, and multiplies them.
-
-    In this order each operand is rounded to its format once, from full precision. The 16-bit dtypes
-    of torch.autocast represent every value of an 8-bit format (with a scale factor: within their
-    exponent range).
-    """
+    """Casts the operands to the recipe's formats, each once, from full precision; then to the dtype
+    of torch.autocast, which represents every value of an 8-bit format (with a scale factor: within
+    its exponent range); and multiplies them."""
     if a.dtype.is_complex and b.dtype.is_complex:
         recipe = None
     elif not a.dtype.is_floating_point:
