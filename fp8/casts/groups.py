@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ..common.compiler import updates_states
 from ..tensors.scaled_tensor import plain
-from .casting import Spec, rounded
-from .codes import Codes, codes, widened
+from .casting import Codes, Spec, codes, rounded, widened
 
 
 class Groups(NamedTuple):
@@ -70,13 +69,12 @@ def group_states(history: Tensor) -> list[Tensor]:
     return [state if float(state) else state.view(1) for state in history.unbind()]
 
 
-def aligned(offs: Tensor, multiple: int) -> Tensor:
-    """The ends of groups whose sizes are rounded up to a multiple, as rotations need; unchanged for
-    0."""
-    if not multiple:
+def aligned(offs: Tensor | None, spec: Spec | None) -> Tensor | None:
+    """The ends of groups along a summed axis, as its rotation under a spec fills them up."""
+    if offs is None or spec is None or not spec.hadamard:
         return offs
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
-    return (-(-sizes // multiple) * multiple).cumsum(0, dtype=torch.int32)
+    return (-(-sizes // spec.hadamard) * spec.hadamard).cumsum(0, dtype=torch.int32)
 
 
 def _zeros(x: Tensor, groups: Groups, hadamard: int) -> Tensor:
@@ -115,7 +113,7 @@ def _cast_groups(
     spec, groups = Spec.from_text(text, label), Groups(offs, split, axis)
     y, scales, units, after = _results(x, groups, history, apart, spec.hadamard)
     states: list[Tensor] = [] if history is None else group_states(after)
-    ends = offs if offs is None or split != axis else aligned(offs, spec.hadamard)
+    ends = aligned(offs, spec) if split == axis else offs
     parts = (pieces(x, offs, split), pieces(y, ends, split), pieces(scales, ends, split))
     for i, (part, values, scaled) in enumerate(zip(*parts, strict=True)):
         if part.numel():
@@ -194,8 +192,8 @@ def group_codes(
     record: bool = False,
     turn: Tensor | None = None,
 ) -> Codes:
-    """`fp8.casts.codes.codes` of every group of ``x``, with the scale of each element and the unit
-    of each group. Arguments as in `cast_groups`."""
+    """`codes` of every group of ``x``, with the scale of each element and the unit of each group.
+    Arguments as in `cast_groups`."""
     y = Codes(*_cast(x, groups, spec, history, record, turn, apart=True))
     return y if groups.axis == -1 else y.mT
 

@@ -48,7 +48,7 @@ class _Last(threading.local):
     """The input of the preceding product in this thread: a weak reference to its base tensor, the
     view and version of it, and what is saved of it."""
 
-    owner: Callable[[], Tensor | None] = staticmethod(lambda: None)
+    owner: Any = staticmethod(lambda: None)
     part: tuple[Any, ...] = ()
     shared = SharedCasts()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import Spec, shifted, spec_of
+from ..casts.casting import Codes, Spec, shifted, spec_of
 from ..casts.operands import one_copy
 from ..casts.saved_operands import SharedCasts, as_number, cached, saved_tensors
 from ..common.compiler import apply, is_differentiated_again, is_plain, own, updates_states
@@ -25,11 +25,9 @@ from . import selftest as proof
 from .kernels import (
     ALIGNMENT,
     KERNELS,
-    KernelOperand,
     kernel_of,
     multiply,
     store,
-    turned,
     why_not_device,
 )
 
@@ -127,8 +125,8 @@ class _Settings(NamedTuple):
 
 class _Native(Function):
     """`product`. a and b are passed to receive gradients. The last arguments are four operands of
-    three tensors each (`KernelOperand`): a and b for this product, then for the backward ones, None
-    if the `turned` forward operands serve."""
+    three tensors each (`Codes`): a and b for this product, then for the backward ones, None
+    if the transposed forward operands serve."""
 
     @staticmethod
     def forward(
@@ -150,8 +148,8 @@ class _Native(Function):
         _, _, _, ctx.history, ctx.how, ctx.shared, *operands = inputs
         used, again = _stored(operands[:6]), _stored(operands[6:])
         pairs = list(zip(used, again, strict=True))
-        ctx.save_for_backward(*_flat(x if y.data is None else y for x, y in pairs))
-        ctx.turn = tuple(y.data is None for _, y in pairs)
+        ctx.save_for_backward(*_flat(x if y.values is None else y for x, y in pairs))
+        ctx.turn = tuple(y.values is None for _, y in pairs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -163,7 +161,7 @@ class _Native(Function):
                 "of backend='simulate' have"
             )
         saved = zip(_stored(saved_tensors(ctx)), ctx.turn, strict=True)
-        a, b = (turned(x) if turn else x for x, turn in saved)
+        a, b = (x.mT if turn else x for x, turn in saved)
         (_, for_da, for_db), (_, s_a, s_b), (for_a, for_b), _ = ctx.how
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
@@ -173,22 +171,22 @@ class _Native(Function):
             if g is None:
                 g = store(grad, for_b, -2, ctx.history, record=True)
             else:
-                g = _again(grad, g, for_a, for_b) or turned(g)
+                g = _again(grad, g, for_a, for_b) or g.mT
             db = multiply(for_db, g, a, s_b, grad.dtype)
         if ctx.needs_input_grad[2]:
             dbias = grad.sum(0) * s_b
         return da, db, dbias, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
-def _stored(tensors: Sequence[Any]) -> list[KernelOperand]:
-    return [KernelOperand(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
+def _stored(tensors: Sequence[Any]) -> list[Codes]:
+    return [Codes(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
 
 
-def _flat(operands: Iterable[KernelOperand | None]) -> list[Tensor | None]:
+def _flat(operands: Iterable[Codes | None]) -> list[Tensor | None]:
     return [tensor for operand in operands for tensor in operand or (None, None, None)]
 
 
-def _again(x: Tensor, stored: KernelOperand, spec: Spec, other: Spec) -> KernelOperand | None:
+def _again(x: Tensor, stored: Codes, spec: Spec, other: Spec) -> Codes | None:
     """``x`` for a product along its other axis; None if ``stored``, which has one scale, can be
     reused."""
     one = one_copy(spec, other) and not stored.scale.dim()
@@ -197,7 +195,7 @@ def _again(x: Tensor, stored: KernelOperand, spec: Spec, other: Spec) -> KernelO
 
 def _left(
     a: Tensor, spec: Spec, history: Tensor | None, record: bool, shared: SharedCasts | None
-) -> KernelOperand:
+) -> Codes:
     """`store` of a first operand, shared by all its products. With a history, each product
     records it."""
     if history is None:
@@ -230,7 +228,7 @@ def product(
     with torch.no_grad():
         left = _left(a, for_a, of_a, record, shared)
         right = store(b, for_b, -1, of_b, record)
-        again: list[KernelOperand | None] = [None, None]
+        again: list[Codes | None] = [None, None]
         if record:
             key = ("native", for_a.settings, a_again.settings)
             other = cached(shared, key, lambda: _again(a, left, for_a, a_again))

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import Spec, turn_of, without_autocast
+from ..casts.casting import turn_of, without_autocast
 from ..casts.counts import is_sampled, product_name
 from ..casts.groups import Groups, aligned, bounds, cast_groups, pieces, product_shape
-from ..casts.measuring import Measurement, measuring
+from ..casts.measuring import measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
 from ..casts.saved_operands import save_operands, saved_operands
 from ..common.compiler import apply, eager_only, in_graph, is_differentiated_again
@@ -31,7 +31,7 @@ from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
 from . import summed
-from .matmul import ONES, check_scales, gemm, multiply
+from .matmul import ONES, check_scales, gemm, measured, multiply
 from .summed import Scales
 
 
@@ -78,11 +78,6 @@ MULTIPLY_GROUPS = torch.ops.fp8.multiply_groups
 """The operator of all grouped products, as modes below autograd see it."""
 
 
-def _ends(offs: Tensor | None, spec: Spec | None) -> Tensor | None:
-    """The ends of groups along a summed axis, as its rotation under a spec fills them up."""
-    return offs if offs is None or spec is None else aligned(offs, spec.hadamard)
-
-
 class _Settings(NamedTuple):
     """The constants of a grouped product. split: as in `Groups`. again_a, again_b: whether backward
     casts the operand instead of using the cast one."""
@@ -109,7 +104,7 @@ class _Grouped(Function):
         history: Tensor | None,
         how: _Settings,
     ) -> Tensor:
-        ends = _ends(offs, how.casts.a) if how.split == -1 else offs
+        ends = aligned(offs, how.casts.a) if how.split == -1 else offs
         return MULTIPLY_GROUPS(cast_a, cast_b.mT, ends, how.scales[0])
 
     @staticmethod
@@ -143,7 +138,7 @@ class _Grouped(Function):
             if for_b is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
                 for_b, _ = cast_groups(grad, across, casts.grad_for_b, history, True, turn)
             again, _ = cast_groups(a, across, casts.a_again, turn=turn)
-            ends = _ends(offs, casts.grad_for_b) if how.split == -2 else offs
+            ends = aligned(offs, casts.grad_for_b) if how.split == -2 else offs
             if ctx.turned:
                 db = MULTIPLY_GROUPS(again.mT, for_b, ends, s_b).mT
             else:
@@ -166,7 +161,7 @@ def _product(
     histories = layer_histories(recipe, "grouped_mm", a, b, layer, groups)
     if (pass_ := measuring()) is not None and recipe is not None:
         y = _product(a, b, offs, scales, None, backend, static)
-        return _measured(pass_, histories, a, b, y, offs, split)
+        return measured(pass_, histories, a, b, y, lambda x: pieces(x, offs, split))
     name = product_name("grouped_mm", b if layer else None, recipe)
     casts = Casts() if recipe is None else casts_of(recipe.text, layer, name, static)
     if recipe is not None and recipe.accumulate is not None and not is_sampled(name):
@@ -196,30 +191,6 @@ def _simulated(
     operands = (a, b, offs, cast_a.detach(), cast_b.detach(), scale_a, scale_b)
     settings = _Settings(scales, needed, split, first is not None, second is not None)
     return apply(_Grouped, *operands, of_grad, settings, written=of_grad)
-
-
-def _measured(
-    pass_: Measurement,
-    histories: list[Any],
-    a: Tensor,
-    b: Tensor,
-    y: Tensor,
-    offs: Tensor | None,
-    split: int,
-) -> Tensor:
-    """``y``, the uncast product; measures the groups of its operands and of its gradient."""
-
-    def measure(history: Tensor | None, x: Tensor) -> None:
-        if history is not None:
-            for state, part in zip(history, pieces(x, offs, split), strict=True):
-                pass_.operand(state, part)
-
-    of_a, of_b, of_grad = histories
-    measure(of_a, a)
-    measure(of_b, b)
-    if y.requires_grad:
-        y.register_hook(lambda grad: measure(of_grad, grad))
-    return y
 
 
 @eager_only(False)

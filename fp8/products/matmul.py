@@ -359,12 +359,15 @@ def _unreduced(x: Tensor) -> Tensor:
     return unreduced(x) if is_dtensor(x) else x
 
 
-def measured(pass_: Measurement, histories: list[Any], a: Tensor, b: Tensor, y: Tensor) -> Tensor:
-    """``y``, the uncast product of a and b; measures its operands and its gradient."""
+def measured(
+    pass_: Measurement, histories: list[Any], a: Tensor, b: Tensor, y: Tensor, parts: Any = None
+) -> Tensor:
+    """``y``, the uncast product of a and b; measures its operands and its gradient. parts: as in
+    `Measurement.operand`."""
     of_a, of_b, of_grad = histories
-    pass_.operand(of_a, a)
-    pass_.operand(of_b, b)
-    return pass_.gradient(of_grad, y)
+    pass_.operand(of_a, a, parts)
+    pass_.operand(of_b, b, parts)
+    return pass_.gradient(of_grad, y, parts)
 
 
 def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from ..casts.casting import Spec, format_of, turn_of
-from ..casts.codes import Codes, codes, narrowed, widened
+from ..casts.casting import Codes, Spec, codes, format_of, narrowed, turn_of, widened
 from ..casts.groups import Groups, aligned, group_codes, pieces, product_shape
 from ..casts.operands import Casts, one_copy
 from ..casts.saved_operands import saved_tensors
@@ -219,8 +218,8 @@ def operand(
     record: bool = False,
     turn: Tensor | None = None,
 ) -> Codes:
-    """`fp8.casts.codes.codes`, or `group_codes` if groups split an axis; of an operand that is not
-    cast its values, with scale 1."""
+    """`codes`, or `group_codes` if groups split an axis; of an operand that is not cast its values,
+    with scale 1."""
     if spec is not None:
         check_dtype(plain(x))
     if spec is not None and groups.split:
@@ -242,8 +241,8 @@ def multiply(
             y: Tensor = torch.ops.fp8.multiply_groups(first, second.mT, offs, 1.0)
             return y
         return torch.matmul(first, second.mT)
-    if offs is not None and a.values.ndim == b.values.ndim:
-        offs = aligned(offs, of_a.hadamard)
+    if a.values.ndim == b.values.ndim:
+        offs = aligned(offs, of_a)
     turned = [x.values.mT.is_contiguous() for x in (a, b)]
     left, right = _as_used(a.values, b.values, turned)
     settings = (of_a.text, of_b.text, how.sums, bool(how.split), turned)

@@ -26,7 +26,7 @@ def pairs_of(recipe: fp8.Recipe) -> tuple[tuple[casting.Spec, casting.Spec], ...
 
 
 def decode(stored: kernels.Stored, kind: str) -> torch.Tensor:
-    data = stored.data
+    data = stored.values
     if data.dtype == torch.uint8:
         data = data.view(torch.float4_e2m1fn_x2)
     if kind == "block":
@@ -76,7 +76,7 @@ def test_mx_operands_are_torchaos_to_the_byte(rule):
     x = (randn(130, 96, seed=1) * torch.logspace(-9, 5, 130)[:, None]).detach()
     theirs = mx.MXTensor.to_mx(x, torch.float8_e4m3fn, 32, modes[rule], is_swizzled_scales=True)
     ours = store(x, spec_of(Cast(format="e4m3", scaling="mx", rule=rule)))
-    assert torch.equal(ours.data.view(torch.uint8), theirs.qdata.view(torch.uint8))
+    assert torch.equal(ours.values.view(torch.uint8), theirs.qdata.view(torch.uint8))
     got, want = (unswizzled(scale.flatten(), 130, 3) for scale in (ours.scale, theirs.scale))
     assert torch.equal(got, want)
 
@@ -88,7 +88,7 @@ def test_nvfp4_operands_are_torchaos_to_the_byte():
     theirs = nv.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=ours.unit, is_swizzled_scales=True)
     assert torch.equal(ours.unit, nv.per_tensor_amax_to_scale(x.abs().max()))
     assert torch.equal(ours.scale.view(torch.uint8), theirs.scale.flatten().view(torch.uint8))
-    ties = (ours.data != theirs.qdata.view(torch.uint8)).float().mean()
+    ties = (ours.values != theirs.qdata.view(torch.uint8)).float().mean()
     assert ties < 1e-3  # x / (q * unit) here, x * (1 / unit / q) there
 
 

@@ -138,7 +138,7 @@ def test_operands_are_the_same_to_the_bit(recipe):
         for axis in (-1, -2):
             stored = kernels.store(x, spec, axis)
             simulated = casting.rounded(x, spec, axis)[0]
-            got = stored.data.float() * stored.scale
+            got = stored.values.float() * stored.scale
             assert torch.equal(got if axis == -1 else got.mT, simulated)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fp8
 from fp8.casts.casting import cast_forward, rotated, rounded, spec_of, turn_of
-from fp8.casts.codes import codes as quantized
+from fp8.casts.casting import codes as quantized
 from fp8.products.matmul import linear
 from fp8.recipes.rules import CLIP
 from fp8.recipes.scaling import scale_of
