@@ -118,11 +118,8 @@ class Blocks(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """An operand before and after its cast.
-
-    scale: of each element, or of all. static: whether `fp8.calibrate` set it. blocks: of a cast
-    with scales of two levels.
-    """
+    """An operand before and after its cast. scale: of each element, or of all. static: whether
+    `fp8.calibrate` set it. blocks: of a cast with scales of two levels."""
 
     x: Tensor
     y: Tensor

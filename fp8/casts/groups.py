@@ -20,11 +20,8 @@ from .casting import Codes, Spec, codes, rounded, widened
 
 
 class Groups(NamedTuple):
-    """How the groups of an operand lie, and the axis that the product sums over.
-
-    offs: (groups,), int32, their ends along the axis ``split`` of a matrix; None for a stack. Axes
-    are -2 or -1.
-    """
+    """How the groups of an operand lie, and the axis that the product sums over. offs: (groups,),
+    int32, their ends along the axis ``split`` of a matrix; None for a stack. Axes: -2 or -1."""
 
     offs: Tensor | None
     split: int
@@ -32,10 +29,8 @@ class Groups(NamedTuple):
 
 
 def bounds(offs: Tensor, size: int) -> list[int]:
-    """The starts of the groups and the end of the last one, of ``size`` rows or columns.
-
-    Raises ValueError for offsets that descend or exceed ``size``.
-    """
+    """The starts of the groups and the end of the last one, of ``size`` rows or columns. Raises
+    ValueError for offsets that descend or exceed ``size``."""
     ends = [0, *offs.tolist()]
     if any(a > b for a, b in pairwise(ends)) or ends[-1] > size:
         raise ValueError(

@@ -99,10 +99,8 @@ def one_copy(first: Spec | None, second: Spec | None) -> bool:
 
 
 def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Tensor | None, Tensor | None, Casts]:
-    """The operands that backward casts again, and the specs it needs.
-
-    Each of a and b is None if backward reuses the cast one; its spec in ``casts`` is then None too.
-    """
+    """The operands that backward casts again, and the specs it needs. Where it reuses the cast one,
+    the operand is None, and its second spec too."""
     keep_a, keep_b = one_copy(casts.a, casts.a_again), one_copy(casts.b, casts.b_again)
     needed = casts._replace(
         a_again=None if keep_a else casts.a_again, b_again=None if keep_b else casts.b_again

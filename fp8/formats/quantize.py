@@ -166,11 +166,8 @@ def quantize_backward(
 
 
 class _Forward(torch.autograd.Function):
-    """Its arguments are tensors, strings and numbers, which torch.compile supports.
-
-    The grid is one plain tuple: with *args, torch 2.13 compiled a tensor argument into a wrong
-    position.
-    """
+    """The grid is one plain tuple: with *args, torch 2.13 compiled a tensor argument into a wrong
+    position."""
 
     @staticmethod
     def forward(

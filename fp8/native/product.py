@@ -86,10 +86,8 @@ def kernels(
 
 
 def takes(backend: str, a: Tensor, b: Tensor) -> bool:
-    """Whether to look for `kernels` for a product of a (m, k) and b (n, k).
-
-    Raises RuntimeError for "native" on a device without FP8 products.
-    """
+    """Whether to look for `kernels` for a product of a (m, k) and b (n, k). Raises RuntimeError for
+    "native" on a device without FP8 products."""
     if backend == "simulate" or not fits(a, b) or is_dtensor(a) or is_dtensor(b):
         return False
     why_not = why_not_device(a.device)
@@ -99,11 +97,8 @@ def takes(backend: str, a: Tensor, b: Tensor) -> bool:
 
 
 def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
-    """Whether kernels accept a (m, k) and b (n, k), and the operands of their gradients.
-
-    Both must be nonempty matrices in float32, bfloat16 or float16, with n and k multiples of
-    ``multiple``.
-    """
+    """Whether kernels accept a (m, k) and b (n, k), and the operands of their gradients: nonempty
+    matrices in float32, bfloat16 or float16, with n and k multiples of ``multiple``."""
     return (
         a.dim() == b.dim() == 2
         and a.dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -124,12 +124,9 @@ def _sample(rows: int, spec: Spec, seed: int) -> Tensor:
 
 
 def _excess(got: Tensor, a: Tensor, b: Tensor) -> float:
-    """The largest error of ``got``, 0.5 * a b^T, relative to the largest error that rounding
-    explains.
-
-    n terms lose at most n * 2**-13 of the largest term. Scales and the result are rounded: three
-    times to float32 and once to a dtype of at least 8 bits, which is at most 2**-8 of the sum.
-    """
+    """The largest error of ``got``, 0.5 * a b^T, relative to what rounding explains: n terms lose
+    at most n * 2**-13 of the largest term. Scales and the result are rounded three times to float32
+    and once to a dtype of at least 8 bits, which is at most 2**-8 of the sum."""
     terms = (a != 0).double() @ (b != 0).double().T
     allowed = 0.5 * (a.abs() @ b.abs().T) * (terms * _BITS + 2.0**-8 + 2.0**-22)
     error = (got - 0.5 * a @ b.T).abs()

@@ -61,10 +61,8 @@ def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
 
 
 def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`layer_norm2d` by torch's kernel; also works in TorchScript.
-
-    The kernel takes parameters in the dtype of x, or in float32 for 16-bit x.
-    """
+    """`layer_norm2d` by torch's kernel, which takes parameters in the dtype of x, or in float32 for
+    16-bit x; also works in TorchScript."""
     other = (weight is not None and weight.dtype != x.dtype) or (
         bias is not None and bias.dtype != x.dtype
     )
@@ -88,11 +86,9 @@ def _across(x: Tensor, value: Tensor) -> Any:
 
 
 def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(m, d, 1/sqrt(var + eps)), where m + d is the mean of ``x`` over the channels.
-
-    m is the mean rounded as a sum of n numbers. d, the mean of x - m, corrects both m and the
-    variance (corrected two-pass algorithm, Chan, Golub and LeVeque 1983).
-    """
+    """(m, d, 1/sqrt(var + eps)), where m + d is the mean of ``x`` over the channels: d, the mean of
+    x - m, corrects the rounded mean m and the variance (corrected two-pass algorithm, Chan, Golub
+    and LeVeque 1983)."""
     # Multiplies by 1/n, because compiled code repeats a division for each element.
     share = 1.0 / x.shape[1]
     mean = x.sum(1, keepdim=True) * share
@@ -103,13 +99,9 @@ def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _statistics_by_blocks(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`_statistics` in blocks of BLOCK channels: the mean m of each block, the mean r of the
-    remainder and its mean square; then these are combined over blocks (Chan, Golub and LeVeque
-    1983).
-
-    Compiled code reads BLOCK contiguous streams for a block. A sum over all channels would add them
-    one by one, with a larger error.
-    """
+    """`_statistics`, in code that would otherwise add the channels one by one, with a larger error:
+    the mean m of each block of BLOCK channels, the mean r of the remainder and its mean square,
+    then combined over blocks (Chan, Golub and LeVeque 1983)."""
     blocks = torch.unflatten(x, 1, (BLOCK, -1)).unbind(1)
     share, of_all = 1.0 / BLOCK, BLOCK / x.shape[1]
     m = _kept(sum(blocks[1:], blocks[0]) * share)

@@ -74,12 +74,8 @@ class _Convolution(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The constants of a product and its gradients.
-
-    scales: of the output and of both gradients. sums: `fp8.Recipe.sums`. dtype: the name of that of
-    the output. split: the axis that the offsets of a grouped product split; 0 for others.
-    convolution: None for products of matrices.
-    """
+    """The constants of a product and its gradients. sums: `fp8.Recipe.sums`. dtype: the name of
+    that of the output. split: the axis that the offsets of a grouped product split, or 0."""
 
     scales: Scales
     casts: Casts
