@@ -331,19 +331,11 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any)
     return y
 
 
-class Tiles(NamedTuple):
-    """An operand by `scaled_tiles`. values: numbers of the format. scale: of each tile. dims: of a
-    tile."""
-
-    values: Tensor
-    scale: Tensor
-    tiles: Tensor
-    dims: tuple[int, ...]
-
-
-def by_tiles(x: Tensor, spec: Spec, axis: int, of: Any = None) -> Tiles:
-    """``x`` by one scale for each tile, which the rule computes from the tile. of: as in
-    `_round_part`."""
+def by_tiles(
+    x: Tensor, spec: Spec, axis: int, of: Any = None
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """The numbers of the format in ``x``, by one scale for each tile; these scales; `scaled_tiles`
+    of x, and the dimensions of a tile. of: as in `_round_part`."""
     assert spec.rule is not None
     rule, format = spec.rule, format_of(spec)
     tiles, dims = scaled_tiles(x, spec.tile, axis)
@@ -359,7 +351,7 @@ def by_tiles(x: Tensor, spec: Spec, axis: int, of: Any = None) -> Tiles:
     if rule in CORRECTED:
         unit, together = tensor_unit(tiles, dims, spec, of), spec.hadamard // spec.tile[1]
         scale = scaling.corrected(units, values, scale, unit, dims, max(together, 1))
-    return Tiles(values, scale, tiles, dims)
+    return values, scale, tiles, dims
 
 
 def _amax_of(x: Any) -> Tensor:
