@@ -36,12 +36,8 @@ Operand = tuple[Tensor, Spec | None, Tensor | None]
 """A tensor, the spec it was cast under, and its scale factor if it has one for the whole tensor."""
 
 
-class SharedCasts:
-    """What several products save of one shared input, each cast once, until a backward pass
-    begins."""
-
-    def __init__(self) -> None:
-        self.found: dict[Any, Any] = {}
+SharedCasts = dict[Any, Any]
+"""What several products save of one shared input, each cast once, until a backward pass begins."""
 
 
 class _Last(threading.local):
@@ -50,7 +46,7 @@ class _Last(threading.local):
 
     owner: Any = staticmethod(lambda: None)
     part: tuple[Any, ...] = ()
-    shared = SharedCasts()
+    shared: SharedCasts | None = None
 
 
 _LAST = _Last()
@@ -74,8 +70,8 @@ def shared_casts(x: Tensor, history: Tensor | None, *specs: Spec | None) -> Shar
         return None
     part = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype)
     if _LAST.owner() is not owner or _LAST.part != part:
-        shared = SharedCasts()
-        _LAST.owner = weakref.ref(owner, lambda _: shared.found.clear())
+        shared: SharedCasts = {}
+        _LAST.owner = weakref.ref(owner, lambda _: shared.clear())
         _LAST.part, _LAST.shared = part, shared
     return _LAST.shared
 
@@ -84,9 +80,9 @@ def cached(shared: SharedCasts | None, key: Any, make: Callable[[], T]) -> T:
     """``make()``, or the value already stored under ``key``."""
     if shared is None:
         return make()
-    if key not in shared.found:
-        shared.found[key] = make()
-    return shared.found[key]
+    if key not in shared:
+        shared[key] = make()
+    return shared[key]
 
 
 def as_number(scale: Tensor | None) -> float | None:
@@ -121,7 +117,7 @@ def saved_operands(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
     """The operands saved by `save_operands`, in ``dtype``, differentiable where the backward pass
     is. From here on nothing is added to the shared bytes."""
     if ctx.shared is not None:
-        ctx.shared.found.clear()
+        ctx.shared.clear()
     saved = iter(saved_tensors(ctx))
     operands = [
         restored(next(saved), next(saved) if scaled else None, dtype) if in_bytes else next(saved)

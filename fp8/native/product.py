@@ -149,7 +149,7 @@ class _Native(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.shared is not None:
-            ctx.shared.found.clear()
+            ctx.shared.clear()
         if is_differentiated_again() and is_plain(ctx):
             raise RuntimeError(
                 "create_graph=True: products of backend='native' have no second derivative; those "
