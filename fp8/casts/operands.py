@@ -55,7 +55,9 @@ def _casts_of(
     specs = [Spec.from_text(line) if line else None for line in text.split("\n")]
     a, b, grad_for_a, b_again, grad_for_b, a_again = specs
     if not layer:
-        b, b_again = a, _turned_like(a, grad_for_a)
+        b, b_again = a, unrotated(a)
+        if a is not None and grad_for_a is not None:
+            b_again = a._replace(hadamard=grad_for_a.hadamard, signs=grad_for_a.signs)
         grad_for_a = unrotated(grad_for_a) if a is None else grad_for_a
     if any(static):
         a, a_again = (shifted(spec, static[0]) for spec in (a, a_again))
@@ -79,13 +81,6 @@ def _in_graph(*key: Any) -> Casts:
 
 
 casts_of = compiled_as(_in_graph)(cache(_casts_of))
-
-
-def _turned_like(spec: Spec | None, other: Spec | None) -> Spec | None:
-    """``spec`` with the rotation of ``other``, the operand that it is multiplied by."""
-    if spec is None or other is None:
-        return unrotated(spec)
-    return spec._replace(hadamard=other.hadamard, signs=other.signs)
 
 
 def one_copy(first: Spec | None, second: Spec | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -329,12 +330,10 @@ def _positive(scale: Tensor) -> Tensor:
     become NaN."""
     valid = (scale > 0) & (scale < torch.inf)
     if reads_values(scale):
-        try:
+        with suppress(RuntimeError):  # under vmap
             if bool(valid.all()):
                 return scale
-        except RuntimeError:  # under vmap
-            return torch.where(valid, scale, torch.nan)
-        raise ValueError(f"scale has {float(scale[~valid][0])}, not positive and finite")
+            raise ValueError(f"scale has {float(scale[~valid][0])}, not positive and finite")
     return torch.where(valid, scale, torch.nan)
 
 
@@ -346,9 +345,7 @@ def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
                 f"a seed is given with rounding={rounding!r}; only 'stochastic' uses one"
             )
         return None
-    if seed is not None:
-        return random_key(seed)
-    return random_key(_drawn(device))
+    return random_key(_drawn(device) if seed is None else seed)
 
 
 @compiled_as(lambda device: torch.randint(2**63 - 1, (), device=device))

@@ -59,16 +59,16 @@ def attention(
     if recipe is not None and recipe.attention:
         return by_products(query, key, value, *given, unit=unit, gauge=gauge or 1.0)[0]
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         if gauge is not None:
-            return by_products(query, key, value, *given, cast=False, gauge=gauge)[0]
+            return by_products(query, key, value, *given, cast=False, gauge=gauge)[:1]
         query, key, value, mask = to_autocast_dtype(query, key, value, attn_mask)
-        return torch.ops.aten.scaled_dot_product_attention.default(
+        y = torch.ops.aten.scaled_dot_product_attention.default(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+        return (y,)
 
-    (y,) = _cast_around(lambda *operands: (kernel(*operands),), query, key, value, recipe)
-    return y
+    return _cast_around(kernel, query, key, value, recipe)[0]
 
 
 def is_fused(

@@ -217,10 +217,9 @@ def _check(left: Tensor, right: Tensor, offs: Tensor | None) -> None:
     if not {left.ndim, right.ndim} <= {2, 3}:
         raise ValueError(f"grouped_mm needs operands of 2 or 3 dimensions, got {shapes}")
     if (offs is None) != (left.ndim == right.ndim == 3):
-        given = "without offs" if offs is None else "with offs"
+        given = f"{shapes} {'without' if offs is None else 'with'} offs"
         raise ValueError(
-            f"grouped_mm needs offs if an operand is a matrix, not for two stacks; got {shapes} "
-            f"{given}"
+            f"grouped_mm needs offs if an operand is a matrix, not for two stacks; got {given}"
         )
     if left.shape[-1] != right.shape[-2]:
         raise ValueError(f"grouped_mm needs matching inner sizes, got shapes {shapes}")
