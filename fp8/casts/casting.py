@@ -1,7 +1,8 @@
 """Casts an operand of a product, or its gradient: rotates it, scales it by tiles and rounds it.
 
-A `Cast` is passed to autograd functions as a `Spec` of strings and numbers; None means no cast. An
-operand is a matrix or a batch of matrices. The product sums over axis -1 (the operand's rows are
+A `Cast` is passed to autograd functions as a `Spec` of strings and numbers; None means no cast. A
+kernel reads the numbers of the format and the scales apart, as `codes` returns them. An operand is
+a matrix or a batch of matrices. The product sums over axis -1 (the operand's rows are
 multiplied) or -2 (its columns are).
 
 Of an operand that processes divide (a DTensor) each process rounds its part, by the scales of the
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -138,14 +140,6 @@ def labelled(spec: Spec | None, name: str, operand: str) -> Spec | None:
     return spec._replace(label=f"{name}|{operand}") if name and spec is not None else spec
 
 
-def is_symmetric(spec: Spec | None) -> bool:
-    """Whether the cast is the same along both axes of a matrix, so that one copy serves both."""
-    if spec is None:
-        return True
-    across, along = spec.tile
-    return across == along and not spec.hadamard
-
-
 def unrotated(spec: Spec | None) -> Spec | None:
     """The spec without its rotation."""
     return spec and spec._replace(hadamard=0, signs="fixed")
@@ -195,24 +189,9 @@ def _round_gradient(x: Tensor, history: Tensor | None, spec: Spec | None) -> Ten
     return apply(_RoundGradient, x, history, spec, written=history)
 
 
-def round_straight(
-    x: Tensor,
-    spec: Spec | None,
-    axis: int = -1,
-    history: Tensor | None = None,
-    record: bool | None = None,
-    turn: Tensor | None = None,
-) -> Tensor:
-    """``x`` rounded (and rotated, if specified) under a spec, with a straight-through gradient.
-
-    history: the operand's history, for scaling "delayed" or "static". record: whether x is added to
-    it (None: if gradients are recorded). turn: the `turn_of` the product, which its other operand
-    has too.
-    """
-    return rounded(x, spec, axis, history, record, turn)[0]
-
-
-_in_one_call = in_graph(round_straight)
+@in_graph
+def _in_one_call(x: Tensor, spec: Spec, axis: int, history: Tensor | None) -> Tensor:
+    return rounded(x, spec, axis, history)[0]
 
 
 def rounded(
@@ -223,13 +202,21 @@ def rounded(
     record: bool | None = None,
     turn: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`round_straight`, and the scale factor of all of ``x``; None if that is 1 or if each tile has
-    its own. A static scale factor does not depend on ``x``."""
+    """``x`` rounded (and rotated, if specified) under a spec, with a straight-through gradient, and
+    the scale factor of all of it; None if that is 1 or if each tile has its own.
+
+    history: the operand's history, for scaling "delayed" or "static". record: whether x is added to
+    it (None: if gradients are recorded). turn: the `turn_of` the product, which its other operand
+    has too.
+    """
     if spec is None:
         return x, None
     x = plain(x)
     check_dtype(x)
     if is_dtensor(x):
+        if spec.is_sum:
+            what = "mean=True" if spec.mean else "a residual"
+            raise ValueError(f"a cast with {what} is not supported under tensor parallelism")
         x = unreduced(x)
     if spec.mean:
         return _around_mean(x, spec, axis, turn), None
@@ -252,11 +239,9 @@ def _has_tangent(x: Tensor) -> bool:
 
 def _around_mean(x: Tensor, spec: Spec, axis: int, turn: Tensor | None) -> Tensor:
     """The mean of the rows of ``x`` plus the rest, which is rounded under the spec."""
-    if is_dtensor(x):
-        raise ValueError("a cast with mean=True is not supported under tensor parallelism")
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = wide.detach().mean(-2, keepdim=True) if wide.shape[-2] else wide.detach()
-    y = round_straight(wide - mean, spec._replace(mean=False), axis, turn=turn)
+    y, _ = rounded(wide - mean, spec._replace(mean=False), axis, turn=turn)
     whole = mean.expand_as(wide)
     if spec.hadamard:
         whole = rotated(whole, spec.hadamard, axis, turn)
@@ -265,16 +250,14 @@ def _around_mean(x: Tensor, spec: Spec, axis: int, turn: Tensor | None) -> Tenso
 
 def _with_residual(x: Tensor, spec: Spec, axis: int) -> Tensor:
     """``x`` rounded under the spec, plus the rounded errors of its hot channels."""
-    if is_dtensor(x):
-        raise ValueError("a cast with a residual is not supported under tensor parallelism")
     spec, count = spec._replace(residual=0), min(spec.residual, x.shape[-1])
-    y = round_straight(x, spec, axis)
+    y, _ = rounded(x, spec, axis)
     with torch.no_grad():
         error = (x - y).nan_to_num(0.0, 0.0, 0.0)
         wide = error.to(torch.promote_types(x.dtype, torch.float32))
         hot = wide.square().sum(-2, keepdim=True).topk(count).indices
         hot = hot.expand(*x.shape[:-1], count)
-        added = round_straight(error.gather(-1, hot), spec._replace(label=""), axis)
+        added, _ = rounded(error.gather(-1, hot), spec._replace(label=""), axis)
         patch = torch.zeros_like(x).scatter(-1, hot, added)
     return y + patch
 
@@ -329,36 +312,46 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
 
 def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any) -> Tensor:
     """`_rounded` for a tensor. of: the DTensor of which it is the local part; None for none."""
-    rule, tile, label = spec.rule, spec.tile, spec.label
-    format, blocks = format_of(spec), None
-    how = rounding_of(spec)
-    if rule is None or x.numel() == 0:
+    rule, label, format, blocks = spec.rule, spec.label, format_of(spec), None
+    if rule is None or scale is not None or x.numel() == 0:
         inverse = None if scale is None else inverse_of(scale, rule)
-        y, whole = quantize_operand(x, format, scale=scale, inverse=inverse, **how), scale
+        y = quantize_operand(x, format, scale=scale, inverse=inverse, **rounding_of(spec))
+        whole = scale
     else:
-        tiles, dims = scaled_tiles(x, tile, axis)
-        if scale is None:
-            if of is None:
-                scale = scale_of(tiles, dims, format, rule)
-            else:
-                scale = _scales_of(of, tiles, dims, format, rule, tile, axis)
-            scale = with_margin(scale, spec.margin, rule)
-        if rule in CORRECTED:
+        values, whole, tiles, dims = by_tiles(x, spec, axis, of)
+        y = untiled((values * whole).to(x.dtype), x, spec.tile, axis)
+        if label and scale_format(rule) == "e4m3":
             unit = tensor_unit(tiles, dims, spec, of)
-            units, scale = corrected_tiles(tiles, dims, scale, unit, spec)
-            values = (units * scale).to(tiles.dtype)
-        else:
-            how |= {"scale": scale, "inverse": inverse_of(scale, rule)}
-            values = quantize_operand(tiles, format, **how)
-        y = untiled(values, x, tile, axis)
-        whole = untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
-        if label and dims and scale_format(rule) == "e4m3":
-            unit = tensor_unit(tiles, dims, spec, of)
-            blocks = Blocks(tiles.abs().amax(dims, keepdim=True), scale, unit)
+            blocks = Blocks(tiles.abs().amax(dims, keepdim=True), whole, unit)
+        if label:
+            whole = untiled(whole.expand(tiles.shape), x, spec.tile, axis)
     if label:
         measured = rule is None and not spec.margin and scale is not None
         observe(label, Observed(x, y, whole, format, measured, blocks))
     return y
+
+
+def by_tiles(
+    x: Tensor, spec: Spec, axis: int, of: Any = None
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """The numbers of the format in ``x``, by one scale for each tile; these scales; `scaled_tiles`
+    of x, and the dimensions of a tile. of: as in `_round_part`."""
+    assert spec.rule is not None
+    rule, format = spec.rule, format_of(spec)
+    tiles, dims = scaled_tiles(x, spec.tile, axis)
+    assert dims is not None
+    if of is None:
+        scale = scale_of(tiles, dims, format, rule)
+    else:
+        scale = _scales_of(of, tiles, dims, format, rule, spec.tile, axis)
+    scale = with_margin(scale, spec.margin, rule)
+    wide, inverse = tiles.detach().to(scale.dtype), inverse_of(scale, rule)
+    units = wide / scale if inverse is None else wide * inverse
+    values = quantize_operand(units, format, **rounding_of(spec))
+    if rule in CORRECTED:
+        unit, together = tensor_unit(tiles, dims, spec, of), spec.hadamard // spec.tile[1]
+        scale = scaling.corrected(units, values, scale, unit, dims, max(together, 1))
+    return values, scale, tiles, dims
 
 
 def _amax_of(x: Any) -> Tensor:
@@ -377,10 +370,7 @@ def _scales_of(
     tile: Tile,
     axis: int,
 ) -> Tensor:
-    """`scale_of` for ``tiles``, those of the local part of ``x``, as in the whole of ``x``.
-
-    Raises ValueError if processes divide a tile of more than one and less than all elements.
-    """
+    """`scale_of` for ``tiles``, those of the local part of ``x``, as in the whole of ``x``."""
     for dim, by in zip((-2, -1), tile if axis == -1 else tile[::-1], strict=True):
         if by > 1:
             check_whole(x, dim, by)
@@ -398,19 +388,6 @@ def tensor_unit(tiles: Tensor, dims: tuple[int, ...] | None, spec: Spec, of: Any
     of_all = (tiles, dims) if of is None else (_amax_of(of), None)
     unit = scaling.unit_of(*of_all, format_of(spec), spec.rule)
     return with_margin(unit, spec.margin, spec.rule)
-
-
-def corrected_tiles(
-    tiles: Tensor, dims: tuple[int, ...] | None, scale: Tensor, unit: Tensor, spec: Spec
-) -> tuple[Tensor, Tensor]:
-    """Tiles rounded to numbers of the format under a spec with a rule in CORRECTED, and the scales
-    that multiply them. scale, unit: by the rule."""
-    assert dims is not None
-    _, along = spec.tile
-    units = tiles.detach().to(scale.dtype) / scale
-    values = quantize_operand(units, format_of(spec), **rounding_of(spec))
-    together = max(spec.hadamard // along, 1)
-    return values, scaling.corrected(units, values, scale, unit, dims, together)
 
 
 def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
@@ -457,15 +434,12 @@ class _RoundGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return round_straight(grad, ctx.spec, -1, ctx.history, record=True), None, None
+        return rounded(grad, ctx.spec, -1, ctx.history, record=True)[0], None, None
 
 
 def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
-    """Sylvester's Hadamard matrix with fixed random column signs, scaled to be orthogonal.
-
-    Entry (i, j) is (-1)**popcount(i & j) * sign[j] / sqrt(size). The signs are the first bits of
-    the fraction of pi, the same for all layers and steps (arXiv:2509.25149, section 4.2). size is a
-    power of two.
+    """Sylvester's Hadamard matrix, orthogonal: (i, j) -> (-1)**popcount(i & j) * sign[j] /
+    sqrt(size). The signs are the first bits of the fraction of pi (arXiv:2509.25149, section 4.2).
     """
     index = torch.arange(size, device=like.device)
     bits = (index[:, None] >> torch.arange(size.bit_length(), device=like.device) & 1).float()
@@ -488,19 +462,15 @@ def turn_of(spec: Spec | None, like: Tensor) -> Tensor | None:
             "random signs of a rotation differ between processes of tensor parallelism; take "
             'signs="fixed"'
         )
-    return _drawn(spec.hadamard, like)
+    return _after(1.0 - 2.0 * torch.randint(2, (spec.hadamard,), device=like.device), like)
 
 
-def _drawn_in_graph(count: int, like: Tensor) -> Tensor:
-    """`_drawn`, in a graph after ``like``. Of the signs for two gradients, torch's partitioner may
-    move the rotation of a saved operand, which no gradient enters, to the forward graph and draw
-    other signs in the backward graph (torch 2.13). The sum of no elements is 0."""
-    return 1.0 - 2.0 * torch.randint(2, (count,), device=like.device) + like[:0].sum()
-
-
-@compiled_as(_drawn_in_graph)
-def _drawn(count: int, like: Tensor) -> Tensor:
-    return 1.0 - 2.0 * torch.randint(2, (count,), device=like.device)
+@compiled_as(lambda x, like: x + like[:0].sum())
+def _after(x: Tensor, like: Tensor) -> Tensor:
+    """``x``; in a graph plus 0, the sum of no elements, computed after ``like``. Of the signs for
+    two gradients, torch's partitioner may move the rotation of a saved operand, which no gradient
+    enters, to the forward graph and draw other signs in the backward graph (torch 2.13)."""
+    return x
 
 
 def rotated(x: Tensor, size: int, axis: int, turn: Tensor | None = None) -> Tensor:
@@ -532,3 +502,73 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Context in which `torch.autocast` of the device of ``x`` is disabled. The meta device has
     none."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+# Numbers of the format, and the scales apart
+
+
+class Codes(NamedTuple):
+    """values: numbers of the format, float32, (..., outer, inner), the sum runs over inner. scale:
+    float32: 0-dim; (outer, 1) for rows; (..., outer / across, inner / along) for tiles. unit: the
+    tensor-level factor of scales in e4m3, 0-dim; None for others."""
+
+    values: Tensor
+    scale: Tensor
+    unit: Tensor | None = None
+
+    @property
+    def mT(self) -> Codes:
+        """The transpose of an operand with one scale, or one for each square tile."""
+        scale = self.scale.mT if self.scale.ndim else self.scale
+        return Codes(self.values.mT, scale, self.unit)
+
+
+def codes(
+    x: Tensor,
+    spec: Spec,
+    axis: int = -1,
+    history: Tensor | None = None,
+    record: bool = False,
+    turn: Tensor | None = None,
+) -> Codes:
+    """Casts ``x``, or with axis -2 its transpose, under a spec.
+
+    axis: the axis that the product sums over. history, record, turn: as in `rounded`.
+    """
+    x = rotated(plain(x), spec.hadamard, axis, turn) if spec.hadamard else x
+    x = plain(x, torch.float32)
+    scale = whole_scale(x, spec, history, record)
+    if spec.rule is None or scale is not None:
+        found = _of_whole(x, spec, scale, observed=history is None)
+    else:
+        values, scale, tiles, dims = by_tiles(x, spec, axis)
+        has_unit = scale_format(spec.rule) == "e4m3"
+        unit = tensor_unit(tiles, dims, spec) if has_unit else None
+        scale = scale.squeeze(dims) if spec.tile[1] else scale
+        found = Codes(untiled(values, x, spec.tile, axis), scale, unit)
+    return found.mT if axis == -2 else found
+
+
+def _of_whole(x: Tensor, spec: Spec, scale: Tensor | None, observed: bool) -> Codes:
+    """By one scale; None is the scale 1. Only casts without a rule are observed."""
+    format = format_of(spec)
+    units = x if scale is None else x / scale
+    values = quantize_operand(units, format, **rounding_of(spec))
+    if spec.label and spec.rule is None and observed:
+        observe(spec.label, Observed(units, values, None, format))
+    return Codes(values, static_scale(0, x) if scale is None else scale)
+
+
+def widened(scale: Tensor, shape: Sequence[int], tile: tuple[int, int]) -> Tensor:
+    """``scale``, one for each tile of the last two dimensions (0: all), repeated for each element
+    of ``shape``; 0-dim stays so."""
+    for dim, by in zip((-2, -1), tile, strict=True):
+        if scale.ndim and by != 1:
+            scale = scale.repeat_interleave(by or shape[dim], dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+def narrowed(scale: Tensor, tile: tuple[int, int]) -> Tensor:
+    """One scale for each tile, of the scale of each element of a matrix that is not empty."""
+    rows, columns = (by or size for by, size in zip(tile, scale.shape, strict=True))
+    return scale[::rows, ::columns]

@@ -61,37 +61,21 @@ def kurtosis(sums: Mapping[str, float]) -> float:
 
 
 class Halves:
-    """The means of the first and the second half of a sequence, of fewer than 2 * WATCHED numbers.
-
-    Each number is the sum of a run of values. The length of all runs doubles when there are
-    2 * WATCHED of them. A run counts when it is complete: at most 1/WATCHED of the values do not.
-    """
+    """The means of the first and the second half of a sequence, where its length is a power of two
+    from WATCHED on."""
 
     def __init__(self) -> None:
-        self._length = self._missing = 1
-        self._sums: list[float] = []
-        self._last = 0.0
+        self._count, self._first, self._second = 0, 0.0, 0.0
 
-    def add(self, value: float) -> None:
-        """Appends a value."""
-        self._last += value
-        self._missing -= 1
-        if self._missing:
-            return
-        self._sums.append(self._last)
-        if len(self._sums) == 2 * WATCHED:
-            pairs = zip(self._sums[::2], self._sums[1::2], strict=True)
-            self._sums = [first + second for first, second in pairs]
-            self._length *= 2
-        self._last, self._missing = 0.0, self._length
-
-    def means(self) -> tuple[float, float] | None:
-        """The means of both halves; None for fewer than WATCHED values."""
-        half = len(self._sums) // 2
-        if half < WATCHED // 2:
+    def add(self, value: float) -> tuple[float, float] | None:
+        """Appends a value; returns the means, or None at other lengths."""
+        self._count += 1
+        self._second += value
+        if self._count & (self._count - 1):
             return None
-        first, second = math.fsum(self._sums[:half]), math.fsum(self._sums[-half:])
-        return first / (half * self._length), second / (half * self._length)
+        half, first, second = self._count / 2, self._first, self._second
+        self._first, self._second = first + second, 0.0
+        return (first / half, second / half) if self._count >= WATCHED else None
 
 
 class _Open(threading.local):
@@ -134,11 +118,8 @@ class Blocks(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """An operand before and after its cast.
-
-    scale: of each element, or of all. static: whether `fp8.calibrate` set it. blocks: of a cast
-    with scales of two levels.
-    """
+    """An operand before and after its cast. scale: of each element, or of all. static: whether
+    `fp8.calibrate` set it. blocks: of a cast with scales of two levels."""
 
     x: Tensor
     y: Tensor
@@ -221,9 +202,7 @@ class CastRecorder:
         if not (found := kurtosis(dict(zip(COUNTS, total.tolist(), strict=True)))) > 0:
             return
         with self.lock:
-            halves = self.kurtoses.setdefault(key, Halves())
-            halves.add(found)
-            means = halves.means()
+            means = self.kurtoses.setdefault(key, Halves()).add(found)
         if means is None:
             return
         before, now = means

@@ -16,16 +16,12 @@ from torch import Tensor
 
 from ..common.compiler import updates_states
 from ..tensors.scaled_tensor import plain
-from .casting import Spec, rounded
-from .codes import Codes, codes, widened
+from .casting import Codes, Spec, codes, rounded, widened
 
 
 class Groups(NamedTuple):
-    """How the groups of an operand lie, and the axis that the product sums over.
-
-    offs: (groups,), int32, their ends along the axis ``split`` of a matrix; None for a stack. Axes
-    are -2 or -1.
-    """
+    """How the groups of an operand lie, and the axis that the product sums over. offs: (groups,),
+    int32, their ends along the axis ``split`` of a matrix; None for a stack. Axes: -2 or -1."""
 
     offs: Tensor | None
     split: int
@@ -33,10 +29,8 @@ class Groups(NamedTuple):
 
 
 def bounds(offs: Tensor, size: int) -> list[int]:
-    """The starts of the groups and the end of the last one, of ``size`` rows or columns.
-
-    Raises ValueError for offsets that descend or exceed ``size``.
-    """
+    """The starts of the groups and the end of the last one, of ``size`` rows or columns. Raises
+    ValueError for offsets that descend or exceed ``size``."""
     ends = [0, *offs.tolist()]
     if any(a > b for a, b in pairwise(ends)) or ends[-1] > size:
         raise ValueError(
@@ -70,13 +64,12 @@ def group_states(history: Tensor) -> list[Tensor]:
     return [state if float(state) else state.view(1) for state in history.unbind()]
 
 
-def aligned(offs: Tensor, multiple: int) -> Tensor:
-    """The ends of groups whose sizes are rounded up to a multiple, as rotations need; unchanged for
-    0."""
-    if not multiple:
+def aligned(offs: Tensor | None, spec: Spec | None) -> Tensor | None:
+    """The ends of groups along a summed axis, as its rotation under a spec fills them up."""
+    if offs is None or spec is None or not spec.hadamard:
         return offs
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
-    return (-(-sizes // multiple) * multiple).cumsum(0, dtype=torch.int32)
+    return (-(-sizes // spec.hadamard) * spec.hadamard).cumsum(0, dtype=torch.int32)
 
 
 def _zeros(x: Tensor, groups: Groups, hadamard: int) -> Tensor:
@@ -115,7 +108,7 @@ def _cast_groups(
     spec, groups = Spec.from_text(text, label), Groups(offs, split, axis)
     y, scales, units, after = _results(x, groups, history, apart, spec.hadamard)
     states: list[Tensor] = [] if history is None else group_states(after)
-    ends = offs if offs is None or split != axis else aligned(offs, spec.hadamard)
+    ends = aligned(offs, spec) if split == axis else offs
     parts = (pieces(x, offs, split), pieces(y, ends, split), pieces(scales, ends, split))
     for i, (part, values, scaled) in enumerate(zip(*parts, strict=True)):
         if part.numel():
@@ -170,21 +163,13 @@ def cast_groups(
     record: bool | None = None,
     turn: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`fp8.casts.casting.rounded` of every group of ``x``, not differentiable.
+    """`fp8.casts.casting.rounded` of every group of ``x``, not differentiable, and the scale factor
+    of each group in a shape that broadcasts to ``x``; None if all are 1, or if each tile has its
+    own.
 
-    What lies outside of all groups becomes zero. An empty group leaves its history unchanged. If
-    rotated along the axis that groups split, the groups of the result end at `aligned`.
-
-    Args:
-        x: (groups, rows, columns), or (rows, columns).
-        groups: how they lie.
-        spec: the cast; None returns ``x``.
-        history: (groups, length) or (groups,), float32: the state of each group.
-        record, turn: as in `rounded`.
-
-    Returns:
-        The cast operand, and the scale factor of each group in a shape that broadcasts to ``x``;
-        None if all are 1, or if each tile has its own.
+    What lies outside of all groups becomes zero. An empty group leaves its history, (groups,
+    length) or (groups,), unchanged. If rotated along the axis that groups split, the groups of the
+    result end at `aligned`.
     """
     if spec is None:
         return x, None
@@ -202,8 +187,8 @@ def group_codes(
     record: bool = False,
     turn: Tensor | None = None,
 ) -> Codes:
-    """`fp8.casts.codes.codes` of every group of ``x``, with the scale of each element and the unit
-    of each group. Arguments as in `cast_groups`."""
+    """`codes` of every group of ``x``, with the scale of each element and the unit of each group.
+    Arguments as in `cast_groups`."""
     y = Codes(*_cast(x, groups, spec, history, record, turn, apart=True))
     return y if groups.axis == -1 else y.mT
 

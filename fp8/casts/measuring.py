@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,8 @@ from ..common.threads import Stack
 from ..common.validation import refuse_transformed
 from ..recipes.scaling import second_moment
 from ..tensors.scaled_tensor import plain
+
+Parts = Callable[[Tensor], Iterable[Tensor]]
 
 
 @dataclass
@@ -41,8 +43,13 @@ class Measurement:
         self.moments: dict[int, Moment] = {}
         self.histories: dict[int, Any] = {}
 
-    def operand(self, state: Tensor | None, x: Tensor) -> None:
-        """Adds operand ``x`` with state ``state``; None: it has none and is skipped."""
+    def operand(self, state: Tensor | None, x: Tensor, parts: Parts | None = None) -> None:
+        """Adds operand ``x`` with state ``state``; None: it has none and is skipped. parts: splits
+        x into groups, each of which has a state."""
+        if parts is not None and state is not None:
+            for each, part in zip(state, parts(x), strict=True):
+                self.operand(each, part)
+            return
         if state is None or state.ndim > 1 or state.numel() != 1:
             return
         total = second_moment(unreduced(x) if is_dtensor(x) else plain(x))
@@ -51,10 +58,10 @@ class Measurement:
         moment.total = moment.total + total
         moment.elements += x.numel()
 
-    def gradient(self, state: Tensor | None, y: Tensor) -> Tensor:
+    def gradient(self, state: Tensor | None, y: Tensor, parts: Parts | None = None) -> Tensor:
         """Returns ``y`` and adds its gradient once that is computed."""
         if state is not None and y.requires_grad:
-            y.register_hook(lambda grad: self.operand(state, grad))
+            y.register_hook(lambda grad: self.operand(state, grad, parts))
         return y
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..common.compiler import compiled_as, taken_as_constant
-from .casting import Spec, is_symmetric, labelled, shifted, unrotated
+from .casting import Spec, labelled, shifted, unrotated
 
 Exponents = tuple[int, ...]
 """The base-2 logarithms of the static scale factors of operands; 0 for none."""
@@ -49,14 +49,15 @@ def _casts_of(
     """The specs of a recipe, given as its `Recipe.text`.
 
     layer: whether b is a weight; otherwise it is cast like a, and in the backward pass rotated like
-    the gradient that it is multiplied by. name: the name of the product, for `fp8.stats`. static:
-    the exponents of the static scale factors of a and b. operands: their names for `fp8.stats`.
-    rotated: False leaves rotations out.
+    the gradient that it is multiplied by. name, operands: of the product and of a and b, for
+    `fp8.stats`. rotated: False leaves rotations out.
     """
     specs = [Spec.from_text(line) if line else None for line in text.split("\n")]
     a, b, grad_for_a, b_again, grad_for_b, a_again = specs
     if not layer:
-        b, b_again = a, _turned_like(a, grad_for_a)
+        b, b_again = a, unrotated(a)
+        if a is not None and grad_for_a is not None:
+            b_again = a._replace(hadamard=grad_for_a.hadamard, signs=grad_for_a.signs)
         grad_for_a = unrotated(grad_for_a) if a is None else grad_for_a
     if any(static):
         a, a_again = (shifted(spec, static[0]) for spec in (a, a_again))
@@ -82,27 +83,19 @@ def _in_graph(*key: Any) -> Casts:
 casts_of = compiled_as(_in_graph)(cache(_casts_of))
 
 
-def _turned_like(spec: Spec | None, other: Spec | None) -> Spec | None:
-    """``spec`` with the rotation of ``other``, the operand that it is multiplied by."""
-    if spec is None or other is None:
-        return unrotated(spec)
-    return spec._replace(hadamard=other.hadamard, signs=other.signs)
-
-
 def one_copy(first: Spec | None, second: Spec | None) -> bool:
     """Whether an operand cast under ``first`` can be reused where ``second`` applies, along the
     other axis."""
     if first is None or second is None:
         return first is second
+    across, along = first.tile
     equal = first == second or first.settings == second.settings
-    return equal and is_symmetric(first)
+    return equal and across == along and not first.hadamard
 
 
 def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Tensor | None, Tensor | None, Casts]:
-    """The operands that backward casts again, and the specs it needs.
-
-    Each of a and b is None if backward reuses the cast one; its spec in ``casts`` is then None too.
-    """
+    """The operands that backward casts again, and the specs it needs. Where it reuses the cast one,
+    the operand is None, and its second spec too."""
     keep_a, keep_b = one_copy(casts.a, casts.a_again), one_copy(casts.b, casts.b_again)
     needed = casts._replace(
         a_again=None if keep_a else casts.a_again, b_again=None if keep_b else casts.b_again

@@ -26,7 +26,6 @@ from ..common.compiler import (
     eager_only,
     is_differentiated_again,
     is_plain,
-    reads_values,
 )
 from ..recipes.scaling import inverse_of
 from .casting import Spec, format_of
@@ -37,21 +36,17 @@ Operand = tuple[Tensor, Spec | None, Tensor | None]
 """A tensor, the spec it was cast under, and its scale factor if it has one for the whole tensor."""
 
 
-class SharedCasts:
-    """What several products save of one shared input, each cast once, until a backward pass
-    begins."""
-
-    def __init__(self) -> None:
-        self.found: dict[Any, Any] = {}
+SharedCasts = dict[Any, Any]
+"""What several products save of one shared input, each cast once, until a backward pass begins."""
 
 
 class _Last(threading.local):
     """The input of the preceding product in this thread: a weak reference to its base tensor, the
     view and version of it, and what is saved of it."""
 
-    owner: Callable[[], Tensor | None] = staticmethod(lambda: None)
+    owner: Any = staticmethod(lambda: None)
     part: tuple[Any, ...] = ()
-    shared = SharedCasts()
+    shared: SharedCasts | None = None
 
 
 _LAST = _Last()
@@ -75,8 +70,8 @@ def shared_casts(x: Tensor, history: Tensor | None, *specs: Spec | None) -> Shar
         return None
     part = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype)
     if _LAST.owner() is not owner or _LAST.part != part:
-        shared = SharedCasts()
-        _LAST.owner = weakref.ref(owner, lambda _: shared.found.clear())
+        shared: SharedCasts = {}
+        _LAST.owner = weakref.ref(owner, lambda _: shared.clear())
         _LAST.part, _LAST.shared = part, shared
     return _LAST.shared
 
@@ -85,9 +80,9 @@ def cached(shared: SharedCasts | None, key: Any, make: Callable[[], T]) -> T:
     """``make()``, or the value already stored under ``key``."""
     if shared is None:
         return make()
-    if key not in shared.found:
-        shared.found[key] = make()
-    return shared.found[key]
+    if key not in shared:
+        shared[key] = make()
+    return shared[key]
 
 
 def as_number(scale: Tensor | None) -> float | None:
@@ -122,7 +117,7 @@ def saved_operands(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
     """The operands saved by `save_operands`, in ``dtype``, differentiable where the backward pass
     is. From here on nothing is added to the shared bytes."""
     if ctx.shared is not None:
-        ctx.shared.found.clear()
+        ctx.shared.clear()
     saved = iter(saved_tensors(ctx))
     operands = [
         restored(next(saved), next(saved) if scaled else None, dtype) if in_bytes else next(saved)
@@ -198,12 +193,5 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 def restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``data * scale``, computed in float32 or wider and rounded to ``dtype``. scale: 0-dim, or
     broadcastable to ``data``."""
-    one_scale = scale is None or not scale.ndim
-    lookup = one_scale and type(data) is Tensor and data.dtype.itemsize == 1
-    lookup = lookup and reads_values(data)  # a fifth of the time of a conversion
-    codes = torch.arange(256, dtype=torch.uint8).view(data.dtype) if lookup else data
-    values = codes.to(torch.promote_types(dtype, torch.float32))
-    values = (values if scale is None else values * scale).to(dtype)
-    if not lookup:
-        return values
-    return values.index_select(0, data.view(torch.uint8).flatten().int()).view(data.shape)
+    values = data.to(torch.promote_types(dtype, torch.float32))
+    return (values if scale is None else values * scale).to(dtype)

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..casts.casting import spec_of
-from ..casts.codes import widened
+from ..casts.casting import spec_of, widened
 from ..formats.format import get_format
 from ..formats.quantize import quantize_operand
 from ..native.kernels import in_pairs

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import Spec, format_of, spec_of
-from ..casts.codes import codes, widened
+from ..casts.casting import Spec, codes, format_of, spec_of, widened
 from ..casts.saved_operands import restored
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name

@@ -5,18 +5,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from ..common.compiler import compiled_as
 from ..common.validation import check_name
-
-MAX_EXPONENT_BITS = 8
-"""Every value of a format must be a float32, so its exponent field is at most as wide."""
-
-MAX_MANTISSA_BITS = 23
-"""For the same reason, a format has at most as many mantissa bits as float32."""
 
 _FLAGS = ("infinity", "nan", "negative_zero", "signed")
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -94,9 +88,9 @@ class Format:
 
         self._check_types()
         require(bool(self.name), "the name is empty")
-        for field, value, low, high in (
-            ("exponent_bits", self.exponent_bits, 1, MAX_EXPONENT_BITS),
-            ("mantissa_bits", self.mantissa_bits, 0, MAX_MANTISSA_BITS),
+        for field, value, low, high in (  # those of float32, which has every value
+            ("exponent_bits", self.exponent_bits, 1, 8),
+            ("mantissa_bits", self.mantissa_bits, 0, 23),
         ):
             require(low <= value <= high, f"{field} is {value}, allowed are {low} to {high}")
         require(
@@ -195,95 +189,46 @@ class Format:
 _STORED = (*(field.name for field in fields(Format)), "text")
 """The attributes of a format, in the order of its `text`."""
 
-FORMATS.update(
-    (row.name, row)
-    for row in (
-        # OCP 8-bit Floating Point Specification (OFP8) revision 1.0, table 1. E4M3 uses all but one
-        # code of its top exponent for finite values: no Inf, one NaN.
-        Format(
-            name="e4m3",
-            exponent_bits=4,
-            mantissa_bits=3,
-            bias=7,
-            max=448.0,
-            nan=True,
-            dtype=torch.float8_e4m3fn,
-        ),
-        Format(
-            name="e5m2",
-            exponent_bits=5,
-            mantissa_bits=2,
-            bias=15,
-            max=57344.0,
-            infinity=True,
-            nan=True,
-            dtype=torch.float8_e5m2,
-        ),
-        # Noune et al., "8-bit numerical formats for deep neural networks", 2022 (arXiv:2206.02915):
-        # the code of -0 is the only NaN, and the bias is one larger than in IEEE 754. Used by
-        # Graphcore and AMD MI300.
-        Format(
-            name="e4m3fnuz",
-            exponent_bits=4,
-            mantissa_bits=3,
-            bias=8,
-            max=240.0,
-            nan=True,
-            negative_zero=False,
-            dtype=torch.float8_e4m3fnuz,
-        ),
-        Format(
-            name="e5m2fnuz",
-            exponent_bits=5,
-            mantissa_bits=2,
-            bias=16,
-            max=57344.0,
-            nan=True,
-            negative_zero=False,
-            dtype=torch.float8_e5m2fnuz,
-        ),
-        # OCP Microscaling Formats (MX) specification version 1.0, section 5.3: FP6, FP4 (all codes
-        # are finite) and the scale of a block.
-        Format(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0),
-        Format(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5),
-        Format(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0),
-        # The uniform grid of 4 bits: 0 to 7 quarters and a sign ("UFP4", arXiv:2606.20381).
-        Format(name="e1m2", exponent_bits=1, mantissa_bits=2, bias=1, max=1.75),
-        Format(
-            name="e8m0",
-            exponent_bits=8,
-            mantissa_bits=0,
-            bias=127,
-            max=2.0**127,
-            nan=True,
-            negative_zero=False,
-            signed=False,
-            dtype=torch.float8_e8m0fnu,
-        ),
-        # The upper half of a float32.
-        Format(
-            name="bf16",
-            exponent_bits=8,
-            mantissa_bits=7,
-            bias=127,
-            max=(2 - 2.0**-7) * 2.0**127,
-            infinity=True,
-            nan=True,
-            dtype=torch.bfloat16,
-        ),
-        # IEEE 754-2019 binary16.
-        Format(
-            name="fp16",
-            exponent_bits=5,
-            mantissa_bits=10,
-            bias=15,
-            max=65504.0,
-            infinity=True,
-            nan=True,
-            dtype=torch.float16,
-        ),
+
+def _add(
+    name: str, exponent_bits: int, mantissa_bits: int, bias: int, max: float, **others: Any
+) -> None:
+    """Adds a row to `FORMATS`."""
+    FORMATS[name] = Format(
+        name=name,
+        exponent_bits=exponent_bits,
+        mantissa_bits=mantissa_bits,
+        bias=bias,
+        max=max,
+        **others,
     )
-)
+
+
+# OCP 8-bit Floating Point Specification (OFP8) revision 1.0, table 1. E4M3 uses all but one code of
+# its top exponent for finite values: no Inf, one NaN.
+_add("e4m3", 4, 3, 7, 448.0, nan=True, dtype=torch.float8_e4m3fn)
+_add("e5m2", 5, 2, 15, 57344.0, infinity=True, nan=True, dtype=torch.float8_e5m2)
+
+# Noune et al., "8-bit numerical formats for deep neural networks", 2022 (arXiv:2206.02915): the
+# code of -0 is the only NaN, and the bias is one larger than in IEEE 754. Used by Graphcore and AMD
+# MI300.
+_FNUZ = {"nan": True, "negative_zero": False}
+_add("e4m3fnuz", 4, 3, 8, 240.0, **_FNUZ, dtype=torch.float8_e4m3fnuz)
+_add("e5m2fnuz", 5, 2, 16, 57344.0, **_FNUZ, dtype=torch.float8_e5m2fnuz)
+
+# OCP Microscaling Formats (MX) specification version 1.0, section 5.3: FP6, FP4 (all codes are
+# finite) and the scale of a block.
+_add("e3m2", 3, 2, 3, 28.0)
+_add("e2m3", 2, 3, 1, 7.5)
+_add("e2m1", 2, 1, 1, 6.0)
+# The uniform grid of 4 bits: 0 to 7 quarters and a sign ("UFP4", arXiv:2606.20381).
+_add("e1m2", 1, 2, 1, 1.75)
+_add("e8m0", 8, 0, 127, 2.0**127, **_FNUZ, signed=False, dtype=torch.float8_e8m0fnu)
+
+# The upper half of a float32.
+_add("bf16", 8, 7, 127, (2 - 2.0**-7) * 2.0**127, infinity=True, nan=True, dtype=torch.bfloat16)
+# IEEE 754-2019 binary16.
+_add("fp16", 5, 10, 15, 65504.0, infinity=True, nan=True, dtype=torch.float16)
 
 
 @compiled_as(lambda format: Format.from_text(format.text))

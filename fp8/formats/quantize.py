@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 themselves; either way values are rounded once."""
 
 CHUNK = 1 << 17
-"""Elements per thread and step in eager mode on a CPU. An input, an output and a scratch chunk (1.5
-MiB per thread) stay in cache over the half dozen passes. Measured in benchmarks/quantize.py."""
+"""Elements per thread and step in eager mode on a CPU. An input, an output and an intermediate
+chunk (1.5 MiB per thread) stay in cache over the half dozen passes. Measured in
+benchmarks/quantize.py."""
 
 
 def quantize(
@@ -165,11 +167,8 @@ def quantize_backward(
 
 
 class _Forward(torch.autograd.Function):
-    """Its arguments are tensors, strings and numbers, which torch.compile supports.
-
-    The grid is one plain tuple: with *args, torch 2.13 compiled a tensor argument into a wrong
-    position.
-    """
+    """The grid is one plain tuple: with *args, torch 2.13 compiled a tensor argument into a wrong
+    position."""
 
     @staticmethod
     def forward(
@@ -331,12 +330,10 @@ def _positive(scale: Tensor) -> Tensor:
     become NaN."""
     valid = (scale > 0) & (scale < torch.inf)
     if reads_values(scale):
-        try:
+        with suppress(RuntimeError):  # under vmap
             if bool(valid.all()):
                 return scale
-        except RuntimeError:  # under vmap
-            return torch.where(valid, scale, torch.nan)
-        raise ValueError(f"scale has {float(scale[~valid][0])}, not positive and finite")
+            raise ValueError(f"scale has {float(scale[~valid][0])}, not positive and finite")
     return torch.where(valid, scale, torch.nan)
 
 
@@ -348,9 +345,7 @@ def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
                 f"a seed is given with rounding={rounding!r}; only 'stochastic' uses one"
             )
         return None
-    if seed is not None:
-        return random_key(seed)
-    return random_key(_drawn(device))
+    return random_key(_drawn(device) if seed is None else seed)
 
 
 @compiled_as(lambda device: torch.randint(2**63 - 1, (), device=device))
@@ -366,19 +361,12 @@ def _quantize(
     key: Key | None,
     inverse: Tensor | None = None,
 ) -> Tensor:
-    x = x.resolve_neg()  # the storage of a view such as x.conj().imag holds -x
-    if not _is_plain(x) or (scale is not None and scale.ndim):
-        return _whole(x, grid, rounding, scale, key, inverse)
-    size = CHUNK * torch.get_num_threads()
-    if x.numel() <= size:
-        return _whole(x, grid, rounding, scale, key)
-    return _in_chunks(x, size, grid, rounding, scale, key)
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Whether `x` can be processed in chunks: in main memory, and of no subclass with other
-    semantics."""
-    return type(x) in (Tensor, torch.nn.Parameter) and reads_values(x)
+    x, given = x.resolve_neg(), (grid, rounding, scale, inverse, key)  # x.conj().imag holds -x
+    one_scale = scale is None or not scale.ndim
+    in_memory = type(x) in (Tensor, torch.nn.Parameter) and reads_values(x)
+    if one_scale and in_memory and x.numel() > CHUNK * torch.get_num_threads():
+        return _in_chunks(x, *given)
+    return _whole(x, *given)
 
 
 def _whole(
@@ -386,12 +374,10 @@ def _whole(
     grid: Grid,
     rounding: str,
     scale: Tensor | None,
+    inverse: Tensor | None,
     key: Key | None,
-    inverse: Tensor | None = None,
     *,
     start: int = 0,
-    out: Tensor | None = None,
-    scratch: Tensor | None = None,
 ) -> Tensor:
     """Quantizes all of `x` at once; used for compiled code and for single chunks."""
     y = x if x.dtype in LAYOUTS else x.float()
@@ -400,29 +386,24 @@ def _whole(
     bits = None if key is None else bits_from_key(x.shape, key, device=x.device, start=start)
     if bits is not None:
         bits = fewer_bits(bits, grid.random_bits)
-    y = round_to_grid(y, grid, rounding, bits=bits, out=out, scratch=scratch)
+    y = round_to_grid(y, grid, rounding, bits=bits)
     if scale is not None:
         y.mul_(scale)
     return y if x.dtype in LAYOUTS else y.to(x.dtype)
 
 
-def _in_chunks(x: Tensor, size: int, *given: Any) -> Tensor:
-    """``_whole(x, *given)`` on chunks that stay in cache, with reused scratch: at most a third of
-    the time."""
+def _in_chunks(x: Tensor, *given: Any) -> Tensor:
+    """``_whole(x, *given)`` on chunks that stay in cache: at most a third of the time."""
     out = torch.empty_like(x)
     *_, key = given
     if key is not None and not x.is_contiguous():
         # Random bits are assigned by row-major index.
-        return out.copy_(_in_chunks(x.contiguous(), size, *given))
+        return out.copy_(_in_chunks(x.contiguous(), *given))
     if x.stride() != out.stride():
         x = x.clone()
     source, target = (t.as_strided((t.numel(),), (1,)) for t in (x, out))
-    layout = LAYOUTS.get(x.dtype)
-    scratch = None if layout is None else torch.empty(size, dtype=layout.integer)
+    size = CHUNK * torch.get_num_threads()
     for start in range(0, x.numel(), size):
-        piece, to = source[start : start + size], target[start : start + size]
-        if scratch is None:
-            to.copy_(_whole(piece, *given, start=start))
-        else:
-            _whole(piece, *given, start=start, out=to, scratch=scratch[: len(piece)])
+        at = slice(start, start + size)
+        target[at] = _whole(source[at], *given, start=start)
     return out

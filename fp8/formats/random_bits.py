@@ -42,11 +42,7 @@ def _wrap(word: Word) -> Word:
 
 def _mix64(word: Word) -> Word:
     """Stafford's variant 13 of the 64-bit murmur finaliser, as in SplitMix64 (Steele et al., OOPSLA
-    2014).
-
-    `>>` copies the sign, hence the masks. The multipliers are the published ones as signed 64-bit
-    integers.
-    """
+    2014), in signed integers: `>>` copies the sign, hence the masks."""
     word = _wrap((word ^ ((word >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64))
     word = _wrap((word ^ ((word >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64))
     return word ^ ((word >> 31) & (2**33 - 1))
@@ -82,10 +78,8 @@ def _halves(key: Key) -> tuple[Key, Key]:
 
 def _combine(start: Word, parts: list[int | Tensor]) -> Word:
     """Combines the parts of a seed into a 64-bit word: linearly, then mixed once at the end.
-
-    Few steps use their operand twice, because inductor's compile time is exponential in the length
-    of a chain of such steps.
-    """
+    Inductor's compile time is exponential in the length of a chain of steps that use their operand
+    twice."""
     word: Any = start
     for part in parts:
         word = _wrap(word * KEY_STEP + part)

@@ -64,42 +64,26 @@ class Grid(NamedTuple):
     """The result for +-Inf if finite values saturate: inf or nan; None: `largest`."""
 
 
-def round_to_grid(
-    x: Tensor,
-    grid: Grid,
-    rounding: str,
-    *,
-    bits: Tensor | None = None,
-    out: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> Tensor:
-    """`x` rounded to the values of `grid`, in a new tensor or in `out`.
+def round_to_grid(x: Tensor, grid: Grid, rounding: str, *, bits: Tensor | None = None) -> Tensor:
+    """`x` rounded to the values of `grid`, in a new tensor.
 
     x: float32 or float64, any shape and strides. rounding: "nearest" (ties to even), "toward_zero",
     or "stochastic" (up with a probability equal to the distance from the lower neighbour in steps,
-    truncated to 31 bits). bits: for "stochastic", int32 like `x`; the low 31 bits are used. out,
-    scratch: buffers for the result (like `x`) and for an intermediate (the integer dtype of the
-    same size).
+    truncated to 31 bits). bits: for "stochastic", int32 like `x`; the low 31 bits are used.
 
     NaN stays NaN. +-Inf and values that round beyond `grid.largest` become +-`grid.beyond`; toward
     zero, finite values stop at `grid.largest` (IEEE 754-2019, section 7.4). If they saturate,
     `grid.infinity` specifies the result for Inf. Exact under torch.set_flush_denormal(True).
     """
     layout = LAYOUTS[x.dtype]
-    if not _fits_floats(grid, layout):
-        return _round_by_bits(x, grid, layout, rounding, bits, out)
-    if rounding == "nearest":
-        return _round_by_magic(x, grid, layout, out, scratch)
-    return _round_by_steps(x, grid, layout, rounding, bits, out)
+    if rounding == "nearest" and _fits_floats(grid, layout):
+        return _round_by_magic(x, grid, layout)
+    return _round_by_bits(x, grid, layout, rounding, bits)
 
 
 def _fits_floats(grid: Grid, layout: Layout) -> bool:
-    """Whether floating-point operations are exact here: there is room above the largest value, and
-    subnormals are far below every step.
-
-    `_round_by_magic` needs the two mantissa bits; 2**-31 of a step is the resolution of stochastic
-    rounding.
-    """
+    """Whether `_round_by_magic` is exact: it needs two mantissa bits, room above the largest value,
+    and subnormals of the dtype far below every step."""
     top = math.frexp(grid.largest)[1] - 1
     return (
         grid.smallest == 0.0
@@ -109,71 +93,38 @@ def _fits_floats(grid: Grid, layout: Layout) -> bool:
     )
 
 
-def _power(x: Tensor, grid: Grid, layout: Layout, scratch: Tensor | None) -> Tensor:
-    """The bits of the power of two at or below |x|, clamped to the exponents of the grid."""
-    low = (grid.min_exponent + layout.bias) << layout.mantissa_bits
-    high = (math.frexp(grid.largest)[1] - 1 + layout.bias) << layout.mantissa_bits
-    power = torch.bitwise_and(x.view(layout.integer), layout.infinity, out=scratch)
-    return power.clamp_(low, high)
-
-
-def _round_by_magic(
-    x: Tensor, grid: Grid, layout: Layout, out: Tensor | None, scratch: Tensor | None
-) -> Tensor:
+def _round_by_magic(x: Tensor, grid: Grid, layout: Layout) -> Tensor:
     """Nearest, ties to even: adds and subtracts a number so large that the addition itself rounds.
 
-    With p the power of two at or below |x|, the spacing of floats at 1.5 * p * 2**(23 - m) is that
-    of the grid at x, on both sides: the factor 1.5 keeps the sum of either sign inside one binade.
-    The product in `alpha` is exact, so fusing it makes no difference.
+    With p the power of two at or below |x|, clamped to the exponents of the grid, the spacing of
+    floats at 1.5 * p * 2**(23 - m) is that of the grid at x, on both sides: the factor 1.5 keeps
+    the sum of either sign inside one binade. The product in `alpha` is exact, so fusing it makes no
+    difference.
     """
     magic = 1.5 * 2.0 ** (layout.mantissa_bits - grid.mantissa_bits)
-    power = _power(x, grid, layout, scratch).view(x.dtype)
-    y = torch.add(x, power, alpha=magic, out=out).sub_(power, alpha=magic)
-    y = _overflow(y, x, grid, "nearest", None if scratch is None else power)
+    low = (grid.min_exponent + layout.bias) << layout.mantissa_bits
+    high = (math.frexp(grid.largest)[1] - 1 + layout.bias) << layout.mantissa_bits
+    power = (x.view(layout.integer) & layout.infinity).clamp_(low, high).view(x.dtype)
+    y = _overflow(torch.add(x, power, alpha=magic).sub_(power, alpha=magic), x, grid)
     return y.copysign_(x) if grid.negative_zero else y
 
 
-def _round_by_steps(
-    x: Tensor, grid: Grid, layout: Layout, rounding: str, bits: Tensor | None, out: Tensor | None
-) -> Tensor:
-    """Toward zero or stochastic: computes the number of grid steps in x, exactly, as steps are
-    powers of two."""
-    power = _power(x, grid, layout, None)
-    shift = grid.mantissa_bits << layout.mantissa_bits
-    steps = x * ((2 * layout.bias << layout.mantissa_bits) + shift - power).view(x.dtype)
-    whole = steps.trunc()
-    if bits is not None:
-        fraction = (steps - whole).abs_().mul_(2.0**31).to(torch.int32)
-        up = fraction > (bits & 0x7FFFFFFF)
-        whole = whole.add_(up.to(x.dtype).copysign_(steps))
-    y = torch.mul(whole, power.sub_(shift).view(x.dtype), out=out)
-    y = _overflow(y, x, grid, rounding, None)
-    if not grid.negative_zero:
-        return y.add_(0.0)
-    return y if grid.infinity is None else y.copysign_(x)  # the Inf term loses the sign of -0
-
-
-def _overflow(y: Tensor, x: Tensor, grid: Grid, rounding: str, scratch: Tensor | None) -> Tensor:
-    """Applies the overflow policy of `round_to_grid` in place to `y`, which is `x` rounded without
-    a limit. scratch: like `y`; overwritten."""
-    if grid.beyond == grid.largest:
-        y.clamp_(-grid.largest, grid.largest)
-        if grid.infinity is None:
-            return y
-        if math.isnan(grid.infinity):
-            return y.add_(x, alpha=0.0)  # Inf * 0 is NaN
-        # Inf stays and finite values become zero: one pass instead of three with a mask.
-        return y.add_(torch.hardshrink(x, torch.finfo(x.dtype).max, out=scratch))
-    if rounding == "toward_zero":
-        y.clamp_(-grid.largest, grid.largest)
-        over = x.isinf()
-    else:
-        over = y.abs() > grid.largest
-    return y.mul_(torch.where(over, grid.beyond, 1.0))
+def _overflow(y: Tensor, x: Tensor, grid: Grid) -> Tensor:
+    """Applies the overflow policy of `round_to_grid` in place to `y`, which is `x` rounded to
+    nearest without a limit."""
+    if grid.beyond != grid.largest:
+        return y.mul_(torch.where(y.abs() > grid.largest, grid.beyond, 1.0))
+    y.clamp_(-grid.largest, grid.largest)
+    if grid.infinity is None:
+        return y
+    if math.isnan(grid.infinity):
+        return y.add_(x, alpha=0.0)  # Inf * 0 is NaN
+    # Inf stays and finite values become zero: one pass instead of three with a mask.
+    return y.add_(torch.hardshrink(x, torch.finfo(x.dtype).max))
 
 
 def _round_by_bits(
-    x: Tensor, grid: Grid, layout: Layout, rounding: str, bits: Tensor | None, out: Tensor | None
+    x: Tensor, grid: Grid, layout: Layout, rounding: str, bits: Tensor | None
 ) -> Tensor:
     """Any rounding, computed on the bits of x. With integers only, float32 subnormals need no
     special case.
@@ -197,8 +148,7 @@ def _round_by_bits(
     step = layout.encode(2.0 ** (grid.min_exponent - grid.mantissa_bits))
     kept = drop.clamp(max=width)
     rounded = torch.where(drop > width, up * step, ((magnitude >> kept) + up) << kept)
-    result = _finish_bits(raw, magnitude, rounded, grid, layout, rounding).view(x.dtype)
-    return result if out is None else out.copy_(result)
+    return _finish_bits(raw, magnitude, rounded, grid, layout, rounding).view(x.dtype)
 
 
 def _round_up(significand: Tensor, drop: Tensor, rounding: str, bits: Tensor | None) -> Tensor:

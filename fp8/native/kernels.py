@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import Spec, format_of
-from ..casts.codes import codes, widened
+from ..casts.casting import Codes, Spec, codes, format_of, widened
 from ..recipes.rules import CORRECTED, UNITS, scale_format
 
 ALIGNMENT = 16
@@ -133,43 +132,24 @@ def why_not_kernel(kind: str, device: torch.device) -> str:
     return "scales by {} need {}, not {}.{}".format(kind, row.devices, *found)
 
 
-class KernelOperand(NamedTuple):
-    """An operand of a product, with rows (outer, inner).
-
-    data: in an FP8 dtype; e2m1 as uint8 (outer, inner / 2), the first value of a pair in the lower
-    four bits. scale: float32, 0-dim, or (outer, 1) for rows; otherwise in the layout of the kernel:
-    "block" (inner / 128, outer), or for square tiles (outer / 128, inner / 128 padded to a multiple
-    of 4); "mx" and "nv" `swizzled`, in e8m0 and e4m3. unit: the tensor-level scale factor of "nv",
-    0-dim.
-    """
-
-    data: Tensor
-    scale: Tensor
-    unit: Tensor | None = None
-
-
-def turned(x: KernelOperand) -> KernelOperand:
-    """The transpose of an operand that has one scale."""
-    return KernelOperand(x.data.t(), x.scale)
-
-
 def store(
     x: Tensor, spec: Spec, axis: int = -1, history: Tensor | None = None, record: bool = False
-) -> KernelOperand:
-    """Casts the matrix ``x``, or with axis -2 its transpose, under a spec that `kernel_of`
-    supports.
+) -> Codes:
+    """`codes` of the matrix ``x`` as a kernel reads them, under a spec that `kernel_of` supports.
 
-    axis: the axis that the product sums over. history, record: as in
-    `fp8.casts.casting.round_straight`. Operands with scales by tiles are padded with zeros to the
-    sizes that the kernel needs.
+    values: in an FP8 dtype; e2m1 as uint8 (outer, inner / 2), the first value of a pair in the
+    lower four bits. scale: float32, 0-dim, or (outer, 1) for rows; otherwise in the layout of the
+    kernel: "block" (inner / 128, outer), or for square tiles (outer / 128, inner / 128 padded to a
+    multiple of 4); "mx" and "nv" `swizzled`, in e8m0 and e4m3. Operands with scales by tiles are
+    padded with zeros to the sizes that the kernel needs.
     """
     found = codes(x, spec, axis, history, record)
     if spec.tile[1]:
         return _tiled(found.values, found.scale, found.unit, spec)
-    return KernelOperand(found.values.to(format_of(spec).dtype), found.scale)
+    return Codes(found.values.to(format_of(spec).dtype), found.scale)
 
 
-def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> KernelOperand:
+def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Codes:
     """Values (outer, inner) of a format and the scales of their tiles, in the layout of the
     kernels."""
     across, along = spec.tile
@@ -181,16 +161,16 @@ def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> KernelO
         data = y.to(format_of(spec).dtype)
         if across == 1:
             columns = F.pad(scale.mT, (0, y.shape[0] - scale.shape[0]), value=1.0)
-            return KernelOperand(data, columns.contiguous())
-        return KernelOperand(data, F.pad(scale, (0, -scale.shape[1] % 4), value=1.0))
+            return Codes(data, columns.contiguous())
+        return Codes(data, F.pad(scale, (0, -scale.shape[1] % 4), value=1.0))
     scale = widened(scale, (y.shape[0], scale.shape[1]), (across, 1))
     scale = F.pad(scale, (0, y.shape[1] // along - scale.shape[1]), value=1.0)
     if unit is None:
-        return KernelOperand(y.to(format_of(spec).dtype), swizzled(scale.to(torch.float8_e8m0fnu)))
+        return Codes(y.to(format_of(spec).dtype), swizzled(scale.to(torch.float8_e8m0fnu)))
     # Restores the e4m3 values of the rule; a value above their range occurs only for all-zero
     # tiles.
     scale = (scale / unit).clamp(max=448.0).to(torch.float8_e4m3fn)
-    return KernelOperand(in_pairs(y), swizzled(scale), unit)
+    return Codes(in_pairs(y), swizzled(scale), unit)
 
 
 def in_pairs(y: Tensor) -> Tensor:
@@ -217,12 +197,10 @@ def swizzled(scale: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
 
 
-def multiply(
-    kind: str, a: KernelOperand, b: KernelOperand, factor: float, dtype: torch.dtype
-) -> Tensor:
+def multiply(kind: str, a: Codes, b: Codes, factor: float, dtype: torch.dtype) -> Tensor:
     """``factor * a b^T`` in ``dtype``, by a kernel of KERNELS. The factor is folded into a's scale;
     with e8m0 scales it multiplies the result."""
-    x, y = _filled(a.data), _filled(b.data)
+    x, y = _filled(a.values), _filled(b.values)
     types = F.ScalingType
     swizzle: Any = None
     left: Any = a.scale

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import Spec, shifted, spec_of
+from ..casts.casting import Codes, Spec, shifted, spec_of
 from ..casts.operands import one_copy
 from ..casts.saved_operands import SharedCasts, as_number, cached, saved_tensors
 from ..common.compiler import apply, is_differentiated_again, is_plain, own, updates_states
@@ -25,11 +25,9 @@ from . import selftest as proof
 from .kernels import (
     ALIGNMENT,
     KERNELS,
-    KernelOperand,
     kernel_of,
     multiply,
     store,
-    turned,
     why_not_device,
 )
 
@@ -88,10 +86,8 @@ def kernels(
 
 
 def takes(backend: str, a: Tensor, b: Tensor) -> bool:
-    """Whether to look for `kernels` for a product of a (m, k) and b (n, k).
-
-    Raises RuntimeError for "native" on a device without FP8 products.
-    """
+    """Whether to look for `kernels` for a product of a (m, k) and b (n, k). Raises RuntimeError for
+    "native" on a device without FP8 products."""
     if backend == "simulate" or not fits(a, b) or is_dtensor(a) or is_dtensor(b):
         return False
     why_not = why_not_device(a.device)
@@ -101,11 +97,8 @@ def takes(backend: str, a: Tensor, b: Tensor) -> bool:
 
 
 def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
-    """Whether kernels accept a (m, k) and b (n, k), and the operands of their gradients.
-
-    Both must be nonempty matrices in float32, bfloat16 or float16, with n and k multiples of
-    ``multiple``.
-    """
+    """Whether kernels accept a (m, k) and b (n, k), and the operands of their gradients: nonempty
+    matrices in float32, bfloat16 or float16, with n and k multiples of ``multiple``."""
     return (
         a.dim() == b.dim() == 2
         and a.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -116,9 +109,8 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
 
 
 class _Settings(NamedTuple):
-    """The constants of a product. kinds: the kernels of the three products. scales: of the output
-    and of both gradients. specs: of the gradient, for a and for b. dtype: the name of that of the
-    result."""
+    """The constants of a product. kinds: the kernels of the three products. specs: of the gradient,
+    for a and for b."""
 
     kinds: tuple[str, ...]
     scales: tuple[float, float, float]
@@ -127,13 +119,9 @@ class _Settings(NamedTuple):
 
 
 class _Native(Function):
-    """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), which are passed only to receive
-    gradients.
-
-    Arguments: a, b and bias; the history of the gradient or None; `_Settings`; what is shared of
-    the saved a; and four operands of three tensors each (`KernelOperand`): a and b for this
-    product, then for the backward ones, None if the `turned` forward operands serve.
-    """
+    """`product`. a and b are passed to receive gradients. The last arguments are four operands of
+    three tensors each (`Codes`): a and b for this product, then for the backward ones, None
+    if the transposed forward operands serve."""
 
     @staticmethod
     def forward(
@@ -147,7 +135,7 @@ class _Native(Function):
     ) -> Tensor:
         left, right, *_ = _stored(operands)
         y = multiply(how.kinds[0], left, right, how.scales[0], getattr(torch, how.dtype))
-        y = _first(y, a.shape[0])
+        y = y[: a.shape[0]]  # without padding rows
         return y if bias is None else own(y.add_(bias))
 
     @staticmethod
@@ -155,50 +143,45 @@ class _Native(Function):
         _, _, _, ctx.history, ctx.how, ctx.shared, *operands = inputs
         used, again = _stored(operands[:6]), _stored(operands[6:])
         pairs = list(zip(used, again, strict=True))
-        ctx.save_for_backward(*_flat(x if y.data is None else y for x, y in pairs))
-        ctx.turn = tuple(y.data is None for _, y in pairs)
+        ctx.save_for_backward(*_flat(x if y.values is None else y for x, y in pairs))
+        ctx.turn = tuple(y.values is None for _, y in pairs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.shared is not None:
-            ctx.shared.found.clear()
+            ctx.shared.clear()
         if is_differentiated_again() and is_plain(ctx):
             raise RuntimeError(
                 "create_graph=True: products of backend='native' have no second derivative; those "
                 "of backend='simulate' have"
             )
         saved = zip(_stored(saved_tensors(ctx)), ctx.turn, strict=True)
-        a, b = (turned(x) if turn else x for x, turn in saved)
+        a, b = (x.mT if turn else x for x, turn in saved)
         (_, for_da, for_db), (_, s_a, s_b), (for_a, for_b), _ = ctx.how
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
             g = store(grad, for_a, -1, ctx.history, record=True)
-            da = _first(multiply(for_da, g, b, s_a, grad.dtype), grad.shape[0])
+            da = multiply(for_da, g, b, s_a, grad.dtype)[: grad.shape[0]]
         if ctx.needs_input_grad[1]:
             if g is None:
                 g = store(grad, for_b, -2, ctx.history, record=True)
             else:
-                g = _again(grad, g, for_a, for_b) or turned(g)
+                g = _again(grad, g, for_a, for_b) or g.mT
             db = multiply(for_db, g, a, s_b, grad.dtype)
         if ctx.needs_input_grad[2]:
             dbias = grad.sum(0) * s_b
         return da, db, dbias, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
-def _stored(tensors: Sequence[Any]) -> list[KernelOperand]:
-    return [KernelOperand(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
+def _stored(tensors: Sequence[Any]) -> list[Codes]:
+    return [Codes(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
 
 
-def _flat(operands: Iterable[KernelOperand | None]) -> list[Tensor | None]:
+def _flat(operands: Iterable[Codes | None]) -> list[Tensor | None]:
     return [tensor for operand in operands for tensor in operand or (None, None, None)]
 
 
-def _first(y: Tensor, rows: int) -> Tensor:
-    """``y`` without the padding rows of its first operand."""
-    return y if y.shape[0] == rows else y[:rows]
-
-
-def _again(x: Tensor, stored: KernelOperand, spec: Spec, other: Spec) -> KernelOperand | None:
+def _again(x: Tensor, stored: Codes, spec: Spec, other: Spec) -> Codes | None:
     """``x`` for a product along its other axis; None if ``stored``, which has one scale, can be
     reused."""
     one = one_copy(spec, other) and not stored.scale.dim()
@@ -207,7 +190,7 @@ def _again(x: Tensor, stored: KernelOperand, spec: Spec, other: Spec) -> KernelO
 
 def _left(
     a: Tensor, spec: Spec, history: Tensor | None, record: bool, shared: SharedCasts | None
-) -> KernelOperand:
+) -> Codes:
     """`store` of a first operand, shared by all its products. With a history, each product
     records it."""
     if history is None:
@@ -240,7 +223,7 @@ def product(
     with torch.no_grad():
         left = _left(a, for_a, of_a, record, shared)
         right = store(b, for_b, -1, of_b, record)
-        again: list[KernelOperand | None] = [None, None]
+        again: list[Codes | None] = [None, None]
         if record:
             key = ("native", for_a.settings, a_again.settings)
             other = cached(shared, key, lambda: _again(a, left, for_a, a_again))

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..casts.casting import Spec, round_straight
+from ..casts.casting import Spec, rounded
 from ..common.compiler import taken_as_constant
 from .kernels import kernel_of, multiply, store, why_not_kernel
 
@@ -85,11 +85,8 @@ def _at_rest(spec: Spec) -> Spec:
 
 @cache
 def _disproof(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: str) -> str:
-    """How the kernel for these operands fails; "" if it passes.
-
-    Runs in a new thread, which has none of the caller's modes: no autocast, fake tensors or
-    gradients.
-    """
+    """How the kernel for these operands fails; "" if it passes. In a new thread, which has none of
+    the caller's modes."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_tried, a, b, axes, device, getattr(torch, dtype)).result()
 
@@ -107,7 +104,8 @@ def _tried(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: torch.dt
         got = multiply(kind, left, right, 0.5, dtype)[:_ROWS]
         if got.dtype != dtype:
             return f"the kernel gives {got.dtype}, asked for {dtype}"
-        excess = _excess(got.double(), round_straight(x, a).double(), round_straight(y, b).double())
+        exact = (rounded(t, spec)[0].double() for t, spec in ((x, a), (y, b)))
+        excess = _excess(got.double(), *exact)
     except Exception as error:  # any error means that the product is not available
         return f"the kernel raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return "" if excess <= 1 else f"the kernel is off by {excess:.2g} times what rounding explains"
@@ -126,12 +124,9 @@ def _sample(rows: int, spec: Spec, seed: int) -> Tensor:
 
 
 def _excess(got: Tensor, a: Tensor, b: Tensor) -> float:
-    """The largest error of ``got``, 0.5 * a b^T, relative to the largest error that rounding
-    explains.
-
-    n terms lose at most n * 2**-13 of the largest term. Scales and the result are rounded: three
-    times to float32 and once to a dtype of at least 8 bits, which is at most 2**-8 of the sum.
-    """
+    """The largest error of ``got``, 0.5 * a b^T, relative to what rounding explains: n terms lose
+    at most n * 2**-13 of the largest term. Scales and the result are rounded three times to float32
+    and once to a dtype of at least 8 bits, which is at most 2**-8 of the sum."""
     terms = (a != 0).double() @ (b != 0).double().T
     allowed = 0.5 * (a.abs() @ b.abs().T) * (terms * _BITS + 2.0**-8 + 2.0**-22)
     error = (got - 0.5 * a @ b.T).abs()

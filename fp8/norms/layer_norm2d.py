@@ -2,7 +2,7 @@
 
     y = (x - mean) / sqrt(var + eps) * weight + bias        mean, var: over the channels
 
-Compiled code is generated from the formulas below. Eager code permutes, calls
+Compiled code is generated from the formula below. Eager code permutes, calls
 `torch.nn.functional.layer_norm` and permutes back.
 """
 
@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..common.compiler import FIRST_LOOK, apply
+from ..common.compiler import FIRST_LOOK
 
 BLOCK = 16
 """The number of channels that compiled code sums at once, each contiguous in memory."""
@@ -27,36 +26,26 @@ def layer_norm2d(
     """`torch.nn.functional.layer_norm` over dimension 1, as in ConvNeXt.
 
     input: (batch, channels, ...), floating point, any strides. weight, bias: (channels,) or None,
-    any floating-point dtype. eps: added to the variance. In eager mode it is permute, layer_norm,
-    permute, as in timm, with torch's autograd: the output and the gradient of the input are
-    channels-last, and 16-bit statistics of the backward pass are those of torch. Compiled the
-    strides are those of a dense input, and the statistics are in float32 (float64 for float64).
-    Each result is rounded once to the dtype of its tensor.
-    `torch.autocast` has no effect. NaN or Inf makes its pixel NaN. Raises ValueError for an input
-    of fewer than two dimensions and for a weight or bias of another shape, TypeError for an input
-    that is not floating point.
+    any floating-point dtype. eps: added to the variance. In eager mode the output and the gradient
+    of the input are channels-last, and 16-bit statistics of the backward pass are those of torch.
+    Compiled the strides are those of a dense input, and the statistics are in float32 (float64 for
+    float64). Each result is rounded once to the dtype of its tensor. `torch.autocast` has no
+    effect. NaN or Inf makes its pixel NaN. Raises ValueError for an input of fewer than two
+    dimensions and for a weight or bias of another shape, TypeError for an input that is not
+    floating point.
     """
     tensors = (input, weight, bias)
     if has_torch_function(tensors):  # lets modes intercept it, like torch.nn.functional
         return handle_torch_function(layer_norm2d, tensors, input, weight, bias, eps)
-    if not torch.compiler.is_compiling():
-        try:
-            return permuted(input, weight, bias, eps)
-        except (IndexError, RuntimeError):
-            _check(input, weight, bias)
-            raise
-    if FIRST_LOOK.items:  # compiling, modes only see calls of torch
+    in_graph = torch.compiler.is_compiling()
+    if in_graph and FIRST_LOOK.items:  # compiling, modes only see calls of torch
         mode = FIRST_LOOK.items.pop()
         try:
             return mode.__torch_function__(layer_norm2d, (), (input, weight, bias, eps))
         finally:
             FIRST_LOOK.items.append(mode)
     _check(input, weight, bias)
-    # Also true in every graph of torch 2.11, whose compiler loses the gradients of what follows.
-    if torch.compiler.is_exporting():
-        return _normalized(input, weight, bias, eps)[0]
-    output: Tensor = apply(_LayerNorm2d, input, weight, bias, eps)[0]
-    return output
+    return (_normalized if in_graph else permuted)(input, weight, bias, eps)
 
 
 def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
@@ -72,11 +61,8 @@ def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
 
 
 def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`layer_norm2d` by torch's kernel; also works in TorchScript.
-
-    The kernel takes parameters in the dtype of x, or in float32 for 16-bit x. permute is cheaper
-    than movedim.
-    """
+    """`layer_norm2d` by torch's kernel, which takes parameters in the dtype of x, or in float32 for
+    16-bit x; also works in TorchScript."""
     other = (weight is not None and weight.dtype != x.dtype) or (
         bias is not None and bias.dtype != x.dtype
     )
@@ -84,41 +70,8 @@ def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         weight = None if weight is None else weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    image = x.ndim == 4
-    last = x.permute(0, 2, 3, 1) if image else x.movedim(1, -1)
-    y = torch.layer_norm(last, [last.size(-1)], weight, bias, eps)
-    return y.permute(0, 3, 1, 2) if image else y.movedim(-1, 1)
-
-
-class _LayerNorm2d(Function):
-    """(output, mean, 1/sqrt(var + eps)), in a graph. Only the first is to be used and is
-    differentiable; the others are in the dtype of computation, with one channel."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _normalized(x, weight, bias, eps)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, bias, _ = inputs
-        _, mean, rstd = output
-        ctx.mark_non_differentiable(mean, rstd)
-        # Tensors only: in compiled code saved_tensors omits None.
-        ctx.save_for_backward(x, mean, rstd, *(t for t in (weight, bias) if t is not None))
-        ctx.present = [t is not None for t in (weight, bias)]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, *rest = ctx.saved_tensors
-        weight = rest[0] if ctx.present[0] else None
-        bias = rest[-1] if ctx.present[1] else None
-        result = _gradients(grad, x, mean, rstd, weight)
-        like = zip(result, (x, weight, bias), strict=True)
-        return *(None if t is None else g.to(t.dtype) for g, t in like), None
+    last = x.movedim(1, -1)
+    return torch.layer_norm(last, [last.size(-1)], weight, bias, eps).movedim(-1, 1)
 
 
 def wide(x: Tensor, value: Any) -> Any:
@@ -133,11 +86,9 @@ def _across(x: Tensor, value: Tensor) -> Any:
 
 
 def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(m, d, 1/sqrt(var + eps)), where m + d is the mean of ``x`` over the channels.
-
-    m is the mean rounded as a sum of n numbers. d, the mean of x - m, corrects both m and the
-    variance (corrected two-pass algorithm, Chan, Golub and LeVeque 1983).
-    """
+    """(m, d, 1/sqrt(var + eps)), where m + d is the mean of ``x`` over the channels: d, the mean of
+    x - m, corrects the rounded mean m and the variance (corrected two-pass algorithm, Chan, Golub
+    and LeVeque 1983)."""
     # Multiplies by 1/n, because compiled code repeats a division for each element.
     share = 1.0 / x.shape[1]
     mean = x.sum(1, keepdim=True) * share
@@ -148,13 +99,9 @@ def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _statistics_by_blocks(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`_statistics` in blocks of BLOCK channels: the mean m of each block, the mean r of the
-    remainder and its mean square; then these are combined over blocks (Chan, Golub and LeVeque
-    1983).
-
-    Compiled code reads BLOCK contiguous streams for a block. A sum over all channels would stride
-    through memory.
-    """
+    """`_statistics`, in code that would otherwise add the channels one by one, with a larger error:
+    the mean m of each block of BLOCK channels, the mean r of the remainder and its mean square,
+    then combined over blocks (Chan, Golub and LeVeque 1983)."""
     blocks = torch.unflatten(x, 1, (BLOCK, -1)).unbind(1)
     share, of_all = 1.0 / BLOCK, BLOCK / x.shape[1]
     m = _kept(sum(blocks[1:], blocks[0]) * share)
@@ -176,9 +123,8 @@ def _kept(value: Tensor) -> Tensor:
     return value.as_strided(value.shape, value.stride())
 
 
-def _normalized(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`layer_norm2d` by its formula."""
     in_graph = torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.is_cpu
     by_blocks = in_graph and x.is_contiguous() and x.shape[1] % BLOCK == 0
     mean, rest, rstd = (_statistics_by_blocks if by_blocks else _statistics)(wide(x, x), eps)
@@ -187,23 +133,4 @@ def _normalized(
         y = y * _across(x, weight)
     if bias is not None:
         y = y + _across(x, bias)
-    return y.to(x.dtype), mean + rest, rstd
-
-
-def _gradients(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of input, weight and bias, in the dtype of computation.
-
-    With n = (x - mean) rstd and g = grad weight: rstd (g - mean(g) - n mean(g n)), means over
-    channels; grad n and grad, summed over the pixels.
-    """
-    grad, normal = wide(x, grad), (wide(x, x) - mean) * rstd
-    # Summed per image first, so that inductor on CPUs works on one image in the cache.
-    pixels = [*range(2, x.ndim)]
-    dweight, dbias = ((t.sum(pixels) if pixels else t).sum(0) for t in (grad * normal, grad))
-    g = grad if weight is None else grad * _across(x, weight)
-    share = 1.0 / x.shape[1]
-    along = normal * ((g * normal).sum(1, keepdim=True) * share)
-    dx = (g - g.sum(1, keepdim=True) * share - along) * rstd
-    return dx, dweight, dbias
+    return y.to(x.dtype)

@@ -34,21 +34,14 @@ NORMS: dict[type[nn.Module], Callable[..., Tensor]] = {
 """The supported norms, including subclasses that keep their forward: type -> implementation."""
 
 
-def _rms_norm(
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    **how: Any,
-) -> Tensor:
-    """`norm.rms_norm` with torch's default for eps."""
-    return norm.rms_norm(input, normalized_shape, weight, eps, **how)
-
-
 _CALLS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     F.layer_norm: norm.layer_norm,
-    F.rms_norm: _rms_norm,
-    torch.rms_norm: _rms_norm,  # what torch.compile passes for F.rms_norm
+    **dict.fromkeys(
+        (F.rms_norm, torch.rms_norm),  # torch.compile passes the second for both
+        lambda input, normalized_shape, weight=None, eps=None, **how: norm.rms_norm(
+            input, normalized_shape, weight, eps, **how
+        ),
+    ),
     F.group_norm: norm.group_norm,
     layer_norm2d: norm.layer_norm2d,
 }

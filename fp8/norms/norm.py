@@ -83,12 +83,8 @@ def layer_norm(
     Raises:
         TypeError: if ``dtype`` is not a torch.dtype.
     """
-    shape = list(normalized_shape)
-    return _norm(
-        lambda x, *wb: F.layer_norm(x, shape, *_with_wide_statistics(x, shape, *wb), eps),
-        (input, weight, bias),
-        dtype,
-    )
+    shape, tensors = list(normalized_shape), (input, weight, bias)
+    return _norm(lambda x, w, b: F.layer_norm(x, shape, w, b, eps), tensors, dtype, shape)
 
 
 def rms_norm(
@@ -113,11 +109,7 @@ def rms_norm(
         TypeError: as `layer_norm`.
     """
     eps = torch.finfo(wide(input, input[:0]).dtype).eps if eps is None else eps
-    return _norm(
-        lambda x, w: F.rms_norm(x, list(normalized_shape), w, eps),
-        (input, weight),
-        dtype,
-    )
+    return _norm(lambda x, w: F.rms_norm(x, list(normalized_shape), w, eps), (input, weight), dtype)
 
 
 def group_norm(
@@ -143,13 +135,8 @@ def group_norm(
     Raises:
         TypeError: as `layer_norm`.
     """
-    return _norm(
-        lambda x, *wb: F.group_norm(
-            x, num_groups, *_with_wide_statistics(x, x.shape[1:2], *wb), eps
-        ),
-        (input, weight, bias),
-        dtype,
-    )
+    tensors, shape = (input, weight, bias), input.shape[1:2]
+    return _norm(lambda x, w, b: F.group_norm(x, num_groups, w, b, eps), tensors, dtype, shape)
 
 
 def layer_norm2d(
@@ -174,39 +161,40 @@ def layer_norm2d(
     Raises:
         ValueError, TypeError: as `layer_norm` and `fp8.norms.layer_norm2d.layer_norm2d`.
     """
-
-    def norm(x: Tensor, *wb: Tensor | None) -> Tensor:
-        return over_channels(x, *_with_wide_statistics(x, x.shape[1:2], *wb), eps)
-
-    return _norm(norm, (input, weight, bias), dtype)
+    tensors, shape = (input, weight, bias), input.shape[1:2]
+    return _norm(lambda x, w, b: over_channels(x, w, b, eps), tensors, dtype, shape)
 
 
 def _norm(
     function: Callable[..., Tensor],
     tensors: tuple[Tensor | None, ...],
     dtype: torch.dtype | None,
+    shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """``function(*tensors)`` in low precision; the first tensor is the input."""
+    """``function(*tensors)`` in low precision; the first tensor is the input, the others are
+    parameters: as torch's kernel needs those of ``shape``, if given."""
     if not (dtype is None or isinstance(dtype, torch.dtype)):
         raise TypeError(f"dtype is {dtype!r}; give a torch.dtype or None")
     low = to_autocast_dtype(*tensors)[0].dtype if dtype is None else dtype
     x, *parameters = (None if t is None else t.to(low) for t in tensors)
     assert x is not None
+    if shape is not None:
+        parameters = _with_wide_statistics(x, shape, *parameters)
     with without_autocast(x):
         return function(x, *parameters)
 
 
 def _with_wide_statistics(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+) -> list[Tensor | None]:
     """The parameters to pass to torch's kernels. On a CPU these save mean and 1/sqrt(var) for the
     backward pass in the dtype of the parameters. CUDA kernels save them in float32 and need equal
     dtypes."""
     if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
-        return weight, bias
+        return [weight, bias]
     weight = x.new_ones(shape) if weight is None else weight
     bias = x.new_zeros(shape) if bias is None else bias
-    return weight.float(), bias.float()
+    return [weight.float(), bias.float()]
 
 
 class LayerNorm2d(nn.LayerNorm):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +27,13 @@ aten = torch.ops.aten
 
 
 class ActivationKernel(NamedTuple):
-    """A row of KERNELS: a function of a tensor and settings; its gradient, a function of the
-    output's gradient, the tensor and the settings; and a differentiable form of that gradient."""
+    """A row of KERNELS: a function of one or two tensors and settings; its gradient or gradients, a
+    function of the output's gradient, the tensors and the settings; and a differentiable form of
+    these."""
 
     function: Callable[..., Tensor]
-    gradient: Callable[..., Tensor]
-    differentiable: Callable[..., Tensor]
+    gradient: Callable[..., Any]
+    differentiable: Callable[..., Any]
 
 
 def _gelu_gradient(grad: Tensor, x: Tensor, approximate: str) -> Tensor:
@@ -44,6 +46,10 @@ def _silu_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return grad * gate * (1 + x * (1 - gate))
 
 
+def _factors_gradients(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return grad * b, grad * a
+
+
 KERNELS: dict[str, ActivationKernel] = {
     "gelu": ActivationKernel(
         lambda x, approximate: aten.gelu.default(x, approximate=approximate),
@@ -52,67 +58,45 @@ KERNELS: dict[str, ActivationKernel] = {
     ),
     "silu": ActivationKernel(aten.silu.default, aten.silu_backward.default, _silu_gradient),
     "glu": ActivationKernel(aten.glu.default, aten.glu_backward.default, aten.glu_backward.default),
+    "gate": ActivationKernel(aten.mul.Tensor, _factors_gradients, _factors_gradients),
 }
 """Name -> kernels."""
 
 
 class _Activation(Function):
-    """A function of KERNELS. Arguments: x; the tensor saved for it and its scale factor; the name;
-    the settings; the spec of the saved tensor."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        x: Tensor,
-        kept_x: Tensor,
-        scale: Tensor | None,
-        name: str,
-        settings: tuple[Any, ...],
-        spec: Spec | None,
-    ) -> Tensor:
-        return KERNELS[name].function(x, *settings)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, kept_x, scale, ctx.name, ctx.settings, spec = inputs
-        save_operands(ctx, (kept_x, spec, scale))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = saved_operands(ctx, grad.dtype)
-        kernel = KERNELS[ctx.name]
-        gradient = kernel.differentiable if torch.is_grad_enabled() else kernel.gradient
-        return gradient(grad, x, *ctx.settings), *[None] * 5
-
-
-class _Gate(Function):
-    """``a * b``. Arguments: both factors; the tensors saved for them and their scale factors;
-    the spec."""
+    """A function of KERNELS. Arguments: one tensor or two; those saved for them, and their scale
+    factors; the name; the settings; the spec of the saved tensors."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
         a: Tensor,
-        b: Tensor,
+        b: Tensor | None,
         kept_a: Tensor,
-        kept_b: Tensor,
+        kept_b: Tensor | None,
         scale_a: Tensor | None,
         scale_b: Tensor | None,
+        name: str,
+        settings: tuple[Any, ...],
         spec: Spec | None,
     ) -> Tensor:
-        return aten.mul.Tensor(a, b)
+        return KERNELS[name].function(*((a,) if b is None else (a, b)), *settings)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, kept_a, kept_b, scale_a, scale_b, spec = inputs
-        save_operands(ctx, (kept_a, spec, scale_a), (kept_b, spec, scale_b))
+        _, _, kept_a, kept_b, scale_a, scale_b, ctx.name, ctx.settings, spec = inputs
+        second = [] if kept_b is None else [(kept_b, spec, scale_b)]
+        save_operands(ctx, (kept_a, spec, scale_a), *second)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = saved_operands(ctx, grad.dtype)
-        return grad * b, grad * a, *[None] * 5
+        saved = saved_operands(ctx, grad.dtype)
+        kernel = KERNELS[ctx.name]
+        gradient = kernel.differentiable if torch.is_grad_enabled() else kernel.gradient
+        found = gradient(grad, *saved, *ctx.settings)
+        da, db = found if isinstance(found, tuple) else (found, None)
+        return da, db, *[None] * 7
 
 
 class _Relu(Function):
@@ -160,25 +144,32 @@ def _applies(*tensors: object) -> bool:
 
 
 @in_graph
-def _activated(x: Tensor, name: str, settings: tuple[Any, ...], spec: Spec) -> Tensor:
-    return apply(_Activation, x, *rounded(x, spec), name, settings, spec)
+def _activated(
+    a: Tensor, b: Tensor | None, name: str, settings: tuple[Any, ...], spec: Spec
+) -> Tensor:
+    kept_a, scale_a = rounded(a, spec)
+    kept_b, scale_b = (None, None) if b is None else rounded(b, spec)
+    given = (a, b, kept_a, kept_b, scale_a, scale_b)
+    return apply(_Activation, *given, name, settings, spec)
 
 
 def _gelu(cast: Cast, input: Tensor, *, approximate: str = "none") -> Any:
     if not _applies(input) or approximate not in ("none", "tanh"):
         return NotImplemented
-    return _activated(input, "gelu", (approximate,), spec_of(cast))
+    return _activated(input, None, "gelu", (approximate,), spec_of(cast))
 
 
 def _silu(cast: Cast, input: Tensor, inplace: bool = False) -> Any:
     if not _applies(input):
         return NotImplemented
-    output = _activated(input, "silu", (), spec_of(cast))
+    output = _activated(input, None, "silu", (), spec_of(cast))
     return input.copy_(output) if inplace else output
 
 
 def _glu(cast: Cast, input: Tensor, dim: int = -1) -> Any:
-    return _activated(input, "glu", (dim,), spec_of(cast)) if _applies(input) else NotImplemented
+    if not _applies(input):
+        return NotImplemented
+    return _activated(input, None, "glu", (dim,), spec_of(cast))
 
 
 def _relu(cast: Cast, input: Tensor, inplace: bool = False) -> Any:
@@ -188,10 +179,6 @@ def _relu(cast: Cast, input: Tensor, inplace: bool = False) -> Any:
     return input.copy_(output) if inplace else output
 
 
-def _relu_(cast: Cast, input: Tensor) -> Any:
-    return _relu(cast, input, inplace=True)
-
-
 def _gate(cast: Cast, input: Tensor, other: Any, *, out: Tensor | None = None) -> Any:
     """The product of two tensors of equal shape that both need a gradient, as in the gate of
     SwiGLU. Not for a broadcast factor (of a norm, of a rotary embedding), nor for a square."""
@@ -199,13 +186,7 @@ def _gate(cast: Cast, input: Tensor, other: Any, *, out: Tensor | None = None) -
         return NotImplemented
     if input.shape != other.shape or input.dtype != other.dtype:
         return NotImplemented
-    return _gated(input, other, spec_of(cast))
-
-
-@in_graph
-def _gated(input: Tensor, other: Tensor, spec: Spec) -> Tensor:
-    (a, scale_a), (b, scale_b) = rounded(input, spec), rounded(other, spec)
-    return apply(_Gate, input, other, a, b, scale_a, scale_b, spec)
+    return _activated(input, other, "gate", (), spec_of(cast))
 
 
 ACTIVATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -213,7 +194,7 @@ ACTIVATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.silu: _silu,
     F.glu: _glu,
     **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _relu),
-    **dict.fromkeys((F.relu_, torch.relu_, Tensor.relu_), _relu_),
+    **dict.fromkeys((F.relu_, torch.relu_, Tensor.relu_), partial(_relu, inplace=True)),
     **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.multiply), _gate),
     **dict.fromkeys((Tensor.__mul__, Tensor.__rmul__, operator.mul), _gate),
 }

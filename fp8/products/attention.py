@@ -47,33 +47,28 @@ def attention(
     enclosing `fp8.autocast`.
 
     query (..., L, E), key (..., S, E), value (..., S, V) -> (..., L, V). The other arguments, the
-    errors and the treatment of NaN and of fully masked rows are those of PyTorch. unit: as in
-    `fp8.products.matmul.linear`.
-
-    Query, key and value are cast as the recipe's input, and the gradient of the output as its grad.
-    The kernel is fused: its probabilities and inner gradients stay in high precision. Its backward
-    pass reuses the operands cast in the forward pass: query and key along E, value along S; the
-    gradient is cast along V. A recipe with products of attention has `by_products` instead.
-
-    gauge: not None where `is_fused` is false. Two products are computed then, as torch does,
-    without casts between them. ``scale`` is a factor of the first product; torch multiplies query
-    and key by its root. See `by_products`.
+    errors and the treatment of NaN and of fully masked rows are those of PyTorch. Query and key are
+    cast as the recipe's input along E, value along S, and the gradient of the output as its grad
+    along V; probabilities and inner gradients stay in high precision. A recipe with products of
+    attention has `by_products` instead. unit: as in `fp8.products.matmul.linear`. gauge: not None
+    where `is_fused` is false: two products are computed then, as in `by_products`, without casts
+    between them.
     """
     recipe = product_recipe(unit)
     given = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if recipe is not None and recipe.attention:
         return by_products(query, key, value, *given, unit=unit, gauge=gauge or 1.0)[0]
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         if gauge is not None:
-            return by_products(query, key, value, *given, cast=False, gauge=gauge)[0]
+            return by_products(query, key, value, *given, cast=False, gauge=gauge)[:1]
         query, key, value, mask = to_autocast_dtype(query, key, value, attn_mask)
-        return torch.ops.aten.scaled_dot_product_attention.default(
+        y = torch.ops.aten.scaled_dot_product_attention.default(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+        return (y,)
 
-    (y,) = _cast_around(lambda *operands: (kernel(*operands),), query, key, value, recipe)
-    return y
+    return _cast_around(kernel, query, key, value, recipe)[0]
 
 
 def is_fused(
@@ -155,18 +150,14 @@ def by_products(
 ) -> tuple[Tensor, Tensor]:
     """Attention as two products, each with its recipe.
 
-    Arguments as in `attention`. The products, the softmax and the gradients between them are
-    computed in at least float32, as on the chip of a fused kernel; scores and probabilities are in
-    memory. The casts of key and value are those after enable_gqa has repeated their heads. A fully
-    masked row gives zeros. NaN propagates. cast: False for products without casts, whatever
-    the recipe. gauge: a factor of the gradients of probabilities,
-    scores and attn_mask, which those of query and key are divided by.
-
-    Returns the output (..., L, V) and the probabilities (..., L, S) after dropout, before the cast,
-    in the dtype of the result.
-
-    Raises ValueError for is_causal with a mask, and for heads that key or value do not divide;
-    TypeError for operands of different dtypes, and for a mask of integers.
+    Arguments as in `attention`. Returns the output (..., L, V) and the probabilities (..., L, S)
+    after dropout, before the cast. The products, the softmax and the gradients between them are
+    computed in at least float32, as on the chip of a fused kernel. Key and value are cast after
+    enable_gqa has repeated their heads. A fully masked row gives zeros. NaN propagates. cast: False
+    for products without casts, whatever the recipe. gauge: a factor of the gradients of
+    probabilities, scores and attn_mask, which those of query and key are divided by. Raises
+    ValueError for is_causal with a mask, and for heads that key or value do not divide; TypeError
+    for operands of different dtypes, and for a mask of integers.
     """
     _check(query, key, value, attn_mask, is_causal)
     scale = query.shape[-1] ** -0.5 if scale is None else scale

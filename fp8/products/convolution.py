@@ -11,117 +11,23 @@ positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import functional as F
 
-from ..casts.casting import Spec, is_whole, round_straight, rounded
+from ..casts.casting import is_whole
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import measuring
-from ..casts.operands import Casts, casts_of, one_copy, with_copies
-from ..casts.saved_operands import SharedCasts, saved_operands, shared_casts
-from ..common.compiler import apply, in_graph
+from ..casts.operands import Casts, casts_of
+from ..casts.saved_operands import shared_casts
+from ..common.compiler import in_graph
 from ..context.active import layer_histories, product_recipe, static_exponents
 from ..formats.format import dtype_name
-from .matmul import ONES, check_scales, measured, save_both, to_autocast_dtype
-from .summed import Geometry, Scales, warn_unsummed
+from .matmul import ONES, check_bias, check_scales, measured, simulated, to_autocast_dtype
+from .summed import Geometry, Scales, Settings, warn_unsummed
 from .summed import convolution as summed_convolution
 
-aten = torch.ops.aten
-
 Ints = int | Sequence[int]
-
-
-def _cast(
-    x: Tensor,
-    spec: Spec | None,
-    axis: int,
-    history: Tensor | None = None,
-    record: bool | None = None,
-    *,
-    weight: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Feature maps (batch, channels, *size), or a weight (first, second, *kernel), under a spec,
-    and the scale factor as in `rounded`. axis: -1 sums over channels or second, -2 over positions
-    or first."""
-    if spec is None or spec.tile == (0, 0):
-        return rounded(x, spec, axis, history, record)
-    last = x.movedim(1, -1)
-    y = round_straight(last.flatten(1) if weight else last.flatten(0, -2), spec, axis)
-    return y.reshape(last.shape).movedim(-1, 1), None
-
-
-class _Settings(NamedTuple):
-    """The constants of a convolution. scales: of the output and of both gradients."""
-
-    scales: Scales
-    geometry: Geometry
-    casts: Casts = Casts()
-
-
-class _Convolution(Function):
-    """A convolution, or its transpose, with a scale for the output and for each of the two
-    gradients.
-
-    A scale multiplies the smaller tensor (the weight, or the weight's gradient) instead of the
-    feature maps. `aten.convolution_backward` is itself differentiable. Arguments: the cast input
-    and weight, and their scale factors; the operands that backward casts instead, or None; bias or
-    None; the history of the gradient or None; `_Settings`; what is shared of the saved input.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        input: Tensor,
-        weight: Tensor,
-        scale_x: Tensor | None,
-        scale_w: Tensor | None,
-        other_input: Tensor | None,
-        other_weight: Tensor | None,
-        bias: Tensor | None,
-        history: Tensor | None,
-        how: _Settings,
-        shared: SharedCasts | None,
-    ) -> Tensor:
-        weight = _times(weight, how.scales[0])
-        return aten.convolution.default(input, weight, bias, *how.geometry)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, scale_x, scale_w, other_x, other_w, _, ctx.history, ctx.how, shared = inputs
-        save_both(ctx, (x, scale_x, other_x), (w, scale_w, other_w), ctx.how.casts, shared)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = saved_operands(ctx, grad.dtype)
-        needs_x, needs_w, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
-        (_, s_dx, s_dw), geometry, casts = ctx.how
-        for_x, for_w = casts.grad_for_a, casts.grad_for_b
-        gradient = aten.convolution_backward.default
-        one_call = needs_x and needs_w and not casts.a_again and one_copy(for_x, for_w)
-        dx: Any = None
-        dw: Any = None
-        db = g = None
-        if needs_x:
-            g, _ = _cast(grad, for_x, -1, ctx.history, record=True)
-            w_again, _ = _cast(w, casts.b_again, -1 if geometry.transposed else -2, weight=True)
-            scaled = _times(w_again.to(grad.dtype), s_dx)
-            wanted = [True, one_call, False]  # the weight's gradient does not need the weight
-            dx, dw, _ = gradient(g, x.to(grad.dtype), scaled, None, *geometry, wanted)
-        if needs_w and not one_call:
-            if g is None or not one_copy(for_x, for_w):
-                g, _ = _cast(grad, for_w, -2, ctx.history, record=True)
-            x = _cast(x, casts.a_again, -2)[0].to(grad.dtype)
-            _, dw, _ = gradient(g, x, w.to(grad.dtype), None, *geometry, [False, True, False])
-        if dw is not None:
-            dw = _times(dw, s_dw)
-        if needs_bias:  # of the uncast gradient, as in fp8.products.matmul.linear
-            db = _times(grad.sum([d for d in range(grad.ndim) if d != 1]), s_dw)
-        return (dx, dw, *[None] * 4, db, *[None] * 3)
 
 
 def _convolve(
@@ -132,7 +38,7 @@ def _convolve(
     geometry: Geometry,
     unit: bool,
 ) -> Tensor:
-    """Casts the operands and calls `_Convolution`. x: with or without a batch."""
+    """The convolution in this form. x: with or without a batch."""
     if x.ndim < weight.ndim:
         return _convolve(x.unsqueeze(0), weight, bias, scales, geometry, unit).squeeze(0)
     recipe = product_recipe(unit)
@@ -148,34 +54,13 @@ def _convolve(
     histories = layer_histories(recipe, "conv", x, weight)
     if recipe.accumulate is not None and not is_sampled(name):
         if is_whole(recipe):
-            like, _, bias = _of_one_dtype(x[:0], weight[:0], bias)
-            given = (scales, geometry, casts, histories, recipe.sums, dtype_name(like.dtype))
-            return summed_convolution(x, weight, bias, *given)
+            like, bias = to_autocast_dtype(x[:0], bias)
+            check_bias(bias, like.dtype)
+            how = Settings(scales, casts, recipe.sums, dtype_name(like.dtype))
+            return summed_convolution(x, weight, bias, histories, how, geometry)
         warn_unsummed(recipe, "a convolution with scales by rows or blocks")
     shared = shared_casts(x, histories[0], casts.a, casts.a_again)
-    return _simulated(x, weight, bias, scales, geometry, casts, histories, shared)
-
-
-@in_graph
-def _simulated(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scales: Scales,
-    geometry: Geometry,
-    casts: Casts,
-    histories: list[Any],
-    shared: SharedCasts | None,
-) -> Tensor:
-    """Casts the operands and convolves their values."""
-    of_x, of_w, of_grad = histories
-    first, second, casts = with_copies(x, weight, casts)
-    x, scale_x = _cast(x, casts.a, -1, of_x)
-    weight, scale_w = _cast(weight, casts.b, -2 if geometry.transposed else -1, of_w, weight=True)
-    x, weight, bias = _of_one_dtype(x, weight, bias)
-    operands = (x, weight, scale_x, scale_w, first, second, bias, of_grad)
-    how = _Settings(scales, geometry, casts)
-    return apply(_Convolution, *operands, how, shared, written=of_grad)
+    return simulated(x, weight, bias, scales, casts, histories, shared, geometry)
 
 
 @in_graph
@@ -183,24 +68,7 @@ def _as_it_is(
     x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: Geometry
 ) -> Tensor:
     """The convolution without casts."""
-    x, weight, bias = _of_one_dtype(x, weight, bias)
-    how = _Settings(scales, geometry)
-    return apply(_Convolution, x, weight, *[None] * 4, bias, None, how, None)
-
-
-def _of_one_dtype(
-    x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands in the dtype of `torch.autocast`. Raises ValueError for a bias of another dtype
-    than the input; torch would drop its imaginary part."""
-    x, weight, bias = to_autocast_dtype(x, weight, bias)
-    if bias is not None and bias.dtype != x.dtype:
-        raise ValueError(f"bias must have the dtype of the input, {x.dtype}, got {bias.dtype}")
-    return x, weight, bias
-
-
-def _times(x: Tensor, scale: float) -> Tensor:
-    return x if scale == 1.0 else x * scale
+    return simulated(x, weight, bias, scales, Casts(), [None] * 3, None, geometry)
 
 
 def _per_dim(value: Ints, dims: int, what: str) -> list[int]:

@@ -52,10 +52,7 @@ def in_pairs(
     equation: str, operands: Sequence[Tensor], product: Callable[..., Tensor] = torch.einsum
 ) -> Tensor:
     """An equation of three operands or more as products of two, in the order that `torch.einsum`
-    would take.
-
-    product: called with an equation of two operands and these.
-    """
+    would take. product: called with an equation of two operands and these."""
     terms, output = letters(equation, operands)
     order = _order(f"{','.join(terms)}->{output}", operands)
     return contracted(list(zip(terms, operands, strict=True)), order, output, product)
@@ -68,8 +65,7 @@ def contracted(
     product: Callable[..., Tensor],
 ) -> Tensor:
     """The value of what is left of an equation: a product of two, and then the same of the rest, so
-    that each product has a stack of its own.
-    """
+    that each product has a stack of its own."""
     if not order:
         return rest[0][1]
     (i, j, place), *others = order
@@ -83,8 +79,7 @@ def contracted(
 
 def _order(equation: str, operands: Sequence[Tensor]) -> list[tuple[int, int, int]]:
     """The positions of two operands and of their product among what is left of both, step by step:
-    from the left, or in the order of the package opt_einsum where torch uses it.
-    """
+    from the left, or in the order of the package opt_einsum where torch uses it."""
     last = len(operands) - 2
     if not opt_einsum.enabled:
         return [(0, 1, 0)] * (last + 1)
@@ -101,10 +96,8 @@ def as_matmul(
     static: Exponents | None = None,
     unit: bool = False,
 ) -> Tensor | None:
-    """The value of an equation that is one product of matrices; None for others.
-
-    scales, static, unit: as in `fp8.products.matmul.matmul`.
-    """
+    """The value of an equation that is one product of matrices; None for others. scales, static,
+    unit: as in `fp8.products.matmul.matmul`."""
     if len(operands) != 2:
         return None
     (first, second), output = letters(equation, operands)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import Spec, turn_of, without_autocast
+from ..casts.casting import turn_of, without_autocast
 from ..casts.counts import is_sampled, product_name
 from ..casts.groups import Groups, aligned, bounds, cast_groups, pieces, product_shape
-from ..casts.measuring import Measurement, measuring
+from ..casts.measuring import measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
 from ..casts.saved_operands import save_operands, saved_operands
 from ..common.compiler import apply, eager_only, in_graph, is_differentiated_again
@@ -31,7 +31,7 @@ from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
 from . import summed
-from .matmul import ONES, check_scales, gemm, linear
+from .matmul import ONES, check_scales, gemm, measured, multiply
 from .summed import Scales
 
 
@@ -78,18 +78,9 @@ MULTIPLY_GROUPS = torch.ops.fp8.multiply_groups
 """The operator of all grouped products, as modes below autograd see it."""
 
 
-def _ends(offs: Tensor | None, spec: Spec | None) -> Tensor | None:
-    """The ends of groups along a summed axis, as its rotation under a spec fills them up."""
-    return offs if offs is None or spec is None else aligned(offs, spec.hadamard)
-
-
 class _Settings(NamedTuple):
-    """The constants of a grouped product.
-
-    scales: of the output and of both gradients. casts: None for operands that backward does not
-    cast again. split: the axis of operands of rank two that the offsets split. again_a, again_b:
-    whether backward casts the operand instead of using the cast one.
-    """
+    """The constants of a grouped product. split: as in `Groups`. again_a, again_b: whether backward
+    casts the operand instead of using the cast one."""
 
     scales: Scales
     casts: Casts
@@ -99,8 +90,7 @@ class _Settings(NamedTuple):
 
 
 class _Grouped(Function):
-    """``s_y * a b^T`` by groups. a and b are passed to receive gradients. The cast operands and
-    their scale factors are as in `fp8.products.matmul`."""
+    """``s_y * a b^T`` by groups. a and b are passed to receive gradients."""
 
     @staticmethod
     def forward(
@@ -114,7 +104,7 @@ class _Grouped(Function):
         history: Tensor | None,
         how: _Settings,
     ) -> Tensor:
-        ends = _ends(offs, how.casts.a) if how.split == -1 else offs
+        ends = aligned(offs, how.casts.a) if how.split == -1 else offs
         return MULTIPLY_GROUPS(cast_a, cast_b.mT, ends, how.scales[0])
 
     @staticmethod
@@ -148,7 +138,7 @@ class _Grouped(Function):
             if for_b is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
                 for_b, _ = cast_groups(grad, across, casts.grad_for_b, history, True, turn)
             again, _ = cast_groups(a, across, casts.a_again, turn=turn)
-            ends = _ends(offs, casts.grad_for_b) if how.split == -2 else offs
+            ends = aligned(offs, casts.grad_for_b) if how.split == -2 else offs
             if ctx.turned:
                 db = MULTIPLY_GROUPS(again.mT, for_b, ends, s_b).mT
             else:
@@ -171,12 +161,12 @@ def _product(
     histories = layer_histories(recipe, "grouped_mm", a, b, layer, groups)
     if (pass_ := measuring()) is not None and recipe is not None:
         y = _product(a, b, offs, scales, None, backend, static)
-        return _measured(pass_, histories, a, b, y, offs, split)
+        return measured(pass_, histories, a, b, y, lambda x: pieces(x, offs, split))
     name = product_name("grouped_mm", b if layer else None, recipe)
     casts = Casts() if recipe is None else casts_of(recipe.text, layer, name, static)
     if recipe is not None and recipe.accumulate is not None and not is_sampled(name):
-        given = (scales, casts, histories, recipe.sums, dtype_name(a.dtype))
-        return summed.product(a, b, None, *given, offs, split)
+        how = summed.Settings(scales, casts, recipe.sums, dtype_name(a.dtype), split)
+        return summed.product(a, b, None, histories, how, offs)
     if recipe is not None and layer and _runs_native(recipe, backend, name, a, b):
         return _by_group(a, b, offs, scales, recipe, backend, static)
     return _simulated(a, b, offs, scales, casts, split, histories)
@@ -203,30 +193,6 @@ def _simulated(
     return apply(_Grouped, *operands, of_grad, settings, written=of_grad)
 
 
-def _measured(
-    pass_: Measurement,
-    histories: list[Any],
-    a: Tensor,
-    b: Tensor,
-    y: Tensor,
-    offs: Tensor | None,
-    split: int,
-) -> Tensor:
-    """``y``, the uncast product; measures the groups of its operands and of its gradient."""
-
-    def measure(history: Tensor | None, x: Tensor) -> None:
-        if history is not None:
-            for state, part in zip(history, pieces(x, offs, split), strict=True):
-                pass_.operand(state, part)
-
-    of_a, of_b, of_grad = histories
-    measure(of_a, a)
-    measure(of_b, b)
-    if y.requires_grad:
-        y.register_hook(lambda grad: measure(of_grad, grad))
-    return y
-
-
 @eager_only(False)
 def _runs_native(recipe: Recipe, backend: str, name: str, a: Tensor, b: Tensor) -> bool:
     """Whether each group is a product of two matrices that kernels may compute."""
@@ -235,23 +201,14 @@ def _runs_native(recipe: Recipe, backend: str, name: str, a: Tensor, b: Tensor) 
     return native.takes(backend, a.flatten(0, -2), b[0])
 
 
-def _by_group(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None,
-    scales: Scales,
-    recipe: Recipe,
-    backend: str,
-    static: Exponents,
-) -> Tensor:
-    """The product of each group by `fp8.products.matmul.linear`, with its kernels."""
-    given: Any = {"scales": scales, "recipe": recipe, "backend": backend, "static": static}
+def _by_group(a: Tensor, b: Tensor, offs: Tensor | None, *given: Any) -> Tensor:
+    """The product of each group by `multiply`, with its kernels. given: its other arguments."""
     if offs is None:
-        return torch.stack([linear(x, w, **given) for x, w in zip(a, b, strict=True)])
+        return torch.stack([multiply(x, w, None, *given) for x, w in zip(a, b, strict=True)])
     ends = bounds(offs, a.shape[0])
     sizes = [end - start for start, end in pairwise(ends)]
     *parts, rest = a.split([*sizes, a.shape[0] - ends[-1]])
-    y = [linear(x, w, **given) for x, w in zip(parts, b.unbind(), strict=True)]
+    y = [multiply(x, w, None, *given) for x, w in zip(parts, b.unbind(), strict=True)]
     return torch.cat([*y, y[0].new_zeros(rest.shape[0], b.shape[1])])
 
 
@@ -260,10 +217,9 @@ def _check(left: Tensor, right: Tensor, offs: Tensor | None) -> None:
     if not {left.ndim, right.ndim} <= {2, 3}:
         raise ValueError(f"grouped_mm needs operands of 2 or 3 dimensions, got {shapes}")
     if (offs is None) != (left.ndim == right.ndim == 3):
-        given = "without offs" if offs is None else "with offs"
+        given = f"{shapes} {'without' if offs is None else 'with'} offs"
         raise ValueError(
-            f"grouped_mm needs offs if an operand is a matrix, not for two stacks; got {shapes} "
-            f"{given}"
+            f"grouped_mm needs offs if an operand is a matrix, not for two stacks; got {given}"
         )
     if left.shape[-1] != right.shape[-2]:
         raise ValueError(f"grouped_mm needs matching inner sizes, got shapes {shapes}")
@@ -291,33 +247,23 @@ def grouped_mm(
 ) -> Tensor:
     """``s_y * left @ right`` by groups, as `torch.nn.functional.grouped_mm`.
 
+    left: (tokens, k), (groups, m, k), (m, tokens) or (groups, m, k). right: (groups, k, n),
+    (groups, k, n), (tokens, n) or (k, tokens), respectively. Returns (tokens, n), (groups, m, n),
+    (groups, m, n) or (m, tokens), in their dtype. offs: (groups,), int32: the ends of the groups
+    along tokens; None for two stacks. Rows beyond the last end are zero in the result and in
+    gradients. scales, recipe, unit: as in `fp8.products.matmul.matmul`. Raises ValueError for other
+    shapes and for offsets that are not int32, descend or exceed the number of tokens, TypeError for
+    operands of different dtypes.
+
     A stack (3 dimensions) that is multiplied by a matrix is the weight of the groups, one for each;
     of two stacks, the second one is. Two matrices are two activations. Every group is cast as one
-    matrix: scales of whole operands ("tensor", "delayed", "static", the float32 level of "nv")
-    belong to a group, and blocks along tokens begin with a group. So do TransformerEngine
-    (GroupedLinear: one history and scale for each of its GEMMs), torchao (moe_training: scales by
-    token and by expert) and DeepSeek-V3 (arXiv:2412.19437, section 3.3: blocks) scale experts. A
-    group without tokens leaves its history as it is.
+    matrix, as experts are scaled in TransformerEngine (GroupedLinear), torchao (moe_training) and
+    DeepSeek-V3 (arXiv:2412.19437, section 3.3): scales of whole operands belong to a group, and
+    blocks along tokens begin with a group. A group without tokens leaves its history as it is. NaN
+    and Inf stay in their group.
 
     Under `torch.autocast` dtypes do not change, as in torch. Kernels of backend "native" compute
-    the groups one by one, in eager mode, under recipes without histories. NaN and Inf stay in their
-    group.
-
-    Args:
-        left: (tokens, k), (groups, m, k), (m, tokens) or (groups, m, k).
-        right: (groups, k, n), (groups, k, n), (tokens, n) or (k, tokens), respectively. All sizes
-            and floating-point dtypes are supported; both operands have the same.
-        offs: (groups,), int32: the ends of the groups, along the axis called tokens here. None for
-            two stacks. Rows beyond the last end are zero in the result and in gradients.
-        scales, recipe, unit: as in `fp8.products.matmul.matmul`.
-
-    Returns:
-        (tokens, n), (groups, m, n), (groups, m, n) or (m, tokens), in the dtype of the operands.
-
-    Raises:
-        ValueError: for other shapes, for offsets that are not int32, and for offsets that descend
-            or exceed the number of tokens.
-        TypeError: for operands of different dtypes.
+    the groups one by one, in eager mode, under recipes without histories.
     """
     recipe, backend = chosen(recipe, "simulate", unit)
     _check(left, right, offs)

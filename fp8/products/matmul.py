@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import round_straight, rounded, turn_of
+from ..casts.casting import Spec, rounded, turn_of
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import Measurement, measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
@@ -35,7 +35,7 @@ from ..native import product as native
 from ..recipes.recipe import ATTENTION, Recipe
 from ..tensors.scaled_tensor import plain
 from . import summed
-from .summed import Scales
+from .summed import Geometry, Scales
 
 aten = torch.ops.aten
 
@@ -51,23 +51,26 @@ OPERANDS = {
 `Recipe`; the second operand of a "matmul" is cast as the input, of the others as the weight."""
 
 
-def gradients(
-    grad: Tensor,
-    casts: Casts,
-    history: Tensor | None,
-    needs: tuple[bool, bool],
-    turns: tuple[Tensor | None, Tensor | None],
-) -> list[Any]:
-    """The output's gradient (rows, columns), cast for the products for a and for b, those that are
-    needed; differentiable. turns: the `turn_of` both."""
-    for_a = for_b = None
-    if needs[0]:
-        for_a = round_straight(grad, casts.grad_for_a, -1, history, True, turns[0])
-    if needs[1]:
-        if for_a is not None and one_copy(casts.grad_for_a, casts.grad_for_b):
-            return [for_a, for_a]
-        for_b = round_straight(grad, casts.grad_for_b, -2, history, True, turns[1])
-    return [for_a, for_b]
+def _cast(
+    x: Tensor,
+    spec: Spec | None,
+    axis: int,
+    geometry: Geometry | None,
+    history: Tensor | None = None,
+    record: bool | None = None,
+    turn: Tensor | None = None,
+    *,
+    weight: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`rounded`. In a convolution, feature maps (batch, channels, *size) and its weight are cast as
+    matrices: see `fp8.products.convolution`."""
+    if geometry is None or spec is None or spec.tile == (0, 0):
+        return rounded(x, spec, axis, history, record, turn)
+    last = x.movedim(1, -1)
+    matrix, axis = (
+        (last.flatten(1), geometry.along(axis)) if weight else (last.flatten(0, -2), axis)
+    )
+    return rounded(matrix, spec, axis)[0].reshape(last.shape).movedim(-1, 1), None
 
 
 def gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None) -> Tensor:
@@ -84,11 +87,7 @@ def gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = 
     return product(ignored, a, b, beta=0, alpha=alpha)
 
 
-def _fuses_in_graph(a: Tensor) -> bool:
-    return a.ndim == 3 and a.dtype != torch.float16
-
-
-@compiled_as(_fuses_in_graph)
+@compiled_as(lambda a: a.ndim == 3 and a.dtype != torch.float16)
 def _fuses(a: Tensor) -> bool:
     """Whether the scale is applied as a separate multiplication: in a graph, where it fuses with
     its neighbours and baddbmm would materialize its ignored input. Not in float16, where the
@@ -103,23 +102,23 @@ def _rotates(casts: Casts) -> bool:
 
 class _Settings(NamedTuple):
     """The constants of a product. scales: of the output and of both gradients. fuses: as in
-    `_fuses`."""
+    `_fuses`. geometry: of a convolution."""
 
     scales: Scales
     casts: Casts
     fuses: bool
+    geometry: Geometry | None
 
 
 class _Product(Function):
-    """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), or batches (B, m, k) and (B, n, k).
+    """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), or batches (B, m, k) and (B, n, k); or
+    the convolution of maps a and a weight b.
 
     All products have this form: it is the layout of FP8 GEMMs, and the gradient of a weight (n, k)
-    has the layout of the weight. Arguments: cast a and b, and their scale factors; the operands
-    that backward casts instead, or None; bias (n,) for two matrices, or None; the history of the
-    gradient or None; `_Settings`; what is shared of the saved a.
-
-    If the operands are rotated, they are given before the cast, because gradients are those of
-    operands that are not rotated, and the cast ones in place of those that backward casts.
+    has the layout of the weight. other_a, other_b: the operands that backward casts instead, or
+    None. history: of the gradient. shared: what is shared of the saved a. If the operands are
+    rotated, they are given before the cast, because gradients are those of operands that are not
+    rotated, and the cast ones in place of those that backward casts.
     """
 
     generate_vmap_rule = True
@@ -141,6 +140,9 @@ class _Product(Function):
             assert other_a is not None
             assert other_b is not None
             a, b = other_a, other_b
+        if how.geometry is not None:
+            weight = _times(b, how.scales[0])
+            return aten.convolution.default(a, weight, bias, *how.geometry)
         return gemm(a, b.mT, how.scales[0], how.fuses, bias)
 
     @staticmethod
@@ -150,21 +152,40 @@ class _Product(Function):
         ctx.turned = b.mT.is_contiguous()  # the right operand of a matmul
         if _rotates(ctx.how.casts):
             other_a, other_b = a, b
-        save_both(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.how.casts, shared)
+        operands = []
+        pairs = ((a, scale_a, other_a), (b, scale_b, other_b))
+        for (x, scale, other), spec in zip(pairs, ctx.how.casts, strict=False):
+            operands.append((x, spec, scale) if other is None else (other, None, None))
+        save_operands(ctx, *operands, shared=shared)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = saved_operands(ctx, grad.dtype)
         needs_a, needs_b, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
-        scales, casts, fuses = ctx.how
+        scales, casts, fuses, of = ctx.how
+        history, again_a, again_b = ctx.history, None, None
+        for_a: Any = None
+        for_b: Any = None
         turns = turn_of(casts.grad_for_a, grad), turn_of(casts.grad_for_b, grad)
-        for_a, for_b = gradients(grad, casts, ctx.history, (needs_a, needs_b), turns)
-        again_a = again_b = None
-        if needs_b:
-            again_a = round_straight(a, casts.a_again, -2, turn=turns[1]).to(grad.dtype)
+
+        def second(x: Tensor, spec: Spec | None, turn: Tensor | None, weight: bool) -> Tensor:
+            return _cast(x, spec, -2, of, turn=turn, weight=weight)[0].to(grad.dtype)
+
         if needs_a:
-            again_b = round_straight(b, casts.b_again, -2, turn=turns[0]).to(grad.dtype)
-        da, db = _both(ctx.turned, fuses, again_a, again_b, for_a, for_b, scales)
+            for_a, _ = _cast(grad, casts.grad_for_a, -1, of, history, True, turns[0])
+            if of is not None:
+                again_b = second(b, casts.b_again, turns[0], True)
+        if needs_b:
+            for_b = for_a
+            if for_a is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
+                for_b, _ = _cast(grad, casts.grad_for_b, -2, of, history, True, turns[1])
+            again_a = second(a, casts.a_again, turns[1], False)
+        if needs_a and of is None:  # in this order stochastic casts draw their bits
+            again_b = second(b, casts.b_again, turns[0], True)
+        if of is None:
+            da, db = _both(ctx.turned, fuses, again_a, again_b, for_a, for_b, scales)
+        else:
+            da, db = _of_convolution(of, a, b, again_a, again_b, for_a, for_b, scales)
         dbias = _of_bias(grad, scales[2]) if needs_bias else None
         return da, db, *[None] * 4, dbias, *[None] * 3
 
@@ -205,8 +226,7 @@ def _both(
     scales: Scales,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of two operands, from the output's gradient as cast for each. a is None if b
-    needs no gradient, and vice versa. turned: whether b's gradient has the layout of its
-    transpose."""
+    needs no gradient, and vice versa. turned: whether b's has the layout of its transpose."""
     da = db = None
     _, s_a, s_b = scales
     if fuses and for_a is for_b and s_a == s_b:  # one multiplication for both
@@ -221,14 +241,43 @@ def _both(
     return da, db
 
 
+def _of_convolution(
+    geometry: Geometry,
+    a: Tensor,
+    b: Tensor,
+    again_a: Tensor | None,
+    again_b: Tensor | None,
+    for_a: Tensor,
+    for_b: Tensor,
+    scales: Scales,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`_both` of a convolution. A scale multiplies the weight or its gradient, which are smaller
+    than the maps. a, b: give the shapes of the gradients."""
+    da = db = None
+    gradient = aten.convolution_backward.default  # itself differentiable
+    if again_b is not None:
+        weight = _times(again_b, scales[1])
+        da, _, _ = gradient(for_a, a.to(for_a.dtype), weight, None, *geometry, [True, False, False])
+    if again_a is not None:
+        weight = b.to(for_b.dtype)
+        _, db, _ = gradient(for_b, again_a, weight, None, *geometry, [False, True, False])
+        db = _times(db, scales[2])
+    return da, db
+
+
+def _times(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale
+
+
 def _of_bias(grad: Tensor, scale: float) -> Tensor:
-    return grad.sum(0) if scale == 1.0 else grad.sum(0) * scale
+    """The gradient of a bias along dimension 1."""
+    return _times(grad.sum([d for d in range(grad.ndim) if d != 1]), scale)
 
 
 def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales) -> Tensor:
     """`_as_it_is` in a graph."""
     a, b, bias = to_autocast_dtype(a, b, bias)
-    return _Plain.apply(a, b, bias, scales, _fuses_in_graph(a))
+    return _Plain.apply(a, b, bias, scales, _fuses(a))
 
 
 @partial(in_graph, graph=_uncast)
@@ -237,16 +286,7 @@ def _as_it_is(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales) -> Tens
     return apply_eagerly(_Plain, *to_autocast_dtype(a, b, bias), scales, False)
 
 
-def save_both(ctx: Any, a: Any, b: Any, casts: Any, shared: SharedCasts | None) -> None:
-    """`save_operands` for two operands, each given as (cast, its scale factor, what backward casts
-    instead or None)."""
-    operands = []
-    for (x, scale, other), spec in zip((a, b), casts, strict=False):
-        operands.append((x, spec, scale) if other is None else (other, None, None))
-    save_operands(ctx, *operands, shared=shared)
-
-
-def _multiply(
+def multiply(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -256,12 +296,9 @@ def _multiply(
     static: Exponents,
     kind: str = "linear",
 ) -> Tensor:
-    """Casts the operands to the recipe's formats, then to autocast's dtype, and multiplies them.
-
-    In this order each operand is rounded to its format once, from full precision. The 16-bit dtypes
-    of torch.autocast represent every value of an 8-bit format (with a scale factor: within their
-    exponent range).
-    """
+    """Casts the operands to the recipe's formats, each once, from full precision; then to the dtype
+    of torch.autocast, which represents every value of an 8-bit format (with a scale factor: within
+    its exponent range); and multiplies them."""
     if a.dtype.is_complex and b.dtype.is_complex:
         recipe = None
     elif not a.dtype.is_floating_point:
@@ -271,27 +308,26 @@ def _multiply(
     layer = kind != "matmul"
     if (pass_ := measuring()) is not None:
         histories = layer_histories(recipe, kind, a, b, layer)
-        y = _multiply(a, b, bias, scales, None, backend, static, kind)
-        return measured(pass_, histories, a, b, y)
+        return measured(pass_, histories, a, b, _as_it_is(a, b, bias, scales))
     name = product_name(kind, b if kind == "linear" else None, recipe)
     casts = casts_of(recipe.text, layer, name, static, OPERANDS[kind])
     histories = layer_histories(recipe, kind, a, b, layer)
     sampled = is_sampled(name)  # sampled products are simulated, with torch's sums
     if recipe.accumulate is not None and not sampled:
         like, bias = to_autocast_dtype(a[:0], bias)
-        dtype = dtype_name(like.dtype)
-        return summed.product(a, b, bias, scales, casts, histories, recipe.sums, dtype)
+        how = summed.Settings(scales, casts, recipe.sums, dtype_name(like.dtype))
+        return summed.product(a, b, bias, histories, how)
     shared = shared_casts(a, histories[0], casts.a, casts.a_again)
     if not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
         unnamed = casts_of(recipe.text, layer, "", static) if name else casts
         if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
             return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype, shared)
-    return _simulated(a, b, bias, scales, casts, histories, shared)
+    return simulated(a, b, bias, scales, casts, histories, shared)
 
 
 @in_graph
-def _simulated(
+def simulated(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -299,18 +335,21 @@ def _simulated(
     casts: Casts,
     histories: list[Any],
     shared: SharedCasts | None,
+    geometry: Geometry | None = None,
 ) -> Tensor:
-    """Casts the operands and multiplies their values."""
+    """Casts the operands and multiplies their values, or convolves them."""
     of_a, of_b, of_grad = histories
     first, second, casts = with_copies(a, b, casts)
     turn = turn_of(casts.a, a)
-    x, scale_x = rounded(a, casts.a, -1, of_a, turn=turn)
-    w, scale_w = rounded(b, casts.b, -1, of_b, turn=turn)
+    x, scale_x = _cast(a, casts.a, -1, geometry, of_a, turn=turn)
+    w, scale_w = _cast(b, casts.b, -1, geometry, of_b, turn=turn, weight=True)
     x, w, bias = to_autocast_dtype(x, w, bias)
+    if geometry is not None:
+        check_bias(bias, x.dtype)
     operands = (x, w, scale_x, scale_w, first, second)
     if _rotates(casts):
         operands = (_unreduced(a), _unreduced(b), None, None, x.detach(), w.detach())
-    how = _Settings(scales, casts, _fuses(x))
+    how = _Settings(scales, casts, _fuses(x), geometry)
     return apply(_Product, *operands, bias, of_grad, how, shared, written=of_grad)
 
 
@@ -320,12 +359,15 @@ def _unreduced(x: Tensor) -> Tensor:
     return unreduced(x) if is_dtensor(x) else x
 
 
-def measured(pass_: Measurement, histories: list[Any], a: Tensor, b: Tensor, y: Tensor) -> Tensor:
-    """``y``, the uncast product of a and b; measures its operands and its gradient."""
+def measured(
+    pass_: Measurement, histories: list[Any], a: Tensor, b: Tensor, y: Tensor, parts: Any = None
+) -> Tensor:
+    """``y``, the uncast product of a and b; measures its operands and its gradient. parts: as in
+    `Measurement.operand`."""
     of_a, of_b, of_grad = histories
-    pass_.operand(of_a, a)
-    pass_.operand(of_b, b)
-    return pass_.gradient(of_grad, y)
+    pass_.operand(of_a, a, parts)
+    pass_.operand(of_b, b, parts)
+    return pass_.gradient(of_grad, y, parts)
 
 
 def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -344,6 +386,13 @@ def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
         else t
         for t in tensors
     )
+
+
+def check_bias(bias: Tensor | None, dtype: torch.dtype) -> None:
+    """Raises ValueError for the bias of a convolution that has another dtype than the input; torch
+    would drop its imaginary part."""
+    if bias is not None and bias.dtype != dtype:
+        raise ValueError(f"bias must have the dtype of the input, {dtype}, got {bias.dtype}")
 
 
 def check_scales(scales: Scales) -> Scales:
@@ -385,10 +434,8 @@ def linear(
         static = (0, 0) if recipe is None else static_exponents(recipe, input, weight)
     if recipe is not None:
         refuse_nested(input)
-    if weight.ndim == 1:
-        bias = None if bias is None else bias.reshape(1)
-        given: Any = {"scales": scales, "recipe": recipe, "backend": backend, "static": static}
-        return linear(input, weight[None], bias, **given).squeeze(-1)
+    if one := weight.ndim == 1:
+        weight, bias = weight[None], None if bias is None else bias.reshape(1)
     if weight.ndim != 2:
         raise ValueError(f"linear needs a weight of 2 dimensions, got shape {tuple(weight.shape)}")
     if input.ndim == 0 or input.shape[-1] != weight.shape[1]:
@@ -396,11 +443,10 @@ def linear(
             f"linear needs an input of shape (..., {weight.shape[1]}) for a weight of shape "
             f"{tuple(weight.shape)}, got {tuple(input.shape)}"
         )
-    if input.ndim == 2:
-        return _multiply(input, weight, bias, scales, recipe, backend, static)
-    rows = input.unsqueeze(0) if input.ndim == 1 else input.flatten(0, -2)
-    y = _multiply(rows, weight, bias, scales, recipe, backend, static)
-    return y.reshape(*input.shape[:-1], weight.shape[0])
+    rows = input if input.ndim == 2 else input[None] if input.ndim == 1 else input.flatten(0, -2)
+    y = multiply(rows, weight, bias, scales, recipe, backend, static)
+    y = y if input.ndim == 2 else y.reshape(*input.shape[:-1], weight.shape[0])
+    return y.squeeze(-1) if one else y
 
 
 def matmul(
@@ -461,7 +507,7 @@ def _batched(
     static: Exponents,
     kind: str,
 ) -> Tensor:
-    """The product of two matrices or (broadcast) batches of them, in one call of `_Product`."""
+    """The product of two matrices or (broadcast) batches of them, in one call of `multiply`."""
     batch = a.shape[:-2]
     if b.ndim == 2:  # a batch times one matrix is one product
         rows = a if a.ndim == 2 else a.flatten(0, -2)
@@ -471,5 +517,5 @@ def _batched(
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
     # Not the attribute mT, which torch.compile makes an alias outside of control flow.
-    y = _multiply(rows, b.transpose(-2, -1), None, scales, recipe, backend, static, kind)
+    y = multiply(rows, b.transpose(-2, -1), None, scales, recipe, backend, static, kind)
     return y if y.ndim == a.ndim else y.reshape(*batch, a.shape[-2], b.shape[-1])

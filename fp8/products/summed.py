@@ -15,7 +15,7 @@ weight sums over the batch and, within it, over output positions. Each group is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from ..casts.casting import Spec, format_of, turn_of
-from ..casts.codes import Codes, codes, narrowed, widened
+from ..casts.casting import Codes, Spec, codes, format_of, narrowed, turn_of, widened
 from ..casts.groups import Groups, aligned, group_codes, pieces, product_shape
 from ..casts.operands import Casts, one_copy
 from ..casts.saved_operands import saved_tensors
@@ -59,6 +58,11 @@ class Geometry(NamedTuple):
         """That of the convolution which computes the input gradient."""
         return self._replace(transposed=not self.transposed)
 
+    def along(self, axis: int) -> int:
+        """The axis of the weight, as a matrix, that is summed over where the maps sum over
+        ``axis``."""
+        return -3 - axis if self.transposed else axis
+
 
 class _Convolution(NamedTuple):
     """A convolution: its geometry, and the sizes of its output, input and kernel."""
@@ -70,12 +74,8 @@ class _Convolution(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The constants of a product and its gradients.
-
-    scales: of the output and of both gradients. sums: `fp8.Recipe.sums`. dtype: the name of that of
-    the output. split: the axis that the offsets of a grouped product split; 0 for others.
-    convolution: None for products of matrices.
-    """
+    """The constants of a product and its gradients. sums: `fp8.Recipe.sums`. dtype: the name of
+    that of the output. split: the axis that the offsets of a grouped product split, or 0."""
 
     scales: Scales
     casts: Casts
@@ -90,28 +90,22 @@ def product(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
-    scales: Scales,
-    casts: Casts,
     histories: list[Tensor | None],
-    sums: str,
-    dtype: str,
+    how: Settings,
     offs: Tensor | None = None,
-    split: int = 0,
-    convolution: _Convolution | None = None,
 ) -> Tensor:
-    """``s_y * a b^T + bias`` in ``dtype`` for a (m, k) and b (n, k), or batches of them.
+    """``s_y * a b^T + bias`` for a (m, k) and b (n, k), or batches of them.
 
-    casts, histories: as in `fp8.products.matmul`. A product of which an operand is not cast sums as
-    torch does. bias has the dtype, and is added after the result is rounded to it, along dimension
-    1. offs: of a grouped product, as in `fp8.products.grouped`. Others as in `Settings`.
+    histories: as in `fp8.products.matmul`. A product of which an operand is not cast sums as torch
+    does. bias has the dtype of the output, and is added after the result is rounded to it, along
+    dimension 1. offs: of a grouped product, as in `fp8.products.grouped`.
     """
     of_a, of_b, of_grad = histories
-    record = updates_states()
+    casts, record = how.casts, updates_states()
     with torch.no_grad():
-        turn, groups = turn_of(casts.a, a), Groups(offs, split, -1)
+        turn, groups = turn_of(casts.a, a), Groups(offs, how.split, -1)
         left = operand(a, casts.a, groups, of_a, record, turn)
         right = operand(b, casts.b, groups, of_b, record, turn)
-    how = Settings(scales, casts, sums, dtype, split, convolution)
     return _Summed.apply(a, b, bias, offs, of_grad, how, *left, *right)
 
 
@@ -119,24 +113,20 @@ def convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    scales: Scales,
-    geometry: Geometry,
-    casts: Casts,
     histories: list[Tensor | None],
-    sums: str,
-    dtype: str,
+    how: Settings,
+    geometry: Geometry,
 ) -> Tensor:
-    """``s_y * convolution(x, weight) + bias`` in ``dtype``, for casts with one scale for each
-    operand.
+    """``s_y * convolution(x, weight) + bias``, for casts with one scale for each operand.
 
     x: (batch, channels, *size). weight: as in `aten.convolution`; what does not fit raises its
-    error. casts, histories, sums, dtype and the bias: as in `product`.
+    error. histories, how, bias: as in `product`.
     """
     with torch.no_grad():
         shapes = (torch.empty(t.shape, device="meta") for t in (x, weight))
         size = aten.convolution.default(*shapes, None, *geometry).shape[2:]
     of = _Convolution(geometry, tuple(size), tuple(x.shape[2:]), tuple(weight.shape[2:]))
-    return product(x, weight, bias, scales, casts, histories, sums, dtype, convolution=of)
+    return product(x, weight, bias, histories, how._replace(convolution=of))
 
 
 def warn_unsummed(recipe: Recipe, product: str) -> None:
@@ -166,7 +156,7 @@ class _Summed(Function):
         *operands: Tensor | None,
     ) -> Tensor:
         left, right = Codes(*operands[:3]), Codes(*operands[3:])  # type: ignore[arg-type]
-        y = _kind(how).output(left, right, how.casts.a, how.casts.b, offs, how)
+        y = _output(left, right, how.casts.a, how.casts.b, offs, how)
         y = (y * how.scales[0]).to(getattr(torch, how.dtype))
         return y if bias is None else y + bias.view(-1, *[1] * (y.ndim - 2))
 
@@ -185,14 +175,14 @@ class _Summed(Function):
                 "create_graph=True: products with accumulate= have no second derivative"
             )
         how, history, (offs, *saved) = ctx.how, ctx.history, saved_tensors(ctx)
-        casts, kind, (_, s_a, s_b) = how.casts, _kind(how), how.scales
+        casts, (_, s_a, s_b) = how.casts, how.scales
         along, across = Groups(offs, how.split, -1), Groups(offs, how.split, -2)
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
             turn = turn_of(casts.grad_for_a, grad)
             g = operand(grad, casts.grad_for_a, along, history, True, turn)
             b = _second(saved[3:], casts.b_again, across, turn)
-            da = kind.grad_a(g, b, casts.grad_for_a, casts.b_again, offs, how) * s_a
+            da = _grad_a(g, b, casts.grad_for_a, casts.b_again, offs, how) * s_a
             da = da.to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             turn = turn_of(casts.grad_for_b, grad)
@@ -201,7 +191,7 @@ class _Summed(Function):
             else:
                 g = operand(grad, casts.grad_for_b, across, history, True, turn)
             a = _second(saved[:3], casts.a_again, across, turn)
-            db = kind.grad_b(g, a, casts.grad_for_b, casts.a_again, offs, how) * s_b
+            db = _grad_b(g, a, casts.grad_for_b, casts.a_again, offs, how) * s_b
             db = db.to(ctx.dtypes[1])
         if ctx.needs_input_grad[2]:
             dbias = grad.sum([d for d in range(grad.ndim) if d != 1]) * s_b
@@ -224,8 +214,8 @@ def operand(
     record: bool = False,
     turn: Tensor | None = None,
 ) -> Codes:
-    """`fp8.casts.codes.codes`, or `group_codes` if groups split an axis; of an operand that is not
-    cast its values, with scale 1."""
+    """`codes`, or `group_codes` if groups split an axis; of an operand that is not cast its values,
+    with scale 1."""
     if spec is not None:
         check_dtype(plain(x))
     if spec is not None and groups.split:
@@ -247,8 +237,8 @@ def multiply(
             y: Tensor = torch.ops.fp8.multiply_groups(first, second.mT, offs, 1.0)
             return y
         return torch.matmul(first, second.mT)
-    if offs is not None and a.values.ndim == b.values.ndim:
-        offs = aligned(offs, of_a.hadamard)
+    if a.values.ndim == b.values.ndim:
+        offs = aligned(offs, of_a)
     turned = [x.values.mT.is_contiguous() for x in (a, b)]
     left, right = _as_used(a.values, b.values, turned)
     settings = (of_a.text, of_b.text, how.sums, bool(how.split), turned)
@@ -261,23 +251,6 @@ def _decoded(x: Codes, spec: Spec | None, split: int) -> Tensor:
     if spec is not None and not split:
         scale = widened(scale, x.values.shape, spec.tile)
     return x.values * scale.to(x.values.dtype)
-
-
-class Kind(NamedTuple):
-    """The output, from the codes of both operands, and the gradients of both, from the codes of the
-    output's gradient and of the other operand. What is cast along its other axis is given as a
-    transpose. Further arguments: as of `multiply`."""
-
-    output: Callable[..., Tensor]
-    grad_a: Callable[..., Tensor]
-    grad_b: Callable[..., Tensor]
-
-
-def _kind(how: Settings) -> Kind:
-    """How the product is computed."""
-    if how.convolution is None:
-        return Kind(multiply, multiply, multiply)
-    return Kind(_output, _grad_x, _grad_w)
 
 
 # As an operator of its own, because a compiled graph cannot hold its loops.
@@ -425,24 +398,49 @@ class _Operand(NamedTuple):
         return None if self.tiles is None else self.tiles[:, column // self.along, None]
 
 
-# Convolutions
+# The output, from the codes of both operands, and the gradients of both, from the codes of the
+# output's gradient and of the other operand. What is cast along its other axis is given as a
+# transpose.
 
 
-def _output(x: Codes, w: Codes, of_x: Spec, of_w: Spec, _: None, how: Settings) -> Tensor:
-    of = how.convolution
-    return _convolved(x, w, of_x, of_w, of.geometry, of.output, how)
+def _output(
+    a: Codes, b: Codes, of_a: Spec | None, of_b: Spec | None, offs: Tensor | None, how: Settings
+) -> Tensor:
+    if (of := how.convolution) is None:
+        return multiply(a, b, of_a, of_b, offs, how)
+    return _convolved(a, b, of_a, of_b, of.geometry, of.output, how)
 
 
-def _grad_x(g: Codes, w: Codes, of_g: Spec, of_w: Spec, _: None, how: Settings) -> Tensor:
-    of = how.convolution
-    return _convolved(g, w.mT, of_g, of_w, of.geometry.turned, of.input, how)
+def _grad_a(
+    g: Codes, b: Codes, of_g: Spec | None, of_b: Spec | None, offs: Tensor | None, how: Settings
+) -> Tensor:
+    if (of := how.convolution) is None:
+        return multiply(g, b, of_g, of_b, offs, how)
+    return _convolved(g, b.mT, of_g, of_b, of.geometry.turned, of.input, how)
+
+
+def _grad_b(
+    g: Codes, a: Codes, of_g: Spec | None, of_a: Spec | None, offs: Tensor | None, how: Settings
+) -> Tensor:
+    if how.convolution is None:
+        return multiply(g, a, of_g, of_a, offs, how)
+    geometry, _, _, kernel = how.convolution
+    x, g = a.mT, g.mT
+    of_x = of_a
+    if geometry.transposed:  # the maps that the kernel moves over, and those with one position each
+        x, g, of_x, of_g = g, x, of_g, of_x
+    plain = geometry._replace(transposed=False)
+    moved = x._replace(values=_unfolded(x.values, kernel, plain, g.values.shape[2:]).mT)
+    by_group = g.values.unflatten(1, (geometry.groups, -1)).movedim(0, 2).flatten(2)
+    y = multiply(moved, g._replace(values=by_group), of_x, of_g, None, how)
+    return y.unflatten(1, (*kernel, -1)).movedim((-1, -2), (1, 2)).flatten(0, 1)
 
 
 def _convolved(
     maps: Codes,
     kernels: Codes,
-    of_maps: Spec,
-    of_kernels: Spec,
+    of_maps: Spec | None,
+    of_kernels: Spec | None,
     geometry: Geometry,
     size: Sequence[int],
     how: Settings,
@@ -456,18 +454,6 @@ def _convolved(
     right = kernels._replace(values=w.movedim(2, -1).flatten(2))
     y = multiply(left, right, of_maps, of_kernels, None, how)
     return y.unflatten(1, (batch, *size)).movedim(-1, 1).movedim(2, 0).flatten(1, 2)
-
-
-def _grad_w(g: Codes, x: Codes, of_g: Spec, of_x: Spec, _: None, how: Settings) -> Tensor:
-    geometry, _, _, kernel = how.convolution
-    x, g = x.mT, g.mT
-    if geometry.transposed:  # the maps that the kernel moves over, and those with one position each
-        x, g, of_x, of_g = g, x, of_g, of_x
-    plain = geometry._replace(transposed=False)
-    moved = x._replace(values=_unfolded(x.values, kernel, plain, g.values.shape[2:]).mT)
-    by_group = g.values.unflatten(1, (geometry.groups, -1)).movedim(0, 2).flatten(2)
-    y = multiply(moved, g._replace(values=by_group), of_x, of_g, None, how)
-    return y.unflatten(1, (*kernel, -1)).movedim((-1, -2), (1, 2)).flatten(0, 1)
 
 
 def _unfolded(x: Tensor, kernel: Sequence[int], how: Geometry, size: Sequence[int]) -> Tensor:

@@ -111,17 +111,17 @@ def _adder(how: Instruction, products: int, device: torch.device) -> tuple[Any, 
 
 @cache
 def _compiled(add: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    compiled = torch.compile(add, dynamic=False)
-    failed = False
+    used = torch.compile(add, dynamic=False)
 
     def call(*args: Any) -> Tensor:
-        nonlocal failed
-        if not failed:
-            try:
-                return compiled(*args)
-            except RuntimeError as error:  # no compiler
-                failed = True
-                warnings.warn(_SLOW.format(error), RuntimeWarning, stacklevel=2)
+        nonlocal used
+        try:
+            return used(*args)
+        except RuntimeError as error:  # no compiler
+            if used is add:
+                raise
+            used = add
+            warnings.warn(_SLOW.format(error), RuntimeWarning, stacklevel=2)
         return add(*args)
 
     return call

@@ -155,14 +155,14 @@ def _in_groups(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
     the fractions of their scales, and aligned by the exponents of the scales."""
     wide, top = torch.float64, exponent_of(c).clamp_min(how.of_zero)
     groups = []
-    parts = [_scale_parts(x, how.step // _GROUP) for x in (a, b)]
+    (of_a, power_a), (of_b, power_b) = (_scale_parts(x, how.step // _GROUP) for x in (a, b))
     for g in range(how.step // _GROUP):
         rows = slice(g * _GROUP, (g + 1) * _GROUP)
         left, right = a.values[rows], b.values[rows]
         total = torch.mm(left.mT, right)  # exact: multiples of 1/4 up to 576
         present = torch.mm((left != 0).float().mT, (right != 0).float()) > 0
-        fraction = parts[0].fraction[:, g, None] * parts[1].fraction[:, g]
-        exponent = parts[0].exponent[:, g, None] + parts[1].exponent[:, g]
+        fraction = of_a[:, g, None] * of_b[:, g]
+        exponent = power_a[:, g, None] + power_b[:, g]
         exponent = torch.where(present & (fraction != 0), exponent, how.of_zero)
         top = torch.maximum(top, exponent)
         groups.append((total * fraction, exponent))
@@ -173,19 +173,13 @@ def _in_groups(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
     return _toward_zero(total * _power(top - how.kept, wide), how.fraction)
 
 
-class _ScaleParts(NamedTuple):
+def _scale_parts(x: Part, groups: int) -> tuple[Tensor, Tensor]:
     """The fraction and the exponent of the scale of each group of a row: (rows, groups)."""
-
-    fraction: Tensor
-    exponent: Tensor
-
-
-def _scale_parts(x: Part, groups: int) -> _ScaleParts:
     assert x.scale is not None
     scales = x.scale.repeat_interleave(groups // x.scale.shape[-1], -1)
     exponent = exponent_of(scales, x.scale_low)
     fraction = scales.double() * _power(-exponent.clamp_min(x.scale_low), torch.float64)
-    return _ScaleParts(fraction, exponent)
+    return fraction, exponent
 
 
 def _in_halves(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:

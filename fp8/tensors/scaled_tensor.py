@@ -191,8 +191,15 @@ class ScaledTensor(Tensor):
     def _check(self, name: str, numbers: Tensor) -> None:
         """Raises NotImplementedError if ``exact`` is set and the format would round the values.
         name: of the operation that computed them."""
-        if self.exact:
-            _refuse_rounding(name, scaled(numbers, self.format).dequantize(numbers.dtype), numbers)
+        if not self.exact:
+            return
+        kept = scaled(numbers, self.format).dequantize(numbers.dtype)
+        if not torch.allclose(kept, numbers, rtol=0, atol=0, equal_nan=True):
+            raise NotImplementedError(
+                f"{name} would round a weight that fp8.store_frozen keeps in few bits (merging an "
+                "adapter, or a step of an optimizer): call fp8.store_frozen(model, None) first, "
+                "which makes the weights plain parameters again"
+            )
 
     def _take(self, stored: Tensor, scale: Tensor) -> ScaledTensor:
         if not self.whole:
@@ -355,17 +362,6 @@ def _warn_of_small_steps(func: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _refuse_rounding(name: str, rounded: Tensor, numbers: Tensor) -> None:
-    """Raises NotImplementedError unless ``rounded``, in a format, equals ``numbers``, the result of
-    the operation ``name``. NaN is equal to NaN."""
-    if not torch.allclose(rounded, numbers, rtol=0, atol=0, equal_nan=True):
-        raise NotImplementedError(
-            f"{name} would round a weight that fp8.store_frozen keeps in few bits (merging an "
-            "adapter, or a step of an optimizer): call fp8.store_frozen(model, None) first, which "
-            "makes the weights plain parameters again"
-        )
-
-
 _WHOLE_VIEWS = (
     aten.alias.default,
     aten.detach.default,
@@ -424,10 +420,6 @@ def _new_empty_strided(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) ->
     return ScaledTensor(func(x.stored, *args, **kwargs), torch.ones_like(x.scale), x.dtype)
 
 
-def _zero_(func: Any, x: ScaledTensor) -> ScaledTensor:
-    return x._take(torch.zeros_like(x.stored), torch.ones_like(x.scale))
-
-
 def _by_one_number(x: Any, y: Any) -> bool:
     """Whether x is a ScaledTensor and y a real number that does not change its dtype."""
     if not isinstance(x, ScaledTensor) or x.dim() == 0 or isinstance(y, ScaledTensor):
@@ -480,7 +472,6 @@ SHORTCUTS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy_,
     aten.new_empty_strided.default: _new_empty_strided,
-    aten.zero_.default: _zero_,
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar), _times),
     **dict.fromkeys(
         (aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar), _times_

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8
-from fp8.casts.casting import spec_of
-from fp8.casts.codes import codes
+from fp8.casts.casting import codes, spec_of
 from fp8.products import matmul
 from fp8.products.matmul import linear
 from fp8.recipes.cast import Cast

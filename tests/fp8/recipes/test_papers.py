@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fp8
-from fp8.casts.casting import cast_forward, rotated, round_straight, spec_of, turn_of
-from fp8.casts.codes import codes as quantized
+from fp8.casts.casting import cast_forward, rotated, rounded, spec_of, turn_of
+from fp8.casts.casting import codes as quantized
 from fp8.products.matmul import linear
 from fp8.recipes.rules import CLIP
 from fp8.recipes.scaling import scale_of
@@ -129,7 +129,7 @@ def draws(x: Tensor, cast: fp8.Cast, count: int) -> Tensor:
     found = []
     for _ in range(count):
         signs = turn_of(spec_of(cast), x)
-        y = round_straight(x, spec_of(cast), turn=signs).double()
+        y = rounded(x, spec_of(cast), turn=signs)[0].double()
         back = y.unflatten(-1, (-1, cast.hadamard)) @ rotation(cast.hadamard)
         found.append((back * signs).flatten(-2))
     return torch.stack(found)
