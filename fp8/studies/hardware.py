@@ -197,9 +197,8 @@ types")."""
 
 
 class _CastCost(NamedTuple):
-    """The kernels of a cast. fused: the kernel that computes an activation or gradient writes it
-    cast. amax: a pass over the tensor precedes it. amax_turned: also along the other axis, where a
-    row is not contiguous."""
+    """The kernels of a cast. fused: written by the kernel that computes the operand. amax: a pass
+    over the tensor precedes it. amax_turned: also along the other axis, not contiguous."""
 
     fused: bool = False
     amax: bool = False
@@ -387,11 +386,8 @@ def _seconds(device: Hardware, unit: str, flops: float, moved: float) -> float:
 
 
 class _Planned(NamedTuple):
-    """A layer's products and what runs in low precision.
-
-    units: product -> kind of unit, of those in low precision. passes: operand -> bytes per element
-    of each kernel that casts it.
-    """
+    """units: product -> kind of unit, of those in low precision. passes: operand -> bytes per
+    element of each kernel that casts it."""
 
     product: Product
     units: dict[str, str]
@@ -454,9 +450,8 @@ class _Planned(NamedTuple):
 
 
 def _passes(first: Cast | None, second: Cast | None, device: Hardware, weight: bool) -> list[float]:
-    """Bytes per element of each kernel that casts an operand for its two products; None: that
-    product is in high precision. A weight is cast for each, in the forward and in the backward
-    pass."""
+    """Bytes per element of each kernel that casts an operand for its two products (None: that one
+    is in high precision). A weight is cast for each, in the forward and in the backward pass."""
     casts = [cast for cast in (first, second) if cast is not None]
     # Reads the tensor, and reduces the maxima of its parts (torchao's roofline_utils.py).
     passes = [2.0, 0.0] if any(CASTING[cast.scaling].amax for cast in casts) else []

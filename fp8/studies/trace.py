@@ -56,12 +56,7 @@ def _of_convolution(x: Tensor, w: Tensor, output: Tensor, transposed: bool, grou
     return _Sizes(pixels, w[0].numel(), w.shape[0] // groups, groups, w, inputs)
 
 
-_MATRICES: dict[Any, int] = {
-    aten.mm: 0,
-    aten.bmm: 0,
-    aten.addmm: 1,
-    aten.baddbmm: 1,
-}
+_MATRICES: dict[Any, int] = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
 """ATen product -> the position of its first factor; the second one follows."""
 
 _GROUPED = (aten._grouped_mm, MULTIPLY_GROUPS)
@@ -73,10 +68,9 @@ _OF_PARAMETRIZATION = re.compile(r"\.?parametrizations\..*")
 
 
 class _Weights:
-    """Knows the layer that a weight belongs to, by its storage; of tied layers the one that is
-    running. What is computed of weights alone (a copy in another dtype, as autocast makes it, or a
-    parametrization) belongs to their layers too. On the meta device, where storages have no
-    address, a weight is known by its size and the module that is running."""
+    """The layer of a weight, by its storage; of tied layers the one that is running. What is
+    computed of weights alone (a copy by autocast, a parametrization) belongs to their layers too.
+    On the meta device, where storages have no address, a weight is known by its size."""
 
     def __init__(self, model: nn.Module) -> None:
         self._by_storage: dict[int, list[str]] = {}
@@ -169,18 +163,11 @@ def trace(
 
     The pass runs on a copy of the model, in training mode: in evaluation torch computes encoder
     layers by one kernel, which shows none. Scaled dot product attention is decomposed into its two
-    products.
+    products; recurrent layers may be one kernel, which shows none. Products of the same sizes and
+    layer are one row, in the order of their first call.
 
-    Args:
-        model: any model.
-        batch: as for `fp8.calibrate`.
-        roles: layer -> role, for layers that are neither "hidden" nor products of activations.
-        why_not: layer -> why it is not cast.
-
-    Returns:
-        The products, in the order of their first call. Products of the same sizes and layer are one
-        row. Transposed convolutions count as their input gradient's product. Empty if the pass
-        computes none that ATen shows: recurrent layers may be one kernel.
+    roles: layer -> role, for layers that are neither "hidden" nor products of activations. why_not:
+    layer -> why it is not cast.
     """
     roles, why_not = roles or {}, why_not or {}
     model = copy.deepcopy(model).train()
