@@ -90,12 +90,8 @@ class strict:
 def warn_once(
     category: type[PitfallWarning], message: str, about: Any = None, key: str = ""
 ) -> None:
-    """Shows ``message`` once per ``about``, ``category`` and ``key``; raises it under `strict`.
-
-    about: a module or an optimizer, held by a weak reference; None: once per process. key:
-    distinguishes warnings of one category about one object. The warning points to the line of the
-    user's code. Does nothing while torch.compile traces.
-    """
+    """`show`, once per ``about``, ``category`` and ``key``; nothing while torch.compile traces.
+    about: a module or an optimizer, held by a weak reference; None: once per process."""
     if _STRICT[0]:
         raise category(message)
     with _LOCK:
@@ -107,10 +103,7 @@ def warn_once(
 
 
 def show(category: type[PitfallWarning], message: str) -> None:
-    """Shows a warning that points to the line of the user's code; raises it under `strict`.
-
-    Python's default filter shows it once for each line.
-    """
+    """Shows a warning that points to the line of the user's code; raises it under `strict`."""
     if _STRICT[0]:
         raise category(message)
     warnings.warn(message, category, stacklevel=_level_of_caller())

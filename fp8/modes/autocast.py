@@ -29,11 +29,12 @@ from ..context.active import (
     ACTIVE,
     IN_PIECES,
     Block,
+    Entered,
     active_recipe,
     checked_backend,
-    entered,
     index_of,
     product_recipe,
+    running_task,
 )
 from ..native.product import why_not_recipe
 from ..products.activations import ACTIVATIONS
@@ -65,18 +66,10 @@ STANCE = Setting(_force_eager)
 threads run in eager mode meanwhile too."""
 
 
-def _forced_eager(call: Callable[[], Any]) -> Any:
-    with STANCE:
-        return call()
-
-
 def outside_compiler(call: Callable[[], Any]) -> Any:
-    """``call()`` with compilation disabled in all of it.
-
-    Code compiled under a mode already contains the effect of the mode, and the mode would intercept
-    it again at run time. Therefore everything is eager while a mode is active in eager code.
-    """
-    return torch.compiler.disable(_forced_eager)(call)
+    """``call()`` without compilation in all of it: a mode that is active in eager code would
+    intercept again what was compiled under a mode."""
+    return torch.compiler.disable(STANCE(call))()
 
 
 class _Mode(TorchFunctionMode):
@@ -203,7 +196,8 @@ class autocast:
         chosen = given or PLAIN
         if enabled:
             for used in (chosen, *filter(None, layers.values())):
-                _check_history(used, history)
+                if used.needs_history and not isinstance(history, AmaxHistory):
+                    raise ValueError(_NEEDS_HISTORY.format(used.name, history))
         cast = cast and enabled
         self.recipe = chosen if cast else None
         #: The recipe of products of unit-scaled functions.
@@ -259,7 +253,7 @@ class autocast:
                 counter=counter,
                 backend=self.backend,
                 reenters=again,
-                entered=entered(self) if eager else None,
+                entered=Entered(self, running_task()) if eager else None,
                 outer_look=outer_look,
             )
         )
@@ -306,11 +300,7 @@ _Layers = dict[nn.Module, Recipe | None]
 
 
 def _layers_by_policy(policy: Policy, model: nn.Module | None) -> _Layers:
-    """The layers of ``model`` that do not take the policy's own recipe -> the recipe of each.
-
-    Raises ValueError for a policy with a switch, for one that needs a model without one, and as
-    `fp8.selection.policies.resolve`; NotImplementedError if torch.compile traces it.
-    """
+    """The layers of ``model`` that do not take the policy's own recipe -> the recipe of each."""
     if policy.switch:
         raise ValueError(
             "fp8.autocast does not know how much of the training is done: pass policy.at(fraction) "
@@ -343,10 +333,7 @@ def _check_eager() -> None:
 
 
 class _ByLayer:
-    """The hooks of the layers of an `fp8.autocast` block.
-
-    open: (recipe) -> the nested block of a layer.
-    """
+    """The hooks of the layers of a block. open: (recipe) -> the nested block of a layer."""
 
     def __init__(self, layers: _Layers, open: Callable[[Recipe | None], Any]) -> None:
         self.layers = layers
@@ -455,11 +442,6 @@ _NEEDS_HISTORY = (
     "recipe {!r} keeps its scales between passes: give it a place for them, "
     "history=fp8.AmaxHistory(), not {!r}"
 )
-
-
-def _check_history(recipe: Recipe, history: Any) -> None:
-    if recipe.needs_history and not isinstance(history, AmaxHistory):
-        raise ValueError(_NEEDS_HISTORY.format(recipe.name, history))
 
 
 def _leave(function: Callable[..., Any], why: str) -> None:

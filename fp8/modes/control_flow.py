@@ -99,11 +99,9 @@ def depends_on_values(function: Function) -> bool:
 
 
 def run_within(mode: TorchFunctionMode, function: Function, args: Any, kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, a call that `runs_functions`, with the mode active in these.
-
-    A region loses its border, as torch.compile compiles no closure as one: equal regions are
-    compiled several times.
-    """
+    """``function(*args, **kwargs)``, a call that `runs_functions`, with the mode active in these. A
+    region loses its border, as torch.compile compiles no closure as one: equal regions are compiled
+    several times."""
     if function is REGION:
         return _within(mode, args[0])(*args[1:], **kwargs)
     places = RUNS[function].functions

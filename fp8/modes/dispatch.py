@@ -44,10 +44,8 @@ def _refuse_out(out: object) -> None:
 
 
 def _floating(*values: object) -> bool:
-    """Whether all values are tensors that a recipe applies to: not integer, complex or sparse.
-
-    Warns, once per process, of complex ones.
-    """
+    """Whether all values are tensors that a recipe applies to: not integer, sparse or, with a
+    warning, complex."""
     for value in values:
         if isinstance(value, Tensor):
             refuse_nested(value)
@@ -89,8 +87,7 @@ def _is_product(left: object, right: object, ranks: tuple[int, int] | None) -> b
 
 
 def _two(ranks: tuple[int, int] | None = None) -> Handler:
-    """Handler of ``left @ right`` for operands of the given ranks; None: any ranks that
-    broadcast."""
+    """Handler of ``left @ right`` for operands of these ranks; None: any that broadcast."""
 
     def handler(
         recipe: Recipe,
@@ -344,9 +341,7 @@ if hasattr(F, "linear_cross_entropy"):  # torch 2.13
 def expansion(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
 ) -> Callable[[], Any] | None:
-    """For a call that is composed of others: what makes these, so that a mode can intercept them,
-    and returns the result.
-    """
+    """For a call that is composed of others: what makes these, so that a mode sees them."""
     if function is torch.einsum:
         equation, operands = as_equation(args)
         commas = equation.partition("->")[0].count(",")

@@ -84,8 +84,7 @@ class AmaxHistory:
 
     @taken_as_constant
     def _note(self, key: str) -> bool:
-        """Whether there is a state of this name; notes whether it is set. As `_create`, executed
-        also while a graph is traced that reads the state afterwards."""
+        """Whether there is a state of this name; notes whether it is set, also for a graph."""
         states = vars(self._states)
         if key in states:
             note(self._known, key, states[key])
@@ -178,8 +177,7 @@ def _numbered(counter: list[int], product: str) -> str:
 
 
 def _in_stack(operand: Tensor) -> str:
-    """Which matrix of a stack of weights (a parameter of 3 dimensions) an operand is a view of; ""
-    if of none."""
+    """Which matrix of a stack of weights an operand is a view of; "" if of none."""
     stack = operand._base
     if operand.dim() != 2 or not isinstance(stack, nn.Parameter) or stack.dim() != 3:
         return ""
@@ -198,8 +196,8 @@ def _reduce(tensors: Iterable[Tensor], group: Group) -> None:
 
 
 class Live:
-    """Values by name, as attributes. A graph reads an attribute as it is when the call is traced,
-    and an item of a dict as it was when the trace first read the dict."""
+    """Values by name, as attributes: a graph reads an item of a dict as it was when the trace first
+    read the dict, and an attribute as it is."""
 
 
 def _attribute(name: str) -> str:
@@ -235,8 +233,7 @@ def _is_positive(scale: Tensor) -> bool:
 
 
 def _is_set(scale: Tensor) -> bool:
-    """Whether a scale was set since it was created. Reads the value, which synchronizes with its
-    device, only if the tensor was written."""
+    """Whether a scale was set. Reads the value, which synchronizes, only if it was written."""
     return not scale.is_inference() and scale._version > 0 and _is_positive(scale)
 
 
@@ -313,9 +310,8 @@ _EAGER = (
 
 
 def remember(layer: Any, recipe: Any, by_call: bool = False) -> None:
-    """Adds the buffers that ``recipe`` needs to ``layer``, which has an input and a weight: zeros,
-    float32, on the device of the weight. Buffers of that name and shape stay. by_call: the layer
-    computes several products, and the buffers are created by its first pass."""
+    """Adds the buffers that ``recipe`` needs to ``layer``, zeros; those that it has stay. by_call:
+    the layer computes several products, and its first pass creates the buffers."""
     for role in () if by_call else _ROLES.values():
         cast = getattr(recipe, role)
         if cast is not None and cast.keeps_history:
@@ -349,9 +345,8 @@ def settle(layer: nn.Module) -> None:
 
 
 def add_initial_histories(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Adds initial histories of ``layer`` to a state_dict that has none, so that a checkpoint of
-    the unconverted model loads. A state_dict without any parameter of the layer under this name,
-    like safetensors files for a module's second name, is left unchanged."""
+    """Adds initial histories to a state_dict of the layer that has none, so that a checkpoint of
+    the unconverted model loads. (A safetensors file has nothing under a module's second name.)"""
     own = {prefix + name: b for name, b in layer.named_buffers(recurse=False) if is_history(name)}
     if vars(layer).get(_BY_CALL):
         for key in state:
@@ -367,8 +362,7 @@ def add_initial_histories(layer: nn.Module, state: dict[str, Any], prefix: str) 
 
 
 def static_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The static scales among the tensors of an `AmaxHistory` or `histories`, 0-dim: of a grouped
-    product, one for each group, under its name and number."""
+    """The static scales among the tensors, 0-dim; of a grouped product, one for each group."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         groups = tensor.dim() == 1 and "grouped_mm" in name and _AMAX not in name
@@ -384,8 +378,7 @@ def is_history(name: str) -> bool:
 
 
 def histories(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that `remember` added to a model, by name. parallelize_module makes DTensors of
-    them, replicated: of these the local tensors."""
+    """The buffers that `remember` added to a model, by name; of replicated DTensors the part."""
     return {name: part_of(b) for name, b in model.named_buffers() if is_history(name)}
 
 

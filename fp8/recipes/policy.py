@@ -339,10 +339,7 @@ def _read_switch(values: Any) -> tuple[Any, Any]:
 
 
 def as_policy(given: Any) -> Policy:
-    """``given`` as a policy. given: a Policy, a `Recipe` or the name of one.
-
-    Raises TypeError and ValueError as `fp8.get_recipe`.
-    """
+    """A Policy of a policy, a `Recipe` or the name of one. Raises as `fp8.get_recipe`."""
     if isinstance(given, Policy):
         return given
     given_recipe(given)
@@ -350,14 +347,9 @@ def as_policy(given: Any) -> Policy:
 
 
 def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
-    """The recipe of a layer whose casts, in the order of `CASTS`, come from ``sources``.
-
-    auto: the recipe that "auto" stands for. None if nothing is cast. Saved activations and
-    the products of attention are those of the first source.
-
-    Raises ValueError if no `Recipe` has this combination: a rotation of one operand only, a scaling
-    with a history in the second product of an operand only, or sums of different accelerators.
-    """
+    """The recipe of a layer whose casts, in the order of `CASTS`, come from ``sources``; None if
+    nothing is cast. auto: what "auto" stands for. Saved activations and the products of attention
+    are those of the first source. Raises ValueError for a combination that no `Recipe` has."""
     found = [auto if isinstance(source, str) else source for source in sources]
     if all(recipe == found[0] for recipe in found):
         return found[0]

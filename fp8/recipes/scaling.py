@@ -323,11 +323,8 @@ def nearest_power(moment: Tensor) -> Tensor:
 
 
 def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
-    """The scale factor that ``state`` holds; 1 if that is 0.
-
-    state: shape () if it is set. Shape (1,) otherwise: while it is 0, the scale is computed from
-    the finite values of ``x``, and stored if ``record`` is set and all of x is finite.
-    """
+    """The scale factor that ``state`` holds; 1 if that is 0. A state that is not set has the shape
+    (1,): it is computed from the finite values of ``x``, and stored (record) if all are finite."""
     scale = state.float()
     if state.dim() and x.numel():
         x = x.detach()
