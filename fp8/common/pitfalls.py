@@ -44,11 +44,8 @@ class CheckpointWarning(PitfallWarning):
 
 
 _LOCK = threading.Lock()
-_SHOWN: set[tuple[type[PitfallWarning], str]] = set()
-"""The warnings shown that are not about an object."""
-_SHOWN_ABOUT: weakref.WeakKeyDictionary[Any, set[tuple[type[PitfallWarning], str]]] = (
-    weakref.WeakKeyDictionary()
-)
+_SHOWN = weakref.WeakKeyDictionary[Any, set[tuple[type[PitfallWarning], str]]]()
+"""Object -> the warnings shown about it; of those about none, the object is `PitfallWarning`."""
 _STRICT = [False]
 OWN = tuple(
     str(Path(folder).resolve())
@@ -95,7 +92,7 @@ def warn_once(
     if _STRICT[0]:
         raise category(message)
     with _LOCK:
-        shown = _SHOWN if about is None else _SHOWN_ABOUT.setdefault(about, set())
+        shown = _SHOWN.setdefault(PitfallWarning if about is None else about, set())
         if (category, key) in shown:
             return
         shown.add((category, key))

@@ -256,7 +256,9 @@ class Writes:
         """Keeps what a call is about to overwrite."""
         if function == _SET_DATA:
             self._data.append((args[0], args[0].detach()))
-        elif _may_write(getattr(function, "__name__", ""), kwargs):
+            return
+        name = getattr(function, "__name__", "")
+        if name in _STATISTICS or is_in_place(name, kwargs):
             if self._at is None:
                 self._at = {key: t for t in self._of if (key := _storage(t)) is not None}
             for tensor in tensors([args, kwargs]):
@@ -273,22 +275,13 @@ class Writes:
             tensor.data.copy_(before)
 
 
-@contextmanager
-def restored(parameters: Iterable[Tensor]) -> Iterator[None]:
+class restored(TorchFunctionMode):
     """Gives the parameters, on exit, the values that they have now: a momentum encoder updates its
     own in its forward pass, through ``.data`` or under `torch.no_grad`."""
-    writes = Writes(list(parameters))
-    try:
-        with _Noting(writes):
-            yield
-    finally:
-        writes.undo()
 
-
-class _Noting(TorchFunctionMode):
-    def __init__(self, writes: Writes) -> None:
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
-        self._writes = writes
+        self._writes = Writes(list(parameters))
 
     def __torch_function__(
         self,
@@ -300,15 +293,15 @@ class _Noting(TorchFunctionMode):
         self._writes.note(function, args, kwargs or {})
         return function(*args, **kwargs or {})
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._writes.undo()
+
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 _STATISTICS = ("batch_norm", "instance_norm")
 """Functions that write into their running mean and variance."""
-
-
-def _may_write(name: str, kwargs: dict[str, Any]) -> bool:
-    return name in _STATISTICS or is_in_place(name, kwargs)
 
 
 def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:

@@ -135,11 +135,9 @@ class autocast:
     To compile, compile the function that contains the block. While a block is open in eager code,
     functions compiled before run in eager mode, so that no product is cast twice.
 
-    Activation checkpointing recomputes outside of the block, wherever backward is called. Pass
-    ``context_fn=fp8.checkpoint_contexts``, which opens the block again; compiled code and layers of
-    `fp8.convert` do not need it. Without it, torch raises a CheckpointError. Reentrant
-    checkpointing, which would compute gradients from operands that were not cast, raises a
-    RuntimeError.
+    Activation checkpointing recomputes outside of the block and needs
+    ``context_fn=fp8.checkpoint_contexts``, except for compiled code and layers of `fp8.convert`;
+    without it, torch raises a CheckpointError. Reentrant checkpointing raises a RuntimeError.
 
     Args:
         recipe: a name in `fp8.RECIPES`, a `Recipe`, or "auto": "unit" for the products of the

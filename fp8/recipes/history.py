@@ -18,10 +18,8 @@ Group = torch.distributed.ProcessGroup | None
 
 
 class AmaxHistory:
-    """The state of a recipe with scaling "delayed" or "static".
-
-    For each operand of each product it stores the largest magnitudes of recent passes, newest
-    first, or one static scale.
+    """The state of a recipe: for each operand of each product the largest magnitudes of recent
+    passes, newest first (scaling "delayed"), or one scale (scaling "static").
 
         history = fp8.AmaxHistory()
         for batch in batches:
@@ -39,9 +37,8 @@ class AmaxHistory:
     With scaling "static", the first pass in which an operand is finite and not all zeros sets its
     scale permanently, to the power of two nearest to its RMS. `fp8.calibrate`, called inside of the
     block, sets it again. A function that was compiled before its scales were set measures them in
-    each pass, although it uses the first.
-
-    Each process of a data-parallel run has its own history; `reduce` makes them equal.
+    each pass, although it uses the first. Each process of a data-parallel run has its own history;
+    `reduce` makes them equal.
 
     Attributes:
         tensors: name of the operand, like "001.linear.0" -> float32, (history,), or () for

@@ -215,11 +215,10 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain values, for JSON. A recipe in `fp8.RECIPES` is stored by name."""
-        rules = [{f.name: getattr(rule, f.name) for f in fields(Rule)} for rule in self.rules]
         return {
             "name": self.name,
             "recipe": _plain(self.recipe),
-            "rules": [rule | {"recipe": _plain(rule["recipe"])} for rule in rules],
+            "rules": [vars(rule) | {"recipe": _plain(rule.recipe)} for rule in self.rules],
             "first": self.first,
             "last": self.last,
             "keep": list(self.keep),

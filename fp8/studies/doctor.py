@@ -65,11 +65,6 @@ def _library(name: str) -> dict[str, str]:
     }
 
 
-def is_well(findings: dict[str, Section]) -> bool:
-    """Whether no installed library is broken."""
-    return all(row["status"] != "broken" for row in findings["libraries"])
-
-
 def as_text(findings: dict[str, Section]) -> str:
     """Formats the findings as one table per section."""
     tables = (

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -217,14 +218,17 @@ class Problem:
         if self._setup is not None and (self._seed == seed or not callable(self._source)):
             return self._setup
         with seeded(seed):
-            self._setup = _unconverted(as_setup(_called(self._source, seed)))
+            value = self._source
+            if callable(value):
+                takes_seed = "seed" in inspect.signature(value).parameters
+                value = value(seed=seed) if takes_seed else value()
+            self._setup = _unconverted(as_setup(value))
             self._batches = self._drawn(iter(self._setup.batches))
         self._seed = seed
         return self._setup
 
     def _drawn(self, batches: Iterator[Batch]) -> list[Batch]:
-        wanted = self.steps + self.held_out
-        drawn = [batch for batch, _ in zip(batches, range(wanted), strict=False)]
+        drawn = list(islice(batches, self.steps + self.held_out))
         if len(drawn) < self.held_out + 2:
             raise ValueError(
                 f"batches ran out after {len(drawn)}: a preflight needs at least 2 to train and "
@@ -255,18 +259,8 @@ def _copies(setup: Setup) -> tuple[nn.Module, Optimizer | None]:
     return model, optimizer
 
 
-def _called(source: Any, seed: int) -> Any:
-    if not callable(source) or isinstance(source, Setup):
-        return source
-    takes = "seed" in inspect.signature(source).parameters
-    return source(seed=seed) if takes else source()
-
-
 def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
-    """The loss of the model on a batch, 0-dim.
-
-    Raises ValueError if there is none or it is not a scalar.
-    """
+    """The loss of the model on a batch, 0-dim. Raises ValueError if it is no scalar."""
     value = loss_value(call(model, copied(batch)), loss)
     if value is None:
         raise ValueError(
