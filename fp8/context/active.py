@@ -34,22 +34,14 @@ def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) ->
     return "simulate" if why_not else backend
 
 
-class Entered(NamedTuple):
-    """The `fp8.autocast` object that opened a block, and the asyncio task it was opened in, if
-    any."""
-
-    block: Any
-    task: asyncio.Task[Any] | None
-
-
 class Block(NamedTuple):
     """The settings of an open `fp8.autocast` block.
 
     recipe: None if not enabled. unit_recipe: the recipe of products of unit-scaled functions, which
     differs under "auto". modes: its own mode and those it put on top. counter: [number of products
     so far]. reenters: whether a recomputation in the backward pass opens the block again by itself.
-    entered: None if torch.compile traced it. outer_look: the `Look` at products without a weight
-    that was set before the block.
+    opened: the `fp8.autocast` object; None if torch.compile traced it. task: the asyncio task that
+    opened it, if any. outer_look: the `Look` at products without a weight before the block.
     """
 
     recipe: Recipe | None
@@ -60,7 +52,8 @@ class Block(NamedTuple):
     counter: list[int]
     backend: str
     reenters: bool
-    entered: Entered | None
+    opened: Any
+    task: asyncio.Task[Any] | None
     outer_look: Any = None
 
 
@@ -114,8 +107,7 @@ def index_of(block: Any) -> int:
     """The index of the last open block that ``block`` opened in this thread. Raises RuntimeError
     without one."""
     for index in reversed(range(len(ACTIVE.blocks))):
-        opened = ACTIVE.blocks[index].entered
-        if opened is None or opened.block is block:
+        if ACTIVE.blocks[index].opened in (None, block):
             return index
     raise RuntimeError("fp8.autocast: a block is closed in the thread that has opened it")
 
@@ -153,9 +145,9 @@ class unit_products:
 
 
 def _check_entered(block: Block) -> None:
-    if block.entered is None and block.recipe is not None:
+    if block.opened is None and block.recipe is not None:
         raise RuntimeError(IN_PIECES)
-    task = None if block.entered is None else block.entered.task
+    task = block.task
     if task is not None and not task.done() and running_task() is not task:
         raise RuntimeError(
             f"fp8.autocast is open in {task.get_name()}, another task of this thread: a block "

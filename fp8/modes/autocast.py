@@ -29,7 +29,6 @@ from ..context.active import (
     ACTIVE,
     IN_PIECES,
     Block,
-    Entered,
     active_recipe,
     checked_backend,
     index_of,
@@ -201,7 +200,7 @@ class autocast:
         #: The recipe of products of unit-scaled functions.
         self.unit_recipe = (given or UNIT) if cast else None
         #: The layers that have recipes of their own.
-        self.by_layer = _ByLayer(layers, self._of_layer) if layers else None
+        self.by_layer = _ByLayer(layers) if layers else None
         #: The layer whose hook opened the block, if any.
         self.layer: nn.Module | None = None
         self.opaque = opaque
@@ -214,7 +213,7 @@ class autocast:
         #: continue the count of the enclosing blocks.
         self.before: int | None = None
 
-    def _of_layer(self, recipe: Recipe | None) -> autocast:
+    def of_layer(self, recipe: Recipe | None) -> autocast:
         """The block of a layer with a recipe of its own."""
         if recipe is None:
             return autocast(enabled=False)
@@ -251,7 +250,8 @@ class autocast:
                 counter=counter,
                 backend=self.backend,
                 reenters=again,
-                entered=Entered(self, running_task()) if eager else None,
+                opened=self if eager else None,
+                task=running_task() if eager else None,
                 outer_look=outer_look,
             )
         )
@@ -268,7 +268,7 @@ class autocast:
             TorchFunctionMode.__exit__(mode, *error)
         if torch.compiler.is_dynamo_compiling():
             return
-        if block.entered is not None:
+        if block.opened is not None:
             if not self.reenters:
                 OPEN.look = block.outer_look
             STANCE.release()
@@ -331,11 +331,10 @@ def _check_eager() -> None:
 
 
 class _ByLayer:
-    """The hooks of the layers of a block. open: (recipe) -> the nested block of a layer."""
+    """The hooks that open the nested blocks of layers."""
 
-    def __init__(self, layers: _Layers, open: Callable[[Recipe | None], Any]) -> None:
+    def __init__(self, layers: _Layers) -> None:
         self.layers = layers
-        self.open = open
         self._entries = 0
         self._handles: list[Any] = []
 
@@ -346,7 +345,7 @@ class _ByLayer:
         if self._entries > 1:
             return
         for layer, recipe in self.layers.items():
-            before = layer.register_forward_pre_hook(self._before(block, recipe))
+            before = layer.register_forward_pre_hook(_before(block, recipe))
             after = layer.register_forward_hook(_after, always_call=True)
             self._handles += [before, after]
 
@@ -356,14 +355,15 @@ class _ByLayer:
         while self._handles and not self._entries:
             self._handles.pop().remove()
 
-    def _before(self, block: Any, recipe: Recipe | None) -> Callable[..., None]:
-        def before(module: nn.Module, args: Any) -> None:
-            if _innermost() is block:  # another thread, or a block inside, is not concerned
-                nested = self.open(recipe)
-                nested.layer = module
-                nested.__enter__()
 
-        return before
+def _before(block: autocast, recipe: Recipe | None) -> Callable[..., None]:
+    def before(module: nn.Module, args: Any) -> None:
+        if _innermost() is block:  # another thread, or a block inside, is not concerned
+            nested = block.of_layer(recipe)
+            nested.layer = module
+            nested.__enter__()
+
+    return before
 
 
 def _after(module: nn.Module, args: Any, output: Any) -> None:
@@ -373,8 +373,7 @@ def _after(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _innermost() -> Any:
-    opened = ACTIVE.blocks[-1].entered if ACTIVE.blocks else None
-    return None if opened is None else opened.block
+    return ACTIVE.blocks[-1].opened if ACTIVE.blocks else None
 
 
 _NOT_NESTED = (
@@ -422,7 +421,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
 def _again(block: Any) -> autocast:
     """A new autocast with the settings of ``block``, a `Block` or an autocast."""
-    opened = block.entered.block if isinstance(block, Block) and block.entered else block
+    opened = block.opened if isinstance(block, Block) and block.opened else block
     if block.recipe is None:
         again = autocast(enabled=False, history=block.history)
     else:
@@ -432,7 +431,7 @@ def _again(block: Any) -> autocast:
     layers = getattr(opened, "by_layer", None)
     if layers is not None:
         again._asked = opened._asked
-        again.by_layer = _ByLayer(layers.layers, again._of_layer)
+        again.by_layer = _ByLayer(layers.layers)
     return again
 
 
