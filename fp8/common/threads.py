@@ -47,18 +47,14 @@ class Setting(ContextDecorator):
                 self._changed = self._change()
             self._holders += 1
 
-    def release(self) -> None:
+    def release(self, *error: Any) -> None:
         with self._lock:
             self._holders -= 1
             if self._holders == 0 and self._changed is not None:
                 self._changed.__exit__(None, None, None)
                 self._changed = None
 
-    def __enter__(self) -> None:
-        self.hold()
-
-    def __exit__(self, *error: Any) -> None:
-        self.release()
+    __enter__, __exit__ = hold, release
 
 
 # Frames

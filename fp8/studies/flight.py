@@ -218,7 +218,8 @@ class Flight:
                 "the optimizer's learning rate is 0, so that nothing was trained: schedules, which "
                 "set it so for a warmup, make no steps here; pass the rate to train at"
             )
-        first, last = _ends(run.losses)
+        tenth = max(len(run.losses) // 10, 1)
+        first, last = map(statistics.fmean, (run.losses[:tenth], run.losses[-tenth:]))
         if not last < first:
             self._note(
                 f"the reference's loss did not fall: {first:.4g} at first, {last:.4g} at last; "
@@ -565,9 +566,3 @@ def _bits(recipe: Recipe, share: float) -> float:
         for name in PRODUCTS
     ]
     return share * statistics.fmean(widths) + (1 - share) * 16
-
-
-def _ends(losses: Sequence[float]) -> tuple[float, float]:
-    """The mean of the first tenth of the losses, and of the last."""
-    tenth = max(len(losses) // 10, 1)
-    return sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth

@@ -122,11 +122,6 @@ class Hardware:
         return self.bandwidth * self.achieved.get(MEMORY, ACHIEVED[MEMORY])
 
 
-# torchao #3675 (2026-01-21): as "bf16" in ACHIEVED; FP8 as mxfp8.
-_BLACKWELL = {"bf16": 0.74, "fp8": 0.65}
-# AMD, "Measuring Max-Achievable FLOPs, part 2" (2025-02-28): 708 and 1273 TFLOP/s.
-_CDNA3 = {"bf16": 0.54, "fp8": 0.49}
-
 HARDWARE: dict[str, Hardware] = {
     row.name: row
     for row in (
@@ -176,7 +171,8 @@ HARDWARE: dict[str, Hardware] = {
             memory=180 * 10**9,
             source="NVIDIA Blackwell architecture, technical brief; DGX B200, data sheet",
             date="2024-03",
-            achieved=_BLACKWELL,
+            # torchao #3675 (2026-01-21): as "bf16" in ACHIEVED; FP8 as mxfp8.
+            achieved={"bf16": 0.74, "fp8": 0.65},
             either_layout=("fp8",),
         ),
         Hardware(
@@ -187,7 +183,8 @@ HARDWARE: dict[str, Hardware] = {
             memory=192 * 10**9,
             source="AMD Instinct MI300X accelerator, data sheet",
             date="2023-12",
-            achieved=_CDNA3,
+            # AMD, "Measuring Max-Achievable FLOPs, part 2" (2025-02-28): 708 and 1273 TFLOP/s.
+            achieved={"bf16": 0.54, "fp8": 0.49},
         ),
     )
 }

@@ -69,10 +69,7 @@ class StatsRow:
 
 
 class Sampler:
-    """A context manager around a pass that opens a recorder of casts in some passes.
-
-    recorder: `CastRecorder`. takes: (number of the pass) -> whether it is recorded.
-    """
+    """A context manager around a pass, which is recorded if ``takes`` says so of its number."""
 
     def __init__(self, recorder: CastRecorder, takes: Callable[[int], bool]) -> None:
         self.passes = 0
@@ -170,19 +167,10 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
 def _row(layer: str, operand: str, format: str, sums: dict[str, float]) -> StatsRow:
     sampled, signal, noise = sums["sampled"], sums["signal"], sums["noise"]
     sqnr = math.inf if noise == 0 else 10 * math.log10(signal / noise)
-    return StatsRow(
-        layer=layer,
-        operand=operand,
-        format=format,
-        elements=int(sums["elements"]),
-        zero=sums["zero"] / sampled,
-        subnormal=sums["subnormal"] / sampled,
-        saturated=sums["saturated"] / sampled,
-        nonfinite=int(sums["nonfinite"]),
-        sqnr=sqnr if signal else math.nan,
-        kurtosis=kurtosis(sums),
-        **_of_blocks(sums),
-    )
+    values: dict[str, Any] = {name: int(sums[name]) for name in ("elements", "nonfinite")}
+    values |= {name: sums[name] / sampled for name in ("zero", "subnormal", "saturated")}
+    values |= {"sqnr": sqnr if signal else math.nan, "kurtosis": kurtosis(sums)}
+    return StatsRow(layer, operand, format, **values, **_of_blocks(sums))
 
 
 def _of_blocks(sums: dict[str, float]) -> dict[str, Any]:

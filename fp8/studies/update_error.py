@@ -5,14 +5,9 @@ gradient under a policy, and v the second moment of Adam. The update error is
 
     ||(g_q - g) / sqrt(v)|| / ||g / sqrt(v)||
 
-over all parameters: the relative error in the metric in which Adam takes its step. It orders
-recipes as the gaps of their losses do, which the plain relative error does not, and the squares of
-the errors of single casts add.
-
-The parameters are those that the optimizer steps. v is the second moment that Adam divides by,
-which contains the present gradient with the weight 1 - beta2. This matters for elements whose
-gradient has been zero so far (a dead unit, a token not seen): a cast that makes it nonzero costs
-one bounded step, not an infinite one.
+over all parameters that the optimizer steps: the relative error in the metric in which Adam takes
+its step. v contains the present gradient with the weight 1 - beta2: a cast that makes a gradient
+nonzero that has been zero so far costs one bounded step, not an infinite one.
 """
 
 from __future__ import annotations
