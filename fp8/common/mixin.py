@@ -193,10 +193,8 @@ def _below(cls: Any, base: type[nn.Module]) -> Any:
 
 
 def gain(module: nn.Module, behaviour: type[Gained], *, inside: bool = False) -> None:
-    """Adds a behaviour to ``module``, outside of those it has; does nothing if it has it already.
-
-    inside: add it inside of the others, for a behaviour that computes the forward itself.
-    """
+    """Adds a behaviour to ``module`` unless it has it, outside of the others or, as one that
+    computes the forward itself must be, inside."""
     has = module._gained if isinstance(module, Gained) else ()
     if behaviour not in has:
         _become(module, (behaviour, *has) if inside else (*has, behaviour))

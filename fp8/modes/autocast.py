@@ -276,11 +276,8 @@ class autocast:
             raise RuntimeError(_NOT_NESTED)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        """Wraps ``function`` so that each call runs in the block.
-
-        Raises TypeError for a generator or coroutine function, whose body runs after the call
-        returns: open the block inside of it.
-        """
+        """Wraps ``function`` so that each call runs in the block. Raises TypeError for a generator
+        or coroutine function, whose body runs after the call returns."""
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise TypeError(f"{function.__name__} goes on after its call: open the block inside")
 

@@ -109,10 +109,6 @@ def _two(ranks: tuple[int, int] | None = None) -> Handler:
     return handler
 
 
-def _reversed(recipe: Recipe, input: Tensor, other: Any) -> Any:
-    return _two()(recipe, other, input) if isinstance(other, Tensor) else NotImplemented
-
-
 def _inner(recipe: Recipe, input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Any:
     _refuse_out(out)
     if not _is_product(input, other, None) or other.ndim == 0:
@@ -131,11 +127,6 @@ def _vecdot(
     rows, columns = x.movedim(dim, -1).unsqueeze(-2), y.movedim(dim, -1).unsqueeze(-1)
     y = matmul.matmul(rows, columns)
     return y.squeeze(-1).squeeze(-1)
-
-
-def _sum_of_products(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """``sum(left[b] @ right[b] for b)`` as one product of two matrices."""
-    return left.transpose(0, 1).flatten(1), right.flatten(0, 1)
 
 
 def _added(
@@ -259,13 +250,16 @@ def _grouped(
 _ADDED = {
     "addmm": _added("mat1", "mat2", (2, 2)),
     "addmv": _added("mat", "vec", (2, 1)),
-    "addbmm": _added("batch1", "batch2", (3, 3), _sum_of_products),
+    "addbmm": _added(  # sum(left[b] @ right[b] for b), as one product of two matrices
+        *("batch1", "batch2", (3, 3)),
+        lambda left, right: (left.transpose(0, 1).flatten(1), right.flatten(0, 1)),
+    ),
     "baddbmm": _added("batch1", "batch2", (3, 3)),
 }
 
 _HANDLERS: dict[str, Handler] = {
     "matmul": _two(),
-    "rmatmul": _reversed,
+    "rmatmul": lambda recipe, right, left: _two()(recipe, left, right),
     "mm": _two((2, 2)),
     "bmm": _two((3, 3)),
     "mv": _two((2, 1)),

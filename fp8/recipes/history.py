@@ -245,11 +245,9 @@ _BY_CALL = "fp8_by_call"
 class LayerHistory(AmaxHistory):
     """The history of a converted layer, in its buffers.
 
-    A layer of one product has ``fp8_amax_input``, ``fp8_amax_weight`` and ``fp8_amax_grad``, or
-    ``fp8_scale_input`` and so on, which `remember` creates. A layer of several products names each
-    by its order in the forward pass, as in ``fp8_amax_001_grouped_mm_input``, and creates the
-    buffers in the first one. A product with one matrix of a stack of weights, of which a pass may
-    leave out some, is named after it: ``fp8_amax_down_proj_3_linear_input``.
+    Of a layer with one product: ``fp8_amax_input`` or ``fp8_scale_input``, and so on. A layer of
+    several products names each by its order in the forward pass, ``fp8_amax_001_grouped_mm_input``,
+    or after the matrix of a stack of weights: ``fp8_amax_down_proj_3_linear_input``.
     """
 
     def __init__(self, layer: Any) -> None:

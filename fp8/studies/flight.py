@@ -161,12 +161,12 @@ class Flight:
             "recipes": [recipe.name for recipe in settings.recipes],
         }
         before = self.findings.model | {k: self.findings.settings.get(k) for k in asked}
-        if self.findings.model and before != described | asked:
-            key = next(key for key, value in (described | asked).items() if before[key] != value)
-            raise ValueError(
-                f"the file to resume is of another preflight: its {key.replace('_', ' ')} is "
-                f"{before[key]!r}, not {(described | asked)[key]!r}"
-            )
+        for key, value in (described | asked).items() if self.findings.model else ():
+            if before[key] != value:
+                raise ValueError(
+                    f"the file to resume is of another preflight: its {key.replace('_', ' ')} is "
+                    f"{before[key]!r}, not {value!r}"
+                )
         self.findings.model = described
         self.findings.settings |= asked | {"budget": settings.budget, "target": settings.target}
         self.findings.settings.setdefault("steps", self.problem.steps)

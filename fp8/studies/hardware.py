@@ -280,13 +280,6 @@ def estimate(
         ValueError: for an unknown hardware, optimizer, recipe or layer, and for fewer
             ``parameters`` than the products have.
         TypeError: for arguments of another type.
-
-    >>> layer = Product("mlp.up", "hidden", "linear", 8192, 4096, 16384, weight_elements=1 << 26)
-    >>> found = estimate([layer], {"mlp.up": "tensor"}, "h100")
-    >>> round(found.speedup, 2), found.slower, found.of
-    (1.73, 0, 1)
-    >>> estimate([layer], {"mlp.up": "nvfp4"}, "h100").why_not
-    "h100 has no units for e2m1 with scaling 'nv'"
     """
     device = get_hardware(hardware)
     check_name("optimizer", optimizer, OPTIMIZERS)

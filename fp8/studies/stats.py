@@ -170,14 +170,11 @@ def _row(layer: str, operand: str, format: str, sums: dict[str, float]) -> Stats
     values: dict[str, Any] = {name: int(sums[name]) for name in ("elements", "nonfinite")}
     values |= {name: sums[name] / sampled for name in ("zero", "subnormal", "saturated")}
     values |= {"sqnr": sqnr if signal else math.nan, "kurtosis": kurtosis(sums)}
-    return StatsRow(layer, operand, format, **values, **_of_blocks(sums))
-
-
-def _of_blocks(sums: dict[str, float]) -> dict[str, Any]:
-    if not sums["casts"]:
-        return {}
-    shares = {n: sums[n] / (sums["blocks"] or 1) for n in ("flushed_blocks", "clipped_blocks")}
-    return {"blocks": int(sums["blocks"]), **shares, "unit": 2 ** (sums["unit"] / sums["casts"])}
+    if sums["casts"]:
+        blocks = int(sums["blocks"])
+        values |= {"blocks": blocks, "unit": 2 ** (sums["unit"] / sums["casts"])}
+        values |= {n: sums[n] / (blocks or 1) for n in ("flushed_blocks", "clipped_blocks")}
+    return StatsRow(layer, operand, format, **values)
 
 
 def _cells(row: StatsRow) -> list[str]:
@@ -222,11 +219,8 @@ def _copy(x: Tensor) -> Tensor:
 
 
 class Dump(Sampler):
-    """Returned by `dump`. Use it as a context manager around a forward and backward pass.
-
-    Attributes:
-        files: the files written so far.
-    """
+    """Returned by `dump`. Use it as a context manager around a forward and backward pass. files:
+    those written so far."""
 
     def __init__(
         self, model: nn.Module, patterns: tuple[str, ...], steps: Container[int], to: Path
@@ -298,16 +292,6 @@ def dump(
         RuntimeError: for a matching cast after the block, as long as the `Dump` exists: the
             backward pass belongs inside.
         ImportError: without safetensors.
-
-    >>> import tempfile, torch, fp8
-    >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(4, 4)), "tensor")
-    >>> folder = tempfile.mkdtemp()
-    >>> dumped = fp8.dump(model, "0", steps=range(0, 100, 10), to=folder)
-    >>> for _ in range(12):
-    ...     with dumped:
-    ...         model(torch.ones(2, 4)).sum().backward()
-    >>> [path.name for path in dumped.files]
-    ['step-000000.safetensors', 'step-000010.safetensors']
     """
     check_module("dump", model)
     patterns = (pattern,) if isinstance(pattern, str) else tuple(pattern)
