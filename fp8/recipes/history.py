@@ -67,40 +67,29 @@ class AmaxHistory:
         return {name.replace(":", ".") for name, is_set in vars(self._known).items() if is_set}
 
     def tensor(self, name: str, length: int, device: torch.device, groups: int = 0) -> Tensor:
-        """The history of an operand, created with zeros if new. length: 0 for a static scale, of
-        which a view of shape (1,) is returned if it is not set and is to be measured. groups: the
-        number of states, of a grouped product.
-
-        Raises ValueError if it has another length.
-        """
+        """The history of an operand, created with zeros if new. length: 0 for a static scale, which
+        has the shape (1,) if it is to be measured. groups: the number of states, of a grouped
+        product. Raises ValueError if it has another length."""
         key = _attribute(name)
-        if not self._note(key):
-            self._create(key, length, groups, str(device))
+        self._prepare(key, length, groups, str(device))
         state, known = getattr(self._states, key), getattr(self._known, key)
         return _checked(name, state, _shape(length, groups), known)
 
     @taken_as_constant
-    def _note(self, key: str) -> bool:
-        """Whether there is a state of this name; notes whether it is set, also for a graph."""
+    def _prepare(self, key: str, length: int, groups: int, device: str) -> bool:
+        """Creates a state, or notes whether it is set; also while a graph is traced."""
         states = vars(self._states)
         if key in states:
             note(self._known, key, states[key])
-        return key in states
-
-    @taken_as_constant
-    def _create(self, key: str, length: int, groups: int, device: str) -> bool:
+            return True
         with torch.inference_mode(False):
-            vars(self._states)[key] = torch.zeros(_shape(length, groups), device=device)
+            states[key] = torch.zeros(_shape(length, groups), device=device)
         vars(self._known)[key] = False
         return True
 
     def number(self, counter: list[int], product: str, *operands: Tensor) -> str:
-        """The name of the next product. counter: [number of products so far].
-
-        Raises ValueError if it multiplies another matrix of a stack of weights than the product of
-        this number did before, as in a loop over experts that leaves out some, or a weight of
-        another shape, as in a pass of a part of the model: such passes have no fixed order.
-        """
+        """The name of the next product. counter: [number of products so far]. Raises ValueError if
+        it multiplies another matrix of a stack, or a weight of another shape, than before."""
         name = _numbered(counter, product)
         self._check_matrix(counter[0], operands)
         self._check_weight(name, operands)
