@@ -96,8 +96,9 @@ class _Mode(TorchFunctionMode):
         if expanded is not None:
             with self.block:
                 return expanded()
-        handler = handler_of(function)
-        if handler is not None:
+        if (handler := handler_of(function)) is not None:
+            if kwargs.pop("out", None) is not None:
+                raise ValueError(_OUT)
             result = handler(product_recipe(), *args, **kwargs)
             if isinstance(result, str):
                 _leave(function, result)
@@ -452,4 +453,5 @@ def _warn_left(name: str, why: str) -> bool:
     return True
 
 
+_OUT = "a product under fp8.autocast cannot write to out=; assign its result"
 _CANNOT = "{} cannot run under fp8.autocast: {}"

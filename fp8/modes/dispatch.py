@@ -38,11 +38,6 @@ the recipe cannot be applied to its products, a string with the reason."""
 aten = torch.ops.aten
 
 
-def _refuse_out(out: object) -> None:
-    if out is not None:
-        raise ValueError("a product under fp8.autocast cannot write to out=; assign its result")
-
-
 def _floating(*values: object) -> bool:
     """Whether all values are tensors that a recipe applies to: not integer, sparse or, with a
     warning, complex."""
@@ -97,9 +92,7 @@ def _two(ranks: tuple[int, int] | None = None) -> Handler:
         mat2: Tensor | None = None,
         vec: Tensor | None = None,
         tensor: Tensor | None = None,
-        out: Tensor | None = None,
     ) -> Any:
-        _refuse_out(out)
         right = next((t for t in (other, mat2, vec, tensor) if t is not None), None)
         if not _is_product(input, right, ranks):
             return NotImplemented
@@ -109,8 +102,7 @@ def _two(ranks: tuple[int, int] | None = None) -> Handler:
     return handler
 
 
-def _inner(recipe: Recipe, input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Any:
-    _refuse_out(out)
+def _inner(recipe: Recipe, input: Tensor, other: Tensor) -> Any:
     if not _is_product(input, other, None) or other.ndim == 0:
         return NotImplemented
     right = other if other.ndim == 1 else other.flatten(0, -2).mT
@@ -118,10 +110,7 @@ def _inner(recipe: Recipe, input: Tensor, other: Tensor, *, out: Tensor | None =
     return y.reshape((*input.shape[:-1], *other.shape[:-1]))
 
 
-def _vecdot(
-    recipe: Recipe, x: Tensor, y: Tensor, *, dim: int = -1, out: Tensor | None = None
-) -> Any:
-    _refuse_out(out)
+def _vecdot(recipe: Recipe, x: Tensor, y: Tensor, *, dim: int = -1) -> Any:
     if not _floating(x, y):
         return NotImplemented
     rows, columns = x.movedim(dim, -1).unsqueeze(-2), y.movedim(dim, -1).unsqueeze(-1)
@@ -144,10 +133,8 @@ def _added(
         *args: Any,
         beta: float = 1,
         alpha: float = 1,
-        out: Tensor | None = None,
         **named: Any,
     ) -> Any:
-        _refuse_out(out)
         left, right, *rest = (*args, *(named.pop(n, None) for n in (first, second)[len(args) :]))
         if rest or not isinstance(input, Tensor):
             raise TypeError("beta and alpha are keywords under fp8.autocast")
@@ -180,11 +167,8 @@ def _in_place(handler: Handler) -> Handler:
     return write
 
 
-def _tensordot(
-    recipe: Recipe, a: Tensor, b: Tensor, dims: Any = 2, out: Tensor | None = None
-) -> Any:
+def _tensordot(recipe: Recipe, a: Tensor, b: Tensor, dims: Any = 2) -> Any:
     """One product of two matrices; the summed dimensions are flattened into the inner one."""
-    _refuse_out(out)
     dims = dims.tolist() if isinstance(dims, Tensor) else dims
     if not _floating(a, b) or (isinstance(dims, int) and not 0 < dims <= min(a.ndim, b.ndim)):
         return NotImplemented
