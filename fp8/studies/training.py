@@ -35,9 +35,6 @@ __all__ = [
     "under",
 ]
 
-DEFAULT_LR = 1e-3
-"""The learning rate of AdamW for a setup without an optimizer: torch's default."""
-
 EVALUATIONS = 4
 """The held-out loss is averaged over this many evaluations, evenly spaced in the last fifth of the
 run. Paired runs differ by chance from step to step; the mean differs less."""
@@ -204,7 +201,7 @@ class Problem:
             parameters = [p for p in model.parameters() if p.requires_grad]
             if not parameters:
                 raise ValueError(f"no parameter of {type(model).__name__} requires a gradient")
-            optimizer = torch.optim.AdamW(parameters, lr=DEFAULT_LR)
+            optimizer = torch.optim.AdamW(parameters)
         if prepare is not None:
             model, optimizer = prepare(model, optimizer)
         train, held_out = self._batches[: -self.held_out], self._batches[-self.held_out :]
@@ -302,7 +299,8 @@ def train(
     start = problem.start(seed, prepare)
     model, optimizer = start.model, start.optimizer
     run, kept, held = Run(name, seed, [], math.nan), [], []
-    evaluated = _evaluations(len(start.batches))
+    steps = len(start.batches)
+    evaluated = {steps - max(steps // 5, 1) * i // EVALUATIONS for i in range(EVALUATIONS)}
     begun = time.perf_counter()
     with seeded(seed):
         model.train()
@@ -315,8 +313,7 @@ def train(
             loss.backward()
             optimizer.step()
             if step in snapshots:
-                after = start.batches[step % len(start.batches)]
-                kept.append(_snapshot(step, model, optimizer, after))
+                kept.append(_snapshot(step, model, optimizer, start.batches[step % steps]))
             if step in evaluated:
                 held.append(_evaluate(start))
             if on_step is not None:
@@ -325,12 +322,6 @@ def train(
             run.held_out = sum(held) / len(held)
     run.seconds = time.perf_counter() - begun
     return run, kept
-
-
-def _evaluations(steps: int) -> frozenset[int]:
-    """The steps after which the held-out batches are evaluated; the last one is among them."""
-    last_fifth = max(steps // 5, 1)
-    return frozenset(steps - last_fifth * i // EVALUATIONS for i in range(EVALUATIONS))
 
 
 def _evaluate(start: _Start) -> float:
