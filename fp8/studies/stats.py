@@ -146,16 +146,6 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
     Raises:
         TypeError: if ``model`` is not a module.
         ValueError: for numbers below 1.
-
-    >>> import torch, fp8
-    >>> layer = torch.nn.Linear(4, 4, bias=False)
-    >>> seen = fp8.stats(layer)
-    >>> for _ in range(3):
-    ...     with seen, fp8.autocast("unit"):
-    ...         y = layer(torch.tensor([[1.0, 1e-4, 1e4, float("inf")]]))
-    >>> row = seen.rows()[0]
-    >>> row.layer, row.operand, row.zero, row.saturated, row.nonfinite, row.elements
-    ('(model)', 'input', 0.25, 0.25, 1, 4)
     """
     check_module("stats", model)
     for name, value in (("every", every), ("sample", sample)):
