@@ -1,13 +1,5 @@
 """How the two packages behave differently in eager code and in compiled graphs.
 
-- `compiled_as`, `eager_only`: decorators of functions with another body in a graph, or none.
-- `in_graph`: a decorator of functions that a graph calls without tracing them.
-- `taken_as_constant`: a decorator of functions whose result is a constant of a graph.
-- `reveal`: lets a compiled mode see all functions that it sees in eager code.
-- `apply`: an autograd function, with the least overhead of each mode.
-- `own`, `same`: results of an autograd function, of values written in place or unchanged.
-- `reads_values`, `is_differentiated_again`: what only eager code can do.
-
 torch.compile guards every object read during tracing, from function bodies to builtins, and
 rechecks the guards on each call, at about 0.3 microseconds per guard.
 """
@@ -55,14 +47,10 @@ class FirstLook(TorchFunctionMode):
 
 
 def taken_as_constant(fn: Fn) -> Fn:
-    """Marks ``fn`` so that torch.compile evaluates it during tracing and stores the result as a
-    constant.
-
-    The graph has no guards on the result or on what ``fn`` reads, so the result must depend on the
-    arguments alone. ``fn`` takes constants, and a method also its own object, and returns a number,
-    a string or a tuple of these.
-    `torch.compiler.assume_constant_result` sets the same mark, but imports the compiler.
-    """
+    """Decorator: torch.compile evaluates the function during tracing and stores the result as a
+    constant, without guards on what it reads. It takes constants, and a method also its own object,
+    and returns a number, a string or a tuple of these.
+    `torch.compiler.assume_constant_result` sets the same mark, but imports the compiler."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
@@ -83,10 +71,8 @@ def compiled_as(graph: Callable[..., Any]) -> Callable[[Fn], Fn]:
 
 
 def eager_only(otherwise: Any = None) -> Callable[[Fn], Fn]:
-    """Decorator: compiled code skips the function, whose result is ``otherwise`` there.
-
-    For checks that read values, and for what is recorded or cached between calls.
-    """
+    """Decorator: compiled code skips the function, whose result is ``otherwise`` there. For checks
+    that read values, and for what is recorded or cached between calls."""
 
     def decorate(function: Fn) -> Fn:
         @wraps(function)
@@ -107,11 +93,8 @@ HIDDEN: list[Callable[..., Any]] = [F.hardsigmoid, F.hardswish, F.sigmoid, F.tan
 
 @taken_as_constant
 def reveal() -> bool:
-    """Adds `HIDDEN` to torch's list, for the whole process.
-
-    Called where the compiler enters a mode: as a constant, it is executed and not traced. torch has
-    no public way to extend the list.
-    """
+    """Adds `HIDDEN` to torch's list, for the whole process; torch has no public way to extend it.
+    Called where the compiler enters a mode: as a constant, it is executed and not traced."""
     listed = torch.overrides.get_overridable_functions()[F]
     added = [function for function in HIDDEN if function not in listed]
     listed += added
@@ -121,8 +104,7 @@ def reveal() -> bool:
 
 
 def in_graph(function: Fn, graph: Callable[..., Any] | None = None) -> Fn:
-    """Returns ``function`` as one that the compiler does not trace: a single call by name in a
-    graph. Also usable as a decorator.
+    """Decorator: the function is a single call by name in a graph, without tracing.
 
     graph: the function that a graph calls; by default ``function``. It may read only its arguments
     (tensors, numbers, strings and tuples) and state that every compiled graph already guards
@@ -165,20 +147,10 @@ def is_differentiated_again() -> bool:
 def apply(function: type[Function], *args: Any, written: Tensor | None = None) -> Any:
     """``function.apply(*args)``, for a function with ``forward(*args)`` and ``setup_context``.
 
-    torch.func and the compiler need that form, but its ``apply`` binds the arguments to the
-    signature of ``forward`` on every call, which takes 30 to 40 microseconds, more than a small
-    product. Eager code therefore calls an equivalent function in the older form ``forward(ctx,
-    *args)``. Under a torch.func transform torch rejects that form with a RuntimeError before it
-    computes anything, and the new form is used. A RuntimeError of ``forward`` itself is raised
-    again by the second call.
-
     Inside, no torch-function mode sees a call: an autocast and the plan of a unit-scaled model have
-    seen the product as a whole. The class of a tensor that has one of its own sees the whole too.
-
-    written: the argument that ``backward`` writes into.
-
-    A graph compiled without gradients contains only ``forward``. What only ``backward`` needs is
-    not read, so the graph has no guards on it.
+    seen the product as a whole. The class of a tensor that has one of its own sees the whole too. A
+    graph compiled without gradients contains only ``forward``, without guards on what ``backward``
+    needs. written: the argument that ``backward`` writes into.
     """
     if not torch.compiler.is_compiling():
         return apply_eagerly(function, *args)
@@ -210,7 +182,14 @@ def _as_traced(function: type[Function]) -> type[Function]:
 
 
 def apply_eagerly(function: type[Function], *args: Any) -> Any:
-    """`apply` in eager mode."""
+    """`apply` in eager mode.
+
+    torch's ``apply`` of a function with ``setup_context`` binds the arguments to the signature of
+    ``forward``, which takes 30 to 40 microseconds, more than a small product. An equivalent
+    function in the older form ``forward(ctx, *args)`` does not. Under a torch.func transform torch
+    rejects that form with a RuntimeError before it computes anything. A RuntimeError of ``forward``
+    itself is raised again by the second call.
+    """
     for arg in args:  # as in `apply`, without a call: a small product has time for 18
         if isinstance(arg, Tensor) and type(arg) is not Tensor and type(arg) is not Parameter:
             # As in any call of torch, its class decides what class the results have.
@@ -224,27 +203,18 @@ def apply_eagerly(function: type[Function], *args: Any) -> Any:
 
 
 def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``function(*args, **kwargs)``, called from inside a torch-function mode.
-
-    `Tensor.unflatten` is a Python function that calls C++ through ``super()``. torch.compile cannot
-    trace it inside a mode.
-    """
+    """``function(*args, **kwargs)`` from inside a torch-function mode, where torch.compile cannot
+    trace `Tensor.unflatten`, which calls C++ through ``super()``."""
     if function is Tensor.unflatten:
         return torch.unflatten(*args, **kwargs)
     return function(*args, **kwargs)
 
 
 def same(x: Tensor) -> Tensor:
-    """``x``, for the forward of an autograd function that changes its gradient alone: a view, or a
-    copy in a graph.
-
-    Of results of a graph that share memory, the compiler makes one from the other, outside of the
-    autograd functions between them, whose backward is then not called (torch 2.13). Inductor leaves
-    the copy out where nothing depends on it.
-
-    ``x[...]`` keeps every stride. ``x.view_as(x)`` changes that of a batch of 1, from which kernels
-    of convolutions tell the layout.
-    """
+    """``x``, for the forward of an autograd function that changes its gradient alone: a view, with
+    every stride (unlike ``x.view_as(x)``), or a copy in a graph. Of results of a graph that share
+    memory, the compiler makes one from the other, outside of the autograd functions between them,
+    whose backward is then not called (torch 2.13). Inductor leaves out copies it does not need."""
     return x.clone() if torch.compiler.is_compiling() else x[...]
 
 
@@ -252,11 +222,8 @@ _LOSES_GRADIENTS = torch.__version__ < "2.12"
 
 
 def own(output: Tensor) -> Tensor:
-    """Makes ``output``, which the forward of an autograd function changed in place, safe to return.
-
-    Returns ``output`` itself, or a copy while torch 2.11 compiles: that version compiles such a
-    function to one whose gradient is zero.
-    """
+    """``output``, which the forward of an autograd function changed in place, or a copy while torch
+    2.11 compiles: that version compiles such a function to one whose gradient is zero."""
     return output.clone() if _LOSES_GRADIENTS and torch.compiler.is_compiling() else output
 
 

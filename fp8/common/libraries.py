@@ -13,14 +13,12 @@ __all__ = ["LIBRARIES", "TRANSFORMS", "Found", "Library", "need", "probe", "tran
 
 
 class Library(NamedTuple):
-    """A row of LIBRARIES."""
+    """A row of LIBRARIES. module: what is imported. distribution: whose version is reported. get:
+    how to install it."""
 
     module: str
-    """The module that is imported."""
     distribution: str
-    """The distribution whose version is reported."""
     get: str
-    """How to install it."""
 
 
 def _extra(name: str) -> str:

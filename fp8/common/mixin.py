@@ -38,18 +38,15 @@ class Gained:
         raise NotImplementedError
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Raises TypeError. `torch.jit.script` calls this first, and would fail on the
-        attributes."""
+        """Raises TypeError. `torch.jit.script` calls this first."""
         raise TypeError(_NO_TORCHSCRIPT.format(self._original.__name__, "scripted"))
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises TypeError. `torch.jit.trace` calls this in the place of the forward, whose
-        backward passes its graph lacks."""
+        """Raises TypeError. `torch.jit.trace`, whose graph lacks backward passes, calls this."""
         raise TypeError(_NO_TORCHSCRIPT.format(self._original.__name__, "traced"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as the original class, which can be imported; unpickling adds the behaviours
-        again."""
+        """Pickles as the original class, which can be imported, with the behaviours to add."""
         if self._original.__reduce__ is not object.__reduce__:
             make, args, *rest = _bare(self).__reduce_ex__(protocol)
             return (_regain, (make, args, self._gained, self._kept(())), *rest)
@@ -90,8 +87,7 @@ def _regain(
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    """Deep copy for a class with its own ``__deepcopy__``: that runs, and the copy gets the
-    behaviours."""
+    """For a class with its own ``__deepcopy__``: that runs, and the copy gets the behaviours."""
     bare = _bare(self)
     memo.setdefault(id(memo), []).append(bare)  # keep it alive: the memo refers to it by id
     result = bare.__deepcopy__(memo)
@@ -197,10 +193,8 @@ def _below(cls: Any, base: type[nn.Module]) -> Any:
 
 
 def gain(module: nn.Module, behaviour: type[Gained], *, inside: bool = False) -> None:
-    """Adds a behaviour to ``module``, outside of those it has; does nothing if it has it already.
-
-    inside: add it inside of the others, for a behaviour that computes the forward itself.
-    """
+    """Adds a behaviour to ``module`` unless it has it, outside of the others or, as one that
+    computes the forward itself must be, inside."""
     has = module._gained if isinstance(module, Gained) else ()
     if behaviour not in has:
         _become(module, (behaviour, *has) if inside else (*has, behaviour))

@@ -44,11 +44,8 @@ class CheckpointWarning(PitfallWarning):
 
 
 _LOCK = threading.Lock()
-_SHOWN: set[tuple[type[PitfallWarning], str]] = set()
-"""The warnings shown that are not about an object."""
-_SHOWN_ABOUT: weakref.WeakKeyDictionary[Any, set[tuple[type[PitfallWarning], str]]] = (
-    weakref.WeakKeyDictionary()
-)
+_SHOWN = weakref.WeakKeyDictionary[Any, set[tuple[type[PitfallWarning], str]]]()
+"""Object -> the warnings shown about it; of those about none, the object is `PitfallWarning`."""
 _STRICT = [False]
 OWN = tuple(
     str(Path(folder).resolve())
@@ -90,16 +87,12 @@ class strict:
 def warn_once(
     category: type[PitfallWarning], message: str, about: Any = None, key: str = ""
 ) -> None:
-    """Shows ``message`` once per ``about``, ``category`` and ``key``; raises it under `strict`.
-
-    about: a module or an optimizer, held by a weak reference; None: once per process. key:
-    distinguishes warnings of one category about one object. The warning points to the line of the
-    user's code. Does nothing while torch.compile traces.
-    """
+    """`show`, once per ``about``, ``category`` and ``key``; nothing while torch.compile traces.
+    about: a module or an optimizer, held by a weak reference; None: once per process."""
     if _STRICT[0]:
         raise category(message)
     with _LOCK:
-        shown = _SHOWN if about is None else _SHOWN_ABOUT.setdefault(about, set())
+        shown = _SHOWN.setdefault(PitfallWarning if about is None else about, set())
         if (category, key) in shown:
             return
         shown.add((category, key))
@@ -107,10 +100,7 @@ def warn_once(
 
 
 def show(category: type[PitfallWarning], message: str) -> None:
-    """Shows a warning that points to the line of the user's code; raises it under `strict`.
-
-    Python's default filter shows it once for each line.
-    """
+    """Shows a warning that points to the line of the user's code; raises it under `strict`."""
     if _STRICT[0]:
         raise category(message)
     warnings.warn(message, category, stacklevel=_level_of_caller())

@@ -41,8 +41,7 @@ def arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def described(error: Exception) -> str:
-    """The type and the message of an error of a model's code, in one line of at most 200
-    characters."""
+    """The type and the message of an error, in one line of at most 200 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -64,16 +63,15 @@ def copied(batch: Batch) -> Batch:
 
 def detached(value: Any, records: bool = True) -> tuple[Any, dict[int, Tensor]]:
     """A copy of a batch or of arguments that shares neither storage nor autograd graph with them,
-    and the copies of tensors by the ids of the originals.
-
-    records: whether the copies require gradients as the originals do; of a leaf it is a leaf.
-    """
-    found = list(tensors_within(value))
-    copies = {id(t): t.detach().clone() for t in found}
-    for tensor in filter(lambda t: records and t.requires_grad, found):
-        copy_ = copies[id(tensor)].requires_grad_()
-        if not tensor.is_leaf:  # which, unlike a leaf, may be written in place
-            copies[id(tensor)] = copy_.clone()
+    and the copies of tensors by the ids of the originals. records: whether the copies require
+    gradients as the originals do."""
+    copies: dict[int, Tensor] = {}
+    for tensor in tensors_within(value):
+        made = tensor.detach().clone()
+        if records and tensor.requires_grad:
+            made.requires_grad_()
+            made = made if tensor.is_leaf else made.clone()  # which may be written in place
+        copies[id(tensor)] = made
     return copy.deepcopy(value, dict(copies)), copies
 
 
@@ -105,8 +103,7 @@ def unfolded(value: Any, known: set[int] | None = None) -> Any:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a batch or a model's output, including those in lists, tuples, dicts and a
-    dataclass."""
+    """The tensors in a batch or a model's output: also in lists, tuples, dicts, a dataclass."""
     value = plain(value)
     if isinstance(value, Tensor):
         yield value
@@ -123,10 +120,9 @@ def tensors_within(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """The ``loss`` of a model's output; else its first 0-dim tensor that requires a gradient;
-    else None. One that does not train every parameter that the other results are computed from is
-    an auxiliary loss (of a router, of a codebook), not the loss.
-    """
+    """The ``loss`` of a model's output; else its first 0-dim tensor that requires a gradient,
+    unless that does not train every parameter that the other results are computed from: an
+    auxiliary loss (of a router, of a codebook)."""
     found = scalars(output)
     if not found or _named_loss(output) is not None:
         return found[0] if found else None
@@ -164,38 +160,29 @@ def scalars(output: Any) -> list[Tensor]:
 
 
 def loss_value(output: Any, loss: Loss | None) -> Tensor | None:
-    """What ``loss`` computes from a model's output, or without it `find_loss` of the output.
-
-    Raises ValueError if ``loss`` returns anything but a tensor of one element.
-    """
+    """What ``loss`` computes from a model's output, or without it `find_loss`. Raises ValueError if
+    ``loss`` returns anything but a tensor of one element."""
     if loss is None:
         return find_loss(output)
     value = loss(output)
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise ValueError(f"loss must return a tensor of one element, got {_described(value)}")
+        shaped = isinstance(value, Tensor)
+        got = f"a tensor of shape {tuple(value.shape)}" if shaped else type(value).__name__
+        raise ValueError(f"loss must return a tensor of one element, got {got}")
     return value
 
 
 def starts(
     output: Any, loss: Loss | None = None, seed: int = 0
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The tensors that a backward pass starts from, and their gradients (None for a loss).
-
-    Without a loss, from the user or in the output, these are all outputs that require a gradient,
-    with i.i.d. standard normal gradients. Empty if no output requires a gradient. Raises ValueError
-    for a loss of more than one element.
-    """
+    """The tensors that a backward pass starts from, and their gradients: the loss and None, or all
+    outputs that require a gradient and i.i.d. standard normal numbers. Raises as `loss_value`."""
     value = loss_value(output, loss)
     if value is not None:
         return ([value], [None]) if value.requires_grad else ([], [])
     ends = [t for t in tensors(output) if t.requires_grad]
     generator = torch.Generator().manual_seed(seed)
     return ends, [torch.randn(t.shape, generator=generator).to(t) for t in ends]
-
-
-def _described(value: Any) -> str:
-    shaped = isinstance(value, Tensor)
-    return f"a tensor of shape {tuple(value.shape)}" if shaped else type(value).__name__
 
 
 @contextmanager
@@ -256,11 +243,8 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
 
 
 class Writes:
-    """The values of some tensors before torch calls wrote into them.
-
-    Only those that a call writes into are copied. Tensors without storage of their own, such as
-    those of examples inside torch.vmap and sharded ones, are left alone.
-    """
+    """The values of some tensors before torch calls wrote into them, of those alone. Tensors
+    without storage of their own (inside torch.vmap, sharded) are left alone."""
 
     def __init__(self, of: Iterable[Tensor]) -> None:
         self._of = of
@@ -272,7 +256,9 @@ class Writes:
         """Keeps what a call is about to overwrite."""
         if function == _SET_DATA:
             self._data.append((args[0], args[0].detach()))
-        elif _may_write(getattr(function, "__name__", ""), kwargs):
+            return
+        name = getattr(function, "__name__", "")
+        if name in _STATISTICS or is_in_place(name, kwargs):
             if self._at is None:
                 self._at = {key: t for t in self._of if (key := _storage(t)) is not None}
             for tensor in tensors([args, kwargs]):
@@ -289,22 +275,13 @@ class Writes:
             tensor.data.copy_(before)
 
 
-@contextmanager
-def restored(parameters: Iterable[Tensor]) -> Iterator[None]:
+class restored(TorchFunctionMode):
     """Gives the parameters, on exit, the values that they have now: a momentum encoder updates its
     own in its forward pass, through ``.data`` or under `torch.no_grad`."""
-    writes = Writes(list(parameters))
-    try:
-        with _Noting(writes):
-            yield
-    finally:
-        writes.undo()
 
-
-class _Noting(TorchFunctionMode):
-    def __init__(self, writes: Writes) -> None:
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
-        self._writes = writes
+        self._writes = Writes(list(parameters))
 
     def __torch_function__(
         self,
@@ -316,15 +293,15 @@ class _Noting(TorchFunctionMode):
         self._writes.note(function, args, kwargs or {})
         return function(*args, **kwargs or {})
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._writes.undo()
+
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 _STATISTICS = ("batch_norm", "instance_norm")
 """Functions that write into their running mean and variance."""
-
-
-def _may_write(name: str, kwargs: dict[str, Any]) -> bool:
-    return name in _STATISTICS or is_in_place(name, kwargs)
 
 
 def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -17,11 +17,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 
 class Stack(threading.local):
-    """A per-thread stack of what is running, innermost last; initially empty in each thread.
+    """A per-thread stack of what is running, innermost last. Copies and pickles are empty.
 
-    It is a list that is mutated, because torch.compile traces mutations of a list in a thread-local
-    but loses attribute assignments. It is not a context variable, which torch.compile cannot trace;
-    torch's own mode stack is per thread too. Copies and pickles are empty.
+    torch.compile traces mutations of a list in a thread-local; it loses attribute assignments there
+    and cannot trace context variables.
     """
 
     def __init__(self) -> None:
@@ -31,13 +30,10 @@ class Stack(threading.local):
         return Stack, ()
 
 
-class Setting:
-    """A process-wide setting that is changed while at least one thread holds it.
-
-    If each thread changed and restored such a setting itself, a thread could restore the value that
-    another one set. change: changes the setting and returns a context manager whose exit restores
-    it.
-    """
+class Setting(ContextDecorator):
+    """A process-wide setting that is changed while at least one thread holds it: a thread that
+    restored it by itself could restore the value of another one. change: changes the setting and
+    returns a context manager whose exit restores it."""
 
     def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
         self._change = change
@@ -51,18 +47,14 @@ class Setting:
                 self._changed = self._change()
             self._holders += 1
 
-    def release(self) -> None:
+    def release(self, *error: Any) -> None:
         with self._lock:
             self._holders -= 1
             if self._holders == 0 and self._changed is not None:
                 self._changed.__exit__(None, None, None)
                 self._changed = None
 
-    def __enter__(self) -> None:
-        self.hold()
-
-    def __exit__(self, *error: Any) -> None:
-        self.release()
+    __enter__, __exit__ = hold, release
 
 
 # Frames
@@ -78,14 +70,18 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def _runs(function: Any) -> bool:
+    """Whether a function is running in this thread. torch.compile traces no frames."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return any(frame.f_code is function.__code__ for frame in frames())
+
+
 def refuse_split_graphs() -> None:
     """Raises RuntimeError where `torch.distributed.pipelining.pipeline` exports a model to train
     its parts: an exported program has no backward pass of an autograd function."""
     library = sys.modules.get(_PIPELINING)
-    if library is None or torch.compiler.is_dynamo_compiling():  # which traces no frames
-        return
-    code = library.pipeline.__code__
-    if any(frame.f_code is code for frame in frames()):
+    if library is not None and _runs(library.pipeline):
         raise RuntimeError(
             "torch.distributed.pipelining.pipeline splits the graph of torch.export, which leaves "
             "out the backward passes of casts and scale factors, so its stages would not train. "
@@ -94,10 +90,8 @@ def refuse_split_graphs() -> None:
 
 
 def in_shape_inference() -> bool:
-    """Whether `torch.distributed.pipelining` is finding the shapes that stages exchange.
-
-    Before its first step it runs each stage, in training also backward, on tensors that nothing has
-    written. Only the shapes, dtypes and ``requires_grad`` of the results count there.
+    """Whether `torch.distributed.pipelining` is finding the shapes that stages exchange: before its
+    first step it runs each stage, in training also backward, on tensors that nothing has written.
     """
     if torch.compiler.is_dynamo_compiling():
         return False
@@ -109,14 +103,9 @@ def in_shape_inference() -> bool:
 
 
 def in_reentrant() -> bool:
-    """Whether the forward pass of a checkpoint with ``use_reentrant=True`` is running.
-
-    It runs without gradients inside an autograd function and offers no other sign.
-    """
-    if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
-        return False
-    code = CheckpointFunction.forward.__code__
-    return any(frame.f_code is code for frame in frames())
+    """Whether the forward pass of a checkpoint with ``use_reentrant=True`` is running: without
+    gradients, inside an autograd function."""
+    return not torch.is_grad_enabled() and _runs(CheckpointFunction.forward)
 
 
 def in_recomputation() -> bool:
@@ -132,12 +121,8 @@ def in_saving() -> bool:
 
 def in_backward() -> bool:
     """Whether the backward pass of an autograd function is running, as of a checkpoint with
-    ``use_reentrant=True`` or of a reversible layer, which compute parts of a model again.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    code = BackwardCFunction.apply.__code__
-    return any(frame.f_code is code for frame in frames())
+    ``use_reentrant=True`` or of a reversible layer, which compute parts of a model again."""
+    return _runs(BackwardCFunction.apply)
 
 
 def apart() -> AbstractContextManager[Any]:

@@ -20,9 +20,8 @@ of an autograd function."""
 
 @contextmanager
 def _marked() -> Iterator[None]:
-    """Sets the flag of `torch.compiler.is_compiling`, which is private. torch 2.13 sets it for the
-    duration of a compilation; with earlier versions it is set here, or `same` and `own` would
-    return views whose gradients are lost."""
+    """Sets the private flag of `torch.compiler.is_compiling`, which torch sets by itself from 2.13
+    on: without it, `same` and `own` would return views whose gradients are lost."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = before or _UNMARKED
     try:

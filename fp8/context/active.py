@@ -25,24 +25,13 @@ have them."""
 
 
 def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) -> str:
-    """``backend``; "simulate" for "auto" if the recipe has no kernels.
-
-    Raises ValueError for an unknown backend (the message also lists ``others``), and for "native"
-    with a recipe that has no kernels.
-    """
+    """``backend``; "simulate" for "auto" if the recipe has no kernels. Raises ValueError for
+    "native" then, and for an unknown backend (the message also lists ``others``)."""
     check_name("backend", backend, (*BACKENDS, *others))
     why_not = "" if backend == "simulate" else native.why_not_recipe(recipe)
     if why_not and backend == "native":
         raise ValueError(f"recipe {recipe.name!r} has no kernels: {why_not}")
     return "simulate" if why_not else backend
-
-
-class Entered(NamedTuple):
-    """The `fp8.autocast` object that opened a block, and the asyncio task it was opened in, if
-    any."""
-
-    block: Any
-    task: asyncio.Task[Any] | None
 
 
 class Block(NamedTuple):
@@ -51,8 +40,8 @@ class Block(NamedTuple):
     recipe: None if not enabled. unit_recipe: the recipe of products of unit-scaled functions, which
     differs under "auto". modes: its own mode and those it put on top. counter: [number of products
     so far]. reenters: whether a recomputation in the backward pass opens the block again by itself.
-    entered: None if torch.compile traced it. outer_look: the `Look` at products without a weight
-    that was set before the block.
+    opened: the `fp8.autocast` object; None if torch.compile traced it. task: the asyncio task that
+    opened it, if any. outer_look: the `Look` at products without a weight before the block.
     """
 
     recipe: Recipe | None
@@ -63,15 +52,13 @@ class Block(NamedTuple):
     counter: list[int]
     backend: str
     reenters: bool
-    entered: Entered | None
+    opened: Any
+    task: asyncio.Task[Any] | None
     outer_look: Any = None
 
 
 class _Active(threading.local):
-    """The `fp8.autocast` blocks that are open in this thread, innermost last.
-
-    A list that is mutated: torch.compile loses attribute assignments on a thread-local.
-    """
+    """The `fp8.autocast` blocks that are open in this thread, innermost last: a `Stack`."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -85,10 +72,8 @@ ACTIVE = _Active()
 def with_static(
     operands: list[tuple[Tensor, int]], function: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """``function(*args, **kwargs)``, a product of which some operands have static scales.
-
-    operands: tensors among the arguments, each with the exponent of its scale factor.
-    """
+    """``function(*args, **kwargs)``, a product with these operands among its arguments, each with
+    the exponent of its static scale factor."""
     ACTIVE.static.extend(operands)
     try:
         return called(function, args, kwargs)
@@ -97,8 +82,7 @@ def with_static(
 
 
 def static_exponents(recipe: Recipe | None, *operands: Tensor) -> tuple[int, ...]:
-    """The exponents of the static scale factors of the operands of a product; 0 for those
-    without."""
+    """The exponents of the operands' static scale factors; 0 for those without."""
     if recipe is None or not ACTIVE.static or recipe.keeps_history:
         return (0,) * len(operands)
     return tuple(_exponent(operand) for operand in operands)
@@ -111,12 +95,8 @@ def _exponent(operand: Tensor) -> int:
     return 0
 
 
-def entered(block: Any) -> Entered:
-    """The record of ``block`` being opened here."""
-    return Entered(block, _task())
-
-
-def _task() -> asyncio.Task[Any] | None:
+def running_task() -> asyncio.Task[Any] | None:
+    """The asyncio task that runs in this thread, if any."""
     try:
         return asyncio.current_task()
     except RuntimeError:  # no event loop runs in this thread
@@ -124,28 +104,22 @@ def _task() -> asyncio.Task[Any] | None:
 
 
 def index_of(block: Any) -> int:
-    """The index of the last open block of this thread that ``block`` opened. Raises RuntimeError if
-    there is none."""
+    """The index of the last open block that ``block`` opened in this thread. Raises RuntimeError
+    without one."""
     for index in reversed(range(len(ACTIVE.blocks))):
-        opened = ACTIVE.blocks[index].entered
-        if opened is None or opened.block is block:
+        if ACTIVE.blocks[index].opened in (None, block):
             return index
     raise RuntimeError("fp8.autocast: a block is closed in the thread that has opened it")
 
 
 def active_recipe() -> Recipe | None:
-    """The recipe of the innermost `fp8.autocast` block of this thread; None outside of all blocks,
-    or if that block is not enabled."""
+    """The recipe of the innermost block of this thread; None without one, or if not enabled."""
     return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
 
 
 def product_recipe(unit: bool = False) -> Recipe | None:
-    """`active_recipe` for a product. unit: whether it is a product of unit-scaled tensors.
-
-    Raises RuntimeError if a reentrant checkpoint would recompute the product outside of the block,
-    without casts, if another asyncio task that is waiting has left a block open, or if torch
-    has compiled the function that contains the block in pieces.
-    """
+    """`active_recipe` for a product. unit: whether it is one of unit-scaled tensors. Raises
+    RuntimeError where the product could be computed without casts, see the messages below."""
     block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
     if block is not None and not torch.compiler.is_dynamo_compiling():
         _check_entered(block)
@@ -171,10 +145,10 @@ class unit_products:
 
 
 def _check_entered(block: Block) -> None:
-    if block.entered is None and block.recipe is not None:
+    if block.opened is None and block.recipe is not None:
         raise RuntimeError(IN_PIECES)
-    task = None if block.entered is None else block.entered.task
-    if task is not None and not task.done() and _task() is not task:
+    task = block.task
+    if task is not None and not task.done() and running_task() is not task:
         raise RuntimeError(
             f"fp8.autocast is open in {task.get_name()}, another task of this thread: a block "
             "belongs to its thread, as torch.no_grad does; close it before await"
@@ -201,13 +175,9 @@ def histories(
     *casts: Cast | None,
     groups: int = 0,
 ) -> list[Any]:
-    """The histories of the operands of a product and of its gradient; None where the scaling has
-    none.
-
-    casts: one for each operand; the last is that of the gradient. groups: the number of groups of a
-    grouped product, which have states of their own. The histories belong to the enclosing
-    `fp8.autocast`, which numbers its products. A run without values has none.
-    """
+    """The histories of the operands of a product and of its gradient (the last of ``casts``), which
+    the enclosing `fp8.autocast` has; None where the scaling or a run without values has none.
+    groups: the number of those of a grouped product, which have states of their own."""
     if recipe is None or not recipe.keeps_history or in_shape_inference():
         return [None] * len(casts)
     block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
@@ -233,8 +203,7 @@ def histories(
 def layer_histories(
     recipe: Recipe | None, product: str, a: Tensor, b: Tensor, layer: bool = True, groups: int = 0
 ) -> list[Any]:
-    """`histories` of a product of an input and a weight (layer) or of two inputs, and of its
-    gradient."""
+    """`histories` of a product of an input and a weight (layer) or of two inputs."""
     if recipe is None:
         return [None] * 3
     casts = (recipe.input, recipe.weight if layer else recipe.input, recipe.grad)
@@ -242,8 +211,7 @@ def layer_histories(
 
 
 def chosen(recipe: Recipe | None, backend: str, unit: bool) -> tuple[Recipe | None, str]:
-    """Recipe and backend of a product; those of the enclosing block if ``recipe`` is None.
-    unit: as in `product_recipe`."""
+    """Recipe and backend of a product; those of the enclosing block if ``recipe`` is None."""
     if recipe is not None or not ACTIVE.blocks:
         return recipe, backend
     return product_recipe(unit), ACTIVE.blocks[-1].backend

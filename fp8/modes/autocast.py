@@ -31,9 +31,9 @@ from ..context.active import (
     Block,
     active_recipe,
     checked_backend,
-    entered,
     index_of,
     product_recipe,
+    running_task,
 )
 from ..native.product import why_not_recipe
 from ..products.activations import ACTIVATIONS
@@ -65,18 +65,10 @@ STANCE = Setting(_force_eager)
 threads run in eager mode meanwhile too."""
 
 
-def _forced_eager(call: Callable[[], Any]) -> Any:
-    with STANCE:
-        return call()
-
-
 def outside_compiler(call: Callable[[], Any]) -> Any:
-    """``call()`` with compilation disabled in all of it.
-
-    Code compiled under a mode already contains the effect of the mode, and the mode would intercept
-    it again at run time. Therefore everything is eager while a mode is active in eager code.
-    """
-    return torch.compiler.disable(_forced_eager)(call)
+    """``call()`` without compilation in all of it: a mode that is active in eager code would
+    intercept again what was compiled under a mode."""
+    return torch.compiler.disable(STANCE(call))()
 
 
 class _Mode(TorchFunctionMode):
@@ -104,8 +96,9 @@ class _Mode(TorchFunctionMode):
         if expanded is not None:
             with self.block:
                 return expanded()
-        handler = handler_of(function)
-        if handler is not None:
+        if (handler := handler_of(function)) is not None:
+            if kwargs.pop("out", None) is not None:
+                raise ValueError(_OUT)
             result = handler(product_recipe(), *args, **kwargs)
             if isinstance(result, str):
                 _leave(function, result)
@@ -142,11 +135,9 @@ class autocast:
     To compile, compile the function that contains the block. While a block is open in eager code,
     functions compiled before run in eager mode, so that no product is cast twice.
 
-    Activation checkpointing recomputes outside of the block, wherever backward is called. Pass
-    ``context_fn=fp8.checkpoint_contexts``, which opens the block again; compiled code and layers of
-    `fp8.convert` do not need it. Without it, torch raises a CheckpointError. Reentrant
-    checkpointing, which would compute gradients from operands that were not cast, raises a
-    RuntimeError.
+    Activation checkpointing recomputes outside of the block and needs
+    ``context_fn=fp8.checkpoint_contexts``, except for compiled code and layers of `fp8.convert`;
+    without it, torch raises a CheckpointError. Reentrant checkpointing raises a RuntimeError.
 
     Args:
         recipe: a name in `fp8.RECIPES`, a `Recipe`, or "auto": "unit" for the products of the
@@ -203,13 +194,14 @@ class autocast:
         chosen = given or PLAIN
         if enabled:
             for used in (chosen, *filter(None, layers.values())):
-                _check_history(used, history)
+                if used.needs_history and not isinstance(history, AmaxHistory):
+                    raise ValueError(_NEEDS_HISTORY.format(used.name, history))
         cast = cast and enabled
         self.recipe = chosen if cast else None
         #: The recipe of products of unit-scaled functions.
         self.unit_recipe = (given or UNIT) if cast else None
         #: The layers that have recipes of their own.
-        self.by_layer = _ByLayer(layers, self._of_layer) if layers else None
+        self.by_layer = _ByLayer(layers) if layers else None
         #: The layer whose hook opened the block, if any.
         self.layer: nn.Module | None = None
         self.opaque = opaque
@@ -222,7 +214,7 @@ class autocast:
         #: continue the count of the enclosing blocks.
         self.before: int | None = None
 
-    def _of_layer(self, recipe: Recipe | None) -> autocast:
+    def of_layer(self, recipe: Recipe | None) -> autocast:
         """The block of a layer with a recipe of its own."""
         if recipe is None:
             return autocast(enabled=False)
@@ -259,7 +251,8 @@ class autocast:
                 counter=counter,
                 backend=self.backend,
                 reenters=again,
-                entered=entered(self) if eager else None,
+                opened=self if eager else None,
+                task=running_task() if eager else None,
                 outer_look=outer_look,
             )
         )
@@ -276,7 +269,7 @@ class autocast:
             TorchFunctionMode.__exit__(mode, *error)
         if torch.compiler.is_dynamo_compiling():
             return
-        if block.entered is not None:
+        if block.opened is not None:
             if not self.reenters:
                 OPEN.look = block.outer_look
             STANCE.release()
@@ -284,11 +277,8 @@ class autocast:
             raise RuntimeError(_NOT_NESTED)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        """Wraps ``function`` so that each call runs in the block.
-
-        Raises TypeError for a generator or coroutine function, whose body runs after the call
-        returns: open the block inside of it.
-        """
+        """Wraps ``function`` so that each call runs in the block. Raises TypeError for a generator
+        or coroutine function, whose body runs after the call returns."""
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise TypeError(f"{function.__name__} goes on after its call: open the block inside")
 
@@ -306,11 +296,7 @@ _Layers = dict[nn.Module, Recipe | None]
 
 
 def _layers_by_policy(policy: Policy, model: nn.Module | None) -> _Layers:
-    """The layers of ``model`` that do not take the policy's own recipe -> the recipe of each.
-
-    Raises ValueError for a policy with a switch, for one that needs a model without one, and as
-    `fp8.selection.policies.resolve`; NotImplementedError if torch.compile traces it.
-    """
+    """The layers of ``model`` that do not take the policy's own recipe -> the recipe of each."""
     if policy.switch:
         raise ValueError(
             "fp8.autocast does not know how much of the training is done: pass policy.at(fraction) "
@@ -343,14 +329,10 @@ def _check_eager() -> None:
 
 
 class _ByLayer:
-    """The hooks of the layers of an `fp8.autocast` block.
+    """The hooks that open the nested blocks of layers."""
 
-    open: (recipe) -> the nested block of a layer.
-    """
-
-    def __init__(self, layers: _Layers, open: Callable[[Recipe | None], Any]) -> None:
+    def __init__(self, layers: _Layers) -> None:
         self.layers = layers
-        self.open = open
         self._entries = 0
         self._handles: list[Any] = []
 
@@ -361,7 +343,7 @@ class _ByLayer:
         if self._entries > 1:
             return
         for layer, recipe in self.layers.items():
-            before = layer.register_forward_pre_hook(self._before(block, recipe))
+            before = layer.register_forward_pre_hook(_before(block, recipe))
             after = layer.register_forward_hook(_after, always_call=True)
             self._handles += [before, after]
 
@@ -371,14 +353,15 @@ class _ByLayer:
         while self._handles and not self._entries:
             self._handles.pop().remove()
 
-    def _before(self, block: Any, recipe: Recipe | None) -> Callable[..., None]:
-        def before(module: nn.Module, args: Any) -> None:
-            if _innermost() is block:  # another thread, or a block inside, is not concerned
-                nested = self.open(recipe)
-                nested.layer = module
-                nested.__enter__()
 
-        return before
+def _before(block: autocast, recipe: Recipe | None) -> Callable[..., None]:
+    def before(module: nn.Module, args: Any) -> None:
+        if _innermost() is block:  # another thread, or a block inside, is not concerned
+            nested = block.of_layer(recipe)
+            nested.layer = module
+            nested.__enter__()
+
+    return before
 
 
 def _after(module: nn.Module, args: Any, output: Any) -> None:
@@ -388,8 +371,7 @@ def _after(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _innermost() -> Any:
-    opened = ACTIVE.blocks[-1].entered if ACTIVE.blocks else None
-    return None if opened is None else opened.block
+    return ACTIVE.blocks[-1].opened if ACTIVE.blocks else None
 
 
 _NOT_NESTED = (
@@ -437,7 +419,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
 def _again(block: Any) -> autocast:
     """A new autocast with the settings of ``block``, a `Block` or an autocast."""
-    opened = block.entered.block if isinstance(block, Block) and block.entered else block
+    opened = block.opened if isinstance(block, Block) and block.opened else block
     if block.recipe is None:
         again = autocast(enabled=False, history=block.history)
     else:
@@ -447,7 +429,7 @@ def _again(block: Any) -> autocast:
     layers = getattr(opened, "by_layer", None)
     if layers is not None:
         again._asked = opened._asked
-        again.by_layer = _ByLayer(layers.layers, again._of_layer)
+        again.by_layer = _ByLayer(layers.layers)
     return again
 
 
@@ -455,11 +437,6 @@ _NEEDS_HISTORY = (
     "recipe {!r} keeps its scales between passes: give it a place for them, "
     "history=fp8.AmaxHistory(), not {!r}"
 )
-
-
-def _check_history(recipe: Recipe, history: Any) -> None:
-    if recipe.needs_history and not isinstance(history, AmaxHistory):
-        raise ValueError(_NEEDS_HISTORY.format(recipe.name, history))
 
 
 def _leave(function: Callable[..., Any], why: str) -> None:
@@ -476,4 +453,5 @@ def _warn_left(name: str, why: str) -> bool:
     return True
 
 
+_OUT = "a product under fp8.autocast cannot write to out=; assign its result"
 _CANNOT = "{} cannot run under fp8.autocast: {}"

@@ -33,20 +33,12 @@ class Runs(NamedTuple):
     eager: Function | None = None
 
 
-def _cond(condition: Any, true: Function, false: Function, operands: Sequence[Any]) -> Any:
-    return (true if condition else false)(*operands)
-
-
 def _while_loop(
     condition: Function, body: Function, carried: Sequence[Any], more: Sequence[Any]
 ) -> Any:
     while condition(*carried, *more):
         carried = body(*carried, *more)
     return tuple(carried)
-
-
-def _map(function: Function, inputs: Sequence[Tensor], more: Sequence[Any]) -> Any:
-    return _stacked([function(*row, *more) for row in _rows(inputs)])
 
 
 def _scan(
@@ -70,9 +62,12 @@ def _stacked(results: list[Any]) -> Any:
 
 RUNS: dict[Function, Runs] = {
     checkpoint: Runs((0,)),
-    OPERATORS.cond: Runs((1, 2), _cond),
+    OPERATORS.cond: Runs((1, 2), lambda at, true, false, given: (true if at else false)(*given)),
     OPERATORS.while_loop: Runs((0, 1), _while_loop),
-    OPERATORS.map_impl: Runs((0,), _map),
+    OPERATORS.map_impl: Runs(
+        (0,),
+        lambda function, inputs, more: _stacked([function(*row, *more) for row in _rows(inputs)]),
+    ),
     OPERATORS.scan: Runs((0,), _scan),
     OPERATORS.associative_scan: Runs((0,)),
 }
@@ -99,11 +94,9 @@ def depends_on_values(function: Function) -> bool:
 
 
 def run_within(mode: TorchFunctionMode, function: Function, args: Any, kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, a call that `runs_functions`, with the mode active in these.
-
-    A region loses its border, as torch.compile compiles no closure as one: equal regions are
-    compiled several times.
-    """
+    """``function(*args, **kwargs)``, a call that `runs_functions`, with the mode active in these. A
+    region loses its border, as torch.compile compiles no closure as one: equal regions are compiled
+    several times."""
     if function is REGION:
         return _within(mode, args[0])(*args[1:], **kwargs)
     places = RUNS[function].functions

@@ -38,16 +38,9 @@ the recipe cannot be applied to its products, a string with the reason."""
 aten = torch.ops.aten
 
 
-def _refuse_out(out: object) -> None:
-    if out is not None:
-        raise ValueError("a product under fp8.autocast cannot write to out=; assign its result")
-
-
 def _floating(*values: object) -> bool:
-    """Whether all values are tensors that a recipe applies to: not integer, complex or sparse.
-
-    Warns, once per process, of complex ones.
-    """
+    """Whether all values are tensors that a recipe applies to: not integer, sparse or, with a
+    warning, complex."""
     for value in values:
         if isinstance(value, Tensor):
             refuse_nested(value)
@@ -89,8 +82,7 @@ def _is_product(left: object, right: object, ranks: tuple[int, int] | None) -> b
 
 
 def _two(ranks: tuple[int, int] | None = None) -> Handler:
-    """Handler of ``left @ right`` for operands of the given ranks; None: any ranks that
-    broadcast."""
+    """Handler of ``left @ right`` for operands of these ranks; None: any that broadcast."""
 
     def handler(
         recipe: Recipe,
@@ -100,9 +92,7 @@ def _two(ranks: tuple[int, int] | None = None) -> Handler:
         mat2: Tensor | None = None,
         vec: Tensor | None = None,
         tensor: Tensor | None = None,
-        out: Tensor | None = None,
     ) -> Any:
-        _refuse_out(out)
         right = next((t for t in (other, mat2, vec, tensor) if t is not None), None)
         if not _is_product(input, right, ranks):
             return NotImplemented
@@ -112,12 +102,7 @@ def _two(ranks: tuple[int, int] | None = None) -> Handler:
     return handler
 
 
-def _reversed(recipe: Recipe, input: Tensor, other: Any) -> Any:
-    return _two()(recipe, other, input) if isinstance(other, Tensor) else NotImplemented
-
-
-def _inner(recipe: Recipe, input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Any:
-    _refuse_out(out)
+def _inner(recipe: Recipe, input: Tensor, other: Tensor) -> Any:
     if not _is_product(input, other, None) or other.ndim == 0:
         return NotImplemented
     right = other if other.ndim == 1 else other.flatten(0, -2).mT
@@ -125,20 +110,12 @@ def _inner(recipe: Recipe, input: Tensor, other: Tensor, *, out: Tensor | None =
     return y.reshape((*input.shape[:-1], *other.shape[:-1]))
 
 
-def _vecdot(
-    recipe: Recipe, x: Tensor, y: Tensor, *, dim: int = -1, out: Tensor | None = None
-) -> Any:
-    _refuse_out(out)
+def _vecdot(recipe: Recipe, x: Tensor, y: Tensor, *, dim: int = -1) -> Any:
     if not _floating(x, y):
         return NotImplemented
     rows, columns = x.movedim(dim, -1).unsqueeze(-2), y.movedim(dim, -1).unsqueeze(-1)
     y = matmul.matmul(rows, columns)
     return y.squeeze(-1).squeeze(-1)
-
-
-def _sum_of_products(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """``sum(left[b] @ right[b] for b)`` as one product of two matrices."""
-    return left.transpose(0, 1).flatten(1), right.flatten(0, 1)
 
 
 def _added(
@@ -156,10 +133,8 @@ def _added(
         *args: Any,
         beta: float = 1,
         alpha: float = 1,
-        out: Tensor | None = None,
         **named: Any,
     ) -> Any:
-        _refuse_out(out)
         left, right, *rest = (*args, *(named.pop(n, None) for n in (first, second)[len(args) :]))
         if rest or not isinstance(input, Tensor):
             raise TypeError("beta and alpha are keywords under fp8.autocast")
@@ -192,11 +167,8 @@ def _in_place(handler: Handler) -> Handler:
     return write
 
 
-def _tensordot(
-    recipe: Recipe, a: Tensor, b: Tensor, dims: Any = 2, out: Tensor | None = None
-) -> Any:
+def _tensordot(recipe: Recipe, a: Tensor, b: Tensor, dims: Any = 2) -> Any:
     """One product of two matrices; the summed dimensions are flattened into the inner one."""
-    _refuse_out(out)
     dims = dims.tolist() if isinstance(dims, Tensor) else dims
     if not _floating(a, b) or (isinstance(dims, int) and not 0 < dims <= min(a.ndim, b.ndim)):
         return NotImplemented
@@ -262,13 +234,16 @@ def _grouped(
 _ADDED = {
     "addmm": _added("mat1", "mat2", (2, 2)),
     "addmv": _added("mat", "vec", (2, 1)),
-    "addbmm": _added("batch1", "batch2", (3, 3), _sum_of_products),
+    "addbmm": _added(  # sum(left[b] @ right[b] for b), as one product of two matrices
+        *("batch1", "batch2", (3, 3)),
+        lambda left, right: (left.transpose(0, 1).flatten(1), right.flatten(0, 1)),
+    ),
     "baddbmm": _added("batch1", "batch2", (3, 3)),
 }
 
 _HANDLERS: dict[str, Handler] = {
     "matmul": _two(),
-    "rmatmul": _reversed,
+    "rmatmul": lambda recipe, right, left: _two()(recipe, left, right),
     "mm": _two((2, 2)),
     "bmm": _two((3, 3)),
     "mv": _two((2, 1)),
@@ -344,9 +319,7 @@ if hasattr(F, "linear_cross_entropy"):  # torch 2.13
 def expansion(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
 ) -> Callable[[], Any] | None:
-    """For a call that is composed of others: what makes these, so that a mode can intercept them,
-    and returns the result.
-    """
+    """For a call that is composed of others: what makes these, so that a mode sees them."""
     if function is torch.einsum:
         equation, operands = as_equation(args)
         commas = equation.partition("->")[0].count(",")

@@ -24,10 +24,8 @@ _FUNCTION = str(Path(torch.autograd.function.__file__))
 
 
 def warn_of_operator(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
-    """Warns of an operator of another library that may compute a product: it has two floating-point
-    tensors or more. ATen's operators are how these packages call torch without casts. Compiled code
-    warns while it is traced.
-    """
+    """Warns of an operator of another library that may compute a product, of two floating-point
+    tensors or more. ATen's operators are how these packages call torch without casts."""
     if not isinstance(function, OPERATORS):
         return
     given = [
@@ -46,8 +44,7 @@ def _show_operator(name: str) -> bool:
 
 def warned(result: Any, args: tuple[Any, ...]) -> Any:
     """``result``, of a product of ``args`` without gradients. Warns if the forward pass of an
-    autograd function computes it; a reentrant checkpoint, which is one, runs its layers again.
-    """
+    autograd function computes it, but for a reentrant checkpoint, which runs its layers again."""
     if torch.compiler.is_dynamo_compiling() or in_reentrant():
         return result
     if any(isinstance(t, Tensor) and t.grad_fn is not None for t in args):
@@ -58,10 +55,8 @@ def warned(result: Any, args: tuple[Any, ...]) -> Any:
 
 
 def function_around(end: str = "") -> str:
-    """The autograd function that makes the running call, perhaps through others; "" if none.
-
-    end: the name of a Python function beyond which callers are not looked at.
-    """
+    """The autograd function that makes the running call, perhaps through others; "" if none. end:
+    the name of a Python function beyond which callers are not looked at."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != end:
         if found := function_of(frame):

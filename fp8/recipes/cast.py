@@ -198,8 +198,7 @@ class Cast:
         return self.scaling in ("delayed", "static")
 
     def __str__(self) -> str:
-        """Format, scaling and all values that differ from defaults: "e2m1, nv 16x16,
-        stochastic"."""
+        """Format, scaling, and what differs from defaults: "e2m1, nv 16x16, stochastic"."""
         row = SCALINGS[self.scaling]
         scaling = self.scaling
         if self.tile != row.tile:

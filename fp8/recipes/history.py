@@ -18,10 +18,8 @@ Group = torch.distributed.ProcessGroup | None
 
 
 class AmaxHistory:
-    """The state of a recipe with scaling "delayed" or "static".
-
-    For each operand of each product it stores the largest magnitudes of recent passes, newest
-    first, or one static scale.
+    """The state of a recipe: for each operand of each product the largest magnitudes of recent
+    passes, newest first (scaling "delayed"), or one scale (scaling "static").
 
         history = fp8.AmaxHistory()
         for batch in batches:
@@ -39,9 +37,8 @@ class AmaxHistory:
     With scaling "static", the first pass in which an operand is finite and not all zeros sets its
     scale permanently, to the power of two nearest to its RMS. `fp8.calibrate`, called inside of the
     block, sets it again. A function that was compiled before its scales were set measures them in
-    each pass, although it uses the first.
-
-    Each process of a data-parallel run has its own history; `reduce` makes them equal.
+    each pass, although it uses the first. Each process of a data-parallel run has its own history;
+    `reduce` makes them equal.
 
     Attributes:
         tensors: name of the operand, like "001.linear.0" -> float32, (history,), or () for
@@ -70,41 +67,29 @@ class AmaxHistory:
         return {name.replace(":", ".") for name, is_set in vars(self._known).items() if is_set}
 
     def tensor(self, name: str, length: int, device: torch.device, groups: int = 0) -> Tensor:
-        """The history of an operand, created with zeros if new. length: 0 for a static scale, of
-        which a view of shape (1,) is returned if it is not set and is to be measured. groups: the
-        number of states, of a grouped product.
-
-        Raises ValueError if it has another length.
-        """
+        """The history of an operand, created with zeros if new. length: 0 for a static scale, which
+        has the shape (1,) if it is to be measured. groups: the number of states, of a grouped
+        product. Raises ValueError if it has another length."""
         key = _attribute(name)
-        if not self._note(key):
-            self._create(key, length, groups, str(device))
+        self._prepare(key, length, groups, str(device))
         state, known = getattr(self._states, key), getattr(self._known, key)
         return _checked(name, state, _shape(length, groups), known)
 
     @taken_as_constant
-    def _note(self, key: str) -> bool:
-        """Whether there is a state of this name; notes whether it is set. As `_create`, executed
-        also while a graph is traced that reads the state afterwards."""
+    def _prepare(self, key: str, length: int, groups: int, device: str) -> bool:
+        """Creates a state, or notes whether it is set; also while a graph is traced."""
         states = vars(self._states)
         if key in states:
             note(self._known, key, states[key])
-        return key in states
-
-    @taken_as_constant
-    def _create(self, key: str, length: int, groups: int, device: str) -> bool:
+            return True
         with torch.inference_mode(False):
-            vars(self._states)[key] = torch.zeros(_shape(length, groups), device=device)
+            states[key] = torch.zeros(_shape(length, groups), device=device)
         vars(self._known)[key] = False
         return True
 
     def number(self, counter: list[int], product: str, *operands: Tensor) -> str:
-        """The name of the next product. counter: [number of products so far].
-
-        Raises ValueError if it multiplies another matrix of a stack of weights than the product of
-        this number did before, as in a loop over experts that leaves out some, or a weight of
-        another shape, as in a pass of a part of the model: such passes have no fixed order.
-        """
+        """The name of the next product. counter: [number of products so far]. Raises ValueError if
+        it multiplies another matrix of a stack, or a weight of another shape, than before."""
         name = _numbered(counter, product)
         self._check_matrix(counter[0], operands)
         self._check_weight(name, operands)
@@ -178,8 +163,7 @@ def _numbered(counter: list[int], product: str) -> str:
 
 
 def _in_stack(operand: Tensor) -> str:
-    """Which matrix of a stack of weights (a parameter of 3 dimensions) an operand is a view of; ""
-    if of none."""
+    """Which matrix of a stack of weights an operand is a view of; "" if of none."""
     stack = operand._base
     if operand.dim() != 2 or not isinstance(stack, nn.Parameter) or stack.dim() != 3:
         return ""
@@ -198,8 +182,8 @@ def _reduce(tensors: Iterable[Tensor], group: Group) -> None:
 
 
 class Live:
-    """Values by name, as attributes. A graph reads an attribute as it is when the call is traced,
-    and an item of a dict as it was when the trace first read the dict."""
+    """Values by name, as attributes: a graph reads an item of a dict as it was when the trace first
+    read the dict, and an attribute as it is."""
 
 
 def _attribute(name: str) -> str:
@@ -235,8 +219,7 @@ def _is_positive(scale: Tensor) -> bool:
 
 
 def _is_set(scale: Tensor) -> bool:
-    """Whether a scale was set since it was created. Reads the value, which synchronizes with its
-    device, only if the tensor was written."""
+    """Whether a scale was set. Reads the value, which synchronizes, only if it was written."""
     return not scale.is_inference() and scale._version > 0 and _is_positive(scale)
 
 
@@ -251,11 +234,9 @@ _BY_CALL = "fp8_by_call"
 class LayerHistory(AmaxHistory):
     """The history of a converted layer, in its buffers.
 
-    A layer of one product has ``fp8_amax_input``, ``fp8_amax_weight`` and ``fp8_amax_grad``, or
-    ``fp8_scale_input`` and so on, which `remember` creates. A layer of several products names each
-    by its order in the forward pass, as in ``fp8_amax_001_grouped_mm_input``, and creates the
-    buffers in the first one. A product with one matrix of a stack of weights, of which a pass may
-    leave out some, is named after it: ``fp8_amax_down_proj_3_linear_input``.
+    Of a layer with one product: ``fp8_amax_input`` or ``fp8_scale_input``, and so on. A layer of
+    several products names each by its order in the forward pass, ``fp8_amax_001_grouped_mm_input``,
+    or after the matrix of a stack of weights: ``fp8_amax_down_proj_3_linear_input``.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -313,9 +294,8 @@ _EAGER = (
 
 
 def remember(layer: Any, recipe: Any, by_call: bool = False) -> None:
-    """Adds the buffers that ``recipe`` needs to ``layer``, which has an input and a weight: zeros,
-    float32, on the device of the weight. Buffers of that name and shape stay. by_call: the layer
-    computes several products, and the buffers are created by its first pass."""
+    """Adds the buffers that ``recipe`` needs to ``layer``, zeros; those that it has stay. by_call:
+    the layer computes several products, and its first pass creates the buffers."""
     for role in () if by_call else _ROLES.values():
         cast = getattr(recipe, role)
         if cast is not None and cast.keeps_history:
@@ -349,9 +329,8 @@ def settle(layer: nn.Module) -> None:
 
 
 def add_initial_histories(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Adds initial histories of ``layer`` to a state_dict that has none, so that a checkpoint of
-    the unconverted model loads. A state_dict without any parameter of the layer under this name,
-    like safetensors files for a module's second name, is left unchanged."""
+    """Adds initial histories to a state_dict of the layer that has none, so that a checkpoint of
+    the unconverted model loads. (A safetensors file has nothing under a module's second name.)"""
     own = {prefix + name: b for name, b in layer.named_buffers(recurse=False) if is_history(name)}
     if vars(layer).get(_BY_CALL):
         for key in state:
@@ -367,8 +346,7 @@ def add_initial_histories(layer: nn.Module, state: dict[str, Any], prefix: str) 
 
 
 def static_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The static scales among the tensors of an `AmaxHistory` or `histories`, 0-dim: of a grouped
-    product, one for each group, under its name and number."""
+    """The static scales among the tensors, 0-dim; of a grouped product, one for each group."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         groups = tensor.dim() == 1 and "grouped_mm" in name and _AMAX not in name
@@ -384,8 +362,7 @@ def is_history(name: str) -> bool:
 
 
 def histories(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that `remember` added to a model, by name. parallelize_module makes DTensors of
-    them, replicated: of these the local tensors."""
+    """The buffers that `remember` added to a model, by name; of replicated DTensors the part."""
     return {name: part_of(b) for name, b in model.named_buffers() if is_history(name)}
 
 

@@ -215,11 +215,10 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain values, for JSON. A recipe in `fp8.RECIPES` is stored by name."""
-        rules = [{f.name: getattr(rule, f.name) for f in fields(Rule)} for rule in self.rules]
         return {
             "name": self.name,
             "recipe": _plain(self.recipe),
-            "rules": [rule | {"recipe": _plain(rule["recipe"])} for rule in rules],
+            "rules": [vars(rule) | {"recipe": _plain(rule.recipe)} for rule in self.rules],
             "first": self.first,
             "last": self.last,
             "keep": list(self.keep),
@@ -339,10 +338,7 @@ def _read_switch(values: Any) -> tuple[Any, Any]:
 
 
 def as_policy(given: Any) -> Policy:
-    """``given`` as a policy. given: a Policy, a `Recipe` or the name of one.
-
-    Raises TypeError and ValueError as `fp8.get_recipe`.
-    """
+    """A Policy of a policy, a `Recipe` or the name of one. Raises as `fp8.get_recipe`."""
     if isinstance(given, Policy):
         return given
     given_recipe(given)
@@ -350,14 +346,9 @@ def as_policy(given: Any) -> Policy:
 
 
 def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
-    """The recipe of a layer whose casts, in the order of `CASTS`, come from ``sources``.
-
-    auto: the recipe that "auto" stands for. None if nothing is cast. Saved activations and
-    the products of attention are those of the first source.
-
-    Raises ValueError if no `Recipe` has this combination: a rotation of one operand only, a scaling
-    with a history in the second product of an operand only, or sums of different accelerators.
-    """
+    """The recipe of a layer whose casts, in the order of `CASTS`, come from ``sources``; None if
+    nothing is cast. auto: what "auto" stands for. Saved activations and the products of attention
+    are those of the first source. Raises ValueError for a combination that no `Recipe` has."""
     found = [auto if isinstance(source, str) else source for source in sources]
     if all(recipe == found[0] for recipe in found):
         return found[0]

@@ -274,85 +274,18 @@ def _or_same(cast: Cast | str | None, same: Cast | None) -> Cast | None:
 
 
 def _all(
-    name: str, format: str, scaling: str = "unit", grad: str | None = None, **options: Any
+    name: str,
+    format: str,
+    scaling: str = "unit",
+    *,
+    weight: Mapping[str, Any] | None = None,
+    grad: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Recipe:
-    """A recipe with the same cast for every operand. grad: another format for gradients."""
+    """A recipe with one cast for every operand. weight, grad: what differs in theirs."""
     cast = Cast(format=format, scaling=scaling, **options)
-    return Recipe(name=name, input=cast, weight=cast, grad=replace(cast, format=grad or format))
-
-
-def _row_gw_hp() -> Recipe:
-    """By rows, with the gradient of the weight in high precision. The weight needs no second copy
-    along the other axis, because the input gradient uses one scale for it (torchao's
-    rowwise_with_gw_hp)."""
-    row = Cast(format="e4m3", scaling="row")
-    return Recipe(
-        name="row_gw_hp",
-        input=row,
-        weight=row,
-        grad=row,
-        grad_input_weight=Cast(format="e4m3", scaling="tensor"),
-        grad_weight_grad=None,
-        grad_weight_input=None,
-    )
-
-
-def _block() -> Recipe:
-    """DeepSeek-V3 (arXiv:2412.19437), section 3.3.2: e4m3 throughout, tiles of 1 x 128 for
-    activations and gradients, 128 x 128 for weights; scales are powers of two, as section 3.3.3
-    has them for some activations and DeepGEMM on Blackwell for all. Sums are torch's."""
-    vector = Cast(format="e4m3", scaling="block")
-    square = Cast(format="e4m3", scaling="block", tile=(128, 128))
-    return Recipe(name="block", input=vector, weight=square, grad=vector)
-
-
-def _deepseek_v3() -> Recipe:
-    """DeepSeek-V3 (arXiv:2412.19437), section 3.3, as trained: the tiles of "block", scales that
-    are the largest magnitude divided by 448, and the sums of Hopper's tensor cores, added in
-    float32 after every 128 products. Its power-of-two scales and its format E5M6 of a few
-    activations (section 3.3.3) are left out."""
-    vector = Cast(format="e4m3", scaling="block", rule="exact")
-    return Recipe(
-        name="deepseek_v3",
-        input=vector,
-        weight=replace(vector, tile=(128, 128)),
-        grad=vector,
-        accumulate="hopper",
-        promote=128,
-    )
-
-
-def _one_way_each(name: str, forward: Cast, back: Cast) -> Recipe:
-    """One cast for both operands of the output, another one for all operands of both gradients."""
-    return Recipe(
-        name=name,
-        input=forward,
-        weight=forward,
-        grad=back,
-        grad_input_weight=back,
-        grad_weight_input=back,
-    )
-
-
-def _quartet2() -> Recipe:
-    """Quartet II (arXiv:2601.22813) and its published code: four over six in blocks of one row
-    forward, without square blocks; MS-EDEN for all operands of both gradients, rotated in blocks of
-    128 with random signs. There backward casts the values of the forward pass again; here it casts
-    the operands from high precision."""
-    forward = Cast(format="e2m1", scaling="nv", rule="e4m3_4_6")
-    eden = replace(forward, rule="e4m3_eden", hadamard=128, signs="random")
-    return _one_way_each("quartet2", forward, eden)
-
-
-def _tetrajet2() -> Recipe:
-    """TetraJet-v2 (arXiv:2510.27527) and its published code: blocks of one row, rounded to nearest
-    forward; stochastic rounding of all operands of both gradients, rotated in blocks of 16 with
-    random signs. There the float32 level of scales belongs to 128 values, and backward casts the
-    values of the forward pass again; here it belongs to the tensor, and all casts are from high
-    precision. The reset of oscillating weights and outlier channels in MXFP8 are left out."""
-    forward = Cast(format="e2m1", scaling="nv")
-    back = replace(forward, rounding="stochastic", hadamard=16, signs="random")
-    return _one_way_each("tetrajet2", forward, back)
+    own = replace(cast, **weight or {}), replace(cast, **grad or {})
+    return Recipe(name=name, input=cast, weight=own[0], grad=own[1])
 
 
 def _nvfp4(name: str = "nvfp4", rule: str = "e4m3") -> Recipe:
@@ -371,102 +304,113 @@ def _nvfp4(name: str = "nvfp4", rule: str = "e4m3") -> Recipe:
     )
 
 
-def _quartet() -> Recipe:
-    """Quartet (arXiv:2505.14669) and its published code: MX blocks by the standard deviation,
-    rotated in blocks of 32, in the output; stochastic rounding of 3/4 of all operands of both
-    gradients, whose products are divided by 9/16, rotated with random signs. There backward casts
-    the cast values of the forward pass, and drops gradients of saturated ones; here it casts the
-    operands from high precision."""
-    forward = Cast(format="e2m1", scaling="mx", rule="quest", hadamard=32)
-    back = Cast(
-        format="e2m1",
-        scaling="block",
-        tile=(1, 32),
-        rule="fit",
-        rounding="stochastic",
-        hadamard=32,
-        signs="random",
-    )
-    return _one_way_each("quartet", forward, back)
+def _one_way_each(name: str, forward: Cast, back: Cast) -> Recipe:
+    """One cast for both operands of the output, another one for all operands of both gradients."""
+    again: dict[str, Any] = {"grad_input_weight": back, "grad_weight_input": back}
+    return Recipe(name=name, input=forward, weight=forward, grad=back, **again)
 
 
-def _ufp4() -> Recipe:
-    """UFP4 (arXiv:2606.20381): the uniform grid e1m2 in blocks of one row and 16 with float32
-    scales, all three products rotated, gradients rounded stochastically. The rotation's size is
-    that of "nvfp4"."""
-    uniform = Cast(format="e1m2", scaling="block", tile=(1, 16), rule="exact", hadamard=16)
-    grad = replace(uniform, rounding="stochastic")
-    return Recipe(name="ufp4", input=uniform, weight=uniform, grad=grad)
-
-
-def _coat() -> Recipe:
-    """COAT (arXiv:2410.19313) and its published code: float32 scales of tensors, and activations
-    kept in e4m3. There what is kept has a scale for 16 values, and optimizer states are e4m3 of
-    expanded values."""
-    recipe = _all("coat", "e4m3", "tensor", grad="e5m2", rule="exact")
-    return replace(recipe, saved_activations=recipe.input)
-
-
-def _fog() -> Recipe:
-    """FOG (arXiv:2505.20524): delayed scales of 1024 passes for all products, those inside of
-    attention too. Its blocks are the model's."""
-    one = _all("fog", "e4m3", "delayed", grad="e5m2", history=1024)
-    return replace(one, attention_scores=one, attention_values=one)
-
-
-def _moss() -> Recipe:
-    """MOSS (arXiv:2511.05811): activations in blocks of 32 with a power of two times a
-    float32 scale, here of the tensor (there of about 10,000 values), and weights with a float32
-    scale, here of their largest magnitude (there predicted from the learning rate). Gradients are
-    cast as activations are."""
-    activation = Cast(format="e4m3", scaling="block", tile=(1, 32), rule="two_level")
-    weight = Cast(format="e4m3", scaling="tensor", rule="exact")
-    return Recipe(name="moss", input=activation, weight=weight, grad=activation)
-
+_E5M2 = {"format": "e5m2"}
+_SQUARE = {"tile": (128, 128)}
+_EXACT = Cast(format="e4m3", scaling="tensor", rule="exact")
+_FOG = _all("fog", "e4m3", "delayed", grad=_E5M2, history=1024)
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         # Without scales: for unit-scaled models. e4m3 for precision, e5m2 for range (Micikevicius
         # et al. 2022, arXiv:2209.05433, section 3).
-        _all("unit", "e4m3", "unit", grad="e5m2"),
+        _all("unit", "e4m3", "unit", grad=_E5M2),
         _all("unit_e4m3", "e4m3"),
         # One scale per tensor.
-        _all("tensor", "e4m3", "tensor", grad="e5m2"),
+        _all("tensor", "e4m3", "tensor", grad=_E5M2),
         # Micikevicius et al. 2022, section 3.1, with 16 passes as in FP8-LM.
-        _all("delayed", "e4m3", "delayed", grad="e5m2"),
+        _all("delayed", "e4m3", "delayed", grad=_E5M2),
         # Powers of two, measured once: the loss scale of half precision (Micikevicius et al. 2018,
         # arXiv:1710.03740, section 3.2), separately for each operand.
-        _all("static", "e4m3", "static", grad="e5m2"),
+        _all("static", "e4m3", "static", grad=_E5M2),
         # One scale per row or block along the summed axis.
         _all("row", "e4m3", "row"),
-        _row_gw_hp(),
-        _block(),
-        _deepseek_v3(),
+        # The gradient of the weight in high precision (torchao's rowwise_with_gw_hp). The weight
+        # needs no second copy along the other axis: the input gradient uses one scale for it.
+        replace(
+            _all("row_gw_hp", "e4m3", "row"),
+            grad_input_weight=Cast(format="e4m3", scaling="tensor"),
+            grad_weight_grad=None,
+            grad_weight_input=None,
+        ),
+        # DeepSeek-V3 (arXiv:2412.19437), section 3.3.2: tiles of 1 x 128 for activations and
+        # gradients, 128 x 128 for weights. Scales are powers of two, as section 3.3.3 has them for
+        # some activations and DeepGEMM on Blackwell for all.
+        _all("block", "e4m3", "block", weight=_SQUARE),
+        # As trained there: scales that are the largest magnitude divided by 448, and the sums of
+        # Hopper's tensor cores, added in float32 after every 128 products.
+        replace(
+            _all("deepseek_v3", "e4m3", "block", rule="exact", weight=_SQUARE),
+            accumulate="hopper",
+            promote=128,
+        ),
         # Mishra et al., "Recipes for pre-training LLMs with MXFP8" (arXiv:2506.08027): e4m3 for all
         # three, scales rounded up.
         _all("mxfp8", "e4m3", "mx"),
         # e2m3, the more precise format, in the forward pass; e3m2, the wider one, for gradients.
-        _all("mxfp6", "e2m3", "mx", grad="e3m2"),
+        _all("mxfp6", "e2m3", "mx", grad={"format": "e3m2"}),
         # Exactly OCP MX specification 1.0, section 6.3: e2m1, scales by the floor rule.
         _all("mxfp4", "e2m1", "mx", rule="floor"),
         _nvfp4(),
         # Cook et al. (arXiv:2512.02010), section 3: "nvfp4" with scales chosen by error in all
         # casts.
         _nvfp4("four_over_six", "e4m3_4_6"),
-        _quartet(),
-        _quartet2(),
-        _tetrajet2(),
-        _ufp4(),
-        # Of papers whose casts in eight bits are rows above, or nearly so; docs/recipes.md has what
-        # else they do.
+        # Of papers; docs/recipes.md has what differs, and what else they do.
+        # Quartet (arXiv:2505.14669) and its published code: MX blocks by the standard deviation;
+        # for gradients stochastic rounding of 3/4 of the operands, products divided by 9/16.
+        _one_way_each(
+            "quartet",
+            Cast(format="e2m1", scaling="mx", rule="quest", hadamard=32),
+            Cast(
+                format="e2m1",
+                scaling="block",
+                tile=(1, 32),
+                rule="fit",
+                rounding="stochastic",
+                hadamard=32,
+                signs="random",
+            ),
+        ),
+        # Quartet II (arXiv:2601.22813) and its published code: four over six, without square
+        # blocks; MS-EDEN for gradients.
+        _one_way_each(
+            "quartet2",
+            Cast(format="e2m1", scaling="nv", rule="e4m3_4_6"),
+            Cast(format="e2m1", scaling="nv", rule="e4m3_eden", hadamard=128, signs="random"),
+        ),
+        # TetraJet-v2 (arXiv:2510.27527) and its published code.
+        _one_way_each(
+            "tetrajet2",
+            Cast(format="e2m1", scaling="nv"),
+            Cast(format="e2m1", scaling="nv", rounding="stochastic", hadamard=16, signs="random"),
+        ),
+        # UFP4 (arXiv:2606.20381): the uniform grid e1m2 with float32 scales, all products rotated.
+        _all(
+            "ufp4",
+            "e1m2",
+            "block",
+            tile=(1, 16),
+            rule="exact",
+            hadamard=16,
+            grad={"rounding": "stochastic"},
+        ),
         # Smooth-SwiGLU: Fishman et al. (arXiv:2409.12517).
-        _all("smooth_swiglu", "e4m3", "delayed", grad="e5m2"),
+        _all("smooth_swiglu", "e4m3", "delayed", grad=_E5M2),
         # µnit scaling: Narayan et al. (arXiv:2502.05967).
-        _all("mus", "e4m3", "unit", grad="e5m2"),
-        _coat(),
-        _fog(),
-        _moss(),
+        _all("mus", "e4m3", "unit", grad=_E5M2),
+        # COAT (arXiv:2410.19313) and its published code.
+        replace(_all("coat", "e4m3", "tensor", grad=_E5M2, rule="exact"), saved_activations=_EXACT),
+        # FOG (arXiv:2505.20524): delayed scales for all products, those inside of attention too.
+        replace(_FOG, attention_scores=_FOG, attention_values=_FOG),
+        # MOSS (arXiv:2511.05811): activations in blocks of 32 with a power of two times a float32
+        # scale of the tensor.
+        replace(_all("moss", "e4m3", "block", tile=(1, 32), rule="two_level"), weight=_EXACT),
         # 16-bit operands.
         _all("bf16", "bf16"),
         _all("fp16", "fp16"),

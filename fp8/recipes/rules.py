@@ -29,9 +29,8 @@ def _power(amax: Tensor, format: Format, carry: int) -> Tensor:
     within the range of E8M0.
 
     carry: added to the bits of ``amax``; e is one larger if the addition carries into the exponent.
-    A subnormal amax counts as exponent field zero, below every scale. All of it is one addition, a
-    mask and a clamp on the bits: in a compiled product each operation here is generated once for
-    every use of the scale.
+    A subnormal amax counts as exponent field zero, below every scale. Few operations, because a
+    compiled product has each of them once for every use of the scale.
     """
     layout, one = LAYOUTS[amax.dtype], _one(amax)
     power = (amax.view(layout.integer) + (carry - format.max_exponent * one)) & -one
@@ -100,11 +99,6 @@ def _two_level(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     return _ceil(amax / format.max / unit, format) * 2.0**format.max_exponent * unit
 
 
-def _exact_unit(amax: Tensor, format: Format) -> Tensor:
-    """`_exact` of the tensor, for tiles with these amax, all finite."""
-    return defined(_exact(amax.amax(), format), amax.amax())
-
-
 def _e4m3(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     """``exact``, rounded to e4m3 in units of the tensor's amax / (448 * the format's largest value)
     (NVFP4, arXiv:2509.25149, section 2). The e4m3 value is at least its smallest subnormal, 2**-9:
@@ -144,31 +138,6 @@ def _eden(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     return _e4m3(EDEN * amax, format, unit)
 
 
-def _eden_unit(amax: Tensor, format: Format) -> Tensor:
-    """`_unit_256` of the magnitudes that `_eden` takes for the largest ones."""
-    return _unit_256(EDEN * amax, format)
-
-
-def _unit_448(amax: Tensor, format: Format) -> Tensor:
-    """The tensor-level unit of e4m3 scales up to 448, for tiles with these amax, all finite."""
-    whole = amax.amax()
-    return defined(whole / (448.0 * format.max), whole)
-
-
-def _unit_256(amax: Tensor, format: Format) -> Tensor:
-    """As `_unit_448`, for scales up to 256, and up to 384 for 1.5 * amax."""
-    whole = amax.amax()
-    return defined(whole / (256.0 * format.max), whole)
-
-
-def _half_more(amax: Tensor) -> Tensor:
-    return 1.5 * amax
-
-
-def _doubled(amax: Tensor) -> Tensor:
-    return 2 * amax
-
-
 RULES: dict[str, Callable[..., Tensor]] = {
     "up": _up,
     "floor": _floor,
@@ -191,18 +160,25 @@ BY_SPREAD = ("quest",)
 """Rules of the standard deviation."""
 
 BY_ERROR: dict[str, Callable[[Tensor], Tensor]] = {
-    "e4m3_4_6": _half_more,
-    "error": _doubled,
+    "e4m3_4_6": lambda amax: 1.5 * amax,
+    "error": lambda amax: 2 * amax,
 }
 """Rule that chooses one of two scales by its squared error -> the largest magnitude that the second
 one is computed from, given that of the tile. (A function, because a compiler takes numbers in a
 table for variables.)"""
 
+
+def _unit(amax: Tensor, largest: float) -> Tensor:
+    """The unit in which ``largest`` stands for the largest of these amax, all finite."""
+    whole = amax.amax()
+    return defined(whole / largest, whole)
+
+
 UNITS: dict[str, Callable[[Tensor, Format], Tensor]] = {
-    "two_level": _exact_unit,
-    "e4m3": _unit_448,
-    "e4m3_4_6": _unit_256,
-    "e4m3_eden": _eden_unit,
+    "two_level": lambda amax, format: _unit(amax, format.max),
+    "e4m3": lambda amax, format: _unit(amax, 448.0 * format.max),
+    "e4m3_4_6": lambda amax, format: _unit(amax, 256.0 * format.max),
+    "e4m3_eden": lambda amax, format: _unit(EDEN * amax, 256.0 * format.max),
 }
 """Rule whose scales are eight-bit values times a unit of the tensor -> function of (largest
 magnitudes of all tiles, format) that returns the unit. The values are e4m3, or powers of two."""

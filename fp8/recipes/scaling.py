@@ -248,10 +248,9 @@ def with_margin(scale: Tensor, margin: int, rule: str) -> Tensor:
 def inverse_of(scale: Tensor, rule: str | None) -> Tensor | None:
     """The factor that replaces the division by ``scale``, a result of `scale_of`; None: divide.
 
-    A static scale (no rule) is a normal power of two and so is its inverse; a multiplication is
-    cheaper than a division. 2**-127 is
-    a subnormal float32, which some devices and modes flush to zero. The largest scale of a float32
-    is 2**126, as the formats reach beyond 2, so its inverse is normal.
+    A static scale (no rule) is a normal power of two, and so is its inverse. 2**-127 is a subnormal
+    float32, which some devices and modes flush to zero. The largest scale of a float32 is 2**126,
+    as the formats reach beyond 2, so its inverse is normal.
     """
     if rule is None:
         return 1 / scale
@@ -323,11 +322,8 @@ def nearest_power(moment: Tensor) -> Tensor:
 
 
 def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
-    """The scale factor that ``state`` holds; 1 if that is 0.
-
-    state: shape () if it is set. Shape (1,) otherwise: while it is 0, the scale is computed from
-    the finite values of ``x``, and stored if ``record`` is set and all of x is finite.
-    """
+    """The scale factor that ``state`` holds; 1 if that is 0. A state that is not set has the shape
+    (1,): it is computed from the finite values of ``x``, and stored (record) if all are finite."""
     scale = state.float()
     if state.dim() and x.numel():
         x = x.detach()

@@ -68,8 +68,8 @@ def candidates(model: nn.Module, activations: bool = False) -> dict[str, nn.Modu
 def layers_of(
     model: nn.Module, activations: bool = False
 ) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """(name, module, reason why it cannot be converted or None) for all modules that have a weight
-    or are converted and, if requested, for activations."""
+    """(name, module, why it cannot be converted or None) for all modules that have a weight or are
+    converted and, if requested, for activations."""
     inside = inside_attention(model)
     for name, module in model.named_modules():
         if isinstance(module, parametrize.ParametrizationList):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -16,12 +17,9 @@ __all__ = ["NEVER_CAST", "roles", "with_role"]
 NEVER_CAST = ("embedding", "norm")
 """Roles of which a model may have only modules that `fp8.convert` never casts (lookups, norms)."""
 
-_READS = "outside of the blocks, reads the residual stream"
-_WRITES = "outside of the blocks, does not read the residual stream"
 
-
-def _outside(model: nn.Module, layers: Layers) -> dict[str, bool]:
-    """The layers outside of all blocks -> whether each reads the residual stream.
+def _outside(model: nn.Module, layers: Layers, reads: bool) -> dict[str, str]:
+    """The layers outside of all blocks that read the residual stream, or those that do not.
 
     A layer whose input, but not output, has the width of the blocks reads it, and one whose output
     alone has that width does not. For others the position decides: after the first block or before.
@@ -29,24 +27,18 @@ def _outside(model: nn.Module, layers: Layers) -> dict[str, bool]:
     layers = weighted(layers)
     left = WHERE["hidden"](model, layers)
     blocks = blocks_of(model, layers)
+    why = f"outside of the blocks, {'reads' if reads else 'does not read'} the residual stream"
     if not blocks:
-        return dict.fromkeys(left, True)
+        return dict.fromkeys(left, why) if reads else {}
     names = list(layers)
     start = next(i for i, name in enumerate(names) if any(within(name, b) for b in blocks))
     width = sizes_of(layers[names[start]])[0]
     found = {}
     for name in left:
         before, after = (size == width for size in sizes_of(layers[name]))
-        found[name] = before if before != after else names.index(name) > start
+        if reads == (before if before != after else names.index(name) > start):
+            found[name] = why
     return found
-
-
-def _embedding(model: nn.Module, layers: Layers) -> dict[str, str]:
-    return {name: _WRITES for name, reads in _outside(model, layers).items() if not reads}
-
-
-def _readout(model: nn.Module, layers: Layers) -> dict[str, str]:
-    return {name: _READS for name, reads in _outside(model, layers).items() if reads}
 
 
 def _residual(model: nn.Module, layers: Layers) -> dict[str, str]:
@@ -103,17 +95,13 @@ def _attention(model: nn.Module, layers: Layers) -> dict[str, str]:
     return found
 
 
-def _norm(model: nn.Module, layers: Layers) -> dict[str, str]:
-    return {}  # convert has no products of norms to cast
-
-
 _FINDERS: dict[str, Callable[[nn.Module, Layers], dict[str, str]]] = {
-    "embedding": _embedding,
-    "readout": _readout,
+    "embedding": partial(_outside, reads=False),
+    "readout": partial(_outside, reads=True),
     "residual": _residual,
     "router": _router,
     "attention": _attention,
-    "norm": _norm,
+    "norm": lambda model, layers: {},  # which has no product to cast
 }
 """Role -> (model, its layers by name) -> the layers with this role: name -> reason."""
 

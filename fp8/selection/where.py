@@ -153,12 +153,9 @@ def _turns(where: Callable[..., Any]) -> bool | None:
     except TypeError as error:
         raise TypeError(f"where is called as where(name, layer); {where!r}: {error}") from None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    told = [_about(p) for p in found.parameters.values() if p.kind in kinds][:2]
-    if "layer" in told[:1] or "name" in told[1:]:
-        if told in (["layer", "layer"], ["name", "name"]):
-            return None
-        return True
-    return False if "name" in told[:1] or "layer" in told[1:] else None
+    told = [_about(p) for p in found.parameters.values() if p.kind in kinds]
+    first, second = (*told, "", "")[:2]
+    return None if first == second else first == "layer" or second == "name"
 
 
 def _about(parameter: inspect.Parameter) -> str:

@@ -39,13 +39,7 @@ class _Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder on bytes that returns its loss.
-
-    Args:
-        width, heads, layers: of the decoder.
-        context: the longest sequence.
-        vocabulary: the number of tokens.
-    """
+    """A decoder that returns its loss. context: the longest sequence."""
 
     def __init__(
         self,
@@ -74,19 +68,9 @@ class GPT(nn.Module):
 
 
 def text_batches(text: bytes, batch: int, context: int, count: int, seed: int) -> list[Tensor]:
-    """Batches of random windows of a text.
+    """Batches of random windows of a text: ``count`` tensors of shape (batch, context + 1), int64.
 
-    Args:
-        text: the bytes; at least ``context + 2`` of them.
-        batch, context: windows per batch; their length, without the first token.
-        count: the number of batches.
-        seed: of the windows.
-
-    Returns:
-        Tensors of shape (batch, context + 1), int64, values from 0 to 255.
-
-    Raises:
-        ValueError: if the text is too short.
+    Raises ValueError for a text of fewer than ``context + 2`` bytes.
     """
     if len(text) < context + 2:
         raise ValueError(f"the text has {len(text)} bytes; a window needs {context + 2}")

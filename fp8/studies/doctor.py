@@ -16,13 +16,10 @@ Section = list[dict[str, str]]
 
 
 def examine() -> dict[str, Section]:
-    """Rows for "system", "devices", "recipes" and "libraries".
+    """Rows for "system", "devices", "recipes" and "libraries", all of which are imported.
 
     recipes: for each device "native", if torch's kernels pass the self-test (`fp8.native.selftest`,
-    with results in bfloat16), or "simulated", and the reason. On a CPU, native products need
-    backend="native", because "auto" simulates there. libraries: "found", "missing", or "broken" if
-    the import fails, with the installation command. All of `fp8.common.libraries.LIBRARIES` are
-    imported.
+    with results in bfloat16), or "simulated", and the reason.
     """
     devices = _devices()
     return {
@@ -66,11 +63,6 @@ def _library(name: str) -> dict[str, str]:
         "why": found.why,
         "to get it": LIBRARIES[name].get if found.error else "",
     }
-
-
-def is_well(findings: dict[str, Section]) -> bool:
-    """Whether no installed library is broken."""
-    return all(row["status"] != "broken" for row in findings["libraries"])
 
 
 def as_text(findings: dict[str, Section]) -> str:

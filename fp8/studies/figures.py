@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Values = npt.NDArray[np.float64]
+Curve = tuple[str, Values]
+"""The name of a policy, and a value for each step, NaN where not finite."""
 
 _INK, _LINE = "#010101", "#020202"  # of the text, of the grid
 _SERIES = [f"#03030{i}" for i in range(5)]
@@ -62,8 +64,7 @@ class Drawing(NamedTuple):
 
 
 def _as_svg(figure: Figure, salt: str) -> str:
-    """The figure as an element whose colours are the page's ``--series-N``, ``--line`` and
-    currentColor. salt: makes the identifiers of one page's figures distinct."""
+    """The figure in the page's colours. salt: makes identifiers of a page's figures distinct."""
     import matplotlib
 
     text = io.StringIO()
@@ -98,25 +99,18 @@ def _shown(value: float | None) -> float:
 
 
 def frontier(choices: Sequence[Choice]) -> Drawing | None:
-    """The share of FLOPs that is cast against the update error, by recipe.
-
-    A line is predicted, a dot measured, a ring the chosen point; the published selections have a
-    mark each, at their measured error if they have one. None if no error is positive and finite.
-    """
+    """The share of FLOPs that is cast against the update error, by recipe. None if no error is
+    positive and finite."""
     drawn = [c for c in choices if _shown(c.predicted) > 0 or _shown(c.measured) > 0]
     if not drawn:
         return None
     recipes = list(dict.fromkeys(choice.recipe for choice in drawn))
     names = list(dict.fromkeys(choice.name for choice in drawn if choice.published))
     marks = {name: list(_MARKS)[i % len(_MARKS)] for i, name in enumerate(names)}
-    keys = [
-        key
-        for i, recipe in enumerate(recipes)
-        for key in (
-            Key(f"{recipe}: predicted", i % len(_SERIES), line=_dash(i)),
-            Key(f"{recipe}: measured", i % len(_SERIES), mark="●"),
-        )
-    ]
+    keys = []
+    for i, recipe in enumerate(recipes):
+        keys.append(Key(f"{recipe}: predicted", i % len(_SERIES), line=_dash(i)))
+        keys.append(Key(f"{recipe}: measured", i % len(_SERIES), mark="●"))
     keys += [Key("chosen", -1, mark="○")] if any(choice.chosen for choice in drawn) else []
     keys += [Key(name, -1, mark=mark) for name, mark in marks.items()]
     with _new_figure(3.8) as figure:
@@ -162,32 +156,24 @@ def _log_axis(axes: Axes, values: Iterable[float | None]) -> None:
     axes.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
-class _Curve(NamedTuple):
-    """name: the policy's. values: by step, NaN where not finite."""
-
-    name: str
-    values: Values
-
-
 def losses(runs: Sequence[Run]) -> Drawing | None:
     """The losses of each policy, and below them the difference to the reference, paired by seed.
-
-    Thick lines are means over seeds, thin ones single seeds, all of them running means over a
-    fiftieth of the steps. A curve ends where a loss is not finite, with a cross at the top. None if
-    no loss is finite.
-    """
+    None if no loss is finite."""
     runs = [run for run in runs if np.isfinite(run.losses).any()]
     if not runs:
         return None
-    curves = [_Curve(run.name, _smooth(run.losses)) for run in runs]
+    curves = [(run.name, _smooth(run.losses)) for run in runs]
     differences = _differences(runs)
     names = sorted(dict.fromkeys(run.name for run in runs), key=lambda name: name != "reference")
-    keys = [_key(i, name) for i, name in enumerate(names)]
+    keys = [
+        Key(name, -1 if name == "reference" else i % len(_SERIES), _dash(i))
+        for i, name in enumerate(names)
+    ]
     with _new_figure(5.4 if differences else 3.2) as figure:
         panels = figure.subplots(2 if differences else 1, 1, sharex=True, squeeze=False)[:, 0]
         for axes, drawn in zip(panels, (curves, differences), strict=False):
             for key in keys:
-                _draw_curves(axes, key, [c.values for c in drawn if c.name == key.text])
+                _draw_curves(axes, key, [values for name, values in drawn if name == key.text])
         _frame(panels[0], curves)
         if differences:
             _frame_differences(panels[1], differences, float(np.ptp(panels[0].get_ylim())))
@@ -196,19 +182,14 @@ def losses(runs: Sequence[Run]) -> Drawing | None:
     return Drawing(svg, f"Training loss by step of {', '.join(names)}.", keys)
 
 
-def _differences(runs: Sequence[Run]) -> list[_Curve]:
+def _differences(runs: Sequence[Run]) -> list[Curve]:
     base = {run.seed: _smooth(run.losses) for run in runs if run.name == "reference"}
     found = []
     for run in runs:
         if run.name != "reference" and run.seed in base:
             steps = min(len(run.losses), len(base[run.seed]))
-            found.append(_Curve(run.name, _smooth(run.losses)[:steps] - base[run.seed][:steps]))
+            found.append((run.name, _smooth(run.losses)[:steps] - base[run.seed][:steps]))
     return found
-
-
-def _key(index: int, name: str) -> Key:
-    """The reference comes first, in the colour of the text."""
-    return Key(name, -1 if name == "reference" else index % len(_SERIES), _dash(index))
 
 
 def _smooth(losses: Sequence[float]) -> Values:
@@ -239,22 +220,22 @@ def _draw_curves(axes: Axes, key: Key, curves: list[Values]) -> None:
     axes.plot(at, mean[at], color=colour, linewidth=1.8, linestyle=line, marker=mark)
 
 
-def _frame(axes: Axes, curves: list[_Curve]) -> None:
+def _frame(axes: Axes, curves: list[Curve]) -> None:
     """From the smallest loss to the largest one of the reference: what diverges leaves the axes."""
     axes.set_ylabel("training loss")
-    reference = [curve for curve in curves if curve.name == "reference"]
+    reference = [curve for curve in curves if curve[0] == "reference"]
     low, high = _finite(curves).min(), _finite(reference or curves).max()
     if high > low:
         pad = 0.05 * (high - low)
         axes.set_ylim(low - pad, high + pad)
 
 
-def _finite(curves: Iterable[_Curve]) -> Values:
-    values = np.concatenate([curve.values for curve in curves])
+def _finite(curves: Iterable[Curve]) -> Values:
+    values = np.concatenate([values for _, values in curves])
     return values[np.isfinite(values)]
 
 
-def _frame_differences(axes: Axes, differences: list[_Curve], largest: float) -> None:
+def _frame_differences(axes: Axes, differences: list[Curve], largest: float) -> None:
     """Linear up to about the median difference, logarithmic beyond, up to ``largest``."""
     from matplotlib import ticker
 
@@ -267,9 +248,6 @@ def _frame_differences(axes: Axes, differences: list[_Curve], largest: float) ->
         axes.set_ylim(1.5 * min(values.min(), -width), 1.5 * max(values.max(), width))
         decades = 10.0 ** np.arange(math.ceil(math.log10(width)), 10)
         axes.yaxis.set_major_locator(ticker.FixedLocator([*-decades, 0, *decades]))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(_sign))
+    sign = ticker.FuncFormatter(lambda v, _: f"{v:+g}".replace("-", "−") if v else "0")
+    axes.yaxis.set_major_formatter(sign)
     axes.yaxis.set_minor_formatter(ticker.NullFormatter())
-
-
-def _sign(value: float, _: object) -> str:
-    return f"{value:+g}".replace("-", "−") if value else "0"

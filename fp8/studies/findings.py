@@ -207,7 +207,7 @@ class Findings:
 
     Attributes:
         model: name, parameters, dtype, device.
-        settings: steps, seed, target, budget, recipes, batch, threads.
+        settings: steps, held_out, target, budget, recipes, threads, peak_memory.
         versions: fp8, torch, python, platform, date.
         seconds: stage -> seconds.
         verdict: sentences, cause first.

@@ -9,6 +9,7 @@ import platform
 import statistics
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from ..version import __version__
 from .findings import Candidate, CastScore, Choice, Findings, Product, Run
 from .hardware import Hardware, estimate
 from .proof import FINE, REFERENCE, compare, finalists, prove, recommended, worst_error
-from .search import choice, frontier, keeping, knee, layer_scores, name_of, published, score, shares
+from .search import choice, frontier, keeping, knee, name_of, published, score, shares
 from .trace import trace
 from .training import Prepare, Problem, train, under
 from .update_error import Probe, quiet
@@ -83,13 +84,8 @@ class Settings:
 
 
 class Flight:
-    """One preflight. ``findings`` grows stage by stage; `on_stage` is called after each.
-
-    Args:
-        source: as for `fp8.studies.training.Problem`.
-        settings: how to measure.
-        findings: empty, or those of an interrupted preflight of the same problem.
-    """
+    """One preflight. `on_stage` is called after each stage. source: as for `Problem`. findings:
+    empty, or those of an interrupted preflight of the same problem, which grow."""
 
     def __init__(self, source: Any, settings: Settings, findings: Findings) -> None:
         self.settings = settings
@@ -113,13 +109,6 @@ class Flight:
     def run(self) -> None:
         """All stages that ``findings`` does not have."""
         threads = torch.get_num_threads()
-        try:
-            self._stages()
-        finally:
-            torch.set_num_threads(threads)
-
-    def _stages(self) -> None:
-        self._describe()
         stages = {
             "trace": self._trace,
             "reference": self._reference,
@@ -131,13 +120,17 @@ class Flight:
             "single casts": self._casts,
             "training": self._prove,
         }
-        for name, run in stages.items():
-            if name not in self.findings.seconds or name == "training":
-                begun = time.perf_counter()
-                run()
-                self.findings.seconds[name] = time.perf_counter() - begun
-                self.conclude()
-                self.on_stage()
+        try:
+            self._describe()
+            for name, run in stages.items():
+                if name not in self.findings.seconds or name == "training":
+                    begun = time.perf_counter()
+                    run()
+                    self.findings.seconds[name] = time.perf_counter() - begun
+                    self.conclude()
+                    self.on_stage()
+        finally:
+            torch.set_num_threads(threads)
 
     def conclude(self) -> None:
         """Writes outcomes, the recommended policy, or else the first to try, and the verdict."""
@@ -168,12 +161,12 @@ class Flight:
             "recipes": [recipe.name for recipe in settings.recipes],
         }
         before = self.findings.model | {k: self.findings.settings.get(k) for k in asked}
-        if self.findings.model and before != described | asked:
-            key = next(key for key, value in (described | asked).items() if before[key] != value)
-            raise ValueError(
-                f"the file to resume is of another preflight: its {key.replace('_', ' ')} is "
-                f"{before[key]!r}, not {(described | asked)[key]!r}"
-            )
+        for key, value in (described | asked).items() if self.findings.model else ():
+            if before[key] != value:
+                raise ValueError(
+                    f"the file to resume is of another preflight: its {key.replace('_', ' ')} is "
+                    f"{before[key]!r}, not {value!r}"
+                )
         self.findings.model = described
         self.findings.settings |= asked | {"budget": settings.budget, "target": settings.target}
         self.findings.settings.setdefault("steps", self.problem.steps)
@@ -225,7 +218,8 @@ class Flight:
                 "the optimizer's learning rate is 0, so that nothing was trained: schedules, which "
                 "set it so for a warmup, make no steps here; pass the rate to train at"
             )
-        first, last = _ends(run.losses)
+        tenth = max(len(run.losses) // 10, 1)
+        first, last = map(statistics.fmean, (run.losses[:tenth], run.losses[-tenth:]))
         if not last < first:
             self._note(
                 f"the reference's loss did not fall: {first:.4g} at first, {last:.4g} at last; "
@@ -233,8 +227,7 @@ class Flight:
             )
 
     def _fit(self) -> None:
-        """Chooses the faster of one thread and all, and the number of steps that fits the budget,
-        by timing a few steps."""
+        """By timing a few steps: one thread or all, and how many steps fit into the budget."""
         settings, problem, threads = self.settings, self.problem, torch.get_num_threads()
         times = {count: self._step_time(count) for count in {1, threads}}
         chosen = 1 if times[1] < ONE_THREAD * times[threads] else threads
@@ -324,19 +317,16 @@ class Flight:
         deadline: float,
         tick: Callable[[], None],
     ) -> None:
-        recipe, probe = self._recipe(candidate.recipe), self.probes[-1]
-
-        def go_on() -> bool:
+        recipe, probe, scores = self._recipe(candidate.recipe), self.probes[-1], list[CastScore]()
+        for layer, part in share.items():
             tick()
-            return time.perf_counter() < deadline
-
-        scores = layer_scores(probe, recipe, share, go_on)
-        if len(scores) < len(share):
-            self._note(
-                f"the budget allowed {len(scores)} of {len(share)} layers for {recipe.name}: "
-                "it was not searched"
-            )
-            return
+            if time.perf_counter() >= deadline:
+                self._note(
+                    f"the budget allowed {len(scores)} of {len(share)} layers for {recipe.name}: "
+                    "it was not searched"
+                )
+                return
+            scores.append(score(probe, recipe, layer, part))
         self.findings.scores += scores
         choices = frontier(recipe.name, scores)
         choices[0].measured = worst_error(candidate)
@@ -353,15 +343,13 @@ class Flight:
         """The first choice whose error is measured to be fine at all snapshots, or None: errors
         fall along the frontier, so it is found by bisection. Predictions of recipes that lose
         values, as without scales, are too low."""
-        low, high = 0, len(choices)
-        while low < high:
-            middle = (low + high) // 2
-            policy = keeping(recipe, choices[middle].kept)
-            if max(probe(policy).error for probe in self.probes) <= FINE:
-                high = middle
-            else:
-                low = middle + 1
-        return choices[low] if low < len(choices) else None
+
+        def is_fine(choice: Choice) -> bool:
+            policy = keeping(recipe, choice.kept)
+            return max(probe(policy).error for probe in self.probes) <= FINE
+
+        first = bisect_left(choices, True, key=is_fine)
+        return choices[first] if first < len(choices) else None
 
     def _published(self, recipe: Recipe, scores: Sequence[CastScore]) -> list[Choice]:
         """The selections of papers and other libraries, measured at the same snapshot."""
@@ -385,8 +373,7 @@ class Flight:
 
     def _shown(self) -> str:
         """The recipe whose single casts are worth a map: the lowest precision of the finalists, or
-        else of the others. Recipes with one stored scale for both products of an operand have no
-        single casts; "" if there is no other."""
+        else of the others, with a scale for each product of an operand; "" if there is none."""
         for among in (self._finalists().values(), self.findings.candidates):
             found = [c for c in among if not self._recipe(c.recipe).keeps_history]
             if found:
@@ -402,18 +389,16 @@ class Flight:
         recipe, probe = self._recipe(self._shown()), self.probes[-1]
         deadline = time.perf_counter() + CASTS_PART * self.settings.budget
         order = sorted(share, key=lambda name: share[name], reverse=True)
-        left = 0
         with self._progress("single casts", len(order)) as tick:
-            for layer in order:
-                tick()
+            for done, layer in enumerate(order):
                 if time.perf_counter() > deadline:
-                    left += 1
-                    continue
+                    left = len(order) - done
+                    self._note(f"the budget did not allow the single casts of {left} layers")
+                    break
+                tick()
                 self.findings.scores += [
                     score(probe, recipe, layer, share[layer] / 3, cast) for cast in CASTS
                 ]
-        if left:
-            self._note(f"the budget did not allow the single casts of {left} layers")
 
     def _finalists(self) -> dict[str, Candidate]:
         return finalists(self.findings.candidates, self.findings.estimates)
@@ -423,28 +408,25 @@ class Flight:
         found, transforms = self.findings, self._with_transforms()
         names = [*dict.fromkeys(c.name for c in self._finalists().values()), *transforms]
         while names:
-            self._train_beside(names)
+            prove(
+                names,
+                found.runs,
+                self._trained,
+                tolerance=self.settings.target,
+                seeds=range(self.settings.max_seeds),
+                has_time=self._has_time,
+            )
+            for run in found.runs:
+                if run.name == REFERENCE and not math.isfinite(run.held_out):
+                    self._note(f"the reference diverged with seed {run.seed}, which does not count")
+            trained = {run.name for run in found.runs}
+            if left := [name for name in names if name not in trained]:
+                self._note(f"{NO_RUN} {', '.join(left)}")
             compare(found.candidates, found.runs, self.settings.target)
             if recommended(found.candidates, found.estimates):
                 break
             new = {c.name for c in self._finalists().values() if c.outcome == "not trained"}
             names = [name for name in new if self._has_time(name)]
-
-    def _train_beside(self, names: Sequence[str]) -> None:
-        prove(
-            names,
-            self.findings.runs,
-            self._trained,
-            tolerance=self.settings.target,
-            seeds=range(self.settings.max_seeds),
-            has_time=self._has_time,
-        )
-        for run in self.findings.runs:
-            if run.name == REFERENCE and not math.isfinite(run.held_out):
-                self._note(f"the reference diverged with seed {run.seed}, which does not count")
-        trained = {run.name for run in self.findings.runs}
-        if left := [name for name in names if name not in trained]:
-            self._note(f"{NO_RUN} {', '.join(left)}")
 
     def _with_transforms(self) -> list[str]:
         """The names of the transforms, which become candidates."""
@@ -507,8 +489,7 @@ class Flight:
 
     @contextmanager
     def _progress(self, name: str, total: int) -> Iterator[Callable[[], None]]:
-        """Within the block a bar of ``total`` ticks on stderr, or a line where tqdm is missing;
-        yields the function that makes one."""
+        """A bar on stderr, or a line where tqdm is missing; yields the function of a tick."""
         if not self.shows_progress:
             yield lambda: None
         elif find_spec("tqdm") is None:
@@ -585,9 +566,3 @@ def _bits(recipe: Recipe, share: float) -> float:
         for name in PRODUCTS
     ]
     return share * statistics.fmean(widths) + (1 - share) * 16
-
-
-def _ends(losses: Sequence[float]) -> tuple[float, float]:
-    """The mean of the first tenth of the losses, and of the last."""
-    tenth = max(len(losses) // 10, 1)
-    return sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth

@@ -122,11 +122,6 @@ class Hardware:
         return self.bandwidth * self.achieved.get(MEMORY, ACHIEVED[MEMORY])
 
 
-# torchao #3675 (2026-01-21): as "bf16" in ACHIEVED; FP8 as mxfp8.
-_BLACKWELL = {"bf16": 0.74, "fp8": 0.65}
-# AMD, "Measuring Max-Achievable FLOPs, part 2" (2025-02-28): 708 and 1273 TFLOP/s.
-_CDNA3 = {"bf16": 0.54, "fp8": 0.49}
-
 HARDWARE: dict[str, Hardware] = {
     row.name: row
     for row in (
@@ -176,7 +171,8 @@ HARDWARE: dict[str, Hardware] = {
             memory=180 * 10**9,
             source="NVIDIA Blackwell architecture, technical brief; DGX B200, data sheet",
             date="2024-03",
-            achieved=_BLACKWELL,
+            # torchao #3675 (2026-01-21): as "bf16" in ACHIEVED; FP8 as mxfp8.
+            achieved={"bf16": 0.74, "fp8": 0.65},
             either_layout=("fp8",),
         ),
         Hardware(
@@ -187,7 +183,8 @@ HARDWARE: dict[str, Hardware] = {
             memory=192 * 10**9,
             source="AMD Instinct MI300X accelerator, data sheet",
             date="2023-12",
-            achieved=_CDNA3,
+            # AMD, "Measuring Max-Achievable FLOPs, part 2" (2025-02-28): 708 and 1273 TFLOP/s.
+            achieved={"bf16": 0.54, "fp8": 0.49},
         ),
     )
 }
@@ -197,9 +194,8 @@ types")."""
 
 
 class _CastCost(NamedTuple):
-    """The kernels of a cast. fused: the kernel that computes an activation or gradient writes it
-    cast. amax: a pass over the tensor precedes it. amax_turned: also along the other axis, where a
-    row is not contiguous."""
+    """The kernels of a cast. fused: written by the kernel that computes the operand. amax: a pass
+    over the tensor precedes it. amax_turned: also along the other axis, not contiguous."""
 
     fused: bool = False
     amax: bool = False
@@ -284,13 +280,6 @@ def estimate(
         ValueError: for an unknown hardware, optimizer, recipe or layer, and for fewer
             ``parameters`` than the products have.
         TypeError: for arguments of another type.
-
-    >>> layer = Product("mlp.up", "hidden", "linear", 8192, 4096, 16384, weight_elements=1 << 26)
-    >>> found = estimate([layer], {"mlp.up": "tensor"}, "h100")
-    >>> round(found.speedup, 2), found.slower, found.of
-    (1.73, 0, 1)
-    >>> estimate([layer], {"mlp.up": "nvfp4"}, "h100").why_not
-    "h100 has no units for e2m1 with scaling 'nv'"
     """
     device = get_hardware(hardware)
     check_name("optimizer", optimizer, OPTIMIZERS)
@@ -387,11 +376,8 @@ def _seconds(device: Hardware, unit: str, flops: float, moved: float) -> float:
 
 
 class _Planned(NamedTuple):
-    """A layer's products and what runs in low precision.
-
-    units: product -> kind of unit, of those in low precision. passes: operand -> bytes per element
-    of each kernel that casts it.
-    """
+    """units: product -> kind of unit, of those in low precision. passes: operand -> bytes per
+    element of each kernel that casts it."""
 
     product: Product
     units: dict[str, str]
@@ -454,9 +440,8 @@ class _Planned(NamedTuple):
 
 
 def _passes(first: Cast | None, second: Cast | None, device: Hardware, weight: bool) -> list[float]:
-    """Bytes per element of each kernel that casts an operand for its two products; None: that
-    product is in high precision. A weight is cast for each, in the forward and in the backward
-    pass."""
+    """Bytes per element of each kernel that casts an operand for its two products (None: that one
+    is in high precision). A weight is cast for each, in the forward and in the backward pass."""
     casts = [cast for cast in (first, second) if cast is not None]
     # Reads the tensor, and reduces the maxima of its parts (torchao's roofline_utils.py).
     passes = [2.0, 0.0] if any(CASTING[cast.scaling].amax for cast in casts) else []

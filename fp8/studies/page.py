@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from importlib import resources
 from typing import Any, NamedTuple
 
 from ..common.libraries import need
 from ..formats.format import FORMATS
 from .figures import frontier, losses
-from .findings import Candidate, CastScore, Estimate, Findings, OperandRange, Product
+from .findings import Candidate, CastScore, Estimate, Findings, OperandRange
 
 _PRODUCTS = {
     "forward": "forward",
@@ -21,26 +22,18 @@ _PRODUCTS = {
 }
 _OPERANDS = {"input": "input", "weight": "weight", "grad": "gradient", "": "all casts"}
 _LEVELS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # shares of the error at which the colour changes
-_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+Variables = dict[str, Any]
+"""Of the template, by name."""
 
 
 def page(findings: Findings) -> str:
-    """The findings of a preflight as an HTML page.
-
-    The page is one file without references to others. Figures are SVG in the colours of the page,
-    which has a light and a dark style. Equal findings give the same text.
-
-    Args:
-        findings: of `fp8.preflight`, complete or not. What is absent is said to be not measured.
-
-    Returns:
-        The HTML document.
-
-    Raises:
-        ImportError: if jinja2 or matplotlib is missing: ``pip install
-            'unit-scaling-fp8[preflight]'``.
-    """
+    """The findings of a preflight, complete or not, as one HTML document without references to
+    other files. Equal findings give the same text. Raises ImportError without the extra
+    ``preflight`` (jinja2, matplotlib)."""
     jinja2 = need("jinja2")
     from markupsafe import Markup, escape  # what jinja2 escapes with
 
@@ -49,12 +42,12 @@ def page(findings: Findings) -> str:
     )
     environment.filters |= {
         "breakable": lambda name: escape(name).replace(".", Markup(".<wbr>")),
-        "bytes": _bytes,
+        "bytes": partial(_in_units, units=_SIZES),
         "number": _number,
         "percent": _percent,
         "plain": _plain,
         "power": _power,
-        "seconds": _seconds,
+        "seconds": partial(_in_units, units=_TIMES),
         "signed": _signed,
     }
     text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
@@ -99,18 +92,10 @@ def _percent(share: float) -> str:
     return f"{100 * share:.{int(share < 0.0995)}f} %" if share else "0 %"
 
 
-def _seconds(value: float) -> str:
-    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if value >= size:
-            return f"{_number(value / size)} {unit}"
-    return f"{_number(value / 1e-9)} ns"
-
-
-def _bytes(count: float) -> str:
-    for size, unit in _UNITS:
-        if count >= size:
-            return f"{_number(count / size)} {unit}"
-    return f"{count} B"
+def _in_units(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """In the largest unit of which there is one, or in the smallest."""
+    size, unit = next((row for row in units if value >= row[0]), units[-1])
+    return f"{_number(value / size)} {unit}"
 
 
 def _power(exponent: int) -> str:
@@ -127,31 +112,21 @@ def _plain(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "none"}[value]
     if isinstance(value, int):
-        return (
-            f"{value:,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
-            if abs(value) >= 10_000
-            else str(value)
-        )
+        text = f"{value:,}" if abs(value) >= 10_000 else str(value)
+        return text.replace(",", "\N{NARROW NO-BREAK SPACE}")
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 # The axis of the gaps
 
 
-class _Tick(NamedTuple):
-    """x: where, in units of the drawing. text: its label."""
-
-    x: float
-    text: str
-
-
 class _Axis(NamedTuple):
-    """Where gaps are drawn: linear up to ``unit``, logarithmic beyond (asinh)."""
+    """Where gaps are drawn: linear up to ``unit``, logarithmic beyond (asinh). ticks: x, text."""
 
     unit: float
     low: float
     high: float
-    ticks: list[_Tick]
+    ticks: list[Variables]
 
     def x(self, gap: float) -> float:
         """From 10 to 170; of an infinite gap, the end of the axis."""
@@ -172,72 +147,17 @@ def _axis(candidates: Sequence[Candidate]) -> _Axis | None:
     axis = _Axis(unit, min(*finite, -unit), max(*finite, unit), [])
     for exponent in range(1 + max(0, math.ceil(math.log10(sizes[-1] / unit)))):
         for gap in (0.0, unit * 10**exponent, -unit * 10**exponent):
-            far = all(abs(axis.x(gap) - tick.x) >= 40 for tick in axis.ticks)
+            far = all(abs(axis.x(gap) - tick["x"]) >= 40 for tick in axis.ticks)
             if axis.low <= gap <= axis.high and far:
-                axis.ticks.append(_Tick(axis.x(gap), f"{gap:+g}".replace("-", "−") if gap else "0"))
+                text = f"{gap:+g}".replace("-", "−") if gap else "0"
+                axis.ticks.append({"x": axis.x(gap), "text": text})
     return axis
 
 
 # The map of the model
 
 
-class _Cell(NamedTuple):
-    """error: squared update error, None where not measured. share: of the sum. level: of colour."""
-
-    error: float | None
-    share: float
-    level: int
-
-
-class _Bar(NamedTuple):
-    """A binade of a histogram. lost: its values become zero or saturate."""
-
-    x: float
-    width: float
-    height: float
-    lost: bool
-
-
-class _Band(NamedTuple):
-    """A range of magnitudes: "subnormal" or "normal"."""
-
-    name: str
-    x: float
-    width: float
-
-
-class _Histogram(NamedTuple):
-    """The magnitudes of an operand against the range of its format."""
-
-    of: OperandRange
-    operand: str
-    bars: list[_Bar]
-    bands: list[_Band]
-    ticks: list[_Tick]
-    limits: str
-
-
-class _Row(NamedTuple):
-    """A layer."""
-
-    layer: str
-    product: Product | None
-    cells: list[_Cell]
-    histograms: list[_Histogram]
-
-
-class _Map(NamedTuple):
-    """The errors of one recipe at one snapshot. groups: heading -> number of columns. columns:
-    heading -> whether it sums other columns."""
-
-    recipe: str
-    step: int | None
-    groups: dict[str, int]
-    columns: list[str]
-    rows: list[_Row]
-
-
-def _maps(findings: Findings) -> list[_Map]:
+def _maps(findings: Findings) -> list[Variables]:
     """One map for each recipe and snapshot with scores, the chosen recipe's first; for a recipe
     with ranges alone, a map without colours."""
     keys = dict.fromkeys((score.recipe, score.step) for score in findings.scores)
@@ -251,7 +171,8 @@ def _maps(findings: Findings) -> list[_Map]:
     return [_map(findings, recipe, step) for recipe, step in ordered]
 
 
-def _map(findings: Findings, recipe: str, step: int | None) -> _Map:
+def _map(findings: Findings, recipe: str, step: int | None) -> Variables:
+    """groups: heading -> its number of columns."""
     scores = {
         (row.layer, row.product, row.operand): row
         for row in findings.scores
@@ -268,28 +189,31 @@ def _map(findings: Findings, recipe: str, step: int | None) -> _Map:
     for product, _ in columns:
         groups[_PRODUCTS[product]] = groups.get(_PRODUCTS[product], 0) + 1
     rows = [
-        _Row(
-            layer,
-            products.get(layer),
-            [_cell(scores.get((layer, *column)), total) for column in columns],
-            [_histogram(row) for row in ranges if row.layer == layer],
-        )
+        {
+            "layer": layer,
+            "product": products.get(layer),
+            "cells": [_cell(scores.get((layer, *column)), total) for column in columns],
+            "histograms": [_histogram(row) for row in ranges if row.layer == layer],
+        }
         for layer in layers
     ]
-    return _Map(recipe, step, groups, [_OPERANDS[operand] for _, operand in columns], rows)
+    heads = [_OPERANDS[operand] for _, operand in columns]
+    return {"recipe": recipe, "step": step, "groups": groups, "columns": heads, "rows": rows}
 
 
-def _cell(score: CastScore | None, total: float) -> _Cell:
+def _cell(score: CastScore | None, total: float) -> Variables:
+    """share: of the sum of squared errors. level: of the colour."""
     if score is None:
-        return _Cell(None, 0.0, 0)
+        return {"error": None}
     error = score.squared_error
     share = error / total if total and math.isfinite(error) else error
     level = sum(share >= bound for bound in _LEVELS) if math.isfinite(share) else len(_LEVELS)
-    return _Cell(error, share, level)
+    return {"error": error, "share": share, "level": level}
 
 
-def _histogram(row: OperandRange) -> _Histogram:
-    """In a drawing of 320 by 100; bars are at most 80 high."""
+def _histogram(row: OperandRange) -> Variables:
+    """The magnitudes of an operand against the range of its format, in a drawing of 320 by 100.
+    lost: whether the values of a bar become zero or saturate."""
     filled = [row.lowest + i for i, count in enumerate(row.counts) if count]
     first, last = (filled[0], filled[-1] + 1) if filled else (row.lowest, row.lowest + 1)
     format = FORMATS.get(row.format)
@@ -307,38 +231,34 @@ def _histogram(row: OperandRange) -> _Histogram:
     for exponent in filled:
         lost = format is not None and not smallest - 1 <= exponent < top
         height = max(1.0, round(80 * row.counts[exponent - row.lowest] / peak, 1))
-        bars.append(_Bar(x(exponent), round(0.9 * scale, 1), height, lost))
+        width = round(0.9 * scale, 1)
+        bars.append({"x": x(exponent), "width": width, "height": height, "lost": lost})
     if format is not None:
         normal = format.min_exponent
-        edges = {"subnormal": (smallest, normal), "normal": (normal, top)}
-        bands = [_Band(name, x(a), round(x(b) - x(a), 1)) for name, (a, b) in edges.items()]
+        for name, a, b in (("subnormal", smallest, normal), ("normal", normal, top)):
+            bands.append({"name": name, "x": x(a), "width": round(x(b) - x(a), 1)})
         limits = (
             f"min subnormal {_power(smallest)}, min normal {_power(normal)}, max {format.max:g}"
         )
     every = 4 if high - low <= 28 else 8 if high - low <= 56 else 16
-    ticks = [_Tick(x(e), _power(e)) for e in range(low, high + 1) if e % every == 0]
-    return _Histogram(row, _OPERANDS.get(row.operand, row.operand), bars, bands, ticks, limits)
+    ticks = [{"x": x(e), "text": _power(e)} for e in range(low, high + 1) if e % every == 0]
+    operand = _OPERANDS.get(row.operand, row.operand)
+    drawn = {"bars": bars, "bands": bands, "ticks": ticks}
+    return {"of": row, "operand": operand, "limits": limits, **drawn}
 
 
 # Memory
 
 
-class _Memory(NamedTuple):
-    """The memory of a policy, which estimates for several devices have in common."""
-
-    candidate: str
-    hardware: list[str]
-    parts: list[str]
-    levels: dict[str, dict[str, int]]
-
-
-def _memories(estimates: Sequence[Estimate]) -> list[_Memory]:
-    found: list[_Memory] = []
+def _memories(estimates: Sequence[Estimate]) -> list[Variables]:
+    """The memory of each policy, once for the devices that have it in common."""
+    found: list[Variables] = []
     for row in estimates:
-        same = [m for m in found if (m.candidate, m.levels) == (row.candidate, row.memory)]
+        same = [m for m in found if (m["candidate"], m["levels"]) == (row.candidate, row.memory)]
         if same:
-            same[0].hardware.append(row.hardware)
+            same[0]["hardware"].append(row.hardware)
         elif row.memory:
             parts = list(dict.fromkeys(part for level in row.memory.values() for part in level))
-            found.append(_Memory(row.candidate, [row.hardware], parts, row.memory))
+            shown = {"candidate": row.candidate, "levels": row.memory, "parts": parts}
+            found.append({**shown, "hardware": [row.hardware]})
     return found

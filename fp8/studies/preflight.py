@@ -119,11 +119,9 @@ def preflight(
 ) -> Preflight:
     """Measures which low-precision recipes train a model as its own precision does.
 
-    A reference run gives snapshots. At these, the update error of every recipe is measured, overall
-    and layer by layer, and a search decides which layers to keep in high precision. The best
-    policies then train beside the reference, from the same weights on the same batches, until the
-    intervals of their gaps are decided or the budget is spent. The model is not changed. All random
-    numbers are seeded.
+    It measures update errors of the recipes at snapshots of a reference run, searches the layers to
+    keep in high precision, and trains the best policies beside the reference, from the same weights
+    on the same batches. The model is not changed. All random numbers are seeded.
 
     Args:
         model: a model; or a function that returns ``(model, batches[, loss[, optimizer]])``, called

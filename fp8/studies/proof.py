@@ -30,28 +30,19 @@ class Gap(NamedTuple):
     seeds: int
 
 
-def gap(runs: Iterable[Run], name: str) -> Gap | None:
-    """The gap of the candidate ``name`` over all seeds that it shares with the reference.
-
-    None if it shares none. With one seed the interval is infinite. If a run of the candidate
-    diverged, the gap is infinite. Seeds with which the reference diverged do not count.
-    """
-    by_seed: dict[str, dict[int, float]] = {}
-    for run in runs:
-        by_seed.setdefault(run.name, {})[run.seed] = run.held_out
-    ours, theirs = by_seed.get(name, {}), by_seed.get(REFERENCE, {})
-    differences = [
-        ours[seed] - theirs[seed] for seed in ours if math.isfinite(theirs.get(seed, math.nan))
-    ]
+def gap(runs: Sequence[Run], name: str) -> Gap | None:
+    """Over the seeds that a candidate shares with the reference, without those with which the
+    reference diverged; None if there are none. Infinite if a run of the candidate diverged."""
+    theirs = {run.seed: run.held_out for run in runs if run.name == REFERENCE}
+    pairs = [(run.held_out, theirs.get(run.seed, math.nan)) for run in runs if run.name == name]
+    differences = [ours - reference for ours, reference in pairs if math.isfinite(reference)]
     if not differences:
         return None
     n = len(differences)
     if not all(map(math.isfinite, differences)):
         return Gap(math.inf, math.inf, math.inf, n)
     mean = statistics.fmean(differences)
-    if n == 1:
-        return Gap(mean, -math.inf, math.inf, 1)
-    half = half_width(differences)
+    half = half_width(differences) if n > 1 else math.inf
     return Gap(mean, mean - half, mean + half, n)
 
 
@@ -67,11 +58,8 @@ def student(seeds: int) -> float:
 
 
 def outcome(found: Gap | None, tolerance: float) -> str:
-    """What a gap says, in the words of `Candidate.outcome`.
-
-    A gap is none if its interval ends below the tolerance; or if its mean is below, and the
-    interval's half-width is within it.
-    """
+    """What a gap says, in the words of `Candidate.outcome`. It is none if its interval ends below
+    the tolerance; or if its mean is below, and the interval's half-width is within it."""
     if found is None:
         return "not trained"
     if math.isinf(found.mean):
@@ -118,13 +106,8 @@ def prove(
 ) -> None:
     """Trains seed by seed until every candidate is decided, seeds run out, or time does.
 
-    Args:
-        names: the candidates.
-        runs: what has been trained so far, also by an earlier call; extended in place.
-        run: trains a candidate, or REFERENCE, with a seed.
-        tolerance: the gap that counts as none, in units of the loss.
-        seeds: in order.
-        has_time: asked before each run with its name.
+    runs: what has been trained so far; extended in place. run: trains a candidate, or REFERENCE,
+    with a seed. has_time: asked before each run with its name.
     """
     done = {(r.name, r.seed) for r in runs}
     for seed in seeds:
@@ -171,17 +154,14 @@ def finalists(
     candidates: Sequence[Candidate], estimates: Sequence[Estimate]
 ) -> dict[str, Candidate]:
     """Device -> the policy to train: the fine one with the fewest bits, or else the one with the
-    smallest error.
-
-    Of several with equal bits it is that of an earlier device if it runs here too, or the one with
-    the smallest error. Candidates that save nothing (16 bits), and those that were trained and
-    failed, are left out.
-    """
+    smallest error. Of several with equal bits it is that of an earlier device, if it runs here too.
+    Candidates that save nothing (16 bits), and those that were trained and failed, are left out."""
     found: dict[str, Candidate] = {}
     for device, runs in _devices(candidates, estimates).items():
         usable = [c for c in runs if c.bits < 15.5 and c.outcome not in FAILED]
+        finite = [c for c in usable if math.isfinite(worst_error(c))]
         fine = [c for c in usable if worst_error(c) <= FINE]
-        order = sorted(fine, key=_cost) or sorted(filter(_finite, usable), key=worst_error)
+        order = sorted(fine, key=_cost) or sorted(finite, key=worst_error)
         for best in order[:1]:
             earlier = {c.name for c in found.values()}
             equal = [c for c in order if c.name in earlier and _cost(c)[0] == _cost(best)[0]]
@@ -189,23 +169,14 @@ def finalists(
     return found
 
 
-def _finite(candidate: Candidate) -> bool:
-    return math.isfinite(worst_error(candidate))
-
-
 def recommended(
     candidates: Sequence[Candidate], estimates: Sequence[Estimate]
 ) -> dict[str, Candidate]:
-    """Device -> the candidate that trains as the reference and has the fewest bits there.
-
-    Without a device for which there is one. Transforms have no policy and are not recommended.
-    """
-    found = {}
-    for device, runs in _devices(candidates, estimates).items():
-        good = [c for c in runs if c.outcome in AS_GOOD and c.policy]
-        if good:
-            found[device] = min(good, key=_cost)
-    return found
+    """Device -> the candidate with the fewest bits that trains as the reference, if there is one.
+    Transforms have no policy and are not recommended."""
+    good = [c for c in candidates if c.outcome in AS_GOOD and c.policy]
+    found = _devices(good, estimates)
+    return {device: min(runs, key=_cost) for device, runs in found.items() if runs}
 
 
 def _cost(candidate: Candidate) -> tuple[float, float]:

@@ -9,7 +9,7 @@ against error.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from torch import nn
@@ -40,40 +40,15 @@ def keeping(recipe: Recipe | str, kept: Sequence[str]) -> Policy:
     return Policy(recipe, rules=tuple(Rule(name) for name in kept))
 
 
-def alone(recipe: Recipe, layer: str, cast: str | None = None) -> Policy:
-    """The policy that casts one layer, or one operand of it. cast: as `Rule.product`. A rotation,
-    which both operands of a product share, is left out for a single operand."""
-    if cast is not None:
-        recipe = recipe.unrotated()
-    return Policy(None, rules=(Rule(layer, recipe, cast),))
-
-
 def score(
     probe: Probe, recipe: Recipe, layer: str, share: float, cast: str | None = None
 ) -> CastScore:
-    """The squared update error of a layer alone, or of one of its casts. cast: as in `alone`.
-    share: of the FLOPs of all products."""
-    error = probe(alone(recipe, layer, cast)).error
+    """The squared update error of a layer alone, or of one of its casts. cast: as `Rule.product`. A
+    rotation, which both operands of a product share, is left out for a single one."""
+    alone = recipe if cast is None else recipe.unrotated()
+    error = probe(Policy(None, rules=(Rule(layer, alone, cast),))).error
     product, operand = ("", "") if cast is None else cast.split(".")
     return CastScore(layer, recipe.name, probe.step, product, operand, error**2, share)
-
-
-def layer_scores(
-    probe: Probe,
-    recipe: Recipe,
-    share: Mapping[str, float],
-    go_on: Callable[[], bool] = lambda: True,
-) -> list[CastScore]:
-    """The squared update error of each layer alone, in the order of ``share``.
-
-    go_on: asked before each layer; False ends the list.
-    """
-    scores = []
-    for layer, part in share.items():
-        if not go_on():
-            break
-        scores.append(score(probe, recipe, layer, part))
-    return scores
 
 
 def frontier(recipe: str, scores: Sequence[CastScore]) -> list[Choice]:
@@ -111,11 +86,8 @@ def knee(choices: Sequence[Choice]) -> Choice:
 
 
 def published(model: nn.Module) -> dict[str, list[str]]:
-    """Selections of papers and other libraries: name -> the layers that they keep.
-
-    The first and the last block (the flags of Megatron-LM), and those of
-    `fp8.selection.where.WHERE`. Without those for which the model has too few blocks.
-    """
+    """Selections of papers (`WHERE`) and of Megatron-LM's flags (the first and the last block), of
+    which the model has enough blocks: name -> the layers that they keep."""
     layers = candidates(model)
     found = {name: list(choose(name, model, layers)) for name in WHERE}
     ends = {

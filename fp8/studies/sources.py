@@ -34,12 +34,8 @@ their fan-in (u-muP, arXiv:2407.17465, table 2)."""
 
 
 def from_function(name: str) -> Callable[..., Any]:
-    """The function of "train.py:setup" or "package.module:setup".
-
-    Raises:
-        ValueError: for a text without a colon, a missing file, module or function.
-        TypeError: if it is not callable.
-    """
+    """The function of "train.py:setup" or "package.module:setup". Raises ValueError for a text
+    without a colon and for what does not exist, TypeError for what is not callable."""
     where, colon, function = name.rpartition(":")
     if not (colon and where and function):
         raise ValueError(f"give a file and a function, as train.py:setup, got {name!r}")
@@ -74,27 +70,19 @@ def _module(where: str) -> Any:
 def from_transformers(config: str | Path, text: str | Path) -> Callable[[int], Setup]:
     """A problem from a configuration of a causal language model.
 
-    The model that is trained is `shrunk`, has random weights and reads bytes. The products of the
-    full size are traced without memory, on the meta device, for the estimates.
+    The model that is trained is `shrunk`, has random weights and reads the bytes of the file
+    ``text``. The products of the full size are traced without memory, on the meta device, for the
+    estimates. Returns a function of a seed.
 
-    Args:
-        config: a config.json.
-        text: a file to train on.
-
-    Returns:
-        A function of a seed that returns the setup.
-
-    Raises:
-        ImportError: without transformers.
-        ValueError: if the file is not a configuration of a causal language model, or one that
-            `shrunk` refuses.
+    Raises ImportError without transformers, and ValueError if ``config`` is no configuration of
+    transformers or one that `shrunk` refuses.
     """
     transformers = need("transformers")
     values = json.loads(Path(config).read_text(encoding="utf-8"))
     if "model_type" not in values:
         raise ValueError(f"{config} has no model_type: it is no configuration of transformers")
     data = Path(text).read_bytes()
-    full = _config(transformers, values).get_text_config(decoder=True)
+    full = transformers.AutoConfig.for_model(**values).get_text_config(decoder=True)
     small = shrunk(full)
 
     def setup(seed: int) -> Setup:
@@ -111,16 +99,9 @@ def from_transformers(config: str | Path, text: str | Path) -> Callable[[int], S
     return setup
 
 
-def _config(transformers: Any, values: dict[str, Any]) -> Any:
-    values = dict(values)
-    return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-
-
 def _full_size(transformers: Any, config: Any) -> FullSize:
-    """The model without memory, and a batch of 8192 tokens as the shapes of a training step.
-
-    In bfloat16, the only dtype of grouped products without memory. Estimates depend on shapes only.
-    """
+    """The model without memory, and a batch of 8192 tokens. In bfloat16, the only dtype of grouped
+    products without memory: estimates depend on shapes only."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
         length = min(4096, getattr(config, "max_position_embeddings", 4096))
@@ -134,17 +115,14 @@ def shrunk(config: Any) -> Any:
     Sizes are multiplied by 256 / hidden_size and rounded to a multiple of 16; the dimension of a
     head becomes at most 64. Numbers of heads keep their ratios; so do numbers, lists and indices of
     layers, of which each kind stays. The vocabulary becomes 256 bytes. Of a configuration with
-    several parts it is that of the language model. It is built and runs once; the states of torch's
-    random number generators are not changed.
-
-    Raises:
-        ValueError: if the model of the copy does not run.
+    several parts it is that of the language model. Raises ValueError if its model, which is built
+    and called once, does not run.
     """
     config, why = config.get_text_config(decoder=True), ""
     tried: list[_Scale] = []
-    for share in _share_of_heads, _share_of_width:
+    for own_heads in (True, False):
         try:
-            scale = _Scale(_share_of_width(config), share(config), config.num_hidden_layers)
+            scale = _scale(config, own_heads)
             if scale in tried:
                 continue
             tried.append(scale)
@@ -160,17 +138,6 @@ def shrunk(config: Any) -> Any:
     )
 
 
-def _share_of_width(config: Any) -> float:
-    return min(WIDTH / config.hidden_size, 1.0)
-
-
-def _share_of_heads(config: Any) -> float:
-    """Heads of state-space models have a fixed size: without others, their number follows the
-    width."""
-    heads = getattr(config, "num_attention_heads", None)
-    return min(HEADS / heads, 1.0) if heads else _share_of_width(config)
-
-
 class _Scale(NamedTuple):
     """What sizes and numbers of heads are multiplied by. depth: the number of layers now."""
 
@@ -181,6 +148,14 @@ class _Scale(NamedTuple):
     def layers(self, number: int) -> int:
         """A number of layers, or an index of one."""
         return number if self.depth <= LAYERS else round(number * LAYERS / self.depth)
+
+
+def _scale(config: Any, own_heads: bool) -> _Scale:
+    """own_heads: whether heads have a factor of their own. Those of state-space models, which have
+    a fixed size, follow the width, as all do where that fails."""
+    width = min(WIDTH / config.hidden_size, 1.0)
+    heads = getattr(config, "num_attention_heads", None) if own_heads else None
+    return _Scale(width, min(HEADS / heads, 1.0) if heads else width, config.num_hidden_layers)
 
 
 def _scaled(values: dict[str, Any], scale: _Scale) -> dict[str, Any]:

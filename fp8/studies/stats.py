@@ -69,10 +69,7 @@ class StatsRow:
 
 
 class Sampler:
-    """A context manager around a pass that opens a recorder of casts in some passes.
-
-    recorder: `CastRecorder`. takes: (number of the pass) -> whether it is recorded.
-    """
+    """A context manager around a pass, which is recorded if ``takes`` says so of its number."""
 
     def __init__(self, recorder: CastRecorder, takes: Callable[[int], bool]) -> None:
         self.passes = 0
@@ -149,16 +146,6 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
     Raises:
         TypeError: if ``model`` is not a module.
         ValueError: for numbers below 1.
-
-    >>> import torch, fp8
-    >>> layer = torch.nn.Linear(4, 4, bias=False)
-    >>> seen = fp8.stats(layer)
-    >>> for _ in range(3):
-    ...     with seen, fp8.autocast("unit"):
-    ...         y = layer(torch.tensor([[1.0, 1e-4, 1e4, float("inf")]]))
-    >>> row = seen.rows()[0]
-    >>> row.layer, row.operand, row.zero, row.saturated, row.nonfinite, row.elements
-    ('(model)', 'input', 0.25, 0.25, 1, 4)
     """
     check_module("stats", model)
     for name, value in (("every", every), ("sample", sample)):
@@ -170,26 +157,14 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
 def _row(layer: str, operand: str, format: str, sums: dict[str, float]) -> StatsRow:
     sampled, signal, noise = sums["sampled"], sums["signal"], sums["noise"]
     sqnr = math.inf if noise == 0 else 10 * math.log10(signal / noise)
-    return StatsRow(
-        layer=layer,
-        operand=operand,
-        format=format,
-        elements=int(sums["elements"]),
-        zero=sums["zero"] / sampled,
-        subnormal=sums["subnormal"] / sampled,
-        saturated=sums["saturated"] / sampled,
-        nonfinite=int(sums["nonfinite"]),
-        sqnr=sqnr if signal else math.nan,
-        kurtosis=kurtosis(sums),
-        **_of_blocks(sums),
-    )
-
-
-def _of_blocks(sums: dict[str, float]) -> dict[str, Any]:
-    if not sums["casts"]:
-        return {}
-    shares = {n: sums[n] / (sums["blocks"] or 1) for n in ("flushed_blocks", "clipped_blocks")}
-    return {"blocks": int(sums["blocks"]), **shares, "unit": 2 ** (sums["unit"] / sums["casts"])}
+    values: dict[str, Any] = {name: int(sums[name]) for name in ("elements", "nonfinite")}
+    values |= {name: sums[name] / sampled for name in ("zero", "subnormal", "saturated")}
+    values |= {"sqnr": sqnr if signal else math.nan, "kurtosis": kurtosis(sums)}
+    if sums["casts"]:
+        blocks = int(sums["blocks"])
+        values |= {"blocks": blocks, "unit": 2 ** (sums["unit"] / sums["casts"])}
+        values |= {n: sums[n] / (blocks or 1) for n in ("flushed_blocks", "clipped_blocks")}
+    return StatsRow(layer, operand, format, **values)
 
 
 def _cells(row: StatsRow) -> list[str]:
@@ -234,11 +209,8 @@ def _copy(x: Tensor) -> Tensor:
 
 
 class Dump(Sampler):
-    """Returned by `dump`. Use it as a context manager around a forward and backward pass.
-
-    Attributes:
-        files: the files written so far.
-    """
+    """Returned by `dump`. Use it as a context manager around a forward and backward pass. files:
+    those written so far."""
 
     def __init__(
         self, model: nn.Module, patterns: tuple[str, ...], steps: Container[int], to: Path
@@ -310,16 +282,6 @@ def dump(
         RuntimeError: for a matching cast after the block, as long as the `Dump` exists: the
             backward pass belongs inside.
         ImportError: without safetensors.
-
-    >>> import tempfile, torch, fp8
-    >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(4, 4)), "tensor")
-    >>> folder = tempfile.mkdtemp()
-    >>> dumped = fp8.dump(model, "0", steps=range(0, 100, 10), to=folder)
-    >>> for _ in range(12):
-    ...     with dumped:
-    ...         model(torch.ones(2, 4)).sum().backward()
-    >>> [path.name for path in dumped.files]
-    ['step-000000.safetensors', 'step-000010.safetensors']
     """
     check_module("dump", model)
     patterns = (pattern,) if isinstance(pattern, str) else tuple(pattern)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,45 +23,25 @@ from .findings import Product
 aten = torch.ops.aten
 
 
-class _Sizes(NamedTuple):
-    """m, k, n of a product, how often it is computed, and the tensor that may be a weight."""
-
-    m: int
-    k: int
-    n: int
-    calls: int
-    weight: Tensor
-    input_elements: int = 0
+def _linear(m: int, k: int, n: int, calls: int = 1) -> Product:
+    return Product("", "", "linear", m, k, n, calls)
 
 
-def _of_matrices(a: Tensor, b: Tensor) -> _Sizes:
+def _of_matrices(a: Tensor, b: Tensor) -> Product:
     calls = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
-    return _Sizes(a.shape[-2], a.shape[-1], b.shape[-1], calls, b)
+    return _linear(a.shape[-2], a.shape[-1], b.shape[-1], calls)
 
 
-def _of_grouped(a: Tensor, b: Tensor) -> _Sizes:
-    """All groups as one product: each row of a matrix is multiplied by the weight of one group."""
-    if a.dim() == 3 and b.dim() == 2:
-        return _Sizes(b.shape[1], a.shape[-1], a.shape[1], 1, a)
-    rows = a.shape[:-1].numel()
-    return _Sizes(rows, a.shape[-1], b.shape[-1], 1, b)
-
-
-def _of_convolution(x: Tensor, w: Tensor, output: Tensor, transposed: bool, groups: int) -> _Sizes:
+def _of_convolution(x: Tensor, w: Tensor, output: Tensor, transposed: bool, groups: int) -> Product:
     """A convolution is the product of unfolded patches and the kernel, once per group."""
     pixels = (x if transposed else output)[:, 0].numel()
+    k, n = w[0].numel(), w.shape[0] // groups
+    k, n = (n, k) if transposed else (k, n)
     inputs = x.numel() // groups
-    if transposed:
-        return _Sizes(pixels, w.shape[0] // groups, w[0].numel(), groups, w, inputs)
-    return _Sizes(pixels, w[0].numel(), w.shape[0] // groups, groups, w, inputs)
+    return Product("", "", "convolution", pixels, k, n, groups, input_elements=inputs)
 
 
-_MATRICES: dict[Any, int] = {
-    aten.mm: 0,
-    aten.bmm: 0,
-    aten.addmm: 1,
-    aten.baddbmm: 1,
-}
+_MATRICES: dict[Any, int] = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
 """ATen product -> the position of its first factor; the second one follows."""
 
 _GROUPED = (aten._grouped_mm, MULTIPLY_GROUPS)
@@ -73,10 +53,9 @@ _OF_PARAMETRIZATION = re.compile(r"\.?parametrizations\..*")
 
 
 class _Weights:
-    """Knows the layer that a weight belongs to, by its storage; of tied layers the one that is
-    running. What is computed of weights alone (a copy in another dtype, as autocast makes it, or a
-    parametrization) belongs to their layers too. On the meta device, where storages have no
-    address, a weight is known by its size and the module that is running."""
+    """The layer of a weight, by its storage; of tied layers the one that is running. What is
+    computed of weights alone (a copy by autocast, a parametrization) belongs to their layers too.
+    On the meta device, where storages have no address, a weight is known by its size."""
 
     def __init__(self, model: nn.Module) -> None:
         self._by_storage: dict[int, list[str]] = {}
@@ -129,33 +108,31 @@ class _Trace(TorchDispatchMode):
         output = function(*args, **(kwargs or {}))
         op = function.overloadpacket
         if op in _MATRICES:
-            first = _MATRICES[op]
-            self._add("linear", _of_matrices(*args[first : first + 2]))
+            a, b = args[_MATRICES[op] :][:2]
+            self._add(_of_matrices(a, b), b)
         elif op is aten.convolution:
             x, w, _bias, _stride, _padding, _dilation, transposed, _output_padding, groups = args
-            self._add("convolution", _of_convolution(x, w, output, transposed, groups))
+            self._add(_of_convolution(x, w, output, transposed, groups), w)
         elif op in _GROUPED:
-            self._add("linear", _of_grouped(*args[:2]))
+            a, b = args[:2]  # each row of a matrix is multiplied by the weight of one group
+            if a.dim() == 3 and b.dim() == 2:
+                a, b = b.mT, a.mT
+            self._add(_linear(a.shape[:-1].numel(), a.shape[-1], b.shape[-1]), b)
         else:
             self._weights.compute(args, output)
         return output
 
-    def _add(self, kind: str, sizes: _Sizes) -> None:
+    def _add(self, product: Product, weight: Tensor) -> None:
+        """weight: the tensor that may be one."""
         path = self._running[-1] if self._running else ""
-        owner = self._weights.owner(sizes.weight, path)
-        has_weight = owner is not None
-        kind = kind if has_weight or kind == "convolution" else "matmul"
-        product = Product(
-            layer=owner or path or "(model)",
-            role="hidden" if has_weight else "activations",
-            kind=kind,
-            m=sizes.m,
-            k=sizes.k,
-            n=sizes.n,
-            input_elements=sizes.input_elements,
-            weight_elements=sizes.weight.numel() if has_weight else 0,
-        )
-        self.products[product] += sizes.calls
+        owner = self._weights.owner(weight, path)
+        found = replace(product, layer=owner or path or "(model)", role="hidden", calls=1)
+        if owner is not None:
+            found = replace(found, weight_elements=weight.numel())
+        else:
+            kind = "matmul" if found.kind == "linear" else found.kind
+            found = replace(found, role="activations", kind=kind)
+        self.products[found] += product.calls
 
 
 def trace(
@@ -169,18 +146,11 @@ def trace(
 
     The pass runs on a copy of the model, in training mode: in evaluation torch computes encoder
     layers by one kernel, which shows none. Scaled dot product attention is decomposed into its two
-    products.
+    products; recurrent layers may be one kernel, which shows none. Products of the same sizes and
+    layer are one row, in the order of their first call.
 
-    Args:
-        model: any model.
-        batch: as for `fp8.calibrate`.
-        roles: layer -> role, for layers that are neither "hidden" nor products of activations.
-        why_not: layer -> why it is not cast.
-
-    Returns:
-        The products, in the order of their first call. Products of the same sizes and layer are one
-        row. Transposed convolutions count as their input gradient's product. Empty if the pass
-        computes none that ATen shows: recurrent layers may be one kernel.
+    roles: layer -> role, for layers that are neither "hidden" nor products of activations. why_not:
+    layer -> why it is not cast.
     """
     roles, why_not = roles or {}, why_not or {}
     model = copy.deepcopy(model).train()

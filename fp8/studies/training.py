@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +34,6 @@ __all__ = [
     "train",
     "under",
 ]
-
-DEFAULT_LR = 1e-3
-"""The learning rate of AdamW for a setup without an optimizer: torch's default."""
 
 EVALUATIONS = 4
 """The held-out loss is averaged over this many evaluations, evenly spaced in the last fifth of the
@@ -203,7 +201,7 @@ class Problem:
             parameters = [p for p in model.parameters() if p.requires_grad]
             if not parameters:
                 raise ValueError(f"no parameter of {type(model).__name__} requires a gradient")
-            optimizer = torch.optim.AdamW(parameters, lr=DEFAULT_LR)
+            optimizer = torch.optim.AdamW(parameters)
         if prepare is not None:
             model, optimizer = prepare(model, optimizer)
         train, held_out = self._batches[: -self.held_out], self._batches[-self.held_out :]
@@ -217,14 +215,17 @@ class Problem:
         if self._setup is not None and (self._seed == seed or not callable(self._source)):
             return self._setup
         with seeded(seed):
-            self._setup = _unconverted(as_setup(_called(self._source, seed)))
+            value = self._source
+            if callable(value):
+                takes_seed = "seed" in inspect.signature(value).parameters
+                value = value(seed=seed) if takes_seed else value()
+            self._setup = _unconverted(as_setup(value))
             self._batches = self._drawn(iter(self._setup.batches))
         self._seed = seed
         return self._setup
 
     def _drawn(self, batches: Iterator[Batch]) -> list[Batch]:
-        wanted = self.steps + self.held_out
-        drawn = [batch for batch, _ in zip(batches, range(wanted), strict=False)]
+        drawn = list(islice(batches, self.steps + self.held_out))
         if len(drawn) < self.held_out + 2:
             raise ValueError(
                 f"batches ran out after {len(drawn)}: a preflight needs at least 2 to train and "
@@ -255,18 +256,8 @@ def _copies(setup: Setup) -> tuple[nn.Module, Optimizer | None]:
     return model, optimizer
 
 
-def _called(source: Any, seed: int) -> Any:
-    if not callable(source) or isinstance(source, Setup):
-        return source
-    takes = "seed" in inspect.signature(source).parameters
-    return source(seed=seed) if takes else source()
-
-
 def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
-    """The loss of the model on a batch, 0-dim.
-
-    Raises ValueError if there is none or it is not a scalar.
-    """
+    """The loss of the model on a batch, 0-dim. Raises ValueError if it is no scalar."""
     value = loss_value(call(model, copied(batch)), loss)
     if value is None:
         raise ValueError(
@@ -308,7 +299,8 @@ def train(
     start = problem.start(seed, prepare)
     model, optimizer = start.model, start.optimizer
     run, kept, held = Run(name, seed, [], math.nan), [], []
-    evaluated = _evaluations(len(start.batches))
+    steps = len(start.batches)
+    evaluated = {steps - max(steps // 5, 1) * i // EVALUATIONS for i in range(EVALUATIONS)}
     begun = time.perf_counter()
     with seeded(seed):
         model.train()
@@ -321,8 +313,7 @@ def train(
             loss.backward()
             optimizer.step()
             if step in snapshots:
-                after = start.batches[step % len(start.batches)]
-                kept.append(_snapshot(step, model, optimizer, after))
+                kept.append(_snapshot(step, model, optimizer, start.batches[step % steps]))
             if step in evaluated:
                 held.append(_evaluate(start))
             if on_step is not None:
@@ -331,12 +322,6 @@ def train(
             run.held_out = sum(held) / len(held)
     run.seconds = time.perf_counter() - begun
     return run, kept
-
-
-def _evaluations(steps: int) -> frozenset[int]:
-    """The steps after which the held-out batches are evaluated; the last one is among them."""
-    last_fifth = max(steps // 5, 1)
-    return frozenset(steps - last_fifth * i // EVALUATIONS for i in range(EVALUATIONS))
 
 
 def _evaluate(start: _Start) -> float:

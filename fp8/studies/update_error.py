@@ -5,14 +5,9 @@ gradient under a policy, and v the second moment of Adam. The update error is
 
     ||(g_q - g) / sqrt(v)|| / ||g / sqrt(v)||
 
-over all parameters: the relative error in the metric in which Adam takes its step. It orders
-recipes as the gaps of their losses do, which the plain relative error does not, and the squares of
-the errors of single casts add.
-
-The parameters are those that the optimizer steps. v is the second moment that Adam divides by,
-which contains the present gradient with the weight 1 - beta2. This matters for elements whose
-gradient has been zero so far (a dead unit, a token not seen): a cast that makes it nonzero costs
-one bounded step, not an infinite one.
+over all parameters that the optimizer steps: the relative error in the metric in which Adam takes
+its step. v contains the present gradient with the weight 1 - beta2: a cast that makes a gradient
+nonzero that has been zero so far costs one bounded step, not an infinite one.
 """
 
 from __future__ import annotations
@@ -59,21 +54,9 @@ def quiet() -> Iterator[None]:
 
 
 class Probe:
-    """Measures update errors at one snapshot, on a copy of the model.
-
-    All passes draw the same random numbers (dropout, stochastic rounding).
-
-    Args:
-        model: any model; copied.
-        snapshot: the weights, the second moments and the batch.
-        loss: as in `fp8.studies.training.Setup`.
-
-    Attributes:
-        model: the copy, with the weights of the snapshot.
-
-    Raises:
-        ValueError: if the gradient is zero or not finite.
-    """
+    """Measures update errors at one snapshot, on a copy of the model. All passes draw the same
+    random numbers (dropout, stochastic rounding). Raises ValueError if the gradient is zero or not
+    finite."""
 
     def __init__(self, model: nn.Module, snapshot: Snapshot, loss: Loss | None) -> None:
         self.step = snapshot.step
@@ -120,9 +103,8 @@ class Probe:
         return any(moment is not None for moment in self._moments)
 
     def _complete(self, seen: float) -> None:
-        """Where some parameters have a second moment, others are measured in the same unit, that of
-        a step: the mean square of their gradient takes its place. So it is for what an optimizer
-        steps by another rule (Muon's matrices), or keeps factored."""
+        """Where only some parameters have a second moment (Muon, factored moments), the mean square
+        of the gradient takes the place of the others'."""
         if self.in_steps:
             self._moments = [
                 seen * gradient.square().mean() if moment is None else moment
@@ -130,8 +112,7 @@ class Probe:
             ]
 
     def _divided(self, x: Tensor, gradient: Tensor, before: Tensor | None) -> Tensor:
-        """``x`` divided by the root of the second moment that contains ``gradient``. before: the
-        moment without it; None for an optimizer that has none."""
+        """``x`` divided by the root of the second moment ``before``, updated with ``gradient``."""
         if before is None:
             return x
         return x / (before + self._new * gradient.square()).sqrt_().add_(EPSILON)

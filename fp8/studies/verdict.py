@@ -16,12 +16,9 @@ def sentences(found: Findings, best: Mapping[str, Candidate]) -> list[str]:
     each = list({c.name: c for c in best.values()}.values())
     trains = [f"{c.name} trains as {_dtype(found)} does ({_gap(c)}).{_kept(c)}" for c in each]
     lines = [*(trains or [_open(found)]), *_fails(found)]
-    lines += [_saving(row) for row in found.estimates if row.candidate in _named(row, best)]
+    named = {(device, candidate.name) for device, candidate in best.items()}
+    lines += [_saving(row) for row in found.estimates if (row.hardware, row.candidate) in named]
     return lines + ([_cache(found.cache)] if found.cache else [])
-
-
-def _named(row: Estimate, best: Mapping[str, Candidate]) -> list[str]:
-    return [best[row.hardware].name] if row.hardware in best else []
 
 
 def _open(found: Findings) -> str:

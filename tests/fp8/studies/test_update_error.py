@@ -8,7 +8,7 @@ from torch import nn
 
 import fp8
 from fp8.recipes.policy import CASTS
-from fp8.studies.search import alone, shares
+from fp8.studies.search import score, shares
 from fp8.studies.trace import trace
 from fp8.studies.training import Problem, Setup, Snapshot, train
 from fp8.studies.update_error import EPSILON, Probe
@@ -62,12 +62,12 @@ def test_squares_of_layers_and_of_casts_add(probe):
     layers = shares(trace(Classifier(), snapshot.batch))
     recipe = fp8.RECIPES["mxfp4"]
     together = measure(recipe).error ** 2
-    assert sum(measure(alone(recipe, name)).error ** 2 for name in layers) == pytest.approx(
-        together, rel=0.5
-    )
-    one = measure(alone(recipe, "head")).error ** 2
-    casts = (measure(alone(recipe, "head", cast)).error ** 2 for cast in CASTS)
-    assert sum(casts) == pytest.approx(one, rel=0.5)
+
+    def squared(layer, cast=None):
+        return score(measure, recipe, layer, 1.0, cast).squared_error
+
+    assert sum(map(squared, layers)) == pytest.approx(together, rel=0.5)
+    assert sum(squared("head", c) for c in CASTS) == pytest.approx(squared("head"), rel=0.5)
 
 
 def test_an_optimizer_without_second_moments_gives_the_plain_relative_error():
