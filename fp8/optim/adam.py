@@ -2,10 +2,9 @@
 
     optimizer = fp8.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
 
-The states are plain tensors in ``optimizer.state``. A state without a scale has the name that torch
-uses (``exp_avg``, ``exp_avg_sq``). One with a scale consists of ``exp_avg_values``,
-``exp_avg_scale`` (0-dim, or one for each block of 128) and, with a single scale,
-``exp_avg_amax``. A master weight is stored as ``master`` in the same way.
+A state without a scale has the name that torch uses (``exp_avg``, ``exp_avg_sq``). One with a scale
+consists of ``exp_avg_values``, ``exp_avg_scale`` (0-dim, or one for each block of 128) and, with a
+single scale, ``exp_avg_amax``. A master weight is stored as ``master`` in the same way.
 
 Bound of a step. For gradients of any size, the moments of exact Adam satisfy
 
@@ -15,9 +14,7 @@ by the Cauchy-Schwarz inequality: 7.3 for the default betas. A moment rounded to
 relative error of at most u = 2**-(mantissa bits + 1), and small moments are rounded in the safe
 direction (see `fp8.optim.encodings`). The same bound then holds with b1 (1 + u) and b2 (1 - u) in
 the inner fraction: 10.9 with "e4m3" and "float16", 1.5 times as large. (A second moment below the
-smallest normal value can only be too large.) Moments rounded stochastically (`fp8.optim.encodings`
-says when) are unbiased instead: in expectation first moments are not larger and second moments not
-smaller.
+smallest normal value can only be too large.) Moments rounded stochastically are unbiased instead.
 """
 
 from __future__ import annotations
@@ -87,10 +84,6 @@ class _Kept(NamedTuple):
     first: Encoded
     second: Encoded
 
-    def part(self, start: int, stop: int) -> _Kept:
-        """Views of some elements, as `Encoded.part`."""
-        return _Kept(*(stored.part(start, stop) for stored in self))
-
 
 def _adam(kept: _Kept, grad: Tensor, numbers: Tensor, how: _How, keys: Sequence[Key]) -> Tensor:
     """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay; updates ``kept`` in
@@ -99,9 +92,8 @@ def _adam(kept: _Kept, grad: Tensor, numbers: Tensor, how: _How, keys: Sequence[
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
         w = decay w - size m / (root sqrt(v) + eps)
 
-    Computed in float32, from the new moments before they are rounded. numbers: (11,), the scalars
-    of the formulas and the three values 1 / scale. Returns the largest magnitude of a weight that
-    has a scale, else 0.
+    Computed in float32, from the new moments before they are rounded. numbers: as `_Unit.numbers`
+    returns them. Returns the largest magnitude of a weight that has a scale, else 0.
     """
     decay, b1, c1, b2, c2, size, root, eps, *units = numbers.unbind()
     g = grad.to(torch.float32)
@@ -142,23 +134,17 @@ PLAIN = {
 """The encodings of weights without a master, by dtype."""
 
 BLOCKS = 1 << 16
-"""Elements that a compiled step with blocks processes at once per CPU thread. The number is
-constant, because for dynamic sizes torch compiles loops without vectors, which are ten times
-slower."""
+"""Elements that a compiled step with blocks processes at once per CPU thread: constant, because for
+dynamic sizes torch compiles loops without vectors, which are ten times slower."""
 
 Scales = list[float | None]
-"""The scale factors of the weight and the moments; None where there is none for the whole
-tensor."""
+"""The scale factors of the weight and the moments; None: none for the whole tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Unit:
-    """Parameters that are updated together: one parameter, or the small ones of a group
-    concatenated.
-
-    index: of the first, among all parameters of the optimizer; makes random bits distinct. master:
-    whether there are master weights, which are then updated.
-    """
+    """Parameters that are updated together: one, or the small ones of a group concatenated. index:
+    of the first among all of the optimizer, which makes random bits distinct."""
 
     parameters: list[Tensor]
     states: list[State]
@@ -195,8 +181,7 @@ class _Unit:
         return grad
 
     def amaxes(self) -> list[Tensor | None]:
-        """The amax of the weight and the moments; None where there is no scale for the whole
-        tensor."""
+        """The amax of the weight and the moments; None: no scale for the whole tensor."""
         state = self.states[0]
         return [
             state[name + PARTS[2]] if encoding.scale == "tensor" else None
@@ -204,12 +189,8 @@ class _Unit:
         ]
 
     def scales(self, largest: float, amaxes: Iterator[float]) -> Scales:
-        """New scale factors for gradients of magnitude up to ``largest``. amaxes: the values of
-        `amaxes`.
-
-        A moment is bounded by the moment of the largest magnitudes, which is stored as its
-        ``amax``. A scale therefore costs only one pass over the gradient.
-        """
+        """New scale factors for gradients up to ``largest``: the moment of the largest magnitudes
+        bounds a moment, so a scale costs one pass over the gradient."""
         b1, b2 = self.group["betas"]
         found: Scales = []
         for kept, (name, encoding) in zip(self.amaxes(), self.how.by_name, strict=True):
@@ -227,8 +208,7 @@ class _Unit:
         return found
 
     def numbers(self, scales: Scales) -> Tensor:
-        """The scalars of a step, (11,), each computed in float64 and rounded once; then 1 /
-        scales."""
+        """The 8 scalars of a step, computed in float64 and rounded once, then 1 / scales."""
         group = self.group
         step, (b1, b2), lr = float(self.states[0]["step"]), group["betas"], float(group["lr"])
         decay = 1 - lr * group["weight_decay"] if self.decoupled else 1.0
@@ -279,17 +259,12 @@ def _split(flat: Tensor, targets: list[Tensor]) -> None:
 
 
 def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool) -> list[_Unit]:
-    """The units of a group's parameters that have a gradient; creates missing states.
-
-    index: of the group's first parameter, among all parameters of the optimizer. Raises
-    RuntimeError for a sparse gradient.
-    """
+    """The units of a group's parameters that have a gradient; creates missing states. index: of the
+    group's first parameter."""
     found: dict[Any, _Unit] = {}
     for number, parameter in enumerate(group["params"], index):
         if parameter.grad is None:
             continue
-        if parameter.grad.layout != torch.strided:
-            raise RuntimeError(f"Adam needs dense gradients, got {parameter.grad.layout}")
         state = states[parameter]
         kept = prepare(state, parameter, group)
         key: Any = number
@@ -326,13 +301,12 @@ def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
 
 
 def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
-    """Updates all units, or none and returns False if a gradient or its square is not finite.
-
-    parameters: all parameters of the optimizer; for sharded ones, all processes agree on the
-    result. All gradients are inspected first, which also yields the scale factor of each moment:
-    that of the largest value it can reach.
-    """
-    looks = [x for unit in units for x in _extremes(unit.gradient())]
+    """Updates all units, or none and returns False if a gradient or its square is not finite. All
+    processes that have a shard of one of the ``parameters`` agree on the result."""
+    grads = (unit.gradient() for unit in units)
+    looks = [
+        x for g in grads for x in torch.aminmax(g if len(g) else g.new_zeros(1))
+    ]  # empty shard
     looks += [amax for unit in units for amax in unit.amaxes() if amax is not None]
     numbers = iter(_on_cpu(looks))
     largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
@@ -353,12 +327,6 @@ def _on_cpu(numbers: list[Tensor]) -> list[float]:
     return [x.item() for x in numbers]
 
 
-def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and largest element, 0-dim; NaN if there is one, 0 for an empty shard."""
-    low, high = torch.aminmax(x if x.numel() else x.new_zeros(1))
-    return low, high
-
-
 def _step(unit: _Unit, scales: Scales) -> None:
     """Updates one unit in chunks. The remainder of a compiled unit runs in eager mode."""
     kept = _Kept(unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
@@ -371,7 +339,7 @@ def _step(unit: _Unit, scales: Scales) -> None:
     for begin, end in itertools.pairwise([*range(0, whole, size), whole, count]):
         if begin == end:
             continue
-        parts = kept if end - begin == count else kept.part(begin, end)
+        parts = kept if end - begin == count else _Kept(*(x.part(begin, end) for x in kept))
         given = (parts, grad[begin:end], numbers, how)
         at = [key_at(key, begin) for key in keys]
         if unit.compiled and begin < whole:
@@ -465,8 +433,6 @@ def check_adam(group: dict[str, Any]) -> None:
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
     _check_feedback(group)
-    if not isinstance(group["seed"], int):
-        raise TypeError(f"seed is an int, got {group['seed']!r}")
 
 
 class _Adam(LowPrecision):
@@ -536,11 +502,8 @@ class _Adam(LowPrecision):
 
 
 class Adam(_Adam):
-    """`torch.optim.Adam` with states in low precision: weight_decay is added to the gradient (L2).
-
-    Args:
-        params, ...: as in `AdamW`; weight_decay is 0 by default.
-    """
+    """`AdamW` with the arithmetic of `torch.optim.Adam`: weight_decay, 0 by default, is added to
+    the gradient (L2)."""
 
     decoupled = False
     default_decay = 0.0

@@ -53,14 +53,11 @@ _INITIAL = {"algorithm": "muon", "stochastic_weights": False, "maximize": False,
 class Muon(LowPrecision):
     """`torch.optim.Muon` with states in low precision, and AdamW for what is no hidden matrix.
 
-    The momentum of a matrix is updated with its gradient and orthogonalized by Newton-Schulz
-    iterations in bfloat16, as in torch; the sum and the weight are computed in float32. With
-    ``first_moment="float32"`` and no recipe the weights are those of `torch.optim.Muon`, bit for
-    bit. Embeddings, readouts, vectors and convolutions belong into groups with
-    ``algorithm="adamw"``, which are updated as by `fp8.optim.AdamW`: `muon_groups` makes both.
-
-    The arguments of torch keep their positions, names and defaults. Gradients that are not finite
-    are handled as in `fp8.optim.AdamW`, for all groups together.
+    Newton-Schulz iterations run in bfloat16, as in torch; the momentum and the weight are computed
+    in float32. With ``first_moment="float32"`` and no recipe the weights are those of
+    `torch.optim.Muon`, bit for bit. Embeddings, readouts, vectors and convolutions belong into
+    groups with ``algorithm="adamw"``, updated as by `fp8.optim.AdamW`: `muon_groups` makes both.
+    Gradients that are not finite are handled as there, for all groups together.
 
     Args:
         params: as in `fp8.optim.AdamW`. The parameters of a "muon" group are matrices. A stack of
@@ -189,8 +186,6 @@ def _check(group: Group) -> None:
             raise ValueError(f"{option} is not supported by algorithm 'muon'")
     if group["momentum"] >= 1:
         raise ValueError(f"momentum must be less than 1, got {group['momentum']}")
-    if not isinstance(group["seed"], int):
-        raise TypeError(f"seed is an int, got {group['seed']!r}")
     coefficients: Any = group["ns_coefficients"]
     if not isinstance(coefficients, tuple | list) or len(coefficients) != 3:
         raise ValueError(f"ns_coefficients are three numbers, got {coefficients}")
@@ -224,10 +219,8 @@ def amplifies(a: float, b: float, c: float) -> bool:
     where it rests.
 
     That is the smallest positive s with p(s) = s, and the question is whether |p'(s)| > 1. Jordan's
-    coefficients, the default of torch, have p' = -1.6 there, and from 1.26 on, the next such s,
-    they grow without bound. In bfloat16 values end between 0.7 and 1.2, whereas the casts of
-    "mxfp8" move some beyond: 256 x 1024 normal values end between 0.3 and 3.2. (2, -1.5, 0.5) have
-    p' = 0 at 1 and end between 0.8 and 1.1 there.
+    coefficients, the default of torch, have p' = -1.6 there, and diverge from 1.26 on, the next
+    such s. (2, -1.5, 0.5) have p' = 0 at 1. docs/optimizers.md has what either does under "mxfp8".
     """
     roots = [-(a - 1) / b] if not c and b else []
     if c and (square := b * b - 4 * c * (a - 1)) >= 0:
@@ -282,11 +275,8 @@ def orthogonalized(
     eps: float,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """The matrix ``x`` with singular values near 1, bfloat16: by iterations of the odd polynomial a
-    y + b y^3 + c y^5 of its singular values, which are at most 1 before (Jordan et al. 2024, Muon).
-
-    recipe: as in `Muon`. A zero matrix stays zero. NaN and Inf spread over the matrix.
-    """
+    """The matrix ``x`` with singular values near 1, bfloat16, by iterations of the odd polynomial
+    a y + b y^3 + c y^5 of them (Jordan et al. 2024, Muon). A zero matrix stays zero."""
     a, b, c = coefficients
     tall = x.shape[0] > x.shape[1]
     y = x.bfloat16()
