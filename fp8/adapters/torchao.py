@@ -16,7 +16,7 @@ from ..native.kernels import ALIGNMENT, why_not_device
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
 from ..selection.where import Where, checked_function
-from ..surgery.swap import Padded, forget, layers_for, swap, why_not_fit
+from ..surgery.swap import Padded, layers_for, swap, why_not_fit
 
 __all__ = ["ao_config", "convert", "revert"]
 
@@ -29,9 +29,8 @@ _MX_CAPABILITY = (10, 0)
 def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
     """torchao's configuration for one of our recipes.
 
-    "tensor", "row", "row_gw_hp" and other recipes with these scalings become a Float8LinearConfig,
-    "mxfp8" an MXFP8TrainingOpConfig. Scales are powers of two under rule "up", else exact. Token
-    counts are padded.
+    Recipes with the scalings "tensor" and "row" become a Float8LinearConfig, "mxfp8" an
+    MXFP8TrainingOpConfig. Scales are powers of two under rule "up", else exact.
 
     Args:
         recipe: a name or a `Recipe`.
@@ -50,8 +49,7 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
     lib = need("torchao")
     rules = {cast.rule for cast in chosen.casts if cast is not None}
     config = importlib.import_module("torchao.float8.config")
-    known = rules in ({"up"}, {"exact"}) and chosen.saved_activations is None
-    if not known:
+    if rules not in ({"up"}, {"exact"}) or chosen.saved_activations is not None:
         raise ValueError(_unknown(chosen))
     weight, weight_again = chosen.weight, chosen.grad_input[1]
     grad_again, input_again = chosen.grad_weight
@@ -76,8 +74,7 @@ def _unknown(recipe: Recipe) -> str:
 
 
 def _cast(config: Any, recipe: Recipe, cast: Cast | None, other: Cast | None) -> Any:
-    """torchao's cast of an operand in one product. other: its cast in the operand's other
-    product."""
+    """torchao's cast of an operand in one product. other: that in the operand's other product."""
     known = cast or other
     if known is None or known.format not in ("e4m3", "e5m2"):
         raise ValueError(_unknown(recipe))
@@ -115,10 +112,9 @@ def convert(
 ) -> nn.Module:
     """Replaces nn.Linear with torchao's layers; `fp8.convert` with backend="torchao".
 
-    It calls torchao's ``convert_to_float8_training`` layer by layer. Properties that this function
-    loses (hooks, the training flag, layers with two names, attributes) are preserved, and
-    `fp8.report` lists every layer. Layers with sizes that are not multiples of 16 (32 for "mxfp8")
-    are left alone unless emulated, because the kernels do not support them.
+    Hooks, the training flag, names and attributes, some of which torchao's
+    ``convert_to_float8_training`` loses, are preserved, and `fp8.report` lists every layer. Layers
+    with sizes that are not multiples of 16 (32 for "mxfp8") are left alone unless emulated.
 
     Args:
         model: changed in place.
@@ -157,7 +153,7 @@ def convert(
 
 
 def its_recipe(recipe: Any) -> Any:
-    """torchao's configuration for a name or a `Recipe`; a configuration of torchao's unchanged."""
+    """torchao's configuration for a name or a `Recipe`; one of its own unchanged."""
     return ao_config(recipe) if isinstance(recipe, str | Recipe) else recipe
 
 
@@ -216,6 +212,4 @@ def revert(model: nn.Module) -> nn.Module:
         bias = module.bias is not None
         return nn.Linear(module.in_features, module.out_features, bias=bias, device="meta")
 
-    model = swap(model, make)
-    forget(model)
-    return model
+    return swap(model, make)

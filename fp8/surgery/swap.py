@@ -40,12 +40,6 @@ def is_replacement(module: nn.Module) -> bool:
     return _CARRIED in vars(module)
 
 
-def forget(model: nn.Module) -> None:
-    """Removes the record of `swap` from ``model`` and its submodules."""
-    for module in model.modules():
-        vars(module).pop(_ADAPTED, None)
-
-
 def swap(model: nn.Module, make: Make, *, adapter: str = "", how: str = "") -> nn.Module:
     """Replaces every module for which ``make`` returns a replacement, under all its names.
 
@@ -55,8 +49,8 @@ def swap(model: nn.Module, make: Make, *, adapter: str = "", how: str = "") -> n
     model, or its replacement if the model itself is replaced.
 
     adapter: the library of the new layers. The model is marked as `adapted`, with a row for each
-    module for which ``make`` returns an answer. "" reverts: only the attributes are given back.
-    how: the reason shown in the rows of replaced modules.
+    module for which ``make`` returns an answer. "" reverts: only the attributes are given back, and
+    the records are removed. how: the reason shown in the rows of replaced modules.
     """
     replacements: dict[int, nn.Module] = {}
     rows = []
@@ -76,7 +70,10 @@ def swap(model: nn.Module, make: Make, *, adapter: str = "", how: str = "") -> n
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, replacements[id(module)])
     model = replacements.get(id(model), model)
-    if adapter:
+    if not adapter:
+        for module in model.modules():
+            vars(module).pop(_ADAPTED, None)
+    else:
         vars(model)[_ADAPTED] = Adapted(adapter, Report(rows))
         if not replacements:
             warn_nothing(model, rows)
@@ -151,8 +148,8 @@ def _why_not_exact(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> str:
 
 
 def why_not_fit(module: nn.Module, multiple: int) -> str:
-    """Why a layer does not fit kernels for sizes that are multiples of ``multiple``: its weight is
-    no parameter, or, of a linear layer, a size is no such multiple; "" if it fits."""
+    """Why kernels for sizes that are multiples of ``multiple`` do not take a layer; "" if they
+    do."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     if weight is None:
         return "its weight is computed, not a parameter"
