@@ -53,7 +53,7 @@ def _recipes(policy: Policy, model: nn.Module) -> dict[str, Recipe | None]:
     return {n: composed(d.sources, PLAIN) for n, d in resolve(policy, model).items()}
 
 
-def _translated(name: str, make: Any, recipe: Recipe) -> Any:
+def _translated(name: str, make: Any, recipe: Recipe | None) -> Any:
     """``make(recipe)``. Raises ValueError with the name of the layer."""
     try:
         return make(recipe)
@@ -78,19 +78,14 @@ class Filtered:
         return name in self.layers
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Converts the layers of ``model`` in place by torchao's own function.
-
-        Returns the model.
-        """
+        """Converts the layers of ``model`` in place by torchao's own function; returns it."""
         library = need("torchao")
         if isinstance(self.config, library.Float8LinearConfig):
-            converted: nn.Module = library.convert_to_float8_training(
-                model, config=self.config, module_filter_fn=self.filter
-            )
+            given = {"config": self.config, "module_filter_fn": self.filter}
+            converted: nn.Module = library.convert_to_float8_training(model, **given)
             return converted
-        importlib.import_module("torchao.quantization").quantize_(
-            model, self.config, filter_fn=self.filter
-        )
+        quantize = importlib.import_module("torchao.quantization").quantize_
+        quantize(model, self.config, filter_fn=self.filter)
         return model
 
 
@@ -153,14 +148,7 @@ class Contexts:
     def attach(self, model: nn.Module) -> list[Any]:
         """Adds hooks to ``model`` and to the modules in ``inner`` that open the contexts.
 
-        Args:
-            model: with layers of TransformerEngine under the names of ``inner``.
-
-        Returns:
-            The handles of the hooks; ``handle.remove()`` removes one.
-
-        Raises:
-            AttributeError: if the model has no module of such a name.
+        Returns the handles of the hooks. Raises AttributeError if the model has no such module.
         """
         every = {"": self.recipe, **self.inner}
         modules = [(model.get_submodule(name), recipe) for name, recipe in every.items()]
@@ -202,16 +190,15 @@ def for_transformer_engine(policy: Policy, model: nn.Module) -> Contexts:
     """
     policy, notes = _at_start(policy, "TransformerEngine")
     base = recipe_of(policy.recipe)
-    outer = None if base is None or _is_high(base) else te_recipe(base)
     inner: dict[str, Any] = {}
     for name, recipe in _recipes(policy, model).items():
-        if recipe == base or (_is_high(recipe) and _is_high(base)):
-            continue
-        if recipe is None or _is_high(recipe):
-            inner[name] = None
-        else:
-            inner[name] = _translated(name, te_recipe, recipe)
-    return Contexts(outer, inner, notes)
+        if recipe != base and not (_is_high(recipe) and _is_high(base)):
+            inner[name] = _translated(name, _te, recipe)
+    return Contexts(_te(base), inner, notes)
+
+
+def _te(recipe: Recipe | None) -> Any:
+    return None if recipe is None or _is_high(recipe) else te_recipe(recipe)
 
 
 @dataclass(frozen=True)
@@ -261,8 +248,7 @@ def _in_megatron(what: str, recipe: Recipe | None) -> dict[str, str]:
 def for_megatron(policy: Policy) -> MegatronFiles:
     """The flags of Megatron-LM and the text of its ``--te-precision-config-file``.
 
-    Rules become matchers in reverse order, because the first match decides there. Patterns are
-    matched with the names of Megatron's modules, such as "decoder.layers.0.mlp.linear_fc1".
+    Patterns are matched with the names of Megatron's modules, "decoder.layers.0.mlp.linear_fc1".
 
     Args:
         policy: a policy whose rules name Megatron's modules.
@@ -297,17 +283,13 @@ def for_megatron(policy: Policy) -> MegatronFiles:
 
 
 def _base_flags(base: dict[str, str]) -> dict[str, str]:
-    if "fp4_quantization_recipe" in base:
-        return {"fp4-format": "e2m1", "fp4-recipe": base["fp4_quantization_recipe"]}
     if not base:
         return {}
-    recipe = base["fp8_quantization_recipe"]
-    delayed = {"fp8-amax-history-len": "16", "fp8-amax-compute-algo": "max"}
-    return {
-        "fp8-format": base["fp8_format"],
-        "fp8-recipe": recipe,
-        **(delayed if recipe == "delayed" else {}),
-    }
+    if "fp4_quantization_recipe" in base:
+        return {"fp4-format": "e2m1", "fp4-recipe": base["fp4_quantization_recipe"]}
+    flags = {"fp8-format": base["fp8_format"], "fp8-recipe": base["fp8_quantization_recipe"]}
+    history = {"fp8-amax-history-len": "16", "fp8-amax-compute-algo": "max"}
+    return flags | (history if flags["fp8-recipe"] == "delayed" else {})
 
 
 def _check_ends(policy: Policy, base: dict[str, str]) -> None:
@@ -326,7 +308,7 @@ class _Matcher:
 
 
 def _matchers(policy: Policy, base: dict[str, str]) -> list[_Matcher]:
-    """In Megatron's order: the first that matches decides."""
+    """In Megatron's order, the reverse of ours: the first that matches decides."""
     found = [
         _Matcher(f"keep_{role}_{i}", pattern, {})
         for role in policy.keep
@@ -415,12 +397,10 @@ def _source(policy: Policy) -> str:
     if any(isinstance(recipe, Recipe) for recipe in named):
         return f"fp8.Policy.from_json({json.dumps(json.dumps(policy.to_dict()))})"
     q = lambda value: "None" if value is None else json.dumps(value)  # noqa: E731
-    given = [q(policy.recipe)]
     rules = [f"({q(r.layers)}, {q(r.product)}, {q(r.recipe)})" for r in policy.rules]
-    given += [f"rules=[{', '.join(rules)}]"] if rules else []
-    given += [f"{end}={n}" for end in ("first", "last") if (n := getattr(policy, end))]
-    given += [f"keep=[{', '.join(map(q, policy.keep))}]"] if policy.keep else []
     switch = [f"({start!r}, {q(recipe)})" for start, recipe in policy.switch]
-    given += [f"switch=[{', '.join(switch)}]"] if switch else []
-    given += [f"name={q(policy.name)}"] if policy.name else []
-    return f"fp8.Policy({', '.join(given)})"
+    lists = {"rules": rules, "keep": map(q, policy.keep), "switch": switch}
+    texts = {name: f"[{', '.join(items)}]" for name, items in lists.items()}
+    names = ("rules", "first", "last", "keep", "switch", "name")
+    given = [f"{n}={texts.get(n) or q(x)}" for n in names if (x := getattr(policy, n))]
+    return f"fp8.Policy({', '.join([q(policy.recipe), *given])})"

@@ -2,9 +2,8 @@
 
     spec = model_registry("8B", converters=[FP8Converter("tensor")])
 
-torchtitan builds a model from a tree of configurations, on the meta device, then shards, compiles
-and initializes it. The converter changes the root of the tree alone: its ``build`` returns the
-model converted by `fp8.convert`, whose layers remain those of torchtitan.
+torchtitan builds a model from a tree of configurations, on the meta device. The converter changes
+the root of the tree alone: its ``build`` returns the model converted by `fp8.convert`.
 """
 
 from __future__ import annotations
@@ -92,8 +91,6 @@ def _read(recipe: Any) -> Any:
 
 @functools.cache
 def _kind(base: Any) -> Any:
-    """The class of the converter, derived from torchtitan's."""
-
     class Converter(base):
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(base.Config):
@@ -170,20 +167,16 @@ def _check_whole(trainer: Any) -> None:
         )
     chunked = isinstance(trainer.loss, _module("components.loss").ChunkedLossWrapper.Config)
     backend = trainer.parallelism.spmd_backend
-    for wrong, setting, why in (
-        (chunked, "loss=ChunkedLossWrapper", "calls lm_head outside of the model"),
-        (
-            backend != "partial_dtensor",
-            f"parallelism.spmd_backend={backend!r}",
-            "replaces forwards",
-        ),
-        (trainer.activation_checkpoint is not None, "activation_checkpoint", "wraps the blocks"),
-    ):
-        if wrong:
-            raise ValueError(
-                f"{setting} {why} after a transform has seen the model: with a transform, train "
-                "with another loss, spmd_backend='partial_dtensor' and activation_checkpoint=None"
-            )
+    why = "loss=ChunkedLossWrapper calls lm_head outside of the model" if chunked else ""
+    if backend != "partial_dtensor":
+        why = f"parallelism.spmd_backend={backend!r} replaces forwards"
+    if trainer.activation_checkpoint is not None:
+        why = "activation_checkpoint wraps the blocks"
+    if why:
+        raise ValueError(
+            f"{why} after a transform has seen the model: with a transform, train with another "
+            "loss, spmd_backend='partial_dtensor' and activation_checkpoint=None"
+        )
 
 
 def _module(name: str) -> Any:

@@ -23,11 +23,11 @@ from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
 from ..selection.where import Where, checked_function
 from ..surgery.swap import Padded, layers_for, shared, swap, why_not_fit
+from ..tensors.scaled_tensor import DTYPES
 
 __all__ = ["autocast", "convert", "delayed_scaling", "revert", "te_recipe", "weights"]
 
 _TYPES = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MULTIPLES = {"MXFP8BlockScaling": 32, "Float8BlockScaling": 128}
 """Recipe -> the sizes of a weight and the number of tokens must be multiples of this; others: 16
 (utils.assert_dim_for_fp8_exec and the quantizers' is_quantizable, 2.20)."""
@@ -351,7 +351,7 @@ def _why_not(module: nn.Module, multiple: int) -> str:
     if isinstance(module, nn.LayerNorm) and module.bias is None:
         return "te.LayerNorm has no form without bias"
     why, dtype = why_not_fit(module, multiple), module.weight.dtype
-    return why or ("" if dtype in _DTYPES else f"TransformerEngine has no {dtype}")
+    return why or ("" if dtype in DTYPES else f"TransformerEngine has no {dtype}")
 
 
 def _te_layer(te: Any, module: nn.Module, multiple: int) -> nn.Module:
