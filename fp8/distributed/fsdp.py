@@ -1,9 +1,7 @@
-"""FSDP2 all-gather of weights in one byte per element: each process rounds its shard before
-sending.
+"""FSDP2 all-gather of weights in one byte per element: each process sends its shard rounded.
 
 It uses FSDP2's extension point: a tensor subclass with ``fsdp_pre_all_gather`` and
-``fsdp_post_all_gather``. The shards keep their values and dtype, and so do gradients and the
-optimizer's view of the parameters.
+``fsdp_post_all_gather``.
 """
 
 from __future__ import annotations
@@ -58,9 +56,8 @@ def gather_in_fp8(
         gather_in_fp8(model)
         fully_shard(model)
 
-    The weights of linear layers and convolutions (`fp8.surgery.convert.LAYERS`) are sent as FP8.
-    Forward and backward pass use the received values in the compute dtype of FSDP2. A layer under
-    the same recipe casts them to the same values again, so its result is bit for bit that without
+    The weights of linear layers and convolutions are sent as FP8. A layer under the same recipe
+    casts the received values to the same values again, so its result is bit for bit that without
     FSDP2. Gradients are reduced as usual. In the model, its state_dict and its optimizer a weight
     is a plain tensor or DTensor of its dtype and keeps its attributes (the tags of u-muP). As in
     simulation, NaN stays NaN, and Inf stays Inf if the format has Inf and becomes NaN otherwise.
@@ -134,14 +131,12 @@ def _chosen(
         layers.append(_Layer(name, module, cast, why_not))
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     senders = Counter((id(layer.module.weight), layer.cast) for layer in layers)
-
-    def shared(layer: _Layer) -> _Layer:
+    for i, layer in enumerate(layers):
         key = id(layer.module.weight)
-        if layer.cast is None or holders[key] == senders[key, layer.cast]:
-            return layer
-        return layer._replace(cast=None, why_not="a module that is not sent so shares its weight")
-
-    return [shared(layer) for layer in layers]
+        if layer.cast is not None and holders[key] != senders[key, layer.cast]:
+            why_not = "a module that is not sent so shares its weight"
+            layers[i] = layer._replace(cast=None, why_not=why_not)
+    return layers
 
 
 def _converted(model: nn.Module) -> dict[int, Recipe | None]:
@@ -192,10 +187,9 @@ def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     """The state_dict of ``optimizer`` in a form that loads with another number of processes.
 
     For DTensors, ``optimizer.state_dict()`` has this form anyway; here whole parameters have it
-    too. A state with a scale, which belongs to one shard, is decoded to float32 under the name
-    without a suffix (``exp_avg``). A state of the weight's shape becomes a DTensor like the weight,
-    so that `torch.distributed.checkpoint` can reshard it. Every optimizer of this kind of
-    `fp8.optim` or torch loads it and rounds it to its own encodings.
+    too. A state with a scale is decoded to float32 under torch's name (``exp_avg``), and one of the
+    weight's shape is a DTensor like the weight. Every optimizer of this kind of `fp8.optim` or
+    torch loads it and rounds it to its own encodings.
 
     Args:
         optimizer: an optimizer of `fp8.optim`.
@@ -203,17 +197,13 @@ def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     Returns:
         The state_dict.
     """
-    state = optimizer.state_dict()
-    parameters = parameters_of(optimizer)
-    return {
-        **state,
-        "state": {i: portable(parameters[i], own) for i, own in state["state"].items()},
-    }
+    state, parameters = optimizer.state_dict(), parameters_of(optimizer)
+    portables = {i: portable(parameters[i], own) for i, own in state["state"].items()}
+    return {**state, "state": portables}
 
 
 def _why_not_sent(recipe: Recipe | None) -> str:
-    """Why a weight of a layer with this recipe cannot be sent as its cast rounds it; "" if it
-    can."""
+    """Why the weight of a layer with this recipe cannot be sent as its cast rounds it, or ""."""
     if recipe is None:
         return "it computes in high precision, or will after a switch"
     cast = recipe.weight
@@ -273,8 +263,7 @@ _COPIES = {
 
 
 class _Weight(Tensor):
-    """A weight, or a shard of one, that is rounded when it is sent; otherwise it behaves like
-    ``plain``.
+    """A weight, or a shard of one, that is rounded when it is sent; otherwise it is like ``plain``.
 
     exponent: of its static scale factor, for a cast without a rule. known: its scale factor, if
     computed, and the version of ``plain`` it was computed for; shared by all views.
@@ -346,8 +335,7 @@ class _Weight(Tensor):
         return largest_finite(self.plain, None).float()
 
     def remember(self, amax: Tensor) -> Tensor:
-        """The scale factor for the largest magnitude ``amax``, cached until the weight is
-        written."""
+        """The scale factor for the largest magnitude, cached until the weight is written."""
         assert self.cast.rule is not None
         scale = scale_of(amax, None, get_format(self.cast.format), self.cast.rule)
         self.known[:] = [scale * 2.0**self.cast.margin, self.plain._version]
@@ -388,8 +376,7 @@ class _Weight(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight from the bytes of all processes; written to ``out`` after the first
-        time."""
+        """The whole weight from the bytes of all processes; later written to ``out``."""
         (bits,) = all_gather_outputs
         format = get_format(self.cast.format)
         assert format.dtype is not None

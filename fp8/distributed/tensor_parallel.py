@@ -26,8 +26,7 @@ from ..recipes.cast import Cast
 __all__ = ["gather_input_in_fp8"]
 
 SCALINGS = ("unit", "tensor")
-"""The supported scalings of an input's cast, whose copy serves the gradient of the weight too. By
-rows or blocks that casts the input again, along the tokens, from high precision."""
+"""The supported scalings of an input's cast, whose copy serves the gradient of the weight too."""
 
 
 def gather_input_in_fp8(module: nn.Module, mesh: DeviceMesh, *, dim: int = 1) -> RemovableHandle:
@@ -40,11 +39,10 @@ def gather_input_in_fp8(module: nn.Module, mesh: DeviceMesh, *, dim: int = 1) ->
         gather_input_in_fp8(model.up, mesh)
 
     ``module`` is such a layer, or one that holds layers and whose input a `PrepareModuleInput`
-    gathers for all of them. A forward pre-hook rounds the part of each process, sends its bytes,
-    and passes the whole on as a replicated DTensor, which torch's own hooks take as it is. The
-    values are the operands of the layers: their casts do not change them again, so results are
-    those of a gathering in high precision. The gradient is reduced and divided in high precision.
-    NaN stays NaN; Inf stays Inf if the format has Inf and becomes NaN otherwise.
+    gathers for all of them. A forward pre-hook sends the rounded part of each process, and passes
+    the whole on as a replicated DTensor, the operand of the layers: results are those of a
+    gathering in high precision. The gradient is reduced and divided in high precision. NaN stays
+    NaN; Inf stays Inf if the format has Inf and becomes NaN otherwise.
 
     Args:
         module: converted by `fp8.convert`.
