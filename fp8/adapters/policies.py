@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 
-def _is_high(recipe: Recipe | None) -> bool:
-    """Whether a layer computes in 16 bits or more, which these libraries take from the model."""
-    return recipe is None or recipe == RECIPES["bf16"]
+def _low(recipe: Recipe | None) -> Recipe | None:
+    """``recipe``; None for 16 bits, which these libraries take from the model."""
+    return None if recipe == RECIPES["bf16"] else recipe
 
 
 def _at_start(policy: Policy, library: str) -> tuple[Policy, list[str]]:
@@ -50,10 +50,10 @@ def _at_start(policy: Policy, library: str) -> tuple[Policy, list[str]]:
 
 def _recipes(policy: Policy, model: nn.Module) -> dict[str, Recipe | None]:
     """Layer -> recipe; "auto" is "tensor", as the layers of these libraries are not unit-scaled."""
-    return {n: composed(d.sources, PLAIN) for n, d in resolve(policy, model).items()}
+    return {n: _low(composed(d.sources, PLAIN)) for n, d in resolve(policy, model).items()}
 
 
-def _translated(name: str, make: Any, recipe: Recipe | None) -> Any:
+def _translated(name: str, make: Any, recipe: Recipe) -> Any:
     """``make(recipe)``. Raises ValueError with the name of the layer."""
     try:
         return make(recipe)
@@ -116,10 +116,9 @@ def for_torchao(
     policy, notes = _at_start(policy, "torchao")
     groups: dict[Recipe, set[str]] = {}
     for name, recipe in _recipes(policy, model).items():
-        if recipe is None or _is_high(recipe):
+        if recipe is None:
             continue
-        layer = model.get_submodule(name)
-        if isinstance(layer, nn.Linear):
+        if isinstance(model.get_submodule(name), nn.Linear):
             groups.setdefault(recipe, set()).add(name)
         else:
             notes.append(f"torchao converts linear layers only: {name!r} stays in high precision")
@@ -189,16 +188,13 @@ def for_transformer_engine(policy: Policy, model: nn.Module) -> Contexts:
         ImportError: without TransformerEngine.
     """
     policy, notes = _at_start(policy, "TransformerEngine")
-    base = recipe_of(policy.recipe)
-    inner: dict[str, Any] = {}
-    for name, recipe in _recipes(policy, model).items():
-        if recipe != base and not (_is_high(recipe) and _is_high(base)):
-            inner[name] = _translated(name, _te, recipe)
-    return Contexts(_te(base), inner, notes)
-
-
-def _te(recipe: Recipe | None) -> Any:
-    return None if recipe is None or _is_high(recipe) else te_recipe(recipe)
+    base = _low(recipe_of(policy.recipe))
+    inner = {
+        name: recipe and _translated(name, te_recipe, recipe)
+        for name, recipe in _recipes(policy, model).items()
+        if recipe != base
+    }
+    return Contexts(base and te_recipe(base), inner, notes)
 
 
 @dataclass(frozen=True)
@@ -231,7 +227,7 @@ _MEGATRON_ROLES = {
 
 def _in_megatron(what: str, recipe: Recipe | None) -> dict[str, str]:
     """The fields of a TEQuantizationRecipe; {} is high precision. what: the rule, for errors."""
-    if recipe is None or _is_high(recipe):
+    if recipe is None:
         return {}
     if recipe == replace(RECIPES["nvfp4"], name=recipe.name):
         return {"fp4_quantization_recipe": "nvfp4"}
@@ -259,17 +255,17 @@ def for_megatron(policy: Policy) -> MegatronFiles:
     Raises:
         ValueError: for a rule of single casts, a recipe that Megatron does not have, "delayed" in a
             rule or with ``first`` and ``last``, and for ``first`` and ``last`` without a recipe.
-
-    >>> import fp8
-    >>> for_megatron(fp8.Policy("mxfp8", first=1, last=2)).flags[-3:]
-    ['--first-last-layers-bf16', '--num-layers-at-start-in-bf16=1', '--num-layers-at-end-in-bf16=2']
     """
     policy, notes = _at_start(policy, "Megatron")
-    base = _in_megatron("the policy", recipe_of(policy.recipe))
+    base = _in_megatron("the policy", _low(recipe_of(policy.recipe)))
     flags = [f"--{key}={value}" for key, value in _base_flags(base).items()]
     if policy.first or policy.last:
-        _check_ends(policy, base)
         ends = {"start": policy.first, "end": policy.last}
+        asked = f"first={policy.first}, last={policy.last}"
+        if not base:
+            raise ValueError(f"{asked}: Megatron has these only with a recipe for the whole model")
+        if base.get("fp8_quantization_recipe") == "delayed":
+            raise ValueError(f"{asked}: Megatron does not combine these with 'delayed'")
         flags += ["--first-last-layers-bf16"]
         flags += [f"--num-layers-at-{end}-in-bf16={count}" for end, count in ends.items()]
     matchers = _matchers(policy, base)
@@ -292,54 +288,36 @@ def _base_flags(base: dict[str, str]) -> dict[str, str]:
     return flags | (history if flags["fp8-recipe"] == "delayed" else {})
 
 
-def _check_ends(policy: Policy, base: dict[str, str]) -> None:
-    ends = f"first={policy.first}, last={policy.last}"
-    if not base:
-        raise ValueError(f"{ends}: Megatron has these only with a recipe for the whole model")
-    if base.get("fp8_quantization_recipe") == "delayed":
-        raise ValueError(f"{ends}: Megatron does not combine these with 'delayed'")
-
-
-@dataclass(frozen=True)
-class _Matcher:
-    name: str
-    pattern: str
-    config: dict[str, str]
-
-
-def _matchers(policy: Policy, base: dict[str, str]) -> list[_Matcher]:
-    """In Megatron's order, the reverse of ours: the first that matches decides."""
-    found = [
-        _Matcher(f"keep_{role}_{i}", pattern, {})
+def _matchers(policy: Policy, base: dict[str, str]) -> dict[str, tuple[str, dict[str, str]]]:
+    """Name -> (pattern, configuration), the last rule first: the first that matches decides."""
+    found: dict[str, tuple[str, dict[str, str]]] = {
+        f"keep_{role}_{i}": (pattern, {})
         for role in policy.keep
         for i, pattern in enumerate(_MEGATRON_ROLES.get(role, ()), 1)
-    ]
+    }
+    enable = {} if base else {"override_nonquantized_autocast": "true"}
     for index, rule in reversed(list(enumerate(policy.rules, 1))):
         what = f"rule {index} ({rule})"
         if rule.product is not None:
             raise ValueError(f"{what}: Megatron has no recipe for single casts of a layer")
-        config = _in_megatron(what, recipe_of(rule.recipe))
+        config = _in_megatron(what, _low(recipe_of(rule.recipe)))
         if config.get("fp8_quantization_recipe") == "delayed":
             raise ValueError(f"{what}: Megatron has 'delayed' for the whole model only")
-        found.append(_Matcher(f"rule_{index}", rule.layers, config))
-    if base:
-        return found
-    enable = {"override_nonquantized_autocast": "true"}
-    return [replace(m, config=m.config | enable) if m.config else m for m in found]
+        found[f"rule_{index}"] = (rule.layers, config | enable if config else {})
+    return found
 
 
-def _yaml(matchers: list[_Matcher]) -> str:
+def _yaml(matchers: dict[str, tuple[str, dict[str, str]]]) -> str:
     names: dict[str, dict[str, str]] = {}
     lines = ["matchers:"]
-    for matcher in matchers:
-        recipe, format = (*matcher.config.values(), "", "")[:2]
-        name = "_".join(filter(None, (recipe, format))) or "high_precision"
-        names[name] = matcher.config
+    for matcher, (pattern, config) in matchers.items():
+        name = "_".join(list(config.values())[:2]) or "high_precision"
+        names[name] = config
         lines += [
-            f"  {matcher.name}:",
+            f"  {matcher}:",
             f'    config: "{name}"',
             '    type: "glob"',
-            f"    pattern: {json.dumps(matcher.pattern)}",
+            f"    pattern: {json.dumps(pattern)}",
             "    enabled: true",
         ]
     configs = ["configs:"]
