@@ -22,8 +22,6 @@ __all__ = ["ao_config", "convert", "revert"]
 
 _GRANULARITIES = {"tensor": "TENSORWISE", "row": "AXISWISE"}
 _MX_BLOCK = 32
-_MX_CAPABILITY = (10, 0)
-"""CUDA devices of lower capability have no MX products."""
 
 
 def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
@@ -49,43 +47,40 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
     lib = need("torchao")
     rules = {cast.rule for cast in chosen.casts if cast is not None}
     config = importlib.import_module("torchao.float8.config")
+    unknown = ValueError(
+        f"torchao has no configuration for recipe {chosen.name!r}; it has 'tensor', 'row', "
+        "'row_gw_hp' and 'mxfp8'"
+    )
     if rules not in ({"up"}, {"exact"}) or chosen.saved_activations is not None:
-        raise ValueError(_unknown(chosen))
+        raise unknown
+
+    def in_product(cast: Cast | None, other: Cast | None) -> Any:
+        """torchao's cast of an operand in a product. other: that in its other product."""
+        known = cast or other
+        if known is None or known.format not in ("e4m3", "e5m2"):
+            raise unknown
+        dtype = get_format(known.format).dtype
+        if cast is None:
+            return config.CastConfig(scaling_type=config.ScalingType.DISABLED, target_dtype=dtype)
+        plain = Cast(format=cast.format, scaling=cast.scaling, rule=cast.rule)
+        if cast != plain or cast.scaling not in _GRANULARITIES:
+            raise unknown
+        granularity = config.ScalingGranularity[_GRANULARITIES[cast.scaling]]
+        return config.CastConfig(scaling_granularity=granularity, target_dtype=dtype)
+
     weight, weight_again = chosen.weight, chosen.grad_input[1]
     grad_again, input_again = chosen.grad_weight
     return lib.Float8LinearConfig(
-        cast_config_input=_cast(config, chosen, chosen.input, input_again),
-        cast_config_input_for_grad_weight=_cast(config, chosen, input_again, chosen.input),
-        cast_config_weight=_cast(config, chosen, weight, weight_again),
-        cast_config_weight_for_grad_input=_cast(config, chosen, weight_again, weight),
-        cast_config_grad_output=_cast(config, chosen, chosen.grad, grad_again),
-        cast_config_grad_output_for_grad_weight=_cast(config, chosen, grad_again, chosen.grad),
+        cast_config_input=in_product(chosen.input, input_again),
+        cast_config_input_for_grad_weight=in_product(input_again, chosen.input),
+        cast_config_weight=in_product(weight, weight_again),
+        cast_config_weight_for_grad_input=in_product(weight_again, weight),
+        cast_config_grad_output=in_product(chosen.grad, grad_again),
+        cast_config_grad_output_for_grad_weight=in_product(grad_again, chosen.grad),
         round_scales_to_power_of_2="up" in rules,
         pad_inner_dim=True,
         emulate=emulate,
     )
-
-
-def _unknown(recipe: Recipe) -> str:
-    return (
-        f"torchao has no configuration for recipe {recipe.name!r}; it has 'tensor', 'row', "
-        "'row_gw_hp' and 'mxfp8'"
-    )
-
-
-def _cast(config: Any, recipe: Recipe, cast: Cast | None, other: Cast | None) -> Any:
-    """torchao's cast of an operand in one product. other: that in the operand's other product."""
-    known = cast or other
-    if known is None or known.format not in ("e4m3", "e5m2"):
-        raise ValueError(_unknown(recipe))
-    dtype = get_format(known.format).dtype
-    if cast is None:
-        return config.CastConfig(scaling_type=config.ScalingType.DISABLED, target_dtype=dtype)
-    plain = Cast(format=cast.format, scaling=cast.scaling, rule=cast.rule)
-    if cast != plain or cast.scaling not in _GRANULARITIES:
-        raise ValueError(_unknown(recipe))
-    granularity = config.ScalingGranularity[_GRANULARITIES[cast.scaling]]
-    return config.CastConfig(scaling_granularity=granularity, target_dtype=dtype)
 
 
 def _mx_config(emulate: bool) -> Any:
@@ -133,8 +128,8 @@ def convert(
     """
     config, where = its_recipe(recipe), checked_function(where)
     if isinstance(recipe, str | Recipe):
-        missing = _why_no_kernels(model, _is_mx(config))
-        config = ao_config(recipe, emulate=bool(missing) if emulate is None else emulate)
+        emulate = not _has_kernels(model, _is_mx(config)) if emulate is None else emulate
+        config = ao_config(recipe, emulate=emulate)
     elif getattr(config, "enable_fsdp_float8_all_gather", False):
         raise ValueError(
             "enable_fsdp_float8_all_gather must be False: it replaces parameters, which neither "
@@ -161,14 +156,11 @@ def _is_mx(config: Any) -> bool:
     return type(config).__name__ == "MXFP8TrainingOpConfig"
 
 
-def _why_no_kernels(model: nn.Module, mx: bool) -> str:
+def _has_kernels(model: nn.Module, mx: bool) -> bool:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if not mx:
-        return why_not_device(device)
-    if device.type != "cuda":
-        return f"no product of MX operands on {device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    return "" if capability >= _MX_CAPABILITY else f"compute capability {capability}"
+        return not why_not_device(device)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
 
 
 def _layer(module: nn.Linear, config: Any) -> nn.Module:

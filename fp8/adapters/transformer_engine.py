@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,7 +23,7 @@ from ..common.mixin import Gained, bare_class, gain, lose
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
 from ..selection.where import Where, checked_function
-from ..surgery.swap import Padded, layers_for, shared, swap, why_not_fit
+from ..surgery.swap import Padded, layers_for, swap, why_not_fit
 from ..tensors.scaled_tensor import DTYPES
 
 __all__ = ["autocast", "convert", "delayed_scaling", "revert", "te_recipe", "weights"]
@@ -129,77 +130,49 @@ def _scale_of_one(amax: Tensor, scale: Tensor, fp8_max: Any, recipe: Any) -> Ten
     return torch.ones_like(scale)
 
 
-def _unscaled(cast: Cast, format: str) -> Any:
+def _delayed(cast: Cast, format: str) -> Any:
+    """A recipe with scales of earlier passes, or of 1."""
+    history, one = cast.history or 1, cast.rule is None
     return _make(
         "DelayedScaling",
-        margin=0,
-        fp8_format=format_of(format),
-        amax_history_len=1,
-        amax_compute_algo="most_recent",
-        scaling_factor_compute_algo=_scale_of_one,
-        reduce_amax=False,
-    )
-
-
-def _delayed(cast: Cast, format: str) -> Any:
-    return delayed_scaling(
         margin=cast.margin,
-        fp8_format=format,
-        amax_history_len=cast.history or 1,
-        amax_compute_algo="most_recent" if cast.history == 1 else "max",
+        fp8_format=format_of(format),
+        amax_history_len=history,
+        amax_compute_algo="max" if history > 1 else "most_recent",
+        scaling_factor_compute_algo=_scale_of_one if one else None,
+        reduce_amax=not one,
     )
 
 
-def _dynamic(kind: str, powers: bool, splits: tuple[bool, bool, bool], **given: Any) -> Any:
-    """A recipe whose scales are computed in each pass. splits: use_split_accumulator of each
-    product."""
-    library = _library()
-    for product, split in zip(("fprop", "dgrad", "wgrad"), splits, strict=True):
+def _dynamic(cast: Cast, format: str) -> Any:
+    """A recipe with scales of each pass."""
+    library, powers, block = _library(), cast.rule == "up", cast.scaling == "block"
+    given: dict[str, Any] = {"use_power_2_scales": powers}
+    if block:
+        given = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
+        given["use_f32_scales"] = not powers
+    for product, split in (("fprop", block), ("dgrad", True), ("wgrad", True)):
         given[f"fp8_gemm_{product}"] = library.MMParams(use_split_accumulator=split)
-    made = _make(kind, **given)
+    kind = "Float8BlockScaling" if block else "Float8CurrentScaling"
+    made = _make(kind, fp8_format=format_of(format), **given)
     for operand in ("fwd_inp", "fwd_weight", "bwd_grad"):  # which the class filled from defaults
         params = library.QParams(power_2_scale=powers, amax_epsilon=0.0)
         setattr(made, f"fp8_quant_{operand}", params)
     return made
 
 
-def _current(cast: Cast, format: str) -> Any:
-    powers, splits = cast.rule == "up", (False, True, True)
-    given = {"use_power_2_scales": powers, "fp8_format": format_of(format)}
-    return _dynamic("Float8CurrentScaling", powers, splits, **given)
-
-
-def _block(cast: Cast, format: str) -> Any:
-    powers, splits = cast.rule == "up", (True, True, True)
-    given = {"use_f32_scales": not powers, "fp8_format": format_of(format)}
-    given |= {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
-    return _dynamic("Float8BlockScaling", powers, splits, **given)
-
-
 def _mx(cast: Cast, format: str) -> Any:
     return _make("MXFP8BlockScaling", margin=0, fp8_format=format_of(format))
 
 
-def _nvfp4() -> Any:
-    flags = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
-    library = _library()
-    return _make(
-        "NVFP4BlockScaling",
-        **dict.fromkeys(flags, False),
-        fp4_format=library.Format.E2M1,
-        fp8_format=library.Format.E4M3,
-    )
-
-
 _MAKERS: dict[str, tuple[tuple[str | None, ...], Callable[[Cast, str], Any]]] = {
-    "unit": ((None,), _unscaled),
+    "unit": ((None,), _delayed),
     "delayed": (("up", "exact"), _delayed),
-    "tensor": (("up", "exact"), _current),
-    "block": (("up", "exact"), _block),
+    "tensor": (("up", "exact"), _dynamic),
+    "block": (("up", "exact"), _dynamic),
     "mx": (("up",), _mx),
 }
-"""Scaling -> the rules that TransformerEngine supports, and a function of (cast of the input,
-format) that creates its recipe."""
+"""Scaling -> the supported rules, and a function of (cast of the input, format) for its recipe."""
 
 
 def te_recipe(recipe: str | Recipe) -> Any:
@@ -218,10 +191,13 @@ def te_recipe(recipe: str | Recipe) -> Any:
     """
     chosen = given_recipe(recipe) or RECIPES["tensor"]
     if dataclasses.replace(chosen, name="nvfp4") == RECIPES["nvfp4"]:
-        return _nvfp4()
+        flags = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
+        formats = _library().Format
+        given = {"fp4_format": formats.E2M1, "fp8_format": formats.E4M3}
+        return _make("NVFP4BlockScaling", **given, **dict.fromkeys(flags, False))
     cast, grad = chosen.input, chosen.grad
     if cast is not None and grad is not None and chosen == _plain(chosen.name, cast, grad):
-        rules, make = _MAKERS.get(cast.scaling, ((), _unscaled))
+        rules, make = _MAKERS.get(cast.scaling, ((), _mx))
         format = _FORMATS.get((str(cast.format), str(grad.format)))
         if cast.rule in rules and format is not None:
             return make(cast, format)
@@ -230,8 +206,7 @@ def te_recipe(recipe: str | Recipe) -> Any:
 
 
 def _plain(name: str, cast: Cast, grad: Cast) -> Recipe:
-    """A recipe with the scaling, rule, history and margin of ``cast`` for every operand, and
-    otherwise as in TransformerEngine."""
+    """A recipe of TransformerEngine's form, with what ``cast`` has of it for every operand."""
     plain = Cast(format=cast.format, scaling=cast.scaling, rule=cast.rule)
     if cast.scaling == "delayed":
         plain = dataclasses.replace(plain, margin=cast.margin, history=cast.history)
@@ -277,11 +252,8 @@ class _Autocast(Gained):
     fp8_in_eval: bool
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        recipe = vars(self).get("fp8_te_recipe")
-        if recipe is None:  # reverted, but called through a wrapper of its old forward
-            return forward(*args, **kwargs)
         training = self.training  # type: ignore[attr-defined]
-        with autocast(recipe, enabled=training or self.fp8_in_eval):
+        with autocast(self.fp8_te_recipe, enabled=training or self.fp8_in_eval):
             return forward(*args, **kwargs)
 
 
@@ -328,10 +300,11 @@ def convert(
     te, chosen, where = need("transformer_engine"), its_recipe(recipe), checked_function(where)
     kind = type(chosen).__name__
     multiple = _MULTIPLES.get(kind, 16)
-    once = shared(model) if kind == "DelayedScaling" and chosen.reduce_amax else set()
+    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    once = kind == "DelayedScaling" and chosen.reduce_amax
 
     def make(module: nn.Module) -> nn.Module | str:
-        if id(module) in once:
+        if once and uses[id(module)] > 1:
             return "has two names, and DelayedScaling takes one call a pass"
         return _why_not(module, multiple) or _te_layer(te, module, multiple)
 
@@ -398,14 +371,13 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def _torch_layer(te: Any, module: nn.Module) -> nn.Module | None:
-    kind = bare_class(module)
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    kind, own = bare_class(module), dict(module.named_parameters(recurse=False))
+    weight = own.get("weight")
     if weight is None or getattr(module, "zero_centered_gamma", False):
         return None
     given: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
     if kind is te.Linear:
-        bias = any(name == "bias" for name, _ in module.named_parameters(recurse=False))
-        return nn.Linear(weight.shape[1], weight.shape[0], bias=bias, **given)
+        return nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in own, **given)
     norm = {te.LayerNorm: nn.LayerNorm, te.RMSNorm: nn.RMSNorm}.get(kind)
     if norm is None:
         return None
