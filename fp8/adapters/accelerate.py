@@ -145,7 +145,9 @@ def _converted(
         chosen = _te(recipe)
         options["in_eval"] = bool(recipe.use_autocast_during_eval)
     else:
-        chosen = _ao(accelerator, recipe)
+        chosen = recipe.config
+        if not getattr(accelerator, "is_fsdp2", False):  # it would replace parameters, to no effect
+            chosen = dataclasses.replace(chosen, enable_fsdp_float8_all_gather=False)
         where = _ao_where(model, recipe.module_filter_func, where)
     where = checked_function(where)
     return expand(adapter(backend).convert(revert(model), chosen, where=where, **options))
@@ -170,14 +172,6 @@ def _te(given: Any) -> Any:
     made = te_recipe("mxfp8")
     made.fp8_format = format_of(given.fp8_format)
     return made
-
-
-def _ao(accelerator: Any, given: Any) -> Any:
-    """The configuration of an AORecipeKwargs. Its FP8 all-gather is disabled without FSDP2, where
-    it has no effect but torchao would still replace the parameters."""
-    if getattr(accelerator, "is_fsdp2", False):
-        return given.config
-    return dataclasses.replace(given.config, enable_fsdp_float8_all_gather=False)
 
 
 def _ao_where(model: nn.Module, chosen: Any, where: Any) -> Where:

@@ -1,9 +1,7 @@
 """Lightning: plugins that train models in FP8 with its Trainer or Fabric.
 
-    trainer = Trainer(plugins=FP8Precision("unit"))
-    fabric = Fabric(plugins=FP8FabricPrecision("unit", precision="bf16-mixed"))
-
-Gradient scaling, clipping and casts of the batch are those of the plugin that it derives from.
+trainer = Trainer(plugins=FP8Precision("unit"))
+fabric = Fabric(plugins=FP8FabricPrecision("unit", precision="bf16-mixed"))
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from ..common.libraries import need
 from ..common.validation import check_name
 from ..context.active import checked_backend
 from ..recipes.history import histories, settle
-from ..recipes.policy import Policy, as_policy, name_of, source_of
-from ..recipes.recipe import AUTO, RECIPES, Recipe
+from ..recipes.policy import Policy, as_policy, name_of, recipe_of, source_of
+from ..recipes.recipe import AUTO, PLAIN, Recipe
 from ..selection.layers import ADAPTERS
 from ..selection.where import Where
 from ..surgery.convert import advance, convert
@@ -140,13 +138,11 @@ class _Converting:
 
     def __init__(self, recipe: Any, precision: str, how: dict[str, Any], options: Any) -> None:
         policy = as_policy(recipe)
-        known = source_of(policy.recipe)
-        self.recipe = recipe if isinstance(recipe, Policy) else known or AUTO
+        self.recipe = recipe if isinstance(recipe, Policy) else source_of(policy.recipe) or AUTO
         self._how = how
         self._model: nn.Module | None = None
         if how["backend"] not in ADAPTERS:
-            known = known if isinstance(known, Recipe) else RECIPES["tensor"]
-            checked_backend(how["backend"], known, ADAPTERS)
+            checked_backend(how["backend"], recipe_of(policy.recipe) or PLAIN, ADAPTERS)
         if PRECISIONS[precision] == "MixedPrecision":
             found = torch.accelerator.current_accelerator(check_available=True)
             options = {"device": "cpu" if found is None else found.type, **options}
@@ -160,9 +156,9 @@ class _Converting:
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """The model, converted, with its previous histories."""
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        if self._of_trainer and "LightningModule" not in kinds:
-            kind = type(module).__name__
+        names = [cls.__name__ for cls in type(module).__mro__]
+        if self._of_trainer and "LightningModule" not in names:
+            kind = names[0]
             raise TypeError(f"FP8Precision is for a Trainer; for {kind} take FP8FabricPrecision")
         module = super().convert_module(module)  # type: ignore[misc]
         before = _copies(module)
@@ -192,10 +188,9 @@ class _Converting:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the state. Warns if the recipe was a different one."""
-        rest = dict(state_dict)
+        rest, runs = dict(state_dict), self._in_force()
         ours = rest.pop("fp8", {})
         super().load_state_dict(rest)  # type: ignore[misc]
-        runs = self._in_force()
         trained = ours.get("recipe", runs)
         was, now = trained["name"], runs["name"]
         if trained != runs and AUTO not in (was, now):
@@ -218,10 +213,12 @@ class _Converting:
 
     @torch.no_grad()
     def _remember(self, known: dict[str, Tensor]) -> None:
-        for name, history in ({} if self._model is None else histories(self._model)).items():
+        if self._model is None:
+            return
+        for name, history in histories(self._model).items():
             if name in known and known[name].shape == history.shape:
                 history.copy_(known[name])
-        for module in () if self._model is None else self._model.modules():
+        for module in self._model.modules():
             settle(module)
 
 

@@ -50,9 +50,9 @@ def FP8Converter(
         backend, where, rest: as in `fp8.convert`, without the backends of other libraries.
         transform: a function of a model that returns one which trains with the same optimizer, or
             its name as an entry point of the group "fp8.transforms": "unit_scale" gives the model
-            unit scaling. A transform may have to see a call, which a sharded model does not allow:
-            each process initializes the whole model on its device and runs a pass on random tokens
-            in the shape of the training's, with the mean cross-entropy, before it is sharded.
+            unit scaling. A transform may have to see a call: each process initializes the whole
+            model on its device and runs a pass on random tokens in the shape of the training's,
+            with the mean cross-entropy, before it is sharded.
 
     Returns:
         The configuration of the converter. Under "auto" with a transform, the recipe is the
@@ -74,19 +74,13 @@ def FP8Converter(
         raise TypeError(f"transform must be a name or a function, got {type(transform).__name__}")
     if recipe == AUTO:
         recipe = getattr(transform, "recipe", AUTO)
-    recipe = _read(recipe)
+    if isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith(".json")):
+        recipe = Policy.from_json(Path(recipe))
     if as_policy(recipe).switch:
         raise ValueError("torchtitan does not call fp8.advance: give a policy without a switch")
     how = {"backend": backend, "where": where, "rest": rest}
     base = _module("protocols.model").ModelConfigConverter
     return _kind(base).Config(recipe=recipe, how=how, transform=transform)
-
-
-def _read(recipe: Any) -> Any:
-    """The recipe, or the policy of a file."""
-    if isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith(".json")):
-        return Policy.from_json(Path(recipe))
-    return recipe
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """transformers: a cache of keys and values in FP8 for ``generate``, and what it costs in logits.
 
-from fp8.adapters.transformers import kv_cache
 model.generate(ids, cache=kv_cache(model.config, scaling="token"))  # 5.24; see cache_argument
 """
 
@@ -53,11 +52,9 @@ def kv_cache(
 ) -> Any:
     """A cache for ``generate`` whose keys and values are stored in FP8.
 
-    It is passed as ``cache``, before transformers 5.24 as ``past_key_values`` (`cache_argument`).
-
     The model attends to the decoded values, in the dtype of its keys and values, also for the
     tokens of the current pass. Finite values beyond the format and Inf saturate; NaN stays NaN.
-    Decoded values have no gradient.
+    Decoded values have no gradient. `cache_argument` is the name under which it is passed.
 
     Args:
         config: the configuration of the model, all of whose layers attend to all tokens.
