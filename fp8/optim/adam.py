@@ -1,7 +1,5 @@
 """`Adam` and `AdamW` with states in 8 or 16 bits.
 
-    optimizer = fp8.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-
 A state without a scale has the name that torch uses (``exp_avg``, ``exp_avg_sq``). One with a scale
 consists of ``exp_avg_values``, ``exp_avg_scale`` (0-dim, or one for each block of 128) and, with a
 single scale, ``exp_avg_amax``. A master weight is stored as ``master`` in the same way.
@@ -23,7 +21,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -65,11 +63,6 @@ class _How(NamedTuple):
 
     feedback: bool = False
     """Whether the weight is a copy in float32, whose rounding error goes into the first moment."""
-
-    @property
-    def in_blocks(self) -> bool:
-        """Whether a moment has a scale for each block."""
-        return "block" in (self.first.scale, self.second.scale)
 
     @property
     def by_name(self) -> tuple[tuple[str, Encoding], ...]:
@@ -127,9 +120,7 @@ LARGEST = torch.finfo(torch.float32).max ** 0.5
 PLAIN = {
     torch.float32: ENCODINGS["float32"],
     torch.bfloat16: ENCODINGS["bfloat16"],
-    torch.float16: Encoding(
-        name="float16", dtype=torch.float16, format=ENCODINGS["float16"].format
-    ),
+    torch.float16: replace(ENCODINGS["float16"], scale="none"),
 }
 """The encodings of weights without a master, by dtype."""
 
@@ -180,30 +171,27 @@ class _Unit:
             grad = grad.to(torch.float32) + self.group["weight_decay"] * decode(self.weight())
         return grad
 
-    def amaxes(self) -> list[Tensor | None]:
-        """The amax of the weight and the moments; None: no scale for the whole tensor."""
+    def amaxes(self) -> dict[str, Tensor]:
+        """Name in a state -> the amax of what has a scale for the whole tensor."""
         state = self.states[0]
-        return [
-            state[name + PARTS[2]] if encoding.scale == "tensor" else None
-            for name, encoding in self.how.by_name
-        ]
+        return {n: state[n + PARTS[2]] for n, kept in self.how.by_name if kept.scale == "tensor"}
 
-    def scales(self, largest: float, amaxes: Iterator[float]) -> Scales:
+    def scales(self, largest: float, numbers: Iterator[float]) -> Scales:
         """New scale factors for gradients up to ``largest``: the moment of the largest magnitudes
         bounds a moment, so a scale costs one pass over the gradient."""
-        b1, b2 = self.group["betas"]
+        (b1, b2), amaxes = self.group["betas"], self.amaxes()
         found: Scales = []
-        for kept, (name, encoding) in zip(self.amaxes(), self.how.by_name, strict=True):
-            if kept is None:
+        for name, encoding in self.how.by_name:
+            if name not in amaxes:
                 found.append(None)
                 continue
-            amax = next(amaxes)
+            amax = next(numbers)
             if name == MASTER:
                 amax *= encodings.HEADROOM
             else:
                 beta, x = (b1, largest) if name == FIRST else (b2, largest**2)
                 amax = beta * amax + (1 - beta) * x
-                kept.fill_(amax)
+                amaxes[name].fill_(amax)
             found.append(encodings.scale_for(amax, encoding))
         return found
 
@@ -215,11 +203,6 @@ class _Unit:
         size, root = lr / (1 - b1**step), (1 - b2**step) ** -0.5
         formulas = (decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"])
         return torch.tensor([*formulas, *(1.0 if x is None else 1 / x for x in scales)])
-
-    @property
-    def compiled(self) -> bool:
-        """Whether the step is compiled."""
-        return self.group["compile"] and len(self.states) == 1
 
     def keys(self) -> list[Key]:
         """The keys of the random bits of this step: for the moments, and for the weight."""
@@ -259,8 +242,7 @@ def _split(flat: Tensor, targets: list[Tensor]) -> None:
 
 
 def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool) -> list[_Unit]:
-    """The units of a group's parameters that have a gradient; creates missing states. index: of the
-    group's first parameter."""
+    """The units of parameters with a gradient. index: of the group's first parameter."""
     found: dict[Any, _Unit] = {}
     for number, parameter in enumerate(group["params"], index):
         if parameter.grad is None:
@@ -288,7 +270,8 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
 
 def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
     here, (b1, b2) = part_of(parameter), group["betas"]
-    feedback = _has_feedback(parameter, group)
+    coarse = here.dtype != torch.float32 or not is_plain(here)
+    feedback = coarse and bool(group.get("error_feedback", False))
     wide = feedback or not is_plain(here)
     weight = kept.get(MASTER) or PLAIN[torch.float32 if wide else here.dtype]
     first, second = kept[FIRST], kept[SECOND]
@@ -303,12 +286,12 @@ def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
 def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
     """Updates all units, or none and returns False if a gradient or its square is not finite. All
     processes that have a shard of one of the ``parameters`` agree on the result."""
-    grads = (unit.gradient() for unit in units)
-    looks = [
-        x for g in grads for x in torch.aminmax(g if len(g) else g.new_zeros(1))
-    ]  # empty shard
-    looks += [amax for unit in units for amax in unit.amaxes() if amax is not None]
-    numbers = iter(_on_cpu(looks))
+    grads = (g if len(g) else g.new_zeros(1) for g in map(_Unit.gradient, units))  # empty shard
+    looks = [x for g in grads for x in torch.aminmax(g)]
+    looks += [amax for unit in units for amax in unit.amaxes().values()]
+    one_device = len({x.device for x in looks}) == 1  # one synchronization with a GPU
+    found = torch.stack([x.float() for x in looks]).tolist() if one_device else map(float, looks)
+    numbers = iter(found)
     largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
     if not everywhere(all(x < LARGEST for x in largest), parameters):
         return False
@@ -319,21 +302,20 @@ def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
     return True
 
 
-def _on_cpu(numbers: list[Tensor]) -> list[float]:
-    """0-dim tensors as numbers: the only synchronization with a GPU."""
-    devices = {x.device for x in numbers}
-    if len(devices) == 1 and not numbers[0].is_cpu:
-        return torch.stack([x.to(torch.float32) for x in numbers]).tolist()
-    return [x.item() for x in numbers]
-
-
 def _step(unit: _Unit, scales: Scales) -> None:
     """Updates one unit in chunks. The remainder of a compiled unit runs in eager mode."""
     kept = _Kept(unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
     grad, numbers, how = unit.gradient(), unit.numbers(scales), unit.how
     count = len(grad)
     keys = unit.keys() if any(how.stochastic) else []
-    size, least = _sizes(unit, grad)
+    compiled = unit.group["compile"] and len(unit.states) == 1
+    fixed = compiled and grad.is_cpu and "block" in (how.first.scale, how.second.scale)
+    threads = (torch.get_num_threads() - 1).bit_length()
+    size, least = max(count, 1), BLOCK if compiled else 1  # of chunks, and what divides them
+    if fixed:
+        size = least = BLOCKS << threads
+    elif grad.is_cpu and not compiled:
+        size = CHUNK << threads  # which stay in a processor's cache
     whole = count - count % least
     largest = []
     for begin, end in itertools.pairwise([*range(0, whole, size), whole, count]):
@@ -342,9 +324,9 @@ def _step(unit: _Unit, scales: Scales) -> None:
         parts = kept if end - begin == count else _Kept(*(x.part(begin, end) for x in kept))
         given = (parts, grad[begin:end], numbers, how)
         at = [key_at(key, begin) for key in keys]
-        if unit.compiled and begin < whole:
+        if compiled and begin < whole:
             words = [torch.as_tensor(key, device=grad.device) for key in at]  # ints would recompile
-            step = _compiled(False if grad.is_cpu and how.in_blocks else None)
+            step = _compiled(False if fixed else None)
             largest.append(step(*given, words))
         else:
             largest.append(_adam(*given, at))
@@ -354,16 +336,6 @@ def _step(unit: _Unit, scales: Scales) -> None:
         if stored.scale is not None and scale is not None:
             stored.scale.fill_(scale)
     unit.finish(*kept)
-
-
-def _sizes(unit: _Unit, grad: Tensor) -> tuple[int, int]:
-    """The chunk size, a power of two or all elements, and what compiled chunks are multiples of."""
-    threads = (torch.get_num_threads() - 1).bit_length()
-    if grad.is_cpu and unit.compiled and unit.how.in_blocks:
-        return BLOCKS << threads, BLOCKS << threads
-    least = BLOCK if unit.compiled else 1
-    in_cache = grad.is_cpu and not unit.compiled
-    return CHUNK << threads if in_cache else max(len(grad), 1), least
 
 
 # Error feedback: what weights lose when they are rounded goes into the first moment. Weights in low
@@ -391,13 +363,6 @@ def _check_feedback(group: Group) -> None:
         )
 
 
-def _has_feedback(parameter: Tensor, group: Group) -> bool:
-    """Whether the rounding of a parameter is fed back: not that of a plain float32 one."""
-    here = part_of(parameter)
-    coarse = here.dtype != torch.float32 or not is_plain(here)
-    return coarse and bool(group.get("error_feedback", False))
-
-
 def _add_error(
     error: Tensor, first: Encoded, second: Encoded, encoding: Encoding, numbers: list[float]
 ) -> None:
@@ -414,9 +379,6 @@ def _add_error(
         share = (1 - 1 / b1) / size
         m = decode(first) + error * share * (decode(second).sqrt() * root + eps)
         encodings.write(m, first, encoding, None)
-
-
-# Settings
 
 
 def check_adam(group: dict[str, Any]) -> None:
@@ -436,8 +398,7 @@ def check_adam(group: dict[str, Any]) -> None:
 
 
 class _Adam(LowPrecision):
-    """Base class of `Adam` and `AdamW`. Neither is a subclass of the other, so isinstance tells
-    them apart."""
+    """Base class of `Adam` and `AdamW`, which isinstance tells apart."""
 
     options = (
         "first_moment",
@@ -502,8 +463,7 @@ class _Adam(LowPrecision):
 
 
 class Adam(_Adam):
-    """`AdamW` with the arithmetic of `torch.optim.Adam`: weight_decay, 0 by default, is added to
-    the gradient (L2)."""
+    """`AdamW` with weight_decay, 0 by default, added to the gradient, as in `torch.optim.Adam`."""
 
     decoupled = False
     default_decay = 0.0
@@ -516,8 +476,7 @@ class AdamW(_Adam):
     options may differ between parameter groups.
 
     If a gradient in any group, or its square, is not finite, no parameter is updated, no state
-    changes, and ``skipped_steps`` counts the step. This is decided by one inspection of all
-    gradients, which synchronizes with a GPU.
+    changes, and ``skipped_steps`` counts the step. Deciding this synchronizes with a GPU.
 
     Args:
         params: parameters, named parameters or groups of them; float32, bfloat16 or float16, or
@@ -530,29 +489,17 @@ class AdamW(_Adam):
         stochastic_weights: rounds bfloat16 or float16 weights, or masters, stochastically, so that
             updates below their precision take effect in expectation.
         error_feedback: adds what a weight that is not float32 loses when it is rounded to its first
-            moment, so that no master weights are needed (ECO, arXiv:2601.22101). The first moment
-            is then large where the learning rate is small. Needs a first moment without a scale for
-            the whole tensor. A step holds a float32 copy of one parameter at a time.
+            moment, so that no master weights are needed (ECO, arXiv:2601.22101). Needs a first
+            moment without a scale for the whole tensor.
         min_size: parameters of fewer elements have float32 moments and are updated together.
         seed: of the random bits, which depend on it, the step and the position of the element: the
             same in eager and compiled code, and after resuming from a state_dict.
-        compile: compiles the update of large parameters with `torch.compile`. Otherwise they are
-            updated in chunks that stay in a processor's cache.
+        compile: compiles the update of large parameters with `torch.compile`.
 
     Raises:
         ValueError: for values out of range, and if amsgrad, foreach, fused, capturable or
             differentiable is True.
         TypeError: for another dtype.
-
-    >>> weight = torch.nn.Parameter(torch.ones(128, 128))
-    >>> optimizer = AdamW([weight], lr=0.1, first_moment="e4m3_block", second_moment="e5m3_block")
-    >>> weight.square().sum().backward()
-    >>> _ = optimizer.step()
-    >>> optimizer.state[weight]["exp_avg_values"].dtype
-    torch.float8_e4m3fn
-    >>> from fp8.optim import state_bytes
-    >>> state_bytes(optimizer)
-    {'first_moment': 16896, 'second_moment': 16896, 'master': 0, 'step': 4}
     """
 
     decoupled = True

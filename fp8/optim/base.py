@@ -52,8 +52,7 @@ def check_group(group: dict[str, Any], *fields: str) -> None:
 
 
 def finite_everywhere(optimizer: Optimizer, trained: list[Any]) -> bool:
-    """Whether the gradients of the parameters ``trained`` are finite, on all processes that have a
-    shard of a parameter."""
+    """Whether the gradients are finite, on all processes that have a shard of a parameter."""
     finite = [plain(part_of(p.grad)).isfinite().all().cpu() for p in trained]
     ours = not finite or bool(torch.stack(finite).all())
     return states.everywhere(ours, parameters_of(optimizer))
@@ -166,8 +165,8 @@ class LowPrecision(Optimizer):
 
 
 def _align_gradient(optimizer: str, parameter: Any) -> None:
-    """Lays out the gradient of a DTensor like it. Under sequence parallelism that of a replicated
-    weight is a sum whose parts the processes hold, and that of a divided one may be replicated."""
+    """Lays out the gradient of a DTensor like it: under sequence parallelism that of a replicated
+    weight is a sum whose parts the processes hold. Raises RuntimeError for a sparse one."""
     grad = parameter.grad
     if grad is not None and grad.layout != torch.strided:
         raise RuntimeError(f"{optimizer} needs dense gradients, got {grad.layout}")

@@ -57,11 +57,10 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
-    """The tensors to store for a parameter, and their encodings. Small parameters use float32;
-    float32 weights have no master, unless they are of a tensor subclass (ScaledTensor), which may
-    be coarser."""
+    """The tensors to store for a parameter, and their encodings. float32 weights have no master,
+    unless they are of a tensor subclass (ScaledTensor), which may be coarser."""
     small = parameter.numel() < group.get("min_size", 0)
-    if group.get("algorithm") == "muon" or _is_sgd(group):
+    if group.get("algorithm") == "muon" or "second_moment" not in group:
         moments = {MOMENTUM: group.get("first_moment", "float32")}
     else:
         moments = {FIRST: group["first_moment"], SECOND: group["second_moment"]}
@@ -70,10 +69,6 @@ def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
     if group["master_weights"] is not None and coarse:
         moments[MASTER] = group["master_weights"]
     return {name: ENCODINGS["float32" if small else kept] for name, kept in moments.items()}
-
-
-def _is_sgd(group: Group) -> bool:
-    return "second_moment" not in group
 
 
 def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding]:
@@ -118,8 +113,8 @@ def put_weight(parameter: Any, state: State, weight: Tensor, master: Encoding | 
 
 
 def carried(parameter: Tensor) -> Tensor | None:
-    """The values that a weight was rounded from, if they are attached to it (``loaded``): by
-    `initialize` or by loading a checkpoint. None if the weight was written since."""
+    """The values that a weight was rounded from (``loaded``), which `initialize` or a checkpoint
+    has attached. None if the weight was written since."""
     loaded: Tensor | None = vars(parameter).get("loaded")
     if loaded is None or rounds_to(loaded, parameter):
         return loaded
@@ -209,7 +204,7 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
     """
     saved = {name: value for name, value in saved.items() if value is not None}
     kept = names(parameter, group)
-    adam, sgd = SECOND in kept, _is_sgd(group)
+    adam, sgd = SECOND in kept, "second_moment" not in group
     moments = (FIRST, SECOND) if adam else (MOMENTUM,)
     known = {n + part for n in (*moments, MASTER) for part in ("", *PARTS)}
     if unknown := sorted(saved.keys() - known - (set() if sgd else {"step"})):
@@ -276,7 +271,9 @@ def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, sav
         check_numbers(name + PARTS[1], given.scale)
     if name != MASTER:
         check_numbers(name, decode(given), low=0.0 if name == SECOND else -math.inf)
-    if _alike(given, zeros(0, encoding, here.device)):
+    like = zeros(0, encoding, here.device)
+    dims = [x.scale if x.scale is None else x.scale.dim() for x in (given, like)]
+    if given.values.dtype == like.values.dtype and dims[0] == dims[1]:
         _put(state, name, given, here.shape)
     else:
         keep(state, name, parameter, encoding, decode(given))
@@ -284,21 +281,14 @@ def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, sav
 
 def _check_parts(saved: State, name: str) -> None:
     """Raises ValueError if a tensor, or a part that its encoding needs, is not in ``saved``."""
-    missing = [] if has(saved, name) else [name]
-    if not missing and name not in saved:
+    needed = [name]
+    if name not in saved and has(saved, name):
         scale = saved.get(name + PARTS[1])
-        parts = PARTS[1:] if scale is None or not scale.dim() else ()
-        missing = [name + part for part in parts if name + part not in saved]
-    if missing:
+        needed = [name + part for part in PARTS[1:] if scale is None or not scale.dim()]
+    if missing := [part for part in needed if part not in saved]:
         raise ValueError(
             f"the state of a parameter has no {', '.join(missing)}: it is that of another optimizer"
         )
-
-
-def _alike(a: Encoded, b: Encoded) -> bool:
-    """Whether both have the same encoding."""
-    dims = [None if x.scale is None else x.scale.dim() for x in (a, b)]
-    return a.values.dtype == b.values.dtype and dims[0] == dims[1]
 
 
 def state_bytes(optimizer: Optimizer) -> dict[str, int]:
