@@ -266,7 +266,7 @@ def load_checkpoint(
 
 
 def _digest(file: IO[bytes], size: int) -> bytes:
-    """The hex SHA-256 of the first ``size`` bytes; leaves the file positioned after them."""
+    """The hex SHA-256 of the first ``size`` bytes."""
     file.seek(0)
     found = hashlib.sha256()
     while chunk := file.read(min(size, _CHUNK)):

@@ -83,27 +83,23 @@ class Layout(NamedTuple):
         return packed | scales | {"weight_global_scale": Entry((1,), torch.float32)}
 
 
-_COMPRESSED = "compressed-tensors"
 _TENSOR = Layout(
-    *(_COMPRESSED, "float-quantized", "e4m3", (0, 0), "weight_scale", torch.float32),
+    *("compressed-tensors", "float-quantized", "e4m3", (0, 0), "weight_scale", torch.float32),
     {"num_bits": 8, "strategy": "tensor"},
 )
 
 LAYOUTS: dict[str, Layout] = {
-    "unit": _TENSOR,
-    "tensor": _TENSOR,
-    "delayed": _TENSOR,
-    "static": _TENSOR,
+    **dict.fromkeys(("unit", "tensor", "delayed", "static"), _TENSOR),
     "row": _TENSOR._replace(tile=(1, 0), arguments={"num_bits": 8, "strategy": "channel"}),
     # DeepSeek-V3's own files; Transformers' FineGrainedFP8Config.
     "block": Layout("fp8", "", "e4m3", (128, 128), "weight_scale_inv", torch.float32, {}),
     # compressed-tensors' presets MXFP8 and NVFP4A16. vLLM's method "mxfp8" reads no FP8 files.
     "mx": Layout(
-        *(_COMPRESSED, "mxfp8-quantized", "e4m3", (1, 32), "weight_scale", torch.uint8),
+        *("compressed-tensors", "mxfp8-quantized", "e4m3", (1, 32), "weight_scale", torch.uint8),
         {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
     ),
     "nv": Layout(
-        *(_COMPRESSED, "nvfp4-pack-quantized", "e2m1", (1, 16)),
+        *("compressed-tensors", "nvfp4-pack-quantized", "e2m1", (1, 16)),
         *("weight_scale", torch.float8_e4m3fn),
         {
             "num_bits": 4,
@@ -118,9 +114,7 @@ LAYOUTS: dict[str, Layout] = {
 _STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
 
 INPUTS: dict[str, dict[str, Any] | None] = {
-    "unit": _STATIC,
-    "delayed": _STATIC,
-    "static": _STATIC,
+    **dict.fromkeys(("unit", "delayed", "static"), _STATIC),
     "tensor": _STATIC | {"dynamic": True},
     "row": {"num_bits": 8, "strategy": "token", "dynamic": True},
     "block": {},

@@ -1,6 +1,5 @@
 """`export`: writes a model trained in low precision for serving in it, as Transformers, vLLM and
-SGLang read it. `weights`: the same tensors, one at a time. `fp8.checkpoints.layouts` lists the
-layouts."""
+SGLang read it. `weights`: the same tensors, one at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +23,6 @@ from ..common.step import unwrapped
 from ..formats.format import get_format
 from ..recipes.cast import Cast
 from ..recipes.history import histories
-from ..recipes.recipe import Recipe
 from ..recipes.scaling import history_scale
 from ..selection.layers import is_transposed
 from ..selection.policies import bare_name
@@ -80,11 +78,10 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
     stream = weights(model)
     sharded = any(is_dtensor(p) for p in model.parameters())
     writes = not sharded or dist.get_rank() == 0
-    tensors = {name: tensor for name, tensor in stream if writes}
+    tensors = {name: tensor.detach() for name, tensor in stream if writes}
     if writes:
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(stream, folder, tensors)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        _write(stream, Path(folder), tensors)
     if sharded:
         dist.barrier()
     return stream.report
@@ -93,7 +90,6 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
 def _write(stream: Weights, folder: Path, tensors: dict[str, Tensor]) -> None:
     """Writes the files."""
     model: Any = stream.model
-    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
     if hasattr(model, "save_pretrained"):
         tensors |= {name: tensors[first] for name, first in stream.tied.items()}
         model.save_pretrained(folder, state_dict=tensors)
@@ -105,8 +101,7 @@ def _write(stream: Weights, folder: Path, tensors: dict[str, Tensor]) -> None:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         need("safetensors").save_file(whole, folder / "model.safetensors")
         content = {"quantization_config": stream.config, "tied": stream.tied}
-    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def weights(model: nn.Module) -> Weights:
@@ -137,8 +132,8 @@ class Weights:
     stored in low precision is the parameter itself, detached: copy it to keep it. A parameter under
     several names comes once.
 
-    A sharded parameter (DTensor, of FSDP2 or tensor parallelism) is gathered when its turn comes.
-    Then all processes of its mesh iterate together, to the end.
+    A sharded parameter (DTensor) is gathered when its turn comes: all processes of its mesh iterate
+    together, to the end.
 
     Args:
         model: the converted model.
@@ -158,9 +153,9 @@ class Weights:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model = unwrapped(model)
-        modules = _modules(model)
+        modules: dict[str, Any] = {bare_name(name): m for name, m in model.named_modules()}
         self._factors, self._ratios = _factors(model)
-        rows, self._layers = _layers(model)
+        rows, self._layers = _layers(modules)
         if all(row.done == LEFT_ALONE for row in rows):
             why = "; ".join(sorted({row.why for row in rows})) or "fp8.convert was not called"
             kind = bare_class(model).__name__
@@ -292,16 +287,11 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
     return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def _modules(model: nn.Module) -> dict[str, Any]:
-    """The modules, by the names they have without wrappers."""
-    return {bare_name(name): module for name, module in model.named_modules()}
-
-
-def _layers(model: nn.Module) -> tuple[list[Row], dict[str, Any]]:
+def _layers(modules: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
     """The rows of the report, and the layers to store in low precision."""
-    uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    uses = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
     rows, layers = [], dict[str, Any]()
-    for name, module in _modules(model).items():
+    for name, module in modules.items():
         if is_replacement(module):
             raise ValueError(f"{name} is a layer of another library: fp8.revert the model first")
         recipe = getattr(module, "fp8_recipe", None)
@@ -311,8 +301,11 @@ def _layers(model: nn.Module) -> tuple[list[Row], dict[str, Any]]:
         is_rounded = is_transposed(module) and not why
         if not (why or is_rounded):
             first = next(iter(layers.values()), module).fp8_recipe
-            layout = layouts.layout_of(recipe)
-            why = _other_file(recipe, first) or layouts.misfit(layout, module.weight.shape)
+            layout, other = layouts.layout_of(recipe), layouts.layout_of(first)
+            why = layouts.misfit(layout, module.weight.shape)
+            if (layout.method, layout.format) != (other.method, other.format):
+                used = other.format or other.method
+                why = f"the file has layout {used!r} and no other: convert all layers to one recipe"
         done = LEFT_ALONE if why else ROUNDED if is_rounded else "FP8"
         if is_rounded:
             why = "no layout has transposed weights: FP8's values in high precision"
@@ -335,15 +328,6 @@ def _why_not(name: str, module: Any, uses: Counter[int]) -> str:
     if uses[id(module.weight)] != 1:
         return "its weight is tied to another module's"
     return ""
-
-
-def _other_file(recipe: Recipe, first: Recipe) -> str:
-    """Why a layer cannot be in a file with a layer under the recipe ``first``; "" if it can."""
-    layout, other = layouts.layout_of(recipe), layouts.layout_of(first)
-    if (layout.method, layout.format) == (other.method, other.format):
-        return ""
-    name = other.format or other.method
-    return f"the file has layout {name!r} and no other: convert all layers to one recipe"
 
 
 def _has_input_scale(recipe: Any) -> bool:
