@@ -1,14 +1,13 @@
 """FSDP2 all-gather of weights in one byte per element: each process sends its shard rounded.
 
-It uses FSDP2's extension point: a tensor subclass with ``fsdp_pre_all_gather`` and
-``fsdp_post_all_gather``.
+It uses FSDP2's extension point, a tensor subclass.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..casts.casting import rounding_of, spec_of, static_scale
 from ..casts.operands import static_exponent
@@ -87,56 +86,55 @@ def gather_in_fp8(
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(f"{name} is sharded: call gather_in_fp8 before fully_shard")
-    chosen = _chosen(model, given, where)
-    replaced: dict[int, nn.Parameter] = {}
+    casts = _casts(model, given, where)
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
     rows = []
-    for name, module, cast, why_not in chosen:
-        weight = module.weight
-        if cast is not None:
-            if id(weight) not in replaced:
-                replaced[id(weight)] = _wrapped(weight, cast)
-            module.register_state_dict_post_hook(_as_plain)
-            module.weight = replaced[id(weight)]
-        done = LEFT_ALONE if cast is None else f"sent as {cast}"
-        rows.append(Row(name, bare_class(module).__name__, done, why_not))
+    for name, cast in casts.items():
+        module: Any = model.get_submodule(name)
+        kind = bare_class(module).__name__
+        if isinstance(cast, str):
+            rows.append(Row(name, kind, LEFT_ALONE, cast))
+            continue
+        if module.weight not in replaced:
+            replaced[module.weight] = _wrapped(module.weight, cast)
+        module.register_state_dict_post_hook(_as_plain)
+        module.weight = replaced[module.weight]
+        rows.append(Row(name, kind, f"sent as {cast}"))
     return Report(rows)
 
 
-class _Layer(NamedTuple):
-    """A layer with a weight. cast: as which it is sent, or None; why_not: the reason."""
-
-    name: str
-    module: Any
-    cast: Cast | None
-    why_not: str = ""
-
-
-def _chosen(
+def _casts(
     model: nn.Module, given: Recipe | None, where: Callable[[str, nn.Module], bool] | None
-) -> list[_Layer]:
-    """The layers with a weight. given: the recipe of all, or that of each."""
+) -> dict[str, Cast | str]:
+    """Layer with a weight -> the cast as which it is sent, or why it is sent unrounded. given: the
+    recipe of all layers; None: that of each."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     found = {} if given is not None else _converted(model)
-    layers = []
+    casts: dict[str, Cast | str] = {}
+    weights: dict[str, int] = {}
     for name, module in model.named_modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is None or weight.dim() < 2:
             continue
         used = given or (found.get(id(module)) if found else auto_of(module))
-        why_not = _why_not(module, weight, looked_up)
-        if not why_not and where is not None and not where(name, module):
+        if not isinstance(module, LAYERS):
+            why_not = "its weight is no operand of a product"
+        elif id(weight) in looked_up:
+            why_not = "an embedding shares its weight"
+        elif (kind := type(weight.detach())) is not Tensor:
+            why_not = f"its weight is a {kind.__name__}"
+        elif where is not None and not where(name, module):
             why_not = "not chosen"
-        why_not = why_not or _why_not_sent(used)
-        cast = None if why_not or used is None else used.weight
-        layers.append(_Layer(name, module, cast, why_not))
+        else:
+            why_not = _why_not_sent(used)
+        weights[name] = id(weight)
+        casts[name] = why_not or used.weight  # type: ignore[union-attr, assignment]
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
-    senders = Counter((id(layer.module.weight), layer.cast) for layer in layers)
-    for i, layer in enumerate(layers):
-        key = id(layer.module.weight)
-        if layer.cast is not None and holders[key] != senders[key, layer.cast]:
-            why_not = "a module that is not sent so shares its weight"
-            layers[i] = layer._replace(cast=None, why_not=why_not)
-    return layers
+    senders = Counter((weights[name], cast) for name, cast in casts.items())
+    for name, cast in casts.items():
+        if isinstance(cast, Cast) and holders[weights[name]] != senders[weights[name], cast]:
+            casts[name] = "a module that is not sent so shares its weight"
+    return casts
 
 
 def _converted(model: nn.Module) -> dict[int, Recipe | None]:
@@ -148,16 +146,6 @@ def _converted(model: nn.Module) -> dict[int, Recipe | None]:
         key: None if switches and values["fp8_switches"] else values["fp8_recipe"]
         for key, values in own.items()
     }
-
-
-def _why_not(module: nn.Module, weight: nn.Parameter, looked_up: set[int]) -> str:
-    """Why the weight of a module is sent unrounded; "" if it can be rounded."""
-    if not isinstance(module, LAYERS):
-        return "its weight is no operand of a product"
-    if id(weight) in looked_up:
-        return "an embedding shares its weight"
-    kind = type(weight.detach())
-    return "" if kind is Tensor else f"its weight is a {kind.__name__}"
 
 
 @torch.no_grad()
@@ -302,18 +290,13 @@ class _Weight(Tensor):
     def __torch_dispatch__(  # type: ignore[override, unused-ignore]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        weights: list[_Weight] = []
         first = args[0] if args else None
-
-        def unwrap(weight: _Weight) -> Tensor:
-            weights.append(weight)
-            return weight.plain
-
-        args, kwargs = tree_map_only(_Weight, unwrap, (args, kwargs or {}))
+        leaves = tree_leaves((args, kwargs)) if function._schema.is_mutable else []
+        args, kwargs = tree_map_only(_Weight, lambda w: w.plain, (args, kwargs or {}))
         result = function(*args, **kwargs)
-        if function._schema.is_mutable:
-            for weight in weights:
-                weight.known.clear()
+        for leaf in leaves:
+            if isinstance(leaf, _Weight):
+                leaf.known.clear()
         if function not in _VIEWS | _COPIES or not isinstance(first, _Weight):
             return result
         known = first.known if function in _VIEWS else None

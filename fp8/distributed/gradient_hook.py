@@ -1,8 +1,7 @@
 """DDP communication hook that averages gradients over processes in one byte per element.
 
-Each element is rounded twice, as a contribution and as the mean. Therefore the format is e3m4: two
-of its roundings have the error of one of e4m3. The missing range is in the scale factor, a power of
-two for each `BLOCK` elements, the same on all processes.
+Each element is rounded twice, as a contribution and as the mean: two roundings of e3m4 have the
+error of one of e4m3. The missing range is in the scale of each `BLOCK` elements.
 """
 
 # No annotations from __future__: DDP compares the annotations of its hook with types.

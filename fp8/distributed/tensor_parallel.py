@@ -20,8 +20,8 @@ from ..casts.casting import Spec, format_of, rounding_of, spec_of, whole_scale
 from ..casts.saved_operands import restored
 from ..common.dtensor import as_shard, whole
 from ..common.mixin import bare_class, check_module
+from ..formats.format import get_format
 from ..formats.quantize import quantize_operand
-from ..recipes.cast import Cast
 
 __all__ = ["gather_input_in_fp8"]
 
@@ -65,15 +65,10 @@ def gather_input_in_fp8(module: nn.Module, mesh: DeviceMesh, *, dim: int = 1) ->
     pairs = {(recipe.input, recipe.grad_weight[1]) for recipe in recipes if recipe is not None}
     kind = bare_class(module).__name__
     if len(pairs) != 1:
-        found = "no layer with a recipe" if not pairs else f"{len(pairs)} casts of inputs"
+        found = f"{len(pairs)} casts of inputs" if pairs else "no layer with a recipe"
         raise ValueError(f"{kind} has {found}: gather_input_in_fp8 needs one cast for all layers")
-    spec = spec_of(_checked(kind, *pairs.pop()))
-    return module.register_forward_pre_hook(partial(_gathered, mesh, dim, spec), prepend=True)
-
-
-def _checked(kind: str, cast: Cast | None, again: Cast | None) -> Cast:
-    """``cast``, of the input. again: of the input in the gradient of the weight."""
-    dtype = None if cast is None else format_of(spec_of(cast)).dtype
+    cast, again = pairs.pop()  # of the input, and in the gradient of the weight
+    dtype = None if cast is None else get_format(cast.format).dtype
     if cast is None or cast.scaling not in SCALINGS or dtype is None or dtype.itemsize > 1:
         raise ValueError(
             f"{kind} casts its input as {cast}; gather_input_in_fp8 sends one byte per element and "
@@ -84,7 +79,8 @@ def _checked(kind: str, cast: Cast | None, again: Cast | None) -> Cast:
             f"{kind} casts its input as {cast}, and as {again} for the gradient of the weight; "
             "what is gathered is one copy for both"
         )
-    return cast
+    spec = spec_of(cast)
+    return module.register_forward_pre_hook(partial(_gathered, mesh, dim, spec), prepend=True)
 
 
 def _gathered(mesh: DeviceMesh, dim: int, spec: Spec, module: Any, args: Any) -> Any:
