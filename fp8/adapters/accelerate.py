@@ -1,8 +1,7 @@
 """Accelerate: prepares a model and an optimizer for its `Accelerator`, in FP8 and at a level.
 
-Replaces ``Accelerator(mixed_precision="fp8")``; accepts Accelerate's recipe objects and our
-recipes. The options of those objects take effect as documented: none is ignored, and an option that
-the underlying library does not support raises an error.
+Replaces ``Accelerator(mixed_precision="fp8")``; accepts Accelerate's recipe objects, whose options
+take effect or raise an error, and our recipes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ _NOT_OF_MXFP8 = {
 }
 """Options of TERecipeKwargs that MXFP8 block scaling does not have -> their defaults."""
 
-
 _OURS = str | Recipe | Policy
 
 
@@ -53,15 +51,13 @@ def prepare(
 ) -> tuple[Any, ...]:
     """Converts ``model``, then returns ``accelerator.prepare(model, optimizer, *others)``.
 
-    Parameters remain the same objects, so optimizers, schedulers and ties need no change.
-    Checkpoints are those of Accelerate (``save_state``).
+    Parameters remain the same objects. Checkpoints are those of Accelerate (``save_state``).
 
     Args:
         accelerator: an Accelerator with mixed_precision "no" or "bf16".
         model: the model to convert.
         optimizer: its optimizer; None if it is prepared separately.
-        others: data loaders and schedulers; these may also be prepared with
-            ``accelerator.prepare``.
+        others: data loaders and schedulers.
         recipe: ours, as in `fp8.convert`, or a `fp8.Policy` (call `fp8.advance` for its switch, as
             Accelerate does not know the length of the training); or one of Accelerate's, each for
             its own backend: TERecipeKwargs ("transformer_engine"), AORecipeKwargs ("torchao"),
@@ -125,9 +121,16 @@ def _check(accelerator: Any, model: nn.Module, others: tuple[Any, ...]) -> None:
 def _checked_backend(backend: str, recipe: Any) -> str:
     """``backend``, or that of a recipe object of Accelerate's."""
     check_name("backend", backend, (*BACKENDS, *ADAPTERS, "msamp"))
-    wanted = backend if isinstance(recipe, _OURS) else _backend_of(recipe)
+    if isinstance(recipe, _OURS):
+        return backend
+    kind, kinds = type(recipe).__name__, {cls.__name__ for cls in type(recipe).__mro__}
+    wanted = next((of for name, of in _KINDS.items() if name in kinds), None)
+    if "FP8RecipeKwargs" in kinds:  # covers both others; its backend says which
+        wanted = {"TE": "transformer_engine", "MSAMP": "msamp"}[recipe.backend]
+    if wanted is None:
+        names = ", ".join(_KINDS)
+        raise TypeError(f"recipe must be a name, a Recipe, a Policy or one of {names}, not {kind}")
     if backend not in ("auto", wanted):
-        kind = type(recipe).__name__
         raise ValueError(f"{kind} is for backend {wanted!r}, got {backend!r}")
     return wanted
 
@@ -142,23 +145,12 @@ def _converted(
         chosen = _te(recipe)
         options["in_eval"] = bool(recipe.use_autocast_during_eval)
     else:
-        chosen = _ao(accelerator, recipe)
+        chosen = recipe.config
+        if not getattr(accelerator, "is_fsdp2", False):  # it would replace parameters, to no effect
+            chosen = dataclasses.replace(chosen, enable_fsdp_float8_all_gather=False)
         where = _ao_where(model, recipe.module_filter_func, where)
     where = checked_function(where)
     return expand(adapter(backend).convert(revert(model), chosen, where=where, **options))
-
-
-def _backend_of(recipe: Any) -> str:
-    kinds = {kind.__name__ for kind in type(recipe).__mro__}
-    if "FP8RecipeKwargs" in kinds:  # covers both others; its backend says which
-        return {"TE": "transformer_engine", "MSAMP": "msamp"}[recipe.backend]
-    for name, backend in _KINDS.items():
-        if name in kinds:
-            return backend
-    raise TypeError(
-        f"recipe must be a name, a Recipe, a Policy or one of {', '.join(_KINDS)}, not "
-        f"{type(recipe).__name__}"
-    )
 
 
 _KINDS = {
@@ -171,34 +163,19 @@ _KINDS = {
 
 def _te(given: Any) -> Any:
     """TransformerEngine's recipe for a TERecipeKwargs, with each option as given."""
+    options = {name: getattr(given, name) for name in _NOT_OF_MXFP8}
     if not given.use_mxfp8_block_scaling:
-        return delayed_scaling(
-            margin=given.margin,
-            fp8_format=given.fp8_format,
-            amax_history_len=given.amax_history_len,
-            amax_compute_algo=given.amax_compute_algo,
-            interval=given.interval,
-            override_linear_precision=given.override_linear_precision,
-        )
-    for name, default in _NOT_OF_MXFP8.items():
-        if getattr(given, name) != default:
-            raise ValueError(f"{name}={getattr(given, name)!r} is no option of MXFP8 block scaling")
+        return delayed_scaling(fp8_format=given.fp8_format, **options)
+    for name, value in options.items():
+        if value != _NOT_OF_MXFP8[name]:
+            raise ValueError(f"{name}={value!r} is no option of MXFP8 block scaling")
     made = te_recipe("mxfp8")
     made.fp8_format = format_of(given.fp8_format)
     return made
 
 
-def _ao(accelerator: Any, given: Any) -> Any:
-    """The configuration of an AORecipeKwargs. Its FP8 all-gather is disabled without FSDP2, where
-    it has no effect but torchao would still replace the parameters."""
-    if getattr(accelerator, "is_fsdp2", False):
-        return given.config
-    return dataclasses.replace(given.config, enable_fsdp_float8_all_gather=False)
-
-
 def _ao_where(model: nn.Module, chosen: Any, where: Any) -> Where:
-    """The layers that Accelerate converts: those its function selects, else all but the first
-    and last."""
+    """The layers that Accelerate converts: those selected, else all but the first and last."""
     if where is not None:
         if chosen is not None:
             raise ValueError("give where, or AORecipeKwargs its module_filter_func, not both")

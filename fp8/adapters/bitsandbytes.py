@@ -16,9 +16,8 @@ __all__ = ["optimizer"]
 def optimizer(name: str, params: ParamsT, **options: Any) -> Optimizer:
     """Creates an optimizer of ``bitsandbytes.optim``, such as "AdamW8bit".
 
-    States have 8 bits per element, in blocks of 256 with one scale each; parameters of fewer than
-    4096 elements have float32 states. Adam8bit decays weights as AdamW does, unlike torch's Adam.
-    It also runs on CPUs (since 0.50), more slowly than torch's optimizers.
+    States have 8 bits per element; parameters of fewer than 4096 elements have float32 states.
+    Adam8bit decays weights as AdamW does, unlike torch's Adam. It also runs on CPUs (since 0.50).
 
     Args:
         name: the name of an 8-bit optimizer.

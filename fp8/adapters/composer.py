@@ -3,9 +3,8 @@
     from fp8.adapters.composer import LowPrecisionLayerNorm
     trainer = Trainer(model=model, algorithms=[LowPrecisionLayerNorm()], precision="amp_bf16", ...)
 
-The class is created on first access, because it derives from Composer's Algorithm and imports
-Composer. The tests run it on Composer's Algorithm and Event classes, not in its Trainer: Composer
-requires an older torch.
+The class is created on first access, as it derives from Composer's Algorithm. The tests do not run
+it in the Trainer: Composer requires an older torch.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ def _algorithm() -> type[Any]:
 
         @staticmethod
         def required_on_load() -> bool:
-            """Whether checkpoints need it to load: no, the parameters are those of the plain
-            model."""
+            """Checkpoints load without it: the parameters are those of the plain model."""
             return False
 
         def match(self, event: Any, state: Any) -> bool:

@@ -1,10 +1,7 @@
 """Lightning: plugins that train models in FP8 with its Trainer or Fabric.
 
-    trainer = Trainer(plugins=FP8Precision("unit"))
-    fabric = Fabric(plugins=FP8FabricPrecision("unit", precision="bf16-mixed"))
-
-A plugin derives from Lightning's plugin for the rest of the precision (float32, autocast, 16 bits),
-so gradient scaling, clipping and casts of the batch are those of Lightning.
+trainer = Trainer(plugins=FP8Precision("unit"))
+fabric = Fabric(plugins=FP8FabricPrecision("unit", precision="bf16-mixed"))
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ from ..common.libraries import need
 from ..common.validation import check_name
 from ..context.active import checked_backend
 from ..recipes.history import histories, settle
-from ..recipes.policy import Policy, as_policy, name_of, source_of
-from ..recipes.recipe import AUTO, RECIPES, Recipe
+from ..recipes.policy import Policy, as_policy, name_of, recipe_of, source_of
+from ..recipes.recipe import AUTO, PLAIN, Recipe
 from ..selection.layers import ADAPTERS
 from ..selection.where import Where
 from ..surgery.convert import advance, convert
@@ -52,9 +49,8 @@ def FP8Precision(
 ) -> Any:
     """A plugin for ``Trainer(plugins=...)`` that trains and evaluates in FP8.
 
-    When the Trainer sets up the model, the plugin converts it by `fp8.convert`, in place and with
-    the same parameters. It stays converted: `fp8.report` lists its layers and `fp8.revert` undoes
-    it. Validation, test and prediction also run under the recipe.
+    When the Trainer sets up the model, the plugin converts it by `fp8.convert`. It stays converted:
+    validation, test and prediction also run under the recipe.
 
     Checkpoints contain the plain model's state_dict and, under "FP8Precision", the recipe and, with
     scaling "delayed" or "static", the history of each layer, so that training resumes bit for bit.
@@ -77,9 +73,8 @@ def FP8Precision(
         TypeError: for other options, and in a Fabric, whose checkpoints would lack the histories.
         ImportError: if Lightning is not installed.
     """
-    base = _base(("lightning", "pytorch_lightning"), ".pytorch", precision, library)
     how = {"backend": backend, "where": where, "rest": rest}
-    return _kind(base, True)(recipe, precision, how, options)
+    return _kind(_base(True, precision, library), True)(recipe, precision, how, options)
 
 
 def FP8FabricPrecision(
@@ -107,21 +102,20 @@ def FP8FabricPrecision(
     Raises:
         ValueError, TypeError, ImportError: as `FP8Precision`.
     """
-    base = _base(("lightning", "lightning_fabric"), ".fabric", precision, library)
     how = {"backend": backend, "where": where, "rest": rest}
-    return _kind(base, False)(recipe, precision, how, options)
+    return _kind(_base(False, precision, library), False)(recipe, precision, how, options)
 
 
-def _base(names: tuple[str, str], part: str, precision: str, library: str | None) -> Any:
-    """The class of Lightning's plugin. part: the module within the first library that the second
-    library is by itself."""
+def _base(of_trainer: bool, precision: str, library: str | None) -> Any:
+    """The class of Lightning's plugin."""
+    names = ("lightning", "pytorch_lightning" if of_trainer else "lightning_fabric")
     check_name("precision", precision, PRECISIONS)
     check_name("library", library, (None, *names))
     if library is None:
         library = next((name for name in names if name in sys.modules), names[0])
     if library == "lightning":
         need("lightning")
-        library += part
+        library += ".pytorch" if of_trainer else ".fabric"
     plugins = importlib.import_module(f"{library}.plugins.precision")
     return getattr(plugins, PRECISIONS[precision])
 
@@ -137,27 +131,18 @@ def _blank(base: Any, of_trainer: bool) -> Any:
 
 
 class _Converting:
-    """The common part of the plugins. recipe: that of the models they convert, a policy, or
-    "auto"."""
+    """The common part of the plugins."""
 
     _of_trainer: bool
     _base: Any
 
-    def __init__(
-        self,
-        recipe: str | Recipe | Policy,
-        precision: str,
-        how: dict[str, Any],
-        options: Any,
-    ) -> None:
+    def __init__(self, recipe: Any, precision: str, how: dict[str, Any], options: Any) -> None:
         policy = as_policy(recipe)
-        known = source_of(policy.recipe)
-        self.recipe = recipe if isinstance(recipe, Policy) else known or AUTO
+        self.recipe = recipe if isinstance(recipe, Policy) else source_of(policy.recipe) or AUTO
         self._how = how
         self._model: nn.Module | None = None
         if how["backend"] not in ADAPTERS:
-            known = known if isinstance(known, Recipe) else RECIPES["tensor"]
-            checked_backend(how["backend"], known, ADAPTERS)
+            checked_backend(how["backend"], recipe_of(policy.recipe) or PLAIN, ADAPTERS)
         if PRECISIONS[precision] == "MixedPrecision":
             found = torch.accelerator.current_accelerator(check_available=True)
             options = {"device": "cpu" if found is None else found.type, **options}
@@ -170,10 +155,10 @@ class _Converting:
         return _blank, (self._base, self._of_trainer), vars(self)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The model converted to the recipe, with its previous histories."""
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        if self._of_trainer and "LightningModule" not in kinds:
-            kind = type(module).__name__
+        """The model, converted, with its previous histories."""
+        names = [cls.__name__ for cls in type(module).__mro__]
+        if self._of_trainer and "LightningModule" not in names:
+            kind = names[0]
             raise TypeError(f"FP8Precision is for a Trainer; for {kind} take FP8FabricPrecision")
         module = super().convert_module(module)  # type: ignore[misc]
         before = _copies(module)
@@ -203,10 +188,9 @@ class _Converting:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the state. Warns if the recipe was a different one."""
-        rest = dict(state_dict)
+        rest, runs = dict(state_dict), self._in_force()
         ours = rest.pop("fp8", {})
         super().load_state_dict(rest)  # type: ignore[misc]
-        runs = self._in_force()
         trained = ours.get("recipe", runs)
         was, now = trained["name"], runs["name"]
         if trained != runs and AUTO not in (was, now):
@@ -217,8 +201,7 @@ class _Converting:
         self._remember(ours.get("histories", {}))
 
     def _in_force(self) -> dict[str, Any]:
-        """The recipe or policy as a dict; under "auto" that of the layers, if all have the
-        same."""
+        """The recipe or policy as a dict; under "auto" that of the layers, if all have one."""
         if isinstance(self.recipe, Policy):
             shown = self.recipe.name or f"a policy of {name_of(self.recipe.recipe)}"
             return self.recipe.to_dict() | {"name": shown}
@@ -230,10 +213,12 @@ class _Converting:
 
     @torch.no_grad()
     def _remember(self, known: dict[str, Tensor]) -> None:
-        for name, history in ({} if self._model is None else histories(self._model)).items():
+        if self._model is None:
+            return
+        for name, history in histories(self._model).items():
             if name in known and known[name].shape == history.shape:
                 history.copy_(known[name])
-        for module in () if self._model is None else self._model.modules():
+        for module in self._model.modules():
             settle(module)
 
 

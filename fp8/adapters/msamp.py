@@ -1,7 +1,6 @@
 """MS-AMP: its levels, computed by the library if it can be imported, else by `fp8.initialize`.
 
-MS-AMP has no distribution to install, patches torch on import, and its last version was written for
-torch 2.1. `fp8.levels.initialize` has its levels and their arithmetic.
+MS-AMP has no distribution to install, and its last version was written for torch 2.1.
 """
 
 from __future__ import annotations

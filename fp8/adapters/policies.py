@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 
-def _is_high(recipe: Recipe | None) -> bool:
-    """Whether a layer computes in 16 bits or more, which these libraries take from the model."""
-    return recipe is None or recipe == RECIPES["bf16"]
+def _low(recipe: Recipe | None) -> Recipe | None:
+    """``recipe``; None for 16 bits, which these libraries take from the model."""
+    return None if recipe == RECIPES["bf16"] else recipe
 
 
 def _at_start(policy: Policy, library: str) -> tuple[Policy, list[str]]:
@@ -50,7 +50,7 @@ def _at_start(policy: Policy, library: str) -> tuple[Policy, list[str]]:
 
 def _recipes(policy: Policy, model: nn.Module) -> dict[str, Recipe | None]:
     """Layer -> recipe; "auto" is "tensor", as the layers of these libraries are not unit-scaled."""
-    return {n: composed(d.sources, PLAIN) for n, d in resolve(policy, model).items()}
+    return {n: _low(composed(d.sources, PLAIN)) for n, d in resolve(policy, model).items()}
 
 
 def _translated(name: str, make: Any, recipe: Recipe) -> Any:
@@ -78,19 +78,14 @@ class Filtered:
         return name in self.layers
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Converts the layers of ``model`` in place by torchao's own function.
-
-        Returns the model.
-        """
+        """Converts the layers of ``model`` in place by torchao's own function; returns it."""
         library = need("torchao")
         if isinstance(self.config, library.Float8LinearConfig):
-            converted: nn.Module = library.convert_to_float8_training(
-                model, config=self.config, module_filter_fn=self.filter
-            )
+            given = {"config": self.config, "module_filter_fn": self.filter}
+            converted: nn.Module = library.convert_to_float8_training(model, **given)
             return converted
-        importlib.import_module("torchao.quantization").quantize_(
-            model, self.config, filter_fn=self.filter
-        )
+        quantize = importlib.import_module("torchao.quantization").quantize_
+        quantize(model, self.config, filter_fn=self.filter)
         return model
 
 
@@ -121,10 +116,9 @@ def for_torchao(
     policy, notes = _at_start(policy, "torchao")
     groups: dict[Recipe, set[str]] = {}
     for name, recipe in _recipes(policy, model).items():
-        if recipe is None or _is_high(recipe):
+        if recipe is None:
             continue
-        layer = model.get_submodule(name)
-        if isinstance(layer, nn.Linear):
+        if isinstance(model.get_submodule(name), nn.Linear):
             groups.setdefault(recipe, set()).add(name)
         else:
             notes.append(f"torchao converts linear layers only: {name!r} stays in high precision")
@@ -153,14 +147,7 @@ class Contexts:
     def attach(self, model: nn.Module) -> list[Any]:
         """Adds hooks to ``model`` and to the modules in ``inner`` that open the contexts.
 
-        Args:
-            model: with layers of TransformerEngine under the names of ``inner``.
-
-        Returns:
-            The handles of the hooks; ``handle.remove()`` removes one.
-
-        Raises:
-            AttributeError: if the model has no module of such a name.
+        Returns the handles of the hooks. Raises AttributeError if the model has no such module.
         """
         every = {"": self.recipe, **self.inner}
         modules = [(model.get_submodule(name), recipe) for name, recipe in every.items()]
@@ -201,17 +188,13 @@ def for_transformer_engine(policy: Policy, model: nn.Module) -> Contexts:
         ImportError: without TransformerEngine.
     """
     policy, notes = _at_start(policy, "TransformerEngine")
-    base = recipe_of(policy.recipe)
-    outer = None if base is None or _is_high(base) else te_recipe(base)
-    inner: dict[str, Any] = {}
-    for name, recipe in _recipes(policy, model).items():
-        if recipe == base or (_is_high(recipe) and _is_high(base)):
-            continue
-        if recipe is None or _is_high(recipe):
-            inner[name] = None
-        else:
-            inner[name] = _translated(name, te_recipe, recipe)
-    return Contexts(outer, inner, notes)
+    base = _low(recipe_of(policy.recipe))
+    inner = {
+        name: recipe and _translated(name, te_recipe, recipe)
+        for name, recipe in _recipes(policy, model).items()
+        if recipe != base
+    }
+    return Contexts(base and te_recipe(base), inner, notes)
 
 
 @dataclass(frozen=True)
@@ -244,7 +227,7 @@ _MEGATRON_ROLES = {
 
 def _in_megatron(what: str, recipe: Recipe | None) -> dict[str, str]:
     """The fields of a TEQuantizationRecipe; {} is high precision. what: the rule, for errors."""
-    if recipe is None or _is_high(recipe):
+    if recipe is None:
         return {}
     if recipe == replace(RECIPES["nvfp4"], name=recipe.name):
         return {"fp4_quantization_recipe": "nvfp4"}
@@ -261,8 +244,7 @@ def _in_megatron(what: str, recipe: Recipe | None) -> dict[str, str]:
 def for_megatron(policy: Policy) -> MegatronFiles:
     """The flags of Megatron-LM and the text of its ``--te-precision-config-file``.
 
-    Rules become matchers in reverse order, because the first match decides there. Patterns are
-    matched with the names of Megatron's modules, such as "decoder.layers.0.mlp.linear_fc1".
+    Patterns are matched with the names of Megatron's modules, "decoder.layers.0.mlp.linear_fc1".
 
     Args:
         policy: a policy whose rules name Megatron's modules.
@@ -273,17 +255,17 @@ def for_megatron(policy: Policy) -> MegatronFiles:
     Raises:
         ValueError: for a rule of single casts, a recipe that Megatron does not have, "delayed" in a
             rule or with ``first`` and ``last``, and for ``first`` and ``last`` without a recipe.
-
-    >>> import fp8
-    >>> for_megatron(fp8.Policy("mxfp8", first=1, last=2)).flags[-3:]
-    ['--first-last-layers-bf16', '--num-layers-at-start-in-bf16=1', '--num-layers-at-end-in-bf16=2']
     """
     policy, notes = _at_start(policy, "Megatron")
-    base = _in_megatron("the policy", recipe_of(policy.recipe))
+    base = _in_megatron("the policy", _low(recipe_of(policy.recipe)))
     flags = [f"--{key}={value}" for key, value in _base_flags(base).items()]
     if policy.first or policy.last:
-        _check_ends(policy, base)
         ends = {"start": policy.first, "end": policy.last}
+        asked = f"first={policy.first}, last={policy.last}"
+        if not base:
+            raise ValueError(f"{asked}: Megatron has these only with a recipe for the whole model")
+        if base.get("fp8_quantization_recipe") == "delayed":
+            raise ValueError(f"{asked}: Megatron does not combine these with 'delayed'")
         flags += ["--first-last-layers-bf16"]
         flags += [f"--num-layers-at-{end}-in-bf16={count}" for end, count in ends.items()]
     matchers = _matchers(policy, base)
@@ -297,67 +279,45 @@ def for_megatron(policy: Policy) -> MegatronFiles:
 
 
 def _base_flags(base: dict[str, str]) -> dict[str, str]:
-    if "fp4_quantization_recipe" in base:
-        return {"fp4-format": "e2m1", "fp4-recipe": base["fp4_quantization_recipe"]}
     if not base:
         return {}
-    recipe = base["fp8_quantization_recipe"]
-    delayed = {"fp8-amax-history-len": "16", "fp8-amax-compute-algo": "max"}
-    return {
-        "fp8-format": base["fp8_format"],
-        "fp8-recipe": recipe,
-        **(delayed if recipe == "delayed" else {}),
-    }
+    if "fp4_quantization_recipe" in base:
+        return {"fp4-format": "e2m1", "fp4-recipe": base["fp4_quantization_recipe"]}
+    flags = {"fp8-format": base["fp8_format"], "fp8-recipe": base["fp8_quantization_recipe"]}
+    history = {"fp8-amax-history-len": "16", "fp8-amax-compute-algo": "max"}
+    return flags | (history if flags["fp8-recipe"] == "delayed" else {})
 
 
-def _check_ends(policy: Policy, base: dict[str, str]) -> None:
-    ends = f"first={policy.first}, last={policy.last}"
-    if not base:
-        raise ValueError(f"{ends}: Megatron has these only with a recipe for the whole model")
-    if base.get("fp8_quantization_recipe") == "delayed":
-        raise ValueError(f"{ends}: Megatron does not combine these with 'delayed'")
-
-
-@dataclass(frozen=True)
-class _Matcher:
-    name: str
-    pattern: str
-    config: dict[str, str]
-
-
-def _matchers(policy: Policy, base: dict[str, str]) -> list[_Matcher]:
-    """In Megatron's order: the first that matches decides."""
-    found = [
-        _Matcher(f"keep_{role}_{i}", pattern, {})
+def _matchers(policy: Policy, base: dict[str, str]) -> dict[str, tuple[str, dict[str, str]]]:
+    """Name -> (pattern, configuration), the last rule first: the first that matches decides."""
+    found: dict[str, tuple[str, dict[str, str]]] = {
+        f"keep_{role}_{i}": (pattern, {})
         for role in policy.keep
         for i, pattern in enumerate(_MEGATRON_ROLES.get(role, ()), 1)
-    ]
+    }
+    enable = {} if base else {"override_nonquantized_autocast": "true"}
     for index, rule in reversed(list(enumerate(policy.rules, 1))):
         what = f"rule {index} ({rule})"
         if rule.product is not None:
             raise ValueError(f"{what}: Megatron has no recipe for single casts of a layer")
-        config = _in_megatron(what, recipe_of(rule.recipe))
+        config = _in_megatron(what, _low(recipe_of(rule.recipe)))
         if config.get("fp8_quantization_recipe") == "delayed":
             raise ValueError(f"{what}: Megatron has 'delayed' for the whole model only")
-        found.append(_Matcher(f"rule_{index}", rule.layers, config))
-    if base:
-        return found
-    enable = {"override_nonquantized_autocast": "true"}
-    return [replace(m, config=m.config | enable) if m.config else m for m in found]
+        found[f"rule_{index}"] = (rule.layers, config | enable if config else {})
+    return found
 
 
-def _yaml(matchers: list[_Matcher]) -> str:
+def _yaml(matchers: dict[str, tuple[str, dict[str, str]]]) -> str:
     names: dict[str, dict[str, str]] = {}
     lines = ["matchers:"]
-    for matcher in matchers:
-        recipe, format = (*matcher.config.values(), "", "")[:2]
-        name = "_".join(filter(None, (recipe, format))) or "high_precision"
-        names[name] = matcher.config
+    for matcher, (pattern, config) in matchers.items():
+        name = "_".join(list(config.values())[:2]) or "high_precision"
+        names[name] = config
         lines += [
-            f"  {matcher.name}:",
+            f"  {matcher}:",
             f'    config: "{name}"',
             '    type: "glob"',
-            f"    pattern: {json.dumps(matcher.pattern)}",
+            f"    pattern: {json.dumps(pattern)}",
             "    enabled: true",
         ]
     configs = ["configs:"]
@@ -415,12 +375,10 @@ def _source(policy: Policy) -> str:
     if any(isinstance(recipe, Recipe) for recipe in named):
         return f"fp8.Policy.from_json({json.dumps(json.dumps(policy.to_dict()))})"
     q = lambda value: "None" if value is None else json.dumps(value)  # noqa: E731
-    given = [q(policy.recipe)]
     rules = [f"({q(r.layers)}, {q(r.product)}, {q(r.recipe)})" for r in policy.rules]
-    given += [f"rules=[{', '.join(rules)}]"] if rules else []
-    given += [f"{end}={n}" for end in ("first", "last") if (n := getattr(policy, end))]
-    given += [f"keep=[{', '.join(map(q, policy.keep))}]"] if policy.keep else []
     switch = [f"({start!r}, {q(recipe)})" for start, recipe in policy.switch]
-    given += [f"switch=[{', '.join(switch)}]"] if switch else []
-    given += [f"name={q(policy.name)}"] if policy.name else []
-    return f"fp8.Policy({', '.join(given)})"
+    lists = {"rules": rules, "keep": map(q, policy.keep), "switch": switch}
+    texts = {name: f"[{', '.join(items)}]" for name, items in lists.items()}
+    names = ("rules", "first", "last", "keep", "switch", "name")
+    given = [f"{n}={texts.get(n) or q(x)}" for n in names if (x := getattr(policy, n))]
+    return f"fp8.Policy({', '.join([q(policy.recipe), *given])})"

@@ -16,22 +16,19 @@ from ..native.kernels import ALIGNMENT, why_not_device
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
 from ..selection.where import Where, checked_function
-from ..surgery.swap import Padded, forget, layers_for, swap, why_not_fit
+from ..surgery.swap import Padded, layers_for, swap, why_not_fit
 
 __all__ = ["ao_config", "convert", "revert"]
 
 _GRANULARITIES = {"tensor": "TENSORWISE", "row": "AXISWISE"}
 _MX_BLOCK = 32
-_MX_CAPABILITY = (10, 0)
-"""CUDA devices of lower capability have no MX products."""
 
 
 def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
     """torchao's configuration for one of our recipes.
 
-    "tensor", "row", "row_gw_hp" and other recipes with these scalings become a Float8LinearConfig,
-    "mxfp8" an MXFP8TrainingOpConfig. Scales are powers of two under rule "up", else exact. Token
-    counts are padded.
+    Recipes with the scalings "tensor" and "row" become a Float8LinearConfig, "mxfp8" an
+    MXFP8TrainingOpConfig. Scales are powers of two under rule "up", else exact.
 
     Args:
         recipe: a name or a `Recipe`.
@@ -50,45 +47,40 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
     lib = need("torchao")
     rules = {cast.rule for cast in chosen.casts if cast is not None}
     config = importlib.import_module("torchao.float8.config")
-    known = rules in ({"up"}, {"exact"}) and chosen.saved_activations is None
-    if not known:
-        raise ValueError(_unknown(chosen))
+    unknown = ValueError(
+        f"torchao has no configuration for recipe {chosen.name!r}; it has 'tensor', 'row', "
+        "'row_gw_hp' and 'mxfp8'"
+    )
+    if rules not in ({"up"}, {"exact"}) or chosen.saved_activations is not None:
+        raise unknown
+
+    def in_product(cast: Cast | None, other: Cast | None) -> Any:
+        """torchao's cast of an operand in a product. other: that in its other product."""
+        known = cast or other
+        if known is None or known.format not in ("e4m3", "e5m2"):
+            raise unknown
+        dtype = get_format(known.format).dtype
+        if cast is None:
+            return config.CastConfig(scaling_type=config.ScalingType.DISABLED, target_dtype=dtype)
+        plain = Cast(format=cast.format, scaling=cast.scaling, rule=cast.rule)
+        if cast != plain or cast.scaling not in _GRANULARITIES:
+            raise unknown
+        granularity = config.ScalingGranularity[_GRANULARITIES[cast.scaling]]
+        return config.CastConfig(scaling_granularity=granularity, target_dtype=dtype)
+
     weight, weight_again = chosen.weight, chosen.grad_input[1]
     grad_again, input_again = chosen.grad_weight
     return lib.Float8LinearConfig(
-        cast_config_input=_cast(config, chosen, chosen.input, input_again),
-        cast_config_input_for_grad_weight=_cast(config, chosen, input_again, chosen.input),
-        cast_config_weight=_cast(config, chosen, weight, weight_again),
-        cast_config_weight_for_grad_input=_cast(config, chosen, weight_again, weight),
-        cast_config_grad_output=_cast(config, chosen, chosen.grad, grad_again),
-        cast_config_grad_output_for_grad_weight=_cast(config, chosen, grad_again, chosen.grad),
+        cast_config_input=in_product(chosen.input, input_again),
+        cast_config_input_for_grad_weight=in_product(input_again, chosen.input),
+        cast_config_weight=in_product(weight, weight_again),
+        cast_config_weight_for_grad_input=in_product(weight_again, weight),
+        cast_config_grad_output=in_product(chosen.grad, grad_again),
+        cast_config_grad_output_for_grad_weight=in_product(grad_again, chosen.grad),
         round_scales_to_power_of_2="up" in rules,
         pad_inner_dim=True,
         emulate=emulate,
     )
-
-
-def _unknown(recipe: Recipe) -> str:
-    return (
-        f"torchao has no configuration for recipe {recipe.name!r}; it has 'tensor', 'row', "
-        "'row_gw_hp' and 'mxfp8'"
-    )
-
-
-def _cast(config: Any, recipe: Recipe, cast: Cast | None, other: Cast | None) -> Any:
-    """torchao's cast of an operand in one product. other: its cast in the operand's other
-    product."""
-    known = cast or other
-    if known is None or known.format not in ("e4m3", "e5m2"):
-        raise ValueError(_unknown(recipe))
-    dtype = get_format(known.format).dtype
-    if cast is None:
-        return config.CastConfig(scaling_type=config.ScalingType.DISABLED, target_dtype=dtype)
-    plain = Cast(format=cast.format, scaling=cast.scaling, rule=cast.rule)
-    if cast != plain or cast.scaling not in _GRANULARITIES:
-        raise ValueError(_unknown(recipe))
-    granularity = config.ScalingGranularity[_GRANULARITIES[cast.scaling]]
-    return config.CastConfig(scaling_granularity=granularity, target_dtype=dtype)
 
 
 def _mx_config(emulate: bool) -> Any:
@@ -115,10 +107,9 @@ def convert(
 ) -> nn.Module:
     """Replaces nn.Linear with torchao's layers; `fp8.convert` with backend="torchao".
 
-    It calls torchao's ``convert_to_float8_training`` layer by layer. Properties that this function
-    loses (hooks, the training flag, layers with two names, attributes) are preserved, and
-    `fp8.report` lists every layer. Layers with sizes that are not multiples of 16 (32 for "mxfp8")
-    are left alone unless emulated, because the kernels do not support them.
+    Hooks, the training flag, names and attributes, some of which torchao's
+    ``convert_to_float8_training`` loses, are preserved, and `fp8.report` lists every layer. Layers
+    with sizes that are not multiples of 16 (32 for "mxfp8") are left alone unless emulated.
 
     Args:
         model: changed in place.
@@ -137,8 +128,8 @@ def convert(
     """
     config, where = its_recipe(recipe), checked_function(where)
     if isinstance(recipe, str | Recipe):
-        missing = _why_no_kernels(model, _is_mx(config))
-        config = ao_config(recipe, emulate=bool(missing) if emulate is None else emulate)
+        emulate = not _has_kernels(model, _is_mx(config)) if emulate is None else emulate
+        config = ao_config(recipe, emulate=emulate)
     elif getattr(config, "enable_fsdp_float8_all_gather", False):
         raise ValueError(
             "enable_fsdp_float8_all_gather must be False: it replaces parameters, which neither "
@@ -157,7 +148,7 @@ def convert(
 
 
 def its_recipe(recipe: Any) -> Any:
-    """torchao's configuration for a name or a `Recipe`; a configuration of torchao's unchanged."""
+    """torchao's configuration for a name or a `Recipe`; one of its own unchanged."""
     return ao_config(recipe) if isinstance(recipe, str | Recipe) else recipe
 
 
@@ -165,14 +156,11 @@ def _is_mx(config: Any) -> bool:
     return type(config).__name__ == "MXFP8TrainingOpConfig"
 
 
-def _why_no_kernels(model: nn.Module, mx: bool) -> str:
+def _has_kernels(model: nn.Module, mx: bool) -> bool:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if not mx:
-        return why_not_device(device)
-    if device.type != "cuda":
-        return f"no product of MX operands on {device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    return "" if capability >= _MX_CAPABILITY else f"compute capability {capability}"
+        return not why_not_device(device)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
 
 
 def _layer(module: nn.Linear, config: Any) -> nn.Module:
@@ -216,6 +204,4 @@ def revert(model: nn.Module) -> nn.Module:
         bias = module.bias is not None
         return nn.Linear(module.in_features, module.out_features, bias=bias, device="meta")
 
-    model = swap(model, make)
-    forget(model)
-    return model
+    return swap(model, make)

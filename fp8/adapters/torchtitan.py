@@ -2,9 +2,8 @@
 
     spec = model_registry("8B", converters=[FP8Converter("tensor")])
 
-torchtitan builds a model from a tree of configurations, on the meta device, then shards, compiles
-and initializes it. The converter changes the root of the tree alone: its ``build`` returns the
-model converted by `fp8.convert`, whose layers remain those of torchtitan.
+torchtitan builds a model from a tree of configurations, on the meta device. The converter changes
+the root of the tree alone: its ``build`` returns the model converted by `fp8.convert`.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ def FP8Converter(
         backend, where, rest: as in `fp8.convert`, without the backends of other libraries.
         transform: a function of a model that returns one which trains with the same optimizer, or
             its name as an entry point of the group "fp8.transforms": "unit_scale" gives the model
-            unit scaling. A transform may have to see a call, which a sharded model does not allow:
-            each process initializes the whole model on its device and runs a pass on random tokens
-            in the shape of the training's, with the mean cross-entropy, before it is sharded.
+            unit scaling. A transform may have to see a call: each process initializes the whole
+            model on its device and runs a pass on random tokens in the shape of the training's,
+            with the mean cross-entropy, before it is sharded.
 
     Returns:
         The configuration of the converter. Under "auto" with a transform, the recipe is the
@@ -75,7 +74,8 @@ def FP8Converter(
         raise TypeError(f"transform must be a name or a function, got {type(transform).__name__}")
     if recipe == AUTO:
         recipe = getattr(transform, "recipe", AUTO)
-    recipe = _read(recipe)
+    if isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith(".json")):
+        recipe = Policy.from_json(Path(recipe))
     if as_policy(recipe).switch:
         raise ValueError("torchtitan does not call fp8.advance: give a policy without a switch")
     how = {"backend": backend, "where": where, "rest": rest}
@@ -83,17 +83,8 @@ def FP8Converter(
     return _kind(base).Config(recipe=recipe, how=how, transform=transform)
 
 
-def _read(recipe: Any) -> Any:
-    """The recipe, or the policy of a file."""
-    if isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith(".json")):
-        return Policy.from_json(Path(recipe))
-    return recipe
-
-
 @functools.cache
 def _kind(base: Any) -> Any:
-    """The class of the converter, derived from torchtitan's."""
-
     class Converter(base):
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(base.Config):
@@ -170,20 +161,16 @@ def _check_whole(trainer: Any) -> None:
         )
     chunked = isinstance(trainer.loss, _module("components.loss").ChunkedLossWrapper.Config)
     backend = trainer.parallelism.spmd_backend
-    for wrong, setting, why in (
-        (chunked, "loss=ChunkedLossWrapper", "calls lm_head outside of the model"),
-        (
-            backend != "partial_dtensor",
-            f"parallelism.spmd_backend={backend!r}",
-            "replaces forwards",
-        ),
-        (trainer.activation_checkpoint is not None, "activation_checkpoint", "wraps the blocks"),
-    ):
-        if wrong:
-            raise ValueError(
-                f"{setting} {why} after a transform has seen the model: with a transform, train "
-                "with another loss, spmd_backend='partial_dtensor' and activation_checkpoint=None"
-            )
+    why = "loss=ChunkedLossWrapper calls lm_head outside of the model" if chunked else ""
+    if backend != "partial_dtensor":
+        why = f"parallelism.spmd_backend={backend!r} replaces forwards"
+    if trainer.activation_checkpoint is not None:
+        why = "activation_checkpoint wraps the blocks"
+    if why:
+        raise ValueError(
+            f"{why} after a transform has seen the model: with a transform, train with another "
+            "loss, spmd_backend='partial_dtensor' and activation_checkpoint=None"
+        )
 
 
 def _module(name: str) -> Any:

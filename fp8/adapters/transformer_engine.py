@@ -1,11 +1,8 @@
 """TransformerEngine: its Linear, LayerNorm and RMSNorm in a model, under its recipes, and back.
 
-Nothing here has run on a GPU yet. Tested without one, with the Python code of the published
-package: its recipes, inserting its layers into models and removing them, its contexts and scale
-updates; and training, with layers generated from its signatures.
-
-Every field of a recipe is set explicitly, because defaults differ between versions and devices and
-may come from the environment.
+Nothing here has run on a GPU yet; the tests use the Python code of the published package, and train
+with layers generated from its signatures. Every field of a recipe is set explicitly, because
+defaults differ between versions and devices and may come from the environment.
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,19 +23,16 @@ from ..common.mixin import Gained, bare_class, gain, lose
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
 from ..selection.where import Where, checked_function
-from ..surgery.swap import Padded, forget, layers_for, shared, swap, why_not_fit
+from ..surgery.swap import Padded, layers_for, swap, why_not_fit
+from ..tensors.scaled_tensor import DTYPES
 
 __all__ = ["autocast", "convert", "delayed_scaling", "revert", "te_recipe", "weights"]
 
 _TYPES = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MULTIPLES = {"MXFP8BlockScaling": 32, "Float8BlockScaling": 128}
-"""Recipe -> the sizes of a weight and the number of tokens must be multiples of this; others: 16.
-The products of the backward pass sum over each of the three, so each is the last dimension of an
-operand (utils.assert_dim_for_fp8_exec and the quantizers' is_quantizable, 2.20)."""
-_EXTRA_STATE = "_extra_state"
+"""Recipe -> the sizes of a weight and the number of tokens must be multiples of this; others: 16
+(utils.assert_dim_for_fp8_exec and the quantizers' is_quantizable, 2.20)."""
 _EPS = "fp8_eps"
-
 
 _NEUTRAL = {
     "fp8_dpa": False,
@@ -61,31 +56,19 @@ def _library() -> Any:
 
 
 def _make(kind: str, **given: Any) -> Any:
-    """Creates a recipe of that class. Raises for unknown fields, which TransformerEngine would
-    ignore."""
+    """A recipe of that class. Raises for unknown fields, which TransformerEngine would ignore."""
     library = _library()
     if not hasattr(library, kind):
         raise ValueError(f"this version of TransformerEngine has no recipe {kind}")
     cls = getattr(library, kind)
     known = {field.name for field in dataclasses.fields(cls)}
-    unknown = sorted(given.keys() - known)
-    if unknown:
+    if unknown := sorted(given.keys() - known):
         raise ValueError(f"{kind} of this version of TransformerEngine has no {unknown[0]!r}")
     return cls(**given, **{key: value for key, value in _NEUTRAL.items() if key in known})
 
 
 def format_of(name: str) -> Any:
-    """TransformerEngine's Format of that name.
-
-    Args:
-        name: "HYBRID" (e4m3 forward, e5m2 for gradients) or "E4M3".
-
-    Returns:
-        The Format.
-
-    Raises:
-        ValueError: for other names, including "E5M2", with which TransformerEngine does not train.
-    """
+    """TransformerEngine's Format. Raises ValueError for "E5M2", with which it does not train."""
     if name not in _FORMATS.values():
         raise ValueError(f"fp8_format must be 'HYBRID' or 'E4M3', got {name!r}")
     return getattr(_library().Format, name)
@@ -104,14 +87,12 @@ def delayed_scaling(
 
     Args:
         margin: the scale leaves headroom for that many doublings.
-        fp8_format: as in `format_of`.
+        fp8_format: "HYBRID" (e4m3 forward, e5m2 for gradients) or "E4M3".
         amax_history_len: the number of passes considered.
         amax_compute_algo: "max" or "most_recent" of them.
-        interval: only 1. Versions before 2.0 could recompute scales every ``interval`` steps;
-            current ones recompute them in each step and ignore the option.
-        override_linear_precision: the forward product and those of the gradients of input and
-            weight in high precision. Only (False, False, False), because the current DelayedScaling
-            ignores it; our and torchao's recipe "row_gw_hp" has the last.
+        interval: only 1, the number of steps after which scales are computed again.
+        override_linear_precision: only (False, False, False). Current versions ignore both options;
+            "row_gw_hp", ours or torchao's, computes the last product in high precision.
 
     Returns:
         The recipe object.
@@ -149,102 +130,55 @@ def _scale_of_one(amax: Tensor, scale: Tensor, fp8_max: Any, recipe: Any) -> Ten
     return torch.ones_like(scale)
 
 
-def _unscaled(cast: Cast, format: str) -> Any:
+def _delayed(cast: Cast, format: str) -> Any:
+    """A recipe with scales of earlier passes, or of 1."""
+    history, one = cast.history or 1, cast.rule is None
     return _make(
         "DelayedScaling",
-        margin=0,
-        fp8_format=format_of(format),
-        amax_history_len=1,
-        amax_compute_algo="most_recent",
-        scaling_factor_compute_algo=_scale_of_one,
-        reduce_amax=False,
-    )
-
-
-def _delayed(cast: Cast, format: str) -> Any:
-    return delayed_scaling(
         margin=cast.margin,
-        fp8_format=format,
-        amax_history_len=cast.history or 1,
-        amax_compute_algo="most_recent" if cast.history == 1 else "max",
+        fp8_format=format_of(format),
+        amax_history_len=history,
+        amax_compute_algo="max" if history > 1 else "most_recent",
+        scaling_factor_compute_algo=_scale_of_one if one else None,
+        reduce_amax=not one,
     )
 
 
-def _with_powers(made: Any, powers: bool) -> Any:
-    """Sets whether scales are powers of two in the fields that are read; the class has already
-    filled them from its default."""
-    for operand in ("fwd_inp", "fwd_weight", "bwd_grad"):
-        params = _library().QParams(power_2_scale=powers, amax_epsilon=0.0)
+def _dynamic(cast: Cast, format: str) -> Any:
+    """A recipe with scales of each pass."""
+    library, powers, block = _library(), cast.rule == "up", cast.scaling == "block"
+    given: dict[str, Any] = {"use_power_2_scales": powers}
+    if block:
+        given = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
+        given["use_f32_scales"] = not powers
+    for product, split in (("fprop", block), ("dgrad", True), ("wgrad", True)):
+        given[f"fp8_gemm_{product}"] = library.MMParams(use_split_accumulator=split)
+    kind = "Float8BlockScaling" if block else "Float8CurrentScaling"
+    made = _make(kind, fp8_format=format_of(format), **given)
+    for operand in ("fwd_inp", "fwd_weight", "bwd_grad"):  # which the class filled from defaults
+        params = library.QParams(power_2_scale=powers, amax_epsilon=0.0)
         setattr(made, f"fp8_quant_{operand}", params)
     return made
-
-
-def _mm(split: bool) -> Any:
-    return _library().MMParams(use_split_accumulator=split)
-
-
-def _current(cast: Cast, format: str) -> Any:
-    powers = cast.rule == "up"
-    made = _make(
-        "Float8CurrentScaling",
-        use_power_2_scales=powers,
-        fp8_format=format_of(format),
-        fp8_gemm_fprop=_mm(False),
-        fp8_gemm_dgrad=_mm(True),
-        fp8_gemm_wgrad=_mm(True),
-    )
-    return _with_powers(made, powers)
-
-
-def _block(cast: Cast, format: str) -> Any:
-    powers = cast.rule == "up"
-    made = _make(
-        "Float8BlockScaling",
-        use_f32_scales=not powers,
-        fp8_format=format_of(format),
-        x_block_scaling_dim=1,
-        w_block_scaling_dim=2,
-        grad_block_scaling_dim=1,
-        fp8_gemm_fprop=_mm(True),
-        fp8_gemm_dgrad=_mm(True),
-        fp8_gemm_wgrad=_mm(True),
-    )
-    return _with_powers(made, powers)
 
 
 def _mx(cast: Cast, format: str) -> Any:
     return _make("MXFP8BlockScaling", margin=0, fp8_format=format_of(format))
 
 
-def _nvfp4() -> Any:
-    flags = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
-    library = _library()
-    return _make(
-        "NVFP4BlockScaling",
-        **dict.fromkeys(flags, False),
-        fp4_format=library.Format.E2M1,
-        fp8_format=library.Format.E4M3,
-    )
-
-
 _MAKERS: dict[str, tuple[tuple[str | None, ...], Callable[[Cast, str], Any]]] = {
-    "unit": ((None,), _unscaled),
+    "unit": ((None,), _delayed),
     "delayed": (("up", "exact"), _delayed),
-    "tensor": (("up", "exact"), _current),
-    "block": (("up", "exact"), _block),
+    "tensor": (("up", "exact"), _dynamic),
+    "block": (("up", "exact"), _dynamic),
     "mx": (("up",), _mx),
 }
-"""Scaling -> the rules that TransformerEngine supports, and a function of (cast of the input,
-format) that creates its recipe."""
+"""Scaling -> the supported rules, and a function of (cast of the input, format) for its recipe."""
 
 
 def te_recipe(recipe: str | Recipe) -> Any:
-    """TransformerEngine's recipe object for one of ours.
-
-    "delayed" becomes DelayedScaling, "tensor" Float8CurrentScaling, "block" Float8BlockScaling,
-    "mxfp8" MXFP8BlockScaling, "nvfp4" NVFP4BlockScaling, and "unit" DelayedScaling with scales of
-    1; "auto" is "tensor". DelayedScaling scales by fp8_max / amax, which our default rule rounds to
-    a power of two.
+    """TransformerEngine's recipe object for one of ours (docs/adapters.md has the table); "auto" is
+    "tensor". DelayedScaling scales by fp8_max / amax, which our default rule rounds to a power of
+    two.
 
     Args:
         recipe: a name or a `Recipe`.
@@ -257,10 +191,13 @@ def te_recipe(recipe: str | Recipe) -> Any:
     """
     chosen = given_recipe(recipe) or RECIPES["tensor"]
     if dataclasses.replace(chosen, name="nvfp4") == RECIPES["nvfp4"]:
-        return _nvfp4()
+        flags = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
+        formats = _library().Format
+        given = {"fp4_format": formats.E2M1, "fp8_format": formats.E4M3}
+        return _make("NVFP4BlockScaling", **given, **dict.fromkeys(flags, False))
     cast, grad = chosen.input, chosen.grad
     if cast is not None and grad is not None and chosen == _plain(chosen.name, cast, grad):
-        rules, make = _MAKERS.get(cast.scaling, ((), _unscaled))
+        rules, make = _MAKERS.get(cast.scaling, ((), _mx))
         format = _FORMATS.get((str(cast.format), str(grad.format)))
         if cast.rule in rules and format is not None:
             return make(cast, format)
@@ -269,13 +206,10 @@ def te_recipe(recipe: str | Recipe) -> Any:
 
 
 def _plain(name: str, cast: Cast, grad: Cast) -> Recipe:
-    """A recipe with the scaling, rule, history and margin of ``cast`` for every operand, and
-    otherwise as in TransformerEngine."""
-    delayed = cast.scaling == "delayed"
-    margin, history = (cast.margin, cast.history) if delayed else (0, None)
-    plain = Cast(
-        format=cast.format, scaling=cast.scaling, rule=cast.rule, margin=margin, history=history
-    )
+    """A recipe of TransformerEngine's form, with what ``cast`` has of it for every operand."""
+    plain = Cast(format=cast.format, scaling=cast.scaling, rule=cast.rule)
+    if cast.scaling == "delayed":
+        plain = dataclasses.replace(plain, margin=cast.margin, history=cast.history)
     tile = (128, 128) if cast.scaling == "block" else plain.tile
     return Recipe(
         name=name,
@@ -288,11 +222,9 @@ def _plain(name: str, cast: Cast, grad: Cast) -> Recipe:
 def autocast(recipe: Any, enabled: bool = True) -> AbstractContextManager[Any]:
     """TransformerEngine's context in which its layers compute in FP8.
 
-    It calls TransformerEngine's ``autocast``, or ``fp8_autocast`` in versions before 2.8, with the
-    argument names of that version. Amax is reduced over all ranks.
-
     Args:
-        recipe: a name, a `Recipe`, or a recipe of TransformerEngine's.
+        recipe: a name, a `Recipe`, or a recipe of TransformerEngine's. Amax is reduced over all
+            ranks.
         enabled: whether the layers compute in FP8.
 
     Returns:
@@ -303,30 +235,25 @@ def autocast(recipe: Any, enabled: bool = True) -> AbstractContextManager[Any]:
         ValueError: as `te_recipe`.
     """
     te = need("transformer_engine")
-    context = getattr(te, "autocast", None) or te.fp8_autocast
+    context = getattr(te, "autocast", None) or te.fp8_autocast  # before 2.8
     name = "recipe" if "recipe" in inspect.signature(context).parameters else "fp8_recipe"
     return context(enabled=enabled, **{name: its_recipe(recipe)})
 
 
 def its_recipe(recipe: Any) -> Any:
-    """TransformerEngine's recipe for a name or a `Recipe`; a recipe of TransformerEngine's
-    unchanged."""
+    """TransformerEngine's recipe for a name or a `Recipe`; one of its own unchanged."""
     return te_recipe(recipe) if isinstance(recipe, str | Recipe) else recipe
 
 
 class _Autocast(Gained):
-    """A model that runs under TransformerEngine's autocast: in training, and optionally in
-    evaluation."""
+    """A model that runs under TransformerEngine's autocast."""
 
     fp8_te_recipe: Any
     fp8_in_eval: bool
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        recipe = vars(self).get("fp8_te_recipe")
-        if recipe is None:  # reverted, but called through a wrapper of its old forward
-            return forward(*args, **kwargs)
         training = self.training  # type: ignore[attr-defined]
-        with autocast(recipe, enabled=training or self.fp8_in_eval):
+        with autocast(self.fp8_te_recipe, enabled=training or self.fp8_in_eval):
             return forward(*args, **kwargs)
 
 
@@ -351,12 +278,9 @@ def convert(
     """Replaces nn.Linear, nn.LayerNorm and nn.RMSNorm with TransformerEngine's layers, under its
     autocast; `fp8.convert` with backend="transformer_engine".
 
-    Parameters remain the same objects, so ties, frozen weights, dtype, device and optimizers stay
-    valid. So do hooks, the training flag and the keys of the state_dict. `_extra_state` is not
-    among these: the history of "delayed" restarts after a checkpoint is loaded. `fp8.report` lists
-    every layer. Left alone are subclasses, unsupported sizes, norms that TransformerEngine does not
-    have (without weight, LayerNorm without bias), the layers inside nn.MultiheadAttention and,
-    under "delayed", layers with two names, because its histories support one call per pass.
+    Parameters remain the same objects; hooks, the training flag and the keys of the state_dict
+    stay. `_extra_state` is not among these: the history of "delayed" restarts after a checkpoint is
+    loaded. `fp8.report` lists every layer, and why it was left alone.
 
     Args:
         model: changed in place.
@@ -376,10 +300,11 @@ def convert(
     te, chosen, where = need("transformer_engine"), its_recipe(recipe), checked_function(where)
     kind = type(chosen).__name__
     multiple = _MULTIPLES.get(kind, 16)
-    once = shared(model) if kind == "DelayedScaling" and chosen.reduce_amax else set()
+    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    once = kind == "DelayedScaling" and chosen.reduce_amax
 
     def make(module: nn.Module) -> nn.Module | str:
-        if id(module) in once:
+        if once and uses[id(module)] > 1:
             return "has two names, and DelayedScaling takes one call a pass"
         return _why_not(module, multiple) or _te_layer(te, module, multiple)
 
@@ -399,7 +324,7 @@ def _why_not(module: nn.Module, multiple: int) -> str:
     if isinstance(module, nn.LayerNorm) and module.bias is None:
         return "te.LayerNorm has no form without bias"
     why, dtype = why_not_fit(module, multiple), module.weight.dtype
-    return why or ("" if dtype in _DTYPES else f"TransformerEngine has no {dtype}")
+    return why or ("" if dtype in DTYPES else f"TransformerEngine has no {dtype}")
 
 
 def _te_layer(te: Any, module: nn.Module, multiple: int) -> nn.Module:
@@ -424,10 +349,9 @@ def _te_layer(te: Any, module: nn.Module, multiple: int) -> nn.Module:
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Replaces TransformerEngine's layers with torch's layers with the same parameters.
-
-    It also replaces layers that `convert` did not insert, such as Accelerate's. Layers without an
-    equivalent in torch (LayerNormLinear, split parameters, zero-centered norms) stay.
+    """Replaces TransformerEngine's layers, whatever created them, with torch's with the same
+    parameters. Those without an equivalent (LayerNormLinear, split parameters, zero-centered norms)
+    stay.
 
     Args:
         model: changed in place.
@@ -443,20 +367,17 @@ def revert(model: nn.Module) -> nn.Module:
         if isinstance(module, _Autocast):
             lose(module, _Autocast)
             del module.fp8_te_recipe, module.fp8_in_eval
-    model = swap(model, lambda name, module: _torch_layer(te, module))
-    forget(model)
-    return model
+    return swap(model, lambda name, module: _torch_layer(te, module))
 
 
 def _torch_layer(te: Any, module: nn.Module) -> nn.Module | None:
-    kind = bare_class(module)
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    kind, own = bare_class(module), dict(module.named_parameters(recurse=False))
+    weight = own.get("weight")
     if weight is None or getattr(module, "zero_centered_gamma", False):
         return None
     given: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
     if kind is te.Linear:
-        bias = any(name == "bias" for name, _ in module.named_parameters(recurse=False))
-        return nn.Linear(weight.shape[1], weight.shape[0], bias=bias, **given)
+        return nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in own, **given)
     norm = {te.LayerNorm: nn.LayerNorm, te.RMSNorm: nn.RMSNorm}.get(kind)
     if norm is None:
         return None
@@ -473,6 +394,4 @@ def weights(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         A state_dict that loads into a model without them, or into one of `convert`.
     """
-    return {
-        key: value for key, value in state_dict.items() if key.rpartition(".")[2] != _EXTRA_STATE
-    }
+    return {k: value for k, value in state_dict.items() if k.rpartition(".")[2] != "_extra_state"}

@@ -1,6 +1,5 @@
 """transformers: a cache of keys and values in FP8 for ``generate``, and what it costs in logits.
 
-from fp8.adapters.transformers import kv_cache
 model.generate(ids, cache=kv_cache(model.config, scaling="token"))  # 5.24; see cache_argument
 """
 
@@ -42,9 +41,7 @@ KV_SCALINGS: dict[str, tuple[int, ...] | None] = {
 }
 """Scaling of a cache -> the axes of keys (batch, heads, tokens, width) that share a scale; None:
 all. The scale of "tensor" and "head" (one for each head of each sequence) is that of the first
-tokens, the prompt, and stays; larger values of later tokens saturate. "token" has one for each head
-of each token."""
-
+tokens, the prompt, and stays; larger values of later tokens saturate."""
 
 _STATES, _SCALES = ("keys", "values"), ("key_scale", "value_scale")
 """The tensors of a layer of a cache, and of one in FP8."""
@@ -55,11 +52,9 @@ def kv_cache(
 ) -> Any:
     """A cache for ``generate`` whose keys and values are stored in FP8.
 
-    It is passed as ``cache``, before transformers 5.24 as ``past_key_values`` (`cache_argument`).
-
     The model attends to the decoded values, in the dtype of its keys and values, also for the
     tokens of the current pass. Finite values beyond the format and Inf saturate; NaN stays NaN.
-    Decoded values have no gradient.
+    Decoded values have no gradient. `cache_argument` is the name under which it is passed.
 
     Args:
         config: the configuration of the model, all of whose layers attend to all tokens.
@@ -102,8 +97,7 @@ def is_pretrained(model: Any) -> bool:
 
 def cache_argument(model: Any) -> str:
     """The name under which a model of transformers, and its ``generate``, take a cache: "cache",
-    or before transformers 5.24 "past_key_values".
-    """
+    or before transformers 5.24 "past_key_values"."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -112,8 +106,7 @@ def register_attention(name: str = "fp8") -> str:
 
     As the form "eager" it returns the probabilities. Under a recipe with ``attention_scores`` and
     ``attention_values`` its two products have these; "eager" computes products of its own, which
-    are cast as the recipe's input and grad. Models without that method have no forms to choose
-    from.
+    are cast as the recipe's input and grad.
 
     Args:
         name: its name in transformers.
@@ -242,10 +235,6 @@ def cache_size(cache: Any) -> CacheSize:
     return CacheSize(sum(x.nbytes for x in (*states, *scales)), sum(x.numel() for x in states))
 
 
-TOKENS = 8
-"""The number of tokens of the pass that determines the shapes of a cache."""
-
-
 def has_cache(model: Any, batch: Batch) -> bool:
     """Whether a model of transformers generates with a cache, and the batch has tokens for it."""
     if not is_pretrained(model):
@@ -257,41 +246,22 @@ def has_cache(model: Any, batch: Batch) -> bool:
 
 @torch.no_grad()
 def cache_found(model: Any, batch: Any, full: Any = None) -> dict[str, float]:
-    """The bytes of a cache per token and sequence, and what it does to the logits of a batch.
-
-    Args:
-        model: for which `has_cache`; its weights give the logits.
-        batch: its tokens, of which the first half is the prompt.
-        full: the model whose bytes are counted, on the meta device; None: ``model``.
-
-    Returns:
-        "bytes" of `kv_cache` with its default scales, "bytes_bf16" of
-        the same keys and values; "kl" and "largest" as in
-        `CacheError`.
-
-    Raises:
-        ValueError: for a model with layers that keep other states.
-    """
+    """The "bytes" of a `kv_cache` per token and sequence, "bytes_bf16" in 16 bits, and "kl" and
+    "largest" of `CacheError`. full: the model whose bytes are counted, on the meta device."""
     counted = model if full is None else full
     cache = kv_cache(counted.config)
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=next(counted.parameters()).device)
+    tokens = 8  # of the pass that determines the shapes
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=next(counted.parameters()).device)
     with evaluating(model, counted):
         counted(ids, **{cache_argument(counted): cache}, use_cache=True)
         (row,) = cache_errors(model, batch["input_ids"], scalings=("token",))
     size = cache_size(cache)
     return {
-        "bytes": size.bytes / TOKENS,
-        "bytes_bf16": 2 * size.elements / TOKENS,
+        "bytes": size.bytes / tokens,
+        "bytes_bf16": 2 * size.elements / tokens,
         "kl": row.kl,
         "largest": row.largest,
     }
-
-
-def _decoded(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The stored values, of which an empty cache has none."""
-    if scale is None:
-        return codes.to(dtype)
-    return (codes.to(scale.dtype) * scale).to(dtype)
 
 
 class _Stored:
@@ -325,10 +295,13 @@ class _Stored:
             self.lazy_initialization(key_states, value_states)
         self.keys, self.key_scale = self._append(self.keys, self.key_scale, key_states)
         self.values, self.value_scale = self._append(self.values, self.value_scale, value_states)
-        return (
-            _decoded(self.keys, self.key_scale, self.dtype),
-            _decoded(self.values, self.value_scale, self.dtype),
+        return self._decoded(self.keys, self.key_scale), self._decoded(
+            self.values, self.value_scale
         )
+
+    def _decoded(self, codes: Tensor, scale: Tensor | None) -> Tensor:
+        """The stored values, of which an empty cache has none."""
+        return (codes if scale is None else codes.to(scale.dtype) * scale).to(self.dtype)
 
     def _append(
         self, stored: Tensor, scale: Tensor | None, states: Tensor

@@ -38,14 +38,11 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[IO[bytes]], 
 
     The file is synced to disk before the rename, and the rename before the function returns. A
     kill, a full disk or a power failure therefore leaves the old file or the new one, never a part.
-    If ``write`` raises, the old file stays and the temporary file is removed.
 
-    Each call uses its own temporary file, ``NAME.<16 hex digits>.tmp``, so any number of threads
-    and processes may write the same path; the last rename wins. It is created exclusively, with the
-    permissions of the file that it replaces, or those of the umask. A killed writer leaves its
-    temporary file, and the next write to the same path removes it. Writers hold a lock (flock) on
-    theirs, which identifies living writers. On Windows and on file systems without locks, such
-    files stay and may be deleted.
+    Each call has its own temporary file, ``NAME.<16 hex digits>.tmp``, with the permissions of the
+    file that it replaces: any number of threads and processes may write the same path, and the last
+    rename wins. That of a killed writer is removed by the next write to the path; on Windows and on
+    file systems without locks (flock), which identify living writers, it stays and may be deleted.
 
     Args:
         path: the file to write.
@@ -136,8 +133,7 @@ def _lock(descriptor: int) -> bool | None:
 def save_checkpoint(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """`torch.save` into a file that is complete or absent, followed by its SHA-256.
 
-    `torch.load` can read the file as well and ignores the digest. The digest is that of the bytes
-    written, not of the bytes read back from the disk.
+    `torch.load` can read the file as well and ignores the digest, that of the bytes written.
 
     Args:
         state: a dict of values that ``torch.load(weights_only=True)`` supports: tensors, numbers,
@@ -188,8 +184,7 @@ class _Hashed:
 
 
 def _why_not_loaded(file: IO[bytes]) -> Exception | None:
-    """The error that loading the file just written by torch.save raises; None if it loads. Tensor
-    data is not read."""
+    """The error that loading the file just written raises, without reading tensor data, or None."""
     file.seek(0)
     try:
         with torch.serialization.skip_data():
@@ -271,13 +266,10 @@ def load_checkpoint(
 
 
 def _digest(file: IO[bytes], size: int) -> bytes:
-    """The hex SHA-256 of the first ``size`` bytes; leaves the file positioned after them."""
+    """The hex SHA-256 of the first ``size`` bytes."""
     file.seek(0)
     found = hashlib.sha256()
-    while size > 0:
-        chunk = file.read(min(size, _CHUNK))
-        if not chunk:
-            break
+    while chunk := file.read(min(size, _CHUNK)):
         found.update(chunk)
         size -= len(chunk)
     return found.hexdigest().encode()

@@ -8,6 +8,7 @@ The names, dtypes and shapes are those that compressed-tensors 0.20 (``compresso
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
 import torch
@@ -81,27 +82,23 @@ class Layout(NamedTuple):
         return packed | scales | {"weight_global_scale": Entry((1,), torch.float32)}
 
 
-_COMPRESSED = "compressed-tensors"
 _TENSOR = Layout(
-    *(_COMPRESSED, "float-quantized", "e4m3", (0, 0), "weight_scale", torch.float32),
+    *("compressed-tensors", "float-quantized", "e4m3", (0, 0), "weight_scale", torch.float32),
     {"num_bits": 8, "strategy": "tensor"},
 )
 
 LAYOUTS: dict[str, Layout] = {
-    "unit": _TENSOR,
-    "tensor": _TENSOR,
-    "delayed": _TENSOR,
-    "static": _TENSOR,
+    **dict.fromkeys(("unit", "tensor", "delayed", "static"), _TENSOR),
     "row": _TENSOR._replace(tile=(1, 0), arguments={"num_bits": 8, "strategy": "channel"}),
     # DeepSeek-V3's own files; Transformers' FineGrainedFP8Config.
     "block": Layout("fp8", "", "e4m3", (128, 128), "weight_scale_inv", torch.float32, {}),
     # compressed-tensors' presets MXFP8 and NVFP4A16. vLLM's method "mxfp8" reads no FP8 files.
     "mx": Layout(
-        *(_COMPRESSED, "mxfp8-quantized", "e4m3", (1, 32), "weight_scale", torch.uint8),
+        *("compressed-tensors", "mxfp8-quantized", "e4m3", (1, 32), "weight_scale", torch.uint8),
         {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
     ),
     "nv": Layout(
-        *(_COMPRESSED, "nvfp4-pack-quantized", "e2m1", (1, 16)),
+        *("compressed-tensors", "nvfp4-pack-quantized", "e2m1", (1, 16)),
         *("weight_scale", torch.float8_e4m3fn),
         {
             "num_bits": 4,
@@ -116,9 +113,7 @@ LAYOUTS: dict[str, Layout] = {
 _STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
 
 INPUTS: dict[str, dict[str, Any] | None] = {
-    "unit": _STATIC,
-    "delayed": _STATIC,
-    "static": _STATIC,
+    **dict.fromkeys(("unit", "delayed", "static"), _STATIC),
     "tensor": _STATIC | {"dynamic": True},
     "row": {"num_bits": 8, "strategy": "token", "dynamic": True},
     "block": {},
@@ -176,7 +171,7 @@ def misfit(layout: Layout, shape: torch.Size) -> str:
 
 class Rounded(NamedTuple):
     """A weight under its cast. units: the values divided by their scales. scale: 0-dim, or one for
-    each tile of the cast, (outputs, inputs)."""
+    each tile."""
 
     units: Tensor
     scale: Tensor
@@ -211,10 +206,8 @@ def rounded(
 def stored(
     layout: Layout, weight: Rounded, cast: Cast, factor: float, unit: Tensor | None
 ) -> dict[str, Tensor]:
-    """The tensors of a weight, by the last part of their names.
-
-    factor: the one that the weight lacks, multiplied into float32 scales. unit: as in `rounded`.
-    """
+    """The tensors of a weight, by the last part of their names. factor: the one that the weight
+    lacks, multiplied into float32 scales. unit: as in `rounded`."""
     units, scale, _ = weight
     entry = layout.entries(units.shape)[layout.scale]
     if scale.dim():
@@ -260,13 +253,9 @@ def configuration(layers: dict[str, nn.Module], ignore: list[str]) -> dict[str, 
             "weight_block_size": list(layout.tile),
             "modules_to_not_convert": ignore,
         }
-    groups: list[tuple[tuple[Any, Any], list[str]]] = []
+    groups: dict[str, list[str]] = {}
     for name, layer in layers.items():
-        arguments = _arguments(name, layer)
-        names = next((names for known, names in groups if known == arguments), None)
-        if names is None:
-            groups.append((arguments, names := []))
-        names.append(name)
+        groups.setdefault(json.dumps(_arguments(name, layer)), []).append(name)
     return {
         "quant_method": layout.method,
         "format": layout.format,
@@ -275,27 +264,23 @@ def configuration(layers: dict[str, nn.Module], ignore: list[str]) -> dict[str, 
         "kv_cache_scheme": None,
         "ignore": ignore,
         "config_groups": {
-            f"group_{i}": {
-                "targets": ["Linear"] if len(groups) == 1 else names,
-                "weights": weights,
-                "input_activations": inputs,
-                "output_activations": None,
-            }
-            for i, ((weights, inputs), names) in enumerate(groups)
+            f"group_{i}": json.loads(arguments)
+            | {"targets": ["Linear"] if len(groups) == 1 else names, "output_activations": None}
+            for i, (arguments, names) in enumerate(groups.items())
         },
     }
 
 
-def _arguments(name: str, layer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _arguments(name: str, layer: Any) -> dict[str, Any]:
     """The arguments of weights and inputs of a layer in compressed-tensors' configuration."""
     recipe, always = layer.fp8_recipe, {"type": "float", "symmetric": True}
     weights = always | {"dynamic": False} | LAYOUTS[recipe.weight.scaling].arguments
     if INPUTS[recipe.weight.scaling] is None:
-        return weights, None
+        return {"weights": weights, "input_activations": None}
     inputs = INPUTS[recipe.input.scaling] or {}
     if inputs.get("strategy") == "token" and sum(part.isdigit() for part in name.split(".")) < 2:
         # compressed-tensors takes the first two dimensions for tokens, so that an input (tokens,
         # features) would have a single scale. A group of all features is a scale for each token in
         # every library. Engines that fuse a list of experts insist on "token" for these.
         inputs = inputs | {"strategy": "group", "group_size": layer.in_features}
-    return weights, always | inputs
+    return {"weights": weights, "input_activations": always | inputs}

@@ -1,11 +1,11 @@
 """`export`: writes a model trained in low precision for serving in it, as Transformers, vLLM and
-SGLang read it. `weights`: the same tensors, one at a time. `fp8.checkpoints.layouts` lists the
-layouts."""
+SGLang read it. `weights`: the same tensors, one at a time."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from ..common.step import unwrapped
 from ..formats.format import get_format
 from ..recipes.cast import Cast
 from ..recipes.history import histories
-from ..recipes.recipe import Recipe
 from ..recipes.scaling import history_scale
 from ..selection.layers import is_transposed
 from ..selection.policies import bare_name
@@ -45,25 +44,17 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
     state_dict under the same names, and ``fp8.json`` the quantization_config and, in "tied", the
     names that share a tensor with another one: name -> name.
 
-    The weight of a linear layer is stored as its recipe casts it: e4m3 values times
-    ``weight_scale`` (float32; (1,), or (outputs, 1) for "row") are the layer's operand. For "block"
-    ``weight_scale_inv`` has a float32 per 128 x 128 block, for "mxfp8" ``weight_scale`` an E8M0
-    byte per 32 inputs. For "nvfp4" ``weight_packed`` has two e2m1 values to a byte,
-    ``weight_scale`` an e4m3 number per 16 inputs, and both divided by ``weight_global_scale``
-    (float32) are the operand. That number is the same for layers beside each other, which engines
-    fuse, and not each layer's own as in training: scales are within 2**-4 of the exact ones, as in
-    training, but rounded otherwise.
+    The weight of a linear layer is stored as its recipe casts it, in the layout of `LAYOUTS`
+    (docs/export.md has a table of names, dtypes and shapes). Under "nvfp4" layers beside each other
+    have one ``weight_global_scale``, as engines fuse them: scales are as exact as in training, but
+    rounded otherwise. Inputs need no calibration: their scale is that of the layer, or computed at
+    serving time from the largest magnitude, without rounding up to a power of two. Everything else
+    keeps its dtype. A transposed weight (GPT-2's), for which there is no layout, is rounded as its
+    recipe casts it and stored in high precision.
 
-    Inputs need no calibration: their scale is 1 for "unit", from the history for "delayed", and
-    that of the layer for "static". For other recipes it is computed at serving time from the
-    largest magnitude, without rounding up to a power of two; inputs of "nvfp4" are served in high
-    precision. Everything else keeps its dtype. No layout supports a linear layer with a transposed
-    weight (GPT-2's): its weight is rounded as its recipe casts it and stored in high precision.
-
-    For a unit-scaled model the files are those of the plain model, with the weights that
-    init="preserve" has. With init="unit" its factors are folded into weights and scales as in
-    `unit_scaling.transforms.fold`, after the model has run once; for E8M0 scales, which are powers
-    of two, they are multiplied into the weight before its cast.
+    For a unit-scaled model the files are those of the plain model: with init="unit" its factors are
+    folded into weights and scales as in `unit_scaling.transforms.fold`, after the model has run
+    once.
 
     All processes of a sharded model (FSDP2, tensor parallelism) call it; the first one writes.
 
@@ -87,11 +78,10 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
     stream = weights(model)
     sharded = any(is_dtensor(p) for p in model.parameters())
     writes = not sharded or dist.get_rank() == 0
-    tensors = {name: tensor for name, tensor in stream if writes}
+    tensors = {name: tensor.detach() for name, tensor in stream if writes}
     if writes:
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(stream, folder, tensors)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        _write(stream, Path(folder), tensors)
     if sharded:
         dist.barrier()
     return stream.report
@@ -100,7 +90,6 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
 def _write(stream: Weights, folder: Path, tensors: dict[str, Tensor]) -> None:
     """Writes the files."""
     model: Any = stream.model
-    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
     if hasattr(model, "save_pretrained"):
         tensors |= {name: tensors[first] for name, first in stream.tied.items()}
         model.save_pretrained(folder, state_dict=tensors)
@@ -112,8 +101,7 @@ def _write(stream: Weights, folder: Path, tensors: dict[str, Tensor]) -> None:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         need("safetensors").save_file(whole, folder / "model.safetensors")
         content = {"quantization_config": stream.config, "tied": stream.tied}
-    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def weights(model: nn.Module) -> Weights:
@@ -140,12 +128,12 @@ def weights(model: nn.Module) -> Weights:
 class Weights:
     """Iterates over pairs (name, tensor), each time from the current values of the model.
 
-    Names, dtypes and values are those of a checkpoint by `fp8.export`. Iteration holds one weight
-    in low precision at a time. A tensor that is not stored in low precision is the parameter
-    itself, detached: copy it to keep it. A parameter under several names comes once.
+    Names, dtypes and values are those of `fp8.export`, cast one at a time. A tensor that is not
+    stored in low precision is the parameter itself, detached: copy it to keep it. A parameter under
+    several names comes once.
 
-    A sharded parameter (DTensor, of FSDP2 or tensor parallelism) is gathered when its turn comes.
-    Then all processes of its mesh iterate together, to the end.
+    A sharded parameter (DTensor) is gathered when its turn comes: all processes of its mesh iterate
+    together, to the end.
 
     Args:
         model: the converted model.
@@ -165,9 +153,9 @@ class Weights:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model = unwrapped(model)
-        modules = _modules(model)
+        modules: dict[str, Any] = {bare_name(name): m for name, m in model.named_modules()}
         self._factors, self._ratios = _factors(model)
-        rows, self._layers = _layers(model)
+        rows, self._layers = _layers(modules)
         if all(row.done == LEFT_ALONE for row in rows):
             why = "; ".join(sorted({row.why for row in rows})) or "fp8.convert was not called"
             kind = bare_class(model).__name__
@@ -215,8 +203,8 @@ class Weights:
     def _entries(self, name: str, tensor: Tensor) -> dict[str, Entry]:
         """The entries of the manifest for a tensor of the state_dict."""
         path, _, last = name.rpartition(".")
-        layer = self._layers.get(path) if last == "weight" else None
-        if layer is None:
+        layer = self._layers.get(path)
+        if layer is None or last != "weight":
             return {name: Entry(tuple(tensor.shape), tensor.dtype)}
         recipe = layer.fp8_recipe
         parts = LAYOUTS[recipe.weight.scaling].entries(tensor.shape)
@@ -231,14 +219,12 @@ class Weights:
         """The tensors that are stored for one of the state_dict. factor: the one it lacks."""
         tensor = whole(tensor)
         path, _, last = name.rpartition(".")
-        layer = self._layers.get(path) if last == "weight" else None
-        if layer is not None:
-            unit = units.get(path)
-            parts = _parts(layer, tensor.float(), factor, self._ratios.get(path, 1.0), unit)
+        if last == "weight" and path in self._layers:
+            given = (tensor.float(), factor, self._ratios.get(path, 1.0), units.get(path))
+            parts = _parts(self._layers[path], *given)
             return [(f"{path}.{part}", stored) for part, stored in parts.items()]
         if last == "weight" and path in self._rounded:
-            layer = self._rounded[path]
-            values = _cast(layer, tensor.float().t()).values * factor
+            values = _cast(self._rounded[path], tensor.float().t()).values * factor
             tensor = values.t().to(tensor.dtype).contiguous()
         elif factor != 1.0:
             tensor = tensor * factor
@@ -246,24 +232,19 @@ class Weights:
 
     @torch.no_grad()
     def _units(self) -> dict[str, Tensor]:
-        """Layer -> the unit of the e4m3 scales of its weight, for scaling "nv".
-
-        Layers beside each other have the same ``weight_global_scale``: engines fuse some of them
-        (queries, keys and values; gate and up) and take a single one for all.
-        """
+        """Layer -> the unit of the e4m3 scales of its weight, for scaling "nv": the largest of the
+        layers beside it, as engines fuse some of them and take a single one for all."""
         largest: dict[str, Tensor] = {}
-        factors: dict[str, float] = {}
+        factors: dict[tuple[str, str], float] = {}
         state = self._state()
         for path, layer in self._layers.items():
-            if layer.fp8_recipe.weight.scaling != "nv":
-                continue
-            tensor, source = state[f"{path}.weight"]
-            factors[path] = self._factors.get(id(source), 1.0)
-            unit = layouts.global_unit(whole(tensor).float(), layer.fp8_recipe.weight)
-            unit = unit * factors[path]
-            parent = path.rpartition(".")[0]
-            largest[parent] = torch.maximum(largest.get(parent, unit), unit)
-        return {path: largest[path.rpartition(".")[0]] / f for path, f in factors.items()}
+            cast, parent = layer.fp8_recipe.weight, path.rpartition(".")[0]
+            if cast.scaling == "nv":
+                tensor, source = state[f"{path}.weight"]
+                factors[path, parent] = factor = self._factors.get(id(source), 1.0)
+                unit = layouts.global_unit(whole(tensor).float(), cast) * factor
+                largest[parent] = torch.maximum(largest.get(parent, unit), unit)
+        return {path: largest[parent] / f for (path, parent), f in factors.items()}
 
     def _check_histories(self) -> None:
         """Raises ValueError for a layer that needs a history and has none yet."""
@@ -280,8 +261,8 @@ class Weights:
 
 
 def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:
-    """The factors that transforms removed from the model: id of a parameter or buffer -> the factor
-    it lacks; layer -> the ratio of its input to the input in the plain model."""
+    """What transforms removed from the model: id of a parameter or buffer -> the factor it lacks;
+    layer -> the ratio of its input to the input in the plain model."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith("unit_scaling.layers"):
             raise ValueError(
@@ -306,19 +287,11 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
     return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def _modules(model: nn.Module) -> dict[str, Any]:
-    """The modules, by the names they have without wrappers."""
-    return {bare_name(name): module for name, module in model.named_modules()}
-
-
-def _layers(model: nn.Module) -> tuple[list[Row], dict[str, Any]]:
+def _layers(modules: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
     """The rows of the report, and the layers to store in low precision."""
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    uses = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
     rows, layers = [], dict[str, Any]()
-    for name, module in _modules(model).items():
+    for name, module in modules.items():
         if is_replacement(module):
             raise ValueError(f"{name} is a layer of another library: fp8.revert the model first")
         recipe = getattr(module, "fp8_recipe", None)
@@ -328,8 +301,11 @@ def _layers(model: nn.Module) -> tuple[list[Row], dict[str, Any]]:
         is_rounded = is_transposed(module) and not why
         if not (why or is_rounded):
             first = next(iter(layers.values()), module).fp8_recipe
-            layout = layouts.layout_of(recipe)
-            why = _other_file(recipe, first) or layouts.misfit(layout, module.weight.shape)
+            layout, other = layouts.layout_of(recipe), layouts.layout_of(first)
+            why = layouts.misfit(layout, module.weight.shape)
+            if (layout.method, layout.format) != (other.method, other.format):
+                used = other.format or other.method
+                why = f"the file has layout {used!r} and no other: convert all layers to one recipe"
         done = LEFT_ALONE if why else ROUNDED if is_rounded else "FP8"
         if is_rounded:
             why = "no layout has transposed weights: FP8's values in high precision"
@@ -341,27 +317,17 @@ def _layers(model: nn.Module) -> tuple[list[Row], dict[str, Any]]:
     return rows, layers
 
 
-def _why_not(name: str, module: Any, uses: dict[int, int]) -> str:
-    """Why a layer cannot be stored under any recipe; "" if it can. uses: number of uses per
-    parameter."""
+def _why_not(name: str, module: Any, uses: Counter[int]) -> str:
+    """Why a layer cannot be stored under any recipe; "" if it can. uses: of each parameter."""
     if not (isinstance(module, nn.Linear) or is_transposed(module)):
         return "no layout has layers of this kind: it stays in high precision"
     if not name:
         return "the model itself: it has no name to be stored under; put it into nn.Sequential"
     if "weight" not in dict(module.named_parameters(recurse=False)):
         return "its weight is computed, not a parameter: remove its parametrization first"
-    if uses.get(id(module.weight), 0) != 1:
+    if uses[id(module.weight)] != 1:
         return "its weight is tied to another module's"
     return ""
-
-
-def _other_file(recipe: Recipe, first: Recipe) -> str:
-    """Why a layer cannot be in a file with a layer under the recipe ``first``; "" if it can."""
-    layout, other = layouts.layout_of(recipe), layouts.layout_of(first)
-    if (layout.method, layout.format) == (other.method, other.format):
-        return ""
-    name = other.format or other.method
-    return f"the file has layout {name!r} and no other: convert all layers to one recipe"
 
 
 def _has_input_scale(recipe: Any) -> bool:
@@ -374,8 +340,8 @@ def _has_input_scale(recipe: Any) -> bool:
 def _parts(
     layer: Any, weight: Tensor, factor: float, ratio: float, unit: Tensor | None
 ) -> dict[str, Tensor]:
-    """The tensors of a layer in low precision, by the last part of their names. factor: missing in
-    ``weight``. ratio: of its input to the input at serving time. unit: of scaling "nv"."""
+    """The tensors of a layer in low precision. factor: missing in ``weight``. ratio: of its input
+    to that at serving time. unit: of scaling "nv"."""
     recipe = layer.fp8_recipe
     layout = LAYOUTS[recipe.weight.scaling]
     if layout.dtype == torch.uint8:  # its scales are powers of two

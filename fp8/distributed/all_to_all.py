@@ -1,8 +1,6 @@
 """All-to-all of tokens in one byte per element, as mixtures of experts dispatch and combine them.
 
-A process sends each token as numbers of the format, followed by the scale factors that the token
-was divided by, in one message. The receiver multiplies them again. So what arrives does not depend
-on the other tokens that arrive with it.
+A message has the values of each token in the format, followed by the token's scale factors.
 """
 
 from __future__ import annotations
@@ -22,17 +20,13 @@ from ..formats.format import dtype_name
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe, get_recipe
 from ..recipes.rules import scale_format
-from ..tensors.scaled_tensor import plain
+from ..tensors.scaled_tensor import DTYPES, plain
 
 __all__ = ["DTYPES", "TokenBytes", "all_to_all", "token_bytes"]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes of tokens."""
-
 
 class TokenBytes(NamedTuple):
-    """The bytes of a token: of its values and scales in the forward pass, of those of its gradient
-    in the backward pass, and of either without a cast."""
+    """The bytes of a token with its scales, of its gradient, and of either without a cast."""
 
     forward: int
     backward: int
@@ -40,8 +34,7 @@ class TokenBytes(NamedTuple):
 
 
 class _Splits(NamedTuple):
-    """The numbers of tokens that a process sends to each process of the group and receives from
-    each."""
+    """The numbers of tokens that a process sends to each process of the group, and receives."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
@@ -69,7 +62,7 @@ def token_bytes(
     _check_dtype(dtype)
     uncast = features * dtype.itemsize
     forward, backward = (
-        uncast if spec is None else features + _scale_bytes(spec, features)
+        uncast if spec is None else _encoded(torch.zeros(1, features, dtype=dtype), spec).numel()
         for spec in _specs_of(recipe)
     )
     return TokenBytes(forward, backward, uncast)
@@ -87,10 +80,8 @@ def all_to_all(
 
     Tokens are rounded on their sender, by the recipe's cast of inputs; their gradients, which take
     the way back, by its cast of gradients. A cast of None sends them in high precision. A token has
-    the scales of its own values, along its features (by row, by block, MX); under "tensor" that of
-    all tokens that its process sends at once. The cast is straight-through, and every process
-    receives the values that the sender's cast has, bit for bit. Under scales that are powers of
-    two, a product that casts its input in the same way does not change them again.
+    the scales of its own values; under "tensor" that of all tokens that its process sends at once.
+    The cast is straight-through, and the received values are the sender's, bit for bit.
 
     NaN and Inf are those of the cast: NaN stays NaN, and Inf stays Inf if the format has Inf and
     becomes NaN otherwise; an MX block with either is NaN.
@@ -221,17 +212,8 @@ def _scale_dtype(spec: Spec) -> torch.dtype:
     return torch.float8_e8m0fnu if scale_format(spec.rule) == "e8m0" else torch.float32
 
 
-def _scale_bytes(spec: Spec, features: int) -> int:
-    """The bytes of the scale factors of a token: E8M0 for MX, otherwise float32; a scale of the
-    whole tensor goes with each token."""
-    if spec.rule is None:
-        return 0
-    count = -(-features // spec.tile[1]) if spec.tile[1] else 1
-    return count * _scale_dtype(spec).itemsize
-
-
 def _encoded(tokens: Tensor, spec: Spec) -> Tensor:
-    """uint8 (tokens, bytes): of each token the values, then the scales."""
+    """uint8 (tokens, bytes): of each token the values, then the scales, or that of all tokens."""
     count, features = tokens.shape
     found = codes(tokens if count else tokens.new_zeros(1, features), spec)
     parts = [found.values.to(format_of(spec).dtype).view(torch.uint8)]

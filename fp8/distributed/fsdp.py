@@ -1,16 +1,13 @@
-"""FSDP2 all-gather of weights in one byte per element: each process rounds its shard before
-sending.
+"""FSDP2 all-gather of weights in one byte per element: each process sends its shard rounded.
 
-It uses FSDP2's extension point: a tensor subclass with ``fsdp_pre_all_gather`` and
-``fsdp_post_all_gather``. The shards keep their values and dtype, and so do gradients and the
-optimizer's view of the parameters.
+It uses FSDP2's extension point, a tensor subclass.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..casts.casting import rounding_of, spec_of, static_scale
 from ..casts.operands import static_exponent
@@ -58,9 +55,8 @@ def gather_in_fp8(
         gather_in_fp8(model)
         fully_shard(model)
 
-    The weights of linear layers and convolutions (`fp8.surgery.convert.LAYERS`) are sent as FP8.
-    Forward and backward pass use the received values in the compute dtype of FSDP2. A layer under
-    the same recipe casts them to the same values again, so its result is bit for bit that without
+    The weights of linear layers and convolutions are sent as FP8. A layer under the same recipe
+    casts the received values to the same values again, so its result is bit for bit that without
     FSDP2. Gradients are reduced as usual. In the model, its state_dict and its optimizer a weight
     is a plain tensor or DTensor of its dtype and keeps its attributes (the tags of u-muP). As in
     simulation, NaN stays NaN, and Inf stays Inf if the format has Inf and becomes NaN otherwise.
@@ -90,58 +86,55 @@ def gather_in_fp8(
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(f"{name} is sharded: call gather_in_fp8 before fully_shard")
-    chosen = _chosen(model, given, where)
-    replaced: dict[int, nn.Parameter] = {}
+    casts = _casts(model, given, where)
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
     rows = []
-    for name, module, cast, why_not in chosen:
-        weight = module.weight
-        if cast is not None:
-            if id(weight) not in replaced:
-                replaced[id(weight)] = _wrapped(weight, cast)
-            module.register_state_dict_post_hook(_as_plain)
-            module.weight = replaced[id(weight)]
-        done = LEFT_ALONE if cast is None else f"sent as {cast}"
-        rows.append(Row(name, bare_class(module).__name__, done, why_not))
+    for name, cast in casts.items():
+        module: Any = model.get_submodule(name)
+        kind = bare_class(module).__name__
+        if isinstance(cast, str):
+            rows.append(Row(name, kind, LEFT_ALONE, cast))
+            continue
+        if module.weight not in replaced:
+            replaced[module.weight] = _wrapped(module.weight, cast)
+        module.register_state_dict_post_hook(_as_plain)
+        module.weight = replaced[module.weight]
+        rows.append(Row(name, kind, f"sent as {cast}"))
     return Report(rows)
 
 
-class _Layer(NamedTuple):
-    """A layer with a weight. cast: as which it is sent, or None; why_not: the reason."""
-
-    name: str
-    module: Any
-    cast: Cast | None
-    why_not: str = ""
-
-
-def _chosen(
+def _casts(
     model: nn.Module, given: Recipe | None, where: Callable[[str, nn.Module], bool] | None
-) -> list[_Layer]:
-    """The layers with a weight. given: the recipe of all, or that of each."""
+) -> dict[str, Cast | str]:
+    """Layer with a weight -> the cast as which it is sent, or why it is sent unrounded. given: the
+    recipe of all layers; None: that of each."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     found = {} if given is not None else _converted(model)
-    layers = []
+    casts: dict[str, Cast | str] = {}
+    weights: dict[str, int] = {}
     for name, module in model.named_modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is None or weight.dim() < 2:
             continue
         used = given or (found.get(id(module)) if found else auto_of(module))
-        why_not = _why_not(module, weight, looked_up)
-        if not why_not and where is not None and not where(name, module):
+        if not isinstance(module, LAYERS):
+            why_not = "its weight is no operand of a product"
+        elif id(weight) in looked_up:
+            why_not = "an embedding shares its weight"
+        elif (kind := type(weight.detach())) is not Tensor:
+            why_not = f"its weight is a {kind.__name__}"
+        elif where is not None and not where(name, module):
             why_not = "not chosen"
-        why_not = why_not or _why_not_sent(used)
-        cast = None if why_not or used is None else used.weight
-        layers.append(_Layer(name, module, cast, why_not))
+        else:
+            why_not = _why_not_sent(used)
+        weights[name] = id(weight)
+        casts[name] = why_not or used.weight  # type: ignore[union-attr, assignment]
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
-    senders = Counter((id(layer.module.weight), layer.cast) for layer in layers)
-
-    def shared(layer: _Layer) -> _Layer:
-        key = id(layer.module.weight)
-        if layer.cast is None or holders[key] == senders[key, layer.cast]:
-            return layer
-        return layer._replace(cast=None, why_not="a module that is not sent so shares its weight")
-
-    return [shared(layer) for layer in layers]
+    senders = Counter((weights[name], cast) for name, cast in casts.items())
+    for name, cast in casts.items():
+        if isinstance(cast, Cast) and holders[weights[name]] != senders[weights[name], cast]:
+            casts[name] = "a module that is not sent so shares its weight"
+    return casts
 
 
 def _converted(model: nn.Module) -> dict[int, Recipe | None]:
@@ -153,16 +146,6 @@ def _converted(model: nn.Module) -> dict[int, Recipe | None]:
         key: None if switches and values["fp8_switches"] else values["fp8_recipe"]
         for key, values in own.items()
     }
-
-
-def _why_not(module: nn.Module, weight: nn.Parameter, looked_up: set[int]) -> str:
-    """Why the weight of a module is sent unrounded; "" if it can be rounded."""
-    if not isinstance(module, LAYERS):
-        return "its weight is no operand of a product"
-    if id(weight) in looked_up:
-        return "an embedding shares its weight"
-    kind = type(weight.detach())
-    return "" if kind is Tensor else f"its weight is a {kind.__name__}"
 
 
 @torch.no_grad()
@@ -192,10 +175,9 @@ def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     """The state_dict of ``optimizer`` in a form that loads with another number of processes.
 
     For DTensors, ``optimizer.state_dict()`` has this form anyway; here whole parameters have it
-    too. A state with a scale, which belongs to one shard, is decoded to float32 under the name
-    without a suffix (``exp_avg``). A state of the weight's shape becomes a DTensor like the weight,
-    so that `torch.distributed.checkpoint` can reshard it. Every optimizer of this kind of
-    `fp8.optim` or torch loads it and rounds it to its own encodings.
+    too. A state with a scale is decoded to float32 under torch's name (``exp_avg``), and one of the
+    weight's shape is a DTensor like the weight. Every optimizer of this kind of `fp8.optim` or
+    torch loads it and rounds it to its own encodings.
 
     Args:
         optimizer: an optimizer of `fp8.optim`.
@@ -203,17 +185,13 @@ def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     Returns:
         The state_dict.
     """
-    state = optimizer.state_dict()
-    parameters = parameters_of(optimizer)
-    return {
-        **state,
-        "state": {i: portable(parameters[i], own) for i, own in state["state"].items()},
-    }
+    state, parameters = optimizer.state_dict(), parameters_of(optimizer)
+    portables = {i: portable(parameters[i], own) for i, own in state["state"].items()}
+    return {**state, "state": portables}
 
 
 def _why_not_sent(recipe: Recipe | None) -> str:
-    """Why a weight of a layer with this recipe cannot be sent as its cast rounds it; "" if it
-    can."""
+    """Why the weight of a layer with this recipe cannot be sent as its cast rounds it, or ""."""
     if recipe is None:
         return "it computes in high precision, or will after a switch"
     cast = recipe.weight
@@ -273,8 +251,7 @@ _COPIES = {
 
 
 class _Weight(Tensor):
-    """A weight, or a shard of one, that is rounded when it is sent; otherwise it behaves like
-    ``plain``.
+    """A weight, or a shard of one, that is rounded when it is sent; otherwise it is like ``plain``.
 
     exponent: of its static scale factor, for a cast without a rule. known: its scale factor, if
     computed, and the version of ``plain`` it was computed for; shared by all views.
@@ -313,18 +290,13 @@ class _Weight(Tensor):
     def __torch_dispatch__(  # type: ignore[override, unused-ignore]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        weights: list[_Weight] = []
         first = args[0] if args else None
-
-        def unwrap(weight: _Weight) -> Tensor:
-            weights.append(weight)
-            return weight.plain
-
-        args, kwargs = tree_map_only(_Weight, unwrap, (args, kwargs or {}))
+        leaves = tree_leaves((args, kwargs)) if function._schema.is_mutable else []
+        args, kwargs = tree_map_only(_Weight, lambda w: w.plain, (args, kwargs or {}))
         result = function(*args, **kwargs)
-        if function._schema.is_mutable:
-            for weight in weights:
-                weight.known.clear()
+        for leaf in leaves:
+            if isinstance(leaf, _Weight):
+                leaf.known.clear()
         if function not in _VIEWS | _COPIES or not isinstance(first, _Weight):
             return result
         known = first.known if function in _VIEWS else None
@@ -346,8 +318,7 @@ class _Weight(Tensor):
         return largest_finite(self.plain, None).float()
 
     def remember(self, amax: Tensor) -> Tensor:
-        """The scale factor for the largest magnitude ``amax``, cached until the weight is
-        written."""
+        """The scale factor for the largest magnitude, cached until the weight is written."""
         assert self.cast.rule is not None
         scale = scale_of(amax, None, get_format(self.cast.format), self.cast.rule)
         self.known[:] = [scale * 2.0**self.cast.margin, self.plain._version]
@@ -388,8 +359,7 @@ class _Weight(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight from the bytes of all processes; written to ``out`` after the first
-        time."""
+        """The whole weight from the bytes of all processes; later written to ``out``."""
         (bits,) = all_gather_outputs
         format = get_format(self.cast.format)
         assert format.dtype is not None

@@ -1,8 +1,7 @@
 """DDP communication hook that averages gradients over processes in one byte per element.
 
-Each element is rounded twice, as a contribution and as the mean. Therefore the format is e3m4: two
-of its roundings have the error of one of e4m3. The missing range is in the scale factor, a power of
-two for each `BLOCK` elements, the same on all processes.
+Each element is rounded twice, as a contribution and as the mean: two roundings of e3m4 have the
+error of one of e4m3. The missing range is in the scale of each `BLOCK` elements.
 """
 
 # No annotations from __future__: DDP compares the annotations of its hook with types.
@@ -24,8 +23,7 @@ BLOCK = 32
 GRADIENT_FORMAT = Format(
     name="e3m4", exponent_bits=3, mantissa_bits=4, bias=3, max=31.0, infinity=False, nan=False
 )
-"""The format that is sent: 256 finite values, normal from 2**-2. Inf and NaN are encoded in the
-scale."""
+"""The format that is sent: 256 finite values, normal from 2**-2. Scales encode Inf and NaN."""
 
 _NONFINITE = 255  # NaN of E8M0 and the largest byte, so it survives every maximum
 
@@ -40,14 +38,11 @@ def all_reduce_hook(
     `DistributedDataParallel`.
 
     Each process sends every other process its part of the bucket, adds what it receives to its own
-    unrounded part, and sends the mean to all. So each process rounds an element once. For gradients
-    g on w processes, the error of an element is at most ``2**-4 * sum(abs(g)) / w``, that of one
-    e4m3 rounding (2**-4) on each process: 1/33 of each contribution and 1/33 of the mean. For an
-    element that is small compared to the largest in its block on any process, it is at most 2**-8
-    of that one. Inf or NaN makes all elements of the block Inf or NaN, on every process.
-
-    Each process sends 0.26 of the bytes of a ring all-reduce in float32. Buckets are padded to a
-    multiple of 32 elements per process. A single process rounds and sends nothing.
+    unrounded part, and sends the mean to all. For gradients g on w processes, the error of an
+    element is at most ``2**-4 * sum(abs(g)) / w``, that of one e4m3 rounding (2**-4) on each
+    process: 1/33 of each contribution and 1/33 of the mean. For an element that is small compared
+    to the largest in its block on any process, it is at most 2**-8 of that one. Inf or NaN makes
+    all elements of the block Inf or NaN, on every process. A single process rounds nothing.
 
     Args:
         state: the process group; None is the default group.

@@ -20,14 +20,13 @@ from ..casts.casting import Spec, format_of, rounding_of, spec_of, whole_scale
 from ..casts.saved_operands import restored
 from ..common.dtensor import as_shard, whole
 from ..common.mixin import bare_class, check_module
+from ..formats.format import get_format
 from ..formats.quantize import quantize_operand
-from ..recipes.cast import Cast
 
 __all__ = ["gather_input_in_fp8"]
 
 SCALINGS = ("unit", "tensor")
-"""The supported scalings of an input's cast, whose copy serves the gradient of the weight too. By
-rows or blocks that casts the input again, along the tokens, from high precision."""
+"""The supported scalings of an input's cast, whose copy serves the gradient of the weight too."""
 
 
 def gather_input_in_fp8(module: nn.Module, mesh: DeviceMesh, *, dim: int = 1) -> RemovableHandle:
@@ -40,11 +39,10 @@ def gather_input_in_fp8(module: nn.Module, mesh: DeviceMesh, *, dim: int = 1) ->
         gather_input_in_fp8(model.up, mesh)
 
     ``module`` is such a layer, or one that holds layers and whose input a `PrepareModuleInput`
-    gathers for all of them. A forward pre-hook rounds the part of each process, sends its bytes,
-    and passes the whole on as a replicated DTensor, which torch's own hooks take as it is. The
-    values are the operands of the layers: their casts do not change them again, so results are
-    those of a gathering in high precision. The gradient is reduced and divided in high precision.
-    NaN stays NaN; Inf stays Inf if the format has Inf and becomes NaN otherwise.
+    gathers for all of them. A forward pre-hook sends the rounded part of each process, and passes
+    the whole on as a replicated DTensor, the operand of the layers: results are those of a
+    gathering in high precision. The gradient is reduced and divided in high precision. NaN stays
+    NaN; Inf stays Inf if the format has Inf and becomes NaN otherwise.
 
     Args:
         module: converted by `fp8.convert`.
@@ -67,15 +65,10 @@ def gather_input_in_fp8(module: nn.Module, mesh: DeviceMesh, *, dim: int = 1) ->
     pairs = {(recipe.input, recipe.grad_weight[1]) for recipe in recipes if recipe is not None}
     kind = bare_class(module).__name__
     if len(pairs) != 1:
-        found = "no layer with a recipe" if not pairs else f"{len(pairs)} casts of inputs"
+        found = f"{len(pairs)} casts of inputs" if pairs else "no layer with a recipe"
         raise ValueError(f"{kind} has {found}: gather_input_in_fp8 needs one cast for all layers")
-    spec = spec_of(_checked(kind, *pairs.pop()))
-    return module.register_forward_pre_hook(partial(_gathered, mesh, dim, spec), prepend=True)
-
-
-def _checked(kind: str, cast: Cast | None, again: Cast | None) -> Cast:
-    """``cast``, of the input. again: of the input in the gradient of the weight."""
-    dtype = None if cast is None else format_of(spec_of(cast)).dtype
+    cast, again = pairs.pop()  # of the input, and in the gradient of the weight
+    dtype = None if cast is None else get_format(cast.format).dtype
     if cast is None or cast.scaling not in SCALINGS or dtype is None or dtype.itemsize > 1:
         raise ValueError(
             f"{kind} casts its input as {cast}; gather_input_in_fp8 sends one byte per element and "
@@ -86,7 +79,8 @@ def _checked(kind: str, cast: Cast | None, again: Cast | None) -> Cast:
             f"{kind} casts its input as {cast}, and as {again} for the gradient of the weight; "
             "what is gathered is one copy for both"
         )
-    return cast
+    spec = spec_of(cast)
+    return module.register_forward_pre_hook(partial(_gathered, mesh, dim, spec), prepend=True)
 
 
 def _gathered(mesh: DeviceMesh, dim: int, spec: Spec, module: Any, args: Any) -> Any:

@@ -1,8 +1,7 @@
 """`initialize`: sets a model and its optimizer to one of MS-AMP's levels, in place.
 
 The levels are those of FP8-LM (arXiv:2310.18313, section 2) and of its library MS-AMP 0.4: the
-formats of the tensors of each covered weight. Scales are powers of two. The optimizer becomes an
-instance of the class of `fp8.optim` with the same arithmetic.
+formats of the tensors of each covered weight. Scales are powers of two.
 """
 
 from __future__ import annotations
@@ -102,14 +101,12 @@ def initialize(
 
     The weights of linear layers and convolutions that the optimizer trains become ScaledTensors,
     and so do their gradients. The optimizer stores its states, and masters if the level has them,
-    in the formats of the level. Names, ties, dtypes, devices, requires_grad, hooks, tags,
-    gradients, parameter groups, schedulers and existing states stay the same, as do all other
-    parameters. The weights are new objects: whatever else refers to the old ones (a list of
-    parameters, averaged weights) must be updated.
+    in the formats of the level. Names, ties, hooks, tags, gradients, parameter groups, schedulers
+    and existing states stay. The weights are new objects: whatever else refers to the old ones (a
+    list of parameters, averaged weights) must be updated. state_dicts contain plain tensors.
 
     Wrap the model in DistributedDataParallel and compile it afterwards. At O3 all processes need
-    equal weights before, because the weights that are broadcast then are in e4m3. state_dicts
-    contain plain tensors under the same names: see `export_weights`.
+    equal weights before, because the weights that are broadcast then are in e4m3.
 
     Args:
         model: changed in place.
@@ -146,7 +143,8 @@ def initialize(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"initialize needs a torch optimizer, got {type(optimizer).__name__}")
     trained = _trained(model, optimizer)
-    weights = [p for p in _covered(model) if p in trained]
+    layers = [m for m in model.modules() if isinstance(m, LAYERS) and not why_quantized(m)]
+    weights = [p for layer in layers for p in storable(layer) if p in trained]
     settings = _settings_of(optimizer, level.formats)
     if recipe is not None:
         convert(model, recipe)  # raises before anything changes
@@ -196,8 +194,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_accumulators(model: nn.Module) -> None:
-    """Raises ValueError if gradients of the old weights are still in use: by a wrapper such as
-    DistributedDataParallel, or by the graph of a forward pass."""
+    """Raises ValueError if a wrapper or the graph of a forward pass uses the old gradients."""
 
     def in_use(parameter: Tensor) -> bool:
         """A mark in the node that accumulates the gradient lasts while something holds it."""
@@ -218,24 +215,16 @@ def _check_accumulators(model: nn.Module) -> None:
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> set[Tensor]:
     """The parameters of the optimizer. Raises ValueError for one that is not the model's."""
-    own = set(model.parameters())
-    trained = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
-    for i, parameter in trained:
-        if parameter not in own:
+    own, trained = set(model.parameters()), set()
+    for i, group in enumerate(optimizer.param_groups):
+        trained.update(group["params"])
+        for foreign in set(group["params"]) - own:
             raise ValueError(
-                f"the optimizer's group {i} has a parameter of shape {tuple(parameter.shape)} that "
+                f"the optimizer's group {i} has a parameter of shape {tuple(foreign.shape)} that "
                 "is not the model's: make the optimizer from this model's parameters"
             )
-    return {parameter for _, parameter in trained}
+    return trained
 
-
-def _covered(model: nn.Module) -> list[nn.Parameter]:
-    """The weights that a level covers, those of linear layers and convolutions, each once."""
-    layers = (m for m in model.modules() if isinstance(m, LAYERS) and not why_quantized(m))
-    return [weight for layer in layers for weight in storable(layer)]
-
-
-# The optimizer
 
 KINDS: dict[type[Optimizer], type[LowPrecision]] = {
     torch.optim.SGD: SGD,
@@ -250,10 +239,8 @@ REMOVED = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decou
 
 
 def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
-    """The class of `fp8.optim` with the arithmetic of ``optimizer``.
-
-    Raises TypeError if there is none, ValueError for unsupported options.
-    """
+    """The class of `fp8.optim` with the arithmetic of ``optimizer``. Raises TypeError if there is
+    none, ValueError for unsupported options."""
     cls = type(optimizer)
     if issubclass(cls, LowPrecision):
         return cls
@@ -263,7 +250,9 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
             f"{cls.__name__} is not supported: initialize takes Adam, AdamW, SGD and Muon "
             "of torch.optim, unit_scaling.optim and fp8.optim"
         )
-    if own := _own_methods(cls, known):
+    derived = [vars(c) for c in cls.__mro__ if issubclass(c, known) and c not in KINDS]
+    methods = [name for names in derived for name, x in names.items() if inspect.isroutine(x)]
+    if own := [name for name in methods if name not in ("__init__", "step")]:
         raise TypeError(f"{cls.__name__} has methods that would be lost: {', '.join(own)}")
     for name in ("amsgrad", "differentiable"):
         if any(group.get(name) for group in optimizer.param_groups):
@@ -272,17 +261,6 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
     if len(decoupled) > 1:
         raise ValueError("the groups of the optimizer differ in decoupled_weight_decay")
     return AdamW if decoupled == {True} else KINDS[known]
-
-
-def _own_methods(cls: type, known: type) -> list[str]:
-    """The methods that a subclass of one of KINDS defines, except the constructor and ``step``."""
-    derived = [c for c in cls.__mro__ if issubclass(c, known) and c not in KINDS]
-    return [
-        name
-        for c in derived
-        for name, value in vars(c).items()
-        if inspect.isroutine(value) and name not in ("__init__", "step")
-    ]
 
 
 def _class_for(cls: type[Optimizer], kind: type[LowPrecision]) -> type[Optimizer]:
@@ -312,11 +290,8 @@ def _blank(name: str, bases: tuple[type, ...]) -> Any:
 def _settings_of(
     optimizer: Optimizer, formats: Mapping[str, str | None]
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The class, the defaults and the supported ``formats`` that `_take_over` uses.
-
-    Raises TypeError for an optimizer with other arithmetic, and TypeError or ValueError for
-    unsupported options and parameters.
-    """
+    """The class, the defaults and the supported ``formats`` for `_take_over`. Raises TypeError or
+    ValueError for other arithmetic and unsupported options and parameters."""
     kind: Any = _kind_of(optimizer)
     options = {name: value for name, value in formats.items() if name in kind.options}
     defaults = kind([torch.zeros(1, 1)], lr=0.0).defaults
@@ -334,8 +309,7 @@ def _take_over(
     options: dict[str, Any],
     replaced: Mapping[Any, Any],
 ) -> None:
-    """Converts ``optimizer`` as `_settings_of` specifies; it keeps its groups, hooks and states.
-    replaced: old parameter -> new one."""
+    """Converts ``optimizer``, which keeps its groups, hooks and states. replaced: old -> new."""
     optimizer.defaults = defaults
     step = vars(optimizer).pop("step", None)
     optimizer.__class__ = _class_for(type(optimizer), kind)
@@ -355,8 +329,8 @@ def _take_over(
 
 
 def _scheduled(optimizer: Any, old: Any) -> Any:
-    """Replaces the ``step`` that a scheduler wrapped. It records that a step was made and keeps the
-    attributes of the wrapper, which the scheduler uses to warn of calls in the wrong order."""
+    """Replaces the ``step`` that a scheduler wrapped, with the attributes by which the scheduler
+    warns of calls in the wrong order."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         optimizer._opt_called = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -80,40 +79,29 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> S
         A `State`, in bytes.
     """
     check_module("state", model)
-    parameters = list(model.parameters())
-    return State(
-        scaled=_bytes((p for p in parameters if isinstance(p, ScaledTensor)), optimizer),
-        others=_bytes((p for p in parameters if not isinstance(p, ScaledTensor)), optimizer),
-        report=Report(_rows(model, optimizer)),
-    )
-
-
-def _rows(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Row]:
     groups = () if optimizer is None else optimizer.param_groups
     trained = {id(p) for group in groups for p in group["params"]}
+    sizes = {scaled: dict.fromkeys(("count", *_KINDS), 0) for scaled in (True, False)}
+    rows = []
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            path = name.rpartition(".")[0]
-            kind = bare_class(model.get_submodule(path)).__name__
-            if isinstance(parameter, ScaledTensor):
-                yield Row(name, kind, parameter.format)
-            elif id(parameter) not in trained:
-                yield Row(name, kind, LEFT_ALONE, "not trained by the optimizer")
-            else:
-                yield Row(name, kind, LEFT_ALONE, NOT_COVERED)
-
-
-def _bytes(parameters: Iterable[Any], optimizer: torch.optim.Optimizer | None) -> Bytes:
-    sizes = dict.fromkeys(("count", *_KINDS), 0)
-    for parameter in parameters:
-        sizes["count"] += parameter.numel()
-        sizes["weight"] += _size(parameter)
-        sizes["gradient"] += _size(parameter.grad)
-        sizes["master"] += _size(vars(parameter).get("loaded"))
+        scaled = isinstance(parameter, ScaledTensor)
         kept = {} if optimizer is None else optimizer.state.get(parameter, {})
-        for name, value in kept.items():
-            sizes[purpose_of(name, "other")] += _size(value)
-    return Bytes(**sizes)
+        _add(sizes[scaled], parameter, kept)
+        if parameter.dim() > 1:
+            kind = bare_class(model.get_submodule(name.rpartition(".")[0])).__name__
+            why = NOT_COVERED if id(parameter) in trained else "not trained by the optimizer"
+            done = (parameter.format,) if isinstance(parameter, ScaledTensor) else (LEFT_ALONE, why)
+            rows.append(Row(name, kind, *done))
+    return State(scaled=Bytes(**sizes[True]), others=Bytes(**sizes[False]), report=Report(rows))
+
+
+def _add(sizes: dict[str, int], parameter: Any, state: dict[str, Any]) -> None:
+    sizes["count"] += parameter.numel()
+    sizes["weight"] += _size(parameter)
+    sizes["gradient"] += _size(parameter.grad)
+    sizes["master"] += _size(vars(parameter).get("loaded"))
+    for name, value in state.items():
+        sizes[purpose_of(name, "other")] += _size(value)
 
 
 def _size(value: Any) -> int:

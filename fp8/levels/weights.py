@@ -1,9 +1,8 @@
-"""Replaces weights of layers with ScaledTensors, and restores plain tensors. `store_frozen` does so
-for frozen weights."""
+"""Replaces weights of layers with ScaledTensors, and restores plain tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -28,32 +27,27 @@ SHARDED = (
     "sends weights in FP8, and step its parameters with fp8.optim.AdamW, which keeps states in FP8"
 )
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
 
 class _ScaledWeights(Gained):
-    """A module with parameters that are ScaledTensors, and plain float32 tensors in its state_dict.
-
-    float32 represents each value exactly. For a weight in 8 bits the state_dict holds the values
-    that it was rounded from, until a master takes them over.
-    """
+    """A module with parameters that are ScaledTensors, and plain float32 tensors in its state_dict:
+    of a weight in 8 bits the values that it was rounded from, until a master takes them over."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises ValueError if a weight is replaced by a shard, which would lose its level."""
-        if hasattr(value, "device_mesh") and name in dict(_own(self)):
+        if hasattr(value, "device_mesh") and name in _own(self):
             raise ValueError(f"{name} has a level, which no shard of it has: {SHARDED}")
         super().__setattr__(name, value)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         if not keep_vars:
-            for name, parameter in _own(self):
+            for name, parameter in _own(self).items():
                 brought = carried(parameter)
                 weight: Any = parameter if brought is None else brought
                 destination[prefix + name] = weight.dequantize(torch.float32)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        before = dict(_own(self))
+        before = _own(self)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
         for name, old in before.items():
             new, given = getattr(self, name), state_dict.get(prefix + name)
@@ -68,17 +62,15 @@ class _ScaledWeights(Gained):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """torch replaces each parameter by a new tensor; copies attributes and hooks to it."""
-        attributes = {name: _attributes(parameter) for name, parameter in _own(self)}
+        attributes = {name: _attributes(parameter) for name, parameter in _own(self).items()}
         try:
             result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         except RuntimeError as error:
             if "swap" not in str(error):
                 raise
             raise RuntimeError(_HELD) from error
-        for name, parameter in _own(self):
-            vars(parameter).update(attributes[name])
-            for hooks in _HOOKS:
-                setattr(parameter, hooks, getattr(parameter, hooks))
+        for name, parameter in _own(self).items():
+            _give(parameter, attributes[name], parameter)
         return result
 
 
@@ -90,11 +82,10 @@ _HELD = (
 )
 
 
-def _own(module: Any) -> Iterator[tuple[str, Any]]:
+def _own(module: Any) -> dict[str, Any]:
     """The parameters of the module itself that are ScaledTensors."""
-    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-        if isinstance(parameter, ScaledTensor):
-            yield name, parameter
+    named = module.named_parameters(recurse=False, remove_duplicate=False)
+    return {name: parameter for name, parameter in named if isinstance(parameter, ScaledTensor)}
 
 
 def _attributes(parameter: Tensor) -> dict[str, Any]:
@@ -112,12 +103,11 @@ def _bring(parameter: Any, numbers: Tensor) -> None:
         parameter.copy_(parameter.loaded)
 
 
-def _with_all_of(old: Any, new: Any) -> Any:
-    """Copies the attributes and hooks of ``old`` to the parameter ``new``."""
-    vars(new).update(_attributes(old))
-    for hooks in _HOOKS:
+def _give(new: Any, attributes: dict[str, Any], old: Any) -> None:
+    """Gives the parameter ``new`` attributes, and the hooks of ``old``."""
+    vars(new).update(attributes)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(new, hooks, getattr(old, hooks))
-    return new
 
 
 def _replacement(old: Any, format: str, grad_format: str | None) -> Any:
@@ -125,7 +115,7 @@ def _replacement(old: Any, format: str, grad_format: str | None) -> Any:
     new: Any = nn.Parameter(scaled(old, format), old.requires_grad)
     new.exact = grad_format is None
     _bring(new, old)
-    _with_all_of(old, new)
+    _give(new, _attributes(old), old)
     if grad_format is not None:
         scaled_tensor.keep_gradients_in(new, grad_format)
         if old.grad is not None:
@@ -136,11 +126,8 @@ def _replacement(old: Any, format: str, grad_format: str | None) -> Any:
 def scale_weights(
     model: nn.Module, weights: Iterable[nn.Parameter], format: str, grad_format: str | None
 ) -> dict[nn.Parameter, Any]:
-    """Replaces ``weights`` by ScaledTensors wherever ``model`` has them, tied or not.
-
-    grad_format: None for frozen weights, which have no gradient and no master (``exact``).
-    Returns old parameter -> new parameter, which has its gradient, hooks and attributes.
-    """
+    """Replaces ``weights`` by ScaledTensors wherever ``model`` has them. Returns old -> new.
+    grad_format: None for frozen weights, which have no gradient and no master (``exact``)."""
     new = {parameter: _replacement(parameter, format, grad_format) for parameter in weights}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -151,18 +138,17 @@ def scale_weights(
 
 
 def plain_weights(model: nn.Module) -> None:
-    """Replaces the ScaledTensors of frozen weights by plain parameters with the same values. Undoes
-    `scale_weights` with ``grad_format=None``, except for the rounding."""
+    """Undoes `scale_weights` with ``grad_format=None``, except for the rounding."""
     new: dict[Any, nn.Parameter] = {}
     for module in model.modules():
-        for name, old in list(_own(module)):
+        for name, old in _own(module).items():
             if old.exact:
                 if old not in new:
-                    plain_one = nn.Parameter(old.dequantize(), old.requires_grad)
-                    new[old] = _with_all_of(old, plain_one)
+                    new[old] = nn.Parameter(old.dequantize(), old.requires_grad)
+                    _give(new[old], _attributes(old), old)
                     vars(new[old]).pop("exact", None)
                 setattr(module, name, new[old])
-        if not list(_own(module)):
+        if not _own(module):
             lose(module, _ScaledWeights)
 
 
@@ -171,13 +157,10 @@ def store_frozen(model: M, format: str | None = "e4m3", *, where: str | Where | 
 
     For the base model of adapters: each weight of a linear layer or convolution that does not
     require a gradient becomes a `ScaledTensor` of ``format`` with one power-of-two scale, rounded
-    once. Weights stored before, trained weights, biases, norms and (unless tied) embeddings do not
-    change. Names, ties, dtypes, tags and hooks stay the same. Products and other uses of a weight
-    (DoRA's norm) read the rounded values. Freeze and store the model first, then add adapters, so
-    that they start at zero on the stored model.
-
-    The state_dict has plain float32 tensors under the same names. `fp8.convert` sets how products
-    are computed; a converted layer uses a stored weight like any other.
+    once. All other parameters, names, ties, dtypes, tags and hooks stay the same; the state_dict
+    has plain float32 tensors. All uses of a weight read the rounded values. Freeze and store the
+    model first, then add adapters, so that they start at zero on the stored model. `fp8.convert`
+    sets how products are computed.
 
     Args:
         model: changed in place.
@@ -212,9 +195,9 @@ def store_frozen(model: M, format: str | None = "e4m3", *, where: str | Where | 
         return model
     check_name("format", format, scaled_tensor.STORED)
     layers = {
-        name: module
-        for name, module in model.named_modules()
-        if (isinstance(module, LAYERS) or is_transposed(module)) and not why_quantized(module)
+        name: m
+        for name, m in model.named_modules()
+        if (isinstance(m, LAYERS) or is_transposed(m)) and not why_quantized(m)
     }
     left = choose(where, model, layers)
     chosen = [module for name, module in layers.items() if name not in left]

@@ -1,11 +1,8 @@
 """`Adam` and `AdamW` with states in 8 or 16 bits.
 
-    optimizer = fp8.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-
-The states are plain tensors in ``optimizer.state``. A state without a scale has the name that torch
-uses (``exp_avg``, ``exp_avg_sq``). One with a scale consists of ``exp_avg_values``,
-``exp_avg_scale`` (0-dim, or one for each block of 128) and, with a single scale,
-``exp_avg_amax``. A master weight is stored as ``master`` in the same way.
+A state without a scale has the name that torch uses (``exp_avg``, ``exp_avg_sq``). One with a scale
+consists of ``exp_avg_values``, ``exp_avg_scale`` (0-dim, or one for each block of 128) and, with a
+single scale, ``exp_avg_amax``. A master weight is stored as ``master`` in the same way.
 
 Bound of a step. For gradients of any size, the moments of exact Adam satisfy
 
@@ -15,9 +12,7 @@ by the Cauchy-Schwarz inequality: 7.3 for the default betas. A moment rounded to
 relative error of at most u = 2**-(mantissa bits + 1), and small moments are rounded in the safe
 direction (see `fp8.optim.encodings`). The same bound then holds with b1 (1 + u) and b2 (1 - u) in
 the inner fraction: 10.9 with "e4m3" and "float16", 1.5 times as large. (A second moment below the
-smallest normal value can only be too large.) Moments rounded stochastically (`fp8.optim.encodings`
-says when) are unbiased instead: in expectation first moments are not larger and second moments not
-smaller.
+smallest normal value can only be too large.) Moments rounded stochastically are unbiased instead.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -70,11 +65,6 @@ class _How(NamedTuple):
     """Whether the weight is a copy in float32, whose rounding error goes into the first moment."""
 
     @property
-    def in_blocks(self) -> bool:
-        """Whether a moment has a scale for each block."""
-        return "block" in (self.first.scale, self.second.scale)
-
-    @property
     def by_name(self) -> tuple[tuple[str, Encoding], ...]:
         """The encodings with their names in a state."""
         return (MASTER, self.weight), (FIRST, self.first), (SECOND, self.second)
@@ -87,10 +77,6 @@ class _Kept(NamedTuple):
     first: Encoded
     second: Encoded
 
-    def part(self, start: int, stop: int) -> _Kept:
-        """Views of some elements, as `Encoded.part`."""
-        return _Kept(*(stored.part(start, stop) for stored in self))
-
 
 def _adam(kept: _Kept, grad: Tensor, numbers: Tensor, how: _How, keys: Sequence[Key]) -> Tensor:
     """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay; updates ``kept`` in
@@ -99,9 +85,8 @@ def _adam(kept: _Kept, grad: Tensor, numbers: Tensor, how: _How, keys: Sequence[
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
         w = decay w - size m / (root sqrt(v) + eps)
 
-    Computed in float32, from the new moments before they are rounded. numbers: (11,), the scalars
-    of the formulas and the three values 1 / scale. Returns the largest magnitude of a weight that
-    has a scale, else 0.
+    Computed in float32, from the new moments before they are rounded. numbers: as `_Unit.numbers`
+    returns them. Returns the largest magnitude of a weight that has a scale, else 0.
     """
     decay, b1, c1, b2, c2, size, root, eps, *units = numbers.unbind()
     g = grad.to(torch.float32)
@@ -135,30 +120,22 @@ LARGEST = torch.finfo(torch.float32).max ** 0.5
 PLAIN = {
     torch.float32: ENCODINGS["float32"],
     torch.bfloat16: ENCODINGS["bfloat16"],
-    torch.float16: Encoding(
-        name="float16", dtype=torch.float16, format=ENCODINGS["float16"].format
-    ),
+    torch.float16: replace(ENCODINGS["float16"], scale="none"),
 }
 """The encodings of weights without a master, by dtype."""
 
 BLOCKS = 1 << 16
-"""Elements that a compiled step with blocks processes at once per CPU thread. The number is
-constant, because for dynamic sizes torch compiles loops without vectors, which are ten times
-slower."""
+"""Elements that a compiled step with blocks processes at once per CPU thread: constant, because for
+dynamic sizes torch compiles loops without vectors, which are ten times slower."""
 
 Scales = list[float | None]
-"""The scale factors of the weight and the moments; None where there is none for the whole
-tensor."""
+"""The scale factors of the weight and the moments; None: none for the whole tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Unit:
-    """Parameters that are updated together: one parameter, or the small ones of a group
-    concatenated.
-
-    index: of the first, among all parameters of the optimizer; makes random bits distinct. master:
-    whether there are master weights, which are then updated.
-    """
+    """Parameters that are updated together: one, or the small ones of a group concatenated. index:
+    of the first among all of the optimizer, which makes random bits distinct."""
 
     parameters: list[Tensor]
     states: list[State]
@@ -194,52 +171,38 @@ class _Unit:
             grad = grad.to(torch.float32) + self.group["weight_decay"] * decode(self.weight())
         return grad
 
-    def amaxes(self) -> list[Tensor | None]:
-        """The amax of the weight and the moments; None where there is no scale for the whole
-        tensor."""
+    def amaxes(self) -> dict[str, Tensor]:
+        """Name in a state -> the amax of what has a scale for the whole tensor."""
         state = self.states[0]
-        return [
-            state[name + PARTS[2]] if encoding.scale == "tensor" else None
-            for name, encoding in self.how.by_name
-        ]
+        return {n: state[n + PARTS[2]] for n, kept in self.how.by_name if kept.scale == "tensor"}
 
-    def scales(self, largest: float, amaxes: Iterator[float]) -> Scales:
-        """New scale factors for gradients of magnitude up to ``largest``. amaxes: the values of
-        `amaxes`.
-
-        A moment is bounded by the moment of the largest magnitudes, which is stored as its
-        ``amax``. A scale therefore costs only one pass over the gradient.
-        """
-        b1, b2 = self.group["betas"]
+    def scales(self, largest: float, numbers: Iterator[float]) -> Scales:
+        """New scale factors for gradients up to ``largest``: the moment of the largest magnitudes
+        bounds a moment, so a scale costs one pass over the gradient."""
+        (b1, b2), amaxes = self.group["betas"], self.amaxes()
         found: Scales = []
-        for kept, (name, encoding) in zip(self.amaxes(), self.how.by_name, strict=True):
-            if kept is None:
+        for name, encoding in self.how.by_name:
+            if name not in amaxes:
                 found.append(None)
                 continue
-            amax = next(amaxes)
+            amax = next(numbers)
             if name == MASTER:
                 amax *= encodings.HEADROOM
             else:
                 beta, x = (b1, largest) if name == FIRST else (b2, largest**2)
                 amax = beta * amax + (1 - beta) * x
-                kept.fill_(amax)
+                amaxes[name].fill_(amax)
             found.append(encodings.scale_for(amax, encoding))
         return found
 
     def numbers(self, scales: Scales) -> Tensor:
-        """The scalars of a step, (11,), each computed in float64 and rounded once; then 1 /
-        scales."""
+        """The 8 scalars of a step, computed in float64 and rounded once, then 1 / scales."""
         group = self.group
         step, (b1, b2), lr = float(self.states[0]["step"]), group["betas"], float(group["lr"])
         decay = 1 - lr * group["weight_decay"] if self.decoupled else 1.0
         size, root = lr / (1 - b1**step), (1 - b2**step) ** -0.5
         formulas = (decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"])
         return torch.tensor([*formulas, *(1.0 if x is None else 1 / x for x in scales)])
-
-    @property
-    def compiled(self) -> bool:
-        """Whether the step is compiled."""
-        return self.group["compile"] and len(self.states) == 1
 
     def keys(self) -> list[Key]:
         """The keys of the random bits of this step: for the moments, and for the weight."""
@@ -279,17 +242,11 @@ def _split(flat: Tensor, targets: list[Tensor]) -> None:
 
 
 def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool) -> list[_Unit]:
-    """The units of a group's parameters that have a gradient; creates missing states.
-
-    index: of the group's first parameter, among all parameters of the optimizer. Raises
-    RuntimeError for a sparse gradient.
-    """
+    """The units of parameters with a gradient. index: of the group's first parameter."""
     found: dict[Any, _Unit] = {}
     for number, parameter in enumerate(group["params"], index):
         if parameter.grad is None:
             continue
-        if parameter.grad.layout != torch.strided:
-            raise RuntimeError(f"Adam needs dense gradients, got {parameter.grad.layout}")
         state = states[parameter]
         kept = prepare(state, parameter, group)
         key: Any = number
@@ -313,7 +270,8 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
 
 def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
     here, (b1, b2) = part_of(parameter), group["betas"]
-    feedback = _has_feedback(parameter, group)
+    coarse = here.dtype != torch.float32 or not is_plain(here)
+    feedback = coarse and bool(group.get("error_feedback", False))
     wide = feedback or not is_plain(here)
     weight = kept.get(MASTER) or PLAIN[torch.float32 if wide else here.dtype]
     first, second = kept[FIRST], kept[SECOND]
@@ -326,15 +284,14 @@ def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
 
 
 def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
-    """Updates all units, or none and returns False if a gradient or its square is not finite.
-
-    parameters: all parameters of the optimizer; for sharded ones, all processes agree on the
-    result. All gradients are inspected first, which also yields the scale factor of each moment:
-    that of the largest value it can reach.
-    """
-    looks = [x for unit in units for x in _extremes(unit.gradient())]
-    looks += [amax for unit in units for amax in unit.amaxes() if amax is not None]
-    numbers = iter(_on_cpu(looks))
+    """Updates all units, or none and returns False if a gradient or its square is not finite. All
+    processes that have a shard of one of the ``parameters`` agree on the result."""
+    grads = (g if len(g) else g.new_zeros(1) for g in map(_Unit.gradient, units))  # empty shard
+    looks = [x for g in grads for x in torch.aminmax(g)]
+    looks += [amax for unit in units for amax in unit.amaxes().values()]
+    one_device = len({x.device for x in looks}) == 1  # one synchronization with a GPU
+    found = torch.stack([x.float() for x in looks]).tolist() if one_device else map(float, looks)
+    numbers = iter(found)
     largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
     if not everywhere(all(x < LARGEST for x in largest), parameters):
         return False
@@ -345,38 +302,31 @@ def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
     return True
 
 
-def _on_cpu(numbers: list[Tensor]) -> list[float]:
-    """0-dim tensors as numbers: the only synchronization with a GPU."""
-    devices = {x.device for x in numbers}
-    if len(devices) == 1 and not numbers[0].is_cpu:
-        return torch.stack([x.to(torch.float32) for x in numbers]).tolist()
-    return [x.item() for x in numbers]
-
-
-def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and largest element, 0-dim; NaN if there is one, 0 for an empty shard."""
-    low, high = torch.aminmax(x if x.numel() else x.new_zeros(1))
-    return low, high
-
-
 def _step(unit: _Unit, scales: Scales) -> None:
     """Updates one unit in chunks. The remainder of a compiled unit runs in eager mode."""
     kept = _Kept(unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
     grad, numbers, how = unit.gradient(), unit.numbers(scales), unit.how
     count = len(grad)
     keys = unit.keys() if any(how.stochastic) else []
-    size, least = _sizes(unit, grad)
+    compiled = unit.group["compile"] and len(unit.states) == 1
+    fixed = compiled and grad.is_cpu and "block" in (how.first.scale, how.second.scale)
+    threads = (torch.get_num_threads() - 1).bit_length()
+    size, least = max(count, 1), BLOCK if compiled else 1  # of chunks, and what divides them
+    if fixed:
+        size = least = BLOCKS << threads
+    elif grad.is_cpu and not compiled:
+        size = CHUNK << threads  # which stay in a processor's cache
     whole = count - count % least
     largest = []
     for begin, end in itertools.pairwise([*range(0, whole, size), whole, count]):
         if begin == end:
             continue
-        parts = kept if end - begin == count else kept.part(begin, end)
+        parts = kept if end - begin == count else _Kept(*(x.part(begin, end) for x in kept))
         given = (parts, grad[begin:end], numbers, how)
         at = [key_at(key, begin) for key in keys]
-        if unit.compiled and begin < whole:
+        if compiled and begin < whole:
             words = [torch.as_tensor(key, device=grad.device) for key in at]  # ints would recompile
-            step = _compiled(False if grad.is_cpu and how.in_blocks else None)
+            step = _compiled(False if fixed else None)
             largest.append(step(*given, words))
         else:
             largest.append(_adam(*given, at))
@@ -386,16 +336,6 @@ def _step(unit: _Unit, scales: Scales) -> None:
         if stored.scale is not None and scale is not None:
             stored.scale.fill_(scale)
     unit.finish(*kept)
-
-
-def _sizes(unit: _Unit, grad: Tensor) -> tuple[int, int]:
-    """The chunk size, a power of two or all elements, and what compiled chunks are multiples of."""
-    threads = (torch.get_num_threads() - 1).bit_length()
-    if grad.is_cpu and unit.compiled and unit.how.in_blocks:
-        return BLOCKS << threads, BLOCKS << threads
-    least = BLOCK if unit.compiled else 1
-    in_cache = grad.is_cpu and not unit.compiled
-    return CHUNK << threads if in_cache else max(len(grad), 1), least
 
 
 # Error feedback: what weights lose when they are rounded goes into the first moment. Weights in low
@@ -423,13 +363,6 @@ def _check_feedback(group: Group) -> None:
         )
 
 
-def _has_feedback(parameter: Tensor, group: Group) -> bool:
-    """Whether the rounding of a parameter is fed back: not that of a plain float32 one."""
-    here = part_of(parameter)
-    coarse = here.dtype != torch.float32 or not is_plain(here)
-    return coarse and bool(group.get("error_feedback", False))
-
-
 def _add_error(
     error: Tensor, first: Encoded, second: Encoded, encoding: Encoding, numbers: list[float]
 ) -> None:
@@ -448,9 +381,6 @@ def _add_error(
         encodings.write(m, first, encoding, None)
 
 
-# Settings
-
-
 def check_adam(group: dict[str, Any]) -> None:
     """Raises ValueError or TypeError for invalid settings of a group."""
     for name, allowed in MOMENTS.items():
@@ -465,13 +395,10 @@ def check_adam(group: dict[str, Any]) -> None:
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
     _check_feedback(group)
-    if not isinstance(group["seed"], int):
-        raise TypeError(f"seed is an int, got {group['seed']!r}")
 
 
 class _Adam(LowPrecision):
-    """Base class of `Adam` and `AdamW`. Neither is a subclass of the other, so isinstance tells
-    them apart."""
+    """Base class of `Adam` and `AdamW`, which isinstance tells apart."""
 
     options = (
         "first_moment",
@@ -536,11 +463,7 @@ class _Adam(LowPrecision):
 
 
 class Adam(_Adam):
-    """`torch.optim.Adam` with states in low precision: weight_decay is added to the gradient (L2).
-
-    Args:
-        params, ...: as in `AdamW`; weight_decay is 0 by default.
-    """
+    """`AdamW` with weight_decay, 0 by default, added to the gradient, as in `torch.optim.Adam`."""
 
     decoupled = False
     default_decay = 0.0
@@ -553,8 +476,7 @@ class AdamW(_Adam):
     options may differ between parameter groups.
 
     If a gradient in any group, or its square, is not finite, no parameter is updated, no state
-    changes, and ``skipped_steps`` counts the step. This is decided by one inspection of all
-    gradients, which synchronizes with a GPU.
+    changes, and ``skipped_steps`` counts the step. Deciding this synchronizes with a GPU.
 
     Args:
         params: parameters, named parameters or groups of them; float32, bfloat16 or float16, or
@@ -567,29 +489,17 @@ class AdamW(_Adam):
         stochastic_weights: rounds bfloat16 or float16 weights, or masters, stochastically, so that
             updates below their precision take effect in expectation.
         error_feedback: adds what a weight that is not float32 loses when it is rounded to its first
-            moment, so that no master weights are needed (ECO, arXiv:2601.22101). The first moment
-            is then large where the learning rate is small. Needs a first moment without a scale for
-            the whole tensor. A step holds a float32 copy of one parameter at a time.
+            moment, so that no master weights are needed (ECO, arXiv:2601.22101). Needs a first
+            moment without a scale for the whole tensor.
         min_size: parameters of fewer elements have float32 moments and are updated together.
         seed: of the random bits, which depend on it, the step and the position of the element: the
             same in eager and compiled code, and after resuming from a state_dict.
-        compile: compiles the update of large parameters with `torch.compile`. Otherwise they are
-            updated in chunks that stay in a processor's cache.
+        compile: compiles the update of large parameters with `torch.compile`.
 
     Raises:
         ValueError: for values out of range, and if amsgrad, foreach, fused, capturable or
             differentiable is True.
         TypeError: for another dtype.
-
-    >>> weight = torch.nn.Parameter(torch.ones(128, 128))
-    >>> optimizer = AdamW([weight], lr=0.1, first_moment="e4m3_block", second_moment="e5m3_block")
-    >>> weight.square().sum().backward()
-    >>> _ = optimizer.step()
-    >>> optimizer.state[weight]["exp_avg_values"].dtype
-    torch.float8_e4m3fn
-    >>> from fp8.optim import state_bytes
-    >>> state_bytes(optimizer)
-    {'first_moment': 16896, 'second_moment': 16896, 'master': 0, 'step': 4}
     """
 
     decoupled = True

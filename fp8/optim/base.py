@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -35,13 +36,15 @@ def refuse(**options: bool | None) -> None:
 
 
 def check_group(group: dict[str, Any], *fields: str) -> None:
-    """Raises ValueError or TypeError unless these settings are finite, not negative numbers, the
-    masters have a known encoding, and the parameters a dtype that can be stepped."""
+    """Raises ValueError or TypeError unless these settings are finite, not negative numbers, and
+    the masters, the seed and the dtypes of the parameters are possible."""
     check_name("master_weights", group["master_weights"], (None, *MASTERS))
     for field in fields:
         check_number(field, group[field])
         if not 0 <= group[field] < math.inf:
             raise ValueError(f"{field} must be finite and not negative, got {group[field]}")
+    if not isinstance(group.get("seed", 0), int):
+        raise TypeError(f"seed is an int, got {group['seed']!r}")
     for parameter in group["params"]:
         if parameter.dtype not in DTYPES:
             listed = ", ".join(map(dtype_name, DTYPES))
@@ -49,12 +52,7 @@ def check_group(group: dict[str, Any], *fields: str) -> None:
 
 
 def finite_everywhere(optimizer: Optimizer, trained: list[Any]) -> bool:
-    """Whether the gradients of the parameters ``trained`` are finite, on all processes that have a
-    shard of a parameter. Raises RuntimeError for a sparse gradient."""
-    for parameter in trained:
-        if parameter.grad.layout != torch.strided:
-            kind = type(optimizer).__name__
-            raise RuntimeError(f"{kind} needs dense gradients, got {parameter.grad.layout}")
+    """Whether the gradients are finite, on all processes that have a shard of a parameter."""
     finite = [plain(part_of(p.grad)).isfinite().all().cpu() for p in trained]
     ours = not finite or bool(torch.stack(finite).all())
     return states.everywhere(ours, parameters_of(optimizer))
@@ -74,8 +72,7 @@ class LowPrecision(Optimizer):
         raise NotImplementedError
 
     def step_all(self) -> bool:
-        """Updates all parameters that have a gradient; or none, and returns False, if one is not
-        finite."""
+        """Updates all parameters that have a gradient, or none: False, if one is not finite."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -112,7 +109,7 @@ class LowPrecision(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for parameter in parameters_of(self):
-            states.align_gradient(parameter)
+            _align_gradient(type(self).__name__, parameter)
         self._refresh_masters()
         if not self.step_all():
             for group in self.param_groups:
@@ -123,9 +120,7 @@ class LowPrecision(Optimizer):
         return loss
 
     def _with_master(self) -> list[Any]:
-        return [
-            p for p in parameters_of(self) if p in self.state and states.has(self.state[p], MASTER)
-        ]
+        return [p for p in parameters_of(self) if states.has(self.state.get(p, {}), MASTER)]
 
     def _refresh_masters(self) -> None:
         """Resets masters whose weights differ from the rounded master."""
@@ -169,6 +164,16 @@ class LowPrecision(Optimizer):
             release.remove()
 
 
+def _align_gradient(optimizer: str, parameter: Any) -> None:
+    """Lays out the gradient of a DTensor like it: under sequence parallelism that of a replicated
+    weight is a sum whose parts the processes hold. Raises RuntimeError for a sparse one."""
+    grad = parameter.grad
+    if grad is not None and grad.layout != torch.strided:
+        raise RuntimeError(f"{optimizer} needs dense gradients, got {grad.layout}")
+    if is_dtensor(grad) and grad.placements != parameter.placements:
+        parameter.grad = grad.detach().redistribute(placements=parameter.placements)
+
+
 @dataclass(frozen=True)
 class _Bits:
     """A tensor pickled as plain bytes."""
@@ -189,8 +194,8 @@ def _readable(value: Any) -> Any:
 
 
 class _Mark(NamedTuple):
-    """What changes when a parameter is written. sums: of its bits, because ``.data`` and numpy
-    write without a new version; none for a parameter that counts such writes itself."""
+    """What changes when a parameter is written. sums: of its bits, as ``.data`` and numpy write
+    without a new version; none for a parameter that counts such writes itself."""
 
     version: tuple[Any, ...]
     sums: Tensor
@@ -217,12 +222,8 @@ def _changed(before: dict[Any, _Mark], now: dict[Any, _Mark]) -> list[Any]:
 
 def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Wraps each state so that torch does not cast its tensors to the dtype of the parameter."""
-    return {**state_dict, "state": {k: _Held(v) for k, v in state_dict["state"].items()}}
-
-
-@dataclass(frozen=True)
-class _Held:
-    state: Any
+    held = {k: SimpleNamespace(state=v) for k, v in state_dict["state"].items()}
+    return {**state_dict, "state": held}
 
 
 def _place(before: list[dict[str, Any]], optimizer: Any) -> None:

@@ -27,17 +27,13 @@ BLOCK = 128
 """Consecutive elements that share the scale of a block, as in DeepSeek-V3 (arXiv:2412.19437)."""
 
 HEADROOM = 2.0**7
-"""The factor by which a master weight may grow in one step, as its scale is computed before the
-step."""
+"""The factor by which a master weight may grow in one step, whose scale is set before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """A row of ENCODINGS: values of ``format`` in ``dtype``, and which elements share a scale.
-
-    scale: "none", "tensor" or "block" (`BLOCK` elements in row-major order; the last may be
-    shorter). rule: of the scales of blocks, in `fp8.recipes.scaling.RULES`.
-    """
+    """A row of ENCODINGS: values of ``format`` in ``dtype``. scale: "none", "tensor" or "block"
+    (`BLOCK` elements in row-major order). rule: of `fp8.recipes.scaling.RULES`, for blocks."""
 
     name: str
     dtype: torch.dtype
@@ -46,8 +42,7 @@ class Encoding:
     rule: str = "up"
 
     def rounds_stochastically(self, beta: float) -> bool:
-        """Whether a moment that decays by ``beta`` per step would not change if rounded to
-        nearest."""
+        """Whether a moment that decays by ``beta`` would not change if rounded to nearest."""
         coarse = self.dtype != torch.float32
         return coarse and 1 - beta <= 2.0 ** -(self.format.mantissa_bits + 1)
 
@@ -101,11 +96,8 @@ MASTERS = ("float32", "float16")
 
 
 class Encoded(NamedTuple):
-    """An encoded tensor. values: (n,). scale: None, or float32 0-dim or (blocks,).
-
-    amax: 0-dim float32, an upper bound of all magnitudes, if there is one scale for the whole
-    tensor.
-    """
+    """An encoded tensor. values: (n,). scale: None, or float32 0-dim or (blocks,). amax: 0-dim
+    float32, an upper bound of all magnitudes, if there is one scale for the whole tensor."""
 
     values: Tensor
     scale: Tensor | None = None
@@ -145,8 +137,7 @@ def decode(stored: Encoded) -> Tensor:
 
 
 def scale_for(amax: float, encoding: Encoding) -> float | None:
-    """The scale factor of a tensor with magnitudes of at most ``amax``; None if the encoding has
-    none for the whole tensor."""
+    """The scale factor for magnitudes up to ``amax``; None: none for the whole tensor."""
     return scale_of_number(amax, encoding.format) if encoding.scale == "tensor" else None
 
 
@@ -161,10 +152,9 @@ def write(
 ) -> None:
     """Encodes ``x``, float32 (n,), into ``to`` in place. Values beyond the largest value saturate.
 
-    unit: 1 / scale of the whole tensor, which the caller stores. Unused if there is no scale, or
-    one for each block, which is computed and stored here. away: below the smallest normal value,
-    round away from zero instead of toward zero. bits: int32 (n,) random bits; None rounds to
-    nearest.
+    unit: 1 / scale of the whole tensor, which the caller stores; scales of blocks are computed and
+    stored here. away: below the smallest normal value, round away from zero instead of toward zero.
+    bits: int32 (n,) random bits; None rounds to nearest.
     """
     y = x
     if encoding.scale == "block":
@@ -181,8 +171,7 @@ def write(
 
 
 def _to_e5m3(y: Tensor, bits: Tensor | None) -> Tensor:
-    """e5m3 codes, int32, of finite nonnegative ``y``. Zero stays zero; values below the smallest
-    normal number become that number."""
+    """e5m3 codes, int32, of finite nonnegative ``y``; the smallest normal number for smaller."""
     word = y.view(torch.int32)
     half = (1 << (_SHIFT - 1)) - 1 + ((word >> _SHIFT) & 1)
     add = half if bits is None else (bits & 0x7FFFFFFF) >> (31 - _SHIFT)
@@ -197,8 +186,7 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _rounded(y: Tensor, encoding: Encoding, away: bool, bits: Tensor | None) -> Tensor:
-    """``y``, already divided by its scale, rounded wherever torch's cast, to nearest even, does
-    not suffice."""
+    """``y``, divided by its scale, rounded where torch's cast, to nearest even, does not do."""
     format = encoding.format
     if encoding.dtype == torch.float32:
         return y

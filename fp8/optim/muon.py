@@ -53,43 +53,32 @@ _INITIAL = {"algorithm": "muon", "stochastic_weights": False, "maximize": False,
 class Muon(LowPrecision):
     """`torch.optim.Muon` with states in low precision, and AdamW for what is no hidden matrix.
 
-    The momentum of a matrix is updated with its gradient and orthogonalized by Newton-Schulz
-    iterations in bfloat16, as in torch; the sum and the weight are computed in float32. With
-    ``first_moment="float32"`` and no recipe the weights are those of `torch.optim.Muon`, bit for
-    bit. Embeddings, readouts, vectors and convolutions belong into groups with
-    ``algorithm="adamw"``, which are updated as by `fp8.optim.AdamW`: `muon_groups` makes both.
-
-    The arguments of torch keep their positions, names and defaults. Gradients that are not finite
-    are handled as in `fp8.optim.AdamW`, for all groups together.
+    Newton-Schulz iterations run in bfloat16, as in torch; the momentum and the weight are computed
+    in float32. With ``first_moment="float32"`` and no recipe the weights are those of
+    `torch.optim.Muon`, bit for bit. Embeddings, readouts, vectors and convolutions belong into
+    groups with ``algorithm="adamw"``, updated as by `fp8.optim.AdamW`: `muon_groups` makes both.
+    Gradients that are not finite are handled as there, for all groups together.
 
     Args:
         params: as in `fp8.optim.AdamW`. The parameters of a "muon" group are matrices. A stack of
             matrices (query, key and value in one weight) is one matrix.
         lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: as in
-            `torch.optim.Muon`. A group of AdamW takes lr and weight_decay of them.
+            `torch.optim.Muon`.
         eps: the lowest norm that a matrix is divided by, and AdamW's eps.
         betas: of AdamW; by default those of arXiv:2502.16982, section 3.
         recipe: a name in `fp8.RECIPES`, without histories: the operands of the Newton-Schulz
             products are cast as its input. None: bfloat16. The default coefficients amplify the
-            errors of 8 bits or fewer, which is warned of: see `amplifies`.
+            errors of 8 bits or fewer, which is warned of.
         first_moment: of a "muon" group, a name in `MOMENTA`. None: "int8_block", integers with a
-            scale for each 128 elements, max / 127 (linear 8-bit Muon, arXiv:2509.23106), 1.03 bytes
-            per element. Of an "adamw" group as in `fp8.optim.AdamW`; None: "e4m3".
+            scale for each 128 elements, max / 127 (linear 8-bit Muon, arXiv:2509.23106). Of an
+            "adamw" group as in `fp8.optim.AdamW`; None: "e4m3".
         second_moment, compile: of AdamW, as in `fp8.optim.AdamW`.
-        master_weights, min_size, seed: as in `fp8.optim.AdamW`. A momentum that would not decay if
-            it were rounded to nearest ("e4m3" from 0.94 on) is rounded stochastically.
+        master_weights, min_size, seed: as in `fp8.optim.AdamW`.
 
     Raises:
         ValueError: for values out of range.
         TypeError: for a parameter of a "muon" group that is no matrix or is divided among
             processes, whose parts cannot be orthogonalized alone; and for another dtype.
-
-    >>> weight = torch.nn.Parameter(torch.ones(128, 128))
-    >>> optimizer = Muon([weight], lr=0.1)
-    >>> weight.square().sum().backward()
-    >>> _ = optimizer.step()
-    >>> optimizer.state[weight]["momentum_buffer_values"].dtype
-    torch.int8
     """
 
     options = (
@@ -146,11 +135,11 @@ class Muon(LowPrecision):
         super().__init__(params, defaults | _INITIAL)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group = {name: param_group.get(name, self.defaults[name]) for name in _BY_ALGORITHM}
-        check_name("algorithm", group["algorithm"], ALGORITHMS)
-        if group["first_moment"] is None:
-            group["first_moment"] = ALGORITHMS[group["algorithm"]]
-        super().add_param_group({**param_group, **group})
+        algorithm = param_group.get("algorithm", self.defaults["algorithm"])
+        check_name("algorithm", algorithm, ALGORITHMS)
+        first = param_group.get("first_moment", self.defaults["first_moment"])
+        first = ALGORITHMS[algorithm] if first is None else first
+        super().add_param_group({**param_group, "algorithm": algorithm, "first_moment": first})
 
     @staticmethod
     def check(group: Group) -> None:
@@ -163,9 +152,9 @@ class Muon(LowPrecision):
             if group["algorithm"] == "adamw":
                 units += units_of(group, self.state, index, decoupled=True)
             else:
-                matrices += [(i, p, group) for i, p in enumerate(group["params"], index)]
+                numbered = enumerate(group["params"], index)
+                matrices += [(i, p, group) for i, p in numbered if p.grad is not None]
             index += len(group["params"])
-        matrices = [(i, p, group) for i, p, group in matrices if p.grad is not None]
         if not finite_everywhere(self, [p for _, p, _ in matrices]):
             return False
         if not step_units(units, parameters_of(self)):
@@ -173,9 +162,6 @@ class Muon(LowPrecision):
         for i, parameter, group in matrices:
             _step(parameter, self.state[parameter], group, i)
         return True
-
-
-_BY_ALGORITHM = ("algorithm", "first_moment")
 
 
 def _check(group: Group) -> None:
@@ -189,8 +175,6 @@ def _check(group: Group) -> None:
             raise ValueError(f"{option} is not supported by algorithm 'muon'")
     if group["momentum"] >= 1:
         raise ValueError(f"momentum must be less than 1, got {group['momentum']}")
-    if not isinstance(group["seed"], int):
-        raise TypeError(f"seed is an int, got {group['seed']!r}")
     coefficients: Any = group["ns_coefficients"]
     if not isinstance(coefficients, tuple | list) or len(coefficients) != 3:
         raise ValueError(f"ns_coefficients are three numbers, got {coefficients}")
@@ -202,7 +186,17 @@ def _check(group: Group) -> None:
             raise TypeError("recipe is a name in fp8.RECIPES, which a state_dict can hold")
         _check_recipe(get_recipe(group["recipe"]), coefficients)
     for parameter in group["params"]:
-        _check_matrix(parameter)
+        shape = tuple(parameter.shape)
+        if len(shape) != 2:
+            raise TypeError(
+                f"Muon needs matrices, got a parameter of shape {shape}: give it in a group with "
+                'algorithm="adamw", as muon_groups does'
+            )
+        if is_dtensor(parameter):
+            raise TypeError(
+                f"Muon orthogonalizes whole matrices, got a DTensor of shape {shape}, which "
+                "processes divide: use fp8.optim.AdamW there"
+            )
 
 
 def _check_recipe(recipe: Recipe, coefficients: Sequence[float]) -> None:
@@ -224,29 +218,14 @@ def amplifies(a: float, b: float, c: float) -> bool:
     where it rests.
 
     That is the smallest positive s with p(s) = s, and the question is whether |p'(s)| > 1. Jordan's
-    coefficients, the default of torch, have p' = -1.6 there, and from 1.26 on, the next such s,
-    they grow without bound. In bfloat16 values end between 0.7 and 1.2, whereas the casts of
-    "mxfp8" move some beyond: 256 x 1024 normal values end between 0.3 and 3.2. (2, -1.5, 0.5) have
-    p' = 0 at 1 and end between 0.8 and 1.1 there.
+    coefficients, the default of torch, have p' = -1.6 there, and diverge from 1.26 on, the next
+    such s. (2, -1.5, 0.5) have p' = 0 at 1. docs/optimizers.md has what either does under "mxfp8".
     """
     roots = [-(a - 1) / b] if not c and b else []
     if c and (square := b * b - 4 * c * (a - 1)) >= 0:
         roots = [(-b - math.sqrt(square)) / (2 * c), (-b + math.sqrt(square)) / (2 * c)]
     rests = min((root for root in roots if root > 0), default=math.nan)  # s^2
     return not abs(a + 3 * b * rests + 5 * c * rests**2) <= 1
-
-
-def _check_matrix(parameter: Tensor) -> None:
-    if parameter.dim() != 2:
-        raise TypeError(
-            f"Muon needs matrices, got a parameter of shape {tuple(parameter.shape)}: give it in a "
-            'group with algorithm="adamw", as muon_groups does'
-        )
-    if is_dtensor(parameter):
-        raise TypeError(
-            "Muon orthogonalizes whole matrices, got a DTensor of shape "
-            f"{tuple(parameter.shape)}, which processes divide: use fp8.optim.AdamW there"
-        )
 
 
 def _step(parameter: Any, state: State, group: Group, index: int) -> None:
@@ -282,11 +261,8 @@ def orthogonalized(
     eps: float,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """The matrix ``x`` with singular values near 1, bfloat16: by iterations of the odd polynomial a
-    y + b y^3 + c y^5 of its singular values, which are at most 1 before (Jordan et al. 2024, Muon).
-
-    recipe: as in `Muon`. A zero matrix stays zero. NaN and Inf spread over the matrix.
-    """
+    """The matrix ``x`` with singular values near 1, bfloat16, by iterations of the odd polynomial
+    a y + b y^3 + c y^5 of them (Jordan et al. 2024, Muon). A zero matrix stays zero."""
     a, b, c = coefficients
     tall = x.shape[0] > x.shape[1]
     y = x.bfloat16()

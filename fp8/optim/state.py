@@ -35,14 +35,6 @@ Group = dict[str, Any]
 State = dict[str, Any]
 
 
-def align_gradient(parameter: Any) -> None:
-    """Lays out the gradient of a DTensor like it. Under sequence parallelism that of a replicated
-    weight is a sum whose parts the processes hold, and that of a divided one may be replicated."""
-    grad = parameter.grad
-    if is_dtensor(grad) and grad.placements != parameter.placements:
-        parameter.grad = grad.detach().redistribute(placements=parameter.placements)
-
-
 def parameters_of(optimizer: Optimizer) -> list[Any]:
     """The parameters of all groups, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
@@ -65,33 +57,23 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
-    """The tensors to store for a parameter, and their encodings. Small parameters use float32;
-    float32 weights have no master, unless they are of a tensor subclass (ScaledTensor), which may
-    be coarser."""
+    """The tensors to store for a parameter, and their encodings. float32 weights have no master,
+    unless they are of a tensor subclass (ScaledTensor), which may be coarser."""
     small = parameter.numel() < group.get("min_size", 0)
-    if group.get("algorithm") == "muon" or _is_sgd(group):
+    if group.get("algorithm") == "muon" or "second_moment" not in group:
         moments = {MOMENTUM: group.get("first_moment", "float32")}
     else:
         moments = {FIRST: group["first_moment"], SECOND: group["second_moment"]}
-    coarse = parameter.dtype != torch.float32 or _stands_for(parameter)
+    subclass = type(part_of(parameter)) not in (Tensor, torch.nn.Parameter)
+    coarse = parameter.dtype != torch.float32 or subclass
     if group["master_weights"] is not None and coarse:
         moments[MASTER] = group["master_weights"]
     return {name: ENCODINGS["float32" if small else kept] for name, kept in moments.items()}
 
 
-def _is_sgd(group: Group) -> bool:
-    return "second_moment" not in group
-
-
-def _stands_for(parameter: Tensor) -> bool:
-    return type(part_of(parameter)) not in (Tensor, torch.nn.Parameter)
-
-
 def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding]:
-    """Prepares the state for a step and returns `names`.
-
-    Initializes it if empty. Adds or removes the master as the current dtype of the weight requires.
-    """
+    """Initializes an empty state, else adds or removes the master as the current dtype of the
+    weight requires. Returns `names`."""
     kept = names(parameter, group)
     if not state:
         state["step"] = torch.zeros(())
@@ -114,8 +96,7 @@ def numbers_of(parameter: Tensor) -> Tensor:
 
 
 def weight_of(parameter: Any, state: State, master: bool) -> Tensor:
-    """The values of a weight to update: float32, of its shape. Those of its master, if it has one;
-    a float32 weight itself."""
+    """The values to update, float32: those of the master, or a float32 weight itself."""
     if not master:
         return plain(part_of(parameter).detach(), torch.float32)
     if has(state, MASTER):
@@ -124,8 +105,7 @@ def weight_of(parameter: Any, state: State, master: bool) -> Tensor:
 
 
 def put_weight(parameter: Any, state: State, weight: Tensor, master: Encoding | None) -> None:
-    """Writes updated values to a weight. master: the encoding of its master, which is written
-    first, and which the weight is rounded from."""
+    """Writes updated values to a weight, through its master, if it has one, in this encoding."""
     if master is not None:
         keep(state, MASTER, parameter, master, weight.flatten())
         weight = decode(read(state, MASTER)).view(part_of(parameter).shape)
@@ -133,8 +113,8 @@ def put_weight(parameter: Any, state: State, weight: Tensor, master: Encoding | 
 
 
 def carried(parameter: Tensor) -> Tensor | None:
-    """The values that a weight was rounded from, if they are attached to it (``loaded``): by
-    `initialize` or by loading a checkpoint. None if the weight was written since."""
+    """The values that a weight was rounded from (``loaded``), which `initialize` or a checkpoint
+    has attached. None if the weight was written since."""
     loaded: Tensor | None = vars(parameter).get("loaded")
     if loaded is None or rounds_to(loaded, parameter):
         return loaded
@@ -144,15 +124,13 @@ def carried(parameter: Tensor) -> Tensor | None:
 
 
 def rounds_to(numbers: Tensor, parameter: Tensor) -> bool:
-    """Whether writing ``numbers``, of the local shape, to the weight would leave it
-    unchanged."""
+    """Whether writing ``numbers``, of the local shape, would leave the weight unchanged."""
     here = part_of(parameter.detach())
     return torch.equal(here.clone().copy_(numbers), here)
 
 
 def warn_of_broadcasts() -> None:
-    """Warns in a distributed run. Called if a weight differs from the rounded values of its master,
-    or of what it was initialized from."""
+    """Warns in a distributed run that a master was reset from its weight."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
             "a weight was written to, and its master was reset from it: if that was "
@@ -202,8 +180,8 @@ def read(state: State, name: str) -> Encoded:
 
 
 def portable(parameter: Tensor, state: State) -> State:
-    """``state`` without scales, which belong to one part of a parameter: what has one is decoded to
-    float32. What has the shape of the part is a DTensor if the parameter is."""
+    """``state`` with what has a scale, which belongs to one shard, decoded to float32. What has the
+    shape of the shard is a DTensor if the parameter is."""
     found: State = {}
     shape = part_of(parameter).shape
     for key, value in state.items():
@@ -226,7 +204,7 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
     """
     saved = {name: value for name, value in saved.items() if value is not None}
     kept = names(parameter, group)
-    adam, sgd = SECOND in kept, _is_sgd(group)
+    adam, sgd = SECOND in kept, "second_moment" not in group
     moments = (FIRST, SECOND) if adam else (MOMENTUM,)
     known = {n + part for n in (*moments, MASTER) for part in ("", *PARTS)}
     if unknown := sorted(saved.keys() - known - (set() if sgd else {"step"})):
@@ -287,12 +265,15 @@ def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, sav
             f"{name} has shape {tuple(shape)}, its parameter {tuple(here.shape)}: this is the "
             "state of another model"
         )
-    given = _copy(read(saved, name), here.device)
+    parts = (x if x is None else x.to(here.device, copy=True) for x in read(saved, name))
+    given = Encoded(*parts)  # type: ignore[arg-type]
     if given.scale is not None:
         check_numbers(name + PARTS[1], given.scale)
     if name != MASTER:
         check_numbers(name, decode(given), low=0.0 if name == SECOND else -math.inf)
-    if _alike(given, zeros(0, encoding, here.device)):
+    like = zeros(0, encoding, here.device)
+    dims = [x.scale if x.scale is None else x.scale.dim() for x in (given, like)]
+    if given.values.dtype == like.values.dtype and dims[0] == dims[1]:
         _put(state, name, given, here.shape)
     else:
         keep(state, name, parameter, encoding, decode(given))
@@ -300,27 +281,14 @@ def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, sav
 
 def _check_parts(saved: State, name: str) -> None:
     """Raises ValueError if a tensor, or a part that its encoding needs, is not in ``saved``."""
-    missing = [] if has(saved, name) else [name]
-    if not missing and name not in saved:
+    needed = [name]
+    if name not in saved and has(saved, name):
         scale = saved.get(name + PARTS[1])
-        parts = PARTS[1:] if scale is None or not scale.dim() else ()
-        missing = [name + part for part in parts if name + part not in saved]
-    if missing:
+        needed = [name + part for part in PARTS[1:] if scale is None or not scale.dim()]
+    if missing := [part for part in needed if part not in saved]:
         raise ValueError(
             f"the state of a parameter has no {', '.join(missing)}: it is that of another optimizer"
         )
-
-
-def _copy(stored: Encoded, device: torch.device) -> Encoded:
-    values, *rest = stored
-    scale, amax = (None if x is None else x.to(device, copy=True) for x in rest)
-    return Encoded(values.to(device, copy=True), scale, amax)
-
-
-def _alike(a: Encoded, b: Encoded) -> bool:
-    """Whether both have the same encoding."""
-    dims = [None if x.scale is None else x.scale.dim() for x in (a, b)]
-    return a.values.dtype == b.values.dtype and dims[0] == dims[1]
 
 
 def state_bytes(optimizer: Optimizer) -> dict[str, int]:

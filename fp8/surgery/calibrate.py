@@ -28,17 +28,15 @@ def calibrate(
     scales: Mapping[str, int | None] | None = None,
     group: Group = None,
 ) -> dict[str, int | None]:
-    """Sets the scales of recipe "static" from one forward and backward pass; returns `calibration`.
+    """Sets the scales of recipe "static" from one forward and backward pass.
 
     The scale factor of every operand of every product (input, weight, gradient of the output)
-    becomes ``2**round(log2(RMS))``, the power of two nearest to the operand's RMS. The operand is
-    then cast with an RMS between 2**-0.5 and 2**0.5. An operand that is all zeros or contains Inf
-    or NaN keeps its scale factor: 1 at first, until a training step in which the operand is neither
-    sets it.
+    becomes ``2**round(log2(RMS))``, the power of two nearest to the operand's RMS. An operand that
+    is all zeros or contains Inf or NaN keeps its scale factor: 1 at first, until a training step in
+    which the operand is neither sets it.
 
-    The pass runs in the precision of the model; no product is cast. Layers converted under "auto"
-    that are not unit-scaled use "static" afterwards. The gradients, buffers and mode of the model
-    and the state of the random number generators do not change, and no gradient accumulation hook
+    The pass runs in the precision of the model. Layers converted under "auto" that are not
+    unit-scaled use "static" afterwards. Nothing else changes, and no gradient accumulation hook
     runs. Wrappers of torch.compile and DistributedDataParallel are supported. With FSDP, calibrate
     before sharding, or let the first training step set the scales. ``torch.utils.checkpoint`` needs
     ``use_reentrant=False``.
@@ -104,9 +102,8 @@ _NOTHING = (
 
 
 def calibration(model: nn.Module | AmaxHistory) -> dict[str, int | None]:
-    """The static scales of a converted model or of a history, in a form that JSON can store.
-
-    ``fp8.calibrate(model, scales=...)`` restores them.
+    """The static scales of a converted model or of a history, as plain numbers, which
+    ``fp8.calibrate(model, scales=...)`` restores.
 
     Args:
         model: a converted model, or a history.

@@ -50,9 +50,6 @@ from .swap import adapted, is_replacement, warn_nothing
 
 M = TypeVar("M", bound=nn.Module)
 
-_TWO_AXES = "it sums over two axes, and the recipe has scales along one"
-_MORE_KEYS = "add_bias_kv and add_zero_attn are not supported"
-
 _SET = (
     *("fp8_recipe", "fp8_sources", "fp8_asked", "fp8_backend", "fp8_why"),
     *("fp8_transposed", "fp8_multiple", "fp8_ragged"),
@@ -98,7 +95,8 @@ class Converted(Gained):
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.
         alone = kept is None and self._active == (Converted,) and not FIRST_LOOK.items
-        if alone and _is_a_tensor(*args, **kwargs):
+        one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        if alone and one and args[0].layout == torch.strided:
             if self._original is nn.Linear:
                 return _linear(self, self.weight, *args)
             if self.fp8_transposed:
@@ -122,8 +120,8 @@ class Converted(Gained):
         history.settle(self)
 
     def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Moves the layer, or changes its dtype. The state of scales stays in float32, and is zero
-        where the meta device had no values: `to_empty` would leave what the memory holds."""
+        """Leaves the state of scales in float32; zero where the meta device had no values, as
+        `to_empty` would leave what the memory holds."""
         states = {n: b for n, b in self.named_buffers(recurse=False) if history.is_history(n)}
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for name, state in states.items():
@@ -137,13 +135,6 @@ class Converted(Gained):
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]
         return f"{own}, fp8={self.fp8_recipe.name}" if own else f"fp8={self.fp8_recipe.name}"
-
-
-def _is_a_tensor(*args: Any, **kwargs: Any) -> bool:
-    """Whether the arguments are one dense tensor, passed by position. Other calls take torch's
-    path."""
-    one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-    return one and args[0].layout == torch.strided
 
 
 @eager_only()
@@ -202,17 +193,11 @@ def convert(
     layers (attention, `@`) stay in high precision; run the model under `fp8.autocast` for those.
 
     A recipe with scaling "delayed" stores its history in buffers of the layer, ``fp8_amax_input``,
-    ``fp8_amax_weight`` and ``fp8_amax_grad``, newest entry first. They are part of the state_dict.
-    The description of passes in `AmaxHistory` applies to each call of the layer. Convert a model
-    before loading them; after loading a state_dict without them the histories start empty.
-    `fp8.reduce_amax` synchronizes them across data-parallel processes.
-
-    A recipe with scaling "static" stores three scale factors in the same way, ``fp8_scale_input``
-    and so on, 0 if not set yet. `fp8.calibrate` sets them, otherwise the first training step does.
-    Such layers can be checkpointed.
-
-    A recipe with `saved_activations` also converts activation modules (`ACTIVATIONS`). A gate that
-    is not a module saves its factors as torch does.
+    ``fp8_amax_weight`` and ``fp8_amax_grad``, newest entry first, which are part of the state_dict:
+    convert a model before loading them. Each call of the layer is a pass of `AmaxHistory`. One with
+    scaling "static" stores ``fp8_scale_input`` and so on in the same way, 0 until `fp8.calibrate`
+    or the first training step sets them. A recipe with `saved_activations` also converts activation
+    modules (`ACTIVATIONS`).
 
     Args:
         model: converted in place.
@@ -223,19 +208,16 @@ def convert(
             "tensor". Or a `fp8.Policy`, which selects the recipe of each layer by its name and
             role; `report` names the rule that decided, and `advance` applies its switch.
         backend: as in `fp8.autocast`. Convolutions, and recipes and weight sizes that the kernels
-            do not support, are simulated. A number of tokens that is not a multiple of 16 (32 under
-            MX and NVFP4, 128 under "block") is padded with zeros. The report shows both, the latter
-            after the first such call in eager mode on any device, and why the kernels of this
-            device are not used. "transformer_engine" or "torchao" replaces the layers with those of
+            do not support, are simulated, and other numbers of tokens are padded with zeros; the
+            report shows both. "transformer_engine" or "torchao" replaces the layers with those of
             that library (`fp8.adapters`); if the model is itself such a layer, use the return
             value.
-        where: selects the layers: a function (name, layer) -> bool, or a name of
-            `fp8.selection.where.WHERE`. "hidden": the layers of the repeated blocks. "umup": the
-            same without the layers whose output is added to the residual stream. None: all layers.
-            A function of (module, name), like torchao's filters, is recognized by its annotations
-            or argument names.
+        where: selects the layers: a function (name, layer) -> bool, or of (module, name), like
+            torchao's filters; or a name of `fp8.selection.where.WHERE`. "hidden": the layers of the
+            repeated blocks. "umup": the same without the layers whose output is added to the
+            residual stream. None: all layers.
         rest: the recipe of the layers that ``where`` does not select, or that the policy leaves in
-            high precision, simulated if it has no kernels. None leaves them unconverted.
+            high precision. None leaves them unconverted.
             ``convert(model, "unit", where="umup", rest="bf16")`` is the u-muP scheme.
 
     Returns:
@@ -250,9 +232,9 @@ def convert(
         TypeError: if ``model`` is not a module or contains TorchScript, or if ``where`` does not
             return a bool.
         ValueError: for an unknown recipe, backend or where; for a rule of a policy that matches no
-            layer, and whatever else the model lacks; for a lazy layer that has no weight yet; for
-            "native" with a recipe that has no kernels; for the layers of another library with
-            ``rest``, or with a policy of several recipes or with a switch.
+            layer; for a lazy layer that has no weight yet; for "native" with a recipe that has no
+            kernels; for the layers of another library with ``rest``, or with a policy of several
+            recipes or with a switch.
         NotImplementedError: in the forward pass, if a layer with scaling "delayed" is checkpointed
             with ``use_reentrant=False``.
 
@@ -272,7 +254,8 @@ def convert(
     others = None if rest is None else source_of(rest)
     base = recipe_of(policy.recipe)
     checked_backend(backend, base or PLAIN, ADAPTERS)
-    model = _without_adapters(model)
+    if any(map(adapted, model.modules())):
+        model = revert(model)
     found = resolve(policy.at(0), model)  # raises before anything changes
     for start, _ in policy.switch:
         resolve(policy.at(start), model)
@@ -297,18 +280,12 @@ def convert(
 
 
 def check_ready(model: nn.Module) -> None:
-    """Raises TypeError for TorchScript in ``model``, ValueError for a lazy layer without a
-    weight."""
+    """Raises TypeError for TorchScript, ValueError for a lazy layer without a weight."""
     for name, module in model.named_modules():
         check_not_scripted(name, module)
         if any(map(is_lazy, module.parameters(recurse=False))):
             path = name or type(module).__name__
             raise ValueError(f"{path} has no weight yet: call the model once, then convert it")
-
-
-def _without_adapters(model: M) -> M:
-    """``model``, with its own layers if those of another library replaced them."""
-    return revert(model) if any(map(adapted, model.modules())) else model
 
 
 def _adapt(model: M, policy: Policy, adapter: Any, where: str | Where | None, rest: Any) -> M:
@@ -318,7 +295,8 @@ def _adapt(model: M, policy: Policy, adapter: Any, where: str | Where | None, re
     base = recipe_of(policy.recipe)
     if not policy.selects and base is not None:
         adapter.its_recipe(base)  # raises before anything changes
-    model = _without_adapters(model)
+    if any(map(adapted, model.modules())):
+        model = revert(model)
     found = resolve(policy, model)
     recipes = {r for d in found.values() if (r := composed(d.sources, PLAIN)) is not None}
     recipes = recipes or ({base} if base else set())
@@ -422,8 +400,7 @@ def _advance(owner: nn.Module, policy: Policy, fraction: float) -> bool:
 
 
 def choose_recipes(model: nn.Module) -> None:
-    """Selects the recipe again for layers converted under "auto". Called when a model becomes
-    unit-scaled."""
+    """Selects the recipe of layers under "auto" again, when a model becomes unit-scaled."""
     for module in model.modules():
         if isinstance(module, Converted) and AUTO in module.fp8_sources:
             vars(module)["fp8_recipe"] = composed(module.fp8_sources, auto_of(module))
@@ -433,8 +410,7 @@ def choose_recipes(model: nn.Module) -> None:
 
 
 def choose_static(model: nn.Module) -> None:
-    """Selects "static" for layers converted under "auto" that are not unit-scaled. Called by
-    calibration."""
+    """Selects "static" for layers under "auto" that are not unit-scaled, for calibration."""
     for module in model.modules():
         if isinstance(module, Converted):
             _choose_static(module)
@@ -450,16 +426,14 @@ def _choose_static(module: Any) -> None:
 def _warn(model: nn.Module, chosen: Sequence[str]) -> None:
     """Warns about layers whose recipe needs unit scaling, and if no layer was converted. chosen:
     the names that ``where`` selected."""
-    found: list[tuple[str, Any]] = [
-        (name, layer) for name, layer in model.named_modules() if isinstance(layer, Converted)
-    ]
+    found: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, Converted)}
     plain = [
-        (name or "(model)", layer.fp8_recipe.name)
-        for name, layer in found
+        (layer.fp8_recipe.name, name or "(model)")
+        for name, layer in found.items()
         if needs_unit_scale(layer.fp8_recipe) and not is_unit_scaled(layer)
     ]
     if plain:
-        name, recipe = plain[0]
+        recipe, name = plain[0]
         warn_once(RecipeWarning, _NOT_UNIT.format(recipe, len(plain), len(found), name), model)
     if not found or not chosen:
         warn_nothing(model, report(model))
@@ -526,16 +500,12 @@ def report(model: nn.Module) -> Report[Row]:
         else:
             why = why_not or vars(module).get("fp8_why", "not chosen")
             rows.append(Row(name, kind, LEFT_ALONE, why))
-    return Report(rows, [*notes_on(model), *_notes(vars(model).get("fp8_policy"))])
-
-
-def _notes(policy: Policy | None) -> list[str]:
-    """What the report says of a policy besides its layers: its name and its switch."""
-    if policy is None:
-        return []
+    notes, policy = [*notes_on(model)], vars(model).get("fp8_policy", Policy())
     starts = [f"{name_of(to)} from {start:g} of the training" for start, to in policy.switch]
-    name = f"policy {policy.name!r}" if policy.name else "policy"
-    return ["; ".join([name, *starts])] if policy.name or starts else []
+    if policy.name or starts:
+        name = f"policy {policy.name!r}" if policy.name else "policy"
+        notes.append("; ".join([name, *starts]))
+    return Report(rows, notes)
 
 
 def _how(module: Any) -> str:
@@ -544,14 +514,12 @@ def _how(module: Any) -> str:
     state = "unit-scaled" if is_unit_scaled(module) else "not unit-scaled"
     state = "calibrated" if recipe == STATIC else state
     since = vars(module).get("fp8_since", "")
-    whys = [f"{AUTO}: {state}" if AUTO in module.fp8_sources and not since else ""]
-    whys += [module.fp8_why, since]
-    why = "; ".join(filter(None, whys))
+    auto = f"{AUTO}: {state}" if AUTO in module.fp8_sources and not since else ""
+    why = "; ".join(filter(None, [auto, module.fp8_why, since]))
     name = f"{recipe.name} ({why})" if why else recipe.name
     if isinstance(module, ACTIVATIONS):
-        return (
-            f"{name}, keeps {'bits' if isinstance(module, nn.ReLU) else recipe.saved_activations}"
-        )
+        kept = "bits" if isinstance(module, nn.ReLU) else recipe.saved_activations
+        return f"{name}, keeps {kept}"
     none = "" if module.fp8_asked == "simulate" else why_not_recipe(recipe)
     if backend == "simulate":
         return f"{name}, simulated: {none}" if none else str(name)
@@ -583,9 +551,9 @@ def check_fits(name: str, module: nn.Module, recipe: Recipe | None) -> None:
 def _unfit(module: nn.Module, recipe: Recipe) -> str:
     """Why a layer cannot run under this recipe; "" if it can."""
     if isinstance(module, nn.Bilinear) and not is_whole(recipe):
-        return _TWO_AXES
+        return "it sums over two axes, and the recipe has scales along one"
     if isinstance(module, nn.MultiheadAttention) and (
         module.bias_k is not None or module.add_zero_attn
     ):
-        return _MORE_KEYS
+        return "add_bias_kv and add_zero_attn are not supported"
     return ""

@@ -1,5 +1,4 @@
-"""`fp8.override`: other recipes for some layers, products or operands of a converted model, for as
-long as a block is open."""
+"""`fp8.override`: other recipes for parts of a converted model while a block is open."""
 
 from __future__ import annotations
 
@@ -24,14 +23,13 @@ class override:
     """Within the block, the layers of ``model`` that match take the recipes of the rules.
 
     For debugging: which product of which layer makes a loss diverge? Rules are those of
-    `fp8.Policy`. They apply in order, on top of the recipe in force, to a layer, to one of its
-    products ("forward", "grad_input", "grad_weight"), to an operand ("input", "weight", "grad") or
-    to one cast ("grad_weight.grad"). None is high precision. Products whose forward pass runs in
-    the block have these casts also in their backward pass, wherever that runs. `report` shows them.
+    `fp8.Policy` and apply in order, on top of the recipe in force. Products whose forward pass runs
+    in the block have these casts also in their backward pass, wherever that runs. `report` shows
+    them.
 
-    Afterwards every layer is as before, with its scales and histories: buffers stay while they are
-    not used. Blocks can be nested. A compiled model is compiled again at its next call. `advance`
-    belongs outside of the block. Under `fp8.autocast`, pass another policy instead.
+    Afterwards every layer is as before, with its scales and histories. Blocks can be nested. A
+    compiled model is compiled again at its next call. `advance` belongs outside of the block. Under
+    `fp8.autocast`, pass another policy instead.
 
     Args:
         model: a model that `fp8.convert` has converted, or a part of it.
@@ -62,14 +60,13 @@ class override:
 
     def _sources(self) -> dict[Any, tuple[Source, ...]]:
         """Layer -> what its casts come from in the block."""
-        named: list[tuple[str, Any]] = [
-            (name, m) for name, m in self._model.named_modules() if isinstance(m, Converted)
-        ]
+        modules = self._model.named_modules()
+        named: dict[str, Any] = {n: m for n, m in modules if isinstance(m, Converted)}
         found: dict[Any, list[Source]] = {}
         for rule in self._rules:
-            layers = {name: m for name, m in named if matches(rule.layers, name)}
+            layers = {name: m for name, m in named.items() if matches(rule.layers, name)}
             if not layers:
-                names = ", ".join(repr(name) for name, _ in named[:8]) or "none"
+                names = ", ".join(map(repr, list(named)[:8])) or "none"
                 raise ValueError(f"override: {rule} matches no converted layer; there are {names}")
             for name, layer in layers.items():
                 sources = found.setdefault(layer, [vars(layer)["fp8_recipe"]] * len(CASTS))

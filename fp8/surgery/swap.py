@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -40,12 +40,6 @@ def is_replacement(module: nn.Module) -> bool:
     return _CARRIED in vars(module)
 
 
-def forget(model: nn.Module) -> None:
-    """Removes the record of `swap` from ``model`` and its submodules."""
-    for module in model.modules():
-        vars(module).pop(_ADAPTED, None)
-
-
 def swap(model: nn.Module, make: Make, *, adapter: str = "", how: str = "") -> nn.Module:
     """Replaces every module for which ``make`` returns a replacement, under all its names.
 
@@ -55,8 +49,8 @@ def swap(model: nn.Module, make: Make, *, adapter: str = "", how: str = "") -> n
     model, or its replacement if the model itself is replaced.
 
     adapter: the library of the new layers. The model is marked as `adapted`, with a row for each
-    module for which ``make`` returns an answer. "" reverts: only the attributes are given back.
-    how: the reason shown in the rows of replaced modules.
+    module for which ``make`` returns an answer. "" reverts: only the attributes are given back, and
+    the records are removed. how: the reason shown in the rows of replaced modules.
     """
     replacements: dict[int, nn.Module] = {}
     rows = []
@@ -76,7 +70,10 @@ def swap(model: nn.Module, make: Make, *, adapter: str = "", how: str = "") -> n
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, replacements[id(module)])
     model = replacements.get(id(model), model)
-    if adapter:
+    if not adapter:
+        for module in model.modules():
+            vars(module).pop(_ADAPTED, None)
+    else:
         vars(model)[_ADAPTED] = Adapted(adapter, Report(rows))
         if not replacements:
             warn_nothing(model, rows)
@@ -108,12 +105,6 @@ def _take_over(new: nn.Module, old: nn.Module, *, carry: bool) -> None:
         vars(new)[_CARRIED] = tuple(sorted(names))
 
 
-def shared(model: nn.Module) -> set[int]:
-    """The ids of the modules that have more than one name."""
-    names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    return {key for key, count in names.items() if count > 1}
-
-
 def layers_for(
     model: nn.Module,
     kinds: tuple[type[nn.Module], ...],
@@ -121,11 +112,8 @@ def layers_for(
     make: Callable[[nn.Module], nn.Module | str],
     other: str,
 ) -> Make:
-    """A `Make` of a library that replaces layers of exactly ``kinds``.
-
-    make: its replacement of such a layer, or why the layer stays. other: why layers with a matrix
-    of other kinds stay.
-    """
+    """A `Make` of a library that replaces layers of exactly ``kinds``. make: the replacement, or
+    why the layer stays. other: why layers with a matrix of other kinds stay."""
     owners = inside_attention(model)
 
     def replacement(name: str, module: nn.Module) -> nn.Module | str | None:
@@ -136,23 +124,17 @@ def layers_for(
             return f"computed by {owners[id(module)]}"
         if where is not None and not where(name, module):
             return "not chosen"
-        return _why_not_exact(module, kinds) or make(module)
+        if isinstance(module, Gained):
+            return "transformed: its scales would be lost"
+        exact = type(module) in kinds
+        why = why_quantized(module) or ("" if exact else "a subclass: its forward may be its own")
+        return why or make(module)
 
     return replacement
 
 
-def _why_not_exact(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> str:
-    """Why a module of one of the ``kinds``, or of a subclass, stays; "" if it may be replaced."""
-    if type(module) in kinds:
-        return why_quantized(module)
-    if isinstance(module, Gained):
-        return "transformed: its scales would be lost"
-    return why_quantized(module) or "a subclass: its forward may be its own"
-
-
 def why_not_fit(module: nn.Module, multiple: int) -> str:
-    """Why a layer does not fit kernels for sizes that are multiples of ``multiple``: its weight is
-    no parameter, or, of a linear layer, a size is no such multiple; "" if it fits."""
+    """Why kernels for sizes that are multiples of ``multiple`` do not take a layer, or ""."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     if weight is None:
         return "its weight is computed, not a parameter"
@@ -161,8 +143,8 @@ def why_not_fit(module: nn.Module, multiple: int) -> str:
 
 
 class Padded(Gained):
-    """A linear layer that pads its input with rows of zeros to the multiple that its kernels need,
-    and removes them from its output. They do not change other rows, maxima or gradients."""
+    """A linear layer that pads its input with rows of zeros to the multiple that its kernels need;
+    they do not change other rows, maxima or gradients."""
 
     fp8_multiple: int
 
