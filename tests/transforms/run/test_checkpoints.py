@@ -24,9 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import fp8
+import unit_scaling as uu
 from fp8.checkpoints.files import load_checkpoint, save_checkpoint
 from unit_scaling.transforms import simulate_fp8, unit_scale
-from unit_scaling.transforms.run.state import EXTRA_STATE, MARKER
+from unit_scaling.transforms.run.state import EXTRA_STATE, MARKER, _unpacked
 
 PLAIN = "is unit-scaled and these are the weights of the plain model: .* before unit_scale"
 
@@ -65,6 +66,17 @@ def test_the_plain_class_refuses_it():
     other = unit_scale(plain(1))
     assert not any(other.load_state_dict(state))
     same(other, model)
+
+
+def test_an_edited_model_saves_its_new_plan():
+    model = unit_scale(plain())
+    texts = set()
+    for activation in (nn.GELU(), nn.Tanh(), nn.Sigmoid()):
+        model[1] = activation
+        model(X)
+        texts.add(_unpacked(model.state_dict()[EXTRA_STATE]))
+        assert texts >= {uu.plan(model).to_json()}
+    assert len(texts) == 3
 
 
 def test_a_part_says_so_too():

@@ -76,6 +76,15 @@ def test_derivatives_are_true_after_the_first_call(
         torch.testing.assert_close(found, expected)
 
 
+def test_a_plan_at_the_address_of_an_earlier_one_warns_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("unit_scaling.transforms.run.border.id", lambda _: 0, raising=False)
+    for _ in range(2):
+        model = unit_scale(net())
+        model(X).sum().backward()
+        with pytest.warns(ScaleWarning, match="From the next call on"):
+            penalty(model)
+
+
 class Equilibrium(nn.Module):
     """A fixed point, whose gradient a hook computes by iteration."""
 

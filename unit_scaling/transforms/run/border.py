@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import Node
 
-from fp8.common.pitfalls import ScaleWarning, warn_once
+from fp8.common.pitfalls import ScaleWarning, show
 from fp8.common.step import plain, unfolded
 
 from ...scale import has_gradient, scale_edge
@@ -177,7 +177,7 @@ def _normalised(grad: Tensor | None, plan: Plan, exponent: int, size: float) -> 
         return None
     if torch.is_grad_enabled():
         if not plan.true:
-            warn_once(ScaleWarning, _TWICE, key=str(id(plan)))
+            show(ScaleWarning, _TWICE)
         plan.true = True
     if plan.outside is None:
         plan.arriving.exponent = _outside(grad, size, plan.name)

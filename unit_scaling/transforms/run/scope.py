@@ -203,6 +203,7 @@ class UnitScale:
     def _forget(self) -> None:
         """Drops all plans."""
         self.plans, self._latest, self.arriving = {}, {}, {}
+        self._held = None
         self._runs.clear()
         self.edition = str(int(self.edition) + 1)
 
@@ -414,6 +415,7 @@ class UnitScale:
             older, newer = plan.in_its_gauge(self.plans[form].places), plan.places
             plan.places = newer | older if self.settled.varying else older | newer
         self.plans[form] = plan
+        self._held = None
         if not form.path:
             self._latest[form.training] = plan
 
@@ -454,7 +456,7 @@ class UnitScale:
     def held(self, model: nn.Module) -> str:
         """The plan as JSON, for the state_dict of ``model``; "" if there is none."""
         plans = list(self.plans.values())
-        state = [(id(plan), plan.outside, plan.looks, plan.watched.copy()) for plan in plans]
+        state = [(plan.outside, plan.looks, plan.watched.copy()) for plan in plans]
         if self._held is None or self._held[0] != state:
             known = plans and not self.replacements
             text = self.plan(model, seen=False).to_json() if known else ""
@@ -501,7 +503,7 @@ class UnitScale:
         self.residual, self.context_length = plan.residual, plan.context_length
         self.rows = list(plan.rows)
         self.plans, self.settled = copy.deepcopy((plan.plans, plan.settled))
-        self.arriving = {}
+        self.arriving, self._held = {}, None
         self._latest = {form.training: p for form, p in self.plans.items() if not form.path}
 
     def _check_seen(self, model: nn.Module) -> None:
