@@ -181,9 +181,13 @@ class Replay(Calls):
         for slot, fwd, bwd in step.slots:
             if slot == (0,) and args[0] is written and fwd == bwd:
                 written.mul_(fwd)
-            elif slot in given:  # a list may be shorter than planned
+            elif slot in given:
                 elsewhere |= slot == (0,) and fwd != 1.0
                 changed[slot] = scale_edge(given[slot], fwd, bwd)
+            elif len(slot) == 1:  # a list may be shorter than planned
+                path, what = self._path[-1], f"a tensor as argument {slot[0]!r} of a call"
+                where = repr(path or "the model itself")
+                raise PlanMissError(f"unit_scale has seen {what} in {where}", {path})
         if changed:
             args, kwargs = replaced(args, changed), replaced(kwargs, changed)
         if step.slots and kwargs.get("inplace"):  # autograd functions' outputs must not be written
