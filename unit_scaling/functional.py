@@ -38,3 +38,7 @@ __all__ = sorted(
         "swiglu",
     ]
 )
+
+# The files of ops import other names, and torch.fx wraps all that it finds in a module.
+for _name in {name for name in globals() if not name.startswith("_")}.difference(__all__):
+    del globals()[_name]
