@@ -104,7 +104,7 @@ def _cast_groups(
     label: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The cast operand, its scale factors, the units of groups, and the history afterwards. apart:
-    whether the result is that of `group_codes`. text, label: of the spec."""
+    as in `cast_groups`. text, label: of the spec."""
     spec, groups = Spec.from_text(text, label), Groups(offs, split, axis)
     y, scales, units, after = _results(x, groups, history, apart, spec.hadamard)
     states: list[Tensor] = [] if history is None else group_states(after)
@@ -162,51 +162,26 @@ def cast_groups(
     history: Tensor | None = None,
     record: bool | None = None,
     turn: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    apart: bool = False,
+) -> tuple[Tensor, Any, Tensor | None]:
     """`fp8.casts.casting.rounded` of every group of ``x``, not differentiable, and the scale factor
     of each group in a shape that broadcasts to ``x``; None if all are 1, or if each tile has its
-    own.
+    own. apart: `codes` of every group, with the scale of each element and the unit of each group.
 
     What lies outside of all groups becomes zero. An empty group leaves its history, (groups,
     length) or (groups,), unchanged. If rotated along the axis that groups split, the groups of the
     result end at `aligned`.
     """
     if spec is None:
-        return x, None
-    record = updates_states() if record is None else record
-    y, scales, _ = _cast(x, groups, spec, history, record, turn, apart=False)
-    scaled = spec.tile == (0, 0) and (spec.rule is not None or spec.margin or history is not None)
-    return y, scales if scaled else None
-
-
-def group_codes(
-    x: Tensor,
-    groups: Groups,
-    spec: Spec,
-    history: Tensor | None = None,
-    record: bool = False,
-    turn: Tensor | None = None,
-) -> Codes:
-    """`codes` of every group of ``x``, with the scale of each element and the unit of each group.
-    Arguments as in `cast_groups`."""
-    y = Codes(*_cast(x, groups, spec, history, record, turn, apart=True))
-    return y if groups.axis == -1 else y.mT
-
-
-def _cast(
-    x: Tensor,
-    groups: Groups,
-    spec: Spec,
-    history: Tensor | None,
-    record: bool,
-    turn: Tensor | None,
-    apart: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The first results of `_cast_groups`; writes the last into ``history``."""
-    offs, split, axis = groups
+        return x, None, None
+    (offs, split, axis), record = groups, updates_states() if record is None else record
     arguments = (offs, history, turn, split, axis, record, apart, spec.text, spec.label)
     y, scales, units, after = torch.ops.fp8.cast_groups(plain(x).detach(), *arguments)
     if history is not None and record:
         with torch.no_grad():
             history.copy_(after)
-    return y, scales, units
+    if apart:
+        found = Codes(y, scales, units)
+        return found if axis == -1 else found.mT
+    scaled = spec.tile == (0, 0) and (spec.rule is not None or spec.margin or history is not None)
+    return y, scales if scaled else None, None

@@ -130,14 +130,14 @@ class _Grouped(Function):
         da = db = for_a = None
         if needs_a:
             turn = turn_of(casts.grad_for_a, grad)
-            for_a, _ = cast_groups(grad, along, casts.grad_for_a, history, True, turn)
-            again, _ = cast_groups(b, across, casts.b_again, turn=turn)
+            for_a, *_ = cast_groups(grad, along, casts.grad_for_a, history, True, turn)
+            again, *_ = cast_groups(b, across, casts.b_again, turn=turn)
             da = MULTIPLY_GROUPS(for_a, again, offs, s_a)
         if needs_b:
             for_b, turn = for_a, turn_of(casts.grad_for_b, grad)
             if for_b is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
-                for_b, _ = cast_groups(grad, across, casts.grad_for_b, history, True, turn)
-            again, _ = cast_groups(a, across, casts.a_again, turn=turn)
+                for_b, *_ = cast_groups(grad, across, casts.grad_for_b, history, True, turn)
+            again, *_ = cast_groups(a, across, casts.a_again, turn=turn)
             ends = aligned(offs, casts.grad_for_b) if how.split == -2 else offs
             if ctx.turned:
                 db = MULTIPLY_GROUPS(again.mT, for_b, ends, s_b).mT
@@ -186,8 +186,8 @@ def _simulated(
     first, second, needed = with_copies(a, b, casts)
     of_a, of_b, of_grad = histories
     turn, along = turn_of(casts.a, a), Groups(offs, split, -1)
-    cast_a, scale_a = cast_groups(a, along, casts.a, of_a, turn=turn)
-    cast_b, scale_b = cast_groups(b, along, casts.b, of_b, turn=turn)
+    cast_a, scale_a, _ = cast_groups(a, along, casts.a, of_a, turn=turn)
+    cast_b, scale_b, _ = cast_groups(b, along, casts.b, of_b, turn=turn)
     operands = (a, b, offs, cast_a.detach(), cast_b.detach(), scale_a, scale_b)
     settings = _Settings(scales, needed, split, first is not None, second is not None)
     return apply(_Grouped, *operands, of_grad, settings, written=of_grad)

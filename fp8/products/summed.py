@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from ..casts.casting import Codes, Spec, codes, format_of, narrowed, turn_of, widened
-from ..casts.groups import Groups, aligned, group_codes, pieces, product_shape
+from ..casts.groups import Groups, aligned, cast_groups, pieces, product_shape
 from ..casts.operands import Casts, one_copy
 from ..casts.saved_operands import saved_tensors
 from ..common.compiler import in_graph, is_differentiated_again, updates_states
@@ -214,12 +214,12 @@ def operand(
     record: bool = False,
     turn: Tensor | None = None,
 ) -> Codes:
-    """`codes`, or `group_codes` if groups split an axis; of an operand that is not cast its values,
+    """`codes`, those of groups if these split an axis; of an operand that is not cast its values,
     with scale 1."""
     if spec is not None:
         check_dtype(plain(x))
     if spec is not None and groups.split:
-        return group_codes(x, groups, spec, history, record, turn)
+        return Codes(*cast_groups(x, groups, spec, history, record, turn, apart=True))
     if spec is not None and x.numel():
         return codes(x, spec, groups.axis, history, record, turn)
     return Codes(x if groups.axis == -1 else x.mT, x.new_ones((), dtype=torch.float32))
@@ -274,7 +274,7 @@ def _summed(
     grouped: bool,
     turned: list[bool],
 ) -> Tensor:
-    """The product of the operands, or that of each group of `group_codes`, zero outside of all
+    """The product of the operands, or that of each group of `cast_groups`, zero outside of all
     groups. of_a, of_b: the texts of their specs. Those that are ``turned`` are given as transposes:
     in the order of their memory, as the compiler fails on casts of one tensor in two orders."""
     a, b = _as_used(a, b, turned)
