@@ -162,7 +162,11 @@ def apply(function: type[Function], *args: Any, written: Tensor | None = None) -
         # The compiler assumes that an argument which `torch.func.grad` differentiates needs no
         # gradient (torch 2.13), and would differentiate ``forward`` instead of calling
         # ``backward``. It does see that a view of it needs one.
-        call, seen = _as_traced(function).apply, []
+        if not torch.compiler.is_dynamo_compiling():  # which traces the backward itself
+            from .traced import marked  # imports the compiler
+
+            function = marked(function)
+        call, seen = function.apply, []
         for arg in args:
             known = not isinstance(arg, Tensor) or arg is written or arg.requires_grad
             seen.append(arg if known or not arg.is_floating_point() else arg[...])
@@ -171,14 +175,6 @@ def apply(function: type[Function], *args: Any, written: Tensor | None = None) -
             return call(*seen)
     with torch.DisableTorchFunction():
         return call(*seen)
-
-
-def _as_traced(function: type[Function]) -> type[Function]:
-    if torch.compiler.is_dynamo_compiling():  # which traces the backward itself
-        return function
-    from .traced import marked  # imports the compiler
-
-    return marked(function)
 
 
 def apply_eagerly(function: type[Function], *args: Any) -> Any:

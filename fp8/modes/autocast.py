@@ -200,8 +200,10 @@ class autocast:
         self.recipe = chosen if cast else None
         #: The recipe of products of unit-scaled functions.
         self.unit_recipe = (given or UNIT) if cast else None
-        #: The layers that have recipes of their own.
-        self.by_layer = _ByLayer(layers) if layers else None
+        #: The layers that have recipes of their own, and their hooks while the block is open.
+        self.layers = layers
+        self._hooks: list[Any] = []
+        self._entries = 0
         #: The layer whose hook opened the block, if any.
         self.layer: nn.Module | None = None
         self.opaque = opaque
@@ -214,6 +216,14 @@ class autocast:
         #: continue the count of the enclosing blocks.
         self.before: int | None = None
 
+    def _hook_layers(self) -> None:
+        """Adds the hooks of layers, at the first of nested entries."""
+        _check_eager()
+        self._entries += 1
+        for layer, recipe in self.layers.items() if self._entries == 1 else ():
+            before = layer.register_forward_pre_hook(_before(self, recipe))
+            self._hooks += [before, layer.register_forward_hook(_after, always_call=True)]
+
     def of_layer(self, recipe: Recipe | None) -> autocast:
         """The block of a layer with a recipe of its own."""
         if recipe is None:
@@ -222,8 +232,8 @@ class autocast:
         return autocast(recipe, opaque=self.opaque, history=self.history, backend=backend)
 
     def __enter__(self) -> autocast:
-        if self.by_layer is not None:
-            self.by_layer.enter(self)
+        if self.layers:
+            self._hook_layers()
         eager = not torch.compiler.is_dynamo_compiling()
         if self.recipe is not None and self.recipe.changes_scales and in_recomputation():
             _check_recomputes(self.recipe)
@@ -261,8 +271,10 @@ class autocast:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self.by_layer is not None:
-            self.by_layer.exit()
+        if self.layers:
+            self._entries -= 1
+            while self._hooks and not self._entries:
+                self._hooks.pop().remove()
         index = -1 if torch.compiler.is_dynamo_compiling() else index_of(self)
         block = ACTIVE.blocks.pop(index)
         for mode in reversed(block.modes):
@@ -326,32 +338,6 @@ def _check_eager() -> None:
             "fp8.autocast with a policy that selects layers cannot be compiled: use "
             "fp8.convert(model, policy)"
         )
-
-
-class _ByLayer:
-    """The hooks that open the nested blocks of layers."""
-
-    def __init__(self, layers: _Layers) -> None:
-        self.layers = layers
-        self._entries = 0
-        self._handles: list[Any] = []
-
-    def enter(self, block: Any) -> None:
-        """Adds the hooks, at the first of nested entries of ``block``."""
-        _check_eager()
-        self._entries += 1
-        if self._entries > 1:
-            return
-        for layer, recipe in self.layers.items():
-            before = layer.register_forward_pre_hook(_before(block, recipe))
-            after = layer.register_forward_hook(_after, always_call=True)
-            self._handles += [before, after]
-
-    def exit(self) -> None:
-        """Removes the hooks, at the last exit."""
-        self._entries -= 1
-        while self._handles and not self._entries:
-            self._handles.pop().remove()
 
 
 def _before(block: autocast, recipe: Recipe | None) -> Callable[..., None]:
@@ -426,10 +412,8 @@ def _again(block: Any) -> autocast:
         auto = block.recipe is not block.unit_recipe
         recipe, opaque, history = AUTO if auto else block.recipe, block.opaque, block.history
         again = autocast(recipe, opaque=opaque, history=history, backend=block.backend)
-    layers = getattr(opened, "by_layer", None)
-    if layers is not None:
-        again._asked = opened._asked
-        again.by_layer = _ByLayer(layers.layers)
+    if isinstance(opened, autocast):
+        again.layers, again._asked = opened.layers, opened._asked
     return again
 
 

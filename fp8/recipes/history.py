@@ -71,19 +71,23 @@ class AmaxHistory:
         has the shape (1,) if it is to be measured. groups: the number of states, of a grouped
         product. Raises ValueError if it has another length."""
         key = _attribute(name)
-        self._prepare(key, length, groups, str(device))
+        if not self._note(key):
+            self._create(key, length, groups, str(device))
         state, known = getattr(self._states, key), getattr(self._known, key)
         return _checked(name, state, _shape(length, groups), known)
 
     @taken_as_constant
-    def _prepare(self, key: str, length: int, groups: int, device: str) -> bool:
-        """Creates a state, or notes whether it is set; also while a graph is traced."""
+    def _note(self, key: str) -> bool:
+        """Whether there is a state of this name; notes whether it is set, also for a graph."""
         states = vars(self._states)
         if key in states:
             note(self._known, key, states[key])
-            return True
+        return key in states
+
+    @taken_as_constant
+    def _create(self, key: str, length: int, groups: int, device: str) -> bool:
         with torch.inference_mode(False):
-            states[key] = torch.zeros(_shape(length, groups), device=device)
+            vars(self._states)[key] = torch.zeros(_shape(length, groups), device=device)
         vars(self._known)[key] = False
         return True
 
