@@ -319,7 +319,7 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any)
         whole = scale
     else:
         values, whole, tiles, dims = by_tiles(x, spec, axis, of)
-        y = untiled((values * whole).to(x.dtype), x, spec.tile, axis)
+        y = untiled(values.mul_(whole).to(x.dtype), x, spec.tile, axis)
         if label and scale_format(rule) == "e4m3":
             unit = tensor_unit(tiles, dims, spec, of)
             blocks = Blocks(tiles.abs().amax(dims, keepdim=True), whole, unit)

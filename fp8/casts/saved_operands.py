@@ -26,6 +26,7 @@ from ..common.compiler import (
     eager_only,
     is_differentiated_again,
     is_plain,
+    reads_values,
 )
 from ..recipes.scaling import inverse_of
 from .casting import Spec, format_of
@@ -193,5 +194,12 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 def restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``data * scale``, computed in float32 or wider and rounded to ``dtype``. scale: 0-dim, or
     broadcastable to ``data``."""
-    values = data.to(torch.promote_types(dtype, torch.float32))
-    return (values if scale is None else values * scale).to(dtype)
+    one_scale = scale is None or not scale.ndim
+    lookup = one_scale and type(data) is Tensor and data.dtype.itemsize == 1 and reads_values(data)
+    codes = torch.arange(256, dtype=torch.uint8).view(data.dtype) if lookup else data
+    values = codes.to(torch.promote_types(dtype, torch.float32))
+    values = (values if scale is None else values * scale).to(dtype)
+    if not lookup:
+        return values
+    index = data.view(torch.uint8).flatten().int()  # a fifth of the time of a conversion
+    return values.index_select(0, index).view(data.shape)

@@ -174,23 +174,18 @@ def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Codes:
 
 
 def in_pairs(y: Tensor) -> Tensor:
-    """Packs e2m1 values as uint8, two of a row in one; the first is in the lower four bits. Values
-    may be off by errors of float32.
-
-    The magnitudes 0 to 2 in steps of 0.5, 3, 4 and 6 have the codes 0 to 7. NaN becomes an
-    arbitrary code.
-    """
+    """Packs e2m1 values, which may be off by errors of float32, as uint8, two of a row in one; the
+    first is in the lower four bits. The magnitudes 0 to 2 in steps of 0.5, 3, 4 and 6 have the
+    codes 0 to 7. NaN becomes an arbitrary code."""
     m = y.abs()
     bits = torch.minimum(torch.minimum(2 * m, m + 2), m / 2 + 4).round() + 8 * y.signbit()
     return (bits[:, ::2] + 16 * bits[:, 1::2]).to(torch.uint8)
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """One-byte scales (rows, columns) in the layout of the kernels, flattened to one dimension.
-
-    They are padded with zeros to tiles of 128 x 4, stored row by row. Within a tile, row i and
-    column j are at 16 * (i % 32) + 4 * (i // 32) + j (cuBLAS, "1D Block Scaling Factors Layout").
-    """
+    """One-byte scales (rows, columns) in the layout of the kernels, flattened to one dimension:
+    padded with zeros to tiles of 128 x 4, stored row by row. Within a tile, row i and column j are
+    at 16 * (i % 32) + 4 * (i // 32) + j (cuBLAS, "1D Block Scaling Factors Layout")."""
     rows, columns = scale.shape
     x = F.pad(scale.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
     tiles = x.view(-(-rows // 128), 4, 32, -(-columns // 4), 4)

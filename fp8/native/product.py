@@ -1,8 +1,5 @@
 """Products computed by torch's scaled_mm kernels, with operands of one byte or half a byte per
-element.
-
-The casts and the three products are those of simulation. The quantized bytes are saved for the
-backward pass.
+element, which are saved for the backward pass. Casts and products are those of simulation.
 """
 
 from __future__ import annotations
@@ -72,12 +69,9 @@ def devices(recipe: Recipe) -> str:
 def kernels(
     backend: str, a: Tensor, b: Tensor, casts: tuple[Spec | None, ...], dtype: torch.dtype
 ) -> tuple[str, ...]:
-    """The kernels (rows of KERNELS) of a product of a (m, k) and b (n, k) with a result of
-    ``dtype``, and of its gradients; () if they are to be simulated.
-
-    For a and b that `takes` accepts. casts: as in `product`. Warns if a device has FP8 products but
-    not these, or if one fails its self-test.
-    """
+    """The kernels (rows of KERNELS) of a product of a (m, k) and b (n, k), which `takes` accepts,
+    with a result of ``dtype``, and of its gradients; () if they are to be simulated. Warns if a
+    device has FP8 products but not these, or if one fails its self-test."""
     # The self-test does not depend on static scales.
     a_y, b_y, a_da, b_da, a_db, b_db = (spec and shifted(spec, -spec.margin) for spec in casts)
     pairs = ((a_y, b_y), (a_da, b_da), (a_db, b_db))
