@@ -596,23 +596,3 @@ def test_a_forward_around_that_of_the_model_is_outside_of_its_plan():
         assert torch.equal(mine.grad, p.grad)
     assert not any("relu" in row.call for row in uu.report(wrapped))
     assert not uu.plan(wrapped).settled.varying
-
-
-class Shifted(nn.Module):
-    """Adds a parameter, or a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.shift = nn.Linear(SIZE, SIZE), nn.Parameter(torch.ones(SIZE))
-        self.down, self.learned = nn.Linear(SIZE, SIZE), True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x).relu() + (self.shift if self.learned else 0.5))
-
-
-def test_a_number_in_the_place_of_a_tensor_makes_a_new_plan():
-    plain, x = Shifted(), torch.randn(4, SIZE)
-    model, other = unit_scale(plain), copy.deepcopy(plain)
-    model(x).sum().backward()
-    model.learned = other.learned = False
-    assert torch.equal(model(x), unit_scale(other)(x))

@@ -199,3 +199,23 @@ def test_the_text_does_not_depend_on_the_hashes_of_a_process() -> None:
         for seed in "12"
     ]
     assert texts[0] == texts[1]
+
+
+class Shifted(nn.Module):
+    """Adds a parameter, or a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.shift = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.down, self.learned = nn.Linear(8, 8), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu() + (self.shift if self.learned else 0.5))
+
+
+def test_a_number_in_the_place_of_a_tensor_makes_a_new_plan():
+    plain, x = Shifted(), torch.randn(4, 8)
+    model, other = unit_scale(plain), copy.deepcopy(plain)
+    model(x).sum().backward()
+    model.learned = other.learned = False
+    assert torch.equal(model(x), unit_scale(other)(x))

@@ -352,7 +352,7 @@ def _of_added(call: _Call, index: int) -> Ratio | None:
     given = OPS["addmm"].bind(node.args, node.kwargs, node.function)
     if is_bias(given["input"], given["mat2"]):
         return bias
-    own = 1 / (math.hypot(given["alpha"], given["beta"]) or 1.0)
+    own = 1 / (math.hypot(given.get("alpha", 1), given.get("beta", 1)) or 1.0)
     return _plus(bias, _log(own), _plus(_factor(call.step, node), times=-1))
 
 
