@@ -2,7 +2,7 @@
 
     y = (x - mean) / sqrt(var + eps) * weight + bias        mean, var: over the channels
 
-Compiled code is generated from the formula below. Eager code permutes, calls
+Compiled code is generated from the formulas below. Eager code permutes, calls
 `torch.nn.functional.layer_norm` and permutes back.
 """
 
@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..common.compiler import FIRST_LOOK
+from ..common.compiler import FIRST_LOOK, apply
 
 BLOCK = 16
 """The number of channels that compiled code sums at once, each contiguous in memory."""
@@ -45,7 +46,13 @@ def layer_norm2d(
         finally:
             FIRST_LOOK.items.append(mode)
     _check(input, weight, bias)
-    return (_normalized if in_graph else permuted)(input, weight, bias, eps)
+    if not in_graph:
+        return permuted(input, weight, bias, eps)
+    # Also true in every graph of torch 2.11, whose compiler loses the gradients of what follows.
+    if torch.compiler.is_exporting():
+        return _normalized(input, weight, bias, eps)[0]
+    output: Tensor = apply(_LayerNorm2d, input, weight, bias, eps)[0]
+    return output
 
 
 def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
@@ -72,6 +79,37 @@ def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
         bias = None if bias is None else bias.to(dtype)
     last = x.movedim(1, -1)
     return torch.layer_norm(last, [last.size(-1)], weight, bias, eps).movedim(-1, 1)
+
+
+class _LayerNorm2d(Function):
+    """(output, mean, 1/sqrt(var + eps)), in a graph. Only the first is to be used and is
+    differentiable; the others are in the dtype of computation, with one channel."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _normalized(x, weight, bias, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, bias, _ = inputs
+        _, mean, rstd = output
+        ctx.mark_non_differentiable(mean, rstd)
+        # Tensors only: in compiled code saved_tensors omits None.
+        ctx.save_for_backward(x, mean, rstd, *(t for t in (weight, bias) if t is not None))
+        ctx.present = [t is not None for t in (weight, bias)]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, *rest = ctx.saved_tensors
+        weight = rest[0] if ctx.present[0] else None
+        bias = rest[-1] if ctx.present[1] else None
+        result = _gradients(grad, x, mean, rstd, weight)
+        like = zip(result, (x, weight, bias), strict=True)
+        return *(None if t is None else g.to(t.dtype) for g, t in like), None
 
 
 def wide(x: Tensor, value: Any) -> Any:
@@ -123,8 +161,9 @@ def _kept(value: Tensor) -> Tensor:
     return value.as_strided(value.shape, value.stride())
 
 
-def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`layer_norm2d` by its formula."""
+def _normalized(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     in_graph = torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.is_cpu
     by_blocks = in_graph and x.is_contiguous() and x.shape[1] % BLOCK == 0
     mean, rest, rstd = (_statistics_by_blocks if by_blocks else _statistics)(wide(x, x), eps)
@@ -133,4 +172,23 @@ def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
         y = y * _across(x, weight)
     if bias is not None:
         y = y + _across(x, bias)
-    return y.to(x.dtype)
+    return y.to(x.dtype), mean + rest, rstd
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of input, weight and bias, in the dtype of computation.
+
+    With n = (x - mean) rstd and g = grad weight: rstd (g - mean(g) - n mean(g n)), means over
+    channels; grad n and grad, summed over the pixels.
+    """
+    grad, normal = wide(x, grad), (wide(x, x) - mean) * rstd
+    # Summed per image first, so that inductor on CPUs works on one image in the cache.
+    pixels = [*range(2, x.ndim)]
+    dweight, dbias = ((t.sum(pixels) if pixels else t).sum(0) for t in (grad * normal, grad))
+    g = grad if weight is None else grad * _across(x, weight)
+    share = 1.0 / x.shape[1]
+    along = normal * ((g * normal).sum(1, keepdim=True) * share)
+    dx = (g - g.sum(1, keepdim=True) * share - along) * rstd
+    return dx, dweight, dbias
