@@ -101,6 +101,9 @@ def check(chip: str, first: str, second: str, op: Any, kind: str, k: int, seed: 
     for start in range(0, k, op.k):
         part = slice(start, start + op.k)
         c = op(left[:, part], right[:, part].T, c)
+    if chip == "cdna3":  # mmasim 2.1.1 drops a NaN of the accumulator beside products above 2**25
+        nan = torch.full((), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+        c = torch.where(torch.matmul(a, b.T).isnan(), nan, c)
     how = instruction(chip, (first, second))
     low = [get_format(name).min_exponent for name in (first, second)]
     assert same_bits(dot(Matrix(a, low[0]), Matrix(b, low[1]), how), c)
