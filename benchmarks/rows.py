@@ -235,8 +235,8 @@ def reason(mode: str, product: bool, row: Row) -> str:
 def measure(mode: str, times: int, names: list[str]) -> Iterator[Row]:
     """The rows of these names, or all, in one mode of COMPILERS; those that are no products are
     ``times`` as large."""
+    left_out = {*LEFT_OUT, *(NOT_COMPILED if mode == "compiled" else ())}
     for op in OPS.values():
-        left_out = {*LEFT_OUT, *(NOT_COMPILED if mode == "compiled" else ())}
         if op.name in left_out or (names and op.name not in names):
             continue
         torch.manual_seed(0)

@@ -254,8 +254,7 @@ def convert(
     others = None if rest is None else source_of(rest)
     base = recipe_of(policy.recipe)
     checked_backend(backend, base or PLAIN, ADAPTERS)
-    if any(map(adapted, model.modules())):
-        model = revert(model)
+    model = _without_adapters(model)
     found = resolve(policy.at(0), model)  # raises before anything changes
     for start, _ in policy.switch:
         resolve(policy.at(start), model)
@@ -288,6 +287,11 @@ def check_ready(model: nn.Module) -> None:
             raise ValueError(f"{path} has no weight yet: call the model once, then convert it")
 
 
+def _without_adapters(model: M) -> M:
+    """``model``, with its own layers if those of another library replaced them."""
+    return revert(model) if any(map(adapted, model.modules())) else model
+
+
 def _adapt(model: M, policy: Policy, adapter: Any, where: str | Where | None, rest: Any) -> M:
     """`convert` with the layers of another library."""
     if rest is not None:
@@ -295,8 +299,7 @@ def _adapt(model: M, policy: Policy, adapter: Any, where: str | Where | None, re
     base = recipe_of(policy.recipe)
     if not policy.selects and base is not None:
         adapter.its_recipe(base)  # raises before anything changes
-    if any(map(adapted, model.modules())):
-        model = revert(model)
+    model = _without_adapters(model)
     found = resolve(policy, model)
     recipes = {r for d in found.values() if (r := composed(d.sources, PLAIN)) is not None}
     recipes = recipes or ({base} if base else set())
