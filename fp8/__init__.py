@@ -1,5 +1,7 @@
 """Low-precision formats, casts, recipes, and matrix products computed with them."""
 
+from typing import TYPE_CHECKING
+
 from . import optim
 from .checkpoints.weights import export, weights
 from .common.pitfalls import (
@@ -11,6 +13,7 @@ from .common.pitfalls import (
     ScaleWarning,
     strict,
 )
+from .common.removed import attributes_of
 from .formats.format import FORMATS, Format, get_format
 from .formats.quantize import quantize, quantize_backward, quantize_forward
 from .levels.initialize import LEVELS, Level, initialize
@@ -94,3 +97,6 @@ __all__ = [
     "strict",
     "weights",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes_of("fp8")
