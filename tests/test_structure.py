@@ -25,11 +25,6 @@ LONG = {
     "fp8/products/attention.py:multi_head_attention_forward": "torch's signature is 27 lines",
 }
 
-#: Files longer than that -> why.
-LONG_FILES = {
-    "tests/unit_scaling/golden_values.py": "recorded numbers, no code",
-}
-
 #: Private names of torch: file -> name -> why it is needed.
 PRIVATE = {
     "benchmarks/strangers/operands.py": {
@@ -234,7 +229,7 @@ def test_long_functions_are_listed_while_they_are_long():
 @of_each([*SOURCES, *TESTS])
 def test_files_are_short(path: Path):
     lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MAX_FILE or name_of(path) in LONG_FILES
+    assert lines <= MAX_FILE
 
 
 # Exports
