@@ -160,6 +160,12 @@ def tags_of(parameter: Tensor | ParameterData) -> Tags:
     return Tags(**{"mup_type": "weight", **found})
 
 
+def retag(parameter: nn.Parameter, tags: Tags) -> None:
+    """Sets all tags of a parameter, a divisor of None too."""
+    tag(parameter, *tags)
+    parameter.mup_divisor = tags.mup_divisor  # type: ignore[attr-defined]
+
+
 def _untag(parameter: nn.Parameter) -> None:
     for name in (*Tags._fields, "__deepcopy__", "__reduce_ex__"):
         parameter.__dict__.pop(name, None)

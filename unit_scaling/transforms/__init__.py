@@ -7,10 +7,10 @@ from .compile import compile
 from .inspect.history import History
 from .inspect.metrics import InFormat, Metrics
 from .inspect.prune import prune_non_float_tensors, prune_same_scale_tensors, prune_selected_nodes
-from .plan.model_plan import ModelPlan
+from .plan.plan import ModelPlan
 from .simulate import simulate_format, simulate_fp8
 from .track_scales import track_scales
-from .transformed import fold, recalibrate, report
+from .transformed import fold, report
 from .unit_scale import register_transformers, unit_scale
 from .verify import Verification, verify
 
@@ -26,7 +26,6 @@ __all__ = [
     "prune_non_float_tensors",
     "prune_same_scale_tensors",
     "prune_selected_nodes",
-    "recalibrate",
     "register_transformers",
     "report",
     "simulate_format",

@@ -18,35 +18,31 @@ from fp8.recipes.recipe import Recipe
 
 from ..formats import FPFormat
 from .compile import M, copied
-from .run.install import Call, Given, Places, install, warn_of_break
+from .run.install import Call, Given, install, warn_of_break
 
 
 class Simulate:
     """Runs the model under `fp8.autocast`."""
 
     order = 1
+    each = False
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.path = Stack()
-        self._active = Stack()  # holds one item while the recipe is active
-
-    def inside(self, path: str) -> Places | None:
-        """No places while the recipe is active; None otherwise."""
-        return () if self._active.items else None
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()`` under the recipe."""
-        return call() if self._active.items else self._simulated(call, module)
+        return self._simulated(call, module, path)
 
-    def _simulated(self, call: Call, module: Any, eager: bool = False) -> Any:
+    def _simulated(self, call: Call, module: Any, path: str, eager: bool = False) -> Any:
         traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
         if not (eager or traced):
-            return outside_compiler(lambda: self._simulated(call, module, eager=True))
+            return outside_compiler(lambda: self._simulated(call, module, path, eager=True))
         # Not a with statement, for the reason given in UnitScale._replay.
         mode = autocast(self.recipe, opaque="warn")
         mode.reenters = True  # every module is reentered when it is called
-        self._active.items.append(True)
+        self.path.items.append(path)
         if traced:
             module._tracing(True)
         else:
@@ -56,7 +52,7 @@ class Simulate:
             output = call()
         finally:
             mode.__exit__(None, None, None)
-            self._active.items.pop()
+            self.path.items.pop()
         if traced:
             module._tracing(False)
         return output

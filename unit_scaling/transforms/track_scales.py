@@ -20,12 +20,12 @@ from fp8.common.threads import Stack
 from fp8.formats.format import Format, get_format
 from fp8.modes.autocast import outside_compiler
 
-from .capture.probe import Observer, unseen
-from .capture.record import Slot, mapped, tensors_in
 from .compile import M, copied
 from .inspect.history import History, Pass
 from .inspect.metrics import Metrics
-from .run.install import Args, Call, Given, Kwargs, Places, install, is_exported
+from .record.calls import Slot, mapped, tensors_in
+from .record.probe import Observer, unseen
+from .run.install import Args, Call, Given, Kwargs, install, is_exported
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -183,14 +183,11 @@ class Taps:
     """Applies the `Tap` of the call that is being measured in this thread, if any."""
 
     order = 8
+    each = True
 
     def __init__(self) -> None:
         self.path = Stack()
         self.running = Stack()
-
-    def inside(self, path: str) -> Places | None:
-        """None while a call is measured: each module then has its own mode."""
-        return None if self.running.items else ()
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()``, measured if a tap is active."""
@@ -202,6 +199,7 @@ class Track:
     """Chooses which calls to measure; entered first, so that all other calls run compiled."""
 
     order = -1
+    each = True
 
     def __init__(
         self, formats: tuple[Format, ...], every: int, history: int, recurse: bool = True
@@ -223,10 +221,6 @@ class Track:
         taps = state.pop("taps")
         self.__init__(**state)  # type: ignore[misc]
         self.taps = taps
-
-    def inside(self, path: str) -> Places | None:
-        """No places for submodules: only calls of the whole model count."""
-        return () if path or self.taps.running.items else None
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()``, measured every ``every`` calls of the whole model."""

@@ -9,31 +9,29 @@ from torch import nn
 
 from fp8.common.mixin import check_module, lose
 from fp8.common.report import Report
-from fp8.common.step import Batch, Loss, arguments, unwrapped
+from fp8.common.step import unwrapped
 
 from .compile import M, copied
-from .plan.actions import CallRow
-from .plan.model_plan import ModelPlan
+from .plan.plan import CallRow, ModelPlan
 from .run.install import find_scope, uninstall
 from .run.pretrained import Pretrained
-from .run.scope import UnitScale
+from .run.transform import UnitScale
 from .simulate import Simulate
 
 
 def report(model: nn.Module) -> Report[CallRow]:
     """Reports what a transform did to each weight and each call of a model, and why.
 
-    The calls are known after the first call of the model. Each signature of a call (training,
-    evaluation, other arguments) adds its own rows.
+    The calls are known after the first call of the model; a later one that takes another branch
+    adds rows.
 
     Args:
         model: a transformed model.
 
     Returns:
         Rows with ``path`` (of the module), ``call``, ``done`` and ``why``. ``done`` is "scaled",
-        "preserved", "replaced", "measured" (a power of two, for a call without a rule), "unchanged"
-        (no factor is needed) or "left alone" (neither a rule nor a measurement applies). ``why``
-        includes the power of two that the gradient of a product is multiplied by.
+        "replaced", "unchanged" or "left alone" (what an autograd function computes). ``why``
+        includes the powers of two that arguments of a product are cast at.
 
     Raises:
         ValueError: the model has no transform.
@@ -42,20 +40,14 @@ def report(model: nn.Module) -> Report[CallRow]:
     if scope is None and simulation is None:
         raise ValueError(f"{type(model).__name__} has no transform to report on")
     notes = []
-    plans = [] if scope is None else list(scope.plans.values())  # another thread may add one
-    if scope is not None and not plans:
+    if scope is not None and not scope.plan.entries:
         notes.append("The model has not run yet: its calls are not known.")
-    for exponent in sorted({plan.outside for plan in plans if plan.outside}):
-        notes.append(
-            f"The gradient that arrives at the output is multiplied by {2.0**exponent:g}, which "
-            "brings it to RMS 1: measured at the first backward pass."
-        )
     if simulation is not None:
         recipe = simulation.recipe
         parts = ((what, getattr(recipe, what)) for what in ("input", "weight", "grad"))
         casts = ", ".join(f"{what} {cast.format}" for what, cast in parts if cast is not None)
         notes.append(f"Products are simulated: {casts}.")
-    return Report([] if scope is None else scope.report(), notes, heading="call")
+    return Report([] if scope is None else scope.plan.rows, notes, heading="call")
 
 
 def plan(model: nn.Module) -> ModelPlan:
@@ -72,43 +64,16 @@ def plan(model: nn.Module) -> ModelPlan:
     >>> import torch
     >>> from unit_scaling import plan
     >>> from unit_scaling.transforms import ModelPlan, unit_scale
-    >>> model = unit_scale(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Softmax(-1)))
+    >>> model = unit_scale(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
     >>> _ = model(torch.randn(2, 4))
     >>> print(plan(model))
-    plan of unit_scale(init='unit', residual='fixed'), 1 form of call
-    module  call       step
-    0       relu 0     relu
-    1       softmax 0  softmax, end=(0, 0.0)
+    plan of unit_scale(init='unit', residual='fixed')
+    module  call    step
+    0       linear  linear, factor=0.5, names=('weight', 'bias', 'output', 'input')
     >>> ModelPlan.from_json(plan(model).to_json()) == plan(model)
     True
     """
-    return _scope("plan", model).plan(unwrapped(model))
-
-
-def recalibrate(model: nn.Module, batch: Batch, loss: Loss | None = None) -> None:
-    """Measures the gradient scale factors again, in one forward and backward pass of a copy.
-
-    The function and the gradients of parameters do not depend on these factors, so an optimizer
-    continues unaffected. Parameters, their ``.grad``, buffers and the random state are not changed.
-    Compiled code is recompiled at its next call.
-
-    Args:
-        model: a model with `unit_scale`, changed in place.
-        batch: a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
-        loss: maps the model's output to a scalar; for models that do not compute their loss.
-
-    Raises:
-        TypeError: ``model`` is not an `nn.Module`.
-        ValueError: ``model`` has no `unit_scale`.
-
-    >>> import torch
-    >>> from unit_scaling.transforms import recalibrate, unit_scale
-    >>> model = unit_scale(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)))
-    >>> x = torch.randn(4, 8)
-    >>> model(x).square().mean().backward()
-    >>> recalibrate(model, x, loss=lambda y: y.square().mean())
-    """
-    _scope("recalibrate", model).recalibrate(unwrapped(model), arguments(batch), loss)
+    return _scope("plan", model).data(unwrapped(model))
 
 
 @torch.no_grad()
@@ -145,7 +110,7 @@ def fold(module: M) -> M:
     """
     scope = _scope("fold", module)
     inner: Any = unwrapped(module)
-    factors = scope.outside(inner).factors
+    factors = scope.factors(inner).factors
     result: M = copied(inner, "fold")
     tensors = dict((*result.named_parameters(), *result.named_buffers()))
     for name, factor in factors.items():

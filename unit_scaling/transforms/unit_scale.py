@@ -14,15 +14,14 @@ from fp8.common.step import unwrapped
 from fp8.common.validation import check_flag, check_name
 from fp8.surgery.convert import choose_recipes
 
-from .capture.kinds import KINDS
 from .compile import M, copied
-from .plan.model_plan import ModelPlan, check_fits, retag
+from .plan.plan import ModelPlan, check_fits
 from .plan.residuals import RESIDUALS
 from .plan.weights import prepare, refuse_weights
-from .run.install import find_scope, is_in_fsdp, is_sharded
+from .record.kinds import KINDS, is_torch_function
+from .run.install import find_scope, install, is_in_fsdp, is_sharded
 from .run.pretrained import keep_transform, register
-from .run.replay import is_torch_function
-from .run.scope import Replacements, UnitScale
+from .run.transform import Replacements, UnitScale
 
 
 def unit_scale(
@@ -32,7 +31,6 @@ def unit_scale(
     init: str = "unit",
     residual: str = "fixed",
     strict: bool = False,
-    context_length: int | None = None,
     plan: ModelPlan | None = None,
 ) -> M:
     """Returns a unit-scaled copy of ``module``.
@@ -54,12 +52,8 @@ def unit_scale(
             attention branches. "umup": `uu.transformer_residual_scaling_rule`; the first call then
             tags the parameters of the branches with the depth of their stack.
         strict: raise ValueError at the first call that is left alone.
-        context_length: the number of keys that attention is scaled for, whatever the actual length,
-            so that a prompt and its continuation use the same factor. By default the number of keys
-            in the first call of each attention.
-        plan: the result of `unit_scaling.plan` for a model of the same architecture, init, residual
-            and context_length. The weights are divided by the same numbers and the first call is
-            not recorded.
+        plan: the result of `unit_scaling.plan` for a model of the same architecture, init and
+            residual. The weights are divided by the same numbers and the model is not recorded.
 
     Returns:
         The copy. Its first call raises ValueError for a function (not a module) under
@@ -78,7 +72,7 @@ def unit_scale(
     check_name("init", init, ("unit", "preserve"))
     check_name("residual", residual, RESIDUALS)
     check_flag("strict", strict)
-    _check(replace, context_length)
+    _check(replace)
     refuse_weights(module)
     if is_sharded(module) and not is_in_fsdp(module):
         raise ValueError(
@@ -91,10 +85,10 @@ def unit_scale(
         return result
     if plan is not None:
         check_fits(inner, plan)
-        given = {"init": init, "residual": residual, "context_length": context_length}
-        init, residual, context_length = _of_plan(plan, given, replace)
+        init, residual = _of_plan(plan, {"init": init, "residual": residual}, replace)
     others = {function: _out_of_place(other) for function, other in dict(replace or {}).items()}
-    scope = UnitScale(prepare(inner, init), others, init, residual, context_length, strict)
+    scope = UnitScale(ModelPlan(init, residual), others, strict)
+    scope.plan.rows += prepare(inner, init)
     _install(inner, scope, plan, rescale=True)
     return result
 
@@ -103,16 +97,15 @@ def restore(model: nn.Module, plan: ModelPlan) -> None:
     """Makes ``model``, whose weights are already those of a unit-scaled model, unit-scaled in
     place. Raises ValueError if the plan is for another model."""
     check_fits(model, plan)
-    scope = UnitScale([], {}, plan.init, plan.residual, plan.context_length)
-    _install(model, scope, plan, rescale=False)
+    _install(model, UnitScale(ModelPlan(plan.init, plan.residual)), plan, rescale=False)
 
 
 def _install(model: nn.Module, scope: UnitScale, plan: ModelPlan | None, rescale: bool) -> None:
-    """Installs the scope, with a plan if there is one. rescale: as in `retag`."""
-    scope.follow(model)
+    """Installs the scope, with a plan if there is one. rescale: as in `plan.plan.adopt`."""
+    scope.check_parts(model)
+    install(model, scope)
     if plan is not None:
-        retag(model, plan, rescale=rescale)
-        scope.adopt(plan)
+        scope.adopt(model, plan, rescale)
     choose_recipes(model)
     if scope.unit_scaled:
         keep_transform(model, restore)
@@ -132,18 +125,18 @@ def register_transformers() -> None:
 
 
 def _of_plan(plan: ModelPlan, given: dict[str, Any], replace: Replacements | None) -> Any:
-    """Init, residual and context_length of a plan; raises ValueError if others were given."""
+    """Init and residual of a plan; raises ValueError if others were given."""
     if replace:
         raise ValueError("plan: cannot be combined with functions in replace")
-    defaults = {"init": "unit", "residual": "fixed", "context_length": None}
+    defaults = {"init": "unit", "residual": "fixed"}
     for name, value in given.items():
         planned = getattr(plan, name)
         if value not in (defaults[name], planned):
             raise ValueError(f"plan: it was made with {name}={planned!r}, got {name}={value!r}")
-    return plan.init, plan.residual, plan.context_length
+    return plan.init, plan.residual
 
 
-def _check(replace: Any, length: Any) -> None:
+def _check(replace: Any) -> None:
     if not isinstance(replace, Mapping | None):
         raise TypeError(f"replace: a dict of torch function -> function, got {replace!r}")
     if not all(map(callable, dict(replace or {}).values())):
@@ -154,9 +147,6 @@ def _check(replace: Any, length: Any) -> None:
                 f"replace: {function!r} is not a torch function, so its calls are not intercepted; "
                 "call the replacement in the model itself"
             )
-    whole = isinstance(length, int) and not isinstance(length, bool) and length > 0
-    if not (length is None or whole):
-        raise ValueError(f"context_length is a positive number of keys, got {length!r}")
 
 
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:

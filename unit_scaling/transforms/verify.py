@@ -19,15 +19,13 @@ from fp8.common.validation import check_name, check_whole
 from fp8.modes.autocast import outside_compiler
 
 from ..checks.first_call import skip_checks
-from .capture.copies import deep_copy
-from .capture.values import rms_of
 from .inspect.measurement import RANGES, Measurement, diagnosis
 from .inspect.product_probe import Watch
 from .inspect.serialize import Serializable
-from .plan.actions import Plan
-from .plan.weights import parametrizations
+from .record.copies import deep_copy
+from .record.values import rms_of
 from .run.install import find_scope, install, is_sharded
-from .run.scope import LOOKS, UnitScale
+from .run.transform import UnitScale
 
 
 class Verification(Serializable[Measurement]):
@@ -134,20 +132,15 @@ def verify(
     twin = deep_copy(model)
     twin.zero_grad()
     skip_checks(twin)
-    watch = Watch({id(p): name for name, p in twin.named_parameters()}, parametrizations(twin))
+    watch = Watch({id(p): name for name, p in twin.named_parameters()})
     install(twin, watch)
-    if loss is None:  # what was measured at the output depends on the user's loss
-        for plan in _plans(twin).values():
-            plan.arriving.exponent = None
-    for _ in range(LOOKS + 1):
-        before = _plans(twin)
-        at_output = _step(twin, watch, batch, loss, seed)
-        if _plans(twin).keys() == before.keys():
-            break
+    if find_scope(twin, UnitScale) is not None:  # its first call makes the plan
+        _step(twin, Watch({}), batch, loss, seed)
+    at_output = _step(twin, watch, batch, loss, seed)
     scope = find_scope(twin, UnitScale)
-    gauged = scope is not None and scope.unit_scaled
+    scaled = scope is not None and scope.unit_scaled
     return Verification(
-        watch.results(), watch.notes, None if gauged else max(at_output, default=None)
+        watch.results(), watch.notes, None if scaled else max(at_output, default=None)
     )
 
 
@@ -164,12 +157,6 @@ def _step(
         outside_compiler(lambda: _backward(output, loss, seed))
     model.zero_grad()
     return at_output
-
-
-def _plans(model: nn.Module) -> dict[int, Plan]:
-    """The plans of a model by id; a step that refines one puts another in its place."""
-    scopes = (find_scope(part, UnitScale) for part in model.modules())
-    return {id(p): p for scope in scopes if scope is not None for p in scope.plans.values()}
 
 
 def _measured(output: Any) -> list[float]:

@@ -16,9 +16,10 @@ from typing import overload
 
 from torch import Tensor
 
-from ...ops.products import is_bias
-from ...rules.table import OPS, find_op
-from ..capture.kinds import (
+from ...rules.table import find_op
+from ..plan.plan import Step, Tie
+from ..record.calls import CallNode, Input
+from ..record.kinds import (
     ATTENTION,
     AVERAGES,
     LOSSES,
@@ -27,9 +28,7 @@ from ..capture.kinds import (
     TRANSPARENT,
     is_added,
 )
-from ..capture.record import CallNode, Input
-from ..capture.values import MASKING, has_scale
-from ..plan.actions import Plan, Step, Tie
+from ..record.values import MASKING, has_scale
 
 Ratio = dict[str, float]
 """Unknown -> coefficient, "" -> the constant: log2 of a ratio."""
@@ -56,21 +55,22 @@ _EQUAL = (_FILLS | _MOVED) | frozenset(
 
 _POWERS = {"square": 2.0, "var": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "inverse": -1}
 _NORMS = frozenset("layer_norm rms_norm group_norm batch_norm instance_norm".split())
-_DROPOUTS = frozenset(
-    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split()
-)
 
 
 def find_ties(
-    nodes: Sequence[CallNode], plan: Plan, buffers: Mapping[int, str], outputs: Sequence[int]
+    nodes: Sequence[CallNode],
+    steps: Mapping[int, Step | None],
+    buffers: Mapping[int, str],
+    outputs: Sequence[int],
 ) -> tuple[Tie, ...]:
-    """Returns the equations for the factors of the plain model's parameters. buffers: names, by id,
-    of the running statistics of norms. outputs: the nodes of the model's results."""
+    """Returns the equations for the factors of the plain model's parameters. steps: by the index of
+    the call. buffers: names, by id, of the running statistics of norms. outputs: the nodes of the
+    model's results."""
     ties: list[Tie] = []
     ratios: list[Ratio | None] = []
-    for node in nodes:
+    for index, node in enumerate(nodes):
         try:
-            ratios.append(_ratio(node, plan, buffers, ratios, ties))
+            ratios.append(_ratio(node, steps.get(index) or Step(), buffers, ratios, ties))
         except Exception as error:  # arguments that no rule covers; fold names them
             ties.append(Tie((), 1.0, node.path, node.name, str(error)))  # without a solution
             ratios.append({})
@@ -167,7 +167,7 @@ class _Call:
 
 def _ratio(
     node: CallNode,
-    plan: Plan,
+    step: Step,
     buffers: Mapping[int, str],
     ratios: Sequence[Ratio | None],
     ties: list[Tie],
@@ -179,8 +179,7 @@ def _ratio(
         return None if node.masking or node.zero else {}
     if node.masking:
         return None
-    step = (None if node.key is None else plan.steps.get(node.key)) or Step()
-    factors = {slot: forward for slot, forward, _ in step.slots}
+    factors = dict(step.slots)
     given = node.tensors
     used = [i for i in node.inputs if has_scale(given[i.slot])]
     call = _Call(node, step, used, [given[i.slot] for i in used], [], ties)
@@ -188,7 +187,7 @@ def _ratio(
         statistics = buffers.get(id(tensor)) if node.kind in _NORMS else None
         own = ratios[i.node] if statistics is None else {statistics: -1.0}
         call.ratios.append(_plus(own, _log(factors.get(i.slot, 1.0))))
-    output = _plus(_factor(step, node), _log(step.output))
+    output = _factor(step)
     rule = _RULES.get(call.kind, _fixed) if used else _fixed
     return _plus(rule(call), output)
 
@@ -221,7 +220,7 @@ def _same(call: _Call) -> Ratio | None:
 
 def _product(call: _Call) -> Ratio | None:
     added = next((n for n, i in enumerate(call.inputs) if is_added(call.kind, i.slot)), None)
-    bias = None if added is None else _of_added(call, added)
+    bias = None if added is None else call.ratios[added]
     ratios = [ratio for n, ratio in enumerate(call.ratios) if n != added]
     result = _plus(*ratios)
     if result is None:
@@ -232,14 +231,8 @@ def _product(call: _Call) -> Ratio | None:
 
 
 def _attention(call: _Call) -> Ratio | None:
-    node, given = call.node, call.named()
-    settings = OPS[call.kind].bind(node.args, node.kwargs, node.function)
-    width = settings["query"].shape[-1]
-    plain = settings.get("scale")
-    own = 1 / width if plain is None and call.step.op == call.kind else plain
-    temperature = (own or width**-0.5) / (plain or width**-0.5)
-    logits = _plus(given["query"], given["key"], _log(temperature))
-    call.one(logits, "the ratios of its queries, keys and scale cancel")
+    given = call.named()
+    call.one(_plus(given["query"], given["key"]), "the ratios of its queries and keys cancel")
     call.one(given.get("attn_mask"), "its mask has the ratio 1")
     return given["value"]
 
@@ -262,15 +255,10 @@ def _normalize(call: _Call) -> Ratio:
 
 
 def _mul(call: _Call) -> Ratio | None:
-    if call.step.op == "times":  # the number is a tensor or a scalar
-        values = zip(call.tensors, call.ratios, strict=True)
-        return max(values, key=lambda pair: pair[0].numel())[1]
     return _plus(*call.ratios)
 
 
 def _div(call: _Call) -> Ratio | None:
-    if call.step.op == "times":
-        return _mul(call)
     divisor = (0,) if call.node.name.startswith("__r") else (1,)
     signs = [-1.0 if i.slot in (divisor, ("other",)) else 1.0 for i in call.inputs]
     return _plus(*(_plus(r, times=s) for r, s in zip(call.ratios, signs, strict=True)))
@@ -344,42 +332,8 @@ _RULES: dict[str, Callable[[_Call], Ratio | None]] = {
 """Kind -> its rule; the last of several. That of all other kinds is `_fixed`."""
 
 
-def _of_added(call: _Call, index: int) -> Ratio | None:
-    """The ratio of the added term of a product, without the factor of the product."""
-    node, bias = call.node, call.ratios[index]
-    if call.step.op != "addmm":
-        return bias
-    given = OPS["addmm"].bind(node.args, node.kwargs, node.function)
-    if is_bias(given["input"], given["mat2"]):
-        return bias
-    own = 1 / (math.hypot(given.get("alpha", 1), given.get("beta", 1)) or 1.0)
-    return _plus(bias, _log(own), _plus(_factor(call.step, node), times=-1))
-
-
-def _factor(step: Step, node: CallNode) -> Ratio:
-    """The factor between the results of the step's op and of the plain call. Raises ValueError for
-    a function in ``replace``."""
-    if step.op is None or node.kind in _DROPOUTS:
-        return {}
+def _factor(step: Step) -> Ratio:
+    """The factor of the result of a call. Raises ValueError for a function in ``replace``."""
     if step.op == "replace":
         raise ValueError("it is replaced, by a function that the plain model does not call")
-    if step.op == "times":
-        return _log(abs(step.factor / _number(node)))
-    if step.op not in OPS:
-        return _log(step.factor)
-    settings = {"constraint": step.constraint, **dict(step.settings)}
-    if node.kind in PRODUCTS:
-        settings["dropout_p"] = 0.0
-    scales = OPS[step.op].scales(node.args, node.kwargs, func=node.function, **settings)
-    return _log(abs(scales["output"]))
-
-
-def _number(node: CallNode) -> float:
-    """The number that a call multiplies a value by."""
-    values = [*node.args, *node.kwargs.values()]
-    numbers = [float(v) for v in values if isinstance(v, int | float)]
-    tensors = [v for v in values if isinstance(v, Tensor)]
-    if len(tensors) > 1:
-        numbers = [float(min(tensors, key=Tensor.numel))]
-    number = numbers[0] if numbers else 1.0
-    return 1 / number if node.kind == "div" and not node.name.startswith("__r") else number
+    return _log(step.factor)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..plan.actions import Tie
+from ..plan.plan import Tie
 
 _Row = dict[str, float]
 """Unknown -> coefficient, "" -> the constant."""

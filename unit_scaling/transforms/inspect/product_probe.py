@@ -6,6 +6,7 @@ in between.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from fp8.common.compiler import FIRST_LOOK
 from fp8.modes.dispatch import LEFT, OPAQUE
 from fp8.modes.dispatch import PRODUCTS as FP8_PRODUCTS
 
-from ..capture.kinds import (
+from ..record.calls import Slot, mapped, tensors_in
+from ..record.kinds import (
     ATTENTION,
     EMBEDDINGS,
     KINDS,
@@ -31,11 +33,10 @@ from ..capture.kinds import (
     TRANSPARENT,
     is_added,
 )
-from ..capture.probe import Observer, on_its_own, unseen
-from ..capture.record import Slot, mapped, tensors_in
-from ..capture.values import is_strided, norm_of
+from ..record.probe import Observer, on_its_own, unseen
+from ..record.values import is_strided, norm_of
 from ..run.install import Args, Given, Kwargs
-from ..run.replay import Replay, factor_after
+from ..run.replay import Replay
 from .measurement import Measurement
 
 _UNCAST = frozenset(["chain_matmul", "multi_dot"])
@@ -60,16 +61,17 @@ class _Origin:
 
 @dataclass
 class _Operand:
-    """label: its name in the call. norm: None if only its gradient is measured. factor: the plan's
-    factor of the operand. after: the plan's factor of its gradient before the backward kernels."""
+    """label: its name in the call. norm: None if only its gradient is measured. exponent: of the
+    power of two that the plan divides it by before a cast. casts: whether the plan divides its
+    gradient by a power of two of its own before a cast."""
 
     label: str
     kind: str
     norm: Tensor | None
     numel: int
     origin: _Origin = _Origin()
-    factor: float = 1.0
-    after: float = 1.0
+    exponent: int = 0
+    casts: bool = False
     grad: Tensor | None = None
 
     def note(self, grad: Tensor | None) -> None:
@@ -183,18 +185,16 @@ class Watch(Observer):
             replay.latest = None
         output = function(*args, **kwargs)
         step = None if replay is None else replay.latest
-        for slot, forward, _ in () if step is None else step.slots:
+        for slot, exponent in () if step is None else step.static:
             if slot in product.tensors:
-                product.tensors[slot].factor = forward
+                product.tensors[slot].exponent = exponent
         with unseen():
-            if step is None or step.end is None:
-                output = on_its_own(output, args, kwargs)
+            output = on_its_own(output, args, kwargs)
             first = next((t for _, t in tensors_in(output)), None)  # recurrent ones return states
             if first is not None and _measurable(first):
                 first = debug_unwrap(first)
                 result = _Operand("output", "output", _norm(first), first.numel())
-                if step is not None:
-                    result.after = factor_after(step, function, args, kwargs)
+                result.casts = replay is not None
                 product.tensors["result",] = result
                 if first.requires_grad:
                     first.register_hook(result.note)
@@ -265,10 +265,12 @@ class Watch(Observer):
                 place = (product.path, product.call, product.number)
                 root = t.numel**0.5
                 if t.norm is not None:
-                    rms = abs(t.factor) * t.norm.item() / root
+                    rms = 2.0**-t.exponent * t.norm.item() / root
                     yield Measurement(*place, name.label, name.kind, rms)
                 if t.grad is not None:
-                    rms = abs(t.after) * t.grad.item() / root
+                    rms = t.grad.item() / root
+                    if t.casts and rms:
+                        rms *= 2.0 ** -round(math.log2(rms))
                     yield Measurement(*place, f"gradient of {name.label}", name.of_gradient, rms)
 
     def _small(self) -> set[int]:

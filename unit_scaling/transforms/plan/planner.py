@@ -1,345 +1,208 @@
-"""The planner: turns recorded calls into a `Plan` of scale factors.
+"""The planner: decides what is done at each recorded call.
 
-The first row of `DECIDERS` that applies to a call decides. What is measured afterwards corrects
-factors of results and of operands of products (`measure.measuring`).
+A product of values and a weight has the factor of the rule of its op, a residual add has weights
+for its terms, and every other call runs torch's own function. The first row of `DECIDERS` that
+applies to a call decides.
 """
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from fp8.common.report import LEFT_ALONE
 
 from ...rules.table import find_op
-from ..capture import kinds
-from ..capture.dataflow import Flow
-from ..capture.record import DISTRIBUTION, CallNode, Slot, is_sparse
-from ..capture.values import has_scale
-from .actions import CallRow, Decision, Plan, Settings, Step
-from .arguments import Arguments
-from .attention import Attention
-from .interior import Interior, cosines, distances, limited
-from .patterns import find_units
-from .regions import Region, Regions
-from .residuals import Residuals, find_residuals
-from .weights import SMALL
-
-_NOTHING: Decision = (None, "", "")
+from ..record.calls import CallNode, is_sparse, numbered
+from ..record.flow import Flow
+from ..record.kinds import EMBEDDINGS, PRODUCTS, RECURRENT, TRANSPARENT, is_added
+from ..record.place import Place
+from .plan import CallRow, Step, Steps
+from .residuals import Decision, Residuals, find_residuals
 
 
-@dataclass
-class Planned:
-    """A plan, the flow it was made from, and what the measurement needs to know about its calls.
+@dataclass(frozen=True)
+class Settings:
+    """replaced: the kinds of the functions that the caller replaces. preserve: whether no value
+    has a factor. residual: the rule for residual adds. readouts: the readout weights. scaled: the
+    weights that were divided by their RMS. changed: the parameters that the model changes itself
+    when it runs."""
 
-    rows: the call of each row of the plan. checked: calls whose factor the measurement may correct.
-    unruled: those without a factor of a rule: results of regions. products: those whose operands
-    the measurement may give factors to -> the slot of the bias or None. operands: product -> the
-    slots of its operands by the names of their scales. settled: calls that use the
-    factor of another sequence length, for which their result has RMS 1. small: (call, argument) ->
-    log2 of the RMS of a small parameter that nothing makes up for. exponents: of the gauges, once
-    they are chosen.
-    """
-
-    plan: Plan
-    flow: Flow
-    settled: set[int]
-    rows: list[int] = field(default_factory=list)
-    checked: set[int] = field(default_factory=set)
-    unruled: set[int] = field(default_factory=set)
-    products: dict[int, Slot | None] = field(default_factory=dict)
-    operands: dict[int, dict[str, Slot]] = field(default_factory=dict)
-    small: dict[tuple[int, Slot], float] = field(default_factory=dict)
-    exponents: list[int] = field(default_factory=list)
+    replaced: frozenset[str]
+    preserve: bool
+    residual: str
+    readouts: frozenset[str]
+    scaled: frozenset[str]
+    changed: frozenset[str] = frozenset()
 
 
-def make_plan(nodes: list[CallNode], settings: Settings) -> Planned:
-    """Returns the plan for recorded calls: the factors of values, with true gradients."""
+@dataclass(frozen=True)
+class Decided:
+    """steps: by the index of the call. rows: of the report. kept: weights that keep their values.
+    inner: readout weights whose output feeds products or residual adds. depths: parameter of a
+    residual branch -> the number of layers of its stack."""
+
+    steps: dict[int, Step | None]
+    rows: list[CallRow]
+    kept: frozenset[str]
+    inner: frozenset[str]
+    depths: dict[str, int]
+
+
+def decide(nodes: list[CallNode], settings: Settings) -> Decided:
+    """Decides on the recorded calls."""
     planner = _Planner(nodes, settings)
-    depths, in_pairs = planner.residuals.depths, not settings.preserve
-    plan = Plan(inner=planner.inner, depths=depths, in_pairs=in_pairs)
-    found = Planned(plan, planner.flow, planner.attention.of_others)
+    steps: dict[int, Step | None] = {}
+    rows: list[CallRow] = []
+    numbers = numbered(nodes)
     for index, node in enumerate(nodes):
         if node.function is None:
             continue
-        step, row = planner.decide(index, node)
-        if node.key is not None:
-            plan.steps[node.key] = step
-            if not settings.preserve and _is_multilinear(node):
-                found.products[index] = _bias(node)
-        found.small |= planner.settle_small(index, node)
-        if row is not None:
-            plan.rows.append(row)
-            found.rows.append(index)
-            if planner.is_checked(index, row):
-                found.checked.add(index)
-    regions = planner.regions
-    found.unruled = {i for i in found.checked if i in regions and regions[i].factor is None}
-    return found
+        step, done, why = planner.decide(index, node)
+        if node.place is not None:
+            steps[index] = step
+        if done:
+            why = f"{why} ({node.where})" if done == LEFT_ALONE and node.where else why
+            rows.append(CallRow(node.path, node.name, done, why, numbers.get(index, 0)))
+    inner, depths = planner.inner, planner.residuals.depths
+    return Decided(steps, rows, planner.kept, inner, depths)
 
 
-def _bias(node: CallNode) -> Slot | None:
-    """The slot of the bias of a linear layer or convolution."""
-    if node.kind not in kinds.LAYERS:
-        return None
-    return next((i.slot for i in node.inputs if kinds.is_added(node.kind, i.slot)), None)
+def by_place(nodes: list[CallNode], steps: dict[int, Step | None]) -> dict[Place, Steps]:
+    """The steps of each place; one step if all of its calls have the same."""
+    found: dict[Place, list[Step | None]] = defaultdict(list)
+    for index, step in steps.items():
+        place = nodes[index].place
+        assert place is not None
+        found[place].append(step)
+    return {p: tuple(s) if len(set(s)) > 1 else (s[0],) for p, s in found.items()}
 
 
-def _is_multilinear(node: CallNode) -> bool:
-    """Whether a call is a product of its tensors, or that and a bias."""
-    plain = not (node.inside or node.written or is_sparse(node))
-    given = [t for t in node.tensors.values() if has_scale(t)]
-    terms = len(given) == 2 + (_bias(node) is not None) or node.kind == "einsum"
-    return node.kind in kinds.PRODUCTS - kinds.ATTENTION and plain and terms
+_NOTHING: Decision = (None, "", "")
 
 
 class _Planner:
     def __init__(self, nodes: list[CallNode], settings: Settings) -> None:
         self.settings = settings
         self.nodes = nodes
-        self.flow = flow = Flow(nodes)
-        self.interior = Interior(flow, settings.whole)
-        self.residuals = Residuals()
-        self.regions: dict[int, Region] = {}
-        if not settings.preserve:
-            self._find_regions()
+        self.flow = Flow(nodes)
+        preserve = settings.preserve
+        self.kept = frozenset[str]() if preserve else self._kept()
+        self.residuals = Residuals() if preserve else find_residuals(self.flow, settings.residual)
         self.inner = self._inner_readouts()
-        self.arguments = Arguments(flow, settings, self.interior.learned)
-        self.attention = Attention(flow, settings)
-        self.distances = distances(flow)
 
-    def _find_regions(self) -> None:
-        """Finds the regions and the residual adds; the last region that holds a call keeps it."""
-        flow, settings, interior = self.flow, self.settings, self.interior
-        closed = Regions(flow, interior)
-        matrices = closed.formulas()
-        inside = {call for region in matrices for call in region.calls}
-        self.residuals = find_residuals(flow, settings.residual, inside)
-        carried = closed.loops(self.residuals.adds, settings.settled.loops)
-        inside = inside.union(*(region.calls for region in carried))
-        for unit in find_units(flow, settings.settled.units):
-            if inside.isdisjoint(unit.calls) and all(last in interior.calls for last in unit.exits):
-                self.regions |= dict.fromkeys(unit.calls, unit)
-        ends = {last for unit in self.regions.values() for last in unit.exits}
-        elementwise = {i for i, node in enumerate(self.nodes) if node.kind in kinds.ELEMENTWISE}
-        one_factor = ends | (elementwise - self.regions.keys())
-        bounded = limited(flow, interior) & interior.calls & one_factor
-        alone = dict.fromkeys(bounded, "value whose logarithm or the like is taken")
-        alone |= dict.fromkeys(cosines(flow, interior), "cosine after the last layer")
-        self.regions |= {i: Region(frozenset([i]), what) for i, what in alone.items()}
-        for region in (*carried, *matrices):
-            self.regions |= dict.fromkeys(region.calls, region)
+    def _kept(self) -> frozenset[str]:
+        """The weights that keep their values: those that a call reads which is neither a product
+        with values nor a look-up of rows, and those that no call reads."""
+        weights: set[str] = set()
+        values: set[str] = set(self.settings.changed)
+        for index, node in enumerate(self.nodes):
+            for i in node.inputs:
+                origin = self.nodes[i.node].origin
+                if origin is None or _is_shape(node, i.slot):
+                    continue
+                if self._reads_weight(index, node, i.slot):
+                    weights.add(origin)
+                elif node.kind not in TRANSPARENT or node.inside:
+                    values.add(origin)
+        return self.settings.scaled - (weights - values)
+
+    def _reads_weight(self, index: int, node: CallNode, slot: tuple[int | str, ...]) -> bool:
+        """Whether a call reads the argument in ``slot`` as the weight of a product or a table."""
+        if node.inside or node.written or find_op(node.function) is None:
+            return False
+        if node.kind in EMBEDDINGS:
+            return True
+        return self.flow.is_product(index) and not is_added(node.kind, slot)
 
     def _inner_readouts(self) -> frozenset[str]:
-        """The readout weights whose output feeds layers or residual adds."""
         products = set(filter(self.flow.is_product, range(len(self.nodes))))
         mixes = products & self.flow.before(products.union(self.residuals.adds))
         inner = [i.node for index in mixes for i in self.nodes[index].inputs]
-        return self.settings.weights.readouts & {self.nodes[index].origin for index in inner}
+        origins = {self.nodes[index].origin for index in inner}
+        return frozenset(name for name in self.settings.readouts if name in origins)
 
-    def is_checked(self, index: int, row: CallRow) -> bool:
-        """Whether a measurement may correct the factor of a call."""
-        node = self.nodes[index]
-        chosen = index in self.residuals.adds or row.why.startswith("readout")
-        if chosen or index in self.attention.of_others or row.done not in ("scaled", LEFT_ALONE):
-            return False
-        replayed = node.key is not None and not node.inside
-        return replayed and (index in self.interior.calls or self.flow.is_product(index))
-
-    def settle_small(self, index: int, node: CallNode) -> dict[tuple[int, Slot], float]:
-        """Settles that no measurement makes up for a small parameter that keeps its values: it
-        learns at the rate of one of RMS 1, so its steps would be too large. As `Planned.small`."""
-        found: dict[tuple[int, Slot], float] = {}
-        if node.key is None or node.kind not in kinds.PRODUCTS | {"mul"} or node.computed:
-            return found
-        settings = self.settings
-        for i in node.inputs:
-            source = self.nodes[i.node]
-            kept = source.origin is not None and source.origin not in settings.weights.factors
-            if kept and source.rms < SMALL and not kinds.is_added(node.kind, i.slot):
-                settings.settled.corrections.setdefault(node.place, 0)
-                settings.settled.operands.setdefault((node.key, i.slot), 0)
-                found[index, i.slot] = math.log2(source.rms)
-        return found
-
-    def decide(self, index: int, node: CallNode) -> tuple[Step | None, CallRow | None]:
-        """The step for a call and its row in the report."""
-        kind, number = node.key[1:] if node.key is not None else (node.name, 0)
+    def decide(self, index: int, node: CallNode) -> Decision:
+        """(step, what the report says was done or "", why)."""
         concerns = node.floating and any(self.nodes[i.node].live for i in node.inputs)
-        found = (decider(self, index, node, kind) for decider in DECIDERS)
-        step, done, why = next(filter(None, found)) if concerns else _NOTHING
-        if done == LEFT_ALONE and node.where:
-            why = f"{why} ({node.where})"
-        return step, CallRow(node.path, node.name, done, why, number) if done else None
+        found = (decider(self, index, node) for decider in DECIDERS)
+        return next(filter(None, found), _NOTHING) if concerns else _NOTHING
 
     # Deciders, in the order of the table
 
-    def _replaced(self, index: int, node: CallNode, kind: str) -> Decision | None:
+    def _replaced(self, index: int, node: CallNode) -> Decision | None:
         """A function that the caller replaces."""
-        if kind not in self.settings.replaced:
+        if node.kind not in self.settings.replaced:
             return None
         return Step(op="replace"), "replaced", "as asked"
 
-    def _inside(self, index: int, node: CallNode, kind: str) -> Decision | None:
+    def _inside(self, index: int, node: CallNode) -> Decision | None:
         """A call inside an autograd function, which computes its gradient itself: left alone."""
         if not node.inside:
             return None
-        before, done = self.nodes[index - 1], LEFT_ALONE
-        place = before.inside, before.path, before.where
-        if before.live and place == (node.inside, node.path, node.where):
-            done = ""  # the row of the previous call says it
-        elif node.inside == DISTRIBUTION:
-            done = "unchanged"
-        return self.arguments.restored(node), done, f"inside {node.inside}, as all its calls"
+        before = self.nodes[index - 1]
+        same = (before.inside, before.path) == (node.inside, node.path)
+        done = "" if before.live and same else LEFT_ALONE
+        return None, done, f"inside {node.inside}, as all its calls"
 
-    def _preserved(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """With init="preserve", any call: a product has static scales for the casts of weights."""
-        if not self.settings.preserve:
-            return None
-        static = self.arguments.static(node) if kind in kinds.PRODUCTS else ()
-        if not static:
-            return _NOTHING
-        scales = ", ".join(f"{2.0**exponent:g}" for _, exponent in static)
-        return Step(static=static), "preserved", f"static scale {scales}"
+    def _preserved(self, index: int, node: CallNode) -> Decision | None:
+        """With init="preserve", any call: no value has a factor."""
+        return _NOTHING if self.settings.preserve else None
 
-    def _distance(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """A call of a distance whose argmin is taken: keeps its values."""
-        if index not in self.distances:
-            return None
-        return None, "unchanged", "in a distance whose argmin is taken: keeps its values"
-
-    def _weight(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """A call that computes a weight from parameters: uses the original values."""
-        if not node.computed:
-            return None
-        if kind in kinds.TRANSPARENT:
-            return _NOTHING
-        step = self.arguments.restored(node)
-        if node.key is None:
-            origins = {self.nodes[i.node].origin for i in node.inputs}
-            seen = bool(node.written) or origins.isdisjoint(self.settings.weights.unseen)
-            done = "" if seen else LEFT_ALONE
-            return None, done, f"computes a weight by {node.name}, from parameters of RMS 1"
-        return step, "unchanged" if step else "", "computes a weight, from parameters as they were"
-
-    def _region(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """A call of a region: runs as in the model; a result that leaves it has one factor."""
-        region = self.regions.get(index)
-        if region is None:
-            return None
-        step = self.arguments.restored(node)
-        if index in region.exits:
-            if region.factor is None:
-                return step, "scaled", f"result of a {region.what}"
-            step = replace(step or Step(), output=region.factor)
-            return step, "scaled", f"result of a {region.what}, factor {region.factor:.3g}"
-        named = self.flow.is_product(index) or kind in kinds.ALGEBRA
-        named |= not region.exits and index == min(region.calls)
-        return step, "unchanged" if named else "", f"in a {region.what}: keeps its values"
-
-    def _residual(self, index: int, node: CallNode, kind: str) -> Decision | None:
+    def _residual(self, index: int, node: CallNode) -> Decision | None:
         """A residual add: the weights of its terms."""
         return self.residuals.adds.get(index)
 
-    def _outside(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """A call outside the `interior`: keeps its values, unless it is a layer."""
-        if index in self.interior.calls or self.flow.is_layer(index):
-            return None
-        restored = self.arguments.restored(node)
-        if restored is not None and node.key is None:
-            return None, LEFT_ALONE, f"no rule for {node.name}, which reads parameters of RMS 1"
-        silent = kind in kinds.NEUTRAL and restored is None
-        done = "" if silent or find_op(node.function) is None else "unchanged"
-        return restored, done, "not between two layers: keeps its values"
-
-    def _share(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """A join of values and a much smaller or larger parameter: each keeps its share."""
-        slots = () if node.key is None else self.settings.settled.shares.get(node.key)
-        if not slots:
-            return None
-        shares = ", ".join(f"{factor:.2g}" for _, factor, _ in slots)
-        return Step(slots=slots), "scaled", f"terms keep their shares, {shares}"
-
-    def _add(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """A sum: of values by its rule, of numbers, masks, constants and biases as it is."""
-        if kind not in ("add", "sub"):
-            return None
-        sources = [self.nodes[i.node] for i in node.inputs]
-        weights = {source.origin for source in sources if source.computed}
-        detached = {self.nodes[i].kind for i in self.flow.consumers[index]} == {"detach"}
-        reasons = {
-            "adds a number": len(sources) < 2,
-            "adds single numbers": node.numel == 1,
-            "adds a mask": any(source.masking for source in sources),
-            "adds a constant": not all(source.live for source in sources),
-            "is detached: the rest of a straight-through gradient": detached,
-            "adds a bias": weights and weights.isdisjoint(self.settings.weights.factors),
+    def _weighted(self, index: int, node: CallNode) -> Decision | None:
+        """A product of values and a weight of RMS 1: the factor of its rule."""
+        scaled = self.settings.scaled - self.kept
+        weights = {
+            self.nodes[i.node].origin for i in node.inputs if not is_added(node.kind, i.slot)
         }
-        for why, applies in reasons.items():
-            if applies:
-                return None, "unchanged", why
-        return (Step(op="add"), "scaled", "") if node.kind == "add" else None
-
-    def _mul(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """A value times or over a number, which is taken out, a constant or a gain."""
-        values = self.flow.sources[index]
-        if kind not in ("mul", "div") or self.flow.inverts(index) or len(values) != 1:
+        if not (self.flow.is_product(index) and weights & scaled):
             return None
-        numbers = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, int | float)]
-        others = [self.nodes[i.node] for i in node.inputs if i.node not in values]
-        if node.numel > 1 and not any(o.live or o.numel > 1 for o in others):
-            sign = math.copysign(1.0, numbers[0]) if numbers else 1.0
-            return Step(op="times", factor=sign), "scaled", "a number, taken out"
-        if any(o.computed for o in others):
-            return None, "scaled", "a gain"
-        return None if any(o.live for o in others) else (None, "scaled", "times a constant")
-
-    def _attention(self, index: int, node: CallNode, kind: str) -> Decision | None:
-        """Attention, and the products and softmax that it is composed of."""
-        return self.attention.decide(index, node)
-
-    def _by_rule(self, index: int, node: CallNode, kind: str) -> Decision:
-        """Any call: the rule of its op, with the true gradient of the scaled function."""
-        assert node.function is not None
         op = find_op(node.function)
-        if op is None or is_sparse(node):
-            restored = self.arguments.restored(node)
-            why = f"no rule for {node.name}" + " of a sparse tensor" * is_sparse(node)
-            why += "; its weight keeps its own scale" if restored else ""
-            return _NOTHING if kind in kinds.NEUTRAL else (restored, LEFT_ALONE, why)
-        if kind in kinds.KEPT:
-            return None, "unchanged", "keeps the scale"
+        assert op is not None
+        if is_sparse(node):
+            return None, LEFT_ALONE, f"no rule for {node.name} of a sparse tensor"
+        if node.kind in RECURRENT:
+            return Step(op=op.name), "scaled", ""
+        scales, why = op.scales(node.args, node.kwargs, func=node.function), ""
+        if op.name == "linear" and weights & (self.settings.readouts - self.inner):
+            scales["output"], why = scales["output"] ** 2, "readout: 1/fan_in"
+        return Step(op=op.name, factor=scales["output"], names=tuple(scales)), "scaled", why
+
+    def _lookup(self, index: int, node: CallNode) -> Decision | None:
+        """A look-up of rows of a weight of RMS 1: as it is."""
         weights = {self.nodes[i.node].origin for i in node.inputs}
-        slots = (*self.arguments.computed(node), *self.arguments.one_hot(node))
-        if kind == "linear" and weights & (self.settings.weights.readouts - self.inner):
-            return Step(op="linear_readout", slots=slots), "scaled", "readout: 1/fan_in"
-        if kind in kinds.PRODUCTS | kinds.RECURRENT:
-            settings = (("weight_factor", False),) if kind in kinds.RECURRENT else ()
-            return Step(op=op.name, slots=slots, settings=settings), "scaled", ""
-        scales = op.scales(node.args, node.kwargs, func=node.function)
-        weighted = self.flow.reads_weights(index)  # weight factors depend on batch size
-        if len(set(scales.values())) == 1 and not weighted:
-            return Step(op=op.name, slots=slots), "scaled", ""
-        return Step(slots=slots, output=scales["output"]), "scaled", ""
+        scaled = self.settings.scaled - self.kept
+        if node.kind not in EMBEDDINGS or not weights & scaled:
+            return None
+        return None, "unchanged", "rows of RMS 1"
+
+    def _product(self, index: int, node: CallNode) -> Decision | None:
+        """Any other product: as it is."""
+        if node.kind not in PRODUCTS | RECURRENT:
+            return None
+        return None, "unchanged", "no weight of RMS 1 among its operands"
 
 
-Decider = Callable[[_Planner, int, CallNode, str], Decision | None]
-"""(planner, index of a call, the call, its kind) -> the decision; None if it does not apply."""
+def _is_shape(node: CallNode, slot: tuple[int | str, ...]) -> bool:
+    """Whether a call reads an argument for its shape, dtype or device alone."""
+    return node.kind in TRANSPARENT and slot != (0,)
+
+
+Decider = Callable[[_Planner, int, CallNode], Decision | None]
+"""(planner, index of a call, the call) -> the decision; None if it does not apply."""
 
 DECIDERS: tuple[Decider, ...] = (
     _Planner._replaced,
     _Planner._inside,
     _Planner._preserved,
-    _Planner._distance,
-    _Planner._weight,
-    _Planner._region,
     _Planner._residual,
-    _Planner._outside,
-    _Planner._share,
-    _Planner._add,
-    _Planner._mul,
-    _Planner._attention,
-    _Planner._by_rule,
+    _Planner._weighted,
+    _Planner._lookup,
+    _Planner._product,
 )
 """The first that applies to a call decides; their docstrings say what each is for."""

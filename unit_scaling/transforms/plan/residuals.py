@@ -9,13 +9,15 @@ f(x) + g(x)``) or already summed (``f(x) + g(x) + x``).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from ..capture.dataflow import Flow
-from ..capture.kinds import TRANSPARENT
-from ..capture.record import Input, Slot
-from .actions import Decision, Step
+from ..record.calls import Input, Slot
+from ..record.flow import Flow
+from ..record.kinds import TRANSPARENT
+from .plan import Step
+
+Decision = tuple[Step | None, str, str]
+"""(step, what the report says was done or "" for no row, why)."""
 
 # Default branch weights (tau in the Unit Scaling library guide). Attention branches need a much
 # smaller weight than feed-forward branches for stable training.
@@ -46,11 +48,11 @@ class Residuals:
     depths: dict[str, int] = field(default_factory=dict)
 
 
-def find_residuals(flow: Flow, rule: str, formulas: Collection[int] = ()) -> Residuals:
-    """Finds the residual adds of a model. rule: one of `RESIDUALS`. formulas: excluded calls."""
+def find_residuals(flow: Flow, rule: str) -> Residuals:
+    """Finds the residual adds of a model. rule: one of `RESIDUALS`."""
     adds: dict[int, _Branch] = {}
     for index, node in enumerate(flow.nodes):
-        suitable = node.kind == "add" and not node.inside and index not in formulas
+        suitable = node.kind == "add" and not node.inside
         if suitable and (branch := _branch(flow, adds, index)) is not None:
             adds[index] = branch
     places = _places(flow, adds)
@@ -79,7 +81,7 @@ def find_residuals(flow: Flow, rule: str, formulas: Collection[int] = ()) -> Res
 
 
 def _weighted(weights: dict[Slot, float], why: str) -> Decision:
-    return Step(slots=tuple((slot, w, w) for slot, w in weights.items())), "scaled", why
+    return Step(slots=tuple(weights.items())), "scaled", why
 
 
 def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from types import FunctionType
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.prune import BasePruningMethod
 
-from fp8.casts.operands import static_exponent
 from fp8.common.mixin import bare_class
 from fp8.common.report import LEFT_ALONE
 from fp8.selection.layers import holds_experts, why_quantized
 
-from ...parameter import has_parameter_data, remember_tags, tag, tags_of
-from .actions import CallRow, Weights
+from ...parameter import Tags, has_parameter_data, remember_tags, retag, tag, tags_of
+from .plan import CallRow
 
 Done = tuple[str, str]
 """What the report says was done, and why."""
@@ -25,29 +26,57 @@ SMALL = 0.5
 """A gain whose RMS is below this is scaled to RMS 1."""
 
 
+@dataclass(frozen=True)
+class Weights:
+    """The names of the weights that were divided by their RMS, and of the readout weights."""
+
+    scaled: frozenset[str]
+    readouts: frozenset[str]
+
+
 def tagged_weights(model: nn.Module, path: str = "") -> Weights:
-    """The current tags of the weights of ``model``. path: the path of ``model`` itself."""
+    """The tags of the weights of ``model``. path: the path of ``model`` itself."""
     named = model.named_parameters(prefix=path)
-    found = {name: p for name, p in named if has_parameter_data(p)}
-    tags = {name: tags_of(p) for name, p in found.items()}
-    split = []
-    for name, module in model.named_modules(prefix=path):
-        for tensor, known in getattr(module, "mup_tags", {}).items():
-            if is_parametrized(module, tensor) and known.mup_divisor:
-                split.append(f"{name}.parametrizations.{tensor}".lstrip("."))
+    tags = {name: tags_of(p) for name, p in named if has_parameter_data(p)}
+    weights = {n: t for n, t in tags.items() if t.mup_type in ("weight", "output")}
     return Weights(
-        factors={n: divisor for n, t in tags.items() if (divisor := t.mup_divisor)},
-        exponents={n: exponent for n, p in found.items() if (exponent := static_exponent(p))},
+        scaled=frozenset(n for n, t in weights.items() if t.mup_divisor),
         readouts=frozenset(n for n, t in tags.items() if t.mup_type == "output"),
-        split=frozenset(split),
     )
+
+
+@torch.no_grad()
+def keep_values(model: nn.Module, path: str, names: Collection[str]) -> None:
+    """Gives weights the values back that they had before they were divided by their RMS. They have
+    a static scale instead. path: of ``model``."""
+    for name, parameter in model.named_parameters(prefix=path):
+        divisor = tags_of(parameter).mup_divisor
+        if name in names and divisor:
+            parameter.mul_(divisor)
+            scale = _nearest_power(divisor)
+            retag(parameter, tags_of(parameter)._replace(mup_scale=scale, mup_divisor=None))
+
+
+@torch.no_grad()
+def adopt_tags(model: nn.Module, path: str, tags: Mapping[str, Tags]) -> None:
+    """Gives the parameters of ``model``, a copy of one that was recorded, the tags of that one."""
+    kept = [n for n, t in tags.items() if t.mup_divisor is None]
+    keep_values(model, path, kept)
+    for name, parameter in model.named_parameters(prefix=path):
+        if name in tags and has_parameter_data(parameter):
+            retag(parameter, tags[name]._replace(mup_divisor=tags_of(parameter).mup_divisor))
+
+
+def _nearest_power(rms: float) -> float:
+    return float(2.0 ** min(max(round(math.log2(rms)), -32), 32))
 
 
 def prepare(model: nn.Module, init: str) -> list[CallRow]:
     """Tags all parameters of ``model``; with init="unit" also scales its weights to RMS 1.
 
     With init="unit", a matrix (two or more dimensions) is divided in place by its RMS, stored in
-    its tag ``mup_divisor``, and biases are set to zero. With init="preserve", values do not change
+    its tag ``mup_divisor``, and biases are set to zero; the first call may give some their values
+    back (`keep_values`). With init="preserve", values do not change
     and the power of two nearest to the RMS of a matrix is stored in its tag ``mup_scale``. The last
     `nn.Linear` is tagged as the readout (see `_readout`), which the first call may revert.
     """
@@ -73,10 +102,6 @@ def _prepared(
     if isinstance(module, ParametrizationList):
         tag(parameter, "weight" if parameter.dim() > 1 else "norm")
         return "unchanged", "parametrized: the weight is scaled where it is used"
-    if init == "unit" and _is_empty_token(parameter):
-        tag(parameter, "weight")
-        nn.init.normal_(parameter)
-        return "unit scale", "a token of zeros, drawn from a standard normal"
     if parameter.dim() - stacked > 1 and not _is_gain(parameter):
         tag(parameter, "output" if is_readout else "weight", mup_stacked=stacked)
         mask = getattr(module, f"{pruned(module).get(leaf)}_mask", None)
@@ -90,13 +115,6 @@ def _prepared(
     tag(parameter, "norm")
     gain = init == "unit" and not isinstance(module, nn.PReLU)  # its slopes are no gains
     return _unit_gain(parameter) if gain else None
-
-
-def parametrizations(model: nn.Module, path: str = "") -> frozenset[str]:
-    """The paths of the modules that compute a weight of another module. path: of ``model``."""
-    lists = [m for m in model.modules() if isinstance(m, ParametrizationList)]
-    inside = {id(part) for many in lists for part in many.modules()}
-    return frozenset(name for name, m in model.named_modules(prefix=path) if id(m) in inside)
 
 
 def pruned(module: nn.Module) -> dict[str, str]:
@@ -147,13 +165,6 @@ def _readout(model: nn.Module) -> Tensor | None:
     return weight if any(p.dim() > 1 and p is not weight for p in layers) and not tied else None
 
 
-def _is_empty_token(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is one row of zeros, (1, 1, n), such as a class token: the gradient of a
-    norm at zero is unbounded, and the only one if the model reads its output there."""
-    row = parameter.dim() > 2 and parameter.numel() == parameter.shape[-1] > 1
-    return row and not parameter.is_meta and not bool(parameter.any())
-
-
 def _is_gain(parameter: nn.Parameter) -> bool:
     """Whether a parameter is constant along its only dimension, as layer scales are: (1, 1, n)."""
     along = not parameter.is_meta and parameter.numel() == max(parameter.shape)
@@ -178,7 +189,7 @@ def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> Done:
     if not math.isfinite(rms):
         return left, "holds Inf or NaN"
     if init == "preserve":
-        scale = 2.0 ** min(max(round(math.log2(rms)), -32), 32)
+        scale = _nearest_power(rms)
         tag(parameter, *tags_of(parameter)._replace(mup_scale=scale))
         return "unchanged", f"static scale {scale:g}"
     _divide(parameter, rms)

@@ -18,10 +18,9 @@ outside_graph = _breaking(
     "fullgraph=True"
 )
 
-with_other_calls = _breaking(
-    "torch.compile shows unit_scale other calls of the model than eager mode. It replaces "
-    "nn.CrossEntropyLoss()(x, y) in a forward, for example: write F.cross_entropy(x, y), or make "
-    "the loss in __init__"
+unknown_call = _breaking(
+    "the graph has a call that unit_scale has not seen: call the model once in eager mode with "
+    "arguments of this form, before compiling it with fullgraph=True"
 )
 
 beside_control_flow = _breaking(

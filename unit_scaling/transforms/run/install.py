@@ -26,9 +26,6 @@ from fp8.common.threads import Stack
 from ...parameter import forget_tags
 from .state import Marked, PlanState, scaling
 
-HOOKS = " hooks"
-"""Suffix of a module's name in `Scope.path` while its hooks run."""
-
 Call = Callable[..., Any]
 """A module's forward: ``call()`` uses the original arguments, ``call((args, kwargs))`` others."""
 
@@ -38,26 +35,19 @@ Kwargs = dict[str, Any]
 Given = tuple[Args, Kwargs]
 """The positional and the keyword arguments of a call."""
 
-Places = tuple[tuple[list[str], str], ...]
-"""Lists, and the item appended to each while a module runs."""
-
 
 class Scope(Protocol):
     """One transform of one model. By default it wraps nothing, and only marks the model. order:
     scopes are entered in ascending order. path: the names of the modules that are running in this
-    thread, outermost first; empty if none is, or if the transform needs no names."""
+    thread, outermost first; empty while the transform is not active. each: whether every module
+    runs through the scope, not the outermost one alone."""
 
     order: int
     path: Stack
-
-    def inside(self, path: str) -> Places | None:
-        """Where to append a module's name while it runs, if the transform is already active; None
-        if the module must `run` through the scope."""
-        return ()
+    each = False
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        """Returns the result of ``call()``, the forward of ``module``, with the transform
-        active."""
+        """Returns ``call()``, the forward of ``module``, with the transform active."""
         return call()
 
 
@@ -72,35 +62,20 @@ class _Transformed(Gained, Marked):
         own = bool(getattr(bare_class(self), "fp8_unit_scaled", False))
         return own or scaling(self)[0] is not None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module, and marks its hooks as separate from its forward: they do not belong to
-        the model. A forward set on the instance cannot be separated from them."""
-        inside = "" if "forward" in vars(self) else HOOKS
-        for scope, path in self._scopes:
-            if scope.path.items:
-                scope.path.items.append(path + inside)
-        try:
-            return super().__call__(*args, **kwargs)
-        finally:
-            for scope, _ in self._scopes:
-                if scope.path.items:
-                    scope.path.items.pop()
-
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs the forward through the scopes, with few nested calls: the compiler adds dozens of
         frames for each call, and Python's limit is 1000."""
-        if not self._scopes:
-            _take_scopes(self)
-        places = _inside(self._scopes)
-        if places is None:
-            return _run(self, forward, self._scopes, (args, kwargs))
-        for names, name in places:
-            names.append(name)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            for names, _ in places:
-                names.pop()
+        scopes = self._scopes
+        if len(scopes) == 1 and not scopes[0][0].each:
+            scope, path = scopes[0]
+            names = scope.path.items
+            if names:
+                names.append(path)
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    names.pop()
+        return _run(self, forward, scopes, (args, kwargs))
 
     @taken_as_constant
     def _asks(self, scope: int, module: int, question: str, *about: Any) -> Any:
@@ -117,32 +92,6 @@ class _Transformed(Gained, Marked):
         return begins
 
 
-def _take_scopes(module: Any) -> None:
-    """Gives a module created by a transformed class (a slice of an `nn.Sequential`) the transforms
-    of its submodules, unless these are part of a running model."""
-    parts = [scopes for child in module.children() if (scopes := getattr(child, "_scopes", ()))]
-    if not parts or any(scope.path.items for scope, _ in parts[0]):
-        return
-    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-        from .graph_break import outside_graph
-
-        outside_graph(lambda: _take_scopes(module))
-        return
-    for scope, _ in parts[0]:
-        install(module, scope.without_plans() if hasattr(scope, "without_plans") else scope)
-
-
-def _inside(scopes: tuple[tuple[Any, str], ...]) -> Places | None:
-    """Where names go in all scopes; None if one of them is not active yet."""
-    places: Places = ()
-    for scope, path in scopes:
-        more = scope.inside(path)
-        if more is None:
-            return None
-        places += more
-    return places
-
-
 def _run(
     module: Any, forward: Callable[..., Any], scopes: tuple[tuple[Any, str], ...], given: Given
 ) -> Any:
@@ -150,6 +99,13 @@ def _run(
         args, kwargs = given
         return forward(*args, **kwargs)
     (scope, path), inner = scopes[0], scopes[1:]
+    names = scope.path.items
+    if names and not scope.each:
+        names.append(path)
+        try:
+            return _run(module, forward, inner, given)
+        finally:
+            names.pop()
 
     def call(given: Given = given) -> Any:
         return _run(module, forward, inner, given)
@@ -198,9 +154,10 @@ def find_scope(model: nn.Module, kind: type) -> Any:
     return next((scope for scope, _ in scopes if isinstance(scope, kind)), None)
 
 
-def install(model: nn.Module, scope: Scope, prefix: str = "") -> None:
+def install(model: nn.Module, scope: Scope, prefix: str = "", only_new: bool = False) -> None:
     """Installs the scope on every module of ``model``, replacing any other of the same type.
-    prefix: the name of ``model`` in the scope. Raises TypeError for a TorchScript module, which has
+    prefix: the name of ``model`` in the scope. only_new: leaves modules as they are that have one
+    of the type; the name of others is one that none of them has. Raises TypeError for a TorchScript module, which has
     no Python forward, and for a model whose forward is a generator or a coroutine."""
     forward = inspect.unwrap(unwrapped(model).forward)
     is_generator = inspect.isgeneratorfunction(forward) or inspect.isasyncgenfunction(forward)
@@ -209,10 +166,15 @@ def install(model: nn.Module, scope: Scope, prefix: str = "") -> None:
             f"the forward of {type(unwrapped(model)).__name__} goes on after its call, where no "
             "transform is in force: let it return a value, and yield or await around the model"
         )
+    taken = {n for m in model.modules() for s, n in getattr(m, "_scopes", ()) if s is scope}
     for path, module in unwrapped(model).named_modules(prefix=prefix):
         if unwrapped(module) is not module:
             continue  # a wrapper of torch.compile; the wrapped module follows
+        if only_new and find_scope(module, type(scope)) is not None:
+            continue
         check_not_scripted(path, module)
+        while path in taken:
+            path += "'"
         gain(module, _Transformed)
         gained: Any = module
         kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]

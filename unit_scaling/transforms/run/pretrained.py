@@ -21,7 +21,7 @@ from fp8.adapters.transformers import is_pretrained
 from fp8.common.libraries import need
 from fp8.common.mixin import Gained, gain
 
-from ..plan.model_plan import ModelPlan
+from ..plan.plan import ModelPlan
 from .state import EXTRA_STATE, MARKER, scaling
 
 Restore = Callable[[nn.Module, ModelPlan], None]
@@ -85,7 +85,7 @@ def _described(model: Any) -> dict[str, Any]:
             f"{path} is a part of a unit-scaled model: save the model, or that part of "
             "unit_scaling.fold(model)"
         )
-    plan = None if scope.replacements else scope.plan(model, seen=False).to_json()
+    plan = None if scope.replacements else scope.data(model).to_json()
     return {"quant_method": METHOD, "plan": plan}
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from fp8.common.mixin import Gained
 from fp8.common.pitfalls import CheckpointWarning, warn_once
 
 from ...parameter import TaggedModule, restore_own_tags
+from ..plan.plan import ModelPlan
 
 MARKER = "unit_scaled_load_into_unit_scale_or_save_uu_fold"
 """The last part of the key, after the name of the transformed module."""
@@ -131,7 +133,7 @@ class PlanState(Gained):
 
     def get_extra_state(self) -> Any:
         """The plan as compressed JSON in a uint8 tensor, with the class's extra state if any."""
-        plan = _packed(scaling(self)[0].held(self))
+        plan = _packed(scaling(self)[0].saved(self))
         own = _own_class(self)
         return plan if own is None else {"module": own.get_extra_state(self), "unit_scale": plan}
 
@@ -143,7 +145,8 @@ class PlanState(Gained):
             state = state["unit_scale"]
         plan = _unpacked(state) if isinstance(state, Tensor) else ""
         if plan:
-            scaling(self)[0].take_over(self, plan)
+            with suppress(ValueError):  # of another model
+                scaling(self)[0].adopt(self, ModelPlan.from_json(plan), rescale=False)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *rest: Any

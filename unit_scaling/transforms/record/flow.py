@@ -6,11 +6,11 @@ computed from parameters alone (a tied, masked or normalised weight) is a weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from .calls import CallNode, Input
 from .kinds import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT
-from .record import CallNode, Input
 
 T = TypeVar("T")
 
@@ -29,32 +29,16 @@ def reached(starts: Iterable[T], next: Callable[[T], Iterable[T]]) -> set[T]:
     return found
 
 
-def components(near: Mapping[T, Iterable[T]]) -> list[frozenset[T]]:
-    """The connected sets of items. near: the neighbours of each, in both directions."""
-    found, rest = list[frozenset[T]](), dict.fromkeys(near)
-    while rest:
-        found.append(frozenset(reached([next(iter(rest))], near.__getitem__)))
-        for item in found[-1]:
-            del rest[item]
-    return found
-
-
 class Flow:
     """The value graph of a recorded run. Nodes are indices, in topological order."""
 
     def __init__(self, nodes: list[CallNode]) -> None:
         self.nodes = nodes
         self.sources = [self._sources(node) for node in self.nodes]
-        #: For each node, all calls that have it as an argument.
-        self.consumers: list[set[int]] = [set() for _ in self.nodes]
-        for index, node in enumerate(self.nodes):
-            for i in node.inputs:
-                self.consumers[i.node].add(index)
         self.readers: list[list[int]] = [[] for _ in self.nodes]
         for index, sources in enumerate(self.sources):
             for source in sources:
                 self.readers[source].append(index)
-        self.parents = self._dominators()
 
     def _sources(self, node: CallNode) -> list[int]:
         if not node.live or node.computed:
@@ -70,25 +54,10 @@ class Flow:
         """Whether the call is a product or a recurrent layer on values."""
         return self.nodes[index].kind in PRODUCTS | RECURRENT and self.nodes[index].live
 
-    def is_layer(self, index: int) -> bool:
-        """Whether the call is a product or a recurrent layer on values and a weight."""
-        return self.reads_weights(index) and self.is_product(index)
-
-    def reads_weights(self, index: int) -> bool:
-        """Whether an argument is computed from parameters only."""
-        return any(self.nodes[i.node].computed for i in self.nodes[index].inputs)
-
     def is_attention(self, index: int) -> bool:
         """Whether the call is fused attention, or the softmax in front of a product."""
         kind = self.nodes[index].kind
         return kind in ATTENTION or (kind == "softmax" and self.weighs(index) is not None)
-
-    def inverts(self, index: int) -> bool:
-        """Whether the call divides by a value."""
-        node = self.nodes[index]
-        divisor = (0,) if node.name.startswith("__r") else (1,)
-        divisors = [i.node for i in node.inputs if i.slot in (divisor, ("other",))]
-        return node.kind == "div" and not set(divisors).isdisjoint(self.sources[index])
 
     def weighs(self, index: int) -> int | None:
         """The product that uses the result of a call as an operand, through moves, dropout and
@@ -131,22 +100,3 @@ class Flow:
         """The only source of a call of one of these kinds; None otherwise."""
         sources = self.sources[index]
         return sources[0] if self.nodes[index].kind in kinds and len(sources) == 1 else None
-
-    def _dominators(self) -> list[int]:
-        """For each node its immediate dominator: the nearest node on all paths to it; -1 if none.
-        Source: Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm"."""
-        parents, depth = [-1] * len(self.nodes), [0] * len(self.nodes)
-        for index, sources in enumerate(self.sources):
-            if not sources:
-                continue
-            common = sources[0]
-            for other in sources[1:]:
-                while common != other and common >= 0 and other >= 0:
-                    if depth[common] >= depth[other]:
-                        common = parents[common]
-                    else:
-                        other = parents[other]
-                common = common if common == other else -1
-            parents[index] = common
-            depth[index] = depth[common] + 1 if common >= 0 else 0
-        return parents

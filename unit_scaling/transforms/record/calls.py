@@ -1,22 +1,14 @@
-"""Records a run of a model: every torch call with its location and the origin of its inputs.
-
-The model runs once, on copies of the inputs. What autograd derives from tensors that it has seen,
-by a function that no call shows, is a call of its own: autograd functions choose their gradient.
-"""
+"""Records a run of a model: every torch call, its place, and the origin of its arguments."""
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,30 +20,16 @@ from fp8.common.compiler import FirstLook, called
 from fp8.common.threads import frames
 from fp8.modes.control_flow import depends_on_values, run_within, runs_functions
 from fp8.modes.dispatch import expansion
-from fp8.modes.unseen import OPERATORS, function_around, function_of
-from fp8.products.einsum import contracted
+from fp8.modes.unseen import OPERATORS, function_of
 
 from ..run import install
 from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
-from .values import all_zero, any_masking, has_scale, is_strided, rms_of, varied
+from .place import Place, lines_here
+from .values import all_zero, any_masking, has_scale, is_strided, rms_of
 
 Slot = tuple[int | str, ...]
 """The location of a tensor in a call: (1,) is the second argument; ("weight",), (0, 2) in a list.
 """
-
-Key = tuple[str, str, int]
-"""(module path, kind, number of earlier calls of that kind in that module)."""
-
-Site = tuple[tuple[str | int, ...], ...]
-"""For each function running within a module, innermost first: the name of its Python module, and
-the lines and columns of its current call.
-"""
-
-Place = tuple[str, str, Site]
-"""(module path, kind, site): the same in each iteration of a loop."""
-
-DISTRIBUTION = "torch.distributions"
-"""Marks calls that must not be scaled: a density is that of the sample."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +45,16 @@ class Input:
 
 @dataclass
 class CallNode:
-    """One call, or an external tensor (key None): a parameter, an input, a buffer.
+    """One call, or an external tensor (function None): a parameter, an input, a buffer.
 
-    path: of the running module. live: whether it depends on a parameter or a floating-point input.
-    computed: whether it depends on parameters only. rms: of the values, if computed. wanted:
-    whether it is an input that requires a gradient; within: which an object among the arguments
-    holds. where: file and line of the call. zero: whether it is a constant of zeros. origin: the
-    parameter that it is, or is a view or copy of. site: as in `Place`. inside: the autograd
-    function that makes the call, or `DISTRIBUTION`. around: the autograd function that calls the
-    running module. written: the arguments that it writes into. results: the number of its results.
+    place: None for a call without a kind. live: whether it depends on a parameter or a
+    floating-point input. computed: whether it depends on parameters only. rms: of the values, if
+    computed. where: file and line of the call. zero: whether it is a constant of zeros. parameter:
+    the name of the parameter that it is. origin: the parameter that it is, or is a view or copy of.
+    inside: the autograd function that makes the call. written: the arguments that it writes into.
     """
 
-    key: Key | None
+    place: Place | None
     name: str
     path: str = ""
     function: Callable[..., Any] | None = None
@@ -93,15 +69,10 @@ class CallNode:
     floating: bool = False
     masking: bool = False
     zero: bool = False
-    wanted: bool = False
-    within: bool = False
     rms: float = 1.0
     where: str = ""
     inside: str = ""
-    around: str = ""
     written: tuple[Slot, ...] = ()
-    results: int = 1
-    site: Site = ()
 
     @property
     def numel(self) -> int:
@@ -114,13 +85,8 @@ class CallNode:
 
     @property
     def kind(self) -> str:
-        """As in `capture.kinds`; "" for unlisted functions."""
-        return self.key[1] if self.key is not None else ""
-
-    @property
-    def place(self) -> Place:
-        """Identifies the call across the iterations of a loop."""
-        return self.path, self.kind or self.name, self.site
+        """As in `record.kinds`; "" for unlisted functions."""
+        return self.place[1] if self.place is not None else ""
 
 
 def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
@@ -207,35 +173,25 @@ class Calls(FirstLook):
 class Recorder(Calls):
     """Records the calls of a model while it runs, as ``nodes``; each refers to earlier ones only.
 
-    kinds: the table of `capture.kinds`. parameters: names by id. factors: the divisors of
-    parameters, by name; tensors computed from parameters alone use the original values. inputs: id
-    of an input tensor -> whether it requires a gradient. within: the ids of those that do and are
-    held by objects among the arguments. path: returns the path of the running module.
-    parametrizations: the paths of modules that compute a weight. Outputs of matrix products are
-    scaled to RMS 1, as under the plan, so that later calls see values of that size. original:
-    instead, all calls use the original values of parameters, and the RMS of every result is noted.
+    kinds: the table of `record.kinds`. parameters: names by id. inputs: the ids of the tensors
+    among the arguments. path: returns the path of the running module. normalizes: whether results
+    of matrix products are divided by their RMS, as under the plan, so that later calls see values
+    of that size.
     """
 
     kinds: dict[Callable[..., Any], str]
     parameters: dict[int, str]
-    factors: dict[str, float]
-    inputs: dict[int, bool]
-    within: Collection[int]
+    inputs: Collection[int]
     path: Callable[[], str]
-    parametrizations: frozenset[str]
-    original: bool
-    in_pairs: bool
+    normalizes: bool
+    in_pairs: bool = True
 
     def __post_init__(self) -> None:
         super().__init__(self.in_pairs)
         self.nodes: list[CallNode] = []
-        self._counts: Counter[tuple[str, str]] = Counter()
         self._node_of: dict[int, tuple[int, int]] = {}
         self._makers: dict[Node, int] = {}
         self._alive: list[Tensor] = []  # ids of dead tensors are reused
-        #: The nodes of the model's results, and of what is kept: see `measure.look`.
-        self.results: dict[Slot, int] = {}
-        self.kept: dict[Slot, int] = {}
 
     def observe(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -243,25 +199,18 @@ class Recorder(Calls):
         args, kwargs = canonical(function, args, kwargs)
         given = (*tensors_in(args), *tensors_in(kwargs))
         inputs = [self._input(slot, t) for slot, t in given]
-        key, path = None, self.path()
+        path = self.path()
         kind = self.kinds.get(function)
-        if path.endswith(install.HOOKS) and kind not in TRANSPARENT:
-            kind = None  # calls in hooks are not scaled
         if kind is None and not inputs:
             return function(*args, **kwargs)
-        if kind is not None:
-            key = (path, kind, self._counts[path, kind])
-            self._counts[path, kind] += 1
+        place = None if kind is None else (path, kind, lines_here())
         name = _name(function)
-        node = CallNode(key, name, path, function, inputs, args, kwargs)
-        node.where, node.inside, node.site = _location()
-        node.around = "" if torch.is_grad_enabled() else function_around("_record")
+        node = CallNode(place, name, path, function, inputs, args, kwargs)
+        node.where, node.inside = _location()
         sources = [self.nodes[i.node] for i in inputs]
         node.origin = sources[0].origin if kind in TRANSPARENT and inputs else None
         node.computed = _computed(node.kind, sources)
-        if path in self.parametrizations:
-            node.computed = any(s.computed for s in sources)
-        output = self._result(node, function)
+        output = function(*args, **kwargs)
         written = [args[0]] if kind == "__setitem__" else [t for _, t in tensors_in(output)]
         made = {id(t) for t in written}
         if writes(function, name, args, kwargs):
@@ -273,33 +222,6 @@ class Recorder(Calls):
         elif written or kind is not None:
             self._add(node, sources, written, same)
         return output
-
-    def _result(self, node: CallNode, function: Callable[..., Any]) -> Any:
-        """Makes the call; one that computes a weight gets parameters at their original scale."""
-        if function is torch.autograd.grad:
-            return self._gradients(node)
-        computes = node.computed and bool(node.kind)
-        if not (computes or self.original) or node.kind in TRANSPARENT:
-            return function(*node.args, **node.kwargs)
-        given, original = node.tensors, dict[Slot, Tensor]()
-        for i in node.inputs:
-            factor = self.factors.get(self.nodes[i.node].origin or "", 1.0)
-            if factor != 1.0:
-                original[i.slot] = given[i.slot] * factor
-        return function(*replaced(node.args, original), **replaced(node.kwargs, original))
-
-    def _gradients(self, node: CallNode) -> tuple[Tensor, ...]:
-        """Stand-ins of RMS 1 for gradients that a model computes, as recording has none: with
-        ``is_grads_batched`` with the first dimension of the gradients that they start from. Their
-        tensors are marked as wanted: no factor on the paths to them is free."""
-        for i in node.inputs:
-            if i.slot[0] == 1:
-                source = self.nodes[i.node]
-                source.wanted = source.live = True
-        batched = node.kwargs.get("is_grads_batched", False)
-        starts = [t for _, t in tensors_in(node.kwargs.get("grad_outputs"))] if batched else []
-        sizes = starts[0].shape[:1] if starts else ()
-        return tuple(varied(t.expand(*sizes, *t.shape)) for t in node.args[1])
 
     def _input(self, slot: Slot, tensor: Tensor) -> Input:
         """The argument of a call. An unknown tensor gets a new node."""
@@ -318,9 +240,7 @@ class Recorder(Calls):
             node.floating = has_scale(tensor)
             node.masking = name is None and any_masking([tensor])
             node.computed = name is not None
-            node.within = id(tensor) in self.within
-            node.wanted = node.within or self.inputs.get(id(tensor), False)
-            known = node.computed or node.within or id(tensor) in self.inputs
+            known = node.computed or id(tensor) in self.inputs
             node.live = node.floating and known and not node.masking
             node.zero = node.floating and not known and all_zero(tensor)
             node.rms = 1.0 if name is None else rms_of(tensor)
@@ -346,7 +266,7 @@ class Recorder(Calls):
             for slot, t in enumerate(self._known_before(maker))
         ]
         sources = [self.nodes[i.node] for i in inputs]
-        where, path = _location().where, self.path()
+        where, path = _location()[0], self.path()
         if id(tensor) in self._node_of and not isinstance(maker, BackwardCFunction):
             name, inside = "copy_", ""  # into a view of the tensor
         else:
@@ -380,13 +300,13 @@ class Recorder(Calls):
                     todo.append(function)
         return list(found)
 
-    def nodes_of(self, value: Any) -> dict[Slot, int]:
-        """The nodes of the floating-point tensors of a value, by slot."""
-        return {
-            slot: self._input(slot, t).node
+    def nodes_of(self, value: Any) -> list[int]:
+        """The nodes of the floating-point tensors of a value."""
+        return [
+            self._input(slot, t).node
             for slot, t in tensors_in(value)
             if has_scale(t) and (id(t) in self._node_of or t.grad_fn is not None)
-        }
+        ]
 
     def _remember(self, tensors: list[Tensor], others: Collection[int] = ()) -> None:
         """Records that the tensors come from the latest node, but for the ids in ``others``."""
@@ -411,19 +331,29 @@ class Recorder(Calls):
         node.live = differs and any(s.live for s in sources)
         node.masking = node.floating and not node.live and any_masking(written)
         is_product = node.kind in PRODUCTS and node.floating and len(written) == 1
-        if (node.computed or self.original) and largest is not None:
+        if node.computed and largest is not None:
             node.rms = rms_of(largest)
-        elif is_product and is_strided(written[0]):
+        elif self.normalizes and is_product and is_strided(written[0]) and not node.inside:
             with torch.no_grad():
                 written[0].div_(rms_of(written[0]))
-        node.results = len(written)
         self.nodes.append(node)
         self._remember(written, others)
 
 
 _RECOMPUTES = "CheckpointFunctionBackward"
 """What autograd calls a checkpoint with ``use_reentrant=True``: its gradient is that of the calls
-within, which a replay sees when they are computed again."""
+within, which the transform sees when they are computed again."""
+
+
+def numbered(nodes: list[CallNode]) -> dict[int, int]:
+    """Index of a call with a place -> the number of earlier calls at the same place."""
+    counts: Counter[Place] = Counter()
+    numbers = {}
+    for index, node in enumerate(nodes):
+        if node.place is not None:
+            numbers[index] = counts[node.place]
+            counts[node.place] += 1
+    return numbers
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -447,65 +377,25 @@ def is_sparse(node: CallNode) -> bool:
 
 _OURS = tuple(str(Path(__file__).parents[3] / name) for name in ("fp8", "unit_scaling"))
 _TORCH = str(Path(torch.__file__).parent)
-_DISTRIBUTIONS = str(Path(torch.__file__).parent / "distributions")
 _CHECKPOINT = str(Path(torch.utils.checkpoint.__file__))
 
 
-@functools.cache
-def _position(code: CodeType, last: int) -> tuple[int, ...]:
-    """The lines and columns of the call that a frame makes. The instruction index depends on how
-    often the code has run (Python 3.11)."""
-    if sys.version_info < (3, 11):
-        return code.co_firstlineno, last
-    found = next(itertools.islice(code.co_positions(), last // 2, None))
-    return tuple(number or 0 for number in found)
-
-
-def site() -> Site:
-    """The site of the running call, in `Place`."""
-    return _location().site
-
-
-def _is_of_distribution(frame: FrameType) -> bool:
-    """Whether a frame is that of torch.distributions, or of a method of a distribution or of a
-    transform of one, of any class."""
-    if frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
-        return True
-    if "self" not in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
-        return False
-    kinds = (torch.distributions.Distribution, torch.distributions.Transform)
-    return isinstance(frame.f_locals.get("self"), kinds)
-
-
-class _Location(NamedTuple):
-    """As in `CallNode`."""
-
-    where: str
-    inside: str
-    site: Site
-
-
-def _location() -> _Location:
-    """The location of the running call. Raises ValueError where `torch.utils.checkpoint` runs a
-    function that is not a module: it would be recomputed in the backward pass without a plan."""
-    where, inside, found = "", "", []
+def _location() -> tuple[str, str]:
+    """File and line of the running call, and the autograd function that makes it. Raises ValueError
+    where `torch.utils.checkpoint` runs a function that is not a module: it would be recomputed in
+    the backward pass without a plan."""
+    where, inside = "", ""
     for frame in frames():
         file = frame.f_code.co_filename
-        ours = file.startswith(_OURS)
         if file == install.__file__:
             break  # the running module begins here
         if where:
             inside = function_of(frame) or inside
-        if not (inside or ours) and _is_of_distribution(frame):
-            inside = DISTRIBUTION
         if file == _CHECKPOINT and where:
             raise ValueError(
                 f"{where} runs under torch.utils.checkpoint as a function, which is computed again "
                 "without the plan of unit_scale: checkpoint a module instead"
             )
-        if not (where or ours or file.startswith(_TORCH)):
+        if not (where or file.startswith((_TORCH, *_OURS))):
             where = f"{file}:{frame.f_lineno}"
-        if not ours or frame.f_code is contracted.__code__:
-            module = frame.f_globals.get("__name__", file)  # the same on every machine
-            found.append((module, *_position(frame.f_code, frame.f_lasti)))
-    return _Location(where, inside, tuple(found))
+    return where, inside

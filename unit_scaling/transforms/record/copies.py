@@ -13,23 +13,19 @@ Copies made for recording keep these hooks and no others.
 from __future__ import annotations
 
 import copy
-import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
 
-from fp8.common.mixin import bare_class
-from fp8.common.step import Writes, plain, tensors_within
-
-from .record import Slot, mapped
-from .structure import own_attributes
+from fp8.common.mixin import bare_class, gained_attributes
+from fp8.common.step import tensors_within
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -89,101 +85,25 @@ def _hook_parameters(module: nn.Module, parts: set[int], memo: dict[int, Any]) -
         twin.requires_grad_(trained)
 
 
-def twin_of(module: M, scope: object, its_scope: object, leaf: Callable[[Tensor], Tensor]) -> M:
-    """Returns a copy that has its own buffers and ``its_scope`` instead of ``scope``, and keeps
-    only the hooks that belong to the model. leaf: returns its parameter for one of ``module``."""
-    shared: dict[int, Any] = {id(p): leaf(p) for p in module.parameters()}
-    shared[id(scope)] = its_scope
+def recording_copy(module: M) -> M:
+    """Returns a copy that shares the parameters and the transforms of ``module``, has its own
+    buffers, and only the hooks that belong to the model."""
+    shared: dict[int, Any] = {id(p): p for p in module.parameters()}
     for child in module.modules():
+        shared.update({id(scope): scope for scope, _ in getattr(child, "_scopes", ())})
         hooks = [getattr(child, name) for name in _HOOKS]
         shared.update({id(dictionary): type(dictionary)() for dictionary in hooks})
     return deep_copy(module, shared)
 
 
-class Beginning:
-    """What a call finds, for one that runs again from its beginning: what the dicts, lists and
-    objects within ``given`` hold, and torch's random states.
-
-    module: whose attributes, parameters and buffers are kept too, as are the random states of
-    Python and numpy (slow to read); or None. writes: to be told of the calls that it makes.
-    """
-
-    def __init__(self, given: Any, module: nn.Module | None) -> None:
-        parts = [] if module is None else list(module.modules())
-        self._held = list(_holders(given, {}))
-        self._attributes = [(part, dict(own_attributes(part))) for part in parts]
-        self._buffers = [(part._buffers, part._buffers.copy()) for part in parts]
-        written = () if module is None else (*module.parameters(), *module.buffers())
-        self.writes = None if module is None else Writes(written)
-        self._state = torch.get_rng_state()
-        self._others = None if module is None else (random.getstate(), np.random.get_state())  # noqa: NPY002
-        on_devices = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
-        self._on_devices = torch.cuda.get_rng_state_all() if on_devices else []
-
-    def restore(self) -> None:
-        """Puts all of it back."""
-        if self.writes is not None:
-            self.writes.undo()
-        torch.set_rng_state(self._state)
-        if self._others is not None:
-            python, numpy = self._others
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
-        torch.cuda.set_rng_state_all(self._on_devices)
-        for holder, held in (*self._held, *self._buffers):
-            holder.clear()
-            holder.update(held) if isinstance(holder, dict) else holder.extend(held)
-        for part, before in self._attributes:
-            now = dict(own_attributes(part))
-            for name in now.keys() - before.keys():
-                del vars(part)[name]
-            vars(part).update({n: v for n, v in before.items() if now.get(n, self) is not v})
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that every module has: its parameters, buffers, submodules, hooks."""
 
 
-def _holders(value: Any, known: dict[int, Any]) -> Iterator[tuple[Any, Any]]:
-    """(dict or list, a copy of it) of everything within a value that a call may change."""
-    if id(value) in known or isinstance(value, Tensor | nn.Module | type | FunctionType):
-        return
-    known[id(value)] = value
-    holder = value if type(value) in (dict, list) else getattr(value, "__dict__", None)
-    if isinstance(holder, dict | list):
-        yield holder, holder.copy()
-    items = plain(value)
-    if isinstance(items, dict | list | tuple):
-        for item in items.values() if isinstance(items, dict) else items:
-            yield from _holders(item, known)
-
-
-Example = tuple[tuple[Any, ...], dict[str, Any]]
-"""Example arguments: floating-point tensors and large integer tensors are meta tensors."""
-
-
-def example_of(value: Any) -> Any:
-    """Returns an example of arguments, for `remade`. Raises TypeError unless they are tensors,
-    numbers, strings, None or lists, tuples or dicts of these."""
-    if isinstance(value, Tensor):
-        small = not value.dtype.is_floating_point and value.numel() <= 2**20
-        return value.detach().clone() if small else torch.empty_like(value, device="meta")
-    if isinstance(value, dict):
-        return {name: example_of(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return getattr(type(value), "_make", type(value))(map(example_of, value))
-    if value is None or isinstance(value, bool | int | float | complex | str):
-        return value
-    raise TypeError(f"no example of a {type(value).__name__}")
-
-
-def remade(value: Any, device: torch.device) -> Any:
-    """Returns arguments from an example; meta tensors become normal samples, or zeros for
-    integers."""
-
-    def filled(_: Slot, tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor.to(device)
-        fill = torch.randn_like if tensor.dtype.is_floating_point else torch.zeros_like
-        return fill(tensor, device=device)
-
-    return mapped(filled, value)
+def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes of a module beside those of every module and those of transforms."""
+    others = _OF_MODULES.union(gained_attributes(module))
+    return ((name, value) for name, value in vars(module).items() if name not in others)
 
 
 def _functions(model: nn.Module, parts: set[int]) -> Iterator[tuple[nn.Module, str, FunctionType]]:
@@ -209,20 +129,7 @@ def _own_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, str, int, Any]]:
 
 
 _KEEP_NOTHING = ("fp8", "torch", "unit_scaling")
-"""The packages whose hooks keep no tensor that a loss outside the model reads."""
-
-
-def hooked(model: nn.Module) -> tuple[str, ...]:
-    """The names of the submodules with forward hooks that may keep tensors: those of a user."""
-    parts = {id(part) for part in model.modules()}
-    return tuple(
-        name
-        for name, module in model.named_modules()
-        if any(
-            not _belongs(hook, module, parts) and _package(hook) not in _KEEP_NOTHING
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        )
-    )
+"""The packages whose hooks are not part of a model, but for those that mask a weight."""
 
 
 def _package(function: Any) -> str:
@@ -233,6 +140,8 @@ def _package(function: Any) -> str:
 
 def _belongs(hook: Any, module: nn.Module, parts: set[int]) -> bool:
     """Whether a hook of ``module`` belongs to the model with these parts."""
+    if isinstance(hook, BasePruningMethod):
+        return True
     package = _package(hook)
     file = Path(getattr(sys.modules.get(package), "__file__", None) or "")
     installed = not {"site-packages", "dist-packages"}.isdisjoint(file.parts)

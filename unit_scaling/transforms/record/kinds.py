@@ -1,7 +1,6 @@
 """Kinds of calls: one name for all equivalent spellings of a torch call.
 
-A call of a model is identified by (module path, kind, number of earlier calls of that kind),
-whether it is written ``torch.add(x, y)``, ``x.add(y)`` or ``x + y``.
+``torch.add(x, y)``, ``x.add(y)`` and ``x + y`` are one kind of call.
 """
 
 from __future__ import annotations
@@ -55,24 +54,6 @@ CONSTANT = _named(
 )
 """Kinds without a gradient."""
 
-NEUTRAL = (
-    TRANSPARENT
-    | _named(
-        "cat stack pad masked_fill where gather __setitem__ copy_ neg abs arange zeros ones "
-        "full empty tensor as_tensor maximum minimum clamp sin cos topk tril triu outer max "
-        "min amax amin broadcast_tensors max_pool1d max_pool2d max_pool3d hstack vstack dstack "
-        "column_stack block_diag diag diag_embed masked_scatter scatter index_copy index_put "
-        "index_fill fill_diagonal sort msort kthvalue median cummax cummin aminmax nan_to_num "
-        "clamp_min clamp_max fmax fmin max_pool1d_with_indices max_pool2d_with_indices "
-        "max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d"
-    )
-    | CONSTANT
-)
-"""Kinds that need no factor: their output has about the scale of their inputs, or no gradient."""
-
-KEPT = _named("abs cat stack")
-"""Neutral kinds with a rule whose factor is 1: the call is unchanged."""
-
 PRODUCTS = _named(
     "linear linear_readout matmul mm bmm mv addmm baddbmm einsum tensordot bilinear conv1d "
     "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
@@ -109,63 +90,43 @@ RECURRENT = frozenset(
 ATTENTION = frozenset(["scaled_dot_product_attention"])
 """Fused attention."""
 
-LINEAR = _named("add sub rsub mul div neg") | CASTS
-"""Kinds that are linear in an element, with numbers."""
-
-ELEMENTWISE = LINEAR | _named(
-    "pow square sqrt rsqrt exp exp2 log log2 log10 log1p expm1 xlogy tanh sigmoid relu relu6 "
-    "leaky_relu rrelu threshold elu selu celu gelu silu softplus mish hardswish hardsigmoid "
-    "hardtanh logsigmoid softsign hardshrink softshrink tanhshrink erf erfc erfcx ndtr "
-    "log_ndtr reciprocal abs clamp clip sin cos sinc atan sinh cosh asinh maximum minimum"
-)
-"""Kinds that are elementwise if their other arguments are numbers."""
-
-FORMED = (ELEMENTWISE | MOVES) | _named(
-    "sum mean norm vector_norm var std amax amin max min logsumexp cumsum lerp addcmul addcdiv"
-)
-"""Kinds that a region of calls may consist of, besides products (`plan.regions`)."""
-
-LIMITED = _named(
-    "log log2 log10 log1p logit xlogy sqrt rsqrt acos arccos asin arcsin atanh arctanh acosh "
-    "arccosh binary_cross_entropy"
-)
-"""Kinds that are defined on an interval alone."""
-
 AVERAGES = _named(
     "mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
     "adaptive_avg_pool3d"
 )
 """Kinds that average over positions."""
 
-ALGEBRA = _named(
-    "inv inv_ex inverse pinv pinverse solve solve_ex solve_triangular triangular_solve lstsq "
-    "cholesky cholesky_ex cholesky_solve cholesky_inverse ldl_factor ldl_solve lu lu_factor "
-    "lu_solve qr eig eigh eigvals eigvalsh svd svdvals matrix_exp matrix_power det logdet "
-    "slogdet householder_product tensorinv tensorsolve cdist pdist fft fft2 fftn ifft ifft2 "
-    "ifftn rfft rfft2 rfftn irfft irfft2 irfftn hfft hfft2 hfftn ihfft ihfft2 ihfftn"
-)
-"""Linear algebra and Fourier transforms, which need unscaled inputs and outputs."""
-
-UNRULED_LOSSES = _named(
+LOSSES = frozenset(name for name, op in OPS.items() if op.reduces) | _named(
     "triplet_margin_loss triplet_margin_with_distance_loss margin_ranking_loss "
     "soft_margin_loss hinge_embedding_loss poisson_nll_loss gaussian_nll_loss "
     "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss"
 )
-"""Losses of torch without a row in OPS: their gradient is torch's, of a sum."""
-
-LOSSES = UNRULED_LOSSES | frozenset(name for name, op in OPS.items() if op.reduces)
 """All losses of torch."""
 
 _OTHERS = (
-    "norm cumsum softmax lerp addcmul alpha_dropout feature_alpha_dropout multi_dot logsumexp prod "
-    "vector_norm index_add scatter_add scatter_reduce embedding_bag kl_div "
-    "binary_cross_entropy_with_logits acos acosh arccos arccosh arcsin arcsinh arctanh asin atanh "
-    "tan atan2 arctan2 angle logit erfinv lgamma digamma logaddexp logaddexp2 hypot copysign fmod "
-    "remainder frac ldexp float_power addcdiv addr complex polar kron cross cumprod logcumsumexp "
-    "cumulative_trapezoid trapezoid trapz diff gradient trace nansum nanmean nanmedian quantile "
-    "nanquantile var_mean std_mean cov corrcoef renorm stft istft grid_sample affine_grid fold "
-    "pairwise_distance cartesian_prod combinations chain_matmul diagflat row_stack fliplr flipud "
-    "index_reduce put meshgrid matrix_norm gumbel_softmax"
+    "masked_fill where gather __setitem__ copy_ neg abs arange zeros ones full empty tensor "
+    "as_tensor maximum minimum clamp clip sin cos topk tril triu outer max min amax amin "
+    "broadcast_tensors max_pool1d max_pool2d max_pool3d hstack vstack dstack column_stack block_diag "
+    "diag diag_embed masked_scatter scatter index_copy index_put index_fill fill_diagonal sort msort "
+    "kthvalue median cummax cummin aminmax nan_to_num clamp_min clamp_max fmax fmin "
+    "max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices max_unpool1d "
+    "max_unpool2d max_unpool3d add sub rsub mul div pow square sqrt rsqrt exp exp2 log log2 log10 "
+    "log1p expm1 xlogy tanh sigmoid relu relu6 leaky_relu rrelu threshold elu selu celu gelu silu "
+    "softplus mish hardswish hardsigmoid hardtanh logsigmoid softsign hardshrink softshrink "
+    "tanhshrink erf erfc erfcx ndtr log_ndtr reciprocal sinc sinh cosh asinh norm sum std var cumsum "
+    "softmax lerp addcmul alpha_dropout feature_alpha_dropout multi_dot logsumexp prod vector_norm "
+    "index_add scatter_add scatter_reduce kl_div binary_cross_entropy binary_cross_entropy_with_logits "
+    "acos acosh arccos arccosh arcsin arcsinh arctanh asin atanh tan atan atan2 arctan2 angle logit "
+    "erfinv lgamma digamma logaddexp logaddexp2 hypot copysign fmod remainder frac ldexp float_power "
+    "addcdiv addr complex polar kron cross cumprod logcumsumexp cumulative_trapezoid trapezoid trapz "
+    "diff gradient trace nansum nanmean nanmedian quantile nanquantile var_mean std_mean cov corrcoef "
+    "renorm stft istft grid_sample affine_grid fold pairwise_distance cartesian_prod combinations "
+    "chain_matmul diagflat row_stack fliplr flipud index_reduce put meshgrid matrix_norm "
+    "gumbel_softmax inv inv_ex inverse pinv pinverse solve solve_ex solve_triangular "
+    "triangular_solve lstsq cholesky cholesky_ex cholesky_solve cholesky_inverse ldl_factor ldl_solve "
+    "lu lu_factor lu_solve qr eig eigh eigvals eigvalsh svd svdvals matrix_exp matrix_power det logdet "
+    "slogdet householder_product tensorinv tensorsolve cdist pdist fft fft2 fftn ifft ifft2 ifftn "
+    "rfft rfft2 rfftn irfft irfft2 irfftn hfft hfft2 hfftn ihfft ihfft2 ihfftn"
 ).split()
 """Further kinds. Those with a row in OPS have the spellings of the row too."""
 
@@ -189,8 +150,8 @@ def _spellings(kind: str) -> list[Callable[..., Any]]:
 
 
 def _kinds() -> dict[Callable[..., Any], str]:
-    sets = (NEUTRAL, PRODUCTS, RECURRENT, ELEMENTWISE, AVERAGES, UNRULED_LOSSES, ALGEBRA)
-    names = dict.fromkeys([*_OTHERS, *itertools.chain(*map(sorted, sets)), *_OPERATORS])
+    sets = (MOVES, CONSTANT, PRODUCTS, RECURRENT, EMBEDDINGS, AVERAGES, LOSSES)
+    names = dict.fromkeys([*_OTHERS, *itertools.chain(*map(sorted, sets)), *_OPERATORS, "dropout"])
     table = {function: kind for kind in names for function in _spellings(kind)}
     getters = {"T": "t", "mT": "transpose", "H": "adjoint", "mH": "adjoint"}
     getters |= {"real": "real", "imag": "imag"}
@@ -245,3 +206,9 @@ kinds and the names of their arguments.
 
 The compiler of torch 2.13 compares them by identity but does not find them in a dict.
 """
+
+
+def is_torch_function(function: Any) -> bool:
+    """Whether calls of ``function`` are visible to torch-function modes."""
+    listed = torch.overrides.get_overridable_functions().values()
+    return callable(function) and any(function in functions for functions in listed)

@@ -13,8 +13,8 @@ from fp8.common.compiler import FIRST_LOOK
 from fp8.common.threads import Stack
 
 from ...common.watched import WATCHERS
-from ..run.install import HOOKS, Call, Given, Places
-from .record import Calls, Recorder, tensors_in
+from ..run.install import Call, Given
+from .calls import Calls, Recorder, tensors_in
 
 unseen = torch.DisableTorchFunction
 """Disables function modes within the block, so that plans do not count its calls."""
@@ -53,6 +53,7 @@ class Observer(Calls):
     connections and scales that a model calls by name, but not what those call in turn."""
 
     order = 9
+    each = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,10 +66,6 @@ class Observer(Calls):
 
     def end(self, output: Any) -> None:
         """Called when the model returns ``output``."""
-
-    def inside(self, path: str) -> Places | None:
-        """None while active: each module then has its own mode."""
-        return None if self.active else ()
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()``, with this mode above all other modes of the module."""
@@ -92,8 +89,6 @@ class Observer(Calls):
         return output
 
     def sees(self) -> bool:
-        """Whether the call is the model's, not this package's, a hook's or a recording's."""
-        names = self.path.items
-        runs = bool(names) and not names[-1].endswith(HOOKS)
+        """Whether the call is the model's, not this package's or a recording's."""
         recorded = any(isinstance(mode, Recorder) for mode in FIRST_LOOK.items)
-        return runs and not (self._busy or recorded)
+        return bool(self.path.items) and not (self._busy or recorded)

@@ -1,0 +1,230 @@
+"""What `unit_scale` decided for a model, as data: printed, saved and applied again."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from torch import nn
+
+from fp8.common.report import LEFT_ALONE, as_table
+
+from ...parameter import Tags, remember_tags, retag, tags_of
+from ..record.calls import Slot
+from ..record.place import Place
+
+VERSION = 9
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is done at one call. Plain data: it is pickled with the model and read by the compiler.
+
+    op: the row of OPS that computes a product, with ``factor``; "replace" for a function that the
+    caller replaces; None runs the call itself. factor: of the result of a product, and of the
+    gradients of its arguments, which have these ``names`` in the op. slots: factors
+    of arguments. writes: whether the call writes its result into its first argument. static: the exponents of the powers of two that arguments are divided by before a
+    cast and multiplied by after it; see `fp8.casts.operands`.
+    """
+
+    op: str | None = None
+    factor: float = 1.0
+    names: tuple[str, ...] = ()
+    slots: tuple[tuple[Slot, float], ...] = ()
+    writes: bool = False
+    static: tuple[tuple[Slot, int], ...] = ()
+
+
+Steps = tuple[Step | None, ...]
+"""The steps of the calls at one place, in the order of the calls; the last one holds for all later
+calls."""
+
+
+@dataclass(frozen=True)
+class CallRow:
+    """A row of the report. number: how many calls of the same kind precede it in the module."""
+
+    path: str
+    call: str
+    done: str
+    why: str = ""
+    number: int = 0
+
+    @property
+    def left_alone(self) -> bool:
+        return self.done == LEFT_ALONE
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A linear equation for log2 of the factors of the plain model's parameters.
+
+    The sum of coefficient * unknown over ``terms``, plus ``constant``, is 0. terms: (name of a
+    parameter or buffer, coefficient). path, call, why: its origin. soft: "" for an equation that
+    must hold; "norm" for one best near 0, where eps has the same effect; "input" if the sum is the
+    log2 ratio of a product's input.
+    """
+
+    terms: tuple[tuple[str, float], ...]
+    constant: float
+    path: str
+    call: str
+    why: str
+    soft: str = ""
+
+
+@dataclass
+class ModelPlan:
+    """The decisions of `unit_scale` for a model, as returned by `unit_scaling.plan`.
+
+    Printing shows a table of the calls that have a factor. ``unit_scale(model, plan=...)`` applies
+    the plan to another model of the same architecture, which is then not recorded.
+
+    Attributes:
+        init: as in `unit_scale`.
+        residual: as in `unit_scale`.
+        tags: parameter name -> its tags.
+        rows: the rows of the report.
+        entries: the paths of the modules whose calls from outside are known, "" for the model.
+        steps: place -> the steps of its calls.
+        gradients: place of a product -> the exponent of the power of two that its gradient is
+            divided by before a cast.
+        ties: the equations for `fold`.
+    """
+
+    init: str
+    residual: str
+    tags: dict[str, Tags] = field(default_factory=dict)
+    rows: list[CallRow] = field(default_factory=list)
+    entries: list[str] = field(default_factory=list)
+    steps: dict[Place, Steps] = field(default_factory=dict)
+    gradients: dict[Place, int] = field(default_factory=dict)
+    ties: tuple[Tie, ...] = ()
+
+    def covers(self, path: str) -> bool:
+        """Whether the calls of the module at ``path`` are known."""
+        return any(_contains(entry, path) for entry in self.entries)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as lists, dicts, strings, numbers and None."""
+        return {
+            "version": VERSION,
+            **{f.name: getattr(self, f.name) for f in fields(self)},
+            "tags": {name: list(tags) for name, tags in self.tags.items()},
+            "rows": [asdict(row) for row in self.rows],
+            "steps": [[list(place), list(map(_written, s))] for place, s in self.steps.items()],
+            "gradients": [[list(place), e] for place, e in self.gradients.items()],
+            "ties": [asdict(tie) for tie in self.ties],
+        }
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON. Numbers are exact."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelPlan:
+        """Returns the plan that `to_dict` wrote.
+
+        Raises:
+            ValueError: a field is unknown or missing, or the version differs.
+        """
+        if not isinstance(data, Mapping):
+            raise ValueError(f"a plan is a dict of fields, got {type(data).__name__}")
+        version = data.get("version")
+        if version != VERSION:
+            raise ValueError(f"a plan of version {VERSION} is needed, got version {version!r}")
+        names = {f.name for f in fields(cls)}
+        unknown, missing = sorted({*data} - names - {"version"}), sorted(names - {*data})
+        if unknown or missing:
+            raise ValueError(f"a plan: unknown fields {unknown}, missing fields {missing}")
+        return cls(
+            init=data["init"],
+            residual=data["residual"],
+            tags={name: Tags(*tags) for name, tags in data["tags"].items()},
+            rows=[CallRow(**row) for row in data["rows"]],
+            entries=list(data["entries"]),
+            steps={_tupled(place): tuple(map(_read, s)) for place, s in data["steps"]},
+            gradients={_tupled(place): e for place, e in data["gradients"]},
+            ties=tuple(Tie(**{n: _tupled(v) for n, v in tie.items()}) for tie in data["ties"]),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelPlan:
+        """Returns the plan that `to_json` wrote.
+
+        Raises:
+            ValueError: as `from_dict`, or ``text`` is not JSON.
+        """
+        return cls.from_dict(json.loads(text))
+
+    def copy(self) -> ModelPlan:
+        return copy.deepcopy(self)
+
+    def __str__(self) -> str:
+        lines = [("module", "call", "step")]
+        for (path, kind, where), steps in self.steps.items():
+            for step in filter(None, steps):
+                call = f"{kind} ({where})" if where else kind
+                lines.append((path or "(model)", call, _described(step)))
+        head = f"plan of unit_scale(init={self.init!r}, residual={self.residual!r})"
+        return f"{head}\n{as_table(lines)}"
+
+
+def _contains(entry: str, path: str) -> bool:
+    return not entry or f"{path}.".startswith(f"{entry}.")
+
+
+def _described(step: Step) -> str:
+    """A step as text, without the fields that have default values."""
+    default = Step()
+    parts = [step.op or "as it is"]
+    for f in fields(Step):
+        value = getattr(step, f.name)
+        if f.name != "op" and value != getattr(default, f.name):
+            parts.append(f"{f.name}={value:.4g}" if f.name == "factor" else f"{f.name}={value!r}")
+    return ", ".join(parts)
+
+
+def _written(step: Step | None) -> dict[str, Any] | None:
+    return None if step is None else asdict(step)
+
+
+def _read(data: Mapping[str, Any] | None) -> Step | None:
+    return None if data is None else Step(**{name: _tupled(v) for name, v in data.items()})
+
+
+def _tupled(value: Any) -> Any:
+    """Converts lists to tuples, recursively."""
+    return tuple(map(_tupled, value)) if isinstance(value, list | tuple) else value
+
+
+# A plan and a model
+
+
+def check_fits(model: nn.Module, plan: ModelPlan) -> None:
+    """Raises ValueError if parameters or modules exist in only one of the two."""
+    names = {name for name, _ in model.named_parameters()}
+    paths = {path for path, _ in model.named_modules()}
+    used = {path.partition(" > ")[0] for path, _, _ in plan.steps}
+    other = sorted(names ^ plan.tags.keys()) or sorted(used - paths)
+    if other:
+        more = ", ..." if len(other) > 3 else ""
+        raise ValueError(
+            f"the plan is of another model than this {type(model).__name__}: only one of them has "
+            f"{', '.join(map(repr, other[:3]))}{more}"
+        )
+
+
+def adopt(model: nn.Module, plan: ModelPlan, rescale: bool) -> None:
+    """Sets the tags of the parameters to those of the plan. rescale: also bring weights to the
+    values that the plan is for, after they were divided by their own RMS."""
+    for name, parameter in model.named_parameters():
+        planned = plan.tags[name]
+        if rescale:
+            own = tags_of(parameter).mup_divisor or 1.0
+            parameter.data.mul_(own / (planned.mup_divisor or 1.0))
+        retag(parameter, planned)
+    remember_tags(model)

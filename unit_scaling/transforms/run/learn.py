@@ -1,0 +1,303 @@
+"""Learns the plan of a call: records one copy of the model, then measures a second one.
+
+Both copies run forward only, share the model's parameters, have their own buffers and no hooks of a
+user. What they write into parameters is undone, and random states are restored.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8.casts.measuring import uncast
+from fp8.casts.operands import static_exponent
+from fp8.common.step import detached, restored, seeded
+from fp8.common.threads import Setting, apart
+
+from ...parameter import restore_own_tags
+from ...rules.table import find_op
+from ..folding.ratios import find_ties
+from ..plan.plan import CallRow, Step, Steps, Tie
+from ..plan.planner import Settings, by_place, decide
+from ..plan.weights import keep_values, tagged_weights
+from ..record.calls import CallNode, Recorder, Slot, numbered, tensors_in
+from ..record.copies import recording_copy
+from ..record.kinds import PRODUCTS, RECURRENT, canonical, is_added
+from ..record.place import Place
+from ..record.values import has_scale, rms_of
+from .install import Args, Given, Kwargs
+from .replay import RUNNING, Replay, take
+
+REACH = 1.5
+"""The allowed error of log2(RMS). [1/4, 4] allows 2; 0.5 is left for variation between batches."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a recording adds to a plan; the fields are those of `ModelPlan` and `Decided`."""
+
+    steps: dict[Place, Steps]
+    rows: list[CallRow]
+    inner: frozenset[str]
+    depths: dict[str, int]
+    ties: tuple[Tie, ...]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The calls of a copy, the nodes of its results, the names of its buffers by id, and the
+    parameters that it changes itself."""
+
+    nodes: list[CallNode]
+    outputs: list[int]
+    buffers: dict[int, str]
+    changed: frozenset[str]
+
+
+def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learned:
+    """Records and measures a call of ``module``, which is at ``path``, and decides on its calls."""
+    weights = tagged_weights(module, path)
+    with apart(), torch.inference_mode(False), torch.enable_grad(), _SILENT, uncast():
+        recording = _record(transform, module, path, given)
+        nodes = recording.nodes
+        settings = Settings(
+            replaced=frozenset(transform.kinds[f] for f in transform.replacements),
+            preserve=transform.preserves,
+            residual=transform.plan.residual,
+            readouts=weights.readouts,
+            scaled=weights.scaled,
+            changed=recording.changed,
+        )
+        decided = decide(nodes, settings)
+        if not transform.plan.covers(path):
+            kept = {name: name in decided.kept for name in sorted(weights.scaled)}
+            kept = transform.agreed(f"{path}/kept", kept)
+            keep_values(module, path, [name for name, keeps in kept.items() if keeps])
+        steps = by_place(nodes, decided.steps)
+        measured = _measure(transform, module, path, given, steps)
+    corrections = transform.agreed(f"{path}/measured", measured.found)
+    final = _corrected(steps, corrections)
+    rows = [*_kept_rows(decided.kept), *_rows(decided.rows, nodes, corrections)]
+    ties: tuple[Tie, ...] = ()
+    if not path and not transform.preserves:
+        ties = find_ties(nodes, _by_index(nodes, final), recording.buffers, recording.outputs)
+    return Learned(final, rows, decided.inner, decided.depths, ties)
+
+
+def _kept_rows(names: Iterable[str]) -> list[CallRow]:
+    rows = []
+    for name in sorted(names):
+        path, _, leaf = name.rpartition(".")
+        why = "no product or look-up alone reads it: make the optimizer after the first call"
+        rows.append(CallRow(path, leaf, "keeps its values", why))
+    return rows
+
+
+def _without_warnings() -> Any:
+    quiet = warnings.catch_warnings()
+    quiet.__enter__()
+    warnings.simplefilter("ignore")
+    return quiet
+
+
+# Suppresses warnings while recording; they are shown when the model runs. Filters are per process.
+_SILENT = Setting(_without_warnings)
+
+
+@contextmanager
+def _unchanged(copy: nn.Module) -> Iterator[None]:
+    """Restores random states, and the parameters, which ``copy`` shares with its model."""
+    devices = sorted({p.device.index or 0 for p in copy.parameters() if p.is_cuda})
+    with seeded(None, devices), restored(copy.parameters()):
+        yield
+
+
+def _record(transform: Any, module: nn.Module, path: str, given: Given) -> Recording:
+    copy = _copy(module)
+    (args, kwargs), _ = detached(given)
+    inputs = {id(t) for _, t in tensors_in((args, kwargs))}
+    names = {id(p): name for name, p in copy.named_parameters(prefix=path)}
+    running = transform.path.items
+    recorder = Recorder(
+        transform.kinds,
+        names,
+        inputs,
+        lambda: running[-1] if running else path,
+        normalizes=not transform.preserves,
+        in_pairs=not transform.preserves,
+    )
+    before = {name: p.detach().clone() for name, p in copy.named_parameters(prefix=path)}
+    with _unchanged(copy):
+        output = _run(transform, recorder, copy, path, args, kwargs)
+        changed = frozenset(
+            name
+            for name, p in copy.named_parameters(prefix=path)
+            if not torch.equal(before[name], p.detach())
+        )
+    buffers = {id(b): name for name, b in copy.named_buffers()}
+    return Recording(recorder.nodes, recorder.nodes_of(output), buffers, changed)
+
+
+def _run(transform: Any, mode: Any, copy: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+    RUNNING.items.append(transform)
+    transform.path.items.append(path)
+    try:
+        with mode:
+            return copy(*args, **kwargs)
+    finally:
+        transform.path.items.pop()
+        RUNNING.items.pop()
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    copy = recording_copy(module)
+    vars(copy).pop("forward", None)  # what is set on the instance has called the class's
+    restore_own_tags(copy)
+    return copy
+
+
+Corrections = dict[tuple[Place, Slot], int]
+"""(place, slot) -> the exponent of the power of two that is nearest to the RMS of an argument."""
+
+
+class Measuring(Replay):
+    """Executes a plan, and measures the operands of products and the terms of residual adds: those
+    that are more than `REACH` octaves from RMS 1 have a power of two from then on."""
+
+    def __init__(self, transform: Any, steps: dict[Place, Steps], in_pairs: bool) -> None:
+        super().__init__(_Steps(transform, steps), transform, transform.path.items, in_pairs)
+        self.found: Corrections = {}
+        self._seen: set[tuple[Place, Slot]] = set()
+
+    def _taken(
+        self, place: Place, step: Step | None, function: Any, args: Args, kwargs: Kwargs
+    ) -> Any:
+        args, kwargs = canonical(function, args, kwargs)
+        measured = place[1] in PRODUCTS or (step is not None and step.slots)
+        for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)) if measured else ():
+            self._measure(place, slot, tensor)
+        own = {slot: e for (at, slot), e in self.found.items() if at == place}
+        step = corrected(step, own)
+        if step is None or step.op == "replace":
+            return super()._taken(place, step, function, args, kwargs)
+        return take(replace(step, static=()), function, args, kwargs)
+
+    def _measure(self, place: Place, slot: Slot, tensor: Tensor) -> None:
+        if (place, slot) in self._seen or not has_scale(tensor) or is_added(place[1], slot):
+            return
+        if hasattr(tensor, "mup_scale"):
+            exponent = static_exponent(tensor)
+        else:
+            size = math.log2(rms_of(tensor))
+            exponent = round(size) if abs(size) > REACH else 0
+            if not bool(tensor.detach().any()):
+                return  # zeros have no size yet
+        self._seen.add((place, slot))
+        if exponent:
+            self.found[place, slot] = exponent
+
+
+class _Steps:
+    """The steps of a plan that is being made."""
+
+    def __init__(self, transform: Any, steps: dict[Place, Steps]) -> None:
+        self.kinds, self.stepped = transform.kinds, transform.stepped
+        self.replacements = transform.replacements
+        self._steps = steps
+
+    def steps_at(self, place: Place) -> Steps | None:
+        return self._steps.get(place)
+
+    def learn(self, place: Place, function: Any, args: Args, kwargs: Kwargs) -> Steps:
+        return (None,)  # the copy takes another branch than the recorded one
+
+
+def _measure(
+    transform: Any, module: nn.Module, path: str, given: Given, steps: dict[Place, Steps]
+) -> Measuring:
+    copy = _copy(module)
+    (args, kwargs), _ = detached(given)
+    mode = Measuring(transform, transform.plan.steps | steps, not transform.preserves)
+    with _unchanged(copy):
+        _run(transform, mode, copy, path, args, kwargs)
+    return mode
+
+
+def corrected(step: Step | None, exponents: dict[Slot, int]) -> Step | None:
+    """The step of a call whose arguments have these sizes. A product casts them at these scales; one
+    with a factor, and a residual add, bring their result to RMS 1 with them."""
+    if not exponents:
+        return step
+    step = step or Step()
+    if step.slots:
+        slots = tuple((s, f * 2.0 ** -exponents.get(s, 0)) for s, f in step.slots)
+        return replace(step, slots=slots)
+    static = tuple(exponents.items())
+    if step.op in RECURRENT:
+        return step  # its products are inside
+    if step.op is None:
+        return replace(step, static=static)
+    whole = sum(exponents.values())
+    return replace(step, static=static, factor=step.factor * 2.0**-whole)
+
+
+def _corrected(steps: dict[Place, Steps], found: Corrections) -> dict[Place, Steps]:
+    result = {}
+    for place, known in steps.items():
+        own = {slot: e for (at, slot), e in found.items() if at == place}
+        result[place] = tuple(corrected(step, own) for step in known)
+    return result
+
+
+def _by_index(nodes: list[CallNode], steps: dict[Place, Steps]) -> dict[int, Step | None]:
+    """The step of each recorded call."""
+    found: dict[int, Step | None] = {}
+    for index, number in numbered(nodes).items():
+        place = nodes[index].place
+        known = () if place is None else steps.get(place, ())
+        found[index] = known[min(number, len(known) - 1)] if known else None
+    return found
+
+
+def _rows(rows: list[CallRow], nodes: list[CallNode], found: Corrections) -> list[CallRow]:
+    """The rows of the report, with the measured sizes of arguments."""
+    sizes: dict[tuple[str, str], list[str]] = {}
+    for node in nodes:
+        for i in node.inputs:
+            exponent = None if node.place is None else found.get((node.place, i.slot))
+            if exponent is not None:
+                at = sizes.setdefault((node.path, node.name), [])
+                said = f"argument {i.slot[0]} measured: {2.0**exponent:g}"
+                at += [] if said in at else [said]
+    return [
+        replace(row, why=", ".join(filter(None, [row.why, *sizes.get((row.path, row.call), [])])))
+        for row in rows
+    ]
+
+
+def steps_by_rule(
+    place: Place, function: Any, args: Args, kwargs: Kwargs, preserves: bool
+) -> tuple[Steps, CallRow]:
+    """The steps of a call that no recording shows: the factor of the rule of its op, if one of its
+    operands is a weight of RMS 1."""
+    path, kind, lines = place
+    args, kwargs = canonical(function, args, kwargs)
+    given = dict((*tensors_in(args), *tensors_in(kwargs)))
+    weights = [t for slot, t in given.items() if not is_added(kind, slot)]
+    scaled = any(getattr(t, "mup_divisor", None) for t in weights) and not preserves
+    op = find_op(function)
+    if not scaled or op is None or kind not in PRODUCTS | RECURRENT:
+        why = f"not seen in a recording: as it is ({lines})"
+        return (None,), CallRow(path, kind, "unchanged", why)
+    step = Step(op=op.name)
+    if kind not in RECURRENT:
+        scales = op.scales(args, kwargs, func=function)
+        step = replace(step, factor=scales["output"], names=tuple(scales))
+    return (step,), CallRow(path, kind, "scaled", f"not seen in a recording: by its rule ({lines})")

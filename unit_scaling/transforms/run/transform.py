@@ -1,0 +1,365 @@
+"""The transform of a model: its plan, and how calls of the model run under it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8.common.pitfalls import ScaleWarning, warn_once
+from fp8.common.threads import Stack, in_shape_inference
+from fp8.modes.autocast import outside_compiler
+
+from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
+from ..folding.solve import Folded, folded
+from ..plan.plan import CallRow, ModelPlan, Steps, adopt, check_fits
+from ..plan.weights import adopt_tags
+from ..record.kinds import KINDS, PRODUCTS, RECURRENT
+from ..record.place import Place
+from ..record.values import has_values, rms_of
+from .install import (
+    Args,
+    Call,
+    Given,
+    Kwargs,
+    find_scope,
+    install,
+    is_exported,
+    is_flattened,
+    is_sharded,
+    warn_of_break,
+)
+from .learn import Learned, learned, steps_by_rule
+from .ranks import agreed_once, fingerprint, numbered
+from .replay import RUNNING, Replay
+
+Replacements = dict[Callable[..., Any], Callable[..., Any]]
+
+UNSEEN = "unit_scale has not seen this call yet"
+
+
+class UnitScale:
+    """The scope of unit scaling. plan: shared by copies made before the first call, which so compute
+    the same function. applied: the number of recordings that this model's weights know of."""
+
+    order = 0
+    each = False
+
+    def __init__(
+        self, plan: ModelPlan, replacements: Replacements | None = None, strict: bool = False
+    ) -> None:
+        self.plan = plan
+        self.replacements = dict(replacements or {})
+        self.strict = strict
+        self.edition = "0"
+        self.name = ""
+        self.path = Stack()
+        self.applied = len(plan.entries)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Makes what copies and pickles leave out."""
+        self.running = Stack()
+        self.recording = threading.RLock()
+        numbers = {f: f"replace {i}" for i, f in enumerate(self.replacements)}
+        self.kinds: Mapping[Callable[..., Any], str] = {**KINDS, **numbers}
+        kinds = [*PRODUCTS, *RECURRENT, *numbers.values()]
+        self.stepped = dict.fromkeys(kinds if self.preserves else ["add", *kinds], True)
+
+    @property
+    def preserves(self) -> bool:
+        return self.plan.init == "preserve"
+
+    @property
+    def unit_scaled(self) -> bool:
+        """Whether weights and activations have RMS 1; not so with init="preserve"."""
+        return not self.preserves
+
+    def __getstate__(self) -> dict[str, Any]:
+        made = ("running", "recording", "kinds", "stepped")
+        return {name: value for name, value in vars(self).items() if name not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._finish()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitScale:
+        """A copy with the same plan while that is empty, and with a plan of its own afterwards."""
+        other = UnitScale.__new__(UnitScale)
+        memo[id(self)] = other
+        other.__setstate__(self.__getstate__())
+        if self.plan.entries:
+            other.plan = self.plan.copy()
+        return other
+
+    def without_plan(self) -> UnitScale:
+        """The same transform for another model."""
+        return UnitScale(ModelPlan(self.plan.init, self.plan.residual), self.replacements)
+
+    # Running
+
+    def run(self, call: Call, module: Any, path: str, given: Given) -> Any:
+        """Returns ``call()``, the forward of ``module`` called from outside of the transform."""
+        # Per thread: `is_compiling` is true in all threads while one compiles (torch 2.13).
+        # Repeated inline, because a helper function would be compiled itself, to True.
+        compiling = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+        if not compiling:
+            return outside_compiler(lambda: self._eager(call, module, path, given))
+        if bool(self.edition) and module._asks(id(self), id(module), "is_known"):
+            return self._replay(call, module, path, given)
+        if is_exported():
+            raise RuntimeError(f"{UNSEEN}: call the model once before torch.export")
+        from .graph_break import outside_graph
+
+        return outside_graph(lambda: self.run(call, module, path, given))
+
+    def is_known(self, module: nn.Module, path: str) -> bool:
+        """Whether a call of ``module`` from outside needs no recording."""
+        return self.plan.covers(path) and self.applied == len(self.plan.entries)
+
+    def _eager(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
+        warn_of_break(module)
+        if in_shape_inference():
+            return call()
+        if not self.is_known(module, path):
+            with self.recording:
+                self._begin(module, path, given)
+        return self._replay(call, module, path, given)
+
+    def _replay(self, call: Call, module: Any, path: str, given: Given) -> Any:
+        # Not a with statement: a graph break inside one is resumed in pieces, each compiled while
+        # the mode is active. Inside try, a graph break leaves the whole frame to eager mode.
+        traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+        mode = Replay(self, self, self.path.items, not self.preserves)
+        if traced:
+            module._tracing(True)
+        self.running.items.append((module, path, given))
+        RUNNING.items.append(self)
+        self.path.items.append(path)
+        mode.__enter__()
+        try:
+            output = call()
+        finally:
+            mode.__exit__(None, None, None)
+            self.path.items.pop()
+            RUNNING.items.pop()
+            self.running.items.pop()
+        if traced:
+            module._tracing(False)
+        return output
+
+    def steps_at(self, place: Place) -> Steps | None:
+        """The steps of a place; None if it is not known."""
+        return self.plan.steps.get(place)
+
+    def learn(self, place: Place, function: Any, args: Args, kwargs: Kwargs) -> Steps:
+        """The steps of a place that no recording has shown: the model is recorded again with the
+        arguments of the running call, whose branch it takes. A call that it does not make then
+        takes the rule of its op."""
+        if torch.compiler.is_dynamo_compiling():
+            from .graph_break import unknown_call
+
+            unknown_call(lambda: None)
+        with self.recording:
+            steps = self.plan.steps.get(place)
+            if steps is not None:
+                return steps
+            module, path, given = self.running.items[-1]
+            if not is_sharded(module) and has_values(t for t in args if isinstance(t, Tensor)):
+                self._record(module, path, given)
+            steps = self.plan.steps.get(place)
+            if steps is None:
+                steps, row = steps_by_rule(place, function, args, kwargs, self.preserves)
+                self.plan.steps[place] = steps
+                self.plan.rows.append(row)
+            self.edition = str(int(self.edition) + 1)
+            return steps
+
+    # Recording
+
+    def _begin(self, module: nn.Module, path: str, given: Given) -> None:
+        """Records ``module`` before its first call, and applies to its weights what copies of it
+        have learned."""
+        if not self.plan.covers(path):
+            _check_seen(module, given)
+            self._record(module, path, given)
+            self.plan.tags |= _tags(module, path)
+            self.plan.entries.append(path)
+        adopt_tags(module, path, self.plan.tags)
+        remember_tags(module)
+        self.applied = len(self.plan.entries)
+        self.edition = str(int(self.edition) + 1)
+
+    def _record(self, module: nn.Module, path: str, given: Given) -> None:
+        """Records a call of ``module`` and adds what is new to the plan."""
+        self._join(module, path)
+        if not self.name:
+            names = sorted(name for name, _ in module.named_parameters())
+            self.name = numbered(fingerprint(names))
+        found = learned(self, module, path, given)
+        self._add(module, path, found)
+
+    def _add(self, module: nn.Module, path: str, found: Learned) -> None:
+        plan = self.plan
+        new = {place: steps for place, steps in found.steps.items() if place not in plan.steps}
+        plan.steps |= new
+        if not plan.covers(path):
+            self._demote(module, path, found.inner)
+            self._deepen(module, path, found.depths)
+        known = set(plan.rows)
+        plan.rows += [row for row in found.rows if row not in known]
+        if not path:
+            plan.ties = plan.ties or found.ties
+        for row in plan.rows if self.strict else ():
+            if row.left_alone:
+                raise ValueError(
+                    f"unit_scale(strict=True): {row.call} in {row.path or 'the model itself'!r} "
+                    f"has no rule: {row.why}"
+                )
+
+    def agreed(self, what: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        """``values``, or those of the first process of the job: all compute one function."""
+        return agreed_once(f"{self.name}/{what}", values)
+
+    def _join(self, module: nn.Module, path: str) -> None:
+        """Adds modules that came into the model since."""
+        self.check_parts(module, path)
+        if self.plan.entries and self.unit_scaled:
+            _warn_of_new_weights(module, self)
+        install(module, self, path, only_new=True)
+
+    def check_parts(self, module: nn.Module, path: str = "") -> None:
+        """Raises ValueError for a part with init="unit" in a model with init="preserve"."""
+        for name, child in module.named_modules(prefix=path):
+            other = find_scope(child, UnitScale)
+            if other is not None and other is not self and other.unit_scaled and self.preserves:
+                raise ValueError(
+                    f"{name or 'the model'} was unit-scaled with init='unit', and the model around "
+                    "it with init='preserve', which has no factors: use one init for both"
+                )
+
+    def _demote(self, module: nn.Module, path: str, names: frozenset[str]) -> None:
+        """Tags as weights the parameters that were taken for the readout before the first call."""
+        for name in sorted(names):
+            tag(_parameter(module, path, name), "weight")
+            owner, _, leaf = name.rpartition(".")
+            why = "not the readout: make the optimizer after the first call"
+            self.plan.rows.append(CallRow(owner, leaf, "tagged as weight", why))
+
+    def _deepen(self, module: nn.Module, path: str, depths: dict[str, int]) -> None:
+        """Sets the depth tag of residual branch parameters that have none."""
+        counts: Counter[int] = Counter()
+        for name, depth in depths.items():
+            parameter: Any = _parameter(module, path, name)
+            if has_parameter_data(parameter) and parameter.mup_scaling_depth is None:
+                tag(parameter, parameter.mup_type, depth)
+                counts[depth] += 1
+        for depth, count in counts.items():
+            why = f"depth {depth}, in residual branches: make the optimizer after the first call"
+            self.plan.rows.append(CallRow("", f"{count} parameters", "tagged with depth", why))
+
+    # The plan as data
+
+    def data(self, model: nn.Module) -> ModelPlan:
+        """The plan with the tags of ``model``. Raises ValueError before the first call and for
+        functions in ``replace``."""
+        self.check_seen(model)
+        if self.replacements:
+            raise ValueError("the plan of a model with functions in replace cannot be saved")
+        found = self.plan.copy()
+        found.tags = _tags(model, "")
+        return found
+
+    def saved(self, model: nn.Module) -> str:
+        """The plan as JSON, for the state_dict of ``model``; "" if there is none."""
+        known = "" in self.plan.entries and not self.replacements
+        return self.data(model).to_json() if known else ""
+
+    def adopt(self, model: nn.Module, plan: ModelPlan, rescale: bool) -> None:
+        """Adopts a plan instead of recording the model. Raises ValueError if it is for another."""
+        check_fits(model, plan)
+        adopt(model, plan, rescale)
+        self.plan = plan.copy()
+        self.applied = len(plan.entries)
+        self.edition = str(int(self.edition) + 1)
+
+    def check_seen(self, model: nn.Module) -> None:
+        if "" not in self.plan.entries:
+            raise ValueError(
+                f"{type(model).__name__} is unit-scaled and has not run: its factors are found at "
+                "its first call, so call it once with an example batch"
+            )
+
+    def factors(self, model: nn.Module) -> Folded:
+        """The factors that multiply the weights in the plain model with the same function. Raises
+        ValueError before the first call, and naming the calls whose factors no weight can absorb.
+        """
+        if self.replacements:
+            raise ValueError("functions in replace of unit_scale cannot be folded into weights")
+        if self.preserves:
+            return Folded({}, {})
+        self.check_seen(model)
+        return folded(self.plan.ties)
+
+
+def _tags(module: nn.Module, path: str) -> dict[str, Tags]:
+    """Parameter name -> its tags."""
+    named = module.named_parameters(prefix=path)
+    return {n: tags_of(p) for n, p in named if has_parameter_data(p)}
+
+
+def _parameter(module: nn.Module, path: str, name: str) -> nn.Parameter:
+    return module.get_parameter(name.removeprefix(f"{path}." if path else ""))
+
+
+def _check_seen(module: nn.Module, given: Given) -> None:
+    """Raises where a model cannot be recorded."""
+    if any(isinstance(value, torch.fx.Proxy) for value in (*given[0], *given[1].values())):
+        raise TypeError(
+            "torch.fx.symbolic_trace cannot trace a unit-scaled model, whose factors are no calls "
+            "of its modules: trace it before unit_scale, or take torch.export"
+        )
+    if is_flattened(module) or is_sharded(module):
+        raise RuntimeError(
+            f"{UNSEEN}, and cannot record a sharded {type(module).__name__}: call the model once "
+            "before fully_shard, FullyShardedDataParallel or parallelize_module"
+        )
+    tensors = (t for t in (*given[0], *given[1].values()) if isinstance(t, Tensor))
+    if not has_values((*tensors, *module.parameters())):
+        raise RuntimeError(f"{UNSEEN}: call the model once before torch.vmap")
+    for name, child in module.named_modules():
+        if any(type(p) is not nn.Parameter for p in child._parameters.values() if p is not None):
+            continue
+        lost = [n for n in getattr(child, "mup_tags", {}) if n in vars(child)]
+        if lost:
+            raise RuntimeError(
+                f"{UNSEEN}: call the model once before torch.func.functional_call or DataParallel, "
+                f"which replace its parameters ({name}.{lost[0]})"
+            )
+
+
+def _warn_of_new_weights(model: nn.Module, scope: UnitScale) -> None:
+    """Warns of weights that came into the model after ``scope`` and are far from RMS 1."""
+    found: dict[str, float] = {}
+    for path, module in model.named_modules():
+        if any(other is scope for other, _ in getattr(module, "_scopes", ())):
+            continue
+        for name, p in module.named_parameters(path, recurse=False):
+            if not has_parameter_data(p) and p.dtype.is_floating_point:
+                found[name] = rms_of(p) if p.numel() > max(p.shape, default=1) else 1.0
+    found = {name: rms for name, rms in found.items() if not 0.5 <= rms <= 2}
+    if found:
+        name, rms = next(iter(found.items()))
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        warn_once(
+            ScaleWarning,
+            f"{name}{more} came into the model after unit_scale and has RMS {rms:.3g}, where its "
+            "operation expects about 1: put in unit_scale(layer) in place of the layer, or a "
+            "module of unit_scaling",
+            about=model,
+            key=" ".join(found),
+        )
