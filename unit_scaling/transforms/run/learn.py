@@ -179,13 +179,15 @@ class Measuring(Replay):
     def _taken(
         self, place: Place, step: Step | None, function: Any, args: Args, kwargs: Kwargs
     ) -> Any:
+        if step is not None and step.op == "replace":
+            return super()._taken(place, step, function, args, kwargs)
         args, kwargs = canonical(function, args, kwargs)
         measured = place[1] in PRODUCTS or (step is not None and step.slots)
         for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)) if measured else ():
             self._measure(place, slot, tensor)
         own = {slot: e for (at, slot), e in self.found.items() if at == place}
         step = corrected(step, own)
-        if step is None or step.op == "replace":
+        if step is None:
             return super()._taken(place, step, function, args, kwargs)
         return take(replace(step, static=()), function, args, kwargs)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import unit_scaling as uu
 from unit_scaling.transforms import compile, simulate_fp8, unit_scale
-from unit_scaling.transforms.capture.copies import deep_copy
+from unit_scaling.transforms.record.copies import deep_copy
 
 
 class MinGPTBlock(nn.Module):

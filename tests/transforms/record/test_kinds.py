@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unit_scaling.transforms.capture.kinds import ADDED, LAYERS, PRODUCTS, is_added
+from unit_scaling.transforms.record.kinds import ADDED, LAYERS, PRODUCTS, is_added
 
 SAME = {"linear_readout": "linear"}
 """Kinds without a function in torch -> the one with the same arguments."""
