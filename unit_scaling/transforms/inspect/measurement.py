@@ -14,7 +14,7 @@ RANGES: dict[str, tuple[float, float] | None] = {
     "weight": (1 / 4, 4.0),
     "gradient": (1 / 4, 4.0),
     "query-key gradient": (1 / 64, 4.0),
-    "weight gradient": (1 / 4, 4.0),
+    "weight gradient": None,
     "passed gradient": None,
     "attention": None,
 }
@@ -23,10 +23,11 @@ RANGES: dict[str, tuple[float, float] | None] = {
 A factor of 4 is two steps of the exponent and costs little of a format's range. All-zero tensors
 are neither inside nor outside a range and do not count.
 
-"activation" is an operand of a product, "gradient" the gradient of its output: both are cast.
-"output" is its output, which is judged where another product reads it. "passed gradient" is what it
-propagates to its input, which is cast once it is the gradient of another output. "weight gradient"
-is what the optimizer receives.
+"activation" is an operand of a product, "gradient" the gradient of its output: both are cast. Where
+`unit_scale` has planned the product, they are measured as cast: divided by the powers of two of the
+plan. "output" is its output, which is judged where another product reads it. "passed gradient" is
+what it propagates to its input, which is cast once it is the gradient of another output. "weight
+gradient" is what the optimizer receives, in high precision.
 
 "query-key gradient" is the gradient of the outputs of products that compute only queries, keys or
 an additive bias of the logits. For queries and keys of RMS 1 and logits q.k/d with head width d, it
@@ -36,9 +37,8 @@ for d = 256.
 
 "attention" is a value inside decomposed attention: logits, probabilities and the gradient of
 probabilities, whose scale the softmax determines. It has no range. The gradient of the logits is a
-"gradient": two products of the backward pass read it. So is the "gradient of scores" of
-`scaled_dot_product_attention` where torch computes it by separate products, as with dropout on a
-CPU; fused kernels do not expose it.
+"gradient": two products of the backward pass read it. The "gradient of scores" of
+`scaled_dot_product_attention`, where torch computes it by separate products, is not cast.
 """
 
 

@@ -306,7 +306,7 @@ def _named(product: _Product, t: _Operand, small: bool) -> _Named:
     if t.label == "weight":
         return _Named(t.label, t.kind, "weight gradient")
     if t.norm is None:
-        return _Named(t.label, t.kind, "gradient")
+        return _Named(t.label, t.kind, "attention")
     if t.label != "output" or product.call in EMBEDDINGS:
         averages = any(each.origin.probabilities for each in product.tensors.values())
         label = "value" if averages and t.label in ("input", "other") else t.label

@@ -26,7 +26,8 @@ from .residuals import Decision, Residuals, find_residuals
 class Settings:
     """replaced: the kinds of the functions that the caller replaces. preserve: whether no value
     has a factor. residual: the rule for residual adds. readouts: the readout weights. scaled: the
-    weights that were divided by their RMS. changed: the parameters that the model changes itself
+    weights that were divided by their RMS. decided: those that an earlier recording has decided on.
+    changed: the parameters that the model changes itself
     when it runs."""
 
     replaced: frozenset[str]
@@ -34,6 +35,7 @@ class Settings:
     residual: str
     readouts: frozenset[str]
     scaled: frozenset[str]
+    decided: frozenset[str] = frozenset()
     changed: frozenset[str] = frozenset()
 
 
@@ -106,7 +108,7 @@ class _Planner:
                     weights.add(origin)
                 elif node.kind not in TRANSPARENT or node.inside:
                     values.add(origin)
-        return self.settings.scaled - (weights - values)
+        return self.settings.scaled - self.settings.decided - (weights - values)
 
     def _reads_weight(self, index: int, node: CallNode, slot: tuple[int | str, ...]) -> bool:
         """Whether a call reads the argument in ``slot`` as the weight of a product or a table."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -73,6 +75,7 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
             residual=transform.plan.residual,
             readouts=weights.readouts,
             scaled=weights.scaled,
+            decided=frozenset(transform.plan.tags),
             changed=recording.changed,
         )
         decided = decide(nodes, settings)
@@ -173,8 +176,13 @@ class Measuring(Replay):
 
     def __init__(self, transform: Any, steps: dict[Place, Steps], in_pairs: bool) -> None:
         super().__init__(_Steps(transform, steps), transform, transform.path.items, in_pairs)
-        self.found: Corrections = {}
-        self._seen: set[tuple[Place, Slot]] = set()
+        self._sizes: dict[tuple[Place, Slot], list[float]] = defaultdict(list)
+
+    @property
+    def found(self) -> Corrections:
+        """The exponents of all arguments that are not near RMS 1: of the median of their sizes."""
+        exponents = {key: _exponent(sizes) for key, sizes in self._sizes.items()}
+        return {key: exponent for key, exponent in exponents.items() if exponent}
 
     def _taken(
         self, place: Place, step: Step | None, function: Any, args: Args, kwargs: Kwargs
@@ -182,28 +190,35 @@ class Measuring(Replay):
         if step is not None and step.op == "replace":
             return super()._taken(place, step, function, args, kwargs)
         args, kwargs = canonical(function, args, kwargs)
-        measured = place[1] in PRODUCTS or (step is not None and step.slots)
-        for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)) if measured else ():
-            self._measure(place, slot, tensor)
-        own = {slot: e for (at, slot), e in self.found.items() if at == place}
+        factors = dict(() if step is None else step.slots)
+        own: dict[Slot, int] = {}
+        for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
+            if place[1] in PRODUCTS or slot in factors:
+                own |= self._measured(place, slot, tensor, step is not None)
         step = corrected(step, own)
         if step is None:
             return super()._taken(place, step, function, args, kwargs)
         return take(replace(step, static=()), function, args, kwargs)
 
-    def _measure(self, place: Place, slot: Slot, tensor: Tensor) -> None:
-        if (place, slot) in self._seen or not has_scale(tensor) or is_added(place[1], slot):
-            return
+    def _measured(
+        self, place: Place, slot: Slot, tensor: Tensor, changes: bool
+    ) -> dict[Slot, int]:
+        """The exponent of an argument. changes: whether the result depends on it, so that all calls
+        at the place have that of the first one."""
+        if not has_scale(tensor) or is_added(place[1], slot):
+            return {}
+        sizes = self._sizes[place, slot]
         if hasattr(tensor, "mup_scale"):
-            exponent = static_exponent(tensor)
-        else:
-            size = math.log2(rms_of(tensor))
-            exponent = round(size) if abs(size) > REACH else 0
-            if not bool(tensor.detach().any()):
-                return  # zeros have no size yet
-        self._seen.add((place, slot))
-        if exponent:
-            self.found[place, slot] = exponent
+            sizes[:] = [static_exponent(tensor)] if static_exponent(tensor) else []
+            return {}
+        if not (changes and sizes) and bool(tensor.detach().any()):  # zeros have no size yet
+            sizes.append(math.log2(rms_of(tensor)))
+        return {slot: e} if (e := _exponent(sizes)) and changes else {}
+
+
+def _exponent(sizes: list[float]) -> int:
+    size = median_high(sizes) if sizes else 0.0
+    return round(size) if abs(size) > REACH else 0
 
 
 class _Steps:

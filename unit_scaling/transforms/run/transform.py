@@ -164,6 +164,12 @@ class UnitScale:
             from .graph_break import unknown_call
 
             unknown_call(lambda: None)
+        if torch.compiler.is_exporting():
+            raise RuntimeError(
+                f"{UNSEEN}: torch.export takes a branch of {place[0] or 'the model itself'!r} that "
+                f"no call of the model has taken ({place[1]} at {place[2] or 'its forward'}): call "
+                "the model once with arguments of this form before"
+            )
         with self.recording:
             steps = self.plan.steps.get(place)
             if steps is not None:
@@ -228,7 +234,7 @@ class UnitScale:
     def _join(self, module: nn.Module, path: str) -> None:
         """Adds modules that came into the model since."""
         self.check_parts(module, path)
-        if self.plan.entries and self.unit_scaled:
+        if self.unit_scaled:
             _warn_of_new_weights(module, self)
         install(module, self, path, only_new=True)
 
