@@ -29,7 +29,7 @@ from .norms.low_precision import (
 )
 from .norms.norm import LayerNorm2d, is_fast_norm, set_fast_norm
 from .recipes.cast import Cast
-from .recipes.history import AmaxHistory, reduce_amax
+from .recipes.history import reduce_amax
 from .recipes.policy import Policy, Rule
 from .recipes.recipe import RECIPES, Recipe, get_recipe
 from .studies.preflight import Preflight, PreflightError, preflight
@@ -44,7 +44,6 @@ __all__ = [
     "FORMATS",
     "LEVELS",
     "RECIPES",
-    "AmaxHistory",
     "Cast",
     "CheckpointWarning",
     "ConvertWarning",

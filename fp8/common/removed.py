@@ -9,7 +9,12 @@ from typing import Any, NoReturn, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-INSTEAD: dict[str, dict[str, str]] = {}
+_STATE = "a scale belongs to a layer: fp8.convert(model, 'delayed') gives each layer its own"
+
+INSTEAD: dict[str, dict[str, str]] = {
+    "fp8": {"AmaxHistory": _STATE},
+    "fp8.autocast": {"history": _STATE},
+}
 """Owner -> name -> what to use instead. The owner is a module ("fp8.optim") for a name in it, a
 function or class ("fp8.autocast") for an argument, and the argument ("recipe") for a choice."""
 

@@ -23,11 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from ..casts.counts import OPEN, look_here
 from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_constant
 from ..common.pitfalls import RecipeWarning, show
+from ..common.removed import refuses_removed
 from ..common.threads import Setting, in_recomputation, in_reentrant
 from ..common.validation import check_name
 from ..context.active import (
     ACTIVE,
     IN_PIECES,
+    NO_STATE,
     Block,
     active_recipe,
     checked_backend,
@@ -38,7 +40,7 @@ from ..context.active import (
 from ..native.product import why_not_recipe
 from ..products.activations import ACTIVATIONS
 from ..products.spellings import SPELLINGS
-from ..recipes.history import AmaxHistory
+from ..recipes.history import LayerState
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
 from ..selection.policies import resolve
@@ -147,8 +149,6 @@ class autocast:
         opaque: the action at a call whose products cannot be intercepted (OPAQUE; under scaling by
             rows or blocks also bilinear, and an einsum with a repeated index). "raise" raises a
             NotImplementedError that names the call; "warn" leaves it in high precision.
-        history: the `fp8.AmaxHistory` that stores the state of a recipe with scaling "delayed" or
-            "static". Other recipes do not use it.
         backend: "simulate" computes from rounded operands in the dtype of the tensors. "native"
             uses torch's kernels for products of two matrices of supported sizes
             (`fp8.native.product.fits`) and simulates the others; operands are saved in one byte or
@@ -161,8 +161,9 @@ class autocast:
 
     Raises:
         NotImplementedError: if torch.compile traces a block with a policy that selects layers.
-        ValueError: if the recipe needs a history and has none, or if ``backend`` is "native" and
-            the recipe has no kernels.
+        ValueError: if a recipe keeps scales between passes ("delayed", "static"), which belong to
+            the layers of `fp8.convert`, or if ``backend`` is "native" and the recipe has no
+            kernels.
 
     >>> import torch, fp8
     >>> x, w = torch.tensor([[1.06, 2.0]]), torch.tensor([[1.0, 1.0]])
@@ -172,12 +173,15 @@ class autocast:
     tensor([[3.]])
     """
 
+    #: The state of the converted layer whose block it is.
+    state: LayerState | None = None
+
+    @refuses_removed("fp8.autocast")
     def __init__(
         self,
         recipe: str | Recipe | Policy = AUTO,
         *,
         opaque: str = "raise",
-        history: AmaxHistory | None = None,
         backend: str = "simulate",
         enabled: bool = True,
         model: nn.Module | None = None,
@@ -194,8 +198,8 @@ class autocast:
         chosen = given or PLAIN
         if enabled:
             for used in (chosen, *filter(None, layers.values())):
-                if used.needs_history and not isinstance(history, AmaxHistory):
-                    raise ValueError(_NEEDS_HISTORY.format(used.name, history))
+                if used.needs_history and self.state is None:
+                    raise ValueError(NO_STATE.format(used.name))
         cast = cast and enabled
         self.recipe = chosen if cast else None
         #: The recipe of products of unit-scaled functions.
@@ -209,12 +213,8 @@ class autocast:
         self.opaque = opaque
         self.backend = checked_backend(backend, chosen) if enabled else "simulate"
         self._asked = backend
-        self.history = history
         #: Whether a recomputation in the backward pass opens the block again by itself.
         self.reenters = False
-        #: The number of products of this history that precede the block in the pass; None:
-        #: continue the count of the enclosing blocks.
-        self.before: int | None = None
 
     def _hook_layers(self) -> None:
         """Adds the hooks of layers, at the first of nested entries."""
@@ -229,7 +229,7 @@ class autocast:
         if recipe is None:
             return autocast(enabled=False)
         backend = "simulate" if why_not_recipe(recipe) else self._asked
-        return autocast(recipe, opaque=self.opaque, history=self.history, backend=backend)
+        return autocast(recipe, opaque=self.opaque, backend=backend)
 
     def __enter__(self) -> autocast:
         if self.layers:
@@ -245,11 +245,6 @@ class autocast:
         if eager and not self.reenters:
             OPEN.look = look_here(self.recipe)
         modes = (_Mode(self), *FIRST_LOOK.items)
-        # A block nested in one with the same history continues its count of products.
-        outer = ACTIVE.blocks[-1] if ACTIVE.blocks else None
-        counter = [self.before or 0]
-        if self.before is None and outer is not None and outer.history is self.history:
-            counter = outer.counter
         again = self.reenters or in_reentrant()  # opened inside of a recomputed segment
         ACTIVE.blocks.append(
             Block(
@@ -257,8 +252,7 @@ class autocast:
                 unit_recipe=self.unit_recipe,
                 opaque=self.opaque,
                 modes=modes,
-                history=self.history,
-                counter=counter,
+                state=self.state,
                 backend=self.backend,
                 reenters=again,
                 opened=self if eager else None,
@@ -300,6 +294,16 @@ class autocast:
                 return function(*args, **kwargs)
 
         return inside
+
+
+class LayerBlock(autocast):
+    """The block of a converted layer, which each of its calls opens anew, also when a checkpoint
+    recomputes it. state: where its recipe keeps scales; None if it keeps none."""
+
+    def __init__(self, recipe: Recipe, backend: str, state: LayerState | None) -> None:
+        self.state = state
+        super().__init__(recipe, backend=backend)
+        self.reenters = True
 
 
 # Layers with recipes of their own
@@ -390,37 +394,32 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
         The context managers of the forward pass and of the recomputation.
 
     Raises:
-        NotImplementedError: under a recipe with scaling "delayed", whose scales would have changed
-            by the time of the recomputation.
+        NotImplementedError: inside of a converted layer that keeps scales between passes, whose
+            products the recomputation would number anew.
     """
     if not ACTIVE.blocks:
         return nullcontext(), nullcontext()
     block = ACTIVE.blocks[-1]
-    if block.recipe is not None:
-        _check_recomputes(block.recipe)
-    again = _again(block)
-    again.before = block.counter[0]
-    return nullcontext(), again
+    if block.state is not None:
+        raise NotImplementedError(
+            "a part of a converted layer that keeps scales between passes cannot be checkpointed: "
+            "checkpoint the whole layer"
+        )
+    return nullcontext(), _again(block)
 
 
 def _again(block: Any) -> autocast:
     """A new autocast with the settings of ``block``, a `Block` or an autocast."""
     opened = block.opened if isinstance(block, Block) and block.opened else block
     if block.recipe is None:
-        again = autocast(enabled=False, history=block.history)
+        again = autocast(enabled=False)
     else:
         auto = block.recipe is not block.unit_recipe
-        recipe, opaque, history = AUTO if auto else block.recipe, block.opaque, block.history
-        again = autocast(recipe, opaque=opaque, history=history, backend=block.backend)
+        recipe = AUTO if auto else block.recipe
+        again = autocast(recipe, opaque=block.opaque, backend=block.backend)
     if isinstance(opened, autocast):
         again.layers, again._asked = opened.layers, opened._asked
     return again
-
-
-_NEEDS_HISTORY = (
-    "recipe {!r} keeps its scales between passes: give it a place for them, "
-    "history=fp8.AmaxHistory(), not {!r}"
-)
 
 
 def _leave(function: Callable[..., Any], why: str) -> None:

@@ -62,7 +62,7 @@ SCALINGS: dict[str, Scaling] = {
     "unit": Scaling("1: the operand is expected to have RMS about 1", (0, 0), ()),
     "tensor": Scaling("one of its largest magnitude, now", (0, 0), (*_POWERS, "exact")),
     "delayed": Scaling(
-        "one of its largest magnitude in the last passes, which an `AmaxHistory` keeps",
+        "one of its largest magnitude in the last passes, which a converted layer keeps",
         (0, 0),
         (*_POWERS, "exact"),
     ),

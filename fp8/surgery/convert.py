@@ -18,7 +18,7 @@ from ..common.mixin import Gained, bare_class, check_module, check_not_scripted,
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..common.report import LEFT_ALONE, Report, Row, notes_on
 from ..context.active import ACTIVE, checked_backend
-from ..modes.autocast import autocast
+from ..modes.autocast import LayerBlock, autocast
 from ..native.product import alignment, devices, why_not_here, why_not_recipe
 from ..products.matmul import linear
 from ..recipes import history
@@ -86,12 +86,12 @@ class Converted(Gained):
     #: The last number of tokens seen in eager mode that is not such a multiple.
     fp8_ragged: int
     #: Buffer of a static scale -> whether it is set.
-    fp8_known: history.Live
+    fp8_known: history.Known
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if "parametrizations" in self._modules:  # which may be newer than the conversion
             _leave_parametrizations(self)
-        kept = history.LayerHistory(self) if self.fp8_recipe.needs_history else None
+        kept = history.LayerState(self) if self.fp8_recipe.needs_history else None
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.
         alone = kept is None and self._active == (Converted,) and not FIRST_LOOK.items
@@ -101,15 +101,13 @@ class Converted(Gained):
                 return _linear(self, self.weight, *args)
             if self.fp8_transposed:
                 return _linear(self, self.weight.mT, *args)
-        mode = autocast(self.fp8_recipe, backend=self.fp8_backend, history=kept)
-        mode.reenters = True  # each call of the layer enters it anew
-        with mode:
+        with LayerBlock(self.fp8_recipe, self.fp8_backend, kept):
             return forward(*args, **kwargs)
 
     @taken_as_constant
     def fp8_note(self: Any, buffer: str) -> bool:
         """`note` for a buffer, in eager mode and while a graph that reads it is traced."""
-        history.note(self.fp8_known, buffer, self._buffers[buffer])
+        history.note(self, buffer)
         return True
 
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -194,10 +192,14 @@ def convert(
 
     A recipe with scaling "delayed" stores its history in buffers of the layer, ``fp8_amax_input``,
     ``fp8_amax_weight`` and ``fp8_amax_grad``, newest entry first, which are part of the state_dict:
-    convert a model before loading them. Each call of the layer is a pass of `AmaxHistory`. One with
-    scaling "static" stores ``fp8_scale_input`` and so on in the same way, 0 until `fp8.calibrate`
-    or the first training step sets them. A recipe with `saved_activations` also converts activation
-    modules (`ACTIVATIONS`).
+    convert a model before loading them. Each call of the layer that records gradients adds an entry
+    (for the gradient, a backward pass does), so under gradient accumulation each micro-batch does;
+    other calls only read. An operand without entries is scaled by its own largest magnitude. Zero,
+    Inf and NaN are not recorded. One with scaling "static" stores ``fp8_scale_input`` and so on in
+    the same way, 0 until `fp8.calibrate` or the first training step in which the operand is finite
+    and not all zeros sets them, to the power of two nearest to its RMS. A layer of several products
+    (attention, experts) creates the buffers of each in its first pass, which cannot be compiled. A
+    recipe with `saved_activations` also converts activation modules (`ACTIVATIONS`).
 
     Args:
         model: converted in place.

@@ -17,6 +17,7 @@ from fp8 import RECIPES, Cast, Recipe
 from fp8.casts import casting
 from fp8.products.matmul import linear
 from fp8.recipes.scaling import SCALINGS
+from tests.fp8.blocks import block
 from tests.fp8.products.test_matmul import DTYPES, randn
 
 
@@ -41,7 +42,7 @@ def test_operands_are_kept_in_bytes(function, name, dtype):
     x, w = x.to(dtype), w.to(dtype)
 
     def run() -> None:
-        with fp8.autocast(name, history=fp8.AmaxHistory()):
+        with block(name):
             F.linear(x, w) if function is linear else function(x, w)
 
     assert bytes_of(held(run)) <= x.numel() + w.numel() + 8
@@ -108,7 +109,7 @@ def bytes_of(tensors) -> int:
 
 def grads(inputs, weights, function, recipe, backend) -> list[Tensor]:
     """Of each input and each weight, when all products run forward before any runs backward."""
-    with fp8.autocast(recipe, backend=backend, history=fp8.AmaxHistory()):
+    with block(recipe, backend):
         products = [function(x, w).square().sum() for x, w in zip(inputs, weights, strict=True)]
     return list(torch.autograd.grad(sum(products), [*inputs, *weights]))
 
@@ -134,7 +135,7 @@ def test_layers_with_one_input_keep_its_bytes_once(function, backend, name):
     activation = x * 1.0
 
     def run() -> None:
-        with fp8.autocast(name, backend=backend, history=fp8.AmaxHistory()):
+        with block(name, backend):
             for w in weights:
                 function(activation, w)
 

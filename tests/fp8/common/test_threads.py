@@ -75,13 +75,10 @@ def test_backward_in_another_thread():
     assert_same(list(got), expected)
 
 
-def test_delayed_scaling_with_a_history_for_each_thread():
-    net = model()
-
+def test_delayed_scaling_with_a_model_for_each_thread():
     def passes(scale: float) -> list[list[Tensor]]:
-        history = fp8.AmaxHistory()
-        block = fp8.autocast("delayed", history=history)
-        return [within(block, step, net, X * scale * i) for i in (1, 2, 3)]
+        net = fp8.convert(model(), "delayed")
+        return [step(net, X * scale * i) for i in (1, 2, 3)]
 
     alone = [passes(1.0), passes(8.0)]
     with meeting(2):

@@ -23,6 +23,7 @@ import unit_scaling.functional as U
 from fp8 import RECIPES, Cast, Recipe
 from fp8.products.attention import by_products
 from tests import reference
+from tests.fp8.blocks import block, keeper
 from tests.fp8.products.test_matmul import randn
 
 NOTHING = Recipe(name="nothing")
@@ -383,16 +384,17 @@ def test_statistics_name_the_operands():
 
 def test_delayed_scales():
     """A history for each operand of both products."""
-    recipe, history = inside(RECIPES["delayed"], RECIPES["delayed"]), fp8.AmaxHistory()
+    recipe = inside(RECIPES["delayed"], RECIPES["delayed"])
+    layer = keeper(recipe)
     q, k, v = (randn(2, 6, 16, seed=i) for i in range(3))
-    with pytest.raises(ValueError, match="give it a place for them"):
+    with pytest.raises(ValueError, match="a scale belongs to a layer"):
         fp8.autocast(recipe)
-    with fp8.autocast(recipe, history=history):
+    with block(recipe, layer=layer):
         F.scaled_dot_product_attention(q, k, v).sum().backward()
-    assert sorted({name.rsplit(".", 1)[0] for name in history.tensors}) == [
-        *("001.attention_scores", "002.attention_values")
+    assert sorted({name.rsplit("_", 1)[0] for name, _ in layer.named_buffers()}) == [
+        *("fp8_amax_001_attention_scores", "fp8_amax_002_attention_values")
     ]
-    assert all(bool(t[0] > 0) for t in history.tensors.values())
+    assert all(bool(t[0] > 0) for t in layer.buffers())
 
 
 def test_delayed_scales_of_what_is_inside_alone():
@@ -401,15 +403,10 @@ def test_delayed_scales_of_what_is_inside_alone():
     delayed = RECIPES["delayed"]
     scores = Recipe(name="scores", input=E4M3, weight=E4M3, grad=delayed.grad)
     values = Recipe(name="values", input=delayed.input, weight=E4M3, grad=E5M2)
-    history = fp8.AmaxHistory()
-    q, k, v = (randn(2, 6, 16, seed=i) for i in range(3))
-    for factor in (1.0, 4.0):
-        with fp8.autocast(inside(scores, values, RECIPES["tensor"]), history=history):
-            F.scaled_dot_product_attention(factor * q, k, v).sum().backward()
-    assert sorted(history.tensors) == ["001.attention_scores.grad", "002.attention_values.0"]
-    assert all(int((t > 0).sum()) == 2 for t in history.tensors.values())
     layer = fp8.convert(nn.MultiheadAttention(16, 2), inside(scores, values, RECIPES["tensor"]))
-    layer(*[randn(6, 2, 16)] * 3)[0].sum().backward()
+    for factor in (1.0, 4.0):
+        layer(factor * randn(6, 2, 16), *[randn(6, 2, 16)] * 2)[0].sum().backward()
+    assert all(int((t > 0).sum()) == 2 for t in layer.buffers())
     assert sorted(name for name, _ in layer.named_buffers()) == [
         *("fp8_amax_001_attention_scores_grad", "fp8_amax_002_attention_values_input")
     ]
