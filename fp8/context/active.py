@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -58,6 +58,14 @@ class Block(NamedTuple):
     outer_look: Any = None
 
 
+class StaticGradient(Protocol):
+    """The static scale of the gradient of a product, which a plan keeps."""
+
+    def buffer(self, groups: int, device: torch.device) -> Tensor:
+        """The scale: float32, (), or (1,) if it is to be measured; (groups,) of a grouped
+        product."""
+
+
 class _Active(threading.local):
     """The `fp8.autocast` blocks that are open in this thread, innermost last: a `Stack`."""
 
@@ -65,21 +73,31 @@ class _Active(threading.local):
         self.blocks: list[Block] = []
         #: The operands of the running call that have a static scale, each with its exponent.
         self.static: list[tuple[Tensor, int]] = []
+        #: The static scales of the gradients of the running calls, innermost last.
+        self.gradients: list[StaticGradient] = []
 
 
 ACTIVE = _Active()
 
 
 def with_static(
-    operands: list[tuple[Tensor, int]], function: Callable[..., Any], args: Any, kwargs: Any
+    operands: list[tuple[Tensor, int]],
+    gradient: StaticGradient | None,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     """``function(*args, **kwargs)``, a product with these operands among its arguments, each with
-    the exponent of its static scale factor."""
+    the exponent of its static scale factor. gradient: that of the gradient of its result."""
     ACTIVE.static.extend(operands)
+    if gradient is not None:
+        ACTIVE.gradients.append(gradient)
     try:
         return called(function, args, kwargs)
     finally:
-        del ACTIVE.static[-len(operands) :]
+        del ACTIVE.static[len(ACTIVE.static) - len(operands) :]
+        if gradient is not None:
+            ACTIVE.gradients.pop()
 
 
 def static_exponents(recipe: Recipe | None, *operands: Tensor) -> tuple[int, ...]:
@@ -179,8 +197,10 @@ def histories(
     """The state of the operands of a product and of its gradient (the last of ``casts``), which the
     enclosing layer of `fp8.convert` has; None where the scaling or a run without values has none.
     groups: the number of those of a grouped product, which have states of their own."""
-    if recipe is None or not recipe.keeps_history or in_shape_inference():
+    if recipe is None or in_shape_inference():
         return [None] * len(casts)
+    if not recipe.keeps_history:
+        return _planned(operands[0].device, casts, groups)
     block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
     if block is None or block.state is None:
         raise ValueError(NO_STATE.format(recipe.name))
@@ -195,6 +215,16 @@ def histories(
         else None
         for role, cast in zip(roles, casts, strict=True)
     ]
+
+
+def _planned(device: torch.device, casts: Sequence[Cast | None], groups: int) -> list[Any]:
+    """The static scale of the gradient, if a plan keeps one for the running call."""
+    found: list[Any] = [None] * len(casts)
+    grad, pass_ = casts[-1], measuring()
+    if ACTIVE.gradients and grad is not None and grad.scaling == "unit":
+        if pass_ is None or pass_.of_states:
+            found[-1] = ACTIVE.gradients[-1].buffer(groups, device)
+    return found
 
 
 NO_STATE = (

@@ -23,11 +23,12 @@ VERSION = 9
 class Step:
     """What is done at one call. Plain data: it is pickled with the model and read by the compiler.
 
-    op: the row of OPS that computes a product, with ``factor``; "replace" for a function that the
-    caller replaces; None runs the call itself. factor: of the result of a product, and of the
-    gradients of its arguments, which have these ``names`` in the op. slots: factors
-    of arguments. writes: whether the call writes its result into its first argument. static: the exponents of the powers of two that arguments are divided by before a
-    cast and multiplied by after it; see `fp8.casts.operands`.
+    op: the row of OPS that computes a product, with ``factor``; "replace" for a function that
+    the caller replaces; None runs the call itself. factor: of the result of a product, and of
+    the gradients of its arguments, which have these ``names`` in the op. slots: factors of
+    arguments. writes: whether the call writes its result into its first argument. static: the
+    exponents of the powers of two that arguments are divided by before a cast and multiplied by
+    after it; see `fp8.casts.operands`.
     """
 
     op: str | None = None
@@ -101,7 +102,7 @@ class ModelPlan:
     rows: list[CallRow] = field(default_factory=list)
     entries: list[str] = field(default_factory=list)
     steps: dict[Place, Steps] = field(default_factory=dict)
-    gradients: dict[Place, int] = field(default_factory=dict)
+    gradients: dict[Place, int | tuple[int, ...]] = field(default_factory=dict)
     ties: tuple[Tie, ...] = ()
 
     def covers(self, path: str) -> bool:
@@ -147,7 +148,7 @@ class ModelPlan:
             rows=[CallRow(**row) for row in data["rows"]],
             entries=list(data["entries"]),
             steps={_tupled(place): tuple(map(_read, s)) for place, s in data["steps"]},
-            gradients={_tupled(place): e for place, e in data["gradients"]},
+            gradients={_tupled(place): _tupled(e) for place, e in data["gradients"]},
             ties=tuple(Tie(**{n: _tupled(v) for n, v in tie.items()}) for tie in data["ties"]),
         )
 

@@ -156,9 +156,11 @@ def find_scope(model: nn.Module, kind: type) -> Any:
 
 def install(model: nn.Module, scope: Scope, prefix: str = "", only_new: bool = False) -> None:
     """Installs the scope on every module of ``model``, replacing any other of the same type.
+
     prefix: the name of ``model`` in the scope. only_new: leaves modules as they are that have one
-    of the type; the name of others is one that none of them has. Raises TypeError for a TorchScript module, which has
-    no Python forward, and for a model whose forward is a generator or a coroutine."""
+    of the type; others get names that none of them has. Raises TypeError for a TorchScript module,
+    which has no Python forward, and for a model whose forward is a generator or a coroutine.
+    """
     forward = inspect.unwrap(unwrapped(model).forward)
     is_generator = inspect.isgeneratorfunction(forward) or inspect.isasyncgenfunction(forward)
     if is_generator or inspect.iscoroutinefunction(forward):

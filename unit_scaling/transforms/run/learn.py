@@ -200,9 +200,7 @@ class Measuring(Replay):
             return super()._taken(place, step, function, args, kwargs)
         return take(replace(step, static=()), function, args, kwargs)
 
-    def _measured(
-        self, place: Place, slot: Slot, tensor: Tensor, changes: bool
-    ) -> dict[Slot, int]:
+    def _measured(self, place: Place, slot: Slot, tensor: Tensor, changes: bool) -> dict[Slot, int]:
         """The exponent of an argument. changes: whether the result depends on it, so that all calls
         at the place have that of the first one."""
         if not has_scale(tensor) or is_added(place[1], slot):
@@ -226,7 +224,7 @@ class _Steps:
 
     def __init__(self, transform: Any, steps: dict[Place, Steps]) -> None:
         self.kinds, self.stepped = transform.kinds, transform.stepped
-        self.replacements = transform.replacements
+        self.replacements, self.gradients = transform.replacements, transform.gradients
         self._steps = steps
 
     def steps_at(self, place: Place) -> Steps | None:
@@ -248,8 +246,8 @@ def _measure(
 
 
 def corrected(step: Step | None, exponents: dict[Slot, int]) -> Step | None:
-    """The step of a call whose arguments have these sizes. A product casts them at these scales; one
-    with a factor, and a residual add, bring their result to RMS 1 with them."""
+    """The step of a call whose arguments have these sizes. A product casts them at these scales. One
+    with a factor brings its result to RMS 1 with them, and so does a residual add."""
     if not exponents:
         return step
     step = step or Step()

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fp8.casts.measuring import MEASURING
 from fp8.common.compiler import called
 from fp8.common.threads import Stack
-from fp8.context.active import with_static
+from fp8.context.active import ACTIVE, with_static
 
 from ...rules.table import OPS
 from ...scale import scale_each
 from ..plan.plan import Step, Steps
 from ..record.calls import Calls, Slot, replaced, tensors_in
-from ..record.kinds import METHODS, RECURRENT, canonical
+from ..record.kinds import METHODS, PRODUCTS, RECURRENT, canonical
 from ..record.place import Place, lines_here
+from .gradients import GradientScales
 from .install import Args, Kwargs
 
 
@@ -27,6 +30,7 @@ class Planned(Protocol):
     kinds: Mapping[Callable[..., Any], str]
     stepped: Mapping[str, Any]
     replacements: Mapping[Callable[..., Any], Callable[..., Any]]
+    gradients: GradientScales
 
     def steps_at(self, place: Place) -> Steps | None: ...
     def learn(self, place: Place, function: Any, args: Args, kwargs: Kwargs) -> Steps: ...
@@ -84,11 +88,17 @@ class Replay(Calls):
     ) -> Any:
         """The result of a call with its step."""
         self.latest = step
-        if step is None:
+        casts = place[1] in CAST and (bool(ACTIVE.blocks) or bool(MEASURING.items))
+        gradient = self._planned.gradients.of(place) if casts else None
+        if step is None and gradient is None:
             return called(function, args, kwargs)
-        if step.op == "replace":
+        if step is not None and step.op == "replace":
             return _replaced(self._planned.replacements[function], step, args, kwargs)
-        return take(step, function, args, kwargs)
+        return take(step or Step(), function, args, kwargs, gradient)
+
+
+CAST = PRODUCTS | RECURRENT
+"""The kinds whose operands and gradients are cast."""
 
 
 def _replaced(other: Callable[..., Any], step: Step, args: Args, kwargs: Kwargs) -> Any:
@@ -96,15 +106,20 @@ def _replaced(other: Callable[..., Any], step: Step, args: Args, kwargs: Kwargs)
     return args[0].copy_(output) if step.writes else output
 
 
-def take(step: Step, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """The result of a call of torch under its step."""
+def take(
+    step: Step, function: Callable[..., Any], args: Args, kwargs: Kwargs, gradient: Any = None
+) -> Any:
+    """The result of a call of torch under its step. gradient: the static scale of its gradient."""
     if step.slots:
         args, kwargs = _with_slots(step, *canonical(function, args, kwargs))
-    if not step.static:
+    if not (step.static or gradient):
         return _computed(step, function, args, kwargs)
+    if step.static:
+        args, kwargs = canonical(function, args, kwargs)
     given = dict((*tensors_in(args), *tensors_in(kwargs)))
     operands = [(given[slot], exponent) for slot, exponent in step.static if slot in given]
-    return with_static(operands, lambda *a, **k: _computed(step, function, a, k), args, kwargs)
+    compute = partial(_computed, step, function)
+    return with_static(operands, gradient, lambda *a, **k: compute(a, k), args, kwargs)
 
 
 def _with_slots(step: Step, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -21,6 +21,7 @@ from ..plan.weights import adopt_tags
 from ..record.kinds import KINDS, PRODUCTS, RECURRENT
 from ..record.place import Place
 from ..record.values import has_values, rms_of
+from .gradients import GradientScales
 from .install import (
     Args,
     Call,
@@ -43,8 +44,9 @@ UNSEEN = "unit_scale has not seen this call yet"
 
 
 class UnitScale:
-    """The scope of unit scaling. plan: shared by copies made before the first call, which so compute
-    the same function. applied: the number of recordings that this model's weights know of."""
+    """The scope of unit scaling. plan: shared by copies made before the first call, so that they
+    compute the same function. applied: the number of recordings that this model's weights know of.
+    """
 
     order = 0
     each = False
@@ -59,6 +61,7 @@ class UnitScale:
         self.name = ""
         self.path = Stack()
         self.applied = len(plan.entries)
+        self.gradients = GradientScales(plan.gradients)
         self._finish()
 
     def _finish(self) -> None:
@@ -94,6 +97,7 @@ class UnitScale:
         other.__setstate__(self.__getstate__())
         if self.plan.entries:
             other.plan = self.plan.copy()
+        other.gradients = GradientScales(self.gradients.exponents())
         return other
 
     def without_plan(self) -> UnitScale:
@@ -277,7 +281,7 @@ class UnitScale:
         if self.replacements:
             raise ValueError("the plan of a model with functions in replace cannot be saved")
         found = self.plan.copy()
-        found.tags = _tags(model, "")
+        found.tags, found.gradients = _tags(model, ""), self.gradients.exponents()
         return found
 
     def saved(self, model: nn.Module) -> str:
@@ -289,7 +293,7 @@ class UnitScale:
         """Adopts a plan instead of recording the model. Raises ValueError if it is for another."""
         check_fits(model, plan)
         adopt(model, plan, rescale)
-        self.plan = plan.copy()
+        self.plan, self.gradients = plan.copy(), GradientScales(plan.gradients)
         self.applied = len(plan.entries)
         self.edition = str(int(self.edition) + 1)
 

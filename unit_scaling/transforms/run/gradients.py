@@ -1,0 +1,93 @@
+"""The static scales of the gradients that the products of a planned model cast.
+
+A gradient is cast as ``f * Q(g / f)``, where the power of two f is nearest to the RMS of the first
+gradient that is finite and not all zeros, as in recipe "static". The products keep it, whatever the
+recipe casts their other operands with, unless the recipe has a rule for the scale of gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8.common.compiler import taken_as_constant
+
+from ..record.place import Place
+
+
+class Values:
+    """Values as attributes: a graph reads an item of a dict as it was when the trace first read the
+    dict, and an attribute as it is."""
+
+
+class GradientScales:
+    """The scale of each product: float32, 0-dim, or (groups,) for a grouped product; 0 where it is
+    not set."""
+
+    def __init__(self, exponents: Mapping[Place, int | tuple[int, ...]] | None = None) -> None:
+        self._names: dict[Place, str] = {}
+        self._values, self._known = Values(), Values()
+        for place, exponent in (exponents or {}).items():
+            scale = torch.ldexp(torch.ones(()), torch.tensor(exponent))
+            setattr(self._values, self._name(place), scale)
+
+    def _name(self, place: Place) -> str:
+        return self._names.setdefault(place, f"scale_{len(self._names)}")
+
+    def of(self, place: Place) -> GradientScale:
+        """That of the product at a place."""
+        return GradientScale(self, self._name(place))
+
+    def tensors(self) -> dict[Place, Tensor]:
+        """The scales by place."""
+        known = vars(self._values)
+        return {place: known[name] for place, name in self._names.items() if name in known}
+
+    def exponents(self) -> dict[Place, int | tuple[int, ...]]:
+        """The exponents of the scales that are set."""
+        found: dict[Place, int | tuple[int, ...]] = {}
+        for place, scale in self.tensors().items():
+            values = scale.tolist()
+            if isinstance(values, list):
+                found |= {place: tuple(map(_exponent, values))} if all(values) else {}
+            elif values:
+                found[place] = _exponent(values)
+        return found
+
+    @taken_as_constant
+    def exists(self, name: str, groups: int, device: str) -> bool:
+        """Whether there is a scale; creates it, and notes whether it is set."""
+        values, known = vars(self._values), vars(self._known)
+        scale = values.get(name)
+        if scale is not None and scale.device != torch.device(device):
+            scale = values[name] = scale.to(device)
+        if scale is None:
+            with torch.inference_mode(False):
+                scale = values[name] = torch.zeros((groups,) if groups else (), device=device)
+        if not known.get(name):
+            written = scale._version > 0 or bool(scale.any())
+            known[name] = written and not scale.dim() and bool(scale > 0)
+        return True
+
+
+class GradientScale:
+    """The scale of the gradient of one product, in the form of `fp8.recipes.history.LayerState`."""
+
+    def __init__(self, scales: GradientScales, name: str) -> None:
+        self._scales, self._name = scales, name
+
+    def buffer(self, groups: int, device: torch.device) -> Tensor:
+        """The scale; of the shape (1,) if it is to be measured."""
+        scales = self._scales
+        scales.exists(self._name, groups, str(device))
+        scale: Tensor = getattr(scales._values, self._name)
+        known: Any = getattr(scales._known, self._name)
+        return scale if known or groups else scale.view(1)
+
+
+def _exponent(scale: float) -> int:
+    return round(math.log2(scale)) if scale else 0
