@@ -179,7 +179,7 @@ def _ratio(
         return None if node.masking or node.zero else {}
     if node.masking:
         return None
-    factors = dict(step.slots)
+    factors = dict(zip([i.slot for i in node.inputs], step.terms, strict=False))
     given = node.tensors
     used = [i for i in node.inputs if has_scale(given[i.slot])]
     call = _Call(node, step, used, [given[i.slot] for i in used], [], ties)

@@ -25,16 +25,16 @@ class Step:
 
     op: the row of OPS that computes a product, with ``factor``; "replace" for a function that
     the caller replaces; None runs the call itself. factor: of the result of a product, and of
-    the gradients of its arguments, which have these ``names`` in the op. slots: factors of
-    arguments. writes: whether the call writes its result into its first argument. static: the
-    exponents of the powers of two that arguments are divided by before a cast and multiplied by
-    after it; see `fp8.casts.operands`.
+    the gradients of its arguments, which have these ``names`` in the op. terms: the weights of
+    the two terms of a residual add. writes: whether the call writes its result into its first
+    argument. static: the exponents of the powers of two that arguments are divided by before a
+    cast and multiplied by after it; see `fp8.casts.operands`.
     """
 
     op: str | None = None
     factor: float = 1.0
     names: tuple[str, ...] = ()
-    slots: tuple[tuple[Slot, float], ...] = ()
+    terms: tuple[float, ...] = ()
     writes: bool = False
     static: tuple[tuple[Slot, int], ...] = ()
 

@@ -137,7 +137,7 @@ class _Planner:
         """A function that the caller replaces."""
         if node.kind not in self.settings.replaced:
             return None
-        return Step(op="replace"), "replaced", "as asked"
+        return Step(op="replace", writes=(0,) in node.written), "replaced", "as asked"
 
     def _inside(self, index: int, node: CallNode) -> Decision | None:
         """A call inside an autograd function, which computes its gradient itself: left alone."""

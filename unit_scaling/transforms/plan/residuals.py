@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from ..record.calls import Input, Slot
+from ..record.calls import CallNode, Input, Slot
 from ..record.flow import Flow
 from ..record.kinds import TRANSPARENT
 from .plan import Step
@@ -72,16 +72,22 @@ def find_residuals(flow: Flow, rule: str) -> Residuals:
         branch.tau = sum(part.tau**2 for part in parts) ** 0.5
         norm = (1 + branch.tau**2) ** 0.5
         weights = {branch.skip.slot: 1 / norm, branch.end.slot: branch.tau / norm}
-        found.adds[index] = _weighted(weights, f"residual add, tau {branch.tau:.3g}")
+        found.adds[index] = _weighted(
+            flow.nodes[index], weights, f"residual add, tau {branch.tau:.3g}"
+        )
         if len(parts) > 1:
             taus = " and ".join(f"{part.tau:.3g}" for part in parts)
             weights = {part.end.slot: part.tau / branch.tau for part in parts}
-            found.adds[branch.end.node] = _weighted(weights, f"joins parallel branches, tau {taus}")
+            node = flow.nodes[branch.end.node]
+            found.adds[branch.end.node] = _weighted(
+                node, weights, f"joins parallel branches, tau {taus}"
+            )
     return found
 
 
-def _weighted(weights: dict[Slot, float], why: str) -> Decision:
-    return Step(slots=tuple(weights.items())), "scaled", why
+def _weighted(node: CallNode, weights: dict[Slot, float], why: str) -> Decision:
+    terms = tuple(weights[i.slot] for i in node.inputs if i.slot in weights)
+    return Step(terms=terms, writes=(0,) in node.written), "scaled", why
 
 
 def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:

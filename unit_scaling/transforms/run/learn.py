@@ -190,10 +190,10 @@ class Measuring(Replay):
         if step is not None and step.op == "replace":
             return super()._taken(place, step, function, args, kwargs)
         args, kwargs = canonical(function, args, kwargs)
-        factors = dict(() if step is None else step.slots)
+        weighted = place[1] in PRODUCTS or (step is not None and bool(step.terms))
         own: dict[Slot, int] = {}
         for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
-            if place[1] in PRODUCTS or slot in factors:
+            if weighted:
                 own |= self._measured(place, slot, tensor, step is not None)
         step = corrected(step, own)
         if step is None:
@@ -224,11 +224,9 @@ class _Steps:
 
     def __init__(self, transform: Any, steps: dict[Place, Steps]) -> None:
         self.kinds, self.stepped = transform.kinds, transform.stepped
+        self.handled = transform.handled
         self.replacements, self.gradients = transform.replacements, transform.gradients
-        self._steps = steps
-
-    def steps_at(self, place: Place) -> Steps | None:
-        return self._steps.get(place)
+        self.plan = replace(transform.plan, steps=steps)
 
     def learn(self, place: Place, function: Any, args: Args, kwargs: Kwargs) -> Steps:
         return (None,)  # the copy takes another branch than the recorded one
@@ -246,14 +244,15 @@ def _measure(
 
 
 def corrected(step: Step | None, exponents: dict[Slot, int]) -> Step | None:
-    """The step of a call whose arguments have these sizes. A product casts them at these scales. One
-    with a factor brings its result to RMS 1 with them, and so does a residual add."""
+    """The step of a call whose arguments have these sizes. A product casts them at these scales.
+    One with a factor brings its result to RMS 1 with them, and so does a residual add."""
     if not exponents:
         return step
     step = step or Step()
-    if step.slots:
-        slots = tuple((s, f * 2.0 ** -exponents.get(s, 0)) for s, f in step.slots)
-        return replace(step, slots=slots)
+    if step.terms:
+        sizes = [exponents.get(slot, 0) for slot in ((0,), (1,))]
+        terms = tuple(t * 2.0**-e for t, e in zip(step.terms, sizes, strict=True))
+        return replace(step, terms=terms)
     static = tuple(exponents.items())
     if step.op in RECURRENT:
         return step  # its products are inside

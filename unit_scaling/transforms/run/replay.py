@@ -15,10 +15,9 @@ from fp8.common.threads import Stack
 from fp8.context.active import ACTIVE, with_static
 
 from ...rules.table import OPS
-from ...scale import scale_each
 from ..plan.plan import Step, Steps
-from ..record.calls import Calls, Slot, replaced, tensors_in
-from ..record.kinds import METHODS, PRODUCTS, RECURRENT, canonical
+from ..record.calls import Calls, tensors_in
+from ..record.kinds import LAYERS, METHODS, PRODUCTS, RECURRENT, canonical
 from ..record.place import Place, lines_here
 from .gradients import GradientScales
 from .install import Args, Kwargs
@@ -29,10 +28,11 @@ class Planned(Protocol):
 
     kinds: Mapping[Callable[..., Any], str]
     stepped: Mapping[str, Any]
+    handled: Mapping[Callable[..., Any], str]
     replacements: Mapping[Callable[..., Any], Callable[..., Any]]
     gradients: GradientScales
+    plan: Any
 
-    def steps_at(self, place: Place) -> Steps | None: ...
     def learn(self, place: Place, function: Any, args: Args, kwargs: Kwargs) -> Steps: ...
 
 
@@ -49,7 +49,24 @@ class Replay(Calls):
         self._planned, self._owner = planned, owner
         self._path = path
         self._counts: dict[Place, int] = {}
+        self._eager = not torch.compiler.is_compiling()
         self.latest: Step | None = None  # the step of the previous call, for measuring
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Args = (), kwargs: Any = None
+    ) -> Any:
+        if not self._eager:
+            return super().__torch_function__(function, types, args, kwargs)
+        kind = self._planned.handled.get(function)
+        if kind is None or self._busy or RUNNING.items[-1] is not self._owner:
+            return function(*args, **kwargs) if kwargs else function(*args)
+        if not kind:
+            return super().__torch_function__(function, types, args, kwargs)
+        self._busy = True
+        try:
+            return self._stepped(kind, function, args, kwargs or {})
+        finally:
+            self._busy = False
 
     def sees(self) -> bool:
         return not self._busy and RUNNING.items[-1] is self._owner
@@ -58,8 +75,12 @@ class Replay(Calls):
         kind = self._kind(function)
         if kind not in self._planned.stepped:
             return called(function, args, kwargs)
+        return self._stepped(kind, function, args, kwargs)
+
+    def _stepped(self, kind: str, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """The result of a call of a kind that may have a step."""
         place = self._path[-1], kind, lines_here()
-        steps = self._planned.steps_at(place)
+        steps = self._planned.plan.steps.get(place)
         if steps is None and not any(t.is_floating_point() for _, t in tensors_in((args, kwargs))):
             return called(function, args, kwargs)
         if steps is None:
@@ -110,36 +131,54 @@ def take(
     step: Step, function: Callable[..., Any], args: Args, kwargs: Kwargs, gradient: Any = None
 ) -> Any:
     """The result of a call of torch under its step. gradient: the static scale of its gradient."""
-    if step.slots:
-        args, kwargs = _with_slots(step, *canonical(function, args, kwargs))
+    if step.terms:
+        return _weighted_sum(step, args, kwargs)
     if not (step.static or gradient):
-        return _computed(step, function, args, kwargs)
+        return _product(step, function, args, kwargs)
     if step.static:
         args, kwargs = canonical(function, args, kwargs)
     given = dict((*tensors_in(args), *tensors_in(kwargs)))
     operands = [(given[slot], exponent) for slot, exponent in step.static if slot in given]
-    compute = partial(_computed, step, function)
+    compute = partial(_product, step, function)
     return with_static(operands, gradient, lambda *a, **k: compute(a, k), args, kwargs)
 
 
-def _with_slots(step: Step, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    given = dict((*tensors_in(args), *tensors_in(kwargs)))
-    changed: dict[Slot, Tensor] = {}
-    for slot, factor in step.slots:
-        if slot == (0,) and step.writes:
-            args[0].mul_(factor)
-        elif slot in given and factor != 1.0:
-            changed[slot] = given[slot] * factor
-    return replaced(args, changed), replaced(kwargs, changed)
+def _weighted_sum(step: Step, args: Args, kwargs: Kwargs) -> Any:
+    first, second = step.terms
+    x, y = args if len(args) == 2 else (t for _, t in tensors_in((args, kwargs)))
+    if kwargs:
+        second *= kwargs.get("alpha", 1)
+    if step.writes:
+        return x.mul_(first).add_(y, alpha=second)
+    total = torch.add(x * first, y, alpha=second)
+    return total if kwargs.get("out") is None else kwargs["out"].copy_(total)
 
 
-def _computed(step: Step, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def _product(step: Step, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """The result of a product times its factor, whose gradients are those of this function."""
     if step.op is None:
-        output = called(function, args, kwargs)
-        return output if step.factor == 1.0 else scale_each(output, step.factor, step.factor)
+        return called(function, args, kwargs)
     op = OPS[step.op]
     if step.op in RECURRENT:
         return op.call(args, kwargs, func=function, weight_factor=False)
-    constraint = tuple((name, step.factor) for name in step.names)
-    return op.call(args, kwargs, func=function, constraint=constraint)
+    if ACTIVE.blocks or MEASURING.items:  # the factor is one of the product's
+        constraint = tuple((name, step.factor) for name in step.names)
+        return op.call(args, kwargs, func=function, constraint=constraint)
+    if step.op in LAYERS and not kwargs and len(args) > 1:
+        return _layer(step.factor, function, *args)
+    return called(function, args, kwargs) * step.factor
+
+
+def _layer(
+    factor: float, function: Callable[..., Any], input: Tensor, weight: Tensor, *rest: Any
+) -> Any:
+    """``factor`` times the result of a linear layer or convolution, by the multiplication that
+    costs least: in a graph of the input, where the compiler fuses it with what computes that;
+    else of the weight, or of the result of a few rows."""
+    if input.numel() < weight.numel() and not torch.compiler.is_compiling():
+        return function(input, weight, *rest) * factor
+    if rest and rest[0] is not None:
+        rest = (rest[0] * factor, *rest[1:])
+    if torch.compiler.is_compiling():
+        return function(input * factor, weight, *rest)
+    return function(input, weight * factor, *rest)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from fp8.common.pitfalls import ScaleWarning, warn_once
 from fp8.common.threads import Stack, in_shape_inference
 from fp8.modes.autocast import outside_compiler
+from fp8.modes.control_flow import RUNS
+from fp8.modes.dispatch import COMPOSED
 
 from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
 from ..folding.solve import Folded, folded
@@ -72,6 +74,8 @@ class UnitScale:
         self.kinds: Mapping[Callable[..., Any], str] = {**KINDS, **numbers}
         kinds = [*PRODUCTS, *RECURRENT, *numbers.values()]
         self.stepped = dict.fromkeys(kinds if self.preserves else ["add", *kinds], True)
+        steps = {f: kind for f, kind in self.kinds.items() if kind in self.stepped}
+        self.handled = {**steps, **dict.fromkeys((*COMPOSED, *RUNS, torch.einsum), "")}
 
     @property
     def preserves(self) -> bool:
@@ -83,7 +87,7 @@ class UnitScale:
         return not self.preserves
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("running", "recording", "kinds", "stepped")
+        made = ("running", "recording", "kinds", "stepped", "handled")
         return {name: value for name, value in vars(self).items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -155,10 +159,6 @@ class UnitScale:
         if traced:
             module._tracing(False)
         return output
-
-    def steps_at(self, place: Place) -> Steps | None:
-        """The steps of a place; None if it is not known."""
-        return self.plan.steps.get(place)
 
     def learn(self, place: Place, function: Any, args: Args, kwargs: Kwargs) -> Steps:
         """The steps of a place that no recording has shown: the model is recorded again with the
