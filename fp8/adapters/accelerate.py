@@ -19,8 +19,7 @@ from ..context.active import BACKENDS
 from ..levels.initialize import initialize
 from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
-from ..selection.layers import ADAPTERS
-from ..selection.where import Where, checked_function
+from ..selection.layers import ADAPTERS, Where, checked_where
 from ..surgery.convert import adapter, convert, expand, revert
 from . import msamp
 from .transformer_engine import delayed_scaling, format_of, te_recipe
@@ -47,7 +46,7 @@ def prepare(
     recipe: Any = AUTO,
     backend: str = "auto",
     opt_level: str | None = None,
-    where: str | Where | None = None,
+    where: Where | None = None,
 ) -> tuple[Any, ...]:
     """Converts ``model``, then returns ``accelerator.prepare(model, optimizer, *others)``.
 
@@ -66,7 +65,7 @@ def prepare(
         opt_level: a name in `fp8.levels.initialize.LEVELS`; None: no level ("O2" for "msamp"). With
             layers of TransformerEngine, "O1" and "O2" affect optimizer states only: weights and
             gradients stay as these layers store them.
-        where: as in `fp8.convert`; with a recipe object of Accelerate's, a function.
+        where: as in `fp8.convert`.
 
     Returns:
         The prepared objects, in the order of the arguments.
@@ -136,7 +135,7 @@ def _checked_backend(backend: str, recipe: Any) -> str:
 
 
 def _converted(
-    accelerator: Any, model: nn.Module, recipe: Any, backend: str, where: str | Where | None
+    accelerator: Any, model: nn.Module, recipe: Any, backend: str, where: Where | None
 ) -> nn.Module:
     if isinstance(recipe, _OURS):
         return convert(model, recipe, backend=backend, where=where)
@@ -149,7 +148,7 @@ def _converted(
         if not getattr(accelerator, "is_fsdp2", False):  # it would replace parameters, to no effect
             chosen = dataclasses.replace(chosen, enable_fsdp_float8_all_gather=False)
         where = _ao_where(model, recipe.module_filter_func, where)
-    where = checked_function(where)
+    where = checked_where(where)
     return expand(adapter(backend).convert(revert(model), chosen, where=where, **options))
 
 

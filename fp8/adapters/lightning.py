@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ..common.libraries import need
+from ..common.removed import refuses_removed
 from ..common.validation import check_name
 from ..context.active import checked_backend
 from ..recipes.history import histories, settle
 from ..recipes.policy import Policy, as_policy, name_of, recipe_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, Recipe
-from ..selection.layers import ADAPTERS
-from ..selection.where import Where
+from ..selection.layers import ADAPTERS, Where
 from ..surgery.convert import advance, convert
 
 __all__ = ["PRECISIONS", "FP8FabricPrecision", "FP8Precision"]
@@ -37,13 +37,13 @@ PRECISIONS = {
 """Lightning's name of the precision outside of FP8 -> the plugin to derive from."""
 
 
+@refuses_removed("fp8.adapters.lightning.FP8Precision")
 def FP8Precision(
     recipe: str | Recipe | Policy = AUTO,
     *,
     precision: str = "32-true",
     backend: str = "auto",
-    where: str | Where | None = None,
-    rest: str | Recipe | None = None,
+    where: Where | None = None,
     library: str | None = None,
     **options: Any,
 ) -> Any:
@@ -57,7 +57,7 @@ def FP8Precision(
     Loading a checkpoint trained under another recipe warns with a UserWarning.
 
     Args:
-        recipe, backend, where, rest: as in `fp8.convert`. The switch of a policy is applied before
+        recipe, backend, where: as in `fp8.convert`. The switch of a policy is applied before
             the step that reaches its fraction of the Trainer's ``estimated_stepping_batches``.
         precision: a name in `PRECISIONS`, for everything outside of FP8; "mixed" is torch.autocast.
         library: "lightning" or "pytorch_lightning", the library of the Trainer; None: the imported
@@ -73,17 +73,17 @@ def FP8Precision(
         TypeError: for other options, and in a Fabric, whose checkpoints would lack the histories.
         ImportError: if Lightning is not installed.
     """
-    how = {"backend": backend, "where": where, "rest": rest}
+    how = {"backend": backend, "where": where}
     return _kind(_base(True, precision, library), True)(recipe, precision, how, options)
 
 
+@refuses_removed("fp8.adapters.lightning.FP8FabricPrecision")
 def FP8FabricPrecision(
     recipe: str | Recipe | Policy = AUTO,
     *,
     precision: str = "32-true",
     backend: str = "auto",
-    where: str | Where | None = None,
-    rest: str | Recipe | None = None,
+    where: Where | None = None,
     library: str | None = None,
     **options: Any,
 ) -> Any:
@@ -93,7 +93,7 @@ def FP8FabricPrecision(
     "delayed" the histories are in the model's state_dict, as in `fp8.convert`.
 
     Args:
-        recipe, precision, backend, where, rest, options: as in `FP8Precision`.
+        recipe, precision, backend, where, options: as in `FP8Precision`.
         library: "lightning" or "lightning_fabric".
 
     Returns:
@@ -102,7 +102,7 @@ def FP8FabricPrecision(
     Raises:
         ValueError, TypeError, ImportError: as `FP8Precision`.
     """
-    how = {"backend": backend, "where": where, "rest": rest}
+    how = {"backend": backend, "where": where}
     return _kind(_base(False, precision, library), False)(recipe, precision, how, options)
 
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ..common.dtensor import is_dtensor
 from ..common.mixin import check_module
+from ..common.removed import refuses_removed
 from ..common.validation import check_name
 from ..optim import SGD, Adam, AdamW, Muon
 from ..optim.base import LowPrecision
@@ -91,6 +92,7 @@ def initialize(
     opt_level: str = "O2",
     recipe: str | Recipe | Policy | None = AUTO,
 ) -> tuple[M, Opt]: ...
+@refuses_removed("fp8.initialize")
 def initialize(
     model: M,
     optimizer: Optimizer | None = None,
