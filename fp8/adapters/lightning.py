@@ -19,11 +19,11 @@ from ..common.libraries import need
 from ..common.removed import refuses_removed
 from ..common.validation import check_name
 from ..context.active import checked_backend
-from ..recipes.history import histories, settle
+from ..recipes.history import add_initial_histories, histories, settle
 from ..recipes.policy import Policy, as_policy, name_of, recipe_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, Recipe
 from ..selection.layers import ADAPTERS, Where
-from ..surgery.convert import advance, convert
+from ..surgery.convert import advance, convert, keep_apart
 
 __all__ = ["PRECISIONS", "FP8FabricPrecision", "FP8Precision"]
 
@@ -164,10 +164,7 @@ class _Converting:
         before = _copies(module)
         self._model = convert(module, self.recipe, **self._how)
         if self._of_trainer:  # a Trainer loads a state_dict before it converts
-            for name, history in histories(self._model).items():
-                path, _, leaf = name.rpartition(".")
-                owner = self._model.get_submodule(path)
-                owner.register_buffer(leaf, history, persistent=False)
+            keep_apart(self._model)
         self._remember(before)
         return self._model
 
@@ -213,11 +210,17 @@ class _Converting:
 
     @torch.no_grad()
     def _remember(self, known: dict[str, Tensor]) -> None:
+        """Sets the histories of the model to those known, and others to zero."""
         if self._model is None:
             return
+        for path, module in self._model.named_modules():  # a layer's first pass may create them
+            add_initial_histories(module, dict(known), path and f"{path}.")
         for name, history in histories(self._model).items():
-            if name in known and known[name].shape == history.shape:
-                history.copy_(known[name])
+            saved = known.get(name)
+            if saved is not None and saved.shape == history.shape:
+                history.copy_(saved)
+            else:
+                history.zero_()
         for module in self._model.modules():
             settle(module)
 

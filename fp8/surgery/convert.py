@@ -45,7 +45,7 @@ M = TypeVar("M", bound=nn.Module)
 _SET = (
     *("fp8_recipe", "fp8_sources", "fp8_asked", "fp8_backend", "fp8_why"),
     *("fp8_transposed", "fp8_multiple", "fp8_ragged"),
-    *("fp8_switches", "fp8_since", "fp8_policy"),
+    *("fp8_switches", "fp8_since", "fp8_policy", "fp8_apart"),
 )
 """The attributes that `convert` sets on a layer or on the model, besides classes and buffers."""
 
@@ -98,6 +98,11 @@ class Converted(Gained):
         with mode:
             return forward(*args, **kwargs)
 
+    def register_buffer(self, name: str, tensor: Any, persistent: bool = True) -> None:
+        """Leaves the state of scales out of the state_dict after `keep_apart`."""
+        apart = "fp8_apart" in vars(self) and history.is_history(name)
+        super().register_buffer(name, tensor, persistent and not apart)  # type: ignore[misc]
+
     @taken_as_constant
     def fp8_note(self: Any, buffer: str) -> bool:
         """`note` for a buffer, in eager mode and while a graph that reads it is traced."""
@@ -107,7 +112,8 @@ class Converted(Gained):
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
         if any(key.startswith(prefix + "fp8_scale_") for key in state_dict):
             _choose_static(self)
-        history.add_initial_histories(self, state_dict, prefix)
+        if "fp8_apart" not in vars(self):
+            history.add_initial_histories(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
         history.settle(self)
 
@@ -324,6 +330,17 @@ def set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
     vars(module).update(fp8_recipe=recipe, fp8_backend=runs, fp8_multiple=alignment(recipe))
     if recipe.needs_history and not isinstance(module, ACTIVATIONS):
         history.remember(module, recipe, not has_one_product(module))
+
+
+def keep_apart(model: nn.Module) -> None:
+    """Leaves the state of the scales of a converted model out of its state_dict, which then is that
+    of the plain model, now and after later passes and switches."""
+    for module in model.modules():
+        if isinstance(module, Converted):
+            vars(module)["fp8_apart"] = True
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if history.is_history(name):
+                    module.register_buffer(name, buffer)
 
 
 _HIGH = Recipe(name="high precision")
