@@ -199,14 +199,10 @@ class Policy:
 
     @staticmethod
     def hidden(recipe: str | Recipe | None = AUTO, others: str | Recipe | None = None) -> Policy:
-        """The policy for "all hidden linear layer computations" (arXiv:2502.05967): the layers
-        outside of the repeated blocks take ``others``; of a model that repeats no block, the last.
+        """The policy of "all hidden linear layer computations" (arXiv:2502.05967): layers outside
+        of the repeated blocks take ``others``; the last layer, if the model repeats no block.
 
-        Args:
-            recipe, others: as in Policy.
-
-        Raises:
-            TypeError, ValueError: as Policy.
+        recipe, others: as in `Policy`.
 
         >>> Policy.hidden("unit").keep
         ('embedding', 'readout')
@@ -215,15 +211,11 @@ class Policy:
 
     @staticmethod
     def umup(recipe: str | Recipe | None = AUTO, others: str | Recipe | None = None) -> Policy:
-        """The policy of u-muP (arXiv:2407.17465, section 4): as `hidden`, and the layers whose
-        output is added to the residual stream, attention outputs and down projections, take
-        ``others`` too. ``Policy.umup("unit", others="bf16")`` is the paper's.
+        """The policy of u-muP (arXiv:2407.17465, section 4), there with ``others="bf16"``: as
+        `hidden`, and layers whose output is added to the residual stream, attention outputs and
+        down projections, take ``others`` too.
 
-        Args:
-            recipe, others: as in Policy.
-
-        Raises:
-            TypeError, ValueError: as Policy.
+        recipe, others: as in `Policy`.
 
         >>> Policy.umup("unit", others="bf16").keep
         ('embedding', 'readout', 'residual')
@@ -247,13 +239,13 @@ class Policy:
         Raises ValueError for a fraction outside of 0 to 1.
         """
         _check_fraction("fraction", fraction)
-        now = replace(self, switch=())
         reached = [recipe for start, recipe in self.switch if start <= fraction]
-        for recipe in reached:
-            rules = tuple(r if r.recipe is None else replace(r, recipe=recipe) for r in now.rules)
-            base = now.recipe if now.recipe is None else recipe
-            now = replace(now, recipe=base, rules=rules)
-        return now
+        if not reached:
+            return replace(self, switch=())
+        to = None if None in reached else reached[-1]  # high precision stays
+        rules = tuple(r if r.recipe is None else replace(r, recipe=to) for r in self.rules)
+        base = None if self.recipe is None else to
+        return replace(self, recipe=base, rules=rules, switch=())
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain values, for JSON. A recipe in `fp8.RECIPES` is stored by name."""
@@ -299,42 +291,6 @@ class Policy:
         if isinstance(text, Path) or not text.lstrip().startswith("{"):
             text = Path(text).read_text(encoding="utf-8")
         return Policy.from_dict(json.loads(text))
-
-    @staticmethod
-    def schema() -> dict[str, Any]:
-        """The JSON Schema (draft 2020-12) of `to_dict`."""
-        own = {"type": "object", "required": ["name", "input", "weight", "grad"]}
-        recipe = {"anyOf": [{"enum": [AUTO, *RECIPES, None]}, own]}
-        rule = {
-            "layers": {"type": "string", "minLength": 1},
-            "recipe": recipe,
-            "product": {"enum": [None, *CONCERNS]},
-        }
-        start = {"type": "number", "minimum": 0, "maximum": 1}
-        values = {
-            "name": {"type": "string"},
-            "recipe": recipe,
-            "rules": {"type": "array", "items": _object(rule, "layers")},
-            "first": {"type": "integer", "minimum": 0},
-            "last": {"type": "integer", "minimum": 0},
-            "keep": {"type": "array", "items": {"enum": list(ROLES)}},
-            "others": recipe,
-            "switch": {
-                "type": "array",
-                "items": _object({"from": start, "recipe": recipe}, "from", "recipe"),
-            },
-        }
-        draft = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fp8.Policy"}
-        return draft | _object(values, "recipe")
-
-
-def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
 
 
 def _sequence(field: str, values: Any) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -169,7 +170,8 @@ def checked_where(where: Any) -> Where | None:
     check_not_removed("where", where, TypeError)
     if not callable(where):
         raise TypeError(f"where is a {type(where).__name__}; give (name, module) -> bool")
-    _check_signature(where)
+    with suppress(ValueError):  # implemented in C
+        _check_signature(where)
 
     def checked(name: str, module: nn.Module) -> bool:
         answer = where(name, module)
@@ -183,10 +185,7 @@ def checked_where(where: Any) -> Where | None:
 
 
 def _check_signature(where: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(where)
-    except (TypeError, ValueError):  # implemented in C
-        return
+    signature = inspect.signature(where)
     try:
         signature.bind("", None)
     except TypeError as error:
