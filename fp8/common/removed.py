@@ -38,8 +38,10 @@ INSTEAD: dict[str, dict[str, str]] = {
         "amax_reduction_group": _OF_TE,
     },
     "where": {
-        "hidden": "give a policy in the place of the recipe: fp8.Policy.hidden(recipe)",
-        "umup": "give a policy in the place of the recipe: fp8.Policy.umup(recipe)",
+        "hidden": "it is a function (name, module) -> bool; fp8.convert takes the policy "
+        "fp8.Policy.hidden(recipe) in the place of a recipe",
+        "umup": "it is a function (name, module) -> bool; fp8.convert takes the policy "
+        "fp8.Policy.umup(recipe) in the place of a recipe",
     },
 }
 """Owner -> name -> what to use instead. The owner is a module ("fp8.optim") for a name in it, a
