@@ -31,7 +31,6 @@ from fp8.recipes.policy import ROLES
 from fp8.recipes.recipe import RECIPES, Recipe
 from fp8.recipes.rules import RULES
 from fp8.recipes.scaling import SCALINGS, Scaling
-from fp8.selection.where import WHERE
 from fp8.studies.hardware import ACHIEVED, HARDWARE, UNITS, Hardware
 from unit_scaling.constraints import CONSTRAINTS
 from unit_scaling.optim import LR_RULES
@@ -219,15 +218,9 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         [recipe(row) for row in RECIPES.values()],
     ),
     (
-        "Choices of layers",
-        "`fp8.selection.where.WHERE`: what `fp8.convert(where=...)` takes by name. A block is an "
-        "item of a list of modules of one class, its part an attention or an MLP.",
-        "name | layers",
-        documented(WHERE),
-    ),
-    (
         "Roles of layers",
-        "`fp8.recipes.policy.ROLES`: what `fp8.Policy(keep=...)` takes by name.",
+        "`fp8.recipes.policy.ROLES`: what `fp8.Policy(keep=...)` takes by name. A block is an item "
+        "of a list of modules of one class, its part an attention or an MLP.",
         "name | layers",
         [[f"`{name}`", layers] for name, layers in ROLES.items()],
     ),

@@ -35,7 +35,6 @@ MODULES = (
     "fp8.studies.findings",
     "fp8.studies.hardware",
     "fp8.studies.training",
-    "fp8.selection.where",
     "fp8.selection.policies",
     "fp8.selection.roles",
     "fp8.distributed.gradient_hook",

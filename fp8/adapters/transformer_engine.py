@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from ..common.libraries import need
 from ..common.mixin import Gained, bare_class, gain, lose
+from ..common.removed import refuses_removed
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
-from ..selection.where import Where, checked_function
+from ..selection.layers import Where, checked_where
 from ..surgery.swap import Padded, layers_for, swap, why_not_fit
 from ..tensors.scaled_tensor import DTYPES
 
@@ -219,6 +220,7 @@ def _plain(name: str, cast: Cast, grad: Cast) -> Recipe:
     )
 
 
+@refuses_removed("fp8.adapters.transformer_engine.autocast")
 def autocast(recipe: Any, enabled: bool = True) -> AbstractContextManager[Any]:
     """TransformerEngine's context in which its layers compute in FP8.
 
@@ -297,7 +299,7 @@ def convert(
         ImportError: without TransformerEngine.
         ValueError: as `te_recipe`.
     """
-    te, chosen, where = need("transformer_engine"), its_recipe(recipe), checked_function(where)
+    te, chosen, where = need("transformer_engine"), its_recipe(recipe), checked_where(where)
     kind = type(chosen).__name__
     multiple = _MULTIPLES.get(kind, 16)
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))

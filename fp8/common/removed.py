@@ -9,7 +9,41 @@ from typing import Any, NoReturn, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-INSTEAD: dict[str, dict[str, str]] = {}
+_REST = (
+    "give a policy, which names the recipe of the other layers: "
+    'fp8.Policy.umup("unit", others="bf16")'
+)
+_OF_TE = "call transformer_engine.pytorch.autocast, which this function calls"
+
+INSTEAD: dict[str, dict[str, str]] = {
+    "fp8.autocast": {
+        "fp8_recipe": "it is recipe=, a name in fp8.RECIPES; docs/migration.md has the names for "
+        "TransformerEngine's recipes",
+        "calibrating": "fp8.calibrate(model, batch) sets the scales of a converted model",
+        "fp8_group": "fp8.reduce_amax(model, group) makes the scales of processes equal",
+        "amax_reduction_group": "fp8.reduce_amax(model, group) makes the scales of processes equal",
+    },
+    "fp8.initialize": {
+        "use_te": "recipe=None leaves the products of TransformerEngine's layers as they are; "
+        "fp8.adapters.msamp.initialize takes use_te",
+    },
+    "fp8.convert": {"rest": _REST},
+    "fp8.adapters.lightning.FP8Precision": {"rest": _REST},
+    "fp8.adapters.lightning.FP8FabricPrecision": {"rest": _REST},
+    "fp8.adapters.torchtitan.FP8Converter": {"rest": _REST},
+    "fp8.adapters.transformer_engine.autocast": {
+        "fp8_recipe": "it is recipe=, a name, a Recipe or a recipe of TransformerEngine's",
+        "calibrating": _OF_TE,
+        "fp8_group": _OF_TE,
+        "amax_reduction_group": _OF_TE,
+    },
+    "where": {
+        "hidden": "it is a function (name, module) -> bool; fp8.convert takes the policy "
+        "fp8.Policy.hidden(recipe) in the place of a recipe",
+        "umup": "it is a function (name, module) -> bool; fp8.convert takes the policy "
+        "fp8.Policy.umup(recipe) in the place of a recipe",
+    },
+}
 """Owner -> name -> what to use instead. The owner is a module ("fp8.optim") for a name in it, a
 function or class ("fp8.autocast") for an argument, and the argument ("recipe") for a choice."""
 

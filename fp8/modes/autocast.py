@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from ..casts.counts import OPEN, look_here
 from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_constant
 from ..common.pitfalls import RecipeWarning, show
+from ..common.removed import refuses_removed
 from ..common.threads import Setting, in_recomputation, in_reentrant
 from ..common.validation import check_name
 from ..context.active import (
@@ -172,6 +173,7 @@ class autocast:
     tensor([[3.]])
     """
 
+    @refuses_removed("fp8.autocast")
     def __init__(
         self,
         recipe: str | Recipe | Policy = AUTO,

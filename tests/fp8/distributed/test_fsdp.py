@@ -144,13 +144,13 @@ def test_layers_are_sent_as_they_compute():
     """What a conversion leaves in high precision is not rounded on its way, nor twice."""
     shared = "a module that is not sent so shares its weight"
     high = "it computes in high precision, or will after a switch"
-    chosen = {"where": lambda name, layer: name != "1"}
     assert sent("tensor") == ["sent as e4m3, tensor"] * 3
     assert sent("unit_e4m3") == ["sent as e4m3, unit"] * 3
     assert sent("mxfp8") == ["recipe 'mxfp8'"] * 3
-    assert sent("tensor", **chosen) == ["sent as e4m3, tensor", high, shared]
-    rest = sent("tensor", rest="bf16", **chosen)
-    assert rest == ["sent as e4m3, tensor", "recipe 'bf16'", shared]
+    chosen = sent("tensor", where=lambda name, layer: name != "1")
+    assert chosen == ["sent as e4m3, tensor", high, shared]
+    policy = fp8.Policy("tensor", rules=[("1", None, "bf16")])
+    assert sent(policy) == ["sent as e4m3, tensor", "recipe 'bf16'", shared]
     assert sent(fp8.Policy("tensor", switch=[(0.9, "bf16")])) == [high] * 3
 
 

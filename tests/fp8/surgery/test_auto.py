@@ -94,8 +94,9 @@ def test_the_order_of_unit_scale_and_convert_does_not_matter(init):
 
 def test_a_recipe_by_name_stays():
     assert set(chosen(unit_scale(fp8.convert(plain(), "tensor")))) == {"tensor"}
-    model = fp8.convert(plain(), where=lambda name, layer: name == "0", rest="auto")
-    assert set(chosen(model)) == {"tensor"}
+    model = fp8.convert(plain(), fp8.Policy("row", keep=["readout"], others="auto"))
+    assert set(chosen(model)) == {"row", "tensor"}
+    assert set(chosen(unit_scale(model))) == {"row", "unit"}
 
 
 def test_where_no_model_is_known_it_is_refused():
