@@ -21,7 +21,7 @@ from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
 from ..selection.layers import ADAPTERS
 from ..selection.where import Where, checked_function
-from ..surgery.convert import adapter, convert, expand, revert
+from ..surgery.convert import adapter, convert, expand, revert_layers
 from . import msamp
 from .transformer_engine import delayed_scaling, format_of, te_recipe
 
@@ -95,7 +95,7 @@ def prepare(
         try:
             model, optimizer = initialize(model, optimizer, opt_level=opt_level, recipe=None)
         except (TypeError, ValueError):
-            revert(model)
+            revert_layers(model)
             raise
     return accelerator.prepare(model, optimizer, *others)
 
@@ -150,7 +150,7 @@ def _converted(
             chosen = dataclasses.replace(chosen, enable_fsdp_float8_all_gather=False)
         where = _ao_where(model, recipe.module_filter_func, where)
     where = checked_function(where)
-    return expand(adapter(backend).convert(revert(model), chosen, where=where, **options))
+    return expand(adapter(backend).convert(revert_layers(model), chosen, where=where, **options))
 
 
 _KINDS = {

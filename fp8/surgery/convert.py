@@ -20,6 +20,7 @@ from ..common.report import LEFT_ALONE, Report, Row, notes_on
 from ..context.active import ACTIVE, checked_backend
 from ..modes.autocast import autocast
 from ..native.product import alignment, devices, why_not_here, why_not_recipe
+from ..norms.low_precision import revert_norms, rows_of_norms
 from ..products.matmul import linear
 from ..recipes import history
 from ..recipes.policy import (
@@ -258,7 +259,7 @@ def convert(
     found = resolve(policy.at(0), model)  # raises before anything changes
     for start, _ in policy.switch:
         resolve(policy.at(start), model)
-    model = revert(model)
+    model = revert_layers(model)
     layers = {name: model.get_submodule(name) for name in found}
     left = choose(where, model, layers)
     left |= {n: d.why for n, d in found.items() if d.recipe is None and n not in left}
@@ -289,7 +290,7 @@ def check_ready(model: nn.Module) -> None:
 
 def _without_adapters(model: M) -> M:
     """``model``, with its own layers if those of another library replaced them."""
-    return revert(model) if any(map(adapted, model.modules())) else model
+    return revert_layers(model) if any(map(adapted, model.modules())) else model
 
 
 def _adapt(model: M, policy: Policy, adapter: Any, where: str | Where | None, rest: Any) -> M:
@@ -312,7 +313,7 @@ def _adapt(model: M, policy: Policy, adapter: Any, where: str | Where | None, re
         )
     chosen = recipes.pop()
     adapter.its_recipe(chosen)
-    model = revert(model)
+    model = revert_layers(model)
     kept = {name: d.why for name, d in found.items() if d.recipe is None}
     if isinstance(where, str) or kept:
         layers = candidates(model)
@@ -439,7 +440,7 @@ def _warn(model: nn.Module, chosen: Sequence[str]) -> None:
         recipe, name = plain[0]
         warn_once(RecipeWarning, _NOT_UNIT.format(recipe, len(plain), len(found), name), model)
     if not found or not chosen:
-        warn_nothing(model, report(model))
+        warn_nothing(model, _rows_of_layers(model))
 
 
 _NOT_UNIT = (
@@ -459,7 +460,8 @@ def expand(model: M) -> M:
 
 
 def revert(model: M) -> M:
-    """Undoes `convert` in place. Weights and other state stay as they are.
+    """Undoes `convert` and `fp8.apply_low_precision_layernorm` in place. Weights and other state
+    stay as they are.
 
     Args:
         model: a model, converted or not.
@@ -468,6 +470,12 @@ def revert(model: M) -> M:
         ``model``; for a single layer that an adapter replaced, the layer that takes its place.
     """
     check_module("revert", model)
+    revert_norms(model)
+    return revert_layers(model)
+
+
+def revert_layers(model: M) -> M:
+    """`revert` for layers alone: norms stay in the precision they are in."""
     notes = [note for module in model.modules() if (note := adapted(module))]
     for name in {note.adapter for note in notes}:
         model = adapter(name).revert(model)
@@ -483,7 +491,8 @@ def revert(model: M) -> M:
 
 
 def report(model: nn.Module) -> Report[Row]:
-    """Lists every layer with a weight: converted, and to which recipe, or left alone, and why.
+    """Lists every layer with a weight: converted, and to which recipe, or left alone, and why. If
+    norms are in low precision, lists every norm as well.
 
     Args:
         model: a model, converted or not.
@@ -492,9 +501,18 @@ def report(model: nn.Module) -> Report[Row]:
         A report with one row per layer. A layer with several names appears under the first.
     """
     check_module("report", model)
-    note = adapted(model)
+    note, norms = adapted(model), rows_of_norms(model)
     if note is not None:
-        return Report(note.report.rows, notes_on(model))
+        return Report([*note.report.rows, *norms], notes_on(model))
+    notes, policy = [*notes_on(model)], vars(model).get("fp8_policy", Policy())
+    starts = [f"{name_of(to)} from {start:g} of the training" for start, to in policy.switch]
+    if policy.name or starts:
+        name = f"policy {policy.name!r}" if policy.name else "policy"
+        notes.append("; ".join([name, *starts]))
+    return Report([*_rows_of_layers(model), *norms], notes)
+
+
+def _rows_of_layers(model: nn.Module) -> list[Row]:
     rows = []
     for name, module, why_not in layers_of(model):
         kind = bare_class(module).__name__
@@ -503,12 +521,7 @@ def report(model: nn.Module) -> Report[Row]:
         else:
             why = why_not or vars(module).get("fp8_why", "not chosen")
             rows.append(Row(name, kind, LEFT_ALONE, why))
-    notes, policy = [*notes_on(model)], vars(model).get("fp8_policy", Policy())
-    starts = [f"{name_of(to)} from {start:g} of the training" for start, to in policy.switch]
-    if policy.name or starts:
-        name = f"policy {policy.name!r}" if policy.name else "policy"
-        notes.append("; ".join([name, *starts]))
-    return Report(rows, notes)
+    return rows
 
 
 def _how(module: Any) -> str:
