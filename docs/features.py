@@ -54,7 +54,7 @@ DOCUMENTS = {
     "Accelerate": (_GUIDE, "Installed and run on CPU, with a stand-in for TransformerEngine."),
     "TransformerEngine": (
         _GUIDE,
-        "It needs a GPU: its published Python is run, and a CPU stand-in that is made from its "
+        "It needs a GPU: its published recipes are run, and a CPU stand-in that is made from its "
         "signatures.",
     ),
     "MS-AMP": (
