@@ -54,7 +54,7 @@ DOCUMENTS = {
     "Accelerate": (_GUIDE, "Installed and run on CPU, with a stand-in for TransformerEngine."),
     "TransformerEngine": (
         _GUIDE,
-        "It needs a GPU: its published Python is run, and a CPU stand-in that is made from its "
+        "It needs a GPU: its published recipes are run, and a CPU stand-in that is made from its "
         "signatures.",
     ),
     "MS-AMP": (
@@ -204,8 +204,7 @@ FEATURES = [
         "timm",
         "LayerNorm2d",
         "LayerNorm2d(num_channels, eps, affine)",
-        "strides of the output and of the gradient",
-        "contiguous stays contiguous, compiled",
+        "contiguous stays contiguous",
         "channels-last without copies",
         "TorchScript",
         "export",
@@ -220,7 +219,7 @@ FEATURES = [
     *_rows(
         "timm",
         "the fast path",
-        "fast norm, off unless asked for",
+        "fast norm",
         "statistics in float32 whatever the dtype",
         "GroupNorm as well",
         ("Apex", "not needed: the kernels are torch's"),

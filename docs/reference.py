@@ -29,9 +29,12 @@ ROOT = Path(__file__).parents[1]
 MODULES = (
     "fp8",
     "fp8.optim",
+    "fp8.formats.quantize",
     "fp8.norms.norm",
     "fp8.recipes.scaling",
     "fp8.sums.tensor_cores",
+    "fp8.studies.preflight",
+    "fp8.studies.stats",
     "fp8.studies.findings",
     "fp8.studies.hardware",
     "fp8.studies.training",

@@ -19,7 +19,7 @@ from ..levels.initialize import initialize
 from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
 from ..selection.layers import ADAPTERS, Where, checked_where
-from ..surgery.convert import adapter, convert, expand, revert
+from ..surgery.convert import adapter, convert, expand, revert_layers
 from . import msamp
 from .transformer_engine import delayed_scaling, format_of, te_recipe
 
@@ -101,7 +101,7 @@ def prepare(
             new |= dict(zip(map(id, (models[0], optimizers[0])), made, strict=True))
     except (TypeError, ValueError):
         for model in new.values():
-            revert(model)
+            revert_layers(model)
         raise
     return accelerator.prepare(*(new.get(id(thing), thing) for thing in objects))
 
@@ -164,7 +164,7 @@ def _converted(
             chosen = dataclasses.replace(chosen, enable_fsdp_float8_all_gather=False)
         where = _ao_where(model, recipe.module_filter_func, where)
     where = checked_where(where)
-    return expand(adapter(backend).convert(revert(model), chosen, where=where, **options))
+    return expand(adapter(backend).convert(revert_layers(model), chosen, where=where, **options))
 
 
 _KINDS = {

@@ -1,15 +1,14 @@
 """TransformerEngine: its Linear, LayerNorm and RMSNorm in a model, under its recipes, and back.
 
-Nothing here has run on a GPU yet; the tests use the Python code of the published package, and train
-with layers generated from its signatures. Every field of a recipe is set explicitly, because
-defaults differ between versions and devices and may come from the environment.
+Nothing here has run on a GPU yet; the tests use the recipes of the published package, and layers
+generated from its signatures. Every field of a recipe is set explicitly, because defaults differ
+between versions and devices and may come from the environment.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -58,10 +57,7 @@ def _library() -> Any:
 
 def _make(kind: str, **given: Any) -> Any:
     """A recipe of that class. Raises for unknown fields, which TransformerEngine would ignore."""
-    library = _library()
-    if not hasattr(library, kind):
-        raise ValueError(f"this version of TransformerEngine has no recipe {kind}")
-    cls = getattr(library, kind)
+    cls = getattr(_library(), kind)
     known = {field.name for field in dataclasses.fields(cls)}
     if unknown := sorted(given.keys() - known):
         raise ValueError(f"{kind} of this version of TransformerEngine has no {unknown[0]!r}")
@@ -236,10 +232,7 @@ def autocast(recipe: Any, enabled: bool = True) -> AbstractContextManager[Any]:
         ImportError: without TransformerEngine.
         ValueError: as `te_recipe`.
     """
-    te = need("transformer_engine")
-    context = getattr(te, "autocast", None) or te.fp8_autocast  # before 2.8
-    name = "recipe" if "recipe" in inspect.signature(context).parameters else "fp8_recipe"
-    return context(enabled=enabled, **{name: its_recipe(recipe)})
+    return need("transformer_engine").autocast(enabled=enabled, recipe=its_recipe(recipe))
 
 
 def its_recipe(recipe: Any) -> Any:

@@ -43,6 +43,22 @@ INSTEAD: dict[str, dict[str, str]] = {
         "umup": "it is a function (name, module) -> bool; fp8.convert takes the policy "
         "fp8.Policy.umup(recipe) in the place of a recipe",
     },
+    "fp8": {
+        "NoEffectWarning": "it is a ConvertWarning",
+        "Preflight": "it is in fp8.studies.preflight",
+        "PreflightError": "it is in fp8.studies.preflight",
+        "dump": "it is in fp8.studies.stats",
+        "get_format": "use FORMATS[name]",
+        "get_recipe": "use RECIPES[name]",
+        "is_fast_norm": "apply_low_precision_layernorm changes the norms of a model",
+        "low_precision_norms": "use apply_low_precision_layernorm, for norms of every type with "
+        "where=lambda name, norm: True",
+        "norm_report": "use report, which lists norms too",
+        "quantize_backward": "it is in fp8.formats.quantize",
+        "quantize_forward": "it is in fp8.formats.quantize",
+        "revert_norms": "use revert, which reverts norms too",
+        "set_fast_norm": "use apply_low_precision_layernorm after the model is made",
+    },
 }
 """Owner -> name -> what to use instead. The owner is a module ("fp8.optim") for a name in it, a
 function or class ("fp8.autocast") for an argument, and the argument ("recipe") for a choice."""

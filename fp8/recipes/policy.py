@@ -39,7 +39,7 @@ Source = Recipe | str | None
 
 
 def _stored(recipe: Any) -> str | Recipe | None:
-    """``recipe``, by its name if it is registered. Raises as `fp8.get_recipe`."""
+    """``recipe``, by its name if it is registered. Raises as `get_recipe`."""
     if recipe is None:
         return None
     found = given_recipe(recipe)
@@ -338,7 +338,7 @@ def _read_switch(values: Any) -> tuple[Any, Any]:
 
 
 def as_policy(given: Any) -> Policy:
-    """A Policy of a policy, a `Recipe` or the name of one. Raises as `fp8.get_recipe`."""
+    """A Policy of a policy, a `Recipe` or the name of one. Raises as `get_recipe`."""
     if isinstance(given, Policy):
         return given
     given_recipe(given)

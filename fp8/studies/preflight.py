@@ -25,6 +25,8 @@ from .flight import Flight, Settings
 from .hardware import Hardware, get_hardware
 from .training import Setup
 
+__all__ = ["Preflight", "PreflightError", "preflight"]
+
 RECIPES_TRIED = ("bf16", "tensor", "static", "row", "block", "mxfp8", "nvfp4", "mxfp4", "unit")
 """The recipes that a preflight compares by default."""
 

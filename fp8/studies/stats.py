@@ -1,5 +1,5 @@
-"""`fp8.stats`: samples what the casts do to the operands of a model during training. `fp8.dump`:
-writes the operands of chosen products to files, before and after their casts."""
+"""`fp8.stats`: samples what the casts do to the operands of a model during training. `dump`: writes
+the operands of chosen products to files, before and after their casts."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from ..modes.autocast import STANCE
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+__all__ = ["Dump", "Sampler", "Stats", "StatsRow", "dump", "stats"]
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,7 @@ class _DumpRecorder(CastRecorder):
         if not any(fnmatchcase(n, p) for n in (layer, name) for p in self._patterns):
             return
         if not self.open:
-            raise RuntimeError(f"fp8.dump: {name} is cast after its block: put backward inside")
+            raise RuntimeError(f"dump: {name} is cast after its block: put backward inside")
         number = sum(key.startswith(f"{name}.before") for key in self.tensors) + 1
         last = f".{number}" if number > 1 else ""
         self.tensors[f"{name}.before{last}"] = _copy(seen.x)
@@ -235,7 +238,7 @@ class Dump(Sampler):
         if not tensors:
             names = sorted(self._mine.seen)
             raise ValueError(
-                f"fp8.dump: no cast operand matches {', '.join(map(repr, self._patterns))}; the "
+                f"dump: no cast operand matches {', '.join(map(repr, self._patterns))}; the "
                 f"pass had {', '.join(names[:8]) or 'none'}{', ...' if len(names) > 8 else ''}"
             )
         self._to.mkdir(parents=True, exist_ok=True)

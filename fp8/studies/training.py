@@ -20,7 +20,7 @@ from ..common.step import Batch, Loss, call, copied, evaluating, loss_value, see
 from ..optim.encodings import decode
 from ..optim.state import SECOND, has, read
 from ..recipes.policy import Policy
-from ..surgery.convert import convert, report, revert
+from ..surgery.convert import convert, report, revert_layers
 from .findings import Run
 
 __all__ = [
@@ -242,7 +242,7 @@ def _unconverted(setup: Setup) -> Setup:
     if not any(row.done == "converted" for row in report(setup.model)):
         return setup
     model, optimizer = _copies(setup)
-    return replace(setup, model=revert(model), optimizer=optimizer)
+    return replace(setup, model=revert_layers(model), optimizer=optimizer)
 
 
 def _copies(setup: Setup) -> tuple[nn.Module, Optimizer | None]:

@@ -21,6 +21,7 @@ from ..common.report import LEFT_ALONE, Report, Row, notes_on
 from ..context.active import ACTIVE, checked_backend
 from ..modes.autocast import autocast
 from ..native.product import alignment, devices, why_not_here, why_not_recipe
+from ..norms.low_precision import revert_norms, rows_of_norms
 from ..products.matmul import linear
 from ..recipes import history
 from ..recipes.policy import Policy, Source, as_policy, composed, name_of, recipe_of, source_of
@@ -252,7 +253,7 @@ def convert(
         resolve(policy.at(start), model)
     layers = {name: model.get_submodule(name) for name in found}
     left = [name for name, layer in layers.items() if where is not None and not where(name, layer)]
-    model = revert(model)
+    model = revert_layers(model)
     for name, module in layers.items():
         decided = found[name]
         if why := "not chosen" if name in left else _why_left(module, decided):
@@ -284,7 +285,7 @@ def check_ready(model: nn.Module) -> None:
 
 def _without_adapters(model: M) -> M:
     """``model``, with its own layers if those of another library replaced them."""
-    return revert(model) if any(map(adapted, model.modules())) else model
+    return revert_layers(model) if any(map(adapted, model.modules())) else model
 
 
 def _adapt(model: M, policy: Policy, adapter: Any, where: Where | None) -> M:
@@ -305,7 +306,7 @@ def _adapt(model: M, policy: Policy, adapter: Any, where: Where | None) -> M:
         )
     chosen = recipes.pop()
     adapter.its_recipe(chosen)
-    model = revert(model)
+    model = revert_layers(model)
     kept = {name for name, d in found.items() if d.recipe is None}
 
     def casts(name: str, module: nn.Module) -> bool:
@@ -443,7 +444,7 @@ def _warn(model: nn.Module) -> None:
         recipe, name = plain[0]
         warn_once(RecipeWarning, _NOT_UNIT.format(recipe, len(plain), len(found), name), model)
     if not any(layer.fp8_switches for layer in found.values()):
-        warn_nothing(model, report(model))
+        warn_nothing(model, _rows_of_layers(model))
 
 
 _NOT_UNIT = (
@@ -463,7 +464,8 @@ def expand(model: M) -> M:
 
 
 def revert(model: M) -> M:
-    """Undoes `convert` in place. Weights and other state stay as they are.
+    """Undoes `convert` and `fp8.apply_low_precision_layernorm` in place. Weights and other state
+    stay as they are.
 
     Args:
         model: a model, converted or not.
@@ -472,6 +474,12 @@ def revert(model: M) -> M:
         ``model``; for a single layer that an adapter replaced, the layer that takes its place.
     """
     check_module("revert", model)
+    revert_norms(model)
+    return revert_layers(model)
+
+
+def revert_layers(model: M) -> M:
+    """`revert` for layers alone: norms stay in the precision they are in."""
     notes = [note for module in model.modules() if (note := adapted(module))]
     for name in {note.adapter for note in notes}:
         model = adapter(name).revert(model)
@@ -487,7 +495,8 @@ def revert(model: M) -> M:
 
 
 def report(model: nn.Module) -> Report[Row]:
-    """Lists every layer with a weight: converted, and to which recipe, or left alone, and why.
+    """Lists every layer with a weight: converted, and to which recipe, or left alone, and why. If
+    norms are in low precision, lists every norm as well.
 
     Args:
         model: a model, converted or not.
@@ -496,9 +505,18 @@ def report(model: nn.Module) -> Report[Row]:
         A report with one row per layer. A layer with several names appears under the first.
     """
     check_module("report", model)
-    note = adapted(model)
+    note, norms = adapted(model), rows_of_norms(model)
     if note is not None:
-        return Report(note.report.rows, notes_on(model))
+        return Report([*note.report.rows, *norms], notes_on(model))
+    notes, policy = [*notes_on(model)], vars(model).get("fp8_policy", Policy())
+    starts = [f"{name_of(to)} from {start:g} of the training" for start, to in policy.switch]
+    if policy.name or starts:
+        name = f"policy {policy.name!r}" if policy.name else "policy"
+        notes.append("; ".join([name, *starts]))
+    return Report([*_rows_of_layers(model), *norms], notes)
+
+
+def _rows_of_layers(model: nn.Module) -> list[Row]:
     rows = []
     for name, module, why_not in layers_of(model):
         kind = bare_class(module).__name__
@@ -507,12 +525,7 @@ def report(model: nn.Module) -> Report[Row]:
         else:
             why = why_not or vars(module).get("fp8_why", "not chosen")
             rows.append(Row(name, kind, LEFT_ALONE, why))
-    notes, policy = [*notes_on(model)], vars(model).get("fp8_policy", Policy())
-    starts = [f"{name_of(to)} from {start:g} of the training" for start, to in policy.switch]
-    if policy.name or starts:
-        name = f"policy {policy.name!r}" if policy.name else "policy"
-        notes.append("; ".join([name, *starts]))
-    return Report(rows, notes)
+    return rows
 
 
 def _how(module: Any) -> str:

@@ -225,11 +225,13 @@ def test_back_from_under_accelerate(te):
     """Accelerate keeps the forward that the model had in a wrapper on the instance."""
     accelerator = library.Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerate.prepare(accelerator, Model(), recipe="tensor", backend="transformer_engine")
-    converted = model(batches(1)[0])
+    model(batches(1)[0])
     plain = fp8.revert(accelerator.unwrap_model(model))
     assert type(plain.up) is nn.Linear
     assert "forward" in vars(plain)
-    assert not torch.equal(plain(batches(1)[0]), converted)
+    assert len(te_standin.STATE["ran"]) == 3
+    plain(batches(1)[0])
+    assert len(te_standin.STATE["ran"]) == 3
 
 
 def test_an_optimizer_with_more_than_the_model(te):
@@ -240,20 +242,6 @@ def test_an_optimizer_with_more_than_the_model(te):
     model, optimizer = accelerate.prepare(accelerator, model, optimizer, recipe=te_kwargs())
     assert optimizer.param_groups[0]["params"][-1] is extra
     assert optimizer.param_groups[0]["params"][0] is model.embed.weight
-
-
-def test_training_with_the_standin_follows_our_own(te):
-    """The same losses as our own products under the same recipe, ties and all: Accelerate's
-    conversion leaves the tied head out of the optimizer."""
-    model = Model()
-    other = copy.deepcopy(model)
-    accelerator = library.Accelerator(cpu=True)
-    prepared = accelerate.prepare(
-        accelerator, model, adam(model), recipe="tensor", backend="transformer_engine"
-    )
-    got = accelerated(accelerator, *prepared, batches(6))
-    fp8.convert(other, "tensor", backend="simulate")
-    assert got == pytest.approx(plain_loop(other, adam(other), batches(6)), rel=1e-5)
 
 
 @pytest.mark.proves("Accelerate", "AORecipeKwargs", how="library")

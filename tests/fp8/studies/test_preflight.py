@@ -10,6 +10,7 @@ from torch import nn
 import fp8
 from fp8.studies import flight
 from fp8.studies.findings import Candidate, Choice, Estimate, Findings
+from fp8.studies.preflight import Preflight, PreflightError
 from fp8.studies.proof import REFERENCE, finalists, recommended
 from fp8.studies.training import FullSize, Setup
 from fp8.studies.update_error import UpdateError
@@ -69,7 +70,7 @@ def test_the_policy_converts_the_model(report):
 
 def test_json_and_table(report, tmp_path):
     report.save(tmp_path / "new folder" / "a.json")
-    again = fp8.Preflight.load(tmp_path / "new folder" / "a.json")
+    again = Preflight.load(tmp_path / "new folder" / "a.json")
     assert again.to_json() == report.to_json()
     assert again.policy == report.policy
     assert str(report).startswith(report.findings.verdict[0])
@@ -226,7 +227,7 @@ class Unseen(Classifier):
     ],
 )
 def test_what_cannot_be_measured_is_said_with_what_was_measured(model, data, message):
-    with pytest.raises(fp8.PreflightError, match=message) as error:
+    with pytest.raises(PreflightError, match=message) as error:
         fp8.preflight(model, data, **QUICK)
     assert error.value.report.findings.notes[-1].startswith("stopped: ")
 
@@ -317,7 +318,7 @@ def test_a_model_needs_batches_and_a_setup_has_its_own():
         fp8.preflight(Classifier())
     with pytest.raises(TypeError, match="go with a model"):
         fp8.preflight(setup, batches(3))
-    with pytest.raises(fp8.PreflightError, match="a setup is"):
+    with pytest.raises(PreflightError, match="a setup is"):
         fp8.preflight(lambda: 3, **QUICK)
 
 

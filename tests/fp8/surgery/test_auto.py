@@ -101,7 +101,7 @@ def test_a_recipe_by_name_stays():
 
 def test_where_no_model_is_known_it_is_refused():
     with pytest.raises(ValueError, match='"auto" is "unit" or "tensor"'):
-        fp8.get_recipe("auto")
+        fp8.recipes.recipe.get_recipe("auto")
     with pytest.raises(ValueError, match="unknown recipe 'Auto'; choose one of 'auto', 'unit'"):
         fp8.convert(plain(), "Auto")
 

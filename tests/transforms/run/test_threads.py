@@ -23,7 +23,7 @@ TRANSFORMS = {
     "simulate_fp8": simulate_fp8,
     "both": lambda model: simulate_fp8(unit_scale(model)),
     "preserve": lambda model: unit_scale(model, init="preserve"),
-    "norms": lambda model: fp8.low_precision_norms(unit_scale(model), "amp_bf16"),
+    "norms": lambda model: fp8.apply_low_precision_layernorm(unit_scale(model), "amp_bf16"),
 }
 each_transform = pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 
