@@ -9,7 +9,16 @@ from typing import Any, NoReturn, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-INSTEAD: dict[str, dict[str, str]] = {}
+INSTEAD: dict[str, dict[str, str]] = {
+    "fp8.distributed": {
+        "all_to_all": "send tokens by torch.distributed.all_to_all_single in high precision, or by "
+        "an engine that dispatches them in FP8 (torchao.prototype.moe_training, Megatron-LM)"
+    },
+    "fp8.checkpoints": {
+        "files": "torch.save to a temporary file and os.replace (docs/distributed.md#checkpoints), "
+        "or torch.distributed.checkpoint"
+    },
+}
 """Owner -> name -> what to use instead. The owner is a module ("fp8.optim") for a name in it, a
 function or class ("fp8.autocast") for an argument, and the argument ("recipe") for a choice."""
 

@@ -30,12 +30,10 @@ def _after(count: int, call: Callable[..., Any], last: Callable[..., Any]) -> Ca
 
 def killed(command: list[str], moment: str) -> None:
     """After the third checkpoint. "step": between the backward pass and the optimizer of step 13;
-    "write": half of the next checkpoint is written; "rename": it is, under another name."""
+    "write": half of the next checkpoint is written."""
     if moment == "step":
         clip = torch.nn.utils.clip_grad_norm_
         torch.nn.utils.clip_grad_norm_ = _after(12, clip, _die)
-    elif moment == "write":
-        torch.save = _after(3, torch.save, _half_written)
     else:
-        os.replace = _after(4, os.replace, _die)  # settings.json was the first
+        torch.save = _after(3, torch.save, _half_written)
     main(command)
