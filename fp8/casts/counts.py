@@ -428,7 +428,8 @@ class _Seen(Function):
             return t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
 
         given = zip(inputs[3:], in_dims[3:], strict=True)
-        x, y, scale, *blocks = (t if t is None else of_all(t, dim) for t, dim in given)
+        found: list[Any] = [t if t is None else of_all(t, dim) for t, dim in given]
+        x, y, scale, *blocks = found
         if scale is not None:
             scale = _beside(scale, x).expand_as(x)
         if blocks:
