@@ -14,6 +14,10 @@ INSTEAD: dict[str, dict[str, str]] = {
         "all_to_all": "send tokens by torch.distributed.all_to_all_single in high precision, or by "
         "an engine that dispatches them in FP8 (torchao.prototype.moe_training, Megatron-LM)"
     },
+    "fp8.studies.hardware.estimate": {
+        "parameters": "the memory is that of the weights of the products",
+        "optimizer": "the memory is that of Adam",
+    },
     "fp8.checkpoints": {
         "files": "torch.save to a temporary file and os.replace (docs/distributed.md#checkpoints), "
         "or torch.distributed.checkpoint"

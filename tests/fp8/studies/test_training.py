@@ -171,18 +171,6 @@ def test_a_loss_with_weights_is_copied_with_its_model():
     assert any(p is start.loss.scale for g in start.optimizer.param_groups for p in g["params"])
 
 
-def test_random_numbers_are_those_of_the_seed_and_the_state_of_torch_is_kept():
-    class Dropped(Classifier):
-        def forward(self, x, y):
-            return super().forward(nn.functional.dropout(x, 0.5, self.training), y)
-
-    problem = Problem(Setup(Dropped(), batches(6)), 3, 2)
-    before = torch.get_rng_state()
-    first, second = train(problem, "x")[0], train(problem, "x")[0]
-    assert first.losses == second.losses
-    assert torch.equal(before, torch.get_rng_state())
-
-
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
 def test_random_numbers_of_every_generator_are_those_of_the_seed(draw):
     """Models drop layers and mask inputs, and data is made, by any of the three."""
