@@ -149,7 +149,7 @@ class Flight:
     # What is measured
 
     def _describe(self) -> None:
-        settings, model = self.settings, self.problem.model
+        settings, model = self.settings, self.problem.setup.model
         parameters = list(model.parameters())
         described = {
             "name": type(model).__name__,
@@ -187,7 +187,7 @@ class Flight:
     def _look_at_a_step(self) -> None:
         """Raises ValueError if a step of the model casts operands: the candidates are compared with
         it. Notes that its output has several losses, of which the runs minimize one."""
-        model, loss = copy.deepcopy(self.problem.model).train(), self.problem.loss
+        model, loss = copy.deepcopy(self.problem.setup.model).train(), self.problem.setup.loss
         trained = [p for p in model.parameters() if p.requires_grad]
         if any(torch.is_autocast_enabled(kind) for kind in {p.device.type for p in trained}):
             raise ValueError(
@@ -214,10 +214,10 @@ class Flight:
             )
 
     def _trace(self) -> None:
-        self.findings.products = _traced(self.problem.model, self.problem.batch)
+        self.findings.products = _traced(self.problem.setup.model, self.problem.batch)
         if not shares(self.findings.products):
             whys = {p.layer: p.why_not for p in self.findings.products}
-            whys |= _left_alone(self.problem.model)
+            whys |= _left_alone(self.problem.setup.model)
             why = "; ".join(f"{layer}: {why}" for layer, why in whys.items()) or "it computes none"
             name = self.findings.model["name"]
             raise ValueError(f"no matrix product of this {name} can be cast: {why}")
@@ -230,7 +230,7 @@ class Flight:
             if math.isfinite(run.losses[-1]):
                 became = "held-out loss of the reference is not finite"
             raise ValueError(f"the {became}: nothing can be compared with it")
-        optimizer = self.problem.optimizer
+        optimizer = self.problem.setup.optimizer
         if optimizer and not any(group.get("lr", 1.0) for group in optimizer.param_groups):
             self._note(
                 "the optimizer's learning rate is 0, so that nothing was trained: schedules, which "
@@ -275,7 +275,7 @@ class Flight:
             at = sorted({max(steps // 4, 1), steps}) if (name, seed) == (REFERENCE, 0) else ()
             run, snapshots = train(self.problem, name, seed, prepare, snapshots=at, on_step=tick)
         if (name, seed) == (REFERENCE, 0):
-            model, loss = self.problem.model, self.problem.loss
+            model, loss = self.problem.setup.model, self.problem.setup.loss
             self._probes = [Probe(model, snapshot, loss) for snapshot in snapshots]
             if not any(r.name == name and r.seed == seed for r in self.findings.runs):
                 self.findings.runs.append(run)
@@ -383,7 +383,7 @@ class Flight:
     def _published(self, recipe: Recipe, scores: Sequence[CastScore]) -> list[Choice]:
         """The selections of papers and other libraries, measured at the same snapshot."""
         found = []
-        for name, kept in published(self.problem.model).items():
+        for name, kept in published(self.problem.setup.model).items():
             cast = [s for s in scores if s.layer not in kept]
             if cast and kept:
                 selected = choice(name, recipe.name, kept, cast)
@@ -494,16 +494,16 @@ class Flight:
 
     def _cache(self) -> None:
         """What a cache in FP8 saves at the full size, and changes after the reference run."""
-        if not has_cache(self.problem.model, self.problem.batch):
+        if not has_cache(self.problem.setup.model, self.problem.batch):
             return
-        probe, full = self.probes[-1], self.problem.full_size
+        probe, full = self.probes[-1], self.problem.setup.full_size
         try:
             self.findings.cache = cache_found(probe.model, probe.batch, full and full.model)
         except Exception as error:  # of the code of the model
             self._note(f"a cache in FP8 was not measured: {described(error)}")
 
     def _products_at_full_size(self) -> list[Product]:
-        full = self.problem.full_size
+        full = self.problem.setup.full_size
         try:
             return self.findings.products if full is None else _traced(*full)
         except Exception as error:  # of the code of a model without memory

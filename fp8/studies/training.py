@@ -193,29 +193,14 @@ class Problem:
         self._draw(0)
 
     @property
-    def model(self) -> nn.Module:
-        """The model of seed 0 before training."""
-        return self._draw(0).setup.model
+    def setup(self) -> Setup:
+        """What seed 0 trains."""
+        return self._draw(0).setup
 
     @property
     def batch(self) -> Batch:
         """The first batch of seed 0."""
-        return next(iter(self._draw(0).setup.batches))
-
-    @property
-    def full_size(self) -> FullSize | None:
-        """The model that estimates are made for, if it is not the one that is trained."""
-        return self._draw(0).setup.full_size
-
-    @property
-    def loss(self) -> Loss | None:
-        """The loss of the setup."""
-        return self._draw(0).setup.loss
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The optimizer of seed 0; None for the default one."""
-        return self._draw(0).setup.optimizer
+        return next(iter(self.setup.batches))
 
     def shortened(self, steps: int) -> Problem:
         """The problem with its first batches only."""
