@@ -352,16 +352,6 @@ COMPARISONS = [
         },
     ),
     Comparison(
-        "all-to-all of tokens in FP8",
-        {
-            "TransformerEngine": "MXFP8, its expert parallelism on NCCL",
-            "torchao": "prototype, MXFP8, `a2a_dispatch`",
-            "Megatron-LM": "`moe_dispatch_fwd_dtype` mxfp8",
-            "torchtitan": "an argument of its DeepEP and HybridEP calls, off; no setting",
-        },
-        "`all_to_all`, for an engine's dispatcher to call: none is replaced; formats of one byte",
-    ),
-    Comparison(
         "optimizer states in low precision",
         {
             "TransformerEngine": "`FusedAdam`: FP8, FP16, BF16",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checkpoints.files import write_atomically
 from ..common.libraries import transforms as installed
 from ..common.report import as_table
 from ..common.step import Batch, Loss
@@ -88,7 +88,9 @@ class Preflight:
             text = page(self.findings)
         else:
             text = self.to_json()
-        write_atomically(path, lambda file: file.write(text.encode()))
+        temporary = path.with_name(f"{path.name}.tmp")
+        temporary.write_bytes(text.encode())
+        os.replace(temporary, path)  # an interrupted write leaves the old file
 
     @staticmethod
     def load(path: str | Path) -> Preflight:

@@ -131,7 +131,8 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
 
     A sampled pass runs in eager mode, even if the model is compiled; other passes are not affected.
     Enter the context outside of compiled code, because torch.compile rejects it inside. The
-    backward pass may run inside or after the context. torch.func transforms are not supported.
+    backward pass may run inside or after the context. A cast under `torch.vmap` counts as that
+    of all samples at once.
 
     From 32 sampled casts of an activation on, a `fp8.RecipeWarning` names one whose kurtosis grows
     faster than the logarithm of the passes, which precedes divergence (FOG, arXiv:2505.20524).

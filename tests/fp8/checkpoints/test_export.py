@@ -341,6 +341,41 @@ def read_back(model: nn.Module, folder: Any) -> nn.Module:
     return loaded(model, safetensors.load_file(folder / "model.safetensors"), config)
 
 
+class Zeros(nn.Module):
+    """A layer of zeros, and one that sees zeros alone because of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.zero = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+        self.after = nn.Linear(16, 16, bias=False)
+        nn.init.zeros_(self.zero.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.after(self.zero(self.first(x)))
+
+
+@pytest.mark.parametrize(("passes", "rate"), [(1, 0.0), (1, 0.1), (2, 0.1)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_layer_of_zeros(name, passes, rate, tmp_path):
+    """It is stored as zeros, and with its own scale after the first step, before its next pass. The
+    scale of an input that was zeros alone is not known: its layer is in high precision."""
+    model = fp8.convert(Zeros(), RECIPES[name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for _ in range(passes):
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+    report = {row.path: row for row in fp8.export(model, tmp_path)}
+    assert report["first"].done == report["zero"].done == "FP8"
+    unknown = name in ("delayed", "static") and passes == 1
+    assert report["after"].done == ("left alone" if unknown else "FP8")
+    assert not unknown or "has seen no input that is not all zeros" in report["after"].why
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    assert stored["zero.weight"].float().any() == bool(rate)
+    if passes == 1:  # afterwards a history may be of smaller values
+        values = stored["zero.weight"].float() * stored["zero.weight_scale"]
+        torch.testing.assert_close(values, model.zero.weight.detach(), rtol=2**-4, atol=2.0**-10)
+
+
 @pytest.mark.parametrize("shape", [(8, 64), (2, 8, 64), (2, 2, 8, 64)])
 def test_rows_of_inputs_of_any_dimension(shape, tmp_path):
     """A scale for each token: compressed-tensors' strategy "token" has one for all of an input of
@@ -480,9 +515,9 @@ def test_refused_by_name(tmp_path):
         fp8.export(fp8.convert(llama(), "mxfp6"), tmp_path)
     with pytest.raises(ValueError, match=r"it stays in high precision"):
         fp8.export(fp8.convert(nn.Sequential(nn.Conv2d(16, 16, 3)), "tensor"), tmp_path)
-    with pytest.raises(ValueError, match="no history yet: train the model first"):
+    with pytest.raises(ValueError, match=r"'delayed' has seen no .*: train the model"):
         fp8.export(fp8.convert(llama(), "delayed"), tmp_path)
-    with pytest.raises(ValueError, match="no history yet: calibrate or train the model first"):
+    with pytest.raises(ValueError, match=r"'static' has seen no .*: calibrate or train"):
         fp8.export(fp8.convert(llama(), "static"), tmp_path)
     with pytest.raises(ValueError, match=r"has not run: .* call it once"):
         fp8.export(unit_scale(fp8.convert(llama(), "unit")), tmp_path)
