@@ -47,9 +47,9 @@ INSTEAD: dict[str, dict[str, str]] = {
         ),
     },
     "fp8.adapters.transformer_engine.autocast": {
-        "amax_reduction_group": "call transformer_engine.pytorch.autocast, which this function calls",
-        "calibrating": "call transformer_engine.pytorch.autocast, which this function calls",
-        "fp8_group": "call transformer_engine.pytorch.autocast, which this function calls",
+        "amax_reduction_group": "call transformer_engine.pytorch.autocast, which it calls",
+        "calibrating": "call transformer_engine.pytorch.autocast, which it calls",
+        "fp8_group": "call transformer_engine.pytorch.autocast, which it calls",
         "fp8_recipe": "it is recipe=, a name, a Recipe or a recipe of TransformerEngine's",
     },
     "fp8.autocast": {

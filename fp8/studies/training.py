@@ -290,10 +290,12 @@ def _own(setup: Setup, anew: bool) -> Setup:
     It is a copy if ``anew`` is true, as the next call of a function may initialize the same model
     again, or if `fp8.convert` changed that of the user."""
     setup = replace(setup, model=unwrapped(setup.model))
-    if not any(row.done == "converted" for row in report(setup.model)):
-        return setup
-    model, optimizer = _copies(setup)
-    return replace(setup, model=revert_layers(model), optimizer=optimizer)
+    converted = any(row.done == "converted" for row in report(setup.model))
+    if anew or converted:
+        setup = _copies(setup)
+    if converted:
+        revert_layers(setup.model)
+    return setup
 
 
 def _copies(setup: Setup) -> Setup:
