@@ -9,7 +9,23 @@ from typing import Any, NoReturn, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-INSTEAD: dict[str, dict[str, str]] = {}
+INSTEAD: dict[str, dict[str, str]] = {
+    "fp8.optim": {
+        "Muon": (
+            "use torch.optim.Muon for hidden matrices and fp8.optim.AdamW for all other parameters"
+        ),
+        "muon_groups": (
+            "give torch.optim.Muon the weights of linear layers inside of the blocks, and all "
+            "other parameters to fp8.optim.AdamW"
+        ),
+    },
+    "fp8.optim.AdamW": {
+        "error_feedback": (
+            "use stochastic_weights=True, which keeps no more bytes, or master_weights"
+        ),
+    },
+    "first_moment": {"int8_block": "use 'e4m3_block', which takes as many bytes"},
+}
 """Owner -> name -> what to use instead. The owner is a module ("fp8.optim") for a name in it, a
 function or class ("fp8.autocast") for an argument, and the argument ("recipe") for a choice."""
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..common.dtensor import part_of
+from ..common.removed import refuses_removed
 from ..common.validation import check_flag, check_name, check_number
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
@@ -60,9 +61,6 @@ class _How(NamedTuple):
     first: Encoding
     second: Encoding
     stochastic: tuple[bool, bool, bool]
-
-    feedback: bool = False
-    """Whether the weight is a copy in float32, whose rounding error goes into the first moment."""
 
     @property
     def by_name(self) -> tuple[tuple[str, Encoding], ...]:
@@ -156,7 +154,7 @@ class _Unit:
         if self.master:
             return self.kept(MASTER)
         here = [part_of(parameter.detach()) for parameter in self.parameters]
-        if len(here) == 1 and is_plain(here[0]) and not self.how.feedback:
+        if len(here) == 1 and is_plain(here[0]):
             return Encoded(here[0].view(-1))
         return Encoded(torch.cat([x.to(self.how.weight.dtype).reshape(-1) for x in here]))
 
@@ -213,27 +211,12 @@ class _Unit:
         """Writes updated copies back to the parameters and states."""
         joined = len(self.states) > 1
         here = [part_of(parameter.detach()) for parameter in self.parameters]
-        if self.how.feedback:
-            _split(self._rounded(weight.values, here[0]), here)
-            error = weight.values - self.weight().values
-            _, b1, _, _, _, size, root, eps, *_ = self.numbers([None] * 3).tolist()
-            _add_error(error, first, second, self.how.first, [b1, size, root, eps])
-        elif joined or self.master or not is_plain(here[0]):
+        if joined or self.master or not is_plain(here[0]):
             _split(decode(weight) if self.master else weight.values, here)
         if joined:
             kept = {FIRST: first, SECOND: second, **({MASTER: weight} if self.master else {})}
             for name, stored in kept.items():
                 _split(stored.values, [read(state, name).values for state in self.states])
-
-    def _rounded(self, weight: Tensor, like: Tensor) -> Tensor:
-        """A float32 copy of weights, rounded stochastically if that is asked for."""
-        encoding = PLAIN[like.dtype if is_plain(like) else torch.float32]
-        if not self.group["stochastic_weights"] or encoding.dtype == torch.float32:
-            return weight
-        rounded = Encoded(torch.empty_like(weight, dtype=encoding.dtype))
-        bits = bits_from_key(weight.shape, self.keys()[1], device=weight.device)
-        encodings.write(weight, rounded, encoding, None, bits=bits)
-        return rounded.values
 
 
 def _split(flat: Tensor, targets: list[Tensor]) -> None:
@@ -270,17 +253,14 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
 
 def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
     here, (b1, b2) = part_of(parameter), group["betas"]
-    coarse = here.dtype != torch.float32 or not is_plain(here)
-    feedback = coarse and bool(group.get("error_feedback", False))
-    wide = feedback or not is_plain(here)
-    weight = kept.get(MASTER) or PLAIN[torch.float32 if wide else here.dtype]
+    weight = kept.get(MASTER) or PLAIN[here.dtype if is_plain(here) else torch.float32]
     first, second = kept[FIRST], kept[SECOND]
     stochastic = (
         group["stochastic_weights"] and weight.dtype != torch.float32,
         first.rounds_stochastically(b1),
         second.rounds_stochastically(b2),
     )
-    return _How(weight, first, second, stochastic, feedback)
+    return _How(weight, first, second, stochastic)
 
 
 def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
@@ -338,49 +318,6 @@ def _step(unit: _Unit, scales: Scales) -> None:
     unit.finish(*kept)
 
 
-# Error feedback: what weights lose when they are rounded goes into the first moment. Weights in low
-# precision then need no master copy: a step that is too small to change one is not lost, but makes
-# later steps larger.
-
-_FEEDBACK = tuple(name for name in MOMENTS["first_moment"] if ENCODINGS[name].scale != "tensor")
-"""The first moments that hold what is added: a scale for the tensor is set before the step."""
-
-
-def _check_feedback(group: Group) -> None:
-    """Raises ValueError or TypeError if a group asks for error feedback and cannot have it."""
-    check_flag("error_feedback", wanted := group.get("error_feedback", False))
-    if not wanted:
-        return
-    if group["master_weights"] is not None or group["betas"][0] == 0:
-        raise ValueError(
-            "error_feedback needs master_weights=None, whose place it takes, and betas[0] above 0; "
-            f"got {group['master_weights']!r} and {group['betas'][0]}"
-        )
-    if group["first_moment"] not in _FEEDBACK:
-        raise ValueError(
-            f"error_feedback needs first_moment {', '.join(map(repr, _FEEDBACK))}, which hold what "
-            f"it adds; got {group['first_moment']!r}"
-        )
-
-
-def _add_error(
-    error: Tensor, first: Encoded, second: Encoded, encoding: Encoding, numbers: list[float]
-) -> None:
-    """Adds the error of weights, those before rounding minus those after, to the first moment (ECO,
-    Nikdan et al. 2026, arXiv:2601.22101, algorithm 3):
-
-        m += (1 - 1 / b1) / size * (root sqrt(v) + eps) * error
-
-    encoding: of the first moment, which is rounded to nearest. numbers: b1, size, root and eps of
-    the step, as in `_adam`. A step of size 0 has no error.
-    """
-    b1, size, root, eps = numbers
-    if size:
-        share = (1 - 1 / b1) / size
-        m = decode(first) + error * share * (decode(second).sqrt() * root + eps)
-        encodings.write(m, first, encoding, None)
-
-
 def check_adam(group: dict[str, Any]) -> None:
     """Raises ValueError or TypeError for invalid settings of a group."""
     for name, allowed in MOMENTS.items():
@@ -394,7 +331,6 @@ def check_adam(group: dict[str, Any]) -> None:
         check_number(f"betas[{i}]", beta)
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
-    _check_feedback(group)
 
 
 class _Adam(LowPrecision):
@@ -405,7 +341,6 @@ class _Adam(LowPrecision):
         "second_moment",
         "master_weights",
         "stochastic_weights",
-        "error_feedback",
         "min_size",
         "compile",
     )
@@ -414,6 +349,7 @@ class _Adam(LowPrecision):
     decoupled: bool
     default_decay: float
 
+    @refuses_removed("fp8.optim.AdamW")
     def __init__(
         self,
         params: ParamsT,
@@ -432,7 +368,6 @@ class _Adam(LowPrecision):
         second_moment: str = "float16",
         master_weights: str | None = None,
         stochastic_weights: bool = False,
-        error_feedback: bool = False,
         min_size: int = 4096,
         seed: int = 0,
         compile: bool = False,
@@ -446,7 +381,6 @@ class _Adam(LowPrecision):
             "second_moment": second_moment,
             "master_weights": master_weights,
             "stochastic_weights": stochastic_weights,
-            "error_feedback": error_feedback,
             "min_size": min_size,
             "seed": seed,
             "compile": compile,
@@ -488,9 +422,6 @@ class AdamW(_Adam):
             for weights that are not float32. After a step the weights are rounded from it.
         stochastic_weights: rounds bfloat16 or float16 weights, or masters, stochastically, so that
             updates below their precision take effect in expectation.
-        error_feedback: adds what a weight that is not float32 loses when it is rounded to its first
-            moment, so that no master weights are needed (ECO, arXiv:2601.22101). Needs a first
-            moment without a scale for the whole tensor.
         min_size: parameters of fewer elements have float32 moments and are updated together.
         seed: of the random bits, which depend on it, the step and the position of the element: the
             same in eager and compiled code, and after resuming from a state_dict.

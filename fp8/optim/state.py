@@ -60,9 +60,8 @@ def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
     """The tensors to store for a parameter, and their encodings. float32 weights have no master,
     unless they are of a tensor subclass (ScaledTensor), which may be coarser."""
     small = parameter.numel() < group.get("min_size", 0)
-    if group.get("algorithm") == "muon" or "second_moment" not in group:
-        moments = {MOMENTUM: group.get("first_moment", "float32")}
-    else:
+    moments = {MOMENTUM: "float32"}
+    if "second_moment" in group:
         moments = {FIRST: group["first_moment"], SECOND: group["second_moment"]}
     subclass = type(part_of(parameter)) not in (Tensor, torch.nn.Parameter)
     coarse = parameter.dtype != torch.float32 or subclass
@@ -146,9 +145,8 @@ def keep(
     parameter: Tensor,
     encoding: Encoding,
     numbers: Tensor | None,
-    bits: Tensor | None = None,
 ) -> None:
-    """Encodes float32 ``numbers`` (None: zeros) into ``state``. bits: as in `write`."""
+    """Encodes float32 ``numbers`` (None: zeros) into ``state``."""
     here = part_of(parameter)
     stored = zeros(here.numel(), encoding, here.device)
     if numbers is not None and len(numbers):
@@ -158,7 +156,7 @@ def keep(
             stored.scale.fill_(scale)
             stored.amax.copy_(amax)
         unit = None if scale is None else 1 / scale
-        write(numbers, stored, encoding, unit, away=name == SECOND, bits=bits)
+        write(numbers, stored, encoding, unit, away=name == SECOND)
     _put(state, name, stored, here.shape)
 
 
@@ -196,7 +194,7 @@ def portable(parameter: Tensor, state: State) -> State:
 
 
 def convert(parameter: Tensor, saved: State, group: Group) -> State:
-    """Converts ``saved``, the state of an Adam, Muon or SGD of torch or of `fp8.optim`, to the
+    """Converts ``saved``, the state of an Adam or SGD of torch or of `fp8.optim`, to the
     encodings of ``group``.
 
     A master without a counterpart in ``group`` is written to the parameter. Raises ValueError for
@@ -204,18 +202,15 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
     """
     saved = {name: value for name, value in saved.items() if value is not None}
     kept = names(parameter, group)
-    adam, sgd = SECOND in kept, "second_moment" not in group
+    adam = SECOND in kept
     moments = (FIRST, SECOND) if adam else (MOMENTUM,)
     known = {n + part for n in (*moments, MASTER) for part in ("", *PARTS)}
-    if unknown := sorted(saved.keys() - known - (set() if sgd else {"step"})):
+    if unknown := sorted(saved.keys() - known - ({"step"} if adam else set())):
         advice = "; amsgrad is not supported" if "max_exp_avg_sq" in unknown else ""
-        kind = "Adam" if adam else "SGD" if sgd else "Muon"
+        kind = "Adam" if adam else "SGD"
         raise ValueError(f"{', '.join(unknown)} is not part of the state of {kind}{advice}")
-    state: State = {}
-    if not sgd:
-        counts = adam or "step" in saved  # torch's Muon counts no steps
-        state["step"] = _step_of(saved) if counts else torch.zeros(())
-    for name in moments if not sgd or has(saved, MOMENTUM) else ():
+    state: State = {"step": _step_of(saved)} if adam else {}
+    for name in moments if adam or has(saved, MOMENTUM) else ():
         _convert(state, name, parameter, kept[name], saved)
     if MASTER in kept:
         if has(saved, MASTER):
