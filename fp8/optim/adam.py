@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,13 +30,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..common.dtensor import part_of
+from ..common.pitfalls import OptimizerWarning, warn_once
 from ..common.removed import refuses_removed
 from ..common.validation import check_flag, check_name, check_number
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
 from . import encodings
 from .base import LowPrecision, check_group, refuse
-from .encodings import BLOCK, ENCODINGS, MOMENTS, Encoded, Encoding, decode
+from .encodings import BLOCK, MOMENTS, WEIGHTS, Encoded, Encoding, decode
 from .state import (
     FIRST,
     MASTER,
@@ -44,10 +46,13 @@ from .state import (
     Group,
     State,
     everywhere,
+    format_of,
+    in_dtype,
     is_plain,
     parameters_of,
     prepare,
     read,
+    rounded_stochastically,
 )
 
 HALF = 15
@@ -112,15 +117,9 @@ def _compiled(dynamic: bool | None) -> Callable[..., Tensor]:
     return torch.compile(_adam, dynamic=dynamic, options={"guard_filter_fn": skip})
 
 
-LARGEST = torch.finfo(torch.float32).max ** 0.5
-"""The square of a larger gradient overflows float32."""
-
-PLAIN = {
-    torch.float32: ENCODINGS["float32"],
-    torch.bfloat16: ENCODINGS["bfloat16"],
-    torch.float16: replace(ENCODINGS["float16"], scale="none"),
-}
-"""The encodings of weights without a master, by dtype."""
+LARGEST = 2.0**63
+"""Larger magnitudes in a gradient count as this one: a second moment is then at most 2**126, which
+float32 holds, and the bound of a step, which is that of any gradients, stays."""
 
 BLOCKS = 1 << 16
 """Elements that a compiled step with blocks processes at once per CPU thread: constant, because for
@@ -143,6 +142,10 @@ class _Unit:
     master: bool
     how: _How
 
+    def here(self) -> list[Tensor]:
+        """The weights, or what this process has of them."""
+        return [part_of(parameter.detach()) for parameter in self.parameters]
+
     def kept(self, name: str) -> Encoded:
         """A moment or the master, flat; for a single parameter it shares memory with the state."""
         if len(self.states) == 1:
@@ -153,7 +156,7 @@ class _Unit:
         """The tensor to update: the masters, the weight itself, or a copy of the weights."""
         if self.master:
             return self.kept(MASTER)
-        here = [part_of(parameter.detach()) for parameter in self.parameters]
+        here = self.here()
         if len(here) == 1 and is_plain(here[0]):
             return Encoded(here[0].view(-1))
         return Encoded(torch.cat([x.to(self.how.weight.dtype).reshape(-1) for x in here]))
@@ -202,26 +205,41 @@ class _Unit:
         formulas = (decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"])
         return torch.tensor([*formulas, *(1.0 if x is None else 1 / x for x in scales)])
 
-    def keys(self) -> list[Key]:
-        """The keys of the random bits of this step: for the moments, and for the weight."""
-        seed = (self.group["seed"], int(self.states[0]["step"]), self.index)
-        return [random_key((*seed, stream)) for stream in range(2)]
+    def seed(self, stream: int) -> tuple[int, ...]:
+        """Of random bits of this step. stream: 0 for the moments, 1 for the weight, from 2 on for
+        copies of weights."""
+        return self.group["seed"], int(self.states[0]["step"]), self.index, stream
+
+    def rounds_copies(self) -> bool:
+        """Whether weights of a tensor subclass, updated as float32 copies, are then rounded
+        stochastically."""
+        here = part_of(self.parameters[0])
+        coarse = not in_dtype(here) and format_of(here).mantissa_bits < 23
+        return coarse and not self.master and self.group["stochastic_weights"]
 
     def finish(self, weight: Encoded, first: Encoded, second: Encoded) -> None:
         """Writes updated copies back to the parameters and states."""
         joined = len(self.states) > 1
-        here = [part_of(parameter.detach()) for parameter in self.parameters]
+        here = self.here()
         if joined or self.master or not is_plain(here[0]):
-            _split(decode(weight) if self.master else weight.values, here)
+            pieces = _split(decode(weight) if self.master else weight.values, here)
+            for i, (target, piece) in enumerate(pieces):
+                random = self.rounds_copies()
+                target.copy_(
+                    rounded_stochastically(piece, target, self.seed(2 + i)) if random else piece
+                )
         if joined:
             kept = {FIRST: first, SECOND: second, **({MASTER: weight} if self.master else {})}
             for name, stored in kept.items():
-                _split(stored.values, [read(state, name).values for state in self.states])
+                here = [read(state, name).values for state in self.states]
+                for target, piece in _split(stored.values, here):
+                    target.copy_(piece)
 
 
-def _split(flat: Tensor, targets: list[Tensor]) -> None:
+def _split(flat: Tensor, targets: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each of the ``targets`` with its part of ``flat``, in its shape."""
     for target, piece in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
-        target.copy_(piece.view(target.shape))
+        yield target, piece.view(target.shape)
 
 
 def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool) -> list[_Unit]:
@@ -234,8 +252,8 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
         kept = prepare(state, parameter, group)
         key: Any = number
         if parameter.numel() < group["min_size"]:
-            plain = is_plain(part_of(parameter)) and parameter.dtype
-            key = (float(state["step"]), parameter.device, plain, MASTER in kept)
+            kind = type(part_of(parameter)), parameter.dtype, parameter.device
+            key = (*kind, float(state["step"]), MASTER in kept)
         if key not in found:
             found[key] = _Unit(
                 parameters=[],
@@ -253,7 +271,7 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
 
 def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
     here, (b1, b2) = part_of(parameter), group["betas"]
-    weight = kept.get(MASTER) or PLAIN[here.dtype if is_plain(here) else torch.float32]
+    weight = kept.get(MASTER) or WEIGHTS[here.dtype if in_dtype(here) else torch.float32]
     first, second = kept[FIRST], kept[SECOND]
     stochastic = (
         group["stochastic_weights"] and weight.dtype != torch.float32,
@@ -264,7 +282,7 @@ def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
 
 
 def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
-    """Updates all units, or none and returns False if a gradient or its square is not finite. All
+    """Updates all units, or none and returns False if a gradient is not finite. All
     processes that have a shard of one of the ``parameters`` agree on the result."""
     grads = (g if len(g) else g.new_zeros(1) for g in map(_Unit.gradient, units))  # empty shard
     looks = [x for g in grads for x in torch.aminmax(g)]
@@ -273,21 +291,23 @@ def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
     found = torch.stack([x.float() for x in looks]).tolist() if one_device else map(float, looks)
     numbers = iter(found)
     largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
-    if not everywhere(all(x < LARGEST for x in largest), parameters):
+    if not everywhere(all(x < math.inf for x in largest), parameters):
         return False
     for unit, x in zip(units, largest, strict=True):
         for state in unit.states:
             state["step"] += 1
-        _step(unit, unit.scales(x, numbers))
+        _step(unit, x, unit.scales(min(x, LARGEST), numbers))
     return True
 
 
-def _step(unit: _Unit, scales: Scales) -> None:
+def _step(unit: _Unit, largest_grad: float, scales: Scales) -> None:
     """Updates one unit in chunks. The remainder of a compiled unit runs in eager mode."""
     kept = _Kept(unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
     grad, numbers, how = unit.gradient(), unit.numbers(scales), unit.how
+    if largest_grad > LARGEST:
+        grad = grad.to(torch.float32).clamp(-LARGEST, LARGEST)
     count = len(grad)
-    keys = unit.keys() if any(how.stochastic) else []
+    keys = [random_key(unit.seed(i)) for i in range(2)] if any(how.stochastic) else []
     compiled = unit.group["compile"] and len(unit.states) == 1
     fixed = compiled and grad.is_cpu and "block" in (how.first.scale, how.second.scale)
     threads = (torch.get_num_threads() - 1).bit_length()
@@ -393,7 +413,16 @@ class _Adam(LowPrecision):
         for group in self.param_groups:
             units += units_of(group, self.state, index, self.decoupled)
             index += len(group["params"])
+        asked = units and any(group["stochastic_weights"] for group in self.param_groups)
+        if asked and not any(unit.how.stochastic[0] or unit.rounds_copies() for unit in units):
+            warn_once(OptimizerWarning, _NOTHING_ROUNDED, about=self)
         return step_units(units, parameters_of(self))
+
+
+_NOTHING_ROUNDED = (
+    "stochastic_weights=True rounds no weight of this optimizer, because all are float32 or have "
+    "float32 masters. It is for bfloat16 and float16 weights, ScaledTensors and float16 masters"
+)
 
 
 class Adam(_Adam):

@@ -13,7 +13,7 @@ The rounding never makes a later step of Adam too long:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -81,6 +81,14 @@ MOMENTS = {
 
 MASTERS = ("float32", "float16")
 """The names in ENCODINGS allowed for ``master_weights``."""
+
+
+WEIGHTS = {
+    torch.float32: ENCODINGS["float32"],
+    torch.bfloat16: ENCODINGS["bfloat16"],
+    torch.float16: replace(ENCODINGS["float16"], scale="none"),
+}
+"""The encodings of weights without a master, by dtype."""
 
 
 class Encoded(NamedTuple):

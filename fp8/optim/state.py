@@ -13,8 +13,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ..common.dtensor import as_shard, is_dtensor, part_of
-from ..tensors.scaled_tensor import plain
-from .encodings import ENCODINGS, Encoded, Encoding, decode, scale_for, write, zeros
+from ..formats.format import FORMATS, Format
+from ..formats.quantize import quantize
+from ..formats.random_bits import Seed
+from ..recipes.scaling import scale_of
+from ..tensors.scaled_tensor import ScaledTensor, plain
+from .encodings import ENCODINGS, WEIGHTS, Encoded, Encoding, decode, scale_for, write, zeros
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
 MOMENTUM = "momentum_buffer"
@@ -51,9 +55,29 @@ def everywhere(true: bool, parameters: Iterable[Tensor]) -> bool:
     return true
 
 
+def in_dtype(tensor: Tensor) -> bool:
+    """Whether it is stored in its dtype: no tensor subclass, such as a ScaledTensor."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether its storage holds its values in row-major order."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_contiguous()
+    return in_dtype(tensor) and tensor.is_contiguous()
+
+
+def format_of(weight: Any) -> Format:
+    """The format in which a weight is stored."""
+    scaled = isinstance(weight, ScaledTensor)
+    return FORMATS[weight.format] if scaled else WEIGHTS[weight.dtype].format
+
+
+def rounded_stochastically(x: Tensor, weight: Tensor, seed: Seed) -> Tensor:
+    """``x``, float32, in values that copying it to ``weight`` does not change: a power of two is
+    its scale, if it has one, as the largest magnitude of ``x`` requires."""
+    format, scale = format_of(weight), None
+    if isinstance(weight, ScaledTensor) and x.numel():
+        scale = scale_of(x, None, format, "up")
+    return quantize(x, format, scale=scale, rounding="stochastic", seed=seed)
 
 
 def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
@@ -63,8 +87,7 @@ def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
     moments = {MOMENTUM: "float32"}
     if "second_moment" in group:
         moments = {FIRST: group["first_moment"], SECOND: group["second_moment"]}
-    subclass = type(part_of(parameter)) not in (Tensor, torch.nn.Parameter)
-    coarse = parameter.dtype != torch.float32 or subclass
+    coarse = parameter.dtype != torch.float32 or not in_dtype(part_of(parameter))
     if group["master_weights"] is not None and coarse:
         moments[MASTER] = group["master_weights"]
     return {name: ENCODINGS["float32" if small else kept] for name, kept in moments.items()}
