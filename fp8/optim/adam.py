@@ -21,8 +21,8 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -36,24 +36,10 @@ from ..common.validation import check_flag, check_name, check_number
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
 from . import encodings
+from . import state as states
 from .base import LowPrecision, check_group, refuse
 from .encodings import BLOCK, MOMENTS, WEIGHTS, Encoded, Encoding, decode
-from .state import (
-    FIRST,
-    MASTER,
-    PARTS,
-    SECOND,
-    Group,
-    State,
-    everywhere,
-    format_of,
-    in_dtype,
-    is_plain,
-    parameters_of,
-    prepare,
-    read,
-    rounded_stochastically,
-)
+from .state import FIRST, MASTER, PARTS, SECOND, Group, State, has, in_dtype, is_plain, read
 
 HALF = 15
 """Random bits for each of the two moments, from one 32-bit word."""
@@ -67,10 +53,9 @@ class _How(NamedTuple):
     second: Encoding
     stochastic: tuple[bool, bool, bool]
 
-    @property
-    def by_name(self) -> tuple[tuple[str, Encoding], ...]:
-        """The encodings with their names in a state."""
-        return (MASTER, self.weight), (FIRST, self.first), (SECOND, self.second)
+
+STORED = (MASTER, FIRST, SECOND)
+"""The names in a state, in the order of the fields of `_How` and `_Kept`."""
 
 
 class _Kept(NamedTuple):
@@ -125,22 +110,23 @@ BLOCKS = 1 << 16
 """Elements that a compiled step with blocks processes at once per CPU thread: constant, because for
 dynamic sizes torch compiles loops without vectors, which are ten times slower."""
 
-Scales = list[float | None]
-"""The scale factors of the weight and the moments; None: none for the whole tensor."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Unit:
     """Parameters that are updated together: one, or the small ones of a group concatenated. index:
     of the first among all of the optimizer, which makes random bits distinct."""
 
-    parameters: list[Tensor]
-    states: list[State]
     group: Group
     decoupled: bool
     index: int
-    master: bool
     how: _How
+    parameters: list[Tensor] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
+
+    @property
+    def master(self) -> bool:
+        """Whether the weights have masters."""
+        return has(self.states[0], MASTER)
 
     def here(self) -> list[Tensor]:
         """The weights, or what this process has of them."""
@@ -172,31 +158,28 @@ class _Unit:
             grad = grad.to(torch.float32) + self.group["weight_decay"] * decode(self.weight())
         return grad
 
-    def amaxes(self) -> dict[str, Tensor]:
-        """Name in a state -> the amax of what has a scale for the whole tensor."""
-        state = self.states[0]
-        return {n: state[n + PARTS[2]] for n, kept in self.how.by_name if kept.scale == "tensor"}
+    def amaxes(self) -> list[Tensor | None]:
+        """The amax of the weight and the moments; None: there is no scale for the whole tensor."""
+        return [self.states[0].get(name + PARTS[2]) for name in STORED]
 
-    def scales(self, largest: float, numbers: Iterator[float]) -> Scales:
+    def scales(self, largest: float, numbers: Iterator[float]) -> list[float | None]:
         """New scale factors for gradients up to ``largest``: the moment of the largest magnitudes
         bounds a moment, so a scale costs one pass over the gradient."""
-        (b1, b2), amaxes = self.group["betas"], self.amaxes()
-        found: Scales = []
-        for name, encoding in self.how.by_name:
-            if name not in amaxes:
-                found.append(None)
+        found: list[float | None] = [None, None, None]
+        for i, amax in enumerate(self.amaxes()):
+            if amax is None:
                 continue
-            amax = next(numbers)
-            if name == MASTER:
-                amax *= encodings.HEADROOM
+            new = next(numbers)
+            if STORED[i] == MASTER:
+                new *= encodings.HEADROOM
             else:
-                beta, x = (b1, largest) if name == FIRST else (b2, largest**2)
-                amax = beta * amax + (1 - beta) * x
-                amaxes[name].fill_(amax)
-            found.append(encodings.scale_for(amax, encoding))
+                beta = self.group["betas"][i - 1]
+                new = beta * new + (1 - beta) * largest**i
+                amax.fill_(new)
+            found[i] = encodings.scale_for(new, self.how[:3][i])
         return found
 
-    def numbers(self, scales: Scales) -> Tensor:
+    def numbers(self, scales: list[float | None]) -> Tensor:
         """The 8 scalars of a step, computed in float64 and rounded once, then 1 / scales."""
         group = self.group
         step, (b1, b2), lr = float(self.states[0]["step"]), group["betas"], float(group["lr"])
@@ -214,59 +197,30 @@ class _Unit:
         """Whether weights of a tensor subclass, updated as float32 copies, are then rounded
         stochastically."""
         here = part_of(self.parameters[0])
-        coarse = not in_dtype(here) and format_of(here).mantissa_bits < 23
+        coarse = not in_dtype(here) and states.format_of(here).mantissa_bits < 23
         return coarse and not self.master and self.group["stochastic_weights"]
 
     def finish(self, weight: Encoded, first: Encoded, second: Encoded) -> None:
         """Writes updated copies back to the parameters and states."""
-        joined = len(self.states) > 1
-        here = self.here()
+        here, random = self.here(), self.rounds_copies()
+        joined = len(here) > 1
         if joined or self.master or not is_plain(here[0]):
-            pieces = _split(decode(weight) if self.master else weight.values, here)
-            for i, (target, piece) in enumerate(pieces):
-                random = self.rounds_copies()
-                target.copy_(
-                    rounded_stochastically(piece, target, self.seed(2 + i)) if random else piece
+            values = decode(weight) if self.master else weight.values
+            for i, (x, part) in enumerate(_parts(values, here)):
+                x.copy_(
+                    states.rounded_stochastically(part, x, self.seed(2 + i)) if random else part
                 )
-        if joined:
-            kept = {FIRST: first, SECOND: second, **({MASTER: weight} if self.master else {})}
-            for name, stored in kept.items():
-                here = [read(state, name).values for state in self.states]
-                for target, piece in _split(stored.values, here):
-                    target.copy_(piece)
+        for name, stored in zip(STORED, (weight, first, second), strict=True):
+            if joined and has(self.states[0], name):
+                own = [read(state, name).values for state in self.states]
+                for x, part in _parts(stored.values, own):
+                    x.copy_(part)
 
 
-def _split(flat: Tensor, targets: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each of the ``targets`` with its part of ``flat``, in its shape."""
-    for target, piece in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
-        yield target, piece.view(target.shape)
-
-
-def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool) -> list[_Unit]:
-    """The units of parameters with a gradient. index: of the group's first parameter."""
-    found: dict[Any, _Unit] = {}
-    for number, parameter in enumerate(group["params"], index):
-        if parameter.grad is None:
-            continue
-        state = states[parameter]
-        kept = prepare(state, parameter, group)
-        key: Any = number
-        if parameter.numel() < group["min_size"]:
-            kind = type(part_of(parameter)), parameter.dtype, parameter.device
-            key = (*kind, float(state["step"]), MASTER in kept)
-        if key not in found:
-            found[key] = _Unit(
-                parameters=[],
-                states=[],
-                group=group,
-                decoupled=decoupled,
-                index=number,
-                master=MASTER in kept,
-                how=_how(parameter, kept, group),
-            )
-        found[key].parameters.append(parameter)
-        found[key].states.append(state)
-    return list(found.values())
+def _parts(flat: Tensor, of: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor with its part of ``flat``, in its shape."""
+    for x, part in zip(of, flat.split([x.numel() for x in of]), strict=True):
+        yield x, part.view(x.shape)
 
 
 def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
@@ -281,26 +235,7 @@ def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
     return _How(weight, first, second, stochastic)
 
 
-def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
-    """Updates all units, or none and returns False if a gradient is not finite. All
-    processes that have a shard of one of the ``parameters`` agree on the result."""
-    grads = (g if len(g) else g.new_zeros(1) for g in map(_Unit.gradient, units))  # empty shard
-    looks = [x for g in grads for x in torch.aminmax(g)]
-    looks += [amax for unit in units for amax in unit.amaxes().values()]
-    one_device = len({x.device for x in looks}) == 1  # one synchronization with a GPU
-    found = torch.stack([x.float() for x in looks]).tolist() if one_device else map(float, looks)
-    numbers = iter(found)
-    largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
-    if not everywhere(all(x < math.inf for x in largest), parameters):
-        return False
-    for unit, x in zip(units, largest, strict=True):
-        for state in unit.states:
-            state["step"] += 1
-        _step(unit, x, unit.scales(min(x, LARGEST), numbers))
-    return True
-
-
-def _step(unit: _Unit, largest_grad: float, scales: Scales) -> None:
+def _step(unit: _Unit, largest_grad: float, scales: list[float | None]) -> None:
     """Updates one unit in chunks. The remainder of a compiled unit runs in eager mode."""
     kept = _Kept(unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
     grad, numbers, how = unit.gradient(), unit.numbers(scales), unit.how
@@ -338,21 +273,6 @@ def _step(unit: _Unit, largest_grad: float, scales: Scales) -> None:
     unit.finish(*kept)
 
 
-def check_adam(group: dict[str, Any]) -> None:
-    """Raises ValueError or TypeError for invalid settings of a group."""
-    for name, allowed in MOMENTS.items():
-        check_name(name, group[name], allowed)
-    check_flag("stochastic_weights", group["stochastic_weights"])
-    check_group(group, "lr", "eps", "weight_decay", "min_size")
-    betas = group["betas"]
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise TypeError(f"betas are two numbers, got {betas!r}")
-    for i, beta in enumerate(betas):
-        check_number(f"betas[{i}]", beta)
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
-
-
 class _Adam(LowPrecision):
     """Base class of `Adam` and `AdamW`, which isinstance tells apart."""
 
@@ -364,10 +284,23 @@ class _Adam(LowPrecision):
         "min_size",
         "compile",
     )
-    check = staticmethod(check_adam)
 
     decoupled: bool
     default_decay: float
+
+    @staticmethod
+    def check(group: Group) -> None:
+        for name, allowed in MOMENTS.items():
+            check_name(name, group[name], allowed)
+        check_flag("stochastic_weights", group["stochastic_weights"])
+        check_group(group, "lr", "eps", "weight_decay", "min_size")
+        betas = group["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise TypeError(f"betas are two numbers, got {betas!r}")
+        for i, beta in enumerate(betas):
+            check_number(f"betas[{i}]", beta)
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
 
     @refuses_removed("fp8.optim.AdamW")
     def __init__(
@@ -409,14 +342,44 @@ class _Adam(LowPrecision):
         super().__init__(params, defaults)
 
     def step_all(self) -> bool:
-        index, units = 0, []
-        for group in self.param_groups:
-            units += units_of(group, self.state, index, self.decoupled)
-            index += len(group["params"])
+        units = self._units()
         asked = units and any(group["stochastic_weights"] for group in self.param_groups)
         if asked and not any(unit.how.stochastic[0] or unit.rounds_copies() for unit in units):
             warn_once(OptimizerWarning, _NOTHING_ROUNDED, about=self)
-        return step_units(units, parameters_of(self))
+        grads = (g if len(g) else g.new_zeros(1) for g in map(_Unit.gradient, units))  # empty shard
+        looks = [x for g in grads for x in torch.aminmax(g)]
+        looks += [amax for unit in units for amax in unit.amaxes() if amax is not None]
+        alike = len({x.device for x in looks}) == 1  # one synchronization with a GPU
+        found = torch.stack([x.float() for x in looks]).tolist() if alike else map(float, looks)
+        numbers = iter(found)
+        largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
+        if not states.everywhere(all(x < math.inf for x in largest), states.parameters_of(self)):
+            return False
+        for unit, x in zip(units, largest, strict=True):
+            for state in unit.states:
+                state["step"] += 1
+            _step(unit, x, unit.scales(min(x, LARGEST), numbers))
+        return True
+
+    def _units(self) -> list[_Unit]:
+        """The units of the parameters with a gradient."""
+        found: dict[Any, _Unit] = {}
+        every = [(group, p) for group in self.param_groups for p in group["params"]]
+        for index, (group, parameter) in enumerate(every):
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            kept = states.prepare(state, parameter, group)
+            key: Any = index
+            if parameter.numel() < group["min_size"]:
+                kind = type(part_of(parameter)), parameter.dtype, parameter.device
+                key = (id(group), *kind, float(state["step"]), MASTER in kept)
+            if key not in found:
+                how = _how(parameter, kept, group)
+                found[key] = _Unit(group=group, decoupled=self.decoupled, index=index, how=how)
+            found[key].parameters.append(parameter)
+            found[key].states.append(state)
+        return list(found.values())
 
 
 _NOTHING_ROUNDED = (
@@ -438,8 +401,9 @@ class AdamW(_Adam):
     The arguments of torch keep their positions, names and defaults. The arithmetic is float32. All
     options may differ between parameter groups.
 
-    If a gradient in any group, or its square, is not finite, no parameter is updated, no state
-    changes, and ``skipped_steps`` counts the step. Deciding this synchronizes with a GPU.
+    If a gradient in any group is not finite, no parameter is updated, no state changes, and
+    ``skipped_steps`` counts the step. Deciding this synchronizes with a GPU. A finite element above
+    `LARGEST` counts as that.
 
     Args:
         params: parameters, named parameters or groups of them; float32, bfloat16 or float16, or
@@ -449,8 +413,9 @@ class AdamW(_Adam):
             "e4m3_block" and "e5m3_block" 1.03, with a scale for each block of 128.
         master_weights: "float32" or "float16" (with one scale per tensor): the copy that is updated
             for weights that are not float32. After a step the weights are rounded from it.
-        stochastic_weights: rounds bfloat16 or float16 weights, or masters, stochastically, so that
-            updates below their precision take effect in expectation.
+        stochastic_weights: rounds weights of 16 bits or fewer (bfloat16, float16, ScaledTensors) or
+            their float16 masters stochastically, so that updates below their precision take effect
+            in expectation. A warning says if there are none.
         min_size: parameters of fewer elements have float32 moments and are updated together.
         seed: of the random bits, which depend on it, the step and the position of the element: the
             same in eager and compiled code, and after resuming from a state_dict.
