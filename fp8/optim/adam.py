@@ -35,11 +35,12 @@ from ..common.removed import refuses_removed
 from ..common.validation import check_flag, check_name, check_number
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
+from ..recipes.scaling import scale_of_number
 from . import encodings
 from . import state as states
 from .base import LowPrecision, check_group, refuse
 from .encodings import BLOCK, MOMENTS, WEIGHTS, Encoded, Encoding, decode
-from .state import FIRST, MASTER, PARTS, SECOND, Group, State, has, in_dtype, is_plain, read
+from .state import FIRST, MASTER, PARTS, SECOND, Group, State, in_dtype, is_plain, read
 
 HALF = 15
 """Random bits for each of the two moments, from one 32-bit word."""
@@ -114,19 +115,16 @@ dynamic sizes torch compiles loops without vectors, which are ten times slower."
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Unit:
     """Parameters that are updated together: one, or the small ones of a group concatenated. index:
-    of the first among all of the optimizer, which makes random bits distinct."""
+    of the first among all of the optimizer, which makes random bits distinct. master: whether the
+    weights have masters."""
 
     group: Group
     decoupled: bool
     index: int
     how: _How
+    master: bool
     parameters: list[Tensor] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
-
-    @property
-    def master(self) -> bool:
-        """Whether the weights have masters."""
-        return has(self.states[0], MASTER)
 
     def here(self) -> list[Tensor]:
         """The weights, or what this process has of them."""
@@ -176,7 +174,7 @@ class _Unit:
                 beta = self.group["betas"][i - 1]
                 new = beta * new + (1 - beta) * largest**i
                 amax.fill_(new)
-            found[i] = encodings.scale_for(new, self.how[:3][i])
+            found[i] = scale_of_number(new, self.how[:3][i].format)
         return found
 
     def numbers(self, scales: list[float | None]) -> Tensor:
@@ -196,22 +194,24 @@ class _Unit:
     def rounds_copies(self) -> bool:
         """Whether weights of a tensor subclass, updated as float32 copies, are then rounded
         stochastically."""
+        if self.master or not self.group["stochastic_weights"]:
+            return False
         here = part_of(self.parameters[0])
-        coarse = not in_dtype(here) and states.format_of(here).mantissa_bits < 23
-        return coarse and not self.master and self.group["stochastic_weights"]
+        return not in_dtype(here) and states.format_of(here).mantissa_bits < 23
 
     def finish(self, weight: Encoded, first: Encoded, second: Encoded) -> None:
         """Writes updated copies back to the parameters and states."""
-        here, random = self.here(), self.rounds_copies()
+        here = self.here()
         joined = len(here) > 1
         if joined or self.master or not is_plain(here[0]):
-            values = decode(weight) if self.master else weight.values
+            values, random = decode(weight) if self.master else weight.values, self.rounds_copies()
             for i, (x, part) in enumerate(_parts(values, here)):
                 x.copy_(
                     states.rounded_stochastically(part, x, self.seed(2 + i)) if random else part
                 )
-        for name, stored in zip(STORED, (weight, first, second), strict=True):
-            if joined and has(self.states[0], name):
+        if joined:
+            kept = {MASTER: weight} if self.master else {}
+            for name, stored in (kept | {FIRST: first, SECOND: second}).items():
                 own = [read(state, name).values for state in self.states]
                 for x, part in _parts(stored.values, own):
                     x.copy_(part)
@@ -375,8 +375,13 @@ class _Adam(LowPrecision):
                 kind = type(part_of(parameter)), parameter.dtype, parameter.device
                 key = (id(group), *kind, float(state["step"]), MASTER in kept)
             if key not in found:
-                how = _how(parameter, kept, group)
-                found[key] = _Unit(group=group, decoupled=self.decoupled, index=index, how=how)
+                found[key] = _Unit(
+                    group=group,
+                    decoupled=self.decoupled,
+                    index=index,
+                    how=_how(parameter, kept, group),
+                    master=MASTER in kept,
+                )
             found[key].parameters.append(parameter)
             found[key].states.append(state)
         return list(found.values())

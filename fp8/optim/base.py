@@ -97,10 +97,7 @@ class LowPrecision(Optimizer):
         parameter with a master was written since the last step, its master is set from it. Raises
         RuntimeError for a sparse gradient.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for parameter in parameters_of(self):
             _align_gradient(type(self).__name__, parameter)
         self._refresh_masters()
@@ -174,11 +171,7 @@ class _Bits:
     tensor: Tensor
 
     def __reduce__(self) -> Any:
-        return _viewed, (self.tensor.view(torch.uint8), self.tensor.dtype)
-
-
-def _viewed(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    return bits.view(dtype)
+        return Tensor.view, (self.tensor.view(torch.uint8), self.tensor.dtype)
 
 
 def _readable(value: Any) -> Any:

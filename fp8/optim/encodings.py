@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..formats.format import FORMATS, Format
 from ..formats.rounding import LAYOUTS, Grid, round_to_grid
-from ..recipes.scaling import scale_of, scale_of_number, scaled_tiles
+from ..recipes.scaling import scale_of, scaled_tiles
 
 BLOCK = 128
 """Consecutive elements that share the scale of a block, as in DeepSeek-V3 (arXiv:2412.19437)."""
@@ -130,11 +130,6 @@ def decode(stored: Encoded) -> Tensor:
     if not scale.dim():
         return x * scale
     return (_blocks(x) * scale[:, None]).flatten()[: len(x)]
-
-
-def scale_for(amax: float, encoding: Encoding) -> float | None:
-    """The scale factor for magnitudes up to ``amax``; None: none for the whole tensor."""
-    return scale_of_number(amax, encoding.format) if encoding.scale == "tensor" else None
 
 
 def write(

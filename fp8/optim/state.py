@@ -16,9 +16,9 @@ from ..common.dtensor import as_shard, is_dtensor, part_of
 from ..formats.format import FORMATS, Format
 from ..formats.quantize import quantize
 from ..formats.random_bits import Seed
-from ..recipes.scaling import scale_of
+from ..recipes.scaling import scale_of, scale_of_number
 from ..tensors.scaled_tensor import ScaledTensor, plain
-from .encodings import ENCODINGS, WEIGHTS, Encoded, Encoding, decode, scale_for, write, zeros
+from .encodings import ENCODINGS, WEIGHTS, Encoded, Encoding, decode, write, zeros
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
 MOMENTUM = "momentum_buffer"
@@ -101,10 +101,11 @@ def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding
         state["step"] = torch.zeros(())
         for name in (FIRST, SECOND):
             keep(state, name, parameter, kept[name])
-    if MASTER in kept and not has(state, MASTER):
-        keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
-    for name in [n for n in state if n.startswith(MASTER) and MASTER not in kept]:
-        del state[name]
+    if (MASTER in kept) != has(state, MASTER):
+        for name in [name for name in state if name.startswith(MASTER)]:
+            del state[name]
+        if MASTER in kept:
+            keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
     return kept
 
 
@@ -150,12 +151,12 @@ def keep(
     here = part_of(parameter)
     stored = zeros(here.numel(), encoding, here.device)
     if numbers is not None and len(numbers):
-        amax = numbers.abs().amax()
-        scale = scale_for(float(amax), encoding)
-        if stored.scale is not None and stored.amax is not None and scale is not None:
+        unit = None
+        if stored.amax is not None and stored.scale is not None:
+            stored.amax.copy_(numbers.abs().amax())
+            scale = scale_of_number(float(stored.amax), encoding.format)
             stored.scale.fill_(scale)
-            stored.amax.copy_(amax)
-        unit = None if scale is None else 1 / scale
+            unit = 1 / scale
         write(numbers, stored, encoding, unit, away=name == SECOND)
     _put(state, name, stored, here.shape)
 
@@ -183,9 +184,8 @@ def portable(parameter: Tensor, state: State) -> State:
     found = {key: value for key, value in state.items() if purpose_of(key, "") == ""}
     for name in PURPOSES:
         if has(state, name):
-            value = state.get(name)
-            if value is None:
-                value = decode(read(state, name)).view(part_of(parameter).shape)
+            shape = part_of(parameter).shape
+            value = state[name] if name in state else decode(read(state, name)).view(shape)
             divided = is_dtensor(parameter) and not is_dtensor(value)
             found[name] = as_shard(parameter, value) if divided else value
     return found
