@@ -25,7 +25,7 @@ from fp8.__main__ import LEVEL_HEADS, level_row
 from fp8.formats.format import FORMATS, Format
 from fp8.levels.initialize import LEVELS
 from fp8.modes.dispatch import COMPOSED, LEFT, OPAQUE, PRODUCTS
-from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTA, MOMENTS, Encoding
+from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTS, Encoding
 from fp8.recipes.cast import Cast
 from fp8.recipes.policy import ROLES
 from fp8.recipes.recipe import RECIPES, Recipe
@@ -174,7 +174,7 @@ def scaling(name: str, row: Scaling) -> list[str]:
 
 
 def encoding(name: str, row: Encoding) -> list[str]:
-    places = {**MOMENTS, "first_moment of Muon": MOMENTA, "master_weights": MASTERS}
+    places = {**MOMENTS, "master_weights": MASTERS}
     shares = {"none": "none", "tensor": "the tensor", "block": "each 128 elements"}[row.scale]
     return [f"`{name}`", f"`{row.dtype}`", shares, code(p for p, n in places.items() if name in n)]
 
@@ -243,7 +243,7 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     (
         "Optimizer states",
         "`fp8.optim.encodings.ENCODINGS`: how `fp8.optim` keeps a tensor, in units of a power of "
-        "two; `int8_block` in those of the largest magnitude / 127.",
+        "two.",
         "name | stored as | one scale for | may be",
         [encoding(name, row) for name, row in ENCODINGS.items()],
     ),

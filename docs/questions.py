@@ -330,7 +330,7 @@ QUESTIONS: dict[str, Question] = {
         text="Does `uu.optim.AdamW` reach the loss of torch's AdamW?", answer=_unit_adamw
     ),
     "optimizer_loss": Question(
-        text="What do 8-bit states, bfloat16 weights and Muon's products in FP8 cost in loss?",
+        text="What do 8-bit states and bfloat16 weights cost in loss?",
         answer=_optimizer_loss,
     ),
     "residual": Question(

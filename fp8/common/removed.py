@@ -85,9 +85,22 @@ INSTEAD: dict[str, dict[str, str]] = {
             "fp8.adapters.msamp.initialize takes use_te"
         ),
     },
+    "fp8.optim": {
+        "Muon": "use torch.optim.Muon for hidden matrices and fp8.optim.AdamW for all other parameters",
+        "muon_groups": (
+            "give torch.optim.Muon the weights of linear layers inside of the blocks, and all "
+            "other parameters to fp8.optim.AdamW"
+        ),
+    },
+    "fp8.optim.AdamW": {
+        "error_feedback": "use stochastic_weights=True, which keeps no more bytes, or master_weights",
+    },
     "fp8.studies.hardware.estimate": {
         "optimizer": "the memory is that of Adam",
         "parameters": "the memory is that of the weights of the products",
+    },
+    "first_moment": {
+        "int8_block": "use 'e4m3_block', which takes as many bytes",
     },
     "where": {
         "hidden": (

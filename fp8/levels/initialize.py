@@ -24,7 +24,7 @@ from ..common.mixin import check_module
 from ..common.removed import refuses_removed
 from ..common.report import note
 from ..common.validation import check_name
-from ..optim import SGD, Adam, AdamW, Muon
+from ..optim import SGD, Adam, AdamW
 from ..optim.base import LowPrecision
 from ..optim.state import convert as convert_state
 from ..recipes.policy import Policy
@@ -113,7 +113,7 @@ def initialize(
 
     Args:
         model: changed in place.
-        optimizer: `torch.optim.Adam`, `AdamW`, `SGD` or `Muon`, or one of `unit_scaling.optim` or
+        optimizer: `torch.optim.Adam`, `AdamW` or `SGD`, or one of `unit_scaling.optim` or
             `fp8.optim`. It becomes an instance of the class of `fp8.optim` with the same
             arithmetic, which computes in float32, and skips and counts (``skipped_steps``) steps
             with a gradient that is not finite. None: an `fp8.optim.AdamW` with defaults, which the
@@ -237,7 +237,6 @@ KINDS: dict[type[Optimizer], type[LowPrecision]] = {
     torch.optim.SGD: SGD,
     torch.optim.AdamW: AdamW,
     torch.optim.Adam: Adam,
-    torch.optim.Muon: Muon,
 }
 """A torch class, subclasses first -> the class with the same arithmetic."""
 
@@ -254,7 +253,7 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
     known = next((kind for kind in KINDS if issubclass(cls, kind)), None)
     if known is None or inspect.unwrap(cls.step) is not inspect.unwrap(known.step):
         raise TypeError(
-            f"{cls.__name__} is not supported: initialize takes Adam, AdamW, SGD and Muon "
+            f"{cls.__name__} is not supported: initialize takes Adam, AdamW and SGD "
             "of torch.optim, unit_scaling.optim and fp8.optim"
         )
     derived = [vars(c) for c in cls.__mro__ if issubclass(c, known) and c not in KINDS]
