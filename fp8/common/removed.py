@@ -86,14 +86,14 @@ INSTEAD: dict[str, dict[str, str]] = {
         ),
     },
     "fp8.optim": {
-        "Muon": "use torch.optim.Muon for hidden matrices and fp8.optim.AdamW for all other parameters",
+        "Muon": "use torch.optim.Muon for hidden matrices and fp8.optim.AdamW for all others",
         "muon_groups": (
             "give torch.optim.Muon the weights of linear layers inside of the blocks, and all "
             "other parameters to fp8.optim.AdamW"
         ),
     },
     "fp8.optim.AdamW": {
-        "error_feedback": "use stochastic_weights=True, which keeps no more bytes, or master_weights",
+        "error_feedback": "use stochastic_weights=True, or master_weights",
     },
     "fp8.studies.hardware.estimate": {
         "optimizer": "the memory is that of Adam",
