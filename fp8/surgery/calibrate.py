@@ -125,7 +125,7 @@ def _states(model: nn.Module) -> dict[str, Tensor]:
 def _planned(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, module in unwrapped(model).named_modules():
-        own = getattr(module, "fp8_planned_scales", dict)()
+        own: dict[str, Tensor] = getattr(module, "fp8_planned_scales", dict)()
         found |= {f"{name}.{key}".lstrip("."): state for key, state in own.items()}
     return found
 

@@ -44,7 +44,7 @@ class Scope(Protocol):
 
     order: int
     path: Stack
-    each = False
+    each: bool = False
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()``, the forward of ``module``, with the transform active."""
