@@ -116,10 +116,19 @@ _SILENT = Setting(_without_warnings)
 
 @contextmanager
 def _unchanged(copy: nn.Module) -> Iterator[None]:
-    """Restores random states, and the parameters, which ``copy`` shares with its model."""
-    devices = sorted({p.device.index or 0 for p in copy.parameters() if p.is_cuda})
-    with seeded(None, devices), restored(copy.parameters()):
-        yield
+    """Restores random states, and the parameters, which ``copy`` shares with its model, with their
+    gradients: a model may call ``backward`` itself."""
+    parameters = list(copy.parameters())
+    devices = sorted({p.device.index or 0 for p in parameters if p.is_cuda})
+    gradients = [p.grad for p in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        with seeded(None, devices), restored(parameters):
+            yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def _record(transform: Any, module: nn.Module, path: str, given: Given) -> Recording:
