@@ -76,6 +76,7 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
             readouts=weights.readouts,
             scaled=weights.scaled,
             decided=frozenset(transform.plan.tags),
+            known=frozenset(transform.plan.steps),
             changed=recording.changed,
         )
         decided = decide(nodes, settings)
