@@ -149,7 +149,7 @@ def exhaustive(problem: Problem, policies: Mapping[str, Policy]) -> tuple[list[R
 
 
 def _probe(problem: Problem, seed: int, snapshot: Snapshot) -> Probe:
-    return Probe(problem.start(seed).model, snapshot, problem.loss)
+    return Probe(problem.start(seed).model, snapshot, problem.setup.loss)
 
 
 def _gap(runs: Iterable[Run], name: str) -> Gap:

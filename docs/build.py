@@ -25,13 +25,12 @@ from fp8.__main__ import LEVEL_HEADS, level_row
 from fp8.formats.format import FORMATS, Format
 from fp8.levels.initialize import LEVELS
 from fp8.modes.dispatch import COMPOSED, LEFT, OPAQUE, PRODUCTS
-from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTA, MOMENTS, Encoding
+from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTS, Encoding
 from fp8.recipes.cast import Cast
 from fp8.recipes.policy import ROLES
 from fp8.recipes.recipe import RECIPES, Recipe
 from fp8.recipes.rules import RULES
 from fp8.recipes.scaling import SCALINGS, Scaling
-from fp8.selection.where import WHERE
 from fp8.studies.hardware import ACHIEVED, HARDWARE, UNITS, Hardware
 from unit_scaling.constraints import CONSTRAINTS
 from unit_scaling.optim import LR_RULES
@@ -175,7 +174,7 @@ def scaling(name: str, row: Scaling) -> list[str]:
 
 
 def encoding(name: str, row: Encoding) -> list[str]:
-    places = {**MOMENTS, "first_moment of Muon": MOMENTA, "master_weights": MASTERS}
+    places = {**MOMENTS, "master_weights": MASTERS}
     shares = {"none": "none", "tensor": "the tensor", "block": "each 128 elements"}[row.scale]
     return [f"`{name}`", f"`{row.dtype}`", shares, code(p for p, n in places.items() if name in n)]
 
@@ -219,15 +218,9 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         [recipe(row) for row in RECIPES.values()],
     ),
     (
-        "Choices of layers",
-        "`fp8.selection.where.WHERE`: what `fp8.convert(where=...)` takes by name. A block is an "
-        "item of a list of modules of one class, its part an attention or an MLP.",
-        "name | layers",
-        documented(WHERE),
-    ),
-    (
         "Roles of layers",
-        "`fp8.recipes.policy.ROLES`: what `fp8.Policy(keep=...)` takes by name.",
+        "`fp8.recipes.policy.ROLES`: what `fp8.Policy(keep=...)` takes by name. A block is an item "
+        "of a list of modules of one class, its part an attention or an MLP.",
         "name | layers",
         [[f"`{name}`", layers] for name, layers in ROLES.items()],
     ),
@@ -250,7 +243,7 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     (
         "Optimizer states",
         "`fp8.optim.encodings.ENCODINGS`: how `fp8.optim` keeps a tensor, in units of a power of "
-        "two; `int8_block` in those of the largest magnitude / 127.",
+        "two.",
         "name | stored as | one scale for | may be",
         [encoding(name, row) for name, row in ENCODINGS.items()],
     ),

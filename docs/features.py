@@ -54,7 +54,7 @@ DOCUMENTS = {
     "Accelerate": (_GUIDE, "Installed and run on CPU, with a stand-in for TransformerEngine."),
     "TransformerEngine": (
         _GUIDE,
-        "It needs a GPU: its published Python is run, and a CPU stand-in that is made from its "
+        "It needs a GPU: its published recipes are run, and a CPU stand-in that is made from its "
         "signatures.",
     ),
     "MS-AMP": (
@@ -204,8 +204,7 @@ FEATURES = [
         "timm",
         "LayerNorm2d",
         "LayerNorm2d(num_channels, eps, affine)",
-        "strides of the output and of the gradient",
-        "contiguous stays contiguous, compiled",
+        "contiguous stays contiguous",
         "channels-last without copies",
         "TorchScript",
         "export",
@@ -220,7 +219,7 @@ FEATURES = [
     *_rows(
         "timm",
         "the fast path",
-        "fast norm, off unless asked for",
+        "fast norm",
         "statistics in float32 whatever the dtype",
         "GroupNorm as well",
         ("Apex", "not needed: the kernels are torch's"),
@@ -351,16 +350,6 @@ COMPARISONS = [
             "Accelerate": "MS-AMP's, deprecated",
             "MS-AMP": "`FP8DistributedDataParallel`",
         },
-    ),
-    Comparison(
-        "all-to-all of tokens in FP8",
-        {
-            "TransformerEngine": "MXFP8, its expert parallelism on NCCL",
-            "torchao": "prototype, MXFP8, `a2a_dispatch`",
-            "Megatron-LM": "`moe_dispatch_fwd_dtype` mxfp8",
-            "torchtitan": "an argument of its DeepEP and HybridEP calls, off; no setting",
-        },
-        "`all_to_all`, for an engine's dispatcher to call: none is replaced; formats of one byte",
     ),
     Comparison(
         "optimizer states in low precision",

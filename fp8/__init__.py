@@ -14,26 +14,20 @@ from .common.pitfalls import (
     strict,
 )
 from .common.removed import attributes_of
-from .formats.format import FORMATS, Format, get_format
-from .formats.quantize import quantize, quantize_backward, quantize_forward
+from .formats.format import FORMATS, Format
+from .formats.quantize import quantize
 from .levels.initialize import LEVELS, Level, initialize
 from .levels.memory import state
 from .levels.weights import export_weights, store_frozen
 from .modes.autocast import autocast, checkpoint_contexts
-from .norms.low_precision import (
-    NoEffectWarning,
-    apply_low_precision_layernorm,
-    low_precision_norms,
-    norm_report,
-    revert_norms,
-)
-from .norms.norm import LayerNorm2d, is_fast_norm, set_fast_norm
+from .norms.low_precision import apply_low_precision_layernorm
+from .norms.norm import LayerNorm2d
 from .recipes.cast import Cast
 from .recipes.history import reduce_amax
 from .recipes.policy import Policy, Rule
-from .recipes.recipe import RECIPES, Recipe, get_recipe
-from .studies.preflight import Preflight, PreflightError, preflight
-from .studies.stats import dump, stats
+from .recipes.recipe import RECIPES, Recipe
+from .studies.preflight import preflight
+from .studies.stats import stats
 from .surgery.calibrate import calibrate, calibration
 from .surgery.convert import advance, convert, report, revert
 from .surgery.override import override
@@ -50,12 +44,9 @@ __all__ = [
     "Format",
     "LayerNorm2d",
     "Level",
-    "NoEffectWarning",
     "OptimizerWarning",
     "PitfallWarning",
     "Policy",
-    "Preflight",
-    "PreflightError",
     "Recipe",
     "RecipeWarning",
     "Rule",
@@ -69,27 +60,17 @@ __all__ = [
     "calibration",
     "checkpoint_contexts",
     "convert",
-    "dump",
     "export",
     "export_weights",
-    "get_format",
-    "get_recipe",
     "initialize",
-    "is_fast_norm",
-    "low_precision_norms",
-    "norm_report",
     "optim",
     "override",
     "preflight",
     "quantize",
-    "quantize_backward",
-    "quantize_forward",
     "reduce_amax",
     "report",
     "revert",
-    "revert_norms",
     "scaled",
-    "set_fast_norm",
     "state",
     "stats",
     "store_frozen",

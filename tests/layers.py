@@ -18,8 +18,8 @@ LAYERS = {
         products
         selection
         modes
-        surgery
         norms
+        surgery
         optim
         levels
         distributed

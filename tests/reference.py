@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8 import Cast, Format, Recipe, get_format, get_recipe
+from fp8 import Cast, Format, Recipe
+from fp8.formats.format import get_format
+from fp8.recipes.recipe import get_recipe
 
 Product = Callable[..., Tensor]
 

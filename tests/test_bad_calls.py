@@ -104,7 +104,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: uu.batch_multiplier(True).__enter__(),
         "batch_multiplier: n must be a whole number from 1, got True",
     ),
-    "set_fast_norm": (lambda: fp8.set_fast_norm("a"), "enable must be True or False, got 'a'"),
     "every": (lambda: fp8.stats(model(), every=True), "every must be a whole number from 1"),
     "every of track_scales": (lambda: track_scales(model(), every=True), "every must be a whole"),
     "formats": (lambda: track_scales(model(), formats=5), "formats must be a list or tuple"),
@@ -201,11 +200,11 @@ def test_an_error_that_is_not_of_a_type_stays():
 @pytest.mark.parametrize(
     ("use", "near"),
     [
-        (lambda: fp8.get_recipe("MXFP8"), "mxfp8"),
-        (lambda: fp8.get_recipe("tens"), "tensor"),
+        (lambda: fp8.recipes.recipe.get_recipe("MXFP8"), "mxfp8"),
+        (lambda: fp8.recipes.recipe.get_recipe("tens"), "tensor"),
         (lambda: fp8.convert(model(), "tensor", backend="te"), "transformer_engine"),
-        (lambda: fp8.get_recipe("tensr"), "tensor"),
-        (lambda: fp8.get_format("E4M3"), "e4m3"),
+        (lambda: fp8.recipes.recipe.get_recipe("tensr"), "tensor"),
+        (lambda: fp8.formats.format.get_format("E4M3"), "e4m3"),
         (lambda: check_name("level", "o2", fp8.LEVELS), "O2"),
     ],
 )
@@ -216,7 +215,7 @@ def test_an_unknown_name_comes_with_the_nearest(use: Callable[[], Any], near: st
 
 def test_a_name_like_none_comes_without():
     with pytest.raises(ValueError, match="choose one of") as caught:
-        fp8.get_recipe("qqq")
+        fp8.recipes.recipe.get_recipe("qqq")
     assert "did you mean" not in str(caught.value)
 
 

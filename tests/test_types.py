@@ -20,7 +20,7 @@ def test_a_model_keeps_its_type() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU())
     assert_type(fp8.convert(model, "unit", where=lambda name, layer: name == "0"), nn.Sequential)
     assert_type(fp8.revert(model), nn.Sequential)
-    assert_type(fp8.low_precision_norms(model), nn.Sequential)
+    assert_type(fp8.apply_low_precision_layernorm(nn.Sequential(nn.LayerNorm(4))), nn.Sequential)
     for transform in (unit_scale, simulate_fp8, track_scales, compile):
         assert_type(transform(model), nn.Sequential)
 

@@ -265,6 +265,21 @@ def _by_scale(
     return found.items()
 
 
+_TORCHS_EPS = 1e-8
+
+SMALL_EPS = 1e-16
+"""The eps of Adam, in place of torch's default of 1e-8, for weights of `unit_scale`. Their
+gradients are the true ones, which a mean over many tokens and classes makes as small as 1e-9; the
+square of 1e-16 is still a normal number of float32."""
+
+
+def _is_scaled(group: dict[str, Any]) -> bool:
+    """Whether `unit_scale` divided one of the parameters by its RMS."""
+    entries = group["params"]
+    parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+    return any(getattr(p, "mup_divisor", None) for p in parameters)
+
+
 class _UnitScaled(torch.optim.Optimizer):
     """Scales every group that is added, including those of the constructor."""
 
@@ -300,6 +315,8 @@ class _UnitScaled(torch.optim.Optimizer):
             lr_mult=self._lr_mult,
         )
         for group in groups:
+            if group.get("eps", self.defaults.get("eps")) == _TORCHS_EPS and _is_scaled(group):
+                group["eps"] = SMALL_EPS
             super().add_param_group(group)
             self._rates.add(float(group["lr"]))
         self._given += [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
@@ -434,7 +451,8 @@ class SGD(_UnitScaled, torch.optim.SGD):
 class Adam(_UnitScaled, torch.optim.Adam):
     """`torch.optim.Adam` with u-muP learning rates.
 
-    Positional arguments are those of torch; see `SGD` for the others.
+    Positional arguments are those of torch; see `SGD` for the others. The default of ``eps`` is
+    `SMALL_EPS` for groups with weights of `unit_scaling.transforms.unit_scale`.
     """
 
     def __init__(

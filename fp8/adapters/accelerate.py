@@ -1,4 +1,4 @@
-"""Accelerate: prepares a model and an optimizer for its `Accelerator`, in FP8 and at a level.
+"""Accelerate: prepares models and optimizers for its `Accelerator`, in FP8 and at a level.
 
 Replaces ``Accelerator(mixed_precision="fp8")``; accepts Accelerate's recipe objects, whose options
 take effect or raise an error, and our recipes.
@@ -13,15 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..common.libraries import need
-from ..common.mixin import check_module
 from ..common.validation import check_name
 from ..context.active import BACKENDS
 from ..levels.initialize import initialize
 from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
-from ..selection.layers import ADAPTERS
-from ..selection.where import Where, checked_function
-from ..surgery.convert import adapter, convert, expand, revert
+from ..selection.layers import ADAPTERS, Where, checked_where
+from ..surgery.convert import adapter, convert, expand, revert_layers
 from . import msamp
 from .transformer_engine import delayed_scaling, format_of, te_recipe
 
@@ -41,80 +39,94 @@ _OURS = str | Recipe | Policy
 
 def prepare(
     accelerator: Any,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *others: Any,
+    *objects: Any,
     recipe: Any = AUTO,
     backend: str = "auto",
     opt_level: str | None = None,
-    where: str | Where | None = None,
-) -> tuple[Any, ...]:
-    """Converts ``model``, then returns ``accelerator.prepare(model, optimizer, *others)``.
+    where: Where | None = None,
+) -> Any:
+    """Converts the models among ``objects``, then returns ``accelerator.prepare(*objects)``.
 
-    Parameters remain the same objects. Checkpoints are those of Accelerate (``save_state``).
+    Parameters remain the same objects. Checkpoints are those of Accelerate (``save_state``). A
+    model that is to stay as it is goes to ``accelerator.prepare`` directly; models with different
+    recipes take a call each.
 
     Args:
         accelerator: an Accelerator with mixed_precision "no" or "bf16".
-        model: the model to convert.
-        optimizer: its optimizer; None if it is prepared separately.
-        others: data loaders and schedulers.
+        objects: models, optimizers, data loaders and schedulers, in any order.
         recipe: ours, as in `fp8.convert`, or a `fp8.Policy` (call `fp8.advance` for its switch, as
             Accelerate does not know the length of the training); or one of Accelerate's, each for
             its own backend: TERecipeKwargs ("transformer_engine"), AORecipeKwargs ("torchao"),
             MSAMPRecipeKwargs ("msamp").
         backend: as in `fp8.convert`, or "msamp", which uses `fp8.adapters.msamp.initialize`.
-        opt_level: a name in `fp8.levels.initialize.LEVELS`; None: no level ("O2" for "msamp"). With
-            layers of TransformerEngine, "O1" and "O2" affect optimizer states only: weights and
-            gradients stay as these layers store them.
-        where: as in `fp8.convert`; with a recipe object of Accelerate's, a function.
+        opt_level: a name in `fp8.levels.initialize.LEVELS`, for one model with one optimizer; None:
+            no level ("O2" for "msamp"). With layers of TransformerEngine, "O1" and "O2" affect
+            optimizer states only: weights and gradients stay as these layers store them.
+        where: as in `fp8.convert`.
 
     Returns:
-        The prepared objects, in the order of the arguments.
+        The prepared objects, as Accelerate does: in their order, or the object if it is one.
 
     Raises:
         ValueError: for an Accelerator with mixed_precision="fp8", which would convert the model
-            again; for a second model; for a recipe object of another backend; and for unsupported
-            settings: an interval other than 1, override_linear_precision, the format E5M2.
-        TypeError: for another order of arguments.
+            again; for a level with other than one model and one optimizer; for a recipe object of
+            another backend; and for unsupported settings: an interval other than 1,
+            override_linear_precision, the format E5M2. Nothing is converted then.
+        TypeError: if no object is a model.
         ImportError: without the libraries.
     """
-    _check(accelerator, model, others)
+    _check(accelerator, objects)
     backend = _checked_backend(backend, recipe)
     if backend == "msamp":
-        level = opt_level or getattr(recipe, "opt_level", None) or "O2"
-        ours = recipe if isinstance(recipe, _OURS) else "tensor"
-        model, optimizer = msamp.initialize(model, optimizer, level, recipe=ours)
-        return accelerator.prepare(model, optimizer, *others)
+        opt_level = opt_level or getattr(recipe, "opt_level", None) or "O2"
+    models = [thing for thing in objects if isinstance(thing, nn.Module)]
+    optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
+    if opt_level is not None and not len(models) == len(optimizers) == 1:
+        raise ValueError(
+            f"opt_level {opt_level!r} needs one model and its optimizer, got {len(models)} and "
+            f"{len(optimizers)}: call prepare for each model"
+        )
     if opt_level == "O3" and backend in ADAPTERS:
         raise ValueError(
             f"opt_level 'O3' keeps weights in FP8, which the layers of {backend!r} do not take; "
             "they have 'O1' and 'O2'"
         )
-    model = _converted(accelerator, model, recipe, backend, where)
-    if opt_level is not None:
-        try:
-            model, optimizer = initialize(model, optimizer, opt_level=opt_level, recipe=None)
-        except (TypeError, ValueError):
-            revert(model)
-            raise
-    return accelerator.prepare(model, optimizer, *others)
+    new: dict[int, Any] = {}
+    try:
+        for model in models:
+            new[id(model)] = _converted(accelerator, model, recipe, backend, where)
+        if opt_level is not None:
+            pair = (new[id(models[0])], optimizers[0])
+            made = _with_level(*pair, opt_level, recipe, backend)
+            new |= dict(zip(map(id, (models[0], optimizers[0])), made, strict=True))
+    except (TypeError, ValueError):
+        for model in new.values():
+            revert_layers(model)
+        raise
+    return accelerator.prepare(*(new.get(id(thing), thing) for thing in objects))
 
 
-def _check(accelerator: Any, model: nn.Module, others: tuple[Any, ...]) -> None:
+def _with_level(
+    model: nn.Module, optimizer: Optimizer, level: str, recipe: Any, backend: str
+) -> tuple[nn.Module, Optimizer]:
+    if backend != "msamp":
+        return initialize(model, optimizer, opt_level=level, recipe=None)
+    ours = recipe if isinstance(recipe, _OURS) else "tensor"
+    return msamp.initialize(model, optimizer, level, recipe=ours)
+
+
+def _check(accelerator: Any, objects: tuple[Any, ...]) -> None:
     need("accelerate")
     if not hasattr(accelerator, "mixed_precision"):
         kind = type(accelerator).__name__
         raise TypeError(f"prepare needs an Accelerator, then a model, got {kind}")
-    check_module("prepare", model)
+    if not any(isinstance(thing, nn.Module) for thing in objects):
+        kinds = ", ".join(type(thing).__name__ for thing in objects) or "nothing"
+        raise TypeError(f"prepare needs an nn.Module among its objects, got {kinds}")
     if accelerator.mixed_precision == "fp8":
         raise ValueError(
             "Accelerator(mixed_precision='fp8') converts the model itself: make it with 'no' or "
             "'bf16', and give its recipe object to this function"
-        )
-    if any(isinstance(other, nn.Module) for other in others):
-        raise ValueError(
-            "prepare converts one model, got another: call it for each, with its own optimizer, or "
-            "accelerator.prepare for one that is to stay as it is"
         )
 
 
@@ -136,8 +148,10 @@ def _checked_backend(backend: str, recipe: Any) -> str:
 
 
 def _converted(
-    accelerator: Any, model: nn.Module, recipe: Any, backend: str, where: str | Where | None
+    accelerator: Any, model: nn.Module, recipe: Any, backend: str, where: Where | None
 ) -> nn.Module:
+    if backend == "msamp":  # which converts it
+        return model
     if isinstance(recipe, _OURS):
         return convert(model, recipe, backend=backend, where=where)
     options: dict[str, Any] = {}
@@ -149,8 +163,8 @@ def _converted(
         if not getattr(accelerator, "is_fsdp2", False):  # it would replace parameters, to no effect
             chosen = dataclasses.replace(chosen, enable_fsdp_float8_all_gather=False)
         where = _ao_where(model, recipe.module_filter_func, where)
-    where = checked_function(where)
-    return expand(adapter(backend).convert(revert(model), chosen, where=where, **options))
+    where = checked_where(where)
+    return expand(adapter(backend).convert(revert_layers(model), chosen, where=where, **options))
 
 
 _KINDS = {

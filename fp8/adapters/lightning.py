@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from ..common.libraries import need
+from ..common.removed import refuses_removed
 from ..common.validation import check_name
 from ..context.active import checked_backend
-from ..recipes.history import histories, settle
+from ..recipes.history import add_initial_histories, histories, settle
 from ..recipes.policy import Policy, as_policy, name_of, recipe_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, Recipe
-from ..selection.layers import ADAPTERS
-from ..selection.where import Where
-from ..surgery.convert import advance, convert
+from ..selection.layers import ADAPTERS, Where
+from ..surgery.convert import advance, convert, keep_apart
 
 __all__ = ["PRECISIONS", "FP8FabricPrecision", "FP8Precision"]
 
@@ -37,13 +37,13 @@ PRECISIONS = {
 """Lightning's name of the precision outside of FP8 -> the plugin to derive from."""
 
 
+@refuses_removed("fp8.adapters.lightning.FP8Precision")
 def FP8Precision(
     recipe: str | Recipe | Policy = AUTO,
     *,
     precision: str = "32-true",
     backend: str = "auto",
-    where: str | Where | None = None,
-    rest: str | Recipe | None = None,
+    where: Where | None = None,
     library: str | None = None,
     **options: Any,
 ) -> Any:
@@ -57,7 +57,7 @@ def FP8Precision(
     Loading a checkpoint trained under another recipe warns with a UserWarning.
 
     Args:
-        recipe, backend, where, rest: as in `fp8.convert`. The switch of a policy is applied before
+        recipe, backend, where: as in `fp8.convert`. The switch of a policy is applied before
             the step that reaches its fraction of the Trainer's ``estimated_stepping_batches``.
         precision: a name in `PRECISIONS`, for everything outside of FP8; "mixed" is torch.autocast.
         library: "lightning" or "pytorch_lightning", the library of the Trainer; None: the imported
@@ -73,17 +73,17 @@ def FP8Precision(
         TypeError: for other options, and in a Fabric, whose checkpoints would lack the histories.
         ImportError: if Lightning is not installed.
     """
-    how = {"backend": backend, "where": where, "rest": rest}
+    how = {"backend": backend, "where": where}
     return _kind(_base(True, precision, library), True)(recipe, precision, how, options)
 
 
+@refuses_removed("fp8.adapters.lightning.FP8FabricPrecision")
 def FP8FabricPrecision(
     recipe: str | Recipe | Policy = AUTO,
     *,
     precision: str = "32-true",
     backend: str = "auto",
-    where: str | Where | None = None,
-    rest: str | Recipe | None = None,
+    where: Where | None = None,
     library: str | None = None,
     **options: Any,
 ) -> Any:
@@ -93,7 +93,7 @@ def FP8FabricPrecision(
     "delayed" the histories are in the model's state_dict, as in `fp8.convert`.
 
     Args:
-        recipe, precision, backend, where, rest, options: as in `FP8Precision`.
+        recipe, precision, backend, where, options: as in `FP8Precision`.
         library: "lightning" or "lightning_fabric".
 
     Returns:
@@ -102,7 +102,7 @@ def FP8FabricPrecision(
     Raises:
         ValueError, TypeError, ImportError: as `FP8Precision`.
     """
-    how = {"backend": backend, "where": where, "rest": rest}
+    how = {"backend": backend, "where": where}
     return _kind(_base(False, precision, library), False)(recipe, precision, how, options)
 
 
@@ -164,10 +164,7 @@ class _Converting:
         before = _copies(module)
         self._model = convert(module, self.recipe, **self._how)
         if self._of_trainer:  # a Trainer loads a state_dict before it converts
-            for name, history in histories(self._model).items():
-                path, _, leaf = name.rpartition(".")
-                owner = self._model.get_submodule(path)
-                owner.register_buffer(leaf, history, persistent=False)
+            keep_apart(self._model)
         self._remember(before)
         return self._model
 
@@ -213,11 +210,17 @@ class _Converting:
 
     @torch.no_grad()
     def _remember(self, known: dict[str, Tensor]) -> None:
+        """Sets the histories of the model to those known, and others to zero."""
         if self._model is None:
             return
+        for path, module in self._model.named_modules():  # a layer's first pass may create them
+            add_initial_histories(module, dict(known), path and f"{path}.")
         for name, history in histories(self._model).items():
-            if name in known and known[name].shape == history.shape:
-                history.copy_(known[name])
+            saved = known.get(name)
+            if saved is not None and saved.shape == history.shape:
+                history.copy_(saved)
+            else:
+                history.zero_()
         for module in self._model.modules():
             settle(module)
 

@@ -254,7 +254,8 @@ def for_megatron(policy: Policy) -> MegatronFiles:
 
     Raises:
         ValueError: for a rule of single casts, a recipe that Megatron does not have, "delayed" in a
-            rule or with ``first`` and ``last``, and for ``first`` and ``last`` without a recipe.
+            rule or with ``first`` and ``last``, for ``first`` and ``last`` without a recipe, and
+            for ``others`` but None and "bf16".
     """
     policy, notes = _at_start(policy, "Megatron")
     base = _in_megatron("the policy", _low(recipe_of(policy.recipe)))
@@ -268,6 +269,9 @@ def for_megatron(policy: Policy) -> MegatronFiles:
             raise ValueError(f"{asked}: Megatron does not combine these with 'delayed'")
         flags += ["--first-last-layers-bf16"]
         flags += [f"--num-layers-at-{end}-in-bf16={count}" for end, count in ends.items()]
+    if _low(recipe_of(policy.others)) is not None:
+        kept = name_of(policy.others)
+        raise ValueError(f"others={kept!r}: Megatron keeps these layers in high precision")
     matchers = _matchers(policy, base)
     if base and "readout" not in policy.keep:
         notes.append("Megatron computes the output layer in high precision, whatever the policy")
@@ -371,14 +375,14 @@ def _megatron_code(policy: Policy) -> str:
 
 def _source(policy: Policy) -> str:
     """The policy as Python."""
-    named = [policy.recipe, *(rule.recipe for rule in policy.rules), *(r for _, r in policy.switch)]
-    if any(isinstance(recipe, Recipe) for recipe in named):
+    named = (policy.recipe, policy.others, *(r for _, r in policy.switch))
+    if any(isinstance(recipe, Recipe) for recipe in (*named, *(r.recipe for r in policy.rules))):
         return f"fp8.Policy.from_json({json.dumps(json.dumps(policy.to_dict()))})"
     q = lambda value: "None" if value is None else json.dumps(value)  # noqa: E731
     rules = [f"({q(r.layers)}, {q(r.product)}, {q(r.recipe)})" for r in policy.rules]
     switch = [f"({start!r}, {q(recipe)})" for start, recipe in policy.switch]
     lists = {"rules": rules, "keep": map(q, policy.keep), "switch": switch}
     texts = {name: f"[{', '.join(items)}]" for name, items in lists.items()}
-    names = ("rules", "first", "last", "keep", "switch", "name")
+    names = ("rules", "first", "last", "keep", "others", "switch", "name")
     given = [f"{n}={texts.get(n) or q(x)}" for n in names if (x := getattr(policy, n))]
     return f"fp8.Policy({', '.join([q(policy.recipe), *given])})"

@@ -15,7 +15,7 @@ from ..formats.format import get_format
 from ..native.kernels import ALIGNMENT, why_not_device
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
-from ..selection.where import Where, checked_function
+from ..selection.layers import Where, checked_where
 from ..surgery.swap import Padded, layers_for, swap, why_not_fit
 
 __all__ = ["ao_config", "convert", "revert"]
@@ -126,7 +126,7 @@ def convert(
         ValueError: for ``enable_fsdp_float8_all_gather``, which replaces each weight by another
             parameter, so that ties and optimizers would keep the old one.
     """
-    config, where = its_recipe(recipe), checked_function(where)
+    config, where = its_recipe(recipe), checked_where(where)
     if isinstance(recipe, str | Recipe):
         emulate = not _has_kernels(model, _is_mx(config)) if emulate is None else emulate
         config = ao_config(recipe, emulate=emulate)

@@ -20,11 +20,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..common.libraries import need, transforms
+from ..common.removed import refuses_removed
 from ..common.validation import check_name
 from ..context.active import BACKENDS
 from ..recipes.policy import Policy, as_policy
 from ..recipes.recipe import AUTO, Recipe
-from ..selection.where import Where
+from ..selection.layers import Where
 from ..surgery.convert import convert, report
 
 __all__ = ["FP8Converter"]
@@ -32,12 +33,12 @@ __all__ = ["FP8Converter"]
 Transform = Callable[[nn.Module], nn.Module]
 
 
+@refuses_removed("fp8.adapters.torchtitan.FP8Converter")
 def FP8Converter(
     recipe: str | Path | Recipe | Policy = AUTO,
     *,
     backend: str = "auto",
-    where: str | Where | None = None,
-    rest: str | Recipe | None = None,
+    where: Where | None = None,
     transform: str | Transform | None = None,
 ) -> Any:
     """A converter for ``model_registry(flavor, converters=[...])``: the model trains in FP8.
@@ -47,7 +48,7 @@ def FP8Converter(
     Args:
         recipe: as in `fp8.convert`; or the path of a policy, a JSON file of `Policy.to_json`. A
             switch of a policy needs `fp8.advance`, which torchtitan does not call.
-        backend, where, rest: as in `fp8.convert`, without the backends of other libraries.
+        backend, where: as in `fp8.convert`, without the backends of other libraries.
         transform: a function of a model that returns one which trains with the same optimizer, or
             its name as an entry point of the group "fp8.transforms": "unit_scale" gives the model
             unit scaling. A transform may have to see a call: each process initializes the whole
@@ -78,7 +79,7 @@ def FP8Converter(
         recipe = Policy.from_json(Path(recipe))
     if as_policy(recipe).switch:
         raise ValueError("torchtitan does not call fp8.advance: give a policy without a switch")
-    how = {"backend": backend, "where": where, "rest": rest}
+    how = {"backend": backend, "where": where}
     base = _module("protocols.model").ModelConfigConverter
     return _kind(base).Config(recipe=recipe, how=how, transform=transform)
 

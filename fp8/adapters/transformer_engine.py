@@ -1,15 +1,14 @@
 """TransformerEngine: its Linear, LayerNorm and RMSNorm in a model, under its recipes, and back.
 
-Nothing here has run on a GPU yet; the tests use the Python code of the published package, and train
-with layers generated from its signatures. Every field of a recipe is set explicitly, because
-defaults differ between versions and devices and may come from the environment.
+Nothing here has run on a GPU yet; the tests use the recipes of the published package, and layers
+generated from its signatures. Every field of a recipe is set explicitly, because defaults differ
+between versions and devices and may come from the environment.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -20,9 +19,10 @@ from torch import Tensor, nn
 
 from ..common.libraries import need
 from ..common.mixin import Gained, bare_class, gain, lose
+from ..common.removed import refuses_removed
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
-from ..selection.where import Where, checked_function
+from ..selection.layers import Where, checked_where
 from ..surgery.swap import Padded, layers_for, swap, why_not_fit
 from ..tensors.scaled_tensor import DTYPES
 
@@ -57,10 +57,7 @@ def _library() -> Any:
 
 def _make(kind: str, **given: Any) -> Any:
     """A recipe of that class. Raises for unknown fields, which TransformerEngine would ignore."""
-    library = _library()
-    if not hasattr(library, kind):
-        raise ValueError(f"this version of TransformerEngine has no recipe {kind}")
-    cls = getattr(library, kind)
+    cls = getattr(_library(), kind)
     known = {field.name for field in dataclasses.fields(cls)}
     if unknown := sorted(given.keys() - known):
         raise ValueError(f"{kind} of this version of TransformerEngine has no {unknown[0]!r}")
@@ -219,6 +216,7 @@ def _plain(name: str, cast: Cast, grad: Cast) -> Recipe:
     )
 
 
+@refuses_removed("fp8.adapters.transformer_engine.autocast")
 def autocast(recipe: Any, enabled: bool = True) -> AbstractContextManager[Any]:
     """TransformerEngine's context in which its layers compute in FP8.
 
@@ -234,10 +232,7 @@ def autocast(recipe: Any, enabled: bool = True) -> AbstractContextManager[Any]:
         ImportError: without TransformerEngine.
         ValueError: as `te_recipe`.
     """
-    te = need("transformer_engine")
-    context = getattr(te, "autocast", None) or te.fp8_autocast  # before 2.8
-    name = "recipe" if "recipe" in inspect.signature(context).parameters else "fp8_recipe"
-    return context(enabled=enabled, **{name: its_recipe(recipe)})
+    return need("transformer_engine").autocast(enabled=enabled, recipe=its_recipe(recipe))
 
 
 def its_recipe(recipe: Any) -> Any:
@@ -297,7 +292,7 @@ def convert(
         ImportError: without TransformerEngine.
         ValueError: as `te_recipe`.
     """
-    te, chosen, where = need("transformer_engine"), its_recipe(recipe), checked_function(where)
+    te, chosen, where = need("transformer_engine"), its_recipe(recipe), checked_where(where)
     kind = type(chosen).__name__
     multiple = _MULTIPLES.get(kind, 16)
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from ..common.compiler import eager_only
 from ..common.pitfalls import RecipeWarning, ScaleWarning, warn_once
@@ -112,8 +113,8 @@ class Blocks(NamedTuple):
             used.sum(),
             (used & (exact <= smallest / 2)).sum(),
             (used & (amax > scale * format.max * (1 + 2.0**-20))).sum(),
-            torch.ones_like(unit),
-            unit.log2(),
+            torch.ones_like(unit).sum(),
+            unit.log2().sum(),
         ]
 
 
@@ -172,9 +173,7 @@ class CastRecorder:
         clean = bool((low.isfinite() & high.isfinite()).item())  # fast check; the usual case
         finite = xs.isfinite() & ys.isfinite()  # a NaN E8M0 scale makes its whole tile NaN
         xs, ys = torch.where(finite, xs, 0.0), torch.where(finite, ys, 0.0)
-        unit: Any = 1.0
-        if scale is not None:
-            unit = scale.double() if scale.ndim == 0 else scale.flatten()[::step].double()
+        unit: Any = 1.0 if scale is None else _at(scale, step)
         counts = (
             torch.full((), x.numel(), device=x.device),
             torch.full((), xs.numel(), device=x.device),
@@ -190,8 +189,7 @@ class CastRecorder:
         key = (layer, operand, str(format))
         total = torch.stack([count.double() for count in counts])
         if static:
-            mean = total[COUNTS.index("signal")] / xs.numel()
-            _check_scale(layer, operand, mean, unit, self._model)
+            _check_scale(layer, operand, xs / unit, self._model)
         if operand in ACTIVATIONS:
             self._watch(key, total)
         with self.lock:
@@ -219,11 +217,16 @@ _GROWS = (
 )
 
 
-def _check_scale(layer: str, operand: str, square: Tensor, scale: Tensor, about: Any) -> None:
-    """Warns, once for ``about``, if a static scale factor is far from the RMS of its operand, whose
-    mean square is given. Does nothing under `torch.vmap`, where values cannot be read."""
+def _at(scale: Tensor, step: int) -> Tensor:
+    """The scale, float64, of every ``step``-th element; 0-dim if all have the same."""
+    return (scale if scale.ndim == 0 else scale.flatten()[::step]).double()
+
+
+def _check_scale(layer: str, operand: str, units: Tensor, about: Any) -> None:
+    """Warns, once for ``about``, if a static scale factor is far from the RMS of its operand.
+    units: elements divided by it. Does nothing for values that cannot be read (fake tensors)."""
     try:
-        ratio = math.sqrt(float(square)) / float(scale)
+        ratio = math.sqrt(float(units.square().mean()))
     except RuntimeError:
         return
     if 0 < ratio < math.inf and not 1 / DRIFT <= ratio <= DRIFT:
@@ -267,13 +270,14 @@ class Look:
         _LATEST.append(self)
 
     def count(self, layer: str, operand: str, seen: Observed) -> None:
-        """As `CastRecorder.count`. Does nothing under `torch.vmap`, where values cannot be read."""
+        """As `CastRecorder.count`. Does nothing for values that cannot be read (fake tensors)."""
         x, y, scale, format, static, _ = seen
         if x.is_meta:
             return
         if static and scale is not None:
-            mean = x.detach().flatten()[:: stride(x, _SAMPLE)].double().square().mean()
-            _check_scale(layer, operand, mean, scale, self)
+            step = stride(x, _SAMPLE)
+            xs = x.detach().flatten()[::step].double()
+            _check_scale(layer, operand, xs / _at(scale, step), self)
         if self.warned or scale is not None:
             return
         try:
@@ -395,7 +399,44 @@ def _counted_name(kind: str, weight: Tensor | None, recipe: Recipe) -> str:
 def observe(label: str, seen: Observed) -> None:
     """Reports a cast to its recorder. Inf and NaN are counted in all elements of the operand, the
     rest in a sample of evenly spaced ones."""
-    token, layer, operand = label.split("|")
-    recorder = _RECORDERS.get(token)
-    if recorder is not None and seen.x.numel():
-        recorder.count(layer, operand, seen)
+    x, y, scale, format, static, blocks = seen
+    if label.split("|")[0] in _RECORDERS and x.numel():
+        parts = [None if t is None else t.detach() for t in (x, y, scale, *(blocks or ()))]
+        _Seen.apply(label, format, static, *parts)
+
+
+class _Seen(Function):
+    """Reports a cast to its recorder: under `torch.vmap` once, with the operands of all samples."""
+
+    @staticmethod
+    def forward(
+        label: str, format: Format, static: bool, x: Tensor, y: Tensor, *rest: Tensor | None
+    ) -> Tensor:
+        token, layer, operand = label.split("|")
+        scale, *blocks = rest
+        two_levels = Blocks(*blocks) if blocks else None  # type: ignore[arg-type]
+        _RECORDERS[token].count(layer, operand, Observed(x, y, scale, format, static, two_levels))
+        return x.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Tensor, None]:
+        def of_all(t: Tensor, dim: int | None) -> Tensor:
+            return t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+
+        given = zip(inputs[3:], in_dims[3:], strict=True)
+        found: list[Any] = [t if t is None else of_all(t, dim) for t, dim in given]
+        x, y, scale, *blocks = found
+        if scale is not None:
+            scale = _beside(scale, x).expand_as(x)
+        if blocks:
+            blocks[2] = _beside(blocks[2], blocks[0])
+        return _Seen.apply(*inputs[:3], x, y, scale, *blocks), None
+
+
+def _beside(scale: Tensor, x: Tensor) -> Tensor:
+    """The scales of samples, (samples,) or as ``x``, with as many dimensions as ``x``."""
+    return scale.reshape(scale.shape + (1,) * (x.dim() - scale.dim()))

@@ -68,9 +68,9 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
 
     Raises:
         TypeError: if ``model`` is not a module.
-        ValueError: if nothing is in FP8; for layers of another library; for a "delayed" or "static"
-            layer without a history; for factors that no weight can hold (modules of `unit_scaling`,
-            and what `fold` rejects).
+        ValueError: if nothing is in FP8, as of a "delayed" or "static" model that has not run; for
+            layers of another library; for factors that no weight can hold (modules of
+            `unit_scaling`, and what `fold` rejects).
         ImportError: without safetensors.
     """
     check_module("export", model)
@@ -162,7 +162,6 @@ class Weights:
             raise ValueError(f"no layer of {kind} can be stored in FP8: {why}")
         self.report = Report(rows)
         self._rounded = {row.path: modules[row.path] for row in rows if row.done == ROUNDED}
-        self._check_histories()
         linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
         ignore = [name for name in linear if name not in self._layers]
         self.config = layouts.configuration(self._layers, ignore) if self._layers else None
@@ -246,19 +245,6 @@ class Weights:
                 largest[parent] = torch.maximum(largest.get(parent, unit), unit)
         return {path: largest[parent] / f for (path, parent), f in factors.items()}
 
-    def _check_histories(self) -> None:
-        """Raises ValueError for a layer that needs a history and has none yet."""
-        for name, layer in (self._layers | self._rounded).items():
-            recipe = layer.fp8_recipe
-            used = [("weight", recipe.weight)]
-            used += [("input", recipe.input)] if _has_input_scale(recipe) else []
-            for role, cast in used:
-                if cast.keeps_history and not bool(_history(layer, role).any()):
-                    how = "train the model" if cast.history else "calibrate or train the model"
-                    raise ValueError(
-                        f"{name} has scaling {cast.scaling!r} and no history yet: {how} first"
-                    )
-
 
 def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:
     """What transforms removed from the model: id of a parameter or buffer -> the factor it lacks;
@@ -302,7 +288,7 @@ def _layers(modules: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
         if not (why or is_rounded):
             first = next(iter(layers.values()), module).fp8_recipe
             layout, other = layouts.layout_of(recipe), layouts.layout_of(first)
-            why = layouts.misfit(layout, module.weight.shape)
+            why = layouts.misfit(layout, module.weight.shape) or _no_history(module)
             if (layout.method, layout.format) != (other.method, other.format):
                 used = other.format or other.method
                 why = f"the file has layout {used!r} and no other: convert all layers to one recipe"
@@ -330,6 +316,18 @@ def _why_not(name: str, module: Any, uses: Counter[int]) -> str:
     return ""
 
 
+def _no_history(layer: Any) -> str:
+    """Why the scale of a layer's input is not known; "" if it is, or if the weight is all zeros, so
+    that it does not matter."""
+    cast = layer.fp8_recipe.input
+    if not _has_input_scale(layer.fp8_recipe) or not cast.keeps_history:
+        return ""
+    if bool(_history(layer, "input").any()) or not bool(whole(layer.weight.detach()).float().any()):
+        return ""
+    how = "train the model" if cast.history else "calibrate or train the model"
+    return f"scaling {cast.scaling!r} has seen no input that is not all zeros: {how} first"
+
+
 def _has_input_scale(recipe: Any) -> bool:
     """Whether the scale of the input is stored."""
     if INPUTS[recipe.weight.scaling] is None:
@@ -348,7 +346,7 @@ def _parts(
         weight, factor = weight * factor, 1.0
     found = layouts.stored(layout, _cast(layer, weight, unit), recipe.weight, factor, unit)
     if _has_input_scale(recipe):
-        scale = _known_scale(layer, weight, recipe.input, "input")
+        scale = _known_scale(layer, weight.new_zeros(1), recipe.input, "input")
         found["input_scale"] = torch.atleast_1d(scale / ratio)
     return found
 
@@ -365,10 +363,10 @@ def _cast(layer: Any, weight: Tensor, unit: Tensor | None = None) -> Rounded:
 
 
 def _known_scale(layer: Any, x: Tensor, cast: Cast, role: str) -> Tensor:
-    """The scale, 0-dim, of an operand whose values do not determine it."""
+    """The scale, 0-dim, of an operand by its history; without one, that of the values ``x``."""
     if cast.scaling == "unit":
         return x.new_ones(())
-    format, history = get_format(cast.format), _history(layer, role)
+    format, history = get_format(cast.format), _history(layer, role).reshape(-1)
     return history_scale(x, history, format, cast.rule, cast.margin, False)
 
 

@@ -60,8 +60,7 @@ class Gained:
 
 
 _NO_TORCHSCRIPT = (
-    "a {} that was transformed or converted cannot be {}: take torch.export, or fp8.revert or "
-    "fp8.revert_norms before"
+    "a {} that was transformed or converted cannot be {}: take torch.export, or fp8.revert before"
 )
 
 

@@ -9,11 +9,128 @@ from typing import Any, NoReturn, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_STATE = "a scale belongs to a layer: fp8.convert(model, 'delayed') gives each layer its own"
-
 INSTEAD: dict[str, dict[str, str]] = {
-    "fp8": {"AmaxHistory": _STATE},
-    "fp8.autocast": {"history": _STATE},
+    "fp8": {
+        "AmaxHistory": (
+            "a scale belongs to a layer: fp8.convert(model, 'delayed') gives each layer its own"
+        ),
+        "NoEffectWarning": "it is a ConvertWarning",
+        "Preflight": "it is in fp8.studies.preflight",
+        "PreflightError": "it is in fp8.studies.preflight",
+        "dump": "it is in fp8.studies.stats",
+        "get_format": "use FORMATS[name]",
+        "get_recipe": "use RECIPES[name]",
+        "is_fast_norm": "apply_low_precision_layernorm changes the norms of a model",
+        "low_precision_norms": (
+            "use apply_low_precision_layernorm, for norms of every type with where=lambda name, "
+            "norm: True"
+        ),
+        "norm_report": "use report, which lists norms too",
+        "quantize_backward": "it is in fp8.formats.quantize",
+        "quantize_forward": "it is in fp8.formats.quantize",
+        "revert_norms": "use revert, which reverts norms too",
+        "set_fast_norm": "use apply_low_precision_layernorm after the model is made",
+    },
+    "fp8.adapters.lightning.FP8FabricPrecision": {
+        "rest": (
+            'give a policy, which names the recipe of the other layers: fp8.Policy.umup("unit", '
+            'others="bf16")'
+        ),
+    },
+    "fp8.adapters.lightning.FP8Precision": {
+        "rest": (
+            'give a policy, which names the recipe of the other layers: fp8.Policy.umup("unit", '
+            'others="bf16")'
+        ),
+    },
+    "fp8.adapters.torchtitan.FP8Converter": {
+        "rest": (
+            'give a policy, which names the recipe of the other layers: fp8.Policy.umup("unit", '
+            'others="bf16")'
+        ),
+    },
+    "fp8.adapters.transformer_engine.autocast": {
+        "amax_reduction_group": "call transformer_engine.pytorch.autocast, which it calls",
+        "calibrating": "call transformer_engine.pytorch.autocast, which it calls",
+        "fp8_group": "call transformer_engine.pytorch.autocast, which it calls",
+        "fp8_recipe": "it is recipe=, a name, a Recipe or a recipe of TransformerEngine's",
+    },
+    "fp8.autocast": {
+        "amax_reduction_group": (
+            "fp8.reduce_amax(model, group) makes the scales of processes equal"
+        ),
+        "calibrating": "fp8.calibrate(model, batch) sets the scales of a converted model",
+        "fp8_group": "fp8.reduce_amax(model, group) makes the scales of processes equal",
+        "fp8_recipe": (
+            "it is recipe=, a name in fp8.RECIPES; docs/migration.md has the names for "
+            "TransformerEngine's recipes"
+        ),
+        "history": (
+            "a scale belongs to a layer: fp8.convert(model, 'delayed') gives each layer its own"
+        ),
+    },
+    "fp8.checkpoints": {
+        "files": (
+            "torch.save to a temporary file and os.replace (docs/distributed.md#checkpoints), or "
+            "torch.distributed.checkpoint"
+        ),
+    },
+    "fp8.convert": {
+        "rest": (
+            'give a policy, which names the recipe of the other layers: fp8.Policy.umup("unit", '
+            'others="bf16")'
+        ),
+    },
+    "fp8.distributed": {
+        "all_to_all": (
+            "send tokens by torch.distributed.all_to_all_single in high precision, or by an "
+            "engine that dispatches them in FP8 (torchao.prototype.moe_training, Megatron-LM)"
+        ),
+    },
+    "fp8.initialize": {
+        "use_te": (
+            "recipe=None leaves the products of TransformerEngine's layers as they are; "
+            "fp8.adapters.msamp.initialize takes use_te"
+        ),
+    },
+    "fp8.optim": {
+        "Muon": "use torch.optim.Muon for hidden matrices and fp8.optim.AdamW for all others",
+        "muon_groups": (
+            "give torch.optim.Muon the weights of linear layers inside of the blocks, and all "
+            "other parameters to fp8.optim.AdamW"
+        ),
+    },
+    "fp8.optim.AdamW": {
+        "error_feedback": "use stochastic_weights=True, or master_weights",
+    },
+    "fp8.studies.hardware.estimate": {
+        "optimizer": "the memory is that of Adam",
+        "parameters": "the memory is that of the weights of the products",
+    },
+    "first_moment": {
+        "int8_block": "use 'e4m3_block', which takes as many bytes",
+    },
+    "unit_scaling": {
+        "recalibrate": (
+            "gradients are the true ones; fp8.calibrate(model, batch) sets the scales of their "
+            "casts"
+        ),
+    },
+    "unit_scaling.transforms.unit_scale": {
+        "context_length": (
+            "attention has no factor: its output is cast at the scale that the first call measures"
+        ),
+    },
+    "where": {
+        "hidden": (
+            "it is a function (name, module) -> bool; fp8.convert takes the policy "
+            "fp8.Policy.hidden(recipe) in the place of a recipe"
+        ),
+        "umup": (
+            "it is a function (name, module) -> bool; fp8.convert takes the policy "
+            "fp8.Policy.umup(recipe) in the place of a recipe"
+        ),
+    },
 }
 """Owner -> name -> what to use instead. The owner is a module ("fp8.optim") for a name in it, a
 function or class ("fp8.autocast") for an argument, and the argument ("recipe") for a choice."""

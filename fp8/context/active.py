@@ -221,9 +221,9 @@ def _planned(device: torch.device, casts: Sequence[Cast | None], groups: int) ->
     """The static scale of the gradient, if a plan keeps one for the running call."""
     found: list[Any] = [None] * len(casts)
     grad, pass_ = casts[-1], measuring()
-    if ACTIVE.gradients and grad is not None and grad.scaling == "unit":
-        if pass_ is None or pass_.of_states:
-            found[-1] = ACTIVE.gradients[-1].buffer(groups, device)
+    known = pass_ is None or pass_.of_states
+    if ACTIVE.gradients and known and grad is not None and grad.scaling == "unit":
+        found[-1] = ACTIVE.gradients[-1].buffer(groups, device)
     return found
 
 

@@ -6,7 +6,6 @@ It uses FSDP2's extension point, a tensor subclass.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +29,7 @@ from ..optim.state import parameters_of, portable
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, Recipe, given_recipe
 from ..recipes.scaling import largest_finite, scale_of
-from ..selection.layers import LAYERS, auto_of
-from ..selection.where import checked_function
+from ..selection.layers import LAYERS, Where, auto_of, checked_where
 
 __all__ = ["gather_in_fp8", "portable_state_dict", "update_scales"]
 
@@ -45,7 +43,7 @@ def gather_in_fp8(
     model: nn.Module,
     recipe: str | Recipe = AUTO,
     *,
-    where: Callable[[str, nn.Module], bool] | None = None,
+    where: Where | None = None,
 ) -> Report[Row]:
     """Makes FSDP2 gather the weights of ``model`` in FP8, cast as ``recipe`` casts weights.
 
@@ -80,7 +78,7 @@ def gather_in_fp8(
             sharded.
     """
     check_module("gather_in_fp8", model)
-    given, where = given_recipe(recipe), checked_function(where)
+    given, where = given_recipe(recipe), checked_where(where)
     if given is not None and (why := _why_not_sent(given)):
         raise ValueError(why)
     for name, parameter in model.named_parameters():
@@ -103,9 +101,7 @@ def gather_in_fp8(
     return Report(rows)
 
 
-def _casts(
-    model: nn.Module, given: Recipe | None, where: Callable[[str, nn.Module], bool] | None
-) -> dict[str, Cast | str]:
+def _casts(model: nn.Module, given: Recipe | None, where: Where | None) -> dict[str, Cast | str]:
     """Layer with a weight -> the cast as which it is sent, or why it is sent unrounded. given: the
     recipe of all layers; None: that of each."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}

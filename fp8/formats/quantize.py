@@ -23,6 +23,8 @@ from .format import Format, dtype_name, get_format
 from .random_bits import Key, Seed, bits_from_key, fewer_bits, random_key
 from .rounding import LAYOUTS, ROUNDINGS, Grid, round_to_grid
 
+__all__ = ["quantize", "quantize_backward", "quantize_forward"]
+
 OVERFLOWS = ("saturate", "nonfinite")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

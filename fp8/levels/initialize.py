@@ -21,8 +21,10 @@ from torch.optim import Optimizer
 
 from ..common.dtensor import is_dtensor
 from ..common.mixin import check_module
+from ..common.removed import refuses_removed
+from ..common.report import note
 from ..common.validation import check_name
-from ..optim import SGD, Adam, AdamW, Muon
+from ..optim import SGD, Adam, AdamW
 from ..optim.base import LowPrecision
 from ..optim.state import convert as convert_state
 from ..recipes.policy import Policy
@@ -91,6 +93,7 @@ def initialize(
     opt_level: str = "O2",
     recipe: str | Recipe | Policy | None = AUTO,
 ) -> tuple[M, Opt]: ...
+@refuses_removed("fp8.initialize")
 def initialize(
     model: M,
     optimizer: Optimizer | None = None,
@@ -110,10 +113,11 @@ def initialize(
 
     Args:
         model: changed in place.
-        optimizer: `torch.optim.Adam`, `AdamW`, `SGD` or `Muon`, or one of `unit_scaling.optim` or
-            `fp8.optim`. None: an `fp8.optim.AdamW` with defaults. It becomes an instance of the
-            class of `fp8.optim` with the same arithmetic, which computes in float32, and skips and
-            counts (``skipped_steps``) steps with a gradient that is not finite.
+        optimizer: `torch.optim.Adam`, `AdamW` or `SGD`, or one of `unit_scaling.optim` or
+            `fp8.optim`. It becomes an instance of the class of `fp8.optim` with the same
+            arithmetic, which computes in float32, and skips and counts (``skipped_steps``) steps
+            with a gradient that is not finite. None: an `fp8.optim.AdamW` with defaults, which the
+            report of the model names.
         opt_level: a name in `LEVELS`.
         recipe: of the products, for `fp8.convert`. "auto" is "unit" for unit-scaled layers and
             "tensor" for all others. A `fp8.Policy` is possible too. None leaves the products
@@ -138,6 +142,7 @@ def initialize(
     check_name("opt_level", opt_level, LEVELS)
     level = LEVELS[opt_level]
     _check_model(model)
+    made = optimizer is None
     if optimizer is None:
         optimizer = AdamW(model.parameters())
     if not isinstance(optimizer, Optimizer):
@@ -150,6 +155,8 @@ def initialize(
         convert(model, recipe)  # raises before anything changes
     replaced = scale_weights(model, weights, level.weight, level.grad)
     _take_over(optimizer, *settings, replaced)
+    if made:
+        note(model, f"no optimizer was given: AdamW with lr={optimizer.defaults['lr']:g} was made")
     return model, optimizer
 
 
@@ -230,7 +237,6 @@ KINDS: dict[type[Optimizer], type[LowPrecision]] = {
     torch.optim.SGD: SGD,
     torch.optim.AdamW: AdamW,
     torch.optim.Adam: Adam,
-    torch.optim.Muon: Muon,
 }
 """A torch class, subclasses first -> the class with the same arithmetic."""
 
@@ -247,7 +253,7 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
     known = next((kind for kind in KINDS if issubclass(cls, kind)), None)
     if known is None or inspect.unwrap(cls.step) is not inspect.unwrap(known.step):
         raise TypeError(
-            f"{cls.__name__} is not supported: initialize takes Adam, AdamW, SGD and Muon "
+            f"{cls.__name__} is not supported: initialize takes Adam, AdamW and SGD "
             "of torch.optim, unit_scaling.optim and fp8.optim"
         )
     derived = [vars(c) for c in cls.__mro__ if issubclass(c, known) and c not in KINDS]

@@ -14,8 +14,7 @@ from ..common.pitfalls import ConvertWarning, warn_once
 from ..common.validation import check_name
 from ..optim.encodings import decode
 from ..optim.state import MASTER, carried, has, read, rounds_to
-from ..selection.layers import LAYERS, is_transposed, why_quantized
-from ..selection.where import Where, checked_where, choose
+from ..selection.layers import LAYERS, Where, checked_where, is_transposed, why_quantized
 from ..surgery.convert import check_ready
 from ..tensors import scaled_tensor
 from ..tensors.scaled_tensor import DTYPES, ScaledTensor, plain, scaled
@@ -152,7 +151,7 @@ def plain_weights(model: nn.Module) -> None:
             lose(module, _ScaledWeights)
 
 
-def store_frozen(model: M, format: str | None = "e4m3", *, where: str | Where | None = None) -> M:
+def store_frozen(model: M, format: str | None = "e4m3", *, where: Where | None = None) -> M:
     """Stores the frozen weights of ``model`` in ``format``, in place.
 
     For the base model of adapters: each weight of a linear layer or convolution that does not
@@ -168,7 +167,7 @@ def store_frozen(model: M, format: str | None = "e4m3", *, where: str | Where | 
             Do so before merging an adapter: an in-place operation whose result the format would
             round (a merge, an optimizer step) raises NotImplementedError. Loading a state_dict
             rounds.
-        where: (name, layer) -> whether to store its weight, or a name, as in `fp8.convert`.
+        where: (name, layer) -> whether to store its weight, as in `fp8.convert`.
 
     Returns:
         ``model``.
@@ -199,8 +198,7 @@ def store_frozen(model: M, format: str | None = "e4m3", *, where: str | Where | 
         for name, m in model.named_modules()
         if (isinstance(m, LAYERS) or is_transposed(m)) and not why_quantized(m)
     }
-    left = choose(where, model, layers)
-    chosen = [module for name, module in layers.items() if name not in left]
+    chosen = [layer for name, layer in layers.items() if where is None or where(name, layer)]
     frozen = [p for layer in chosen for p in storable(layer) if not (p.requires_grad or p.is_meta)]
     weights = [p for p in frozen if not isinstance(p, ScaledTensor)]
     if any(map(is_dtensor, weights)):

@@ -3,7 +3,8 @@
     y = (x - mean) / sqrt(var + eps) * weight + bias        mean, var: over the channels
 
 Compiled code is generated from the formulas below. Eager code permutes, calls
-`torch.nn.functional.layer_norm` and permutes back.
+`torch.nn.functional.layer_norm`, permutes back and, unless the input is channels-last, copies the
+result to the memory format of the input.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..common.compiler import FIRST_LOOK, apply
+from ..common.compiler import FIRST_LOOK, apply, same
 
 BLOCK = 16
 """The number of channels that compiled code sums at once, each contiguous in memory."""
@@ -27,9 +28,9 @@ def layer_norm2d(
     """`torch.nn.functional.layer_norm` over dimension 1, as in ConvNeXt.
 
     input: (batch, channels, ...), floating point, any strides. weight, bias: (channels,) or None,
-    any floating-point dtype. eps: added to the variance. In eager mode the output and the gradient
-    of the input are channels-last, and 16-bit statistics of the backward pass are those of torch.
-    Compiled the strides are those of a dense input, and the statistics are in float32 (float64 for
+    any floating-point dtype. eps: added to the variance. The output and the gradient of the input
+    have the memory format of the input (`torch.preserve_format`). In eager mode 16-bit statistics
+    of the backward pass are those of torch; compiled the statistics are in float32 (float64 for
     float64). Each result is rounded once to the dtype of its tensor. `torch.autocast` has no
     effect. NaN or Inf makes its pixel NaN. Raises ValueError for an input of fewer than two
     dimensions and for a weight or bias of another shape, TypeError for an input that is not
@@ -47,7 +48,9 @@ def layer_norm2d(
             FIRST_LOOK.items.append(mode)
     _check(input, weight, bias)
     if not in_graph:
-        return permuted(input, weight, bias, eps)
+        differentiable = torch.is_grad_enabled() and not _is_channels_last(input)
+        x = apply(_FormatOfGradient, input) if differentiable else input
+        return permuted(x, weight, bias, eps)
     # Also true in every graph of torch 2.11, whose compiler loses the gradients of what follows.
     if torch.compiler.is_exporting():
         return _normalized(input, weight, bias, eps)[0]
@@ -69,7 +72,7 @@ def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
 
 def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """`layer_norm2d` by torch's kernel, which takes parameters in the dtype of x, or in float32 for
-    16-bit x; also works in TorchScript."""
+    16-bit x; also works in TorchScript, where only the output has the memory format of x."""
     other = (weight is not None and weight.dtype != x.dtype) or (
         bias is not None and bias.dtype != x.dtype
     )
@@ -78,7 +81,53 @@ def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
         weight = None if weight is None else weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     last = x.movedim(1, -1)
-    return torch.layer_norm(last, [last.size(-1)], weight, bias, eps).movedim(-1, 1)
+    y = torch.layer_norm(last, [last.size(-1)], weight, bias, eps).movedim(-1, 1)
+    return _with_strides(y, _strides(x))
+
+
+def _strides(x: Tensor) -> list[int]:
+    """The strides of ``x`` under `torch.preserve_format`: its own, or dense ones in their order."""
+    return list(torch.empty_like(x, device=torch.device("meta")).stride())
+
+
+def _with_strides(value: Tensor, strides: list[int]) -> Tensor:
+    """``value``, copied if its strides are others. `torch.func.vmap` allows no write of a batch to
+    a tensor without one, so that ``value`` makes the tensor to copy to."""
+    if list(value.stride()) == strides:
+        return value
+    return value.new_empty_strided(value.size(), strides).copy_(value)
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Whether outputs of `permuted` and gradients of its input need no copy."""
+    strides, expected = _strides(x), 1
+    for dim in (1, *range(x.ndim - 1, 1, -1), 0):
+        if strides[dim] != expected:
+            return False
+        expected *= max(x.shape[dim], 1)
+    return True
+
+
+class _FormatOfGradient(Function):
+    """``x``, whose gradient gets the memory format of ``x``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return same(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.strides = _strides(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _with_strides(grad, ctx.strides)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return same(tangent)
 
 
 class _LayerNorm2d(Function):
@@ -190,5 +239,6 @@ def _gradients(
     g = grad if weight is None else grad * _across(x, weight)
     share = 1.0 / x.shape[1]
     along = normal * ((g * normal).sum(1, keepdim=True) * share)
-    dx = (g - g.sum(1, keepdim=True) * share - along) * rstd
+    # The first operand, which has the strides of x, decides about those of the result.
+    dx = (along - g + g.sum(1, keepdim=True) * share) * -rstd
     return dx, dweight, dbias

@@ -1,9 +1,8 @@
-"""Runs the norms of a model in low precision, and back: `low_precision_norms`, `revert_norms`, and
-Composer's `apply_low_precision_layernorm`."""
+"""Runs the norms of a model in low precision: Composer's `apply_low_precision_layernorm`, and what
+`fp8.report` and `fp8.revert` do for norms."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -14,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..common.compiler import FIRST_LOOK, called
 from ..common.mixin import Gained, bare_class, check_module, gain, lose
-from ..common.report import LEFT_ALONE, Report, Row
+from ..common.pitfalls import ConvertWarning, warn_once
+from ..common.report import LEFT_ALONE, Row
 from ..formats.format import dtype_name
 from . import norm
 from .layer_norm2d import layer_norm2d
@@ -58,10 +58,6 @@ PRECISIONS: dict[str, torch.dtype | None] = {
 }
 """Composer's name of a precision -> the dtype of norms. None: no effect, as the norms already run
 in the dtype of their input."""
-
-
-class NoEffectWarning(UserWarning):
-    """Nothing was changed. Has the name of Composer's warning."""
 
 
 class _LowPrecision(Gained):
@@ -119,18 +115,19 @@ class _Beneath(TorchFunctionMode):
         return y if self._autocast else y.to((args[0] if args else kwargs["input"]).dtype)
 
 
-def low_precision_norms(
+def apply_low_precision_layernorm(
     model: M,
     precision: str | None = None,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     *,
     where: Callable[[str, nn.Module], bool] | None = None,
 ) -> M:
-    """Makes the norms of ``model`` compute in 16 bits, in place.
+    """Makes the norms of ``model`` compute in 16 bits, in place: Composer's function of this name.
 
     Each norm keeps its type, parameters (shared or frozen as they were) and their dtype, eps, hooks
-    and name, so optimizers and checkpoints stay valid. `norm_report` lists every norm;
-    `revert_norms` undoes the change. A model changed before gets the new precision. float64 inputs
-    stay in float64.
+    and name, so optimizers and checkpoints stay valid. `fp8.report` lists every norm, `fp8.revert`
+    undoes the change. A model changed before gets the new precision. float64 inputs stay in
+    float64.
 
     Args:
         model: changed in place.
@@ -138,7 +135,9 @@ def low_precision_norms(
             enclosing `torch.autocast` of the input's device; without one no effect. A named dtype
             always applies. Outside of autocast, where nothing casts for the next layer, the result
             is converted back to the dtype of the input. A precision without effect changes nothing.
-        where: (name, norm) -> whether to change it; None changes every norm.
+        optimizers: ignored; the parameters do not change.
+        where: (name, norm) -> whether to change it, called for norms of all types in `NORMS`:
+            layer norms, RMS norms, group norms. None: layer norms, as in Composer.
 
     Returns:
         ``model``.
@@ -147,60 +146,50 @@ def low_precision_norms(
         TypeError: if ``model`` is not a module or ``where`` not a function.
         ValueError: for an unknown precision.
 
+    Warns:
+        ConvertWarning: if the precision has no effect or no norm was chosen.
+
     >>> import torch, fp8
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    >>> model = fp8.low_precision_norms(model)
+    >>> model = fp8.apply_low_precision_layernorm(model)
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     print(model(torch.randn(2, 4)).dtype)
     torch.bfloat16
-    >>> print(fp8.norm_report(model))
-    module  type       done           why
-    1       LayerNorm  low precision  the dtype of autocast
-    <BLANKLINE>
-    1 low precision
     """
-    check_module("low_precision_norms", model)
+    del optimizers
+    check_module("apply_low_precision_layernorm", model)
     if not (where is None or callable(where)):
         raise TypeError(f"where is a {type(where).__name__}; give (name, norm) -> bool or None")
     dtype = _dtype(precision)
     if precision is not None and dtype is None:
+        why = f"precision {precision!r}: only amp_fp16 and amp_bf16 have an effect on norms"
+        warn_once(ConvertWarning, why, model, "norms")
         return model
-    for name, module in _norms(model):
-        if _kind(module) in NORMS and (where is None or where(name, module)):
-            gain(module, _LowPrecision, inside=True)
-            module.norm_dtype = dtype  # type: ignore[assignment]
+    chosen = where or (lambda _, module: isinstance(module, nn.LayerNorm))
+    norms = [m for name, m in _norms(model) if _kind(m) in NORMS and chosen(name, m)]
+    for module in norms:
+        gain(module, _LowPrecision, inside=True)
+        module.norm_dtype = dtype  # type: ignore[assignment]
+    if not norms:
+        warn_once(ConvertWarning, "the model has no such norm to change", model, "norms")
     return model
 
 
-def revert_norms(model: M) -> M:
-    """Undoes `low_precision_norms` in place.
-
-    Args:
-        model: a model, changed or not.
-
-    Returns:
-        ``model``.
-    """
-    check_module("revert_norms", model)
+def revert_norms(model: nn.Module) -> None:
+    """Undoes `apply_low_precision_layernorm` in place."""
     for module in model.modules():
         if isinstance(module, _LowPrecision):
             lose(module, _LowPrecision)
             del module.norm_dtype
-    return model
 
 
-def norm_report(model: nn.Module) -> Report[Row]:
-    """Lists every norm and its precision, or why it was left alone.
+def rows_of_norms(model: nn.Module) -> list[Row]:
+    """The rows of `fp8.report` for norms, if any is in low precision: each norm with its precision,
+    or why it was left alone.
 
-    A norm is a module of `NORMS`, or a module without children that has "norm" in its class name.
-
-    Args:
-        model: a model, changed or not.
-
-    Returns:
-        A report with one row per norm. A norm with several names appears under the first.
+    A norm is a module of `NORMS`, or a module without children that has "norm" in its class name. A
+    norm with several names appears under the first.
     """
-    check_module("norm_report", model)
     rows = []
     for name, module in _norms(model):
         kind = bare_class(module).__name__
@@ -210,38 +199,7 @@ def norm_report(model: nn.Module) -> Report[Row]:
             known = ", ".join(norm.__name__ for norm in NORMS)
             why = "not chosen" if _kind(module) in NORMS else f"computes otherwise than {known}"
             rows.append(Row(name, kind, LEFT_ALONE, why))
-    return Report(rows)
-
-
-def apply_low_precision_layernorm(
-    model: M,
-    precision: str | None = None,
-    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
-) -> M:
-    """Composer's function of this name: `low_precision_norms` for the layer norms of ``model``.
-
-    Args:
-        model, precision: as in `low_precision_norms`.
-        optimizers: ignored; the parameters do not change.
-
-    Returns:
-        ``model``.
-
-    Warns:
-        NoEffectWarning: if the precision has no effect or the model has no layer norm.
-    """
-    del optimizers
-    if precision is not None and _dtype(precision) is None:
-        warnings.warn(
-            NoEffectWarning(f"precision {precision!r}: only amp_fp16 and amp_bf16 have an effect"),
-            stacklevel=2,
-        )
-        return model
-    low_precision_norms(model, precision, where=lambda _, module: isinstance(module, nn.LayerNorm))
-    norms = (module for module in model.modules() if isinstance(module, nn.LayerNorm))
-    if not any(isinstance(module, _LowPrecision) for module in norms):
-        warnings.warn(NoEffectWarning("the model has no layer norm to change"), stacklevel=2)
-    return model
+    return [] if all(row.left_alone for row in rows) else rows
 
 
 def _dtype(precision: Any) -> torch.dtype | None:

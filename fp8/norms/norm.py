@@ -14,44 +14,11 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ..casts.casting import without_autocast
-from ..common.validation import check_flag
 from ..products.matmul import to_autocast_dtype
 from .layer_norm2d import layer_norm2d as over_channels
 from .layer_norm2d import permuted, wide
 
-__all__ = [
-    "LayerNorm2d",
-    "group_norm",
-    "is_fast_norm",
-    "layer_norm",
-    "layer_norm2d",
-    "rms_norm",
-    "set_fast_norm",
-]
-
-
-class _Fast:
-    """The flag of `set_fast_norm`."""
-
-    enabled = False
-
-
-def set_fast_norm(enable: bool = True) -> None:
-    """Sets whether new `LayerNorm2d` modules compute in autocast's dtype, as in timm.
-
-    Existing modules do not change; `fp8.low_precision_norms` changes the norms of a model. Off by
-    default.
-
-    Args:
-        enable: whether to do so.
-    """
-    check_flag("enable", enable)
-    _Fast.enabled = enable
-
-
-def is_fast_norm() -> bool:
-    """Returns the value set by `set_fast_norm`."""
-    return _Fast.enabled
+__all__ = ["LayerNorm2d", "group_norm", "layer_norm", "layer_norm2d", "rms_norm"]
 
 
 def layer_norm(
@@ -155,8 +122,7 @@ def layer_norm2d(
         eps, dtype: as in `layer_norm`.
 
     Returns:
-        (batch, channels, ...), in ``dtype``, with the strides that
-        `fp8.norms.layer_norm2d.layer_norm2d` returns.
+        (batch, channels, ...), in ``dtype`` and the memory format of the input, as its gradient.
 
     Raises:
         ValueError, TypeError: as `layer_norm` and `fp8.norms.layer_norm2d.layer_norm2d`.
@@ -200,10 +166,10 @@ def _with_wide_statistics(
 class LayerNorm2d(nn.LayerNorm):
     """`layer_norm2d` as a module, a subclass of `nn.LayerNorm` with timm's parameters and defaults.
 
-    Input and output are (batch, num_channels, ...), with strides as in
-    `fp8.norms.layer_norm2d.layer_norm2d`. The output has the dtype of the input, under
-    `torch.autocast` too. In a module created while `is_fast_norm()`, it has autocast's dtype,
-    unless scripted. `torch.export` is supported.
+    Input and output are (batch, num_channels, ...). The output and the gradient of the input have
+    the memory format of the input. The output has the dtype of the input, under `torch.autocast`
+    too; `fp8.apply_low_precision_layernorm` changes that. TorchScript, where the gradient may have
+    another memory format, and `torch.export` are supported.
 
     Args:
         num_channels: the number of channels.
@@ -231,7 +197,6 @@ class LayerNorm2d(nn.LayerNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_channels, eps, affine, bias, device=device, dtype=dtype)
-        self.fast_norm = is_fast_norm()
 
     def check_channels(self, input: Tensor) -> None:
         """Raises ValueError for another number of channels, which no weight would reveal."""
@@ -243,6 +208,4 @@ class LayerNorm2d(nn.LayerNorm):
         self.check_channels(input)
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return permuted(input, self.weight, self.bias, self.eps)
-        if self.fast_norm:
-            return layer_norm2d(input, self.weight, self.bias, self.eps)
         return over_channels(input, self.weight, self.bias, self.eps)

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -29,25 +30,17 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..common.dtensor import part_of
+from ..common.pitfalls import OptimizerWarning, warn_once
+from ..common.removed import refuses_removed
 from ..common.validation import check_flag, check_name, check_number
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
+from ..recipes.scaling import scale_of_number
 from . import encodings
+from . import state as states
 from .base import LowPrecision, check_group, refuse
-from .encodings import BLOCK, ENCODINGS, MOMENTS, Encoded, Encoding, decode
-from .state import (
-    FIRST,
-    MASTER,
-    PARTS,
-    SECOND,
-    Group,
-    State,
-    everywhere,
-    is_plain,
-    parameters_of,
-    prepare,
-    read,
-)
+from .encodings import BLOCK, MOMENTS, WEIGHTS, Encoded, Encoding, decode
+from .state import FIRST, MASTER, PARTS, SECOND, Group, State, in_dtype, is_plain, read
 
 HALF = 15
 """Random bits for each of the two moments, from one 32-bit word."""
@@ -61,13 +54,9 @@ class _How(NamedTuple):
     second: Encoding
     stochastic: tuple[bool, bool, bool]
 
-    feedback: bool = False
-    """Whether the weight is a copy in float32, whose rounding error goes into the first moment."""
 
-    @property
-    def by_name(self) -> tuple[tuple[str, Encoding], ...]:
-        """The encodings with their names in a state."""
-        return (MASTER, self.weight), (FIRST, self.first), (SECOND, self.second)
+STORED = (MASTER, FIRST, SECOND)
+"""The names in a state, in the order of the fields of `_How` and `_Kept`."""
 
 
 class _Kept(NamedTuple):
@@ -114,36 +103,32 @@ def _compiled(dynamic: bool | None) -> Callable[..., Tensor]:
     return torch.compile(_adam, dynamic=dynamic, options={"guard_filter_fn": skip})
 
 
-LARGEST = torch.finfo(torch.float32).max ** 0.5
-"""The square of a larger gradient overflows float32."""
-
-PLAIN = {
-    torch.float32: ENCODINGS["float32"],
-    torch.bfloat16: ENCODINGS["bfloat16"],
-    torch.float16: replace(ENCODINGS["float16"], scale="none"),
-}
-"""The encodings of weights without a master, by dtype."""
+LARGEST = 2.0**63
+"""Larger magnitudes in a gradient count as this one: a second moment is then at most 2**126, which
+float32 holds, and the bound of a step, which is that of any gradients, stays."""
 
 BLOCKS = 1 << 16
 """Elements that a compiled step with blocks processes at once per CPU thread: constant, because for
 dynamic sizes torch compiles loops without vectors, which are ten times slower."""
 
-Scales = list[float | None]
-"""The scale factors of the weight and the moments; None: none for the whole tensor."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Unit:
     """Parameters that are updated together: one, or the small ones of a group concatenated. index:
-    of the first among all of the optimizer, which makes random bits distinct."""
+    of the first among all of the optimizer, which makes random bits distinct. master: whether the
+    weights have masters."""
 
-    parameters: list[Tensor]
-    states: list[State]
     group: Group
     decoupled: bool
     index: int
-    master: bool
     how: _How
+    master: bool
+    parameters: list[Tensor] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
+
+    def here(self) -> list[Tensor]:
+        """The weights, or what this process has of them."""
+        return [part_of(parameter.detach()) for parameter in self.parameters]
 
     def kept(self, name: str) -> Encoded:
         """A moment or the master, flat; for a single parameter it shares memory with the state."""
@@ -155,8 +140,8 @@ class _Unit:
         """The tensor to update: the masters, the weight itself, or a copy of the weights."""
         if self.master:
             return self.kept(MASTER)
-        here = [part_of(parameter.detach()) for parameter in self.parameters]
-        if len(here) == 1 and is_plain(here[0]) and not self.how.feedback:
+        here = self.here()
+        if len(here) == 1 and is_plain(here[0]):
             return Encoded(here[0].view(-1))
         return Encoded(torch.cat([x.to(self.how.weight.dtype).reshape(-1) for x in here]))
 
@@ -171,31 +156,28 @@ class _Unit:
             grad = grad.to(torch.float32) + self.group["weight_decay"] * decode(self.weight())
         return grad
 
-    def amaxes(self) -> dict[str, Tensor]:
-        """Name in a state -> the amax of what has a scale for the whole tensor."""
-        state = self.states[0]
-        return {n: state[n + PARTS[2]] for n, kept in self.how.by_name if kept.scale == "tensor"}
+    def amaxes(self) -> list[Tensor | None]:
+        """The amax of the weight and the moments; None: there is no scale for the whole tensor."""
+        return [self.states[0].get(name + PARTS[2]) for name in STORED]
 
-    def scales(self, largest: float, numbers: Iterator[float]) -> Scales:
+    def scales(self, largest: float, numbers: Iterator[float]) -> list[float | None]:
         """New scale factors for gradients up to ``largest``: the moment of the largest magnitudes
         bounds a moment, so a scale costs one pass over the gradient."""
-        (b1, b2), amaxes = self.group["betas"], self.amaxes()
-        found: Scales = []
-        for name, encoding in self.how.by_name:
-            if name not in amaxes:
-                found.append(None)
+        found: list[float | None] = [None, None, None]
+        for i, amax in enumerate(self.amaxes()):
+            if amax is None:
                 continue
-            amax = next(numbers)
-            if name == MASTER:
-                amax *= encodings.HEADROOM
+            new = next(numbers)
+            if STORED[i] == MASTER:
+                new *= encodings.HEADROOM
             else:
-                beta, x = (b1, largest) if name == FIRST else (b2, largest**2)
-                amax = beta * amax + (1 - beta) * x
-                amaxes[name].fill_(amax)
-            found.append(encodings.scale_for(amax, encoding))
+                beta = self.group["betas"][i - 1]
+                new = beta * new + (1 - beta) * largest**i
+                amax.fill_(new)
+            found[i] = scale_of_number(new, self.how[:3][i].format)
         return found
 
-    def numbers(self, scales: Scales) -> Tensor:
+    def numbers(self, scales: list[float | None]) -> Tensor:
         """The 8 scalars of a step, computed in float64 and rounded once, then 1 / scales."""
         group = self.group
         step, (b1, b2), lr = float(self.states[0]["step"]), group["betas"], float(group["lr"])
@@ -204,110 +186,63 @@ class _Unit:
         formulas = (decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"])
         return torch.tensor([*formulas, *(1.0 if x is None else 1 / x for x in scales)])
 
-    def keys(self) -> list[Key]:
-        """The keys of the random bits of this step: for the moments, and for the weight."""
-        seed = (self.group["seed"], int(self.states[0]["step"]), self.index)
-        return [random_key((*seed, stream)) for stream in range(2)]
+    def seed(self, stream: int) -> tuple[int, ...]:
+        """Of random bits of this step. stream: 0 for the moments, 1 for the weight, from 2 on for
+        copies of weights."""
+        return self.group["seed"], int(self.states[0]["step"]), self.index, stream
+
+    def rounds_copies(self) -> bool:
+        """Whether weights of a tensor subclass, updated as float32 copies, are then rounded
+        stochastically."""
+        if self.master or not self.group["stochastic_weights"]:
+            return False
+        here = part_of(self.parameters[0])
+        return not in_dtype(here) and states.format_of(here).mantissa_bits < 23
 
     def finish(self, weight: Encoded, first: Encoded, second: Encoded) -> None:
         """Writes updated copies back to the parameters and states."""
-        joined = len(self.states) > 1
-        here = [part_of(parameter.detach()) for parameter in self.parameters]
-        if self.how.feedback:
-            _split(self._rounded(weight.values, here[0]), here)
-            error = weight.values - self.weight().values
-            _, b1, _, _, _, size, root, eps, *_ = self.numbers([None] * 3).tolist()
-            _add_error(error, first, second, self.how.first, [b1, size, root, eps])
-        elif joined or self.master or not is_plain(here[0]):
-            _split(decode(weight) if self.master else weight.values, here)
+        here = self.here()
+        joined = len(here) > 1
+        if joined or self.master or not is_plain(here[0]):
+            values, random = decode(weight) if self.master else weight.values, self.rounds_copies()
+            for i, (x, part) in enumerate(_parts(values, here)):
+                x.copy_(
+                    states.rounded_stochastically(part, x, self.seed(2 + i)) if random else part
+                )
         if joined:
-            kept = {FIRST: first, SECOND: second, **({MASTER: weight} if self.master else {})}
-            for name, stored in kept.items():
-                _split(stored.values, [read(state, name).values for state in self.states])
-
-    def _rounded(self, weight: Tensor, like: Tensor) -> Tensor:
-        """A float32 copy of weights, rounded stochastically if that is asked for."""
-        encoding = PLAIN[like.dtype if is_plain(like) else torch.float32]
-        if not self.group["stochastic_weights"] or encoding.dtype == torch.float32:
-            return weight
-        rounded = Encoded(torch.empty_like(weight, dtype=encoding.dtype))
-        bits = bits_from_key(weight.shape, self.keys()[1], device=weight.device)
-        encodings.write(weight, rounded, encoding, None, bits=bits)
-        return rounded.values
+            kept = {MASTER: weight} if self.master else {}
+            for name, stored in (kept | {FIRST: first, SECOND: second}).items():
+                own = [read(state, name).values for state in self.states]
+                for x, part in _parts(stored.values, own):
+                    x.copy_(part)
 
 
-def _split(flat: Tensor, targets: list[Tensor]) -> None:
-    for target, piece in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
-        target.copy_(piece.view(target.shape))
-
-
-def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool) -> list[_Unit]:
-    """The units of parameters with a gradient. index: of the group's first parameter."""
-    found: dict[Any, _Unit] = {}
-    for number, parameter in enumerate(group["params"], index):
-        if parameter.grad is None:
-            continue
-        state = states[parameter]
-        kept = prepare(state, parameter, group)
-        key: Any = number
-        if parameter.numel() < group["min_size"]:
-            plain = is_plain(part_of(parameter)) and parameter.dtype
-            key = (float(state["step"]), parameter.device, plain, MASTER in kept)
-        if key not in found:
-            found[key] = _Unit(
-                parameters=[],
-                states=[],
-                group=group,
-                decoupled=decoupled,
-                index=number,
-                master=MASTER in kept,
-                how=_how(parameter, kept, group),
-            )
-        found[key].parameters.append(parameter)
-        found[key].states.append(state)
-    return list(found.values())
+def _parts(flat: Tensor, of: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor with its part of ``flat``, in its shape."""
+    for x, part in zip(of, flat.split([x.numel() for x in of]), strict=True):
+        yield x, part.view(x.shape)
 
 
 def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
     here, (b1, b2) = part_of(parameter), group["betas"]
-    coarse = here.dtype != torch.float32 or not is_plain(here)
-    feedback = coarse and bool(group.get("error_feedback", False))
-    wide = feedback or not is_plain(here)
-    weight = kept.get(MASTER) or PLAIN[torch.float32 if wide else here.dtype]
+    weight = kept.get(MASTER) or WEIGHTS[here.dtype if in_dtype(here) else torch.float32]
     first, second = kept[FIRST], kept[SECOND]
     stochastic = (
         group["stochastic_weights"] and weight.dtype != torch.float32,
         first.rounds_stochastically(b1),
         second.rounds_stochastically(b2),
     )
-    return _How(weight, first, second, stochastic, feedback)
+    return _How(weight, first, second, stochastic)
 
 
-def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
-    """Updates all units, or none and returns False if a gradient or its square is not finite. All
-    processes that have a shard of one of the ``parameters`` agree on the result."""
-    grads = (g if len(g) else g.new_zeros(1) for g in map(_Unit.gradient, units))  # empty shard
-    looks = [x for g in grads for x in torch.aminmax(g)]
-    looks += [amax for unit in units for amax in unit.amaxes().values()]
-    one_device = len({x.device for x in looks}) == 1  # one synchronization with a GPU
-    found = torch.stack([x.float() for x in looks]).tolist() if one_device else map(float, looks)
-    numbers = iter(found)
-    largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
-    if not everywhere(all(x < LARGEST for x in largest), parameters):
-        return False
-    for unit, x in zip(units, largest, strict=True):
-        for state in unit.states:
-            state["step"] += 1
-        _step(unit, unit.scales(x, numbers))
-    return True
-
-
-def _step(unit: _Unit, scales: Scales) -> None:
+def _step(unit: _Unit, largest_grad: float, scales: list[float | None]) -> None:
     """Updates one unit in chunks. The remainder of a compiled unit runs in eager mode."""
     kept = _Kept(unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
     grad, numbers, how = unit.gradient(), unit.numbers(scales), unit.how
+    if largest_grad > LARGEST:
+        grad = grad.to(torch.float32).clamp(-LARGEST, LARGEST)
     count = len(grad)
-    keys = unit.keys() if any(how.stochastic) else []
+    keys = [random_key(unit.seed(i)) for i in range(2)] if any(how.stochastic) else []
     compiled = unit.group["compile"] and len(unit.states) == 1
     fixed = compiled and grad.is_cpu and "block" in (how.first.scale, how.second.scale)
     threads = (torch.get_num_threads() - 1).bit_length()
@@ -338,65 +273,6 @@ def _step(unit: _Unit, scales: Scales) -> None:
     unit.finish(*kept)
 
 
-# Error feedback: what weights lose when they are rounded goes into the first moment. Weights in low
-# precision then need no master copy: a step that is too small to change one is not lost, but makes
-# later steps larger.
-
-_FEEDBACK = tuple(name for name in MOMENTS["first_moment"] if ENCODINGS[name].scale != "tensor")
-"""The first moments that hold what is added: a scale for the tensor is set before the step."""
-
-
-def _check_feedback(group: Group) -> None:
-    """Raises ValueError or TypeError if a group asks for error feedback and cannot have it."""
-    check_flag("error_feedback", wanted := group.get("error_feedback", False))
-    if not wanted:
-        return
-    if group["master_weights"] is not None or group["betas"][0] == 0:
-        raise ValueError(
-            "error_feedback needs master_weights=None, whose place it takes, and betas[0] above 0; "
-            f"got {group['master_weights']!r} and {group['betas'][0]}"
-        )
-    if group["first_moment"] not in _FEEDBACK:
-        raise ValueError(
-            f"error_feedback needs first_moment {', '.join(map(repr, _FEEDBACK))}, which hold what "
-            f"it adds; got {group['first_moment']!r}"
-        )
-
-
-def _add_error(
-    error: Tensor, first: Encoded, second: Encoded, encoding: Encoding, numbers: list[float]
-) -> None:
-    """Adds the error of weights, those before rounding minus those after, to the first moment (ECO,
-    Nikdan et al. 2026, arXiv:2601.22101, algorithm 3):
-
-        m += (1 - 1 / b1) / size * (root sqrt(v) + eps) * error
-
-    encoding: of the first moment, which is rounded to nearest. numbers: b1, size, root and eps of
-    the step, as in `_adam`. A step of size 0 has no error.
-    """
-    b1, size, root, eps = numbers
-    if size:
-        share = (1 - 1 / b1) / size
-        m = decode(first) + error * share * (decode(second).sqrt() * root + eps)
-        encodings.write(m, first, encoding, None)
-
-
-def check_adam(group: dict[str, Any]) -> None:
-    """Raises ValueError or TypeError for invalid settings of a group."""
-    for name, allowed in MOMENTS.items():
-        check_name(name, group[name], allowed)
-    check_flag("stochastic_weights", group["stochastic_weights"])
-    check_group(group, "lr", "eps", "weight_decay", "min_size")
-    betas = group["betas"]
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise TypeError(f"betas are two numbers, got {betas!r}")
-    for i, beta in enumerate(betas):
-        check_number(f"betas[{i}]", beta)
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
-    _check_feedback(group)
-
-
 class _Adam(LowPrecision):
     """Base class of `Adam` and `AdamW`, which isinstance tells apart."""
 
@@ -405,15 +281,28 @@ class _Adam(LowPrecision):
         "second_moment",
         "master_weights",
         "stochastic_weights",
-        "error_feedback",
         "min_size",
         "compile",
     )
-    check = staticmethod(check_adam)
 
     decoupled: bool
     default_decay: float
 
+    @staticmethod
+    def check(group: Group) -> None:
+        for name, allowed in MOMENTS.items():
+            check_name(name, group[name], allowed)
+        check_flag("stochastic_weights", group["stochastic_weights"])
+        check_group(group, "lr", "eps", "weight_decay", "min_size")
+        betas = group["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise TypeError(f"betas are two numbers, got {betas!r}")
+        for i, beta in enumerate(betas):
+            check_number(f"betas[{i}]", beta)
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
+
+    @refuses_removed("fp8.optim.AdamW")
     def __init__(
         self,
         params: ParamsT,
@@ -432,7 +321,6 @@ class _Adam(LowPrecision):
         second_moment: str = "float16",
         master_weights: str | None = None,
         stochastic_weights: bool = False,
-        error_feedback: bool = False,
         min_size: int = 4096,
         seed: int = 0,
         compile: bool = False,
@@ -446,7 +334,6 @@ class _Adam(LowPrecision):
             "second_moment": second_moment,
             "master_weights": master_weights,
             "stochastic_weights": stochastic_weights,
-            "error_feedback": error_feedback,
             "min_size": min_size,
             "seed": seed,
             "compile": compile,
@@ -455,11 +342,55 @@ class _Adam(LowPrecision):
         super().__init__(params, defaults)
 
     def step_all(self) -> bool:
-        index, units = 0, []
-        for group in self.param_groups:
-            units += units_of(group, self.state, index, self.decoupled)
-            index += len(group["params"])
-        return step_units(units, parameters_of(self))
+        units = self._units()
+        asked = units and any(group["stochastic_weights"] for group in self.param_groups)
+        if asked and not any(unit.how.stochastic[0] or unit.rounds_copies() for unit in units):
+            warn_once(OptimizerWarning, _NOTHING_ROUNDED, about=self)
+        grads = (g if len(g) else g.new_zeros(1) for g in map(_Unit.gradient, units))  # empty shard
+        looks = [x for g in grads for x in torch.aminmax(g)]
+        looks += [amax for unit in units for amax in unit.amaxes() if amax is not None]
+        alike = len({x.device for x in looks}) == 1  # one synchronization with a GPU
+        found = torch.stack([x.float() for x in looks]).tolist() if alike else map(float, looks)
+        numbers = iter(found)
+        largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
+        if not states.everywhere(all(x < math.inf for x in largest), states.parameters_of(self)):
+            return False
+        for unit, x in zip(units, largest, strict=True):
+            for state in unit.states:
+                state["step"] += 1
+            _step(unit, x, unit.scales(min(x, LARGEST), numbers))
+        return True
+
+    def _units(self) -> list[_Unit]:
+        """The units of the parameters with a gradient."""
+        found: dict[Any, _Unit] = {}
+        every = [(group, p) for group in self.param_groups for p in group["params"]]
+        for index, (group, parameter) in enumerate(every):
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            kept = states.prepare(state, parameter, group)
+            key: Any = index
+            if parameter.numel() < group["min_size"]:
+                kind = type(part_of(parameter)), parameter.dtype, parameter.device
+                key = (id(group), *kind, float(state["step"]), MASTER in kept)
+            if key not in found:
+                found[key] = _Unit(
+                    group=group,
+                    decoupled=self.decoupled,
+                    index=index,
+                    how=_how(parameter, kept, group),
+                    master=MASTER in kept,
+                )
+            found[key].parameters.append(parameter)
+            found[key].states.append(state)
+        return list(found.values())
+
+
+_NOTHING_ROUNDED = (
+    "stochastic_weights=True rounds no weight of this optimizer, because all are float32 or have "
+    "float32 masters. It is for bfloat16 and float16 weights, ScaledTensors and float16 masters"
+)
 
 
 class Adam(_Adam):
@@ -475,8 +406,9 @@ class AdamW(_Adam):
     The arguments of torch keep their positions, names and defaults. The arithmetic is float32. All
     options may differ between parameter groups.
 
-    If a gradient in any group, or its square, is not finite, no parameter is updated, no state
-    changes, and ``skipped_steps`` counts the step. Deciding this synchronizes with a GPU.
+    If a gradient in any group is not finite, no parameter is updated, no state changes, and
+    ``skipped_steps`` counts the step. Deciding this synchronizes with a GPU. A finite element above
+    `LARGEST` counts as that.
 
     Args:
         params: parameters, named parameters or groups of them; float32, bfloat16 or float16, or
@@ -486,11 +418,9 @@ class AdamW(_Adam):
             "e4m3_block" and "e5m3_block" 1.03, with a scale for each block of 128.
         master_weights: "float32" or "float16" (with one scale per tensor): the copy that is updated
             for weights that are not float32. After a step the weights are rounded from it.
-        stochastic_weights: rounds bfloat16 or float16 weights, or masters, stochastically, so that
-            updates below their precision take effect in expectation.
-        error_feedback: adds what a weight that is not float32 loses when it is rounded to its first
-            moment, so that no master weights are needed (ECO, arXiv:2601.22101). Needs a first
-            moment without a scale for the whole tensor.
+        stochastic_weights: rounds weights of 16 bits or fewer (bfloat16, float16, ScaledTensors) or
+            their float16 masters stochastically, so that updates below their precision take effect
+            in expectation. A warning says if there are none.
         min_size: parameters of fewer elements have float32 moments and are updated together.
         seed: of the random bits, which depend on it, the step and the position of the element: the
             same in eager and compiled code, and after resuming from a state_dict.

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from ..common.dtensor import is_dtensor, part_of
 from ..common.validation import check_name, check_number
 from ..formats.format import dtype_name
-from ..tensors.scaled_tensor import DTYPES, plain
+from ..tensors.scaled_tensor import DTYPES
 from . import state as states
 from .encodings import ENCODINGS, MASTERS, decode
 from .state import MASTER, Group, parameters_of
@@ -49,13 +49,6 @@ def check_group(group: dict[str, Any], *fields: str) -> None:
         if parameter.dtype not in DTYPES:
             listed = ", ".join(map(dtype_name, DTYPES))
             raise TypeError(f"cannot step a parameter of {parameter.dtype}; allowed are {listed}")
-
-
-def finite_everywhere(optimizer: Optimizer, trained: list[Any]) -> bool:
-    """Whether the gradients are finite, on all processes that have a shard of a parameter."""
-    finite = [plain(part_of(p.grad)).isfinite().all().cpu() for p in trained]
-    ours = not finite or bool(torch.stack(finite).all())
-    return states.everywhere(ours, parameters_of(optimizer))
 
 
 class LowPrecision(Optimizer):
@@ -92,7 +85,7 @@ class LowPrecision(Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps skipped because a gradient or its square was not finite."""
+        """The number of steps skipped because a gradient was not finite."""
         return int(self.param_groups[0]["skipped_steps"])
 
     @torch.no_grad()
@@ -104,10 +97,7 @@ class LowPrecision(Optimizer):
         parameter with a master was written since the last step, its master is set from it. Raises
         RuntimeError for a sparse gradient.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for parameter in parameters_of(self):
             _align_gradient(type(self).__name__, parameter)
         self._refresh_masters()
@@ -181,11 +171,7 @@ class _Bits:
     tensor: Tensor
 
     def __reduce__(self) -> Any:
-        return _viewed, (self.tensor.view(torch.uint8), self.tensor.dtype)
-
-
-def _viewed(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    return bits.view(dtype)
+        return Tensor.view, (self.tensor.view(torch.uint8), self.tensor.dtype)
 
 
 def _readable(value: Any) -> Any:
@@ -193,29 +179,26 @@ def _readable(value: Any) -> Any:
     return _Bits(value) if small else value
 
 
-class _Mark(NamedTuple):
-    """What changes when a parameter is written. sums: of its bits, as ``.data`` and numpy write
-    without a new version; none for a parameter that counts such writes itself."""
-
-    version: tuple[Any, ...]
-    sums: Tensor
+_Mark = tuple[tuple[Any, ...], Tensor]
+"""What changes when a parameter is written: its version, and sums of its bits, as ``.data`` and
+numpy write without a new version; none for a parameter that counts such writes itself."""
 
 
 def _mark(parameter: Any) -> _Mark:
     writes = getattr(parameter, "writes", ())
     version = (parameter._version, *writes, parameter.shape, parameter.dtype)
     if writes:
-        return _Mark(version, torch.empty(0))
+        return version, torch.empty(0)
     rows = torch.atleast_2d(part_of(parameter.detach())).flatten(1).contiguous()
     whole = rows.shape[1] * rows.itemsize % 8 == 0
     bits = rows.view(torch.int64 if whole else torch.int16)
-    return _Mark(version, torch.cat([bits.sum(0), bits.sum(1)]))
+    return version, torch.cat([bits.sum(0), bits.sum(1)])
 
 
 def _changed(before: dict[Any, _Mark], now: dict[Any, _Mark]) -> list[Any]:
     """The parameters whose marks differ, with one synchronization with a device."""
-    same = [p for p in now if p in before and before[p].version == now[p].version]
-    flags = [(before[p].sums != now[p].sums).any() for p in same]
+    same = [p for p in now if p in before and before[p][0] == now[p][0]]
+    flags = [(before[p][1] != now[p][1]).any() for p in same]
     differ = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
     return [*(now.keys() - set(same)), *itertools.compress(same, differ)]
 

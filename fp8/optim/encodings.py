@@ -1,6 +1,6 @@
 """How an optimizer stores a tensor: `ENCODINGS`, and the conversions between them and float32.
 
-A scale factor is the value of one unit of the stored numbers: a power of two, but for "int8_block".
+A scale factor is the value of one unit of the stored numbers, a power of two.
 The rounding never makes a later step of Adam too long:
 
 - Below the smallest normal value of the format a first moment is rounded toward zero and a second
@@ -13,7 +13,7 @@ The rounding never makes a later step of Adam too long:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..formats.format import FORMATS, Format
 from ..formats.rounding import LAYOUTS, Grid, round_to_grid
-from ..recipes.scaling import scale_of, scale_of_number, scaled_tiles
+from ..recipes.scaling import scale_of, scaled_tiles
 
 BLOCK = 128
 """Consecutive elements that share the scale of a block, as in DeepSeek-V3 (arXiv:2412.19437)."""
@@ -33,13 +33,12 @@ HEADROOM = 2.0**7
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
     """A row of ENCODINGS: values of ``format`` in ``dtype``. scale: "none", "tensor" or "block"
-    (`BLOCK` elements in row-major order). rule: of `fp8.recipes.scaling.RULES`, for blocks."""
+    (`BLOCK` elements in row-major order)."""
 
     name: str
     dtype: torch.dtype
     format: Format
     scale: str = "none"
-    rule: str = "up"
 
     def rounds_stochastically(self, beta: float) -> bool:
         """Whether a moment that decays by ``beta`` would not change if rounded to nearest."""
@@ -51,10 +50,6 @@ _FLOAT32 = Format(  # not in FORMATS: nothing is cast to it
     name="float32", exponent_bits=8, mantissa_bits=23, bias=127, max=torch.finfo(torch.float32).max
 )
 _E5M3 = Format(name="e5m3", exponent_bits=5, mantissa_bits=3, bias=16, max=61440.0)
-_INT8 = Format(
-    name="int8", exponent_bits=1, mantissa_bits=6, bias=-5, max=127.0, negative_zero=False
-)
-"""The integers to 127: with one exponent bit, the values of a format are evenly spaced."""
 _SHIFT = 23 - _E5M3.mantissa_bits
 _CODE = (127 - _E5M3.bias) << _E5M3.mantissa_bits
 """The difference between the upper bits of a float32 and the code of the equal e5m3 number."""
@@ -74,9 +69,6 @@ ENCODINGS: dict[str, Encoding] = {
         ),
         # Nonnegative: all eight bits are exponent and mantissa; zero and normal numbers only.
         Encoding(name="e5m3_block", dtype=torch.uint8, format=_E5M3, scale="block"),
-        # Linear, by the largest magnitude of a block, as in 8-bit Muon (arXiv:2509.23106), whose
-        # blocks are longer.
-        Encoding(name="int8_block", dtype=torch.int8, format=_INT8, scale="block", rule="exact"),
     )
 }
 """Name -> encoding."""
@@ -87,12 +79,16 @@ MOMENTS = {
 }
 """Argument of the optimizers -> its allowed names in ENCODINGS."""
 
-MOMENTA = (*MOMENTS["first_moment"], "int8_block")
-"""The names in ENCODINGS allowed for the momentum of Muon, whose update does not divide by it or by
-another state. So evenly spaced values, of which small ones become zero, do no harm."""
-
 MASTERS = ("float32", "float16")
 """The names in ENCODINGS allowed for ``master_weights``."""
+
+
+WEIGHTS = {
+    torch.float32: ENCODINGS["float32"],
+    torch.bfloat16: ENCODINGS["bfloat16"],
+    torch.float16: replace(ENCODINGS["float16"], scale="none"),
+}
+"""The encodings of weights without a master, by dtype."""
 
 
 class Encoded(NamedTuple):
@@ -136,11 +132,6 @@ def decode(stored: Encoded) -> Tensor:
     return (_blocks(x) * scale[:, None]).flatten()[: len(x)]
 
 
-def scale_for(amax: float, encoding: Encoding) -> float | None:
-    """The scale factor for magnitudes up to ``amax``; None: none for the whole tensor."""
-    return scale_of_number(amax, encoding.format) if encoding.scale == "tensor" else None
-
-
 def write(
     x: Tensor,
     to: Encoded,
@@ -160,7 +151,7 @@ def write(
     if encoding.scale == "block":
         assert to.scale is not None
         tiles = _blocks(x)
-        scales = scale_of(tiles, (-1,), encoding.format, encoding.rule)
+        scales = scale_of(tiles, (-1,), encoding.format, "up")
         y = (tiles * scales.reciprocal()).flatten()[: len(x)]
         to.scale.copy_(scales.flatten())
     elif encoding.scale == "tensor":
@@ -190,9 +181,6 @@ def _rounded(y: Tensor, encoding: Encoding, away: bool, bits: Tensor | None) -> 
     format = encoding.format
     if encoding.dtype == torch.float32:
         return y
-    if format is _INT8:
-        y = y.round() if bits is None else (y + (bits & 0x7FFFFFFF) * 2.0**-31).floor()
-        return y.clamp(-format.max, format.max)
     rounded = y
     if bits is not None:
         grid = Grid(format.mantissa_bits, format.min_exponent, format.max, format.max, True, 0.0)

@@ -12,16 +12,9 @@ from torch.optim.sgd import sgd
 from ..common.dtensor import part_of
 from ..common.validation import check_number
 from ..tensors.scaled_tensor import plain
-from .base import LowPrecision, check_group, finite_everywhere, refuse
-from .state import MASTER, MOMENTUM, Group, State, names, put_weight, weight_of
-
-
-def _check(group: Group) -> None:
-    """Raises ValueError or TypeError for invalid settings of a group."""
-    check_group(group, "lr", "momentum", "weight_decay")
-    check_number("dampening", group["dampening"])
-    if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
-        raise ValueError("nesterov needs a momentum, and no dampening")
+from .base import LowPrecision, check_group, refuse
+from .encodings import decode
+from .state import MASTER, MOMENTUM, Group, State, everywhere, keep, parameters_of, prepare, read
 
 
 class SGD(LowPrecision):
@@ -41,7 +34,13 @@ class SGD(LowPrecision):
     """
 
     options = ("master_weights",)
-    check = staticmethod(_check)
+
+    @staticmethod
+    def check(group: Group) -> None:
+        check_group(group, "lr", "momentum", "weight_decay")
+        check_number("dampening", group["dampening"])
+        if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
+            raise ValueError("nesterov needs a momentum, and no dampening")
 
     def __init__(
         self,
@@ -75,7 +74,8 @@ class SGD(LowPrecision):
         trained = [
             (p, group) for group in self.param_groups for p in group["params"] if p.grad is not None
         ]
-        if not finite_everywhere(self, [p for p, _ in trained]):
+        finite = [plain(part_of(p.grad)).isfinite().all().cpu() for p, _ in trained]
+        if not everywhere(all(map(bool, finite)), parameters_of(self)):
             return False
         for parameter, group in trained:
             _step(parameter, self.state[parameter], group)
@@ -83,12 +83,18 @@ class SGD(LowPrecision):
 
 
 def _step(parameter: Any, state: State, group: Group) -> None:
-    master = names(parameter, group).get(MASTER)
-    weight = weight_of(parameter, state, master is not None)
+    master, here = prepare(state, parameter, group).get(MASTER), part_of(parameter)
+    if master is None:
+        weight = plain(here.detach(), torch.float32)
+    else:
+        weight = decode(read(state, MASTER)).view(here.shape)
     buffers = [state.get(MOMENTUM)]
     arguments = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
     gradient = plain(part_of(parameter.grad), torch.float32)
     sgd([weight], [gradient], buffers, foreach=False, **{k: group[k] for k in arguments})
     if buffers[0] is not None:
         state[MOMENTUM] = buffers[0]
-    put_weight(parameter, state, weight, master)
+    if master is not None:
+        keep(state, MASTER, parameter, master, weight.flatten())
+        weight = decode(read(state, MASTER)).view(here.shape)
+    here.copy_(weight)

@@ -13,8 +13,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ..common.dtensor import as_shard, is_dtensor, part_of
-from ..tensors.scaled_tensor import plain
-from .encodings import ENCODINGS, Encoded, Encoding, decode, scale_for, write, zeros
+from ..formats.format import FORMATS, Format
+from ..formats.quantize import quantize
+from ..formats.random_bits import Seed
+from ..recipes.scaling import scale_of, scale_of_number
+from ..tensors.scaled_tensor import ScaledTensor, plain
+from .encodings import ENCODINGS, WEIGHTS, Encoded, Encoding, decode, write, zeros
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
 MOMENTUM = "momentum_buffer"
@@ -26,7 +30,7 @@ PURPOSES = {
     MOMENTUM: "first_moment",
     MASTER: "master",
 }
-"""How a name in a state begins -> what the tensor is for; the first match counts."""
+"""Name in a state -> what the tensor is for."""
 
 PARTS = ("_values", "_scale", "_amax")
 """Suffixes of these names for a tensor that is stored with a scale."""
@@ -51,36 +55,53 @@ def everywhere(true: bool, parameters: Iterable[Tensor]) -> bool:
     return true
 
 
+def in_dtype(tensor: Tensor) -> bool:
+    """Whether it is stored in its dtype: no tensor subclass, such as a ScaledTensor."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether its storage holds its values in row-major order."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_contiguous()
+    return in_dtype(tensor) and tensor.is_contiguous()
+
+
+def format_of(weight: Any) -> Format:
+    """The format in which a weight is stored."""
+    scaled = isinstance(weight, ScaledTensor)
+    return FORMATS[weight.format] if scaled else WEIGHTS[weight.dtype].format
+
+
+def rounded_stochastically(x: Tensor, weight: Tensor, seed: Seed) -> Tensor:
+    """``x``, float32, in values that copying it to ``weight`` does not change: a power of two is
+    its scale, if it has one, as the largest magnitude of ``x`` requires."""
+    format, scale = format_of(weight), None
+    if isinstance(weight, ScaledTensor) and x.numel():
+        scale = scale_of(x, None, format, "up")
+    return quantize(x, format, scale=scale, rounding="stochastic", seed=seed)
 
 
 def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
     """The tensors to store for a parameter, and their encodings. float32 weights have no master,
     unless they are of a tensor subclass (ScaledTensor), which may be coarser."""
     small = parameter.numel() < group.get("min_size", 0)
-    if group.get("algorithm") == "muon" or "second_moment" not in group:
-        moments = {MOMENTUM: group.get("first_moment", "float32")}
-    else:
+    moments = {MOMENTUM: "float32"}
+    if "second_moment" in group:
         moments = {FIRST: group["first_moment"], SECOND: group["second_moment"]}
-    subclass = type(part_of(parameter)) not in (Tensor, torch.nn.Parameter)
-    coarse = parameter.dtype != torch.float32 or subclass
+    coarse = parameter.dtype != torch.float32 or not in_dtype(part_of(parameter))
     if group["master_weights"] is not None and coarse:
         moments[MASTER] = group["master_weights"]
     return {name: ENCODINGS["float32" if small else kept] for name, kept in moments.items()}
 
 
 def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding]:
-    """Initializes an empty state, else adds or removes the master as the current dtype of the
-    weight requires. Returns `names`."""
+    """Initializes an empty state of Adam, and adds or removes the master as the current dtype of
+    the weight requires. Returns `names`."""
     kept = names(parameter, group)
-    if not state:
+    if not state and SECOND in kept:
         state["step"] = torch.zeros(())
-        for name, encoding in kept.items():
-            weights = numbers_of(parameter) if name == MASTER else None
-            keep(state, name, parameter, encoding, weights)
-    elif (MASTER in kept) != has(state, MASTER):
+        for name in (FIRST, SECOND):
+            keep(state, name, parameter, kept[name])
+    if (MASTER in kept) != has(state, MASTER):
         for name in [name for name in state if name.startswith(MASTER)]:
             del state[name]
         if MASTER in kept:
@@ -93,23 +114,6 @@ def numbers_of(parameter: Tensor) -> Tensor:
     brought = carried(parameter)
     weight = part_of(parameter.detach()) if brought is None else brought
     return plain(weight, torch.float32).reshape(-1)
-
-
-def weight_of(parameter: Any, state: State, master: bool) -> Tensor:
-    """The values to update, float32: those of the master, or a float32 weight itself."""
-    if not master:
-        return plain(part_of(parameter).detach(), torch.float32)
-    if has(state, MASTER):
-        return decode(read(state, MASTER)).view(part_of(parameter).shape)
-    return numbers_of(parameter).view(part_of(parameter).shape)
-
-
-def put_weight(parameter: Any, state: State, weight: Tensor, master: Encoding | None) -> None:
-    """Writes updated values to a weight, through its master, if it has one, in this encoding."""
-    if master is not None:
-        keep(state, MASTER, parameter, master, weight.flatten())
-        weight = decode(read(state, MASTER)).view(part_of(parameter).shape)
-    part_of(parameter).copy_(weight)
 
 
 def carried(parameter: Tensor) -> Tensor | None:
@@ -141,24 +145,19 @@ def warn_of_broadcasts() -> None:
 
 
 def keep(
-    state: State,
-    name: str,
-    parameter: Tensor,
-    encoding: Encoding,
-    numbers: Tensor | None,
-    bits: Tensor | None = None,
+    state: State, name: str, parameter: Tensor, encoding: Encoding, numbers: Tensor | None = None
 ) -> None:
-    """Encodes float32 ``numbers`` (None: zeros) into ``state``. bits: as in `write`."""
+    """Encodes float32 ``numbers`` (None: zeros) into ``state``."""
     here = part_of(parameter)
     stored = zeros(here.numel(), encoding, here.device)
     if numbers is not None and len(numbers):
-        amax = numbers.abs().amax()
-        scale = scale_for(float(amax), encoding)
-        if stored.scale is not None and stored.amax is not None and scale is not None:
+        unit = None
+        if stored.amax is not None and stored.scale is not None:
+            stored.amax.copy_(numbers.abs().amax())
+            scale = scale_of_number(float(stored.amax), encoding.format)
             stored.scale.fill_(scale)
-            stored.amax.copy_(amax)
-        unit = None if scale is None else 1 / scale
-        write(numbers, stored, encoding, unit, away=name == SECOND, bits=bits)
+            unit = 1 / scale
+        write(numbers, stored, encoding, unit, away=name == SECOND)
     _put(state, name, stored, here.shape)
 
 
@@ -172,31 +171,28 @@ def _put(state: State, name: str, stored: Encoded, shape: torch.Size) -> None:
 
 
 def read(state: State, name: str) -> Encoded:
-    """The tensor stored under a name, flat; shares memory with the state."""
+    """The tensor stored under a name, flat; shares memory with the state. Raises KeyError."""
     if name in state:
         return Encoded(part_of(state[name]).reshape(-1))
-    values = part_of(state[name + PARTS[0]]).reshape(-1)
-    return Encoded(values, state[name + PARTS[1]], state.get(name + PARTS[2]))
+    values, scale = (part_of(state[name + part]) for part in PARTS[:2])
+    return Encoded(values.reshape(-1), scale, None if scale.dim() else state[name + PARTS[2]])
 
 
 def portable(parameter: Tensor, state: State) -> State:
-    """``state`` with what has a scale, which belongs to one shard, decoded to float32. What has the
-    shape of the shard is a DTensor if the parameter is."""
-    found: State = {}
-    shape = part_of(parameter).shape
-    for key, value in state.items():
-        name, suffix = next(((key.removesuffix(p), p) for p in PARTS if key.endswith(p)), (key, ""))
-        if suffix == PARTS[0]:
-            value = decode(read(state, name)).view(shape)
-        if suffix in ("", PARTS[0]):
-            is_part = isinstance(value, Tensor) and value.shape == shape
-            divided = is_part and is_dtensor(parameter) and not is_dtensor(value)
+    """``state`` with what has a scale, which belongs to one shard, decoded to float32. Moments and
+    masters are DTensors if the parameter is."""
+    found = {key: value for key, value in state.items() if purpose_of(key, "") == ""}
+    for name in PURPOSES:
+        if has(state, name):
+            shape = part_of(parameter).shape
+            value = state[name] if name in state else decode(read(state, name)).view(shape)
+            divided = is_dtensor(parameter) and not is_dtensor(value)
             found[name] = as_shard(parameter, value) if divided else value
     return found
 
 
 def convert(parameter: Tensor, saved: State, group: Group) -> State:
-    """Converts ``saved``, the state of an Adam, Muon or SGD of torch or of `fp8.optim`, to the
+    """Converts ``saved``, the state of an Adam or SGD of torch or of `fp8.optim`, to the
     encodings of ``group``.
 
     A master without a counterpart in ``group`` is written to the parameter. Raises ValueError for
@@ -204,28 +200,21 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
     """
     saved = {name: value for name, value in saved.items() if value is not None}
     kept = names(parameter, group)
-    adam, sgd = SECOND in kept, "second_moment" not in group
-    moments = (FIRST, SECOND) if adam else (MOMENTUM,)
-    known = {n + part for n in (*moments, MASTER) for part in ("", *PARTS)}
-    if unknown := sorted(saved.keys() - known - (set() if sgd else {"step"})):
+    adam = SECOND in kept
+    known = {n + part for n in (*kept, MASTER) for part in ("", *PARTS)}
+    if unknown := sorted(saved.keys() - known - ({"step"} if adam else set())):
         advice = "; amsgrad is not supported" if "max_exp_avg_sq" in unknown else ""
-        kind = "Adam" if adam else "SGD" if sgd else "Muon"
+        kind = "Adam" if adam else "SGD"
         raise ValueError(f"{', '.join(unknown)} is not part of the state of {kind}{advice}")
-    state: State = {}
-    if not sgd:
-        counts = adam or "step" in saved  # torch's Muon counts no steps
-        state["step"] = _step_of(saved) if counts else torch.zeros(())
-    for name in moments if not sgd or has(saved, MOMENTUM) else ():
-        _convert(state, name, parameter, kept[name], saved)
-    if MASTER in kept:
-        if has(saved, MASTER):
-            _convert(state, MASTER, parameter, kept[MASTER], saved)
-        else:
-            keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
-    elif has(saved, MASTER):
+    state: State = {"step": _step_of(saved)} if adam else {}
+    for name, encoding in kept.items():
+        if has(saved, name) or name in (FIRST, SECOND):
+            _convert(state, name, parameter, encoding, saved)
+    if has(saved, MASTER) and MASTER not in kept:
         with torch.no_grad():
             here = part_of(parameter)
             here.copy_(decode(read(saved, MASTER)).view(here.shape))
+    prepare(state, parameter, group)
     return state
 
 
@@ -257,7 +246,13 @@ def has(saved: State, name: str) -> bool:
 
 def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, saved: State) -> None:
     """Converts one tensor of ``saved``: a copy if the encoding is the same, else encoded again."""
-    _check_parts(saved, name)
+    try:
+        given = read(saved, name)
+    except KeyError as error:
+        missing = error.args[0].removesuffix(PARTS[0])
+        raise ValueError(
+            f"the state of a parameter has no {missing}: it is that of another optimizer"
+        ) from None
     here = part_of(parameter)
     shape = part_of(saved[name] if name in saved else saved[name + PARTS[0]]).shape
     if shape != here.shape:
@@ -265,30 +260,16 @@ def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, sav
             f"{name} has shape {tuple(shape)}, its parameter {tuple(here.shape)}: this is the "
             "state of another model"
         )
-    parts = (x if x is None else x.to(here.device, copy=True) for x in read(saved, name))
-    given = Encoded(*parts)  # type: ignore[arg-type]
+    given = Encoded(*(x if x is None else x.to(here.device, copy=True) for x in given))  # type: ignore[arg-type]
     if given.scale is not None:
         check_numbers(name + PARTS[1], given.scale)
     if name != MASTER:
         check_numbers(name, decode(given), low=0.0 if name == SECOND else -math.inf)
-    like = zeros(0, encoding, here.device)
-    dims = [x.scale if x.scale is None else x.scale.dim() for x in (given, like)]
-    if given.values.dtype == like.values.dtype and dims[0] == dims[1]:
+    scale = "none" if given.scale is None else "block" if given.scale.dim() else "tensor"
+    if (given.values.dtype, scale) == (encoding.dtype, encoding.scale):
         _put(state, name, given, here.shape)
     else:
         keep(state, name, parameter, encoding, decode(given))
-
-
-def _check_parts(saved: State, name: str) -> None:
-    """Raises ValueError if a tensor, or a part that its encoding needs, is not in ``saved``."""
-    needed = [name]
-    if name not in saved and has(saved, name):
-        scale = saved.get(name + PARTS[1])
-        needed = [name + part for part in PARTS[1:] if scale is None or not scale.dim()]
-    if missing := [part for part in needed if part not in saved]:
-        raise ValueError(
-            f"the state of a parameter has no {', '.join(missing)}: it is that of another optimizer"
-        )
 
 
 def state_bytes(optimizer: Optimizer) -> dict[str, int]:
@@ -309,4 +290,5 @@ def state_bytes(optimizer: Optimizer) -> dict[str, int]:
 
 def purpose_of(name: str, otherwise: str) -> str:
     """What a tensor of a state is for, by `PURPOSES`."""
-    return next((p for start, p in PURPOSES.items() if name.startswith(start)), otherwise)
+    tensor = next((name.removesuffix(part) for part in PARTS if name.endswith(part)), name)
+    return PURPOSES.get(tensor, otherwise)

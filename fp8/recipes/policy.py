@@ -25,7 +25,9 @@ ROLES: dict[str, str] = {
     "(patch and input projections), and lookups",
     "readout": "layers outside of the repeated blocks that read the residual stream; the last "
     "layer of a model that repeats no block",
-    "residual": "layers whose output is added to the residual stream",
+    "residual": "layers whose output is added to the residual stream: the last of each part of a "
+    "block, if its output has the width of the block; attention that is one module, and stacks of "
+    "the weights of experts",
     "router": "layers with one output per expert of the list or stack of experts beside them",
     "attention": "layers inside of a module whose class or name contains 'attention' or 'attn'",
     "norm": "normalization layers, which have no product",
@@ -37,7 +39,7 @@ Source = Recipe | str | None
 
 
 def _stored(recipe: Any) -> str | Recipe | None:
-    """``recipe``, by its name if it is registered. Raises as `fp8.get_recipe`."""
+    """``recipe``, by its name if it is registered. Raises as `get_recipe`."""
     if recipe is None:
         return None
     found = given_recipe(recipe)
@@ -125,18 +127,21 @@ class Policy:
     """Which recipe each layer of a model gets, and when.
 
     A layer takes ``recipe``; then each rule that matches its name, in order, so that later rules
-    override earlier ones; and high precision if ``first``, ``last`` or ``keep`` include it, which
-    override all rules. `fp8.selection.policies.resolve` applies a policy to a model.
+    override earlier ones; and ``others`` if ``first``, ``last`` or ``keep`` include it, which
+    override all rules. `fp8.selection.policies.resolve` applies a policy to a model; `hidden` and
+    `umup` are published ones.
 
     Attributes:
         recipe: a name in `fp8.RECIPES`, a `Recipe`, "auto", or None for high precision.
         rules: `Rule` objects, or tuples (layers, product, recipe).
         first, last: the numbers of repeated blocks at the start and at the end of the model that
-            stay in high precision.
-        keep: names in `ROLES`: layers that stay in high precision.
+            take ``others``.
+        keep: names in `ROLES`: layers that take ``others``.
+        others: as ``recipe``; None leaves these layers in high precision, and `fp8.convert` does
+            not convert them. "bf16" also rounds what a float32 model computes.
         switch: pairs (fraction, recipe) in ascending order: from that fraction of the training
-            steps on, everything that is cast takes this recipe (arXiv:2509.25149 switches to bf16
-            late). `fp8.advance` applies it.
+            steps on, everything else that is cast takes this recipe (arXiv:2509.25149 switches to
+            bf16 late). `fp8.advance` applies it.
         name: the name shown in reports; "" shows the recipe's.
 
     Raises:
@@ -156,6 +161,7 @@ class Policy:
     first: int
     last: int
     keep: tuple[str, ...]
+    others: str | Recipe | None
     switch: tuple[Start, ...]
     name: str
 
@@ -167,6 +173,7 @@ class Policy:
         first: int = 0,
         last: int = 0,
         keep: Iterable[str] = (),
+        others: str | Recipe | None = None,
         switch: Iterable[Start] = (),
         name: str = "",
     ) -> None:
@@ -183,11 +190,37 @@ class Policy:
             "first": first,
             "last": last,
             "keep": roles,
+            "others": _stored(others),
             "switch": _switches(_sequence("switch", switch)),
             "name": name,
         }
         for field, value in values.items():
             object.__setattr__(self, field, value)
+
+    @staticmethod
+    def hidden(recipe: str | Recipe | None = AUTO, others: str | Recipe | None = None) -> Policy:
+        """The policy of "all hidden linear layer computations" (arXiv:2502.05967): layers outside
+        of the repeated blocks take ``others``; the last layer, if the model repeats no block.
+
+        recipe, others: as in `Policy`.
+
+        >>> Policy.hidden("unit").keep
+        ('embedding', 'readout')
+        """
+        return Policy(recipe, keep=("embedding", "readout"), others=others)
+
+    @staticmethod
+    def umup(recipe: str | Recipe | None = AUTO, others: str | Recipe | None = None) -> Policy:
+        """The policy of u-muP (arXiv:2407.17465, section 4), there with ``others="bf16"``: as
+        `hidden`, and layers whose output is added to the residual stream, attention outputs and
+        down projections, take ``others`` too.
+
+        recipe, others: as in `Policy`.
+
+        >>> Policy.umup("unit", others="bf16").keep
+        ('embedding', 'readout', 'residual')
+        """
+        return Policy(recipe, keep=("embedding", "readout", "residual"), others=others)
 
     @property
     def selects(self) -> bool:
@@ -197,7 +230,8 @@ class Policy:
     @property
     def recipes(self) -> tuple[Source, ...]:
         """The recipes that it names, that of the policy first; without those of the switch."""
-        return tuple(source_of(r) for r in (self.recipe, *(rule.recipe for rule in self.rules)))
+        named = (self.recipe, *(rule.recipe for rule in self.rules), self.others)
+        return tuple(map(source_of, named))
 
     def at(self, fraction: float) -> Policy:
         """The policy in force after this fraction of the training steps; it has no switch.
@@ -205,13 +239,13 @@ class Policy:
         Raises ValueError for a fraction outside of 0 to 1.
         """
         _check_fraction("fraction", fraction)
-        now = replace(self, switch=())
         reached = [recipe for start, recipe in self.switch if start <= fraction]
-        for recipe in reached:
-            rules = tuple(r if r.recipe is None else replace(r, recipe=recipe) for r in now.rules)
-            base = now.recipe if now.recipe is None else recipe
-            now = replace(now, recipe=base, rules=rules)
-        return now
+        if not reached:
+            return replace(self, switch=())
+        to = None if None in reached else reached[-1]  # high precision stays
+        rules = tuple(r if r.recipe is None else replace(r, recipe=to) for r in self.rules)
+        base = None if self.recipe is None else to
+        return replace(self, recipe=base, rules=rules, switch=())
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain values, for JSON. A recipe in `fp8.RECIPES` is stored by name."""
@@ -222,6 +256,7 @@ class Policy:
             "first": self.first,
             "last": self.last,
             "keep": list(self.keep),
+            "others": _plain(self.others),
             "switch": [{"from": start, "recipe": _plain(r)} for start, r in self.switch],
         }
 
@@ -232,7 +267,7 @@ class Policy:
         Raises as Policy, and ValueError for an unknown or missing key.
         """
         check_keys("Policy", values, [f.name for f in fields(Policy)], ("recipe",))
-        read = {**values, "recipe": _read(values["recipe"])}
+        read = {**values, "recipe": _read(values["recipe"]), "others": _read(values.get("others"))}
         read["rules"] = tuple(map(_read_rule, _sequence("rules", values.get("rules", ()))))
         read["switch"] = tuple(map(_read_switch, _sequence("switch", values.get("switch", ()))))
         return Policy(read.pop("recipe"), **read)
@@ -256,41 +291,6 @@ class Policy:
         if isinstance(text, Path) or not text.lstrip().startswith("{"):
             text = Path(text).read_text(encoding="utf-8")
         return Policy.from_dict(json.loads(text))
-
-    @staticmethod
-    def schema() -> dict[str, Any]:
-        """The JSON Schema (draft 2020-12) of `to_dict`."""
-        own = {"type": "object", "required": ["name", "input", "weight", "grad"]}
-        recipe = {"anyOf": [{"enum": [AUTO, *RECIPES, None]}, own]}
-        rule = {
-            "layers": {"type": "string", "minLength": 1},
-            "recipe": recipe,
-            "product": {"enum": [None, *CONCERNS]},
-        }
-        start = {"type": "number", "minimum": 0, "maximum": 1}
-        values = {
-            "name": {"type": "string"},
-            "recipe": recipe,
-            "rules": {"type": "array", "items": _object(rule, "layers")},
-            "first": {"type": "integer", "minimum": 0},
-            "last": {"type": "integer", "minimum": 0},
-            "keep": {"type": "array", "items": {"enum": list(ROLES)}},
-            "switch": {
-                "type": "array",
-                "items": _object({"from": start, "recipe": recipe}, "from", "recipe"),
-            },
-        }
-        draft = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fp8.Policy"}
-        return draft | _object(values, "recipe")
-
-
-def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
 
 
 def _sequence(field: str, values: Any) -> tuple[Any, ...]:
@@ -338,7 +338,7 @@ def _read_switch(values: Any) -> tuple[Any, Any]:
 
 
 def as_policy(given: Any) -> Policy:
-    """A Policy of a policy, a `Recipe` or the name of one. Raises as `fp8.get_recipe`."""
+    """A Policy of a policy, a `Recipe` or the name of one. Raises as `get_recipe`."""
     if isinstance(given, Policy):
         return given
     given_recipe(given)

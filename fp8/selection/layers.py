@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ..common.mixin import bare_class
+from ..common.removed import check_not_removed
 from ..formats.quantize import is_dense
 from ..recipes.history import has_scales
 from ..recipes.recipe import PLAIN, STATIC, UNIT, Recipe
@@ -152,3 +156,42 @@ def why_quantized(module: nn.Module) -> str:
         if not is_lazy(parameter) and parameter.dim() > 1 and parameter.element_size() == 1:
             return f"quantized: its weight is {parameter.dtype}"
     return ""
+
+
+Where = Callable[[str, nn.Module], bool]
+"""(name, module) -> whether it is chosen."""
+
+
+def checked_where(where: Any) -> Where | None:
+    """``where``, a function (name, module) -> bool or None; it raises TypeError if its result is no
+    bool. Raises TypeError for anything else, and for a function of (module, name)."""
+    if where is None:
+        return None
+    check_not_removed("where", where, TypeError)
+    if not callable(where):
+        raise TypeError(f"where is a {type(where).__name__}; give (name, module) -> bool")
+    with suppress(ValueError):  # implemented in C
+        _check_signature(where)
+
+    def checked(name: str, module: nn.Module) -> bool:
+        answer = where(name, module)
+        if not isinstance(answer, bool):
+            raise TypeError(
+                f"where must return a bool, got {answer!r} for layer {name!r}: wrap it in bool()"
+            )
+        return answer
+
+    return checked
+
+
+def _check_signature(where: Callable[..., Any]) -> None:
+    signature = inspect.signature(where)
+    try:
+        signature.bind("", None)
+    except TypeError as error:
+        raise TypeError(f"where is called as where(name, module); {where!r}: {error}") from None
+    if list(signature.parameters)[1:2] in (["name"], ["fqn"]):
+        raise TypeError(
+            f"where is called as where(name, module), and {where!r} takes {signature}, as a filter "
+            "of torchao: give lambda name, module: filter(module, name)"
+        )

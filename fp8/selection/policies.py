@@ -14,8 +14,7 @@ from ..common.validation import nearest
 from ..recipes.policy import CASTS, Policy, Rule, Source, composed, source_of
 from ..recipes.recipe import Recipe
 from .layers import ACTIVATIONS, auto_of, candidates, layers_of
-from .roles import with_role
-from .where import Layers, blocks_of, weighted, within
+from .roles import Layers, blocks_of, with_role, within
 
 __all__ = ["Decision", "bare_name", "matches", "resolve"]
 
@@ -28,11 +27,13 @@ class Decision:
         recipe: the recipe; None for high precision.
         sources: what each cast is taken from, in the order of `fp8.recipes.policy.CASTS`.
         why: the rules that decided; "" if it was the policy's recipe.
+        kept: whether ``first``, ``last`` or ``keep`` decided.
     """
 
     recipe: Recipe | None
     sources: tuple[Source, ...]
     why: str = ""
+    kept: bool = False
 
 
 def resolve(policy: Policy, model: nn.Module, every: bool = False) -> dict[str, Decision]:
@@ -66,7 +67,9 @@ def resolve(policy: Policy, model: nn.Module, every: bool = False) -> dict[str, 
     for name, layer in layers.items():
         rules = {i: policy.rules[i] for i in matched if name in matched[i]}
         if name in exceptions:
-            found[name] = Decision(None, (None,) * len(CASTS), exceptions[name])
+            sources = (source_of(policy.others),) * len(CASTS)
+            chosen = composed(sources, auto_of(layer))
+            found[name] = Decision(chosen, sources, exceptions[name], kept=True)
         else:
             found[name] = _decide(policy, name, layer, rules)
         recipe = found[name].recipe
@@ -105,14 +108,14 @@ def _said(index: int, rule: Rule) -> str:
 
 
 def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, str]:
-    """The layers that ``first``, ``last`` and ``keep`` leave in high precision: name -> reason."""
+    """The layers that ``first``, ``last`` and ``keep`` include: name -> reason."""
     found: dict[str, str] = {}
     for role in policy.keep:
         for name, why in with_role(role, model, layers).items():
             found.setdefault(name, f"keep {role}: {why}")
     if not policy.first and not policy.last:
         return found
-    every = blocks_of(model, weighted(layers))
+    every = blocks_of(model, layers)
     blocks = [b for b in every if not any(within(b, other) for other in every)]
     if policy.first + policy.last > len(blocks):
         raise ValueError(

@@ -1,21 +1,89 @@
-"""The roles of layers in a model, found by its structure. `fp8.Policy.keep` names them."""
+"""The structure of a model, and the roles of its layers, which `fp8.Policy.keep` names.
+
+The *blocks* of a model are its repeated modules: the items of an `nn.ModuleList` or
+`nn.Sequential` that all have the same class and contain layers. The *width* of a block is the
+input size of its first layer, which is that of the residual stream. The *parts* of a block are its
+children (attention, MLP); a list among them counts item by item. Among direct children that are
+layers, a width-preserving layer starts a part, and a widening layer closes the part before it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..common.mixin import bare_class
-from .layers import is_transposed, layers_of
-from .where import WHERE, Layers, blocks_of, sizes_of, weighted, within
+from .layers import holds_experts, is_transposed, layers_of
 
-__all__ = ["NEVER_CAST", "roles", "with_role"]
+__all__ = ["MAY_LACK", "Layers", "blocks_of", "roles", "sizes_of", "with_role", "within"]
 
-NEVER_CAST = ("embedding", "norm")
-"""Roles of which a model may have only modules that `fp8.convert` never casts (lookups, norms)."""
+Layers = Mapping[str, nn.Module]
+"""Name -> layer, in the order of the model."""
+
+MAY_LACK = ("embedding", "readout", "norm")
+"""Roles that a model may not have: it repeats its blocks and nothing else, or `fp8.convert` never
+casts these modules (lookups, norms)."""
+
+
+def within(name: str, block: str) -> bool:
+    """Whether the module ``name`` is inside of the module ``block``."""
+    return name.startswith(f"{block}.")
+
+
+def _weighted(layers: Layers) -> Layers:
+    return {name: layer for name, layer in layers.items() if list(layer.parameters())}
+
+
+def blocks_of(model: nn.Module, layers: Layers) -> list[str]:
+    """The names of the blocks, outer ones before blocks nested in them (experts)."""
+    names = _weighted(layers)
+    found = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        items = [f"{path}.{key}" if path else key for key, _ in module.named_children()]
+        if not path and len(items) == 1:  # a wrapper around a model
+            continue
+        inside = all(any(within(name, item) for name in names) for item in items)
+        if inside and len({bare_class(child) for child in module.children()}) == 1:
+            found += items
+    return found
+
+
+def sizes_of(layer: Any) -> tuple[int, int]:
+    """(inputs, outputs) of a layer; (0, -1) for other kinds of layers."""
+    for inputs, outputs in (("in_features", "out_features"), ("in_channels", "out_channels")):
+        if hasattr(layer, inputs):
+            return getattr(layer, inputs), getattr(layer, outputs)
+    if isinstance(layer, nn.MultiheadAttention):
+        return layer.embed_dim, layer.embed_dim
+    if hasattr(layer, "nx"):  # transformers' Conv1D
+        return layer.nx, layer.nf
+    return 0, -1
+
+
+def _parts(path: str, block: nn.Module, layers: Layers) -> list[list[str]]:
+    """The names of the layers in each part of a block."""
+    parts: list[list[str]] = []
+    open_part = False
+    for key, child in block.named_children():
+        name = f"{path}.{key}"
+        if name in layers:
+            before, after = sizes_of(layers[name])
+            joined = open_part and after <= before
+            parts = [*parts[:-1], [*parts[-1], name]] if joined else [*parts, [name]]
+            open_part = joined or after == before
+        elif isinstance(child, nn.ModuleList):
+            parts += _parts(name, child, layers)
+        else:
+            inner = [layer for layer in layers if within(layer, name)]
+            parts += [inner] if inner else []
+            open_part = open_part and not inner
+    return parts
 
 
 def _outside(model: nn.Module, layers: Layers, reads: bool) -> dict[str, str]:
@@ -24,28 +92,44 @@ def _outside(model: nn.Module, layers: Layers, reads: bool) -> dict[str, str]:
     A layer whose input, but not output, has the width of the blocks reads it, and one whose output
     alone has that width does not. For others the position decides: after the first block or before.
     """
-    layers = weighted(layers)
-    left = WHERE["hidden"](model, layers)
-    blocks = blocks_of(model, layers)
-    why = f"outside of the blocks, {'reads' if reads else 'does not read'} the residual stream"
+    layers = _weighted(layers)
+    names, blocks = list(layers), blocks_of(model, layers)
     if not blocks:
-        return dict.fromkeys(left, why) if reads else {}
-    names = list(layers)
-    start = next(i for i, name in enumerate(names) if any(within(name, b) for b in blocks))
+        last = names[-1:] if reads else []
+        return dict.fromkeys(last, "the last layer of a model that repeats no block")
+    why = f"outside of the blocks, {'reads' if reads else 'does not read'} the residual stream"
+    inside = [any(within(name, block) for block in blocks) for name in names]
+    start = inside.index(True)
     width = sizes_of(layers[names[start]])[0]
     found = {}
-    for name in left:
+    for index, name in enumerate(names):
         before, after = (size == width for size in sizes_of(layers[name]))
-        if reads == (before if before != after else names.index(name) > start):
+        reading = before if before != after else index > start
+        if not inside[index] and reads == reading:
             found[name] = why
     return found
 
 
 def _residual(model: nn.Module, layers: Layers) -> dict[str, str]:
-    layers = weighted(layers)
-    outside = WHERE["hidden"](model, layers)
-    joins = WHERE["umup"](model, layers)
-    return {name: why for name, why in joins.items() if name not in outside}
+    """The last layer of each part of a block, if its output has the width of the block. An
+    `nn.MultiheadAttention` is one layer, and so is a module that holds the weights of experts."""
+    layers = _weighted(layers)
+    blocks = blocks_of(model, layers)
+    found = {}
+    for name, layer in layers.items():
+        if blocks and not any(within(name, block) for block in blocks):
+            continue
+        if isinstance(layer, nn.MultiheadAttention):
+            found[name] = "one module with the output projection of the attention"
+        elif holds_experts(layer):
+            found[name] = "one module with the down projections of the experts"
+    for block in blocks:
+        inside = {name: layer for name, layer in layers.items() if within(name, block)}
+        width = sizes_of(next(iter(inside.values())))[0]
+        for part in _parts(block, model.get_submodule(block), inside):
+            if sizes_of(inside[part[-1]])[1] == width:
+                found.setdefault(part[-1], "attention output or down projection")
+    return found
 
 
 def _router(model: nn.Module, layers: Layers) -> dict[str, str]:
@@ -123,7 +207,7 @@ def with_role(role: str, model: nn.Module, layers: Layers) -> dict[str, str]:
     """
     found = _FINDERS[role](model, layers)
     every = {name: layer for name, layer, _ in layers_of(model)}
-    if not found and role not in NEVER_CAST and not _FINDERS[role](model, every):
+    if not found and role not in MAY_LACK and not _FINDERS[role](model, every):
         why = _NOT_FOUND.get(role, "it has no layer")
         raise ValueError(
             f"role {role!r} is not found in this {bare_class(model).__name__}: {why}. Use a rule "

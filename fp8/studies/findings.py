@@ -57,13 +57,15 @@ class Product:
 @dataclass
 class Run:
     """A training run. name: the candidate's, or "reference". losses: one per step. held_out: the
-    mean loss on the held-out batches at the end. seconds: its duration."""
+    mean loss on the held-out batches at the end. seconds: its duration. data: a checksum of its
+    first weights and its batches, which runs that are compared share; 0: not known."""
 
     name: str
     seed: int
     losses: list[float]
     held_out: float
     seconds: float = 0.0
+    data: int = 0
 
 
 @dataclass

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ..adapters.policies import as_code
 from ..adapters.transformers import cache_found, has_cache
-from ..common.step import Batch, call, copied, described, scalars, untouched
+from ..common.step import Batch, call, copied, described, loss_value, scalars, untouched
 from ..common.validation import check_whole
 from ..formats.format import get_format
 from ..recipes.policy import CASTS, Policy
@@ -37,6 +37,7 @@ from .findings import Candidate, CastScore, Choice, Findings, Product, Run
 from .hardware import Hardware, estimate
 from .proof import FINE, REFERENCE, compare, finalists, prove, recommended, worst_error
 from .search import choice, frontier, keeping, knee, name_of, published, score, shares
+from .stats import stats
 from .trace import trace
 from .training import Prepare, Problem, train, under
 from .update_error import Probe, quiet
@@ -122,6 +123,7 @@ class Flight:
         }
         try:
             self._describe()
+            self._look_at_a_step()
             for name, run in stages.items():
                 if name not in self.findings.seconds or name == "training":
                     begun = time.perf_counter()
@@ -147,7 +149,7 @@ class Flight:
     # What is measured
 
     def _describe(self) -> None:
-        settings, model = self.settings, self.problem.model
+        settings, model = self.settings, self.problem.setup.model
         parameters = list(model.parameters())
         described = {
             "name": type(model).__name__,
@@ -167,6 +169,7 @@ class Flight:
                     f"the file to resume is of another preflight: its {key.replace('_', ' ')} is "
                     f"{before[key]!r}, not {value!r}"
                 )
+        self._check_paired(0)
         self.findings.model = described
         self.findings.settings |= asked | {"budget": settings.budget, "target": settings.target}
         self.findings.settings.setdefault("steps", self.problem.steps)
@@ -181,28 +184,43 @@ class Flight:
         if "reference" not in self.findings.seconds and self.problem.steps < settings.steps:
             self._note(f"the batches last for {self.problem.steps} of {settings.steps} steps")
 
-    def _trace(self) -> None:
-        self.findings.products = _traced(self.problem.model, self.problem.batch)
-        if not shares(self.findings.products):
-            whys = {p.layer: p.why_not for p in self.findings.products}
-            whys |= _left_alone(self.problem.model)
-            why = "; ".join(f"{layer}: {why}" for layer, why in whys.items()) or "it computes none"
-            name = self.findings.model["name"]
-            raise ValueError(f"no matrix product of this {name} can be cast: {why}")
-        self._look_at_losses()
-
-    def _look_at_losses(self) -> None:
-        """Notes that the output has several losses, of which the runs minimize one."""
-        if self.problem.loss is not None:
-            return
-        model = copy.deepcopy(self.problem.model).train()
-        with untouched(model), torch.enable_grad():
-            found = scalars(call(model, copied(self.problem.batch)))
-        if len(found) > 1:
+    def _look_at_a_step(self) -> None:
+        """Raises ValueError if a step of the model casts operands: the candidates are compared with
+        it. Notes that its output has several losses, of which the runs minimize one."""
+        model, loss = copy.deepcopy(self.problem.setup.model).train(), self.problem.setup.loss
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if any(torch.is_autocast_enabled(kind) for kind in {p.device.type for p in trained}):
+            raise ValueError(
+                "preflight was called inside torch.autocast, which reuses its copies of weights "
+                "until the block ends: enter it in the forward of the model"
+            )
+        casts = stats(model, every=1)
+        with untouched(model), torch.enable_grad(), quiet(), casts:
+            output = call(model, copied(self.problem.batch))
+            value = loss_value(output, loss)
+            if value is not None and value.requires_grad and trained:
+                torch.autograd.grad(value, trained, allow_unused=True)
+        if rows := casts.rows():
+            listed = ", ".join(f"the {r.operand} of {r.layer} to {r.format}" for r in rows[:3])
+            raise ValueError(
+                f"the reference is in low precision already: it casts {listed}"
+                f"{', ...' if len(rows) > 3 else ''}. Pass the model without simulate_fp8, and "
+                "call preflight outside of fp8.autocast"
+            )
+        if loss is None and len(found := scalars(output)) > 1:
             self._note(
                 f"the output has {len(found)} scalars that require a gradient and none named loss: "
                 "the first alone is minimized; loss= computes another one from the output"
             )
+
+    def _trace(self) -> None:
+        self.findings.products = _traced(self.problem.setup.model, self.problem.batch)
+        if not shares(self.findings.products):
+            whys = {p.layer: p.why_not for p in self.findings.products}
+            whys |= _left_alone(self.problem.setup.model)
+            why = "; ".join(f"{layer}: {why}" for layer, why in whys.items()) or "it computes none"
+            name = self.findings.model["name"]
+            raise ValueError(f"no matrix product of this {name} can be cast: {why}")
 
     def _reference(self) -> None:
         self._fit()
@@ -212,7 +230,7 @@ class Flight:
             if math.isfinite(run.losses[-1]):
                 became = "held-out loss of the reference is not finite"
             raise ValueError(f"the {became}: nothing can be compared with it")
-        optimizer = self.problem.optimizer
+        optimizer = self.problem.setup.optimizer
         if optimizer and not any(group.get("lr", 1.0) for group in optimizer.param_groups):
             self._note(
                 "the optimizer's learning rate is 0, so that nothing was trained: schedules, which "
@@ -250,17 +268,28 @@ class Flight:
 
     def _trained(self, name: str, seed: int) -> Run:
         """The run of a candidate, or of the reference, which is stored if it is new."""
+        self._check_paired(seed)
         steps = self.problem.steps
         with self._progress(f"{name}, seed {seed}", steps) as tick, quiet():
             prepare = None if name == REFERENCE else self._preparation(name)
             at = sorted({max(steps // 4, 1), steps}) if (name, seed) == (REFERENCE, 0) else ()
             run, snapshots = train(self.problem, name, seed, prepare, snapshots=at, on_step=tick)
         if (name, seed) == (REFERENCE, 0):
-            model, loss = self.problem.model, self.problem.loss
+            model, loss = self.problem.setup.model, self.problem.setup.loss
             self._probes = [Probe(model, snapshot, loss) for snapshot in snapshots]
             if not any(r.name == name and r.seed == seed for r in self.findings.runs):
                 self.findings.runs.append(run)
         return run
+
+    def _check_paired(self, seed: int) -> None:
+        """Raises ValueError if the runs of a seed, of a file to resume, had another start."""
+        for run in self.findings.runs:
+            if run.seed == seed and run.data not in (0, self.problem.data(seed)):
+                raise ValueError(
+                    f"seed {seed} has other weights or batches than the run of {run.name} in the "
+                    "file to resume: a preflight can be resumed if its setup returns the same in "
+                    "every process"
+                )
 
     @property
     def probes(self) -> list[Probe]:
@@ -354,7 +383,7 @@ class Flight:
     def _published(self, recipe: Recipe, scores: Sequence[CastScore]) -> list[Choice]:
         """The selections of papers and other libraries, measured at the same snapshot."""
         found = []
-        for name, kept in published(self.problem.model).items():
+        for name, kept in published(self.problem.setup.model).items():
             cast = [s for s in scores if s.layer not in kept]
             if cast and kept:
                 selected = choice(name, recipe.name, kept, cast)
@@ -465,16 +494,16 @@ class Flight:
 
     def _cache(self) -> None:
         """What a cache in FP8 saves at the full size, and changes after the reference run."""
-        if not has_cache(self.problem.model, self.problem.batch):
+        if not has_cache(self.problem.setup.model, self.problem.batch):
             return
-        probe, full = self.probes[-1], self.problem.full_size
+        probe, full = self.probes[-1], self.problem.setup.full_size
         try:
             self.findings.cache = cache_found(probe.model, probe.batch, full and full.model)
         except Exception as error:  # of the code of the model
             self._note(f"a cache in FP8 was not measured: {described(error)}")
 
     def _products_at_full_size(self) -> list[Product]:
-        full = self.problem.full_size
+        full = self.problem.setup.full_size
         try:
             return self.findings.products if full is None else _traced(*full)
         except Exception as error:  # of the code of a model without memory

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ..common.removed import refuses_removed
 from ..common.validation import check_name, check_number, check_whole
 from ..formats.format import get_format
 from ..levels.initialize import LEVELS, Level
@@ -217,9 +218,6 @@ CASTING: dict[str, _CastCost] = {
 NATIVE = ("linear", "matmul")
 """Kinds of `Product` that low-precision kernels compute; others stay in bfloat16."""
 
-OPTIMIZERS = {"adam": 2, "adamw": 2, "sgd": 1}
-"""Optimizer -> the number of its moments."""
-
 BF16 = "bf16"
 
 
@@ -247,14 +245,13 @@ def matmul_seconds(hardware: str | Hardware, m: int, k: int, n: int, unit: str =
     return _seconds(device, unit, 2 * m * k * n, UNITS[unit] * (m * k + k * n) + 2 * m * n)
 
 
+@refuses_removed("fp8.studies.hardware.estimate")
 def estimate(
     products: Iterable[Product],
     recipes: Mapping[str, Recipe | str | None],
     hardware: str | Hardware,
     *,
     candidate: str = "",
-    parameters: int = 0,
-    optimizer: str = "adamw",
 ) -> Estimate:
     """Estimates the time of all products of a training step, and the memory of training.
 
@@ -267,23 +264,18 @@ def estimate(
         recipes: layer -> recipe, or its name. None, or no entry: bfloat16.
         hardware: a name in `HARDWARE`, or a row.
         candidate: the name of the policy, for the result.
-        parameters: of the model; 0: those of ``products``.
-        optimizer: "adamw", "adam" or "sgd" (with momentum).
 
     Returns:
         The estimate: seconds per step in bfloat16 and under the recipes, by layer; bytes in
-        mixed precision as in Rajbhandari et al. 2020 (arXiv:1910.02054, section 3.1: weights and
-        gradients in 16 bits, the optimizer's weights and moments in 32), and at each level of
-        `fp8.LEVELS`.
+        mixed precision with Adam as in Rajbhandari et al. 2020 (arXiv:1910.02054, section 3.1:
+        weights and gradients in 16 bits, the optimizer's weights and moments in 32), and at each
+        level of `fp8.LEVELS`, of the weights of ``products``.
 
     Raises:
-        ValueError: for an unknown hardware, optimizer, recipe or layer, and for fewer
-            ``parameters`` than the products have.
+        ValueError: for an unknown hardware, recipe or layer.
         TypeError: for arguments of another type.
     """
     device = get_hardware(hardware)
-    check_name("optimizer", optimizer, OPTIMIZERS)
-    check_whole("parameters", parameters, 0)
     rows = list(products)
     chosen = _chosen(rows, recipes)
     planned = [_Planned.of(row, recipe, device) for row, recipe in zip(rows, chosen, strict=True)]
@@ -298,7 +290,7 @@ def estimate(
         layers=times,
         slower=sum(time.low > time.bf16 for time in low),
         of=len(low),
-        memory=_memory(planned, parameters, OPTIMIZERS[optimizer]),
+        memory=_memory(planned),
         why_not=next(filter(None, missing), ""),
     )
 
@@ -465,29 +457,23 @@ def _serves_both(a: Cast, b: Cast) -> bool:
     return a == b and across == along and not a.hadamard
 
 
-def _memory(planned: list[_Planned], parameters: int, moments: int) -> dict[str, dict[str, int]]:
+def _memory(planned: list[_Planned]) -> dict[str, dict[str, int]]:
     """Level, or "bf16" -> part -> bytes."""
     weights = {p.product.layer: p.product.weight_elements for p in planned if not p.product.why_not}
-    covered = sum(weights.values())
-    if 0 < parameters < covered:
-        raise ValueError(f"parameters={parameters} is less than the {covered} of the products")
-    total = parameters or covered
-    mixed = {"weights": 2 * total, "gradients": 2 * total, "states": 4 * (1 + moments) * total}
+    total = sum(weights.values())
+    mixed = {"weights": 2 * total, "gradients": 2 * total, "states": 12 * total}
     found = {BF16: {**mixed, "activations": sum(p.saved(low=False) for p in planned)}}
     for name, level in LEVELS.items():
-        parts = _parts(level, covered, total - covered, moments)
+        parts = {part: total * each for part, each in _bytes(level).items()}
         found[name] = {**parts, "activations": sum(p.saved(low=True) for p in planned)}
     return found
 
 
-def _parts(level: Level, covered: int, others: int, moments: int) -> dict[str, int]:
-    """Bytes at a level. covered: weights of linear layers and convolutions. others: parameters that
-    stay in float32, as `fp8.initialize` leaves them. The momentum of SGD is in float32."""
-    names = (level.first_moment, level.second_moment) if moments == 2 else ("float32",)
-    sizes = sum(ENCODINGS[name].dtype.itemsize for name in names)
-    master = ENCODINGS[level.master].dtype.itemsize if level.master else 0
+def _bytes(level: Level) -> dict[str, int]:
+    """Bytes of a weight of a linear layer or convolution at a level, with Adam."""
+    states = (level.first_moment, level.second_moment, *filter(None, [level.master]))
     return {
-        "weights": covered * get_format(level.weight).bits // 8 + 4 * others,
-        "gradients": covered * get_format(level.grad).bits // 8 + 4 * others,
-        "states": covered * (sizes + master) + others * sizes,
+        "weights": get_format(level.weight).bits // 8,
+        "gradients": get_format(level.grad).bits // 8,
+        "states": sum(ENCODINGS[name].dtype.itemsize for name in states),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checkpoints.files import write_atomically
 from ..common.libraries import transforms as installed
 from ..common.report import as_table
 from ..common.step import Batch, Loss
@@ -24,6 +24,8 @@ from .findings import Candidate, Findings
 from .flight import Flight, Settings
 from .hardware import Hardware, get_hardware
 from .training import Setup
+
+__all__ = ["Preflight", "PreflightError", "preflight"]
 
 RECIPES_TRIED = ("bf16", "tensor", "static", "row", "block", "mxfp8", "nvfp4", "mxfp4", "unit")
 """The recipes that a preflight compares by default."""
@@ -86,7 +88,9 @@ class Preflight:
             text = page(self.findings)
         else:
             text = self.to_json()
-        write_atomically(path, lambda file: file.write(text.encode()))
+        temporary = path.with_name(f"{path.name}.tmp")
+        temporary.write_bytes(text.encode())
+        os.replace(temporary, path)  # an interrupted write leaves the old file
 
     @staticmethod
     def load(path: str | Path) -> Preflight:

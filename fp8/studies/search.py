@@ -16,9 +16,7 @@ from torch import nn
 
 from ..recipes.policy import Policy, Rule
 from ..recipes.recipe import Recipe
-from ..selection.layers import candidates
 from ..selection.policies import resolve
-from ..selection.where import WHERE, choose
 from .findings import CastScore, Choice, Product
 from .update_error import Probe
 
@@ -86,17 +84,18 @@ def knee(choices: Sequence[Choice]) -> Choice:
 
 
 def published(model: nn.Module) -> dict[str, list[str]]:
-    """Selections of papers (`WHERE`) and of Megatron-LM's flags (the first and the last block), of
-    which the model has enough blocks: name -> the layers that they keep."""
-    layers = candidates(model)
-    found = {name: list(choose(name, model, layers)) for name in WHERE}
-    ends = {
+    """Selections of papers and of Megatron-LM's flags (the first and the last block) that the model
+    has the blocks for: name -> the layers that they keep."""
+    found = {}
+    policies = {
+        "hidden": Policy.hidden("bf16"),
+        "umup": Policy.umup("bf16"),
         "first block": Policy("bf16", first=1),
         "last block": Policy("bf16", last=1),
         "first and last block": Policy("bf16", first=1, last=1),
     }
-    for name, policy in ends.items():
-        with suppress(ValueError):  # fewer blocks than it keeps
+    for name, policy in policies.items():
+        with suppress(ValueError):  # the model has not these blocks
             decided = resolve(policy, model)
             found[name] = [layer for layer, d in decided.items() if d.recipe is None]
     return {name: [layer or "(model)" for layer in kept] for name, kept in found.items()}

@@ -1,5 +1,5 @@
-"""`fp8.stats`: samples what the casts do to the operands of a model during training. `fp8.dump`:
-writes the operands of chosen products to files, before and after their casts."""
+"""`fp8.stats`: samples what the casts do to the operands of a model during training. `dump`: writes
+the operands of chosen products to files, before and after their casts."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from ..modes.autocast import STANCE
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+__all__ = ["Dump", "Sampler", "Stats", "StatsRow", "dump", "stats"]
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,8 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
 
     A sampled pass runs in eager mode, even if the model is compiled; other passes are not affected.
     Enter the context outside of compiled code, because torch.compile rejects it inside. The
-    backward pass may run inside or after the context. torch.func transforms are not supported.
+    backward pass may run inside or after the context. A cast under `torch.vmap` counts as that
+    of all samples at once.
 
     From 32 sampled casts of an activation on, a `fp8.RecipeWarning` names one whose kurtosis grows
     faster than the logarithm of the passes, which precedes divergence (FOG, arXiv:2505.20524).
@@ -195,7 +199,7 @@ class _DumpRecorder(CastRecorder):
         if not any(fnmatchcase(n, p) for n in (layer, name) for p in self._patterns):
             return
         if not self.open:
-            raise RuntimeError(f"fp8.dump: {name} is cast after its block: put backward inside")
+            raise RuntimeError(f"dump: {name} is cast after its block: put backward inside")
         number = sum(key.startswith(f"{name}.before") for key in self.tensors) + 1
         last = f".{number}" if number > 1 else ""
         self.tensors[f"{name}.before{last}"] = _copy(seen.x)
@@ -235,7 +239,7 @@ class Dump(Sampler):
         if not tensors:
             names = sorted(self._mine.seen)
             raise ValueError(
-                f"fp8.dump: no cast operand matches {', '.join(map(repr, self._patterns))}; the "
+                f"dump: no cast operand matches {', '.join(map(repr, self._patterns))}; the "
                 f"pass had {', '.join(names[:8]) or 'none'}{', ...' if len(names) > 8 else ''}"
             )
         self._to.mkdir(parents=True, exist_ok=True)

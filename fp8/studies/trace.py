@@ -88,8 +88,15 @@ class _Weights:
 
 
 def _address(x: Tensor) -> int:
-    """The address of the storage of a tensor; 0 if it has none."""
-    return x.untyped_storage().data_ptr() if x.layout == torch.strided else 0
+    """The address of the storage of a tensor; 0 if it has none. Raises ValueError for a tensor of
+    other tensors: of a library for low precision, or sharded."""
+    try:
+        return x.untyped_storage().data_ptr() if x.layout == torch.strided else 0
+    except RuntimeError:
+        raise ValueError(
+            f"a {type(x).__name__} cannot be traced: pass the model with plain tensors, as it is "
+            "before another library converts or shards its layers"
+        ) from None
 
 
 class _Trace(TorchDispatchMode):

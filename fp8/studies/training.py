@@ -6,7 +6,8 @@ import copy
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -16,11 +17,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.mixin import check_module
-from ..common.step import Batch, Loss, call, copied, evaluating, loss_value, seeded, unwrapped
+from ..common.step import (
+    Batch,
+    Loss,
+    call,
+    copied,
+    evaluating,
+    loss_value,
+    seeded,
+    tensors_within,
+    unwrapped,
+)
 from ..optim.encodings import decode
 from ..optim.state import SECOND, has, read
 from ..recipes.policy import Policy
-from ..surgery.convert import convert, report, revert
+from ..surgery.convert import convert, report, revert_layers
+from ..tensors.scaled_tensor import ScaledTensor
 from .findings import Run
 
 __all__ = [
@@ -62,8 +74,8 @@ class Setup:
             left out.
         batches: an iterable of batches; each is a tensor, a tuple or list of positional arguments,
             or a mapping of keyword arguments of the model. Each pass has a copy of its batch.
-        loss: a function of the model's output that returns a scalar. None: the output's ``loss``,
-            or its first 0-dim tensor that requires a gradient.
+        loss: a function of the model's output that returns a scalar; a module is copied with the
+            model. None: the output's ``loss``, or its first 0-dim tensor that requires a gradient.
         optimizer: built on the model's parameters. None: torch's AdamW with its default arguments.
         full_size: the model whose products the estimates are for. None: ``model``.
     """
@@ -76,6 +88,13 @@ class Setup:
 
     def __post_init__(self) -> None:
         check_module("preflight", self.model)
+        for name, parameter in self.model.named_parameters():
+            if isinstance(parameter, ScaledTensor):
+                raise ValueError(
+                    f"preflight compares with a model in high precision, but {name} is stored in "
+                    f"{parameter.format}: pass the model as it is before fp8.initialize or "
+                    "fp8.store_frozen"
+                )
         if not isinstance(self.batches, Iterable):
             raise TypeError(f"batches must be an iterable, got {type(self.batches).__name__}")
         if self.loss is not None and not callable(self.loss):
@@ -137,12 +156,28 @@ class _Start:
     held_out: Sequence[Batch]
 
 
+@dataclass(frozen=True)
+class _Drawn:
+    """What a seed trains on: a setup whose batches are a list. weights: their checksum. sums: the
+    checksum of each batch when it was drawn."""
+
+    setup: Setup
+    weights: int
+    sums: list[int]
+
+    def first(self, count: int) -> _Drawn:
+        """The same with the first ``count`` batches only."""
+        batches = list(self.setup.batches)[:count]
+        return _Drawn(replace(self.setup, batches=batches), self.weights, self.sums[:count])
+
+
 class Problem:
     """Gives every run of a seed the same weights and batches.
 
     A function is called once for each seed, after ``torch.manual_seed(seed)``, with ``seed=`` if it
-    takes that argument. A `Setup` is used for all seeds: seed 0 takes the batches in their order,
-    others in a random order of their own.
+    takes that argument. What it returns is stored, because another call may return something else:
+    of a function that continues an iterator or draws from a generator of its own. A `Setup` is used
+    for all seeds: seed 0 takes the batches in their order, others in a random order of their own.
 
     Args:
         source: a Setup, or a function that returns a setup.
@@ -154,49 +189,44 @@ class Problem:
         self.steps = steps
         self.held_out = held_out
         self._source = source
-        self._seed: int | None = None
-        self._setup: Setup | None = None
-        self._batches: list[Batch] = []
+        self._drawn: dict[int, _Drawn] = {}
         self._draw(0)
 
     @property
-    def model(self) -> nn.Module:
-        """The model of seed 0 before training."""
-        return self._draw(0).model
+    def setup(self) -> Setup:
+        """What seed 0 trains."""
+        return self._draw(0).setup
 
     @property
     def batch(self) -> Batch:
         """The first batch of seed 0."""
-        self._draw(0)
-        return self._batches[0]
-
-    @property
-    def full_size(self) -> FullSize | None:
-        """The model that estimates are made for, if it is not the one that is trained."""
-        return self._draw(0).full_size
-
-    @property
-    def loss(self) -> Loss | None:
-        """The loss of the setup."""
-        return self._draw(0).loss
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The optimizer of seed 0; None for the default one."""
-        return self._draw(0).optimizer
+        return next(iter(self.setup.batches))
 
     def shortened(self, steps: int) -> Problem:
-        """The problem with its first batches only. A setup of seed 0 is not made again, because
-        its batches may be a generator."""
+        """The problem with its first batches only."""
         short = copy.copy(self)
         short.steps = min(steps, self.steps)
-        short._batches = self._batches[: short.steps + self.held_out]
+        count = short.steps + self.held_out
+        short._drawn = {seed: drawn.first(count) for seed, drawn in self._drawn.items()}
         return short
 
+    def data(self, seed: int) -> int:
+        """A checksum of the weights and batches of a seed."""
+        drawn = self._draw(seed)
+        return zlib.crc32(repr((drawn.weights, drawn.sums)).encode())
+
     def start(self, seed: int, prepare: Prepare | None = None) -> _Start:
-        """A fresh copy of everything. prepare: changes the copy before its first step."""
-        setup = self._draw(seed)
-        model, optimizer = _copies(setup)
+        """A fresh copy of everything. prepare: changes the copy before its first step. Raises
+        ValueError for a batch that has other values than when it was drawn."""
+        drawn = self._draw(seed)
+        batches = list(drawn.setup.batches)
+        if drawn.sums != list(map(_checksum, batches)):
+            raise ValueError(
+                f"a batch of seed {seed} was overwritten after it was drawn: batches must not be "
+                "in memory that is written again, as runs are compared on the same batches"
+            )
+        made = _copies(drawn.setup)
+        model, optimizer = made.model, made.optimizer
         if optimizer is None:
             parameters = [p for p in model.parameters() if p.requires_grad]
             if not parameters:
@@ -204,56 +234,81 @@ class Problem:
             optimizer = torch.optim.AdamW(parameters)
         if prepare is not None:
             model, optimizer = prepare(model, optimizer)
-        train, held_out = self._batches[: -self.held_out], self._batches[-self.held_out :]
+        train, held_out = batches[: -self.held_out], batches[-self.held_out :]
         if seed and not callable(self._source):
             order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
             train = [train[i] for i in order.tolist()]
-        return _Start(model, optimizer, setup.loss, train, held_out)
+        return _Start(model, optimizer, made.loss, train, held_out)
 
-    def _draw(self, seed: int) -> Setup:
-        """The setup of a seed; the latest one is stored."""
-        if self._setup is not None and (self._seed == seed or not callable(self._source)):
-            return self._setup
-        with seeded(seed):
-            value = self._source
-            if callable(value):
-                takes_seed = "seed" in inspect.signature(value).parameters
-                value = value(seed=seed) if takes_seed else value()
-            self._setup = _unconverted(as_setup(value))
-            self._batches = self._drawn(iter(self._setup.batches))
-        self._seed = seed
-        return self._setup
+    def _draw(self, seed: int) -> _Drawn:
+        """What a seed trains on. It is drawn once."""
+        if not callable(self._source):
+            seed = 0
+        if seed not in self._drawn:
+            with seeded(seed):
+                value = self._source
+                if callable(value):
+                    takes_seed = "seed" in inspect.signature(value).parameters
+                    value = value(seed=seed) if takes_seed else value()
+                setup = _own(as_setup(value), anew=callable(self._source))
+                batches, sums = self._take(setup.batches)
+            weights = _checksum(setup.model.state_dict())
+            self._drawn[seed] = _Drawn(replace(setup, batches=batches), weights, sums)
+        return self._drawn[seed]
 
-    def _drawn(self, batches: Iterator[Batch]) -> list[Batch]:
-        drawn = list(islice(batches, self.steps + self.held_out))
+    def _take(self, batches: Iterable[Batch]) -> tuple[list[Batch], list[int]]:
+        """The first batches, and the checksum of each when it was drawn."""
+        drawn, sums = list[Batch](), list[int]()
+        for batch in islice(batches, self.steps + self.held_out):
+            drawn.append(batch)
+            sums.append(_checksum(batch))
         if len(drawn) < self.held_out + 2:
             raise ValueError(
                 f"batches ran out after {len(drawn)}: a preflight needs at least 2 to train and "
                 f"{self.held_out} to hold out"
             )
         self.steps = len(drawn) - self.held_out
-        return drawn
+        return drawn, sums
 
 
-def _unconverted(setup: Setup) -> Setup:
-    """The setup with a model that is not compiled, and whose layers compute in its own precision;
-    a copy if `fp8.convert` changed that of the user."""
+def _checksum(value: Any) -> int:
+    """Of the bytes of all tensors in a value, in order; of tensors without bytes (sparse, on the
+    meta device) their shapes."""
+    found = 0
+    for tensor in tensors_within(value):
+        try:
+            flat = tensor.detach().cpu().resolve_conj().resolve_neg().flatten()
+            data: Any = flat.view(torch.uint8).numpy()
+        except (RuntimeError, TypeError, NotImplementedError):
+            data = repr(tuple(tensor.shape)).encode()
+        found = zlib.crc32(data, found)
+    return found
+
+
+def _own(setup: Setup, anew: bool) -> Setup:
+    """The setup with a model that is not compiled, and whose layers compute in its own precision.
+    It is a copy if ``anew`` is true, as the next call of a function may initialize the same model
+    again, or if `fp8.convert` changed that of the user."""
     setup = replace(setup, model=unwrapped(setup.model))
-    if not any(row.done == "converted" for row in report(setup.model)):
-        return setup
-    model, optimizer = _copies(setup)
-    return replace(setup, model=revert(model), optimizer=optimizer)
+    converted = any(row.done == "converted" for row in report(setup.model))
+    if anew or converted:
+        setup = _copies(setup)
+    if converted:
+        revert_layers(setup.model)
+    return setup
 
 
-def _copies(setup: Setup) -> tuple[nn.Module, Optimizer | None]:
-    """Copies of the model and its optimizer. What torch leaves out of the copy of an optimizer,
-    the attributes of its class, is copied too: the optimizer that it wraps, say."""
+def _copies(setup: Setup) -> Setup:
+    """The setup with copies of the model, its optimizer, and its loss if that is a module. What
+    torch leaves out of the copy of an optimizer, the attributes of its class, is copied too: the
+    optimizer that it wraps, say."""
     memo: dict[int, Any] = {}
     model, optimizer = copy.deepcopy((setup.model, setup.optimizer), memo)
     for name, value in vars(setup.optimizer).items() if optimizer is not None else ():
         if not hasattr(optimizer, name):
             setattr(optimizer, name, copy.deepcopy(value, memo))
-    return model, optimizer
+    loss = copy.deepcopy(setup.loss, memo) if isinstance(setup.loss, nn.Module) else setup.loss
+    return replace(setup, model=model, optimizer=optimizer, loss=loss)
 
 
 def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
@@ -298,7 +353,7 @@ def train(
     """
     start = problem.start(seed, prepare)
     model, optimizer = start.model, start.optimizer
-    run, kept, held = Run(name, seed, [], math.nan), [], []
+    run, kept, held = Run(name, seed, [], math.nan, data=problem.data(seed)), [], []
     steps = len(start.batches)
     evaluated = {steps - max(steps // 5, 1) * i // EVALUATIONS for i in range(EVALUATIONS)}
     begun = time.perf_counter()

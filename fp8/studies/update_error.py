@@ -28,7 +28,7 @@ from ..common.pitfalls import PitfallWarning, strict
 from ..common.step import Loss, untouched
 from ..recipes.policy import Policy
 from ..recipes.recipe import Recipe
-from ..surgery.convert import convert, revert
+from ..surgery.convert import convert, revert_layers
 from .findings import OperandRange
 from .stats import Stats, StatsRow
 from .training import Snapshot, loss_of
@@ -132,7 +132,7 @@ class Probe:
             try:
                 yield
             finally:
-                revert(self.model)
+                revert_layers(self.model)
 
     def _gradients(self) -> list[Tensor]:
         """The gradients of all parameters; zero for those without one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from ..casts.measuring import MEASURING, Measurement, Moment
 from ..common.mixin import check_module
 from ..common.step import Batch, Loss, call, restored, starts, untouched, unwrapped
-from ..modes.autocast import outside_compiler
+from ..modes.autocast import autocast, outside_compiler
 from ..recipes.history import histories, settle, static_scales
+from ..recipes.recipe import UNIT
 from ..recipes.rules import LARGEST, SMALLEST
 from ..recipes.scaling import nearest_power
 from .convert import choose_static
@@ -42,7 +44,9 @@ def calibrate(
     ``use_reentrant=False``.
 
     Args:
-        model: a model converted with a recipe with scaling "static".
+        model: a model converted with a recipe with scaling "static", or a model of
+            `unit_scaling.transforms.unit_scale`, whose products cast their gradients at such scales
+            under any recipe without scales ("unit"): these are set.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments
             of the model.
         loss: a function of the model's output that returns a scalar. Include the loss scale used
@@ -110,10 +114,20 @@ def calibration(model: nn.Module) -> dict[str, int | None]:
 
 
 def _states(model: nn.Module) -> dict[str, Tensor]:
-    """Operand -> its static scale, 0-dim."""
+    """Operand -> its static scale, 0-dim: of converted layers, and of the gradients that a plan of
+    the model casts (`unit_scaling.transforms`)."""
     check_module("calibrate", model)
     kept = static_scales(histories(unwrapped(model)))
-    return {name.replace("fp8_scale_", ""): state for name, state in kept.items()}
+    found = {name.replace("fp8_scale_", ""): state for name, state in kept.items()}
+    return found | _planned(model)
+
+
+def _planned(model: nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, module in unwrapped(model).named_modules():
+        own: dict[str, Tensor] = getattr(module, "fp8_planned_scales", dict)()
+        found |= {f"{name}.{key}".lstrip("."): state for key, state in own.items()}
+    return found
 
 
 @torch.no_grad()
@@ -154,9 +168,11 @@ def _measure(model: nn.Module, batch: Batch, loss: Loss | None, measurement: Mea
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
+        planned = hasattr(unwrapped(model), "fp8_planned_scales")
         MEASURING.items.append(measurement)
         try:
-            ends, gradients = starts(call(model, batch), loss)
+            with autocast(UNIT) if planned else nullcontext():  # so that products have states
+                ends, gradients = starts(call(model, batch), loss)
             leaves = [p for p in model.parameters() if p.requires_grad]
             if ends and leaves:
                 torch.autograd.grad(ends, leaves, gradients, allow_unused=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -16,36 +16,29 @@ from ..casts.counts import forget_looks
 from ..common.compiler import FIRST_LOOK, eager_only, taken_as_constant
 from ..common.mixin import Gained, bare_class, check_module, check_not_scripted, gain, lose
 from ..common.pitfalls import RecipeWarning, warn_once
+from ..common.removed import refuses_removed
 from ..common.report import LEFT_ALONE, Report, Row, notes_on
 from ..context.active import ACTIVE, checked_backend
 from ..modes.autocast import LayerBlock, autocast
 from ..native.product import alignment, devices, why_not_here, why_not_recipe
+from ..norms.low_precision import revert_norms, rows_of_norms
 from ..products.matmul import linear
 from ..recipes import history
-from ..recipes.policy import (
-    CASTS,
-    Policy,
-    Source,
-    as_policy,
-    composed,
-    name_of,
-    recipe_of,
-    source_of,
-)
+from ..recipes.policy import Policy, Source, as_policy, composed, name_of, recipe_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, STATIC, Recipe, needs_unit_scale
 from ..selection.layers import (
     ACTIVATIONS,
     ADAPTERS,
+    Where,
     auto_of,
-    candidates,
+    checked_where,
     has_one_product,
     holds_experts,
     is_transposed,
     is_unit_scaled,
     layers_of,
 )
-from ..selection.policies import resolve
-from ..selection.where import Where, checked_where, choose
+from ..selection.policies import Decision, resolve
 from .swap import adapted, is_replacement, warn_nothing
 
 M = TypeVar("M", bound=nn.Module)
@@ -53,7 +46,7 @@ M = TypeVar("M", bound=nn.Module)
 _SET = (
     *("fp8_recipe", "fp8_sources", "fp8_asked", "fp8_backend", "fp8_why"),
     *("fp8_transposed", "fp8_multiple", "fp8_ragged"),
-    *("fp8_switches", "fp8_since", "fp8_policy"),
+    *("fp8_switches", "fp8_since", "fp8_policy", "fp8_apart"),
 )
 """The attributes that `convert` sets on a layer or on the model, besides classes and buffers."""
 
@@ -104,6 +97,11 @@ class Converted(Gained):
         with LayerBlock(self.fp8_recipe, self.fp8_backend, kept):
             return forward(*args, **kwargs)
 
+    def register_buffer(self, name: str, tensor: Any, persistent: bool = True) -> None:
+        """Leaves the state of scales out of the state_dict after `keep_apart`."""
+        apart = "fp8_apart" in vars(self) and history.is_history(name)
+        super().register_buffer(name, tensor, persistent and not apart)  # type: ignore[misc]
+
     @taken_as_constant
     def fp8_note(self: Any, buffer: str) -> bool:
         """`note` for a buffer, in eager mode and while a graph that reads it is traced."""
@@ -113,7 +111,8 @@ class Converted(Gained):
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
         if any(key.startswith(prefix + "fp8_scale_") for key in state_dict):
             _choose_static(self)
-        history.add_initial_histories(self, state_dict, prefix)
+        if "fp8_apart" not in vars(self):
+            history.add_initial_histories(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
         history.settle(self)
 
@@ -174,13 +173,13 @@ def _leave_parametrizations(layer: nn.Module) -> None:
         gain(part, _OfParameters)
 
 
+@refuses_removed("fp8.convert")
 def convert(
     model: M,
     recipe: str | Recipe | Policy = AUTO,
     *,
     backend: str = "auto",
-    where: str | Where | None = None,
-    rest: str | Recipe | None = None,
+    where: Where | None = None,
 ) -> M:
     """Converts the layers of ``model`` to compute their products under ``recipe``.
 
@@ -214,13 +213,9 @@ def convert(
             report shows both. "transformer_engine" or "torchao" replaces the layers with those of
             that library (`fp8.adapters`); if the model is itself such a layer, use the return
             value.
-        where: selects the layers: a function (name, layer) -> bool, or of (module, name), like
-            torchao's filters; or a name of `fp8.selection.where.WHERE`. "hidden": the layers of the
-            repeated blocks. "umup": the same without the layers whose output is added to the
-            residual stream. None: all layers.
-        rest: the recipe of the layers that ``where`` does not select, or that the policy leaves in
-            high precision. None leaves them unconverted.
-            ``convert(model, "unit", where="umup", rest="bf16")`` is the u-muP scheme.
+        where: (name, layer) -> whether to convert it; None: every layer. What can be said by names
+            and roles is better said by a policy, which is plain data:
+            ``convert(model, fp8.Policy.umup("unit", others="bf16"))`` is the u-muP scheme.
 
     Returns:
         ``model``, or the layer that replaces it.
@@ -231,12 +226,11 @@ def convert(
         ConvertWarning: if no layer is chosen and converted.
 
     Raises:
-        TypeError: if ``model`` is not a module or contains TorchScript, or if ``where`` does not
-            return a bool.
-        ValueError: for an unknown recipe, backend or where; for a rule of a policy that matches no
-            layer; for a lazy layer that has no weight yet; for "native" with a recipe that has no
-            kernels; for the layers of another library with ``rest``, or with a policy of several
-            recipes or with a switch.
+        TypeError: if ``model`` is not a module or contains TorchScript, or if ``where`` is no
+            function of (name, layer) or does not return a bool.
+        ValueError: for an unknown recipe or backend; for a rule of a policy that matches no layer;
+            for a lazy layer that has no weight yet; for "native" with a recipe that has no kernels;
+            for the layers of another library with a policy of several recipes or with a switch.
         NotImplementedError: in the forward pass, if a layer with scaling "delayed" is checkpointed
             with ``use_reentrant=False``.
 
@@ -252,32 +246,34 @@ def convert(
     check_ready(model)
     policy, where = as_policy(recipe), checked_where(where)
     if backend in ADAPTERS:
-        return _adapt(model, policy, adapter(backend), where, rest)
-    others = None if rest is None else source_of(rest)
+        return _adapt(model, policy, adapter(backend), where)
     base = recipe_of(policy.recipe)
     checked_backend(backend, base or PLAIN, ADAPTERS)
     model = _without_adapters(model)
     found = resolve(policy.at(0), model)  # raises before anything changes
     for start, _ in policy.switch:
         resolve(policy.at(start), model)
-    model = revert(model)
     layers = {name: model.get_submodule(name) for name in found}
-    left = choose(where, model, layers)
-    left |= {n: d.why for n, d in found.items() if d.recipe is None and n not in left}
+    left = [name for name, layer in layers.items() if where is not None and not where(name, layer)]
+    model = revert_layers(model)
     for name, module in layers.items():
-        sources = (others,) * len(CASTS) if name in left else found[name].sources
-        chosen = composed(sources, PLAIN)
-        unfit = "" if chosen is None else _unfit(module, chosen)
-        if unfit or chosen is None:
-            vars(module)["fp8_why"] = unfit or left[name]
+        decided = found[name]
+        if why := "not chosen" if name in left else _why_left(module, decided):
+            vars(module)["fp8_why"] = why
         else:
-            _begin(module, sources, backend, left.get(name, found[name].why))
-            vars(module)["fp8_switches"] = name not in left
+            _begin(module, decided.sources, backend, decided.why)
+            vars(module)["fp8_switches"] = not decided.kept
     if isinstance(recipe, Policy):
         vars(model)["fp8_policy"] = policy
     forget_looks(model)
-    _warn(model, [name for name in layers if name not in left])
+    _warn(model)
     return expand(model)
+
+
+def _why_left(module: nn.Module, decided: Decision) -> str:
+    """Why a layer is not converted; "" if it is."""
+    recipe = composed(decided.sources, PLAIN)
+    return decided.why if recipe is None else _unfit(module, recipe)
 
 
 def check_ready(model: nn.Module) -> None:
@@ -291,13 +287,11 @@ def check_ready(model: nn.Module) -> None:
 
 def _without_adapters(model: M) -> M:
     """``model``, with its own layers if those of another library replaced them."""
-    return revert(model) if any(map(adapted, model.modules())) else model
+    return revert_layers(model) if any(map(adapted, model.modules())) else model
 
 
-def _adapt(model: M, policy: Policy, adapter: Any, where: str | Where | None, rest: Any) -> M:
+def _adapt(model: M, policy: Policy, adapter: Any, where: Where | None) -> M:
     """`convert` with the layers of another library."""
-    if rest is not None:
-        raise ValueError(f"rest={rest!r} needs a backend of this library; choose another backend")
     base = recipe_of(policy.recipe)
     if not policy.selects and base is not None:
         adapter.its_recipe(base)  # raises before anything changes
@@ -314,13 +308,13 @@ def _adapt(model: M, policy: Policy, adapter: Any, where: str | Where | None, re
         )
     chosen = recipes.pop()
     adapter.its_recipe(chosen)
-    model = revert(model)
-    kept = {name: d.why for name, d in found.items() if d.recipe is None}
-    if isinstance(where, str) or kept:
-        layers = candidates(model)
-        left = choose(where, model, layers) | kept
-        where = lambda name, layer: name not in left  # noqa: E731
-    return expand(adapter.convert(model, chosen, where=where))
+    model = revert_layers(model)
+    kept = {name for name, d in found.items() if d.recipe is None}
+
+    def casts(name: str, module: nn.Module) -> bool:
+        return name not in kept and (where is None or where(name, module))
+
+    return expand(adapter.convert(model, chosen, where=casts))
 
 
 def _begin(module: nn.Module, sources: tuple[Source, ...], backend: str, why: str) -> None:
@@ -339,6 +333,17 @@ def set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
     vars(module).update(fp8_recipe=recipe, fp8_backend=runs, fp8_multiple=alignment(recipe))
     if recipe.needs_history and not isinstance(module, ACTIVATIONS):
         history.remember(module, recipe, not has_one_product(module))
+
+
+def keep_apart(model: nn.Module) -> None:
+    """Leaves the state of the scales of a converted model out of its state_dict, which then is that
+    of the plain model, now and after later passes and switches."""
+    for module in model.modules():
+        if isinstance(module, Converted):
+            vars(module)["fp8_apart"] = True
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if history.is_history(name):
+                    module.register_buffer(name, buffer)
 
 
 _HIGH = Recipe(name="high precision")
@@ -428,9 +433,9 @@ def _choose_static(module: Any) -> None:
         history.remember(module, STATIC, not has_one_product(module))
 
 
-def _warn(model: nn.Module, chosen: Sequence[str]) -> None:
-    """Warns about layers whose recipe needs unit scaling, and if no layer was converted. chosen:
-    the names that ``where`` selected."""
+def _warn(model: nn.Module) -> None:
+    """Warns about layers whose recipe needs unit scaling, and if no layer was chosen and
+    converted."""
     found: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, Converted)}
     plain = [
         (layer.fp8_recipe.name, name or "(model)")
@@ -440,8 +445,8 @@ def _warn(model: nn.Module, chosen: Sequence[str]) -> None:
     if plain:
         recipe, name = plain[0]
         warn_once(RecipeWarning, _NOT_UNIT.format(recipe, len(plain), len(found), name), model)
-    if not found or not chosen:
-        warn_nothing(model, report(model))
+    if not any(layer.fp8_switches for layer in found.values()):
+        warn_nothing(model, _rows_of_layers(model))
 
 
 _NOT_UNIT = (
@@ -461,7 +466,8 @@ def expand(model: M) -> M:
 
 
 def revert(model: M) -> M:
-    """Undoes `convert` in place. Weights and other state stay as they are.
+    """Undoes `convert` and `fp8.apply_low_precision_layernorm` in place. Weights and other state
+    stay as they are.
 
     Args:
         model: a model, converted or not.
@@ -470,6 +476,12 @@ def revert(model: M) -> M:
         ``model``; for a single layer that an adapter replaced, the layer that takes its place.
     """
     check_module("revert", model)
+    revert_norms(model)
+    return revert_layers(model)
+
+
+def revert_layers(model: M) -> M:
+    """`revert` for layers alone: norms stay in the precision they are in."""
     notes = [note for module in model.modules() if (note := adapted(module))]
     for name in {note.adapter for note in notes}:
         model = adapter(name).revert(model)
@@ -485,7 +497,8 @@ def revert(model: M) -> M:
 
 
 def report(model: nn.Module) -> Report[Row]:
-    """Lists every layer with a weight: converted, and to which recipe, or left alone, and why.
+    """Lists every layer with a weight: converted, and to which recipe, or left alone, and why. If
+    norms are in low precision, lists every norm as well.
 
     Args:
         model: a model, converted or not.
@@ -494,9 +507,18 @@ def report(model: nn.Module) -> Report[Row]:
         A report with one row per layer. A layer with several names appears under the first.
     """
     check_module("report", model)
-    note = adapted(model)
+    note, norms = adapted(model), rows_of_norms(model)
     if note is not None:
-        return Report(note.report.rows, notes_on(model))
+        return Report([*note.report.rows, *norms], notes_on(model))
+    notes, policy = [*notes_on(model)], vars(model).get("fp8_policy", Policy())
+    starts = [f"{name_of(to)} from {start:g} of the training" for start, to in policy.switch]
+    if policy.name or starts:
+        name = f"policy {policy.name!r}" if policy.name else "policy"
+        notes.append("; ".join([name, *starts]))
+    return Report([*_rows_of_layers(model), *norms], notes)
+
+
+def _rows_of_layers(model: nn.Module) -> list[Row]:
     rows = []
     for name, module, why_not in layers_of(model):
         kind = bare_class(module).__name__
@@ -505,12 +527,7 @@ def report(model: nn.Module) -> Report[Row]:
         else:
             why = why_not or vars(module).get("fp8_why", "not chosen")
             rows.append(Row(name, kind, LEFT_ALONE, why))
-    notes, policy = [*notes_on(model)], vars(model).get("fp8_policy", Policy())
-    starts = [f"{name_of(to)} from {start:g} of the training" for start, to in policy.switch]
-    if policy.name or starts:
-        name = f"policy {policy.name!r}" if policy.name else "policy"
-        notes.append("; ".join([name, *starts]))
-    return Report(rows, notes)
+    return rows
 
 
 def _how(module: Any) -> str:

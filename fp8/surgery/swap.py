@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from ..common.mixin import Gained, bare_class
 from ..common.pitfalls import ConvertWarning, warn_once
 from ..common.report import LEFT_ALONE, Report, Row
-from ..selection.layers import inside_attention, why_quantized
-from ..selection.where import Where
+from ..selection.layers import Where, inside_attention, why_quantized
 
 Make = Callable[[str, nn.Module], "nn.Module | str | None"]
 """(name, module) -> its replacement; the reason why it stays; or None, if it is not concerned."""

@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from fp8.checkpoints.files import CheckpointError
-
 from .data import TOKENS, load_corpus
 from .optimizers import OPTIMIZERS, check_installed
 from .parallel import ALONE, KINDS, BadInputError, Ranks, start
@@ -44,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             session = dataclasses.replace(session, out=ranks.of_first(session.out))
             ranks.together(lambda: ranks.first and prepare(session, resume=args.resume))
             runs = run(session)
-    except (BadInputError, CheckpointError) as error:
+    except BadInputError as error:
         if ranks.first:
             parser.error(str(error))
         raise SystemExit(EXIT_BAD_INPUT) from None

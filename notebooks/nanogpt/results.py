@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from fp8.checkpoints.files import write_atomically
-
+from .files import write
 from .train import Training
 from .variants import VARIANTS
 
@@ -24,7 +23,7 @@ BASELINE = "fp32"  # the variant that gaps and ratios refer to
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Standard JSON: raises ValueError for NaN and infinity, so turn those into None first."""
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
+    write(path, lambda file: file.write(text.encode()))
 
 
 def machine(device: torch.device, threads: int) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def _draw_scales(axes: Axes, scales: Sequence[Scale]) -> None:
 
 def _draw_range(axes: Axes, name: str, colour: str, *, y: float) -> None:
     """A format's range as a bar at height `y`, and its limits down the panel."""
-    from fp8 import get_format
+    from fp8.formats.format import get_format
 
     format = get_format(name)
     bar = {"color": colour, "linewidth": 9, "solid_capstyle": "butt"}

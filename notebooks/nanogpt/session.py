@@ -18,16 +18,10 @@ from typing import Any
 
 import torch
 
-from fp8.checkpoints.files import (
-    CheckpointError,
-    load_checkpoint,
-    save_checkpoint,
-    write_atomically,
-)
-
 from .data import Corpus
+from .files import load_checkpoint, save_checkpoint, write
 from .gradients import flushed_share
-from .parallel import ALONE, Ranks
+from .parallel import ALONE, BadInputError, Ranks
 from .plot import plot_runs
 from .progress import Progress
 from .results import machine, run_result, summary, write_json
@@ -98,8 +92,7 @@ def prepare(session: Session, *, resume: bool) -> None:
     """Makes the folder, or checks that it is one that `session` may continue.
 
     Raises ValueError if it holds anything and `resume` is false, if it holds something other
-    than a run, or if the run in it has other settings; CheckpointError if it has a
-    corrupt checkpoint. Writes nothing in those cases.
+    than a run, or if the run in it has other settings. Writes nothing in those cases.
     """
     path, out = session.out / SETTINGS, session.out
     if out.exists() and not out.is_dir():
@@ -110,13 +103,9 @@ def prepare(session: Session, *, resume: bool) -> None:
                 f"{out} holds a run already; pass --resume to continue it, or another --out"
             )
         _check_same(_read_json(path), session.identity(), out)
-        for checkpoint in session.checkpoints().values():
-            if checkpoint.exists():
-                load_checkpoint(checkpoint)
         return
-    if out.exists() and not all(_left_by_a_kill(path) for path in out.iterdir()):
+    if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty and holds no run; choose another --out")
-    (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     write_json(path, session.identity())
 
 
@@ -191,7 +180,7 @@ def _restore(training: Training, state: dict[str, Any], path: Path) -> dict[str,
         training.load_state_dict(state)
         return dict(state["flushed"])
     except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise BadInputError(f"{path}: {error}") from error
 
 
 def _sample(training: Training, session: Session) -> str:
@@ -219,13 +208,7 @@ def _write_results(session: Session, runs: list[dict[str, Any]]) -> None:
         f"{settings.iters} steps on {session.corpus.name}"
     )
     figure = plot_runs(runs, title=title)
-    write_atomically(session.out / PLOT, lambda file: figure.savefig(file, format="png"))
-
-
-def _left_by_a_kill(path: Path) -> bool:
-    """Whether a run killed before it had settings may have left this."""
-    temporary = path.name.startswith(f"{SETTINGS}.") and path.suffix == ".tmp"
-    return path.name == CHECKPOINTS or temporary
+    write(session.out / PLOT, lambda file: figure.savefig(file, format="png"))
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_second_derivative_is_computed_or_refused_by_name(recipe):
 
 def test_names_that_are_not_there():
     layer = nn.Linear(8, 8)
-    for use in (fp8.get_recipe, lambda name: fp8.convert(layer, name), fp8.autocast):
+    for use in (fp8.recipes.recipe.get_recipe, lambda name: fp8.convert(layer, name), fp8.autocast):
         with pytest.raises(
             ValueError, match=r"unknown recipe 'fp7'; choose one of ('auto', )?'unit', "
         ):
@@ -122,7 +122,7 @@ def test_nested_tensors_in_products(product):
     "use",
     [
         *(fp8.convert, fp8.revert, fp8.report, fp8.stats, fp8.state, fp8.initialize, fp8.export),
-        *(fp8.low_precision_norms, fp8.revert_norms, fp8.norm_report),
+        fp8.apply_low_precision_layernorm,
     ],
     ids=lambda f: f.__name__,
 )
@@ -158,7 +158,7 @@ def test_weights_of_one_byte_are_left_alone(dtype):
         unit_scale(model)
 
 
-@pytest.mark.parametrize("use", [fp8.convert, fp8.low_precision_norms, unit_scale])
+@pytest.mark.parametrize("use", [fp8.convert, fp8.apply_low_precision_layernorm, unit_scale])
 @pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
 def test_what_was_changed_cannot_be_scripted(use):
     model = use(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
@@ -168,7 +168,7 @@ def test_what_was_changed_cannot_be_scripted(use):
         torch.jit.trace(model, torch.randn(2, 8))
     assert model(torch.randn(2, 8)).shape == (2, 8)
     if use is not unit_scale:
-        torch.jit.script(fp8.revert_norms(fp8.revert(model)))
+        torch.jit.script(fp8.revert(model))
 
 
 def test_what_is_unit_scaled_is_not_traced_symbolically():

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8 import RECIPES, Cast, get_format
+from fp8 import RECIPES, Cast
 from fp8.casts.casting import cast_forward
+from fp8.formats.format import get_format
 from fp8.recipes.rules import E8M0
 from fp8.recipes.scaling import scale_of, scaled_tiles
 from tests import reference

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import fp8
-from fp8 import Cast, get_format
+from fp8 import Cast
 from fp8.casts.casting import cast_forward
+from fp8.formats.format import get_format
 from fp8.products.matmul import linear
 from fp8.recipes.scaling import scale_of, scaled_tiles
 from tests.reference import product

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-
 from unit_scaling.transforms.plan.actions import Arriving, Placed, Step
-from unit_scaling.transforms.run.install import find_scope
 from unit_scaling.transforms.run.scope import UnitScale
+
+from unit_scaling.transforms.run.install import find_scope
 
 Loss = Callable[[nn.Module], Tensor]
 """The loss of a model, for a batch that it holds."""

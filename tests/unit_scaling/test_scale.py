@@ -125,7 +125,7 @@ PAIRS = {
     "itself": lambda h: (h, scale_bwd(h, 4.0)),
     "a view": lambda h: (h.flatten(), scale_bwd(h, 4.0)),
     "both": lambda h: (scale_bwd(h, 2.0), scale_bwd(h[:1], 4.0)),
-    "a cast gradient": lambda h: (h, fp8.quantize_backward(h, "e2m1")),
+    "a cast gradient": lambda h: (h, fp8.formats.quantize.quantize_backward(h, "e2m1")),
 }
 
 

@@ -21,7 +21,6 @@ CALLS = {
     "LayerNorm.__init__": "pytorch/module/layernorm.py",
     "RMSNorm.__init__": "pytorch/module/rmsnorm.py",
     "autocast.__init__": "pytorch/quantization.py",
-    "fp8_autocast": "pytorch/quantization.py",
 }
 OPERATIONS = {"LayerNorm": "layer_norm.py", "RMSNorm": "rmsnorm.py"}
 """What the norms hand their other keywords to."""

@@ -79,25 +79,33 @@ def test_a_policy(opt_level):
         assert got == plain_loop(other, adam(other), batches(6))
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_loaders_and_schedulers_are_prepared_along(given):
-    """As ``accelerator.prepare(model, optimizer, loader, scheduler)`` is called; or without."""
-    accelerator, model = library.Accelerator(cpu=True), Model()
+def test_objects_in_any_order_and_several_models():
+    """As ``accelerator.prepare(unet, text_encoder, optimizer, loader, scheduler)`` is called."""
+    accelerator, model, second = library.Accelerator(cpu=True), Model(), Model()
     optimizer = adam(model)
-    others = [
-        torch.utils.data.DataLoader(torch.cat(batches(2)), batch_size=8),
-        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
-    ]
-    passed = optimizer if given else None
-    prepared = accelerate.prepare(accelerator, model, passed, *others, recipe="tensor")
-    assert prepared[0] is model
-    assert (prepared[1] is None) != given
-    kinds = [library.data_loader.DataLoaderShard, library.scheduler.AcceleratedScheduler]
-    assert [type(other) for other in prepared[2:]] == kinds
-    if given:
-        accelerated(accelerator, *prepared[:2], list(prepared[2]))
-        prepared[3].step()
-        assert optimizer.param_groups[0]["lr"] == 0.5e-2
+    loader = torch.utils.data.DataLoader(torch.cat(batches(2)), batch_size=8)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    objects = (loader, model, second, None, optimizer, schedule)
+    prepared = accelerate.prepare(accelerator, *objects, recipe="row")
+    kinds = [type(thing).__name__ for thing in prepared]
+    assert kinds[0] == "DataLoaderShard"
+    assert kinds[3:] == ["NoneType", "AcceleratedOptimizer", "AcceleratedScheduler"]
+    assert prepared[1:3] == (model, second)
+    assert {module.up.fp8_recipe.name for module in prepared[1:3]} == {"row"}
+    accelerated(accelerator, model, prepared[4], list(prepared[0]))
+    alone = Model()
+    assert accelerate.prepare(accelerator, alone) is alone
+
+
+def test_an_error_for_one_model_converts_none():
+    accelerator, model, other = library.Accelerator(cpu=True), Model(), nn.Linear(4, 4)
+    policy = fp8.Policy("row", rules=[("up", None, None)])
+    with pytest.raises(ValueError, match="'up' matches no layer"):
+        accelerate.prepare(accelerator, model, other, recipe=policy)
+    for level in ({"opt_level": "O2"}, {"backend": "msamp"}):
+        with pytest.raises(ValueError, match="'O2' needs one model and its optimizer, got 2 and 1"):
+            accelerate.prepare(accelerator, model, other, adam(model), **level)
+    assert {row.why for row in fp8.report(model)} == {"not chosen", "a lookup, not a product"}
 
 
 def test_checkpointed_and_resumed_as_if_it_had_not_stopped(tmp_path):
@@ -185,7 +193,7 @@ def test_in_eval_as_it_says(te, in_eval):
 def test_mxfp8_of_transformer_engine(te):
     accelerator, model = library.Accelerator(cpu=True), Model()
     given = te_kwargs(use_mxfp8_block_scaling=True)
-    model, _ = accelerate.prepare(accelerator, model, recipe=given)
+    model = accelerate.prepare(accelerator, model, recipe=given)
     recipe = model.fp8_te_recipe
     assert type(recipe).__name__ == "MXFP8BlockScaling"
     assert recipe.fp8_format is te_standin.Format.HYBRID  # as the object says
@@ -216,14 +224,14 @@ def test_what_nothing_computes_is_an_error(te, given, message):
 def test_back_from_under_accelerate(te):
     """Accelerate keeps the forward that the model had in a wrapper on the instance."""
     accelerator = library.Accelerator(cpu=True, mixed_precision="bf16")
-    model, _ = accelerate.prepare(
-        accelerator, Model(), recipe="tensor", backend="transformer_engine"
-    )
-    converted = model(batches(1)[0])
+    model = accelerate.prepare(accelerator, Model(), recipe="tensor", backend="transformer_engine")
+    model(batches(1)[0])
     plain = fp8.revert(accelerator.unwrap_model(model))
     assert type(plain.up) is nn.Linear
     assert "forward" in vars(plain)
-    assert not torch.equal(plain(batches(1)[0]), converted)
+    assert len(te_standin.STATE["ran"]) == 3
+    plain(batches(1)[0])
+    assert len(te_standin.STATE["ran"]) == 3
 
 
 def test_an_optimizer_with_more_than_the_model(te):
@@ -234,20 +242,6 @@ def test_an_optimizer_with_more_than_the_model(te):
     model, optimizer = accelerate.prepare(accelerator, model, optimizer, recipe=te_kwargs())
     assert optimizer.param_groups[0]["params"][-1] is extra
     assert optimizer.param_groups[0]["params"][0] is model.embed.weight
-
-
-def test_training_with_the_standin_follows_our_own(te):
-    """The same losses as our own products under the same recipe, ties and all: Accelerate's
-    conversion leaves the tied head out of the optimizer."""
-    model = Model()
-    other = copy.deepcopy(model)
-    accelerator = library.Accelerator(cpu=True)
-    prepared = accelerate.prepare(
-        accelerator, model, adam(model), recipe="tensor", backend="transformer_engine"
-    )
-    got = accelerated(accelerator, *prepared, batches(6))
-    fp8.convert(other, "tensor", backend="simulate")
-    assert got == pytest.approx(plain_loop(other, adam(other), batches(6)), rel=1e-5)
 
 
 @pytest.mark.proves("Accelerate", "AORecipeKwargs", how="library")
@@ -278,7 +272,7 @@ def test_recipe_object_of_torchao(config):
 def test_filter_of_torchao():
     accelerator = library.Accelerator(cpu=True)
     given = AORecipeKwargs(module_filter_func=lambda layer, name: name == "up")
-    model, _ = accelerate.prepare(accelerator, Model(), recipe=given)
+    model = accelerate.prepare(accelerator, Model(), recipe=given)
     assert [row.path for row in fp8.report(model) if not row.left_alone] == ["up"]
 
 
@@ -299,10 +293,8 @@ def test_bad_input(te):
             accelerate.prepare(accelerator, model, recipe=recipe, backend="te")
     with pytest.raises(TypeError, match="an Accelerator, then a model, got Model"):
         accelerate.prepare(model, adam(model))
-    with pytest.raises(TypeError, match=r"prepare needs an nn.Module, got AdamW"):
-        accelerate.prepare(accelerator, adam(model), model)
-    with pytest.raises(ValueError, match="prepare converts one model, got another"):
-        accelerate.prepare(accelerator, model, adam(model), Model())
+    with pytest.raises(TypeError, match=r"prepare needs an nn.Module among .* got AdamW, NoneType"):
+        accelerate.prepare(accelerator, adam(model), None)
     with pytest.raises(ValueError, match="unknown opt_level 'O4'"):
         accelerate.prepare(accelerator, model, adam(model), opt_level="O4")
     assert type(model.up) is nn.Linear
@@ -365,7 +357,7 @@ def test_deprecated_recipe_object(te):
     model, _ = accelerate.prepare(accelerator, model, adam(model), recipe=given)
     assert fp8.report(model).notes[0].startswith("level O2")
     given = library.utils.FP8RecipeKwargs(backend="te")
-    model, _ = accelerate.prepare(accelerator, Model(), recipe=given)
+    model = accelerate.prepare(accelerator, Model(), recipe=given)
     assert isinstance(model.up, te.Linear)
 
 
@@ -389,13 +381,13 @@ def test_layers_of_another_library_and_a_level(te, backend):
     want = plain_loop(fp8.convert(other, "tensor", backend="simulate"), adam(other), batches(6))
     assert got == pytest.approx(want, rel=0.02)
     with pytest.raises(ValueError, match="'O3' keeps weights in FP8"):
-        accelerate.prepare(accelerator, Model(), **options, opt_level="O3")
+        accelerate.prepare(accelerator, other, adam(other), **options, opt_level="O3")
 
 
-def test_layers_by_name():
+def test_a_policy_for_layers_of_another_library():
     accelerator = library.Accelerator(cpu=True)
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(2)]
     model = nn.Sequential(nn.Linear(32, 64), nn.ModuleList(blocks), nn.Linear(64, 32))
-    options = {"recipe": "tensor", "backend": "torchao", "where": "hidden"}
-    model, _ = accelerate.prepare(accelerator, model, **options)
+    options = {"recipe": fp8.Policy.hidden("tensor"), "backend": "torchao"}
+    model = accelerate.prepare(accelerator, model, **options)
     assert [row.path for row in fp8.report(model) if row.left_alone] == ["0", "2"]

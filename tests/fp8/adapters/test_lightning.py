@@ -102,6 +102,8 @@ def module(library: str, net: nn.Module, optimizer: str = "torch") -> Any:
         def validation_step(self, batch: Tensor, index: int) -> None:
             self.seen.append(loss_of(self.net, batch).item())
 
+        test_step = predict_step = validation_step
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return OPTIMIZERS[optimizer](self.net)
 
@@ -217,6 +219,74 @@ def test_resumed_as_if_it_had_not_stopped(library, recipe, precision, tmp_path):
     assert first.losses + resumed.losses == start.losses
     weights = start.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in resumed.state_dict().items())
+
+
+STATES = ["delayed", "static", fp8.Policy("row", switch=[(0.4, "delayed")])]
+
+
+def fitted(recipe: Any, folder: Path, epochs: int = 2, **options: Any) -> tuple[Any, Any]:
+    """A module with layers of one product and of several, and the Trainer that has trained it."""
+    torch.manual_seed(0)
+    lit = module("lightning", Net())
+    run = trainer("lightning", FP8Precision(recipe), folder, epochs, **options)
+    run.fit(lit, loader())
+    return lit, run
+
+
+@pytest.mark.parametrize("recipe", STATES, ids=["delayed", "static", "switched"])
+def test_what_follows_a_fit(recipe, tmp_path):
+    """Each call of a Trainer that loads weights into a model that is trained already."""
+    lit, run = fitted(recipe, tmp_path, enable_checkpointing=True)
+    assert not any("fp8" in name for name in lit.state_dict())
+    state = {name: value.clone() for name, value in lit.named_buffers()}
+    lit.load_state_dict(lit.state_dict())
+    assert state
+    assert all(torch.equal(value, state[name]) for name, value in lit.named_buffers())
+    best = run.checkpoint_callback.best_model_path
+    for call in (run.validate, run.test, run.predict):
+        call(lit, loader(), ckpt_path="best", **({} if call == run.predict else {"verbose": False}))
+    again = trainer("lightning", FP8Precision(recipe), tmp_path, 4)
+    again.fit(lit, loader(), ckpt_path=best)  # the model that is converted, and a new one
+    other = module("lightning", Net())
+    trainer("lightning", FP8Precision(recipe), tmp_path, 4).fit(other, loader(), ckpt_path=best)
+    assert lit.losses[8:] == other.losses
+    weights = lit.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in other.state_dict().items())
+
+
+@pytest.mark.parametrize("recipe", STATES[:2])
+def test_a_checkpoint_is_evaluated_with_its_own_histories(recipe, tmp_path):
+    """In the model that was trained further since, and in a new one."""
+    lit, run = fitted(recipe, tmp_path, 1)
+    run.validate(lit, loader(), verbose=False)
+    run.save_checkpoint(tmp_path / "first.ckpt")
+    want = lit.seen[:]
+    trainer("lightning", FP8Precision(recipe), tmp_path, 2).fit(lit, loader())
+    for model in (lit, module("lightning", Net())):
+        model.seen.clear()
+        validating = trainer("lightning", FP8Precision(recipe), tmp_path, 1)
+        validating.validate(model, loader(), ckpt_path=tmp_path / "first.ckpt", verbose=False)
+        assert model.seen == want
+
+
+@pytest.mark.parametrize("recipe", STATES[:2])
+@pytest.mark.parametrize("tune", ["lr_find", "scale_batch_size"])
+def test_a_tuner_leaves_no_trace(tune, recipe, tmp_path):
+    lit, _ = fitted(recipe, tmp_path)
+    torch.manual_seed(0)
+    tuned = module("lightning", Net())
+    tuned.lr = tuned.batch_size = 2
+    data = lambda: DataLoader(torch.cat(batches()), batch_size=tuned.batch_size)  # noqa: E731
+    tuned.train_dataloader = tuned.val_dataloader = data
+    run = trainer("lightning", FP8Precision(recipe), tmp_path, 2, enable_checkpointing=True)
+    tuner = importlib.import_module("lightning.pytorch.tuner").Tuner(run)
+    if tune == "lr_find":
+        tuner.lr_find(tuned, num_training=4, early_stop_threshold=None)
+    else:
+        tuner.scale_batch_size(tuned, steps_per_trial=1, max_trials=2)
+    tuned.losses.clear()
+    run.fit(tuned, loader())
+    assert tuned.losses == lit.losses
 
 
 @pytest.mark.parametrize("recipe", ["unit", "delayed", "static"])
@@ -383,11 +453,9 @@ def test_mixed_precision_is_that_of_a_device_that_is_there(monkeypatch):
 
 def test_only_the_chosen_layers(tmp_path):
     lit = module("lightning", Mlp())
-    plugin = FP8Precision("unit", where=lambda name, layer: "head" not in name, rest="bf16")
+    plugin = FP8Precision("unit", where=lambda name, layer: "head" not in name)
     trainer("lightning", plugin, tmp_path, 1).fit(lit, loader())
-    rows = {row.path: row for row in fp8.report(lit)}
-    assert rows["net.head"].why.startswith("bf16")
-    assert rows["net.layers.1"].why.startswith("unit")
+    assert [row.done for row in fp8.report(lit)] == ["left alone", "converted", "left alone"]
 
 
 @pytest.mark.parametrize("make", [FP8Precision, FP8FabricPrecision])

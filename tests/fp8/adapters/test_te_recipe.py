@@ -15,6 +15,7 @@ from fp8 import RECIPES, Cast, Recipe
 from fp8.adapters import transformer_engine
 from fp8.adapters.transformer_engine import delayed_scaling
 from tests.fp8.adapters import te_signatures, te_standin
+from tests.wheels import unpacked
 
 KINDS = {
     "unit": "DelayedScaling",
@@ -38,6 +39,13 @@ ENVIRONMENT = {
     "NVTE_NVFP4_4OVER6_ERR_MODE": "MSE",
 }
 """Everything that the defaults of the package read from the environment, turned around."""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TransformerEngine's published wheel, unpacked; skips where it cannot be fetched."""
+    requirement = f"transformer_engine=={te_signatures.VERSION}"
+    return unpacked(requirement, tmp_path_factory.mktemp("transformer_engine"))
 
 
 @pytest.fixture(params=["generated", "published"])
@@ -139,20 +147,10 @@ def test_documented_options_are_honoured_or_refused(library):
         delayed_scaling(amax_compute_algo="mean")
 
 
-def test_an_unknown_field_is_refused_here(library, monkeypatch):
+def test_an_unknown_field_is_refused_here(library):
     """The package ignores it without a word."""
-    monkeypatch.delenv("NVTE_BACKWARD_OVERRIDE")
-    assert not hasattr(library.DelayedScaling(interval=7, backward_override=None), "interval")
     with pytest.raises(ValueError, match=r"DelayedScaling .* has no 'interval'"):
         transformer_engine._make("DelayedScaling", interval=7)
-    monkeypatch.delattr(library, "NVFP4BlockScaling")
-    with pytest.raises(ValueError, match="has no recipe NVFP4BlockScaling"):
-        transformer_engine.te_recipe("nvfp4")
-
-
-def test_equal_casts_are_equal_recipes(library):
-    for name, other in {"mus": "unit", "smooth_swiglu": "delayed"}.items():
-        assert vars(transformer_engine.te_recipe(name)) == vars(transformer_engine.te_recipe(other))
 
 
 def test_recipes_that_it_does_not_have(library):
@@ -189,5 +187,3 @@ def test_the_migration_guide_says_where_defaults_differ():
     assert "powers of two" in row
     assert "powers of two" in rows["`Float8CurrentScaling()`"]
     assert "signs" in rows["`NVFP4BlockScaling()`"]
-    exact = dataclasses.replace(delayed, rule="exact", history=default)
-    assert (exact.rule, exact.history) == ("exact", 1024)

@@ -94,7 +94,7 @@ def tolerance(want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_served_as_it_was_trained(name, tmp_path):
-    model = trained(fp8.convert(llama(), RECIPES[name], where="hidden"))
+    model = trained(fp8.convert(llama(), fp8.Policy.hidden(RECIPES[name])))
     report = fp8.export(model, tmp_path)
     assert [row.done for row in report] == ["FP8"] * 14
     want = logits(model)
@@ -107,14 +107,14 @@ def test_served_in_16_bits(tmp_path):
     """To the bit: scales are 1, and so are the operands of every product the same."""
     config = llama().config
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = trained(fp8.convert(model, "unit", where="hidden"))
+    model = trained(fp8.convert(model, fp8.Policy.hidden("unit")))
     fp8.export(model, tmp_path)
     assert torch.equal(logits(served(tmp_path, torch.bfloat16)), logits(model))
 
 
 def test_weights_of_a_level(tmp_path):
     """That are stored in FP8 as they are kept."""
-    model = fp8.convert(llama(), "unit", where="hidden")
+    model = fp8.convert(llama(), fp8.Policy.hidden("unit"))
     model, optimizer = fp8.initialize(model, opt_level="O3", recipe=None)
     model(input_ids=IDS, labels=IDS).loss.backward()
     optimizer.step()
@@ -146,7 +146,7 @@ def test_static_scales_of_preserved_weights(recipe, tie, tmp_path):
     model = llama(tie_word_embeddings=tie)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(8)
-    model = fp8.convert(model, RECIPES[recipe], where="hidden")
+    model = fp8.convert(model, fp8.Policy.hidden(RECIPES[recipe]))
     model = trained(unit_scale(model, init="preserve"))
     fp8.export(model, tmp_path)
     stored = safetensors.load_file(tmp_path / "model.safetensors")
@@ -161,7 +161,7 @@ def test_factors_of_unit_scaling_fold_into_scales(recipe, tmp_path):
     """Those of residual branches, attention, activations and the readout: the plain class computes
     the same logits. They are no powers of two, so that a product differs in its last bit, and an
     input next to a tie may go to the other e4m3 number: 2**-4 of one term in some 20 000."""
-    model = fp8.convert(llama(attention_bias=True), RECIPES[recipe], where="hidden")
+    model = fp8.convert(llama(attention_bias=True), fp8.Policy.hidden(RECIPES[recipe]))
     model = trained(unit_scale(model))
     fp8.export(model, tmp_path)
     stored = safetensors.load_file(tmp_path / "model.safetensors")
@@ -190,7 +190,7 @@ def in_high_precision(name: str) -> Recipe:
 def test_blocks(scaled, tmp_path):
     """Transformers multiplies weights by their scales where no GPU is: the logits are those of the
     recipe's weights and of inputs in high precision."""
-    model = fp8.convert(llama(), "block", where="hidden")
+    model = fp8.convert(llama(), fp8.Policy.hidden("block"))
     if scaled != "plain":
         model = unit_scale(model, init=scaled)
     model = trained(model)
@@ -202,7 +202,7 @@ def test_blocks(scaled, tmp_path):
     stored = safetensors.load_file(tmp_path / "model.safetensors")
     scale = stored["model.layers.0.mlp.down_proj.weight_scale_inv"]
     assert (scale.dtype, tuple(scale.shape)) == (torch.float32, (1, 1))
-    want = logits(fp8.convert(model, in_high_precision("block"), where="hidden"))
+    want = logits(fp8.convert(model, fp8.Policy.hidden(in_high_precision("block"))))
     torch.testing.assert_close(logits(served(tmp_path)), want, rtol=1e-4, atol=10 * tolerance(want))
 
 
@@ -212,7 +212,7 @@ def test_mxfp8(scaled, tmp_path):
     for blocks whose largest magnitude is 448 times a power of two, which get the next power.
     Operands of other tokens are the same, and so are products to the bit."""
     model = llama() if scaled == "unit" else llama().bfloat16()
-    model = fp8.convert(model, "mxfp8", where="hidden")
+    model = fp8.convert(model, fp8.Policy.hidden("mxfp8"))
     if scaled != "plain":
         model = unit_scale(model, init=scaled)
     model = trained(model)
@@ -230,7 +230,7 @@ def test_mxfp8(scaled, tmp_path):
                 spec = spec_of(fp8.RECIPES["mxfp8"].weight)
                 layer.weight.data = rounded(layer.weight.detach(), spec)[0]
         plain = plain.bfloat16()
-    plain = fp8.convert(plain, "mxfp8", where="hidden")
+    plain = fp8.convert(plain, fp8.Policy.hidden("mxfp8"))
     reader = served(tmp_path, torch.bfloat16)
     assert (logits(reader) - logits(plain)).norm() < 0.1 * logits(plain).norm()
     for layer in ("self_attn.q_proj", "mlp.down_proj"):
@@ -273,7 +273,7 @@ def test_nvfp4(scaled, tmp_path):
     """The weights that Transformers unpacks are those of torchao's NVFP4 under the largest unit of
     the layers beside each other. compressed-tensors unpacks to bfloat16."""
     pytest.importorskip("torchao", reason="the oracle")
-    model = fp8.convert(llama(), "nvfp4", where="hidden")
+    model = fp8.convert(llama(), fp8.Policy.hidden("nvfp4"))
     if scaled != "plain":
         model = unit_scale(model, init=scaled)
     model = trained(model)
@@ -306,7 +306,7 @@ def test_nvfp4(scaled, tmp_path):
 def test_weights_are_read_bit_for_bit(name, tmp_path):
     """As the operands that the recipe casts them to."""
     dtype = torch.bfloat16 if name == "mxfp8" else torch.float32  # compressed-tensors unpacks to it
-    model = trained(fp8.convert(llama(), name, where="hidden"))
+    model = trained(fp8.convert(llama(), fp8.Policy.hidden(name)))
     fp8.export(model, tmp_path)
     reader = served(tmp_path, dtype)
     logits(reader)
@@ -339,6 +339,41 @@ def read_back(model: nn.Module, folder: Any) -> nn.Module:
     """A plain ``model`` with the weights of ``folder``, by compressed-tensors alone."""
     config = json.loads((folder / "fp8.json").read_text())["quantization_config"]
     return loaded(model, safetensors.load_file(folder / "model.safetensors"), config)
+
+
+class Zeros(nn.Module):
+    """A layer of zeros, and one that sees zeros alone because of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.zero = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+        self.after = nn.Linear(16, 16, bias=False)
+        nn.init.zeros_(self.zero.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.after(self.zero(self.first(x)))
+
+
+@pytest.mark.parametrize(("passes", "rate"), [(1, 0.0), (1, 0.1), (2, 0.1)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_layer_of_zeros(name, passes, rate, tmp_path):
+    """It is stored as zeros, and with its own scale after the first step, before its next pass. The
+    scale of an input that was zeros alone is not known: its layer is in high precision."""
+    model = fp8.convert(Zeros(), RECIPES[name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for _ in range(passes):
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+    report = {row.path: row for row in fp8.export(model, tmp_path)}
+    assert report["first"].done == report["zero"].done == "FP8"
+    unknown = name in ("delayed", "static") and passes == 1
+    assert report["after"].done == ("left alone" if unknown else "FP8")
+    assert not unknown or "has seen no input that is not all zeros" in report["after"].why
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    assert stored["zero.weight"].float().any() == bool(rate)
+    if passes == 1:  # afterwards a history may be of smaller values
+        values = stored["zero.weight"].float() * stored["zero.weight_scale"]
+        torch.testing.assert_close(values, model.zero.weight.detach(), rtol=2**-4, atol=2.0**-10)
 
 
 @pytest.mark.parametrize("shape", [(8, 64), (2, 8, 64), (2, 2, 8, 64)])
@@ -386,14 +421,14 @@ def test_one_layout_in_a_file(tmp_path):
 @pytest.mark.parametrize("scaled", [False, True])
 def test_transposed_weights(recipe, scaled, tmp_path):
     """GPT-2's: they have the values of FP8, and the plain class reads them."""
-    model = fp8.convert(gpt2(), recipe, where="hidden")
+    model = fp8.convert(gpt2(), fp8.Policy.hidden(recipe))
     model = trained(unit_scale(model) if scaled else model)
     report = fp8.export(model, tmp_path)
     assert {row.done for row in report} == {"rounded"}
     assert "no layout has transposed weights" in report[0].why
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     got = logits(served(tmp_path))
-    want = logits(fp8.convert(model, in_high_precision(recipe), where="hidden"))
+    want = logits(fp8.convert(model, fp8.Policy.hidden(in_high_precision(recipe))))
     torch.testing.assert_close(got, want, rtol=1e-3, atol=3e-5 * want.abs().max().item())
     assert (got - logits(fp8.revert(model))).abs().max() > 1e-3 * want.abs().max()
 
@@ -402,7 +437,7 @@ def test_transposed_weights(recipe, scaled, tmp_path):
 def test_after_a_trainer(make, tmp_path):
     """It leaves the model in training, where it has run alone."""
     pytest.importorskip("accelerate")
-    model = unit_scale(fp8.convert(make(), "unit", where="hidden"))
+    model = unit_scale(fp8.convert(make(), fp8.Policy.hidden("unit")))
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path / "run"), max_steps=2, report_to=[], disable_tqdm=True, use_cpu=True
     )
@@ -421,7 +456,7 @@ def test_after_a_trainer(make, tmp_path):
 
 
 def test_tied_heads(tmp_path):
-    model = fp8.convert(llama(tie_word_embeddings=True), "unit", where="hidden")
+    model = fp8.convert(llama(tie_word_embeddings=True), fp8.Policy.hidden("unit"))
     model = trained(unit_scale(model))
     fp8.export(model, tmp_path)
     got, want = logits(served(tmp_path)), logits(model)
@@ -429,7 +464,7 @@ def test_tied_heads(tmp_path):
 
 
 def test_files(tmp_path):
-    model = trained(fp8.convert(llama(), "unit", where="hidden"))
+    model = trained(fp8.convert(llama(), fp8.Policy.hidden("unit")))
     weight = model.model.layers[0].mlp.up_proj.weight.detach()
     fp8.export(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
@@ -480,9 +515,9 @@ def test_refused_by_name(tmp_path):
         fp8.export(fp8.convert(llama(), "mxfp6"), tmp_path)
     with pytest.raises(ValueError, match=r"it stays in high precision"):
         fp8.export(fp8.convert(nn.Sequential(nn.Conv2d(16, 16, 3)), "tensor"), tmp_path)
-    with pytest.raises(ValueError, match="no history yet: train the model first"):
+    with pytest.raises(ValueError, match=r"'delayed' has seen no .*: train the model"):
         fp8.export(fp8.convert(llama(), "delayed"), tmp_path)
-    with pytest.raises(ValueError, match="no history yet: calibrate or train the model first"):
+    with pytest.raises(ValueError, match=r"'static' has seen no .*: calibrate or train"):
         fp8.export(fp8.convert(llama(), "static"), tmp_path)
     with pytest.raises(ValueError, match=r"has not run: .* call it once"):
         fp8.export(unit_scale(fp8.convert(llama(), "unit")), tmp_path)

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import fp8
 import unit_scaling as uu
-from fp8.checkpoints.files import load_checkpoint, save_checkpoint
 from fp8.distributed.fsdp import gather_in_fp8, portable_state_dict, update_scales
 from tests.fp8.distributed.sharded_models import make, make_fp8, numbers, optimizer, step, step_fp8
 from tests.launch import run_ranks
@@ -86,8 +85,8 @@ def test_state_dicts_are_plain(tmp_path: Path):
     assert {type(t) for t in model.state_dict().values()} == {torch.Tensor}
     step(model, opt)
     save_file(model.state_dict(), tmp_path / "weights")
-    save_checkpoint({"model": model.state_dict(), "opt": opt.state_dict()}, tmp_path / "all")
-    loaded = load_checkpoint(tmp_path / "all")
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, tmp_path / "all")
+    loaded = torch.load(tmp_path / "all", weights_only=True)
     assert {type(t) for t in loaded["model"].values()} == {torch.Tensor}
     for weights in (loaded["model"], load_file(tmp_path / "weights")):
         restored, its_opt = make(seed=2)
@@ -144,13 +143,13 @@ def test_layers_are_sent_as_they_compute():
     """What a conversion leaves in high precision is not rounded on its way, nor twice."""
     shared = "a module that is not sent so shares its weight"
     high = "it computes in high precision, or will after a switch"
-    chosen = {"where": lambda name, layer: name != "1"}
     assert sent("tensor") == ["sent as e4m3, tensor"] * 3
     assert sent("unit_e4m3") == ["sent as e4m3, unit"] * 3
     assert sent("mxfp8") == ["recipe 'mxfp8'"] * 3
-    assert sent("tensor", **chosen) == ["sent as e4m3, tensor", high, shared]
-    rest = sent("tensor", rest="bf16", **chosen)
-    assert rest == ["sent as e4m3, tensor", "recipe 'bf16'", shared]
+    chosen = sent("tensor", where=lambda name, layer: name != "1")
+    assert chosen == ["sent as e4m3, tensor", high, shared]
+    policy = fp8.Policy("tensor", rules=[("1", None, "bf16")])
+    assert sent(policy) == ["sent as e4m3, tensor", "recipe 'bf16'", shared]
     assert sent(fp8.Policy("tensor", switch=[(0.9, "bf16")])) == [high] * 3
 
 

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from fp8 import FORMATS, Format, get_format
+from fp8 import FORMATS, Format
+from fp8.formats.format import get_format
 from tests.fp8.oracles import GFLOAT
 
 # name: max, min normal, min subnormal, Inf, NaN, -0, bits. OFP8 1.0 table 1, MX 1.0 tables 2 to 7,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8 import FORMATS, Format, quantize, quantize_backward, quantize_forward
+from fp8 import FORMATS, Format
+from fp8.formats.quantize import quantize, quantize_backward, quantize_forward
 from tests.fp8.oracles import assert_same, random_patterns
 
 OPTIONS = [

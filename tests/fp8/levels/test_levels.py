@@ -185,6 +185,8 @@ def test_without_an_optimizer():
     model, optimizer = fp8.initialize(build()[0])
     assert isinstance(optimizer, fp8.optim.AdamW)
     steps(model, optimizer, 2)
+    notes = fp8.report(model).notes
+    assert notes == ["no optimizer was given: AdamW with lr=0.001 was made"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

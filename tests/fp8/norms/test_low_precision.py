@@ -67,6 +67,16 @@ class Model(nn.Module):
         return self.last(self.batch(self.own(x)))
 
 
+def low(model: nn.Module, precision: str | None = None) -> nn.Module:
+    """The model, with norms of every type in low precision."""
+    return fp8.apply_low_precision_layernorm(model, precision, where=lambda name, norm: True)
+
+
+def norms_of(model: nn.Module) -> list[Any]:
+    """The rows of its report for norms."""
+    return [row for row in fp8.report(model) if "Linear" not in row.what]
+
+
 CHANGED = ["norm", "frozen", "plain", "unbiased", "renamed", "rms", "group", "image"]
 
 
@@ -99,9 +109,10 @@ def dtypes(model: Model, x: Tensor) -> dict[str, torch.dtype]:
 
 @pytest.mark.proves("Composer", "autocast off inside, input in low precision", how="own")
 @pytest.mark.proves("timm", "GroupNorm as well", how="own")
+@pytest.mark.proves("timm", "fast norm", how="own")
 def test_follows_autocast_and_does_nothing_outside(model: Model, x: Tensor):
     before = model(x)
-    assert fp8.low_precision_norms(model) is model
+    assert low(model) is model
     assert torch.equal(model(x), before)
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype):
@@ -114,7 +125,7 @@ def test_follows_autocast_and_does_nothing_outside(model: Model, x: Tensor):
 @pytest.mark.parametrize("precision", [name for name, dtype in PRECISIONS.items() if dtype])
 def test_a_named_precision_holds_everywhere(model: Model, x: Tensor, precision: str):
     dtype = PRECISIONS[precision]
-    fp8.low_precision_norms(model, precision)
+    low(model, precision)
     module = model.norm
     y = module(x)
     reference = F.layer_norm(
@@ -130,15 +141,13 @@ def test_a_named_precision_holds_everywhere(model: Model, x: Tensor, precision: 
 @pytest.mark.proves("Composer", "no effect in fp32 and fp16", how="own")
 @pytest.mark.parametrize("precision", [name for name, dtype in PRECISIONS.items() if not dtype])
 def test_precisions_without_effect(model: Model, precision: str):
-    fp8.low_precision_norms(model, precision)
-    assert {row.done for row in fp8.norm_report(model)} == {"left alone"}
-    with pytest.warns(fp8.NoEffectWarning, match=precision):
+    with pytest.warns(fp8.ConvertWarning, match=precision):
         assert fp8.apply_low_precision_layernorm(model, precision) is model
-    assert {row.done for row in fp8.norm_report(model)} == {"left alone"}
+    assert norms_of(model) == []
 
 
 def test_float64_stays(model: Model, x: Tensor):
-    fp8.low_precision_norms(model.double(), "amp_bf16")
+    low(model.double(), "amp_bf16")
     assert model.norm(x.double()).dtype == torch.float64
 
 
@@ -155,7 +164,7 @@ def test_everything_is_kept(model: Model, x: Tensor):
     keys, flags = list(model.state_dict()), [m.training for m in model.modules()]
     types, text = [type(m).__name__ for m in model.modules()], repr(model)
 
-    fp8.low_precision_norms(model, "amp_bf16")
+    low(model, "amp_bf16")
     assert [id(p) for p in model.parameters()] == identities
     assert [(n, p.dtype, p.requires_grad) for n, p in model.named_parameters()] == facts
     assert list(model.state_dict()) == keys
@@ -174,7 +183,7 @@ def test_everything_is_kept(model: Model, x: Tensor):
     assert not torch.equal(model.norm.weight, before)
     assert model.frozen.weight.grad is None
 
-    assert fp8.revert_norms(model) is model
+    assert fp8.revert(model) is model
     assert repr(model) == text
     assert [type(m) for m in model.modules() if type(m).__name__ == "LayerNorm"] == [
         nn.LayerNorm
@@ -183,19 +192,19 @@ def test_everything_is_kept(model: Model, x: Tensor):
 
 def test_revert_gives_the_same_numbers_as_before(model: Model, x: Tensor):
     before = model(x)
-    fp8.revert_norms(fp8.low_precision_norms(model, "amp_bf16"))
+    fp8.revert(low(model, "amp_bf16"))
     assert torch.equal(model(x), before)
-    assert not any({"norm_dtype", "norm_output"} & vars(m).keys() for m in model.modules())
+    assert not any("norm_dtype" in vars(m) for m in model.modules())
 
 
 def test_report_names_every_norm_and_why(model: Model):
-    fp8.low_precision_norms(model, where=lambda name, module: name != "group")
-    report = fp8.norm_report(model)
+    fp8.apply_low_precision_layernorm(model, where=lambda name, module: name != "group")
+    report = norms_of(model)
     done = {row.path: row.done for row in report}
     assert [path for path in done if done[path] == "low precision"] == [
         name for name in CHANGED if name != "group"
     ]
-    why = {row.path: row.why for row in report.left_alone}
+    why = {row.path: row.why for row in report if row.left_alone}
     assert why["group"] == "not chosen"
     assert why["own"] == why["batch"]
     assert "computes otherwise than LayerNorm, RMSNorm" in why["own"]
@@ -204,17 +213,18 @@ def test_report_names_every_norm_and_why(model: Model):
 
 def test_a_forward_of_its_own_is_left_alone():
     """Composer replaces timm's LayerNorm2d, a subclass of LayerNorm, by one over the last axis."""
-    model = nn.Sequential(Permuting(D))
+    model = nn.Sequential(Permuting(D), nn.LayerNorm(5))
     x = torch.randn(2, D, 3, 5)
-    before = model(x)
-    fp8.low_precision_norms(model, "amp_bf16")
-    assert torch.equal(model(x), before)
-    assert fp8.norm_report(model).left_alone[0].what == "Permuting"
+    before = model[0](x)
+    low(model, "amp_bf16")
+    assert torch.equal(model[0](x), before)
+    assert norms_of(model)[0].what == "Permuting"
+    assert norms_of(model)[0].left_alone
 
 
 @pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
 def test_copies_compute_alike(model: Model, x: Tensor, copied: str):
-    fp8.low_precision_norms(model, "amp_bf16")
+    low(model, "amp_bf16")
     part = nn.Sequential(model.first, model.norm, model.rms)
     if copied == "deepcopy":
         other = copy.deepcopy(part)
@@ -226,11 +236,11 @@ def test_copies_compute_alike(model: Model, x: Tensor, copied: str):
         file.seek(0)
         other = torch.load(file, weights_only=False)
     assert torch.equal(other(x), part(x))
-    assert fp8.norm_report(other)[0].done == "low precision"
+    assert norms_of(other)[0].done == "low precision"
 
 
 def test_compiled(model: Model, x: Tensor):
-    part = fp8.low_precision_norms(nn.Sequential(model.first, model.norm, model.rms), "amp_bf16")
+    part = low(nn.Sequential(model.first, model.norm, model.rms), "amp_bf16")
     compiled = torch.compile(part, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), part(x), rtol=0.01, atol=0.01)
     with torch.autocast("cpu", torch.bfloat16):
@@ -238,12 +248,14 @@ def test_compiled(model: Model, x: Tensor):
 
 
 def test_with_converted_layers(model: Model, x: Tensor):
-    fp8.convert(fp8.low_precision_norms(model, "amp_bf16"), "unit")
-    changed = model(x)
-    assert fp8.norm_report(model)[0].done == "low precision"
-    fp8.revert_norms(model)
-    assert not torch.equal(model(x), changed)
-    assert fp8.report(model)[0].done == "converted"
+    """`convert` leaves norms as they are, whatever was before; `revert` undoes both."""
+    before = model(x)
+    fp8.convert(low(fp8.convert(model), "amp_bf16"), "unit")
+    done = {row.path: row.done for row in fp8.report(model)}
+    assert (done["first"], done["norm"]) == ("converted", "low precision")
+    fp8.revert(model)
+    assert torch.equal(model(x), before)
+    assert {row.done for row in fp8.report(model)} == {"left alone"}
 
 
 @pytest.mark.proves("Composer", "apply_low_precision_layernorm", how="own")
@@ -252,31 +264,29 @@ def test_composers_function_changes_layer_norms(model: Model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fp8.apply_low_precision_layernorm(model, "amp_bf16", optimizer) is model
-    changed = [row.path for row in fp8.norm_report(model) if not row.left_alone]
+    changed = [row.path for row in norms_of(model) if not row.left_alone]
     assert changed == ["norm", "frozen", "plain", "unbiased", "renamed", "image"]
-    with pytest.warns(fp8.NoEffectWarning, match="no layer norm"):
+    with pytest.warns(fp8.ConvertWarning, match="no such norm"):
         fp8.apply_low_precision_layernorm(nn.Linear(2, 2), "amp_bf16")
 
 
 def test_a_model_that_is_a_norm():
     """Composer's surgery does not reach the root."""
     norm = fp8.apply_low_precision_layernorm(nn.LayerNorm(4), "amp_fp16")
-    assert fp8.norm_report(norm)[0].why == "float16"
+    assert norms_of(norm)[0].why == "float16"
 
 
 def test_a_new_precision_takes_the_place_of_the_last(model: Model):
-    fp8.low_precision_norms(fp8.low_precision_norms(model, "amp_fp16"), "AMP_BF16")
-    assert fp8.norm_report(model)[0].why == "bfloat16"
+    low(low(model, "amp_fp16"), "AMP_BF16")
+    assert norms_of(model)[0].why == "bfloat16"
 
 
 @pytest.mark.parametrize("got", ["amp_bf17", 16, torch.bfloat16])
 def test_errors_name_what_was_given(model: Model, got: Any):
     with pytest.raises(ValueError, match="unknown precision"):
-        fp8.low_precision_norms(model, got)
-    with pytest.raises(ValueError, match="unknown precision"):
         fp8.apply_low_precision_layernorm(model, got)
-    with pytest.raises(TypeError, match="got list"):
-        fp8.low_precision_norms([])  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="where is a str"):
+        fp8.apply_low_precision_layernorm(model, where="norm")  # type: ignore[arg-type]
 
 
 def test_every_norm_of_the_table_is_tested(model: Model):
@@ -290,5 +300,5 @@ def test_shapes_on_the_meta_device(precision):
     with torch.device("meta"):
         norms = (nn.LayerNorm(D), nn.RMSNorm(D), nn.GroupNorm(2, D), fp8.LayerNorm2d(D))
     for norm in norms:
-        assert fp8.low_precision_norms(norm, precision)(images).shape == images.shape
+        assert low(norm, precision)(images).shape == images.shape
     assert fp8.norms.norm.layer_norm(images, (D,)).shape == images.shape

@@ -121,25 +121,6 @@ def test_errors_name_what_was_given():
         norm.layer_norm(torch.randn(2, 4), (4,), dtype="bfloat16")
 
 
-@pytest.mark.proves("timm", "fast norm, off unless asked for", how="own")
-def test_fast_norm_holds_for_what_is_made_while_it_is_set():
-    x = torch.randn(2, 6, 3, 3)
-    before = fp8.LayerNorm2d(6)
-    assert not fp8.is_fast_norm()
-    fp8.set_fast_norm()
-    try:
-        assert fp8.is_fast_norm()
-        fast = fp8.LayerNorm2d(6)
-    finally:
-        fp8.set_fast_norm(False)
-    assert not fp8.is_fast_norm()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert fast(x).dtype == torch.bfloat16
-        assert before(x).dtype == torch.float32
-        assert before(x.bfloat16()).dtype == torch.bfloat16
-    assert torch.equal(fast(x), before(x))
-
-
 def test_unit_scaling_sees_the_norm():
     """The public function is called: what replaces it, as `unit_scale` does, still does."""
     import unit_scaling as uu
@@ -150,7 +131,7 @@ def test_unit_scaling_sees_the_norm():
     model(x).sum().backward()
     plain = model[1].weight.grad.clone()
     model.zero_grad()
-    fp8.low_precision_norms(model, "amp_bf16")
+    fp8.apply_low_precision_layernorm(model, "amp_bf16")
     model(x).sum().backward()
     assert error(model[1].weight.grad, plain) < 0.02
 

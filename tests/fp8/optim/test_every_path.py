@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8.optim import SGD, Adam, AdamW, Muon
-from fp8.optim.encodings import ENCODINGS, MOMENTA, MOMENTS
+from fp8.optim import SGD, Adam, AdamW
+from fp8.optim.encodings import MOMENTS
 
 SHAPES = ((8,), (3, 5), (), (0,), (64, 80), (5000,), (4, 2, 3, 3), (70, 70))
 STEPS = 8
@@ -25,7 +25,7 @@ DOUBLE = {Adam: torch.optim.Adam, AdamW: torch.optim.AdamW, SGD: torch.optim.SGD
 def drawn(seed: int) -> tuple[Any, dict[str, Any], dict[str, Any], list[nn.Parameter]]:
     """(class, settings of torch, of this package, parameters)."""
     choose = random.Random(seed)
-    kind = choose.choice([Adam, AdamW, SGD, Muon])
+    kind = choose.choice(list(DOUBLE))
     settings: dict[str, Any] = {"lr": 0.01, "weight_decay": choose.choice([0.0, 0.1])}
     low: dict[str, Any] = {"master_weights": choose.choice([None, None, "float32", "float16"])}
     shapes = [choose.choice(SHAPES) for _ in range(choose.randint(2, 4))]
@@ -34,22 +34,13 @@ def drawn(seed: int) -> tuple[Any, dict[str, Any], dict[str, Any], list[nn.Param
         settings["betas"] = choose.choice([(0.9, 0.95), (0.8, 0.99), (0.9, 0.999)])
         low |= {name: choose.choice(sorted(allowed)) for name, allowed in MOMENTS.items()}
         low |= {"min_size": choose.choice([0, 4096]), "seed": choose.randrange(3)}
-        low["stochastic_weights"] = choose.random() < 0.3
-        scaled = ENCODINGS[low["first_moment"]].scale == "tensor"
-        if not (low["master_weights"] or scaled):
-            low["error_feedback"] = choose.random() < 0.5
-    elif kind is SGD:
-        settings |= {"momentum": choose.choice([0.0, 0.9])}
+        low["stochastic_weights"] = choose.random() < 0.5
     else:
-        low["first_moment"] = choose.choice([None, *sorted(MOMENTA)])
-        shapes = [shape for shape in shapes if len(shape) == 2] or [(16, 24)]
+        settings |= {"momentum": choose.choice([0.0, 0.9])}
     draw = torch.Generator().manual_seed(seed)
-    return (
-        kind,
-        settings,
-        low,
-        [nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in shapes],
-    )
+    values = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+    turned = [x.mT if x.dim() > 1 and choose.random() < 0.3 else x for x in values]
+    return kind, settings, low, [nn.Parameter(x) for x in turned]
 
 
 def gradients(seed: int, step: int, parameters: list[nn.Parameter]) -> Iterator[Tensor | None]:
@@ -76,15 +67,17 @@ def stepped(seed: int, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
-def bits(optimizer: Any) -> list[Tensor]:
+def kept(optimizer: Any) -> list[Tensor]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [optimizer.state[p].items() for p in parameters]
-    kept = [v.float() for own in states for _, v in sorted(own) if isinstance(v, Tensor)]
-    return [*(p.detach().float() for p in parameters), *kept]
+    tensors = [v for own in states for _, v in sorted(own) if isinstance(v, Tensor)]
+    return [*(p.detach() for p in parameters), *tensors]
 
 
 def same(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(bits(ours), bits(theirs), rtol=0, atol=0)
+    for a, b in zip(kept(ours), kept(theirs), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a.float(), b.float())
 
 
 def saved(optimizer: Any, kind: Any, settings: dict[str, Any]) -> Any:
@@ -97,6 +90,7 @@ def saved(optimizer: Any, kind: Any, settings: dict[str, Any]) -> Any:
     return other
 
 
+@pytest.mark.filterwarnings("ignore:stochastic_weights=True rounds no weight")
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(160))
 def test_steps(seed: int) -> None:
@@ -112,19 +106,18 @@ def test_steps(seed: int) -> None:
         stepped(seed, each, range(middle, STEPS))
     for other in others:
         same(other, optimizer)
-    if kind in DOUBLE:
-        reference = DOUBLE[kind](doubles, **settings)
-        for step in range(STEPS):
-            found = list(gradients(seed, step, parameters))
-            if all(grad is None or grad.isfinite().all() for grad in found):
-                for double, grad in zip(doubles, found, strict=True):
-                    double.grad = None if grad is None else grad.double()
-                for group in reference.param_groups:
-                    group["lr"] = 0.01 / (1 + step)
-                reference.step()
-        exact = low.get("first_moment") == low.get("second_moment") == "float32" or kind is SGD
-        unit = torch.finfo(parameters[0].dtype).eps
-        for ours, exactly, start in zip(parameters, doubles, before, strict=True):
-            moved = (exactly - start).norm()
-            error = (ours.double() - exactly).norm()
-            assert error <= STEPS * unit * (start.norm() + moved) + (0 if exact else 0.6) * moved
+    reference = DOUBLE[kind](doubles, **settings)
+    for step in range(STEPS):
+        found = list(gradients(seed, step, parameters))
+        if all(grad is None or grad.isfinite().all() for grad in found):
+            for double, grad in zip(doubles, found, strict=True):
+                double.grad = None if grad is None else grad.double()
+            for group in reference.param_groups:
+                group["lr"] = 0.01 / (1 + step)
+            reference.step()
+    exact = low.get("first_moment") == low.get("second_moment") == "float32" or kind is SGD
+    unit = torch.finfo(parameters[0].dtype).eps
+    for ours, exactly, start in zip(parameters, doubles, before, strict=True):
+        moved = (exactly - start).norm()
+        error = (ours.double() - exactly).norm()
+        assert error <= STEPS * unit * (start.norm() + moved) + (0 if exact else 0.6) * moved

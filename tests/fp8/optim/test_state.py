@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fp8
 from fp8.optim import Adam, AdamW
-from fp8.optim.encodings import ENCODINGS, MOMENTS, Encoded, decode, scale_for, write, zeros
-from fp8.recipes.scaling import scale_of
+from fp8.optim.encodings import ENCODINGS, MOMENTS, Encoded, decode, write, zeros
+from fp8.recipes.scaling import scale_of, scale_of_number
 from tests.fp8.oracles import random_bits
 
 SHAPES = ((64, 96), (4097,), (5,))
@@ -60,24 +60,6 @@ ALL = [
     {"first_moment": "bfloat16", "second_moment": "bfloat16", "min_size": 0},
     FLOAT32,
 ]
-each_kind = pytest.mark.parametrize("kind", ALL, ids=lambda k: "-".join(map(str, k.values())))
-
-
-@each_kind
-@pytest.mark.parametrize("master", [None, "float32", "float16"])
-def test_a_run_continues_to_the_same_bits(kind, master):
-    """From a file read with weights_only=True, weights of bfloat16 and stochastic rounding too."""
-    settings = {**kind, "master_weights": master, "stochastic_weights": True}
-    undisturbed, _ = run(AdamW, 6, torch.bfloat16, **settings)
-    params, first = run(AdamW, 3, torch.bfloat16, **settings)
-    second = AdamW(params, **settings)
-    second.load_state_dict(through_a_file(first.state_dict()))
-    for p, state in first.state.items():
-        assert {k: v.dtype for k, v in state.items()} == {
-            k: v.dtype for k, v in second.state[p].items()
-        }
-    steps(second, 3, 3)
-    assert_same(params, undisturbed)
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
@@ -97,7 +79,7 @@ def test_a_state_of_torch_continues_and_goes_back(name: str):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@each_kind
+@pytest.mark.parametrize("kind", ALL, ids=lambda k: "-".join(map(str, k.values())))
 def test_into_another_encoding_and_back(kind):
     """float32 holds every encoded number, so that the way there and back changes no bit."""
     params, first = run(AdamW, **kind)
@@ -119,19 +101,6 @@ def numbers(state, name: str) -> Tensor:
         return state[name].flatten().float()
     values, scale = state[name + "_values"].flatten(), state[name + "_scale"]
     return decode(Encoded(values, scale))
-
-
-def test_states_keep_their_dtype():
-    """torch casts every floating-point state to the dtype of its parameter when it loads one."""
-    params, first = run(AdamW)
-    second = AdamW(params)
-    second.load_state_dict(first.state_dict())
-    state = second.state[params[0]]
-    assert state["exp_avg_values"].dtype == torch.float8_e4m3fn
-    assert state["exp_avg_sq_values"].dtype == torch.float16
-    assert state["exp_avg_scale"].dtype == torch.float32
-    state["exp_avg_values"].zero_()
-    assert first.state[params[0]]["exp_avg_values"].float().any()  # a copy
 
 
 def test_torch_does_not_take_what_it_cannot_read():
@@ -158,13 +127,8 @@ def test_masters_come_and_go():
     assert torch.equal(again.state[params[0]]["master"], params[0].float())
 
 
-def test_copies_and_hooks():
+def test_hooks():
     params, first = run(AdamW)
-    copied = copy.deepcopy(first)
-    assert copied.skipped_steps == 0
-    assert torch.equal(
-        next(iter(copied.state.values()))["exp_avg_scale"], first.state[params[0]]["exp_avg_scale"]
-    )
     seen = []
     second = AdamW(params)
     second.register_load_state_dict_pre_hook(lambda opt, state: seen.append("before"))
@@ -271,10 +235,10 @@ def test_what_does_not_fit_changes_nothing(saved, message: str):
 def encoded(x: Tensor, name: str, away: bool = False) -> Tensor:
     encoding = ENCODINGS[name]
     stored = zeros(len(x), encoding, x.device)
-    scale = scale_for(float(x.abs().amax()), encoding)
-    if scale is not None:
+    scale = scale_of_number(float(x.abs().amax()), encoding.format)
+    if encoding.scale == "tensor":
         stored.scale.fill_(scale)
-    write(x, stored, encoding, None if scale is None else 1 / scale, away=away)
+    write(x, stored, encoding, 1 / scale, away=away)
     return decode(stored)
 
 
@@ -311,7 +275,7 @@ def test_scales_are_those_of_the_rule_up(name: str):
     x = torch.cat([powers, powers * format.max, torch.tensor([0.0, float("inf"), float("nan")])])
     x = torch.cat([x, x.nextafter(torch.tensor(0.0)), x.nextafter(torch.tensor(float("inf")))])
     expected = scale_of(x[:, None], (-1,), format, "up").flatten().tolist()
-    assert [scale_for(amax, ENCODINGS[name]) for amax in x.tolist()] == expected
+    assert [scale_of_number(amax, format) for amax in x.tolist()] == expected
 
 
 def test_every_code_of_e5m3_is_its_own_number():

@@ -129,7 +129,7 @@ def test_stochastic_gradients_are_unbiased():
     torch.manual_seed(0)
     draws = [torch.autograd.grad(linear(x, eye, recipe=keep), x, g)[0] for _ in range(500)]
     tiles = g.unflatten(-1, (2, 16))
-    scale = fp8.recipes.scaling.scale_of(tiles, (-1,), fp8.get_format("e2m1"), "e4m3")
+    scale = fp8.recipes.scaling.scale_of(tiles, (-1,), fp8.FORMATS["e2m1"], "e4m3")
     expected = tiles.clamp(-6 * scale, 6 * scale).flatten(-2)
     # A draw is one of two neighbours, at most two units apart: its deviation is at most one unit.
     error = (torch.stack(draws).mean(0) - expected).unflatten(-1, (2, 16)).abs()

@@ -205,7 +205,7 @@ def test_the_uniform_grid_has_no_shrinkage_bias():
     """arXiv:2606.20381: of values that are spread evenly over the bin of a grid point, e2m1 rounds
     those toward zero on average that are next to a longer step, at 2 and 4; e1m2 none."""
     for format, biased in (("e2m1", {2.0: -0.125, 4.0: -0.25}), ("e1m2", {})):
-        top = fp8.get_format(format).max
+        top = fp8.FORMATS[format].max
         x = (torch.arange(2**16, dtype=torch.float64) + 0.5) * (top / 2**16)
         y = fp8.quantize(x, format)
         for value in y.unique()[1:-1].tolist():  # the bins of zero and of the largest are cut
@@ -383,7 +383,7 @@ def test_quartet_saturates_no_gradient_and_is_unbiased():
     the mean of n stochastic casts has an n-th of the squared error of one."""
     x, count = torch.cat([randn(64, 32), 1 + randn(64, 32, seed=1).abs()]), 100
     cast = dataclasses.replace(QUARTET.grad, hadamard=0, signs="fixed")
-    scale = scale_of(x, (-1,), fp8.get_format("e2m1"), "fit")
+    scale = scale_of(x, (-1,), fp8.FORMATS["e2m1"], "fit")
     most = x.abs().amax(1, keepdim=True) / scale
     assert (most <= 6).all()
     assert (most > 5.8).any()

@@ -1,4 +1,4 @@
-"""`fp8.Policy` as data: validation, JSON, the schema, and recipes composed of single casts."""
+"""`fp8.Policy` as data: validation, JSON, and recipes composed of single casts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ POLICIES = {
         first=2,
         last=1,
         keep=["router", "readout"],
+        others="bf16",
         switch=[(0.5, "row"), (0.9, None)],
         name="mine",
     ),
-    "own recipes": Policy(OWN, rules=[("a", None, OWN), ("b", "grad", OWN)], switch=[(1, OWN)]),
+    "own recipes": Policy(
+        OWN, rules=[("a", None, OWN), ("b", "grad", OWN)], others=OWN, switch=[(1, OWN)]
+    ),
 }
 each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
@@ -43,13 +46,6 @@ def test_recipes_of_the_table_are_stored_by_name():
     assert Policy(RECIPES["mxfp8"]) == Policy("mxfp8")
     assert Policy("mxfp8").to_dict()["recipe"] == "mxfp8"
     assert Policy(OWN).to_dict()["recipe"] == OWN.to_dict()
-
-
-@each_policy
-def test_the_schema_accepts_what_is_written(policy: Policy):
-    jsonschema = pytest.importorskip("jsonschema", reason="an independent validator")
-    jsonschema.Draft202012Validator.check_schema(Policy.schema())
-    jsonschema.validate(policy.to_dict(), Policy.schema())
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -74,13 +70,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_json_is_refused_by_name_and_by_the_schema(name: str):
+def test_bad_json_is_refused_by_name(name: str):
     values, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         Policy.from_dict(values)
-    jsonschema = pytest.importorskip("jsonschema", reason="an independent validator")
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(values, Policy.schema())
 
 
 @pytest.mark.parametrize(
@@ -134,6 +127,7 @@ def test_a_switch_leaves_high_precision_alone():
     assert [rule.recipe for rule in end.rules] == [None, None]
     assert (end.first, end.last, end.keep) == (policy.first, policy.last, policy.keep)
     assert Policy(None, switch=[(0, "row")]).at(1).recipe is None
+    assert Policy("row", switch=[(0, None), (1, "tensor")]).at(1).recipe is None
 
 
 def casts(recipe: Recipe | None) -> dict[str, Cast | None]:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import fp8
-from fp8 import FORMATS, RECIPES, Cast, Format, Recipe, get_recipe
+from fp8 import FORMATS, RECIPES, Cast, Format, Recipe
 from fp8.formats.quantize import OVERFLOWS, ROUNDINGS
+from fp8.recipes.recipe import get_recipe
 from fp8.recipes.rules import RULES
 from fp8.recipes.scaling import SCALINGS
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +17,7 @@ from fp8.recipes.policy import CASTS, ROLES
 from fp8.selection.layers import candidates
 from fp8.selection.policies import resolve
 from fp8.selection.roles import roles, with_role
-from fp8.selection.where import WHERE
-from tests.fp8.selection.test_where import PATTERNS, experts, gpt2, llama, mlp, nanogpt
+from tests.fp8.selection.test_where import PATTERNS, experts, llama, mlp, nanogpt
 
 BLOCKS, WIDTH = 4, 32
 
@@ -122,18 +122,24 @@ def test_each_product_of_a_composed_recipe_is_that_of_the_recipe_it_comes_from(p
         assert not torch.equal(results["mixed"][key], results[other][key])
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_where_is_short_for_roles(where: str):
-    keep = {"hidden": ["embedding", "readout"], "umup": ["embedding", "readout", "residual"]}[where]
-    for make in (gpt2, llama, nanogpt, net):
-        short = fp8.convert(make(), "tensor", where=where, rest="bf16")
-        long = fp8.convert(make(), Policy("tensor", keep=keep), rest="bf16")
-        recipes = [
-            {n: m.fp8_recipe.name for n, m in model.named_modules() if hasattr(m, "fp8_recipe")}
-            for model in (short, long)
-        ]
-        assert recipes[0] == recipes[1]
-        assert set(recipes[0].values()) == {"tensor", "bf16"}
+@pytest.mark.parametrize("make", [Policy.hidden, Policy.umup])
+def test_others_take_their_recipe_whatever_the_switch(make):
+    policy = make("row", others="bf16")
+    assert Policy.from_json(policy.to_json()) == policy
+    model = fp8.convert(net(), replace(policy, switch=[(0.5, "mxfp8"), (0.9, None)]))
+    for fraction, recipe in [(0, "row"), (0.5, "mxfp8"), (0.9, "high precision"), (0.1, "row")]:
+        fp8.advance(model, fraction)
+        expected = {n: recipe if ".up" in n else "bf16" for n in candidates(model)}
+        if make is Policy.hidden:
+            expected |= {n: recipe for n in expected if ".down" in n}
+        assert {n: model.get_submodule(n).fp8_recipe.name for n in expected} == expected
+
+
+def test_others_may_have_state():
+    model = fp8.convert(net(), Policy("row", last=1, others="delayed"))
+    assert next(n for n, _ in model.named_buffers()) == "blocks.3.up.fp8_amax_input"
+    with pytest.raises(ValueError, match="the policy gives 'bf16', 'row'"):
+        fp8.convert(net(), Policy.hidden("row", others="bf16"), backend="torchao")
 
 
 def test_roles():

@@ -1,16 +1,19 @@
-"""`where=` by name: which layers of a model the published choices pick, and what the rest gets."""
+"""Published policies, and functions that choose layers."""
 
 from __future__ import annotations
 
 import copy
 from fnmatch import fnmatch
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import fp8
-from fp8.selection.where import WHERE
+from fp8 import Policy
+from fp8.adapters import torchao
+from fp8.distributed.fsdp import gather_in_fp8
 from notebooks.nanogpt.model import GPT, GPTConfig
 
 transformers = pytest.importorskip("transformers")
@@ -95,33 +98,37 @@ def any_of(name: str, patterns: list[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("policy", [Policy.hidden, Policy.umup])
 @pytest.mark.parametrize("make", PATTERNS, ids=lambda make: make.__name__)
-def test_the_choice(make, where):
+def test_published_policies(make, policy):
     outside, joining = PATTERNS[make]
-    if where == "umup":
+    if policy is Policy.umup:
         outside = outside + joining
-    model = fp8.convert(make(), "unit", where=where, rest="bf16")
+    if policy is Policy.umup and make is mlp:
+        with pytest.raises(ValueError, match=r"role 'residual' is not found .* repeats no block"):
+            fp8.convert(make(), policy("unit"))
+        return
+    model = fp8.convert(make(), policy("unit", others="bf16"))
     rows = [row for row in fp8.report(model) if not row.left_alone]
     assert rows
     for row in rows:
         assert row.why.startswith("bf16" if any_of(row.path, outside) else "unit"), row
+    left = fp8.report(fp8.convert(model, policy("unit"))).left_alone
+    assert {row.path for row in left} >= {r.path for r in rows if any_of(r.path, outside)}
 
 
-def test_without_a_recipe_for_the_rest_they_are_left_alone():
-    model = fp8.convert(nanogpt(), "unit", where="umup")
+def test_the_report_of_what_is_left_alone():
+    model = fp8.convert(nanogpt(), Policy.umup("unit"))
     left = {row.path: row.why for row in fp8.report(model).left_alone}
-    assert left["head"] == "umup: outside of the blocks that the model repeats"
-    assert "joins the residual stream" in left["blocks.1.mlp.down"]
+    assert left["head"] == "keep readout: outside of the blocks, reads the residual stream"
+    assert left["blocks.1.mlp.down"] == "keep residual: attention output or down projection"
     assert "blocks.1.mlp.up" not in left
     other = copy.deepcopy(model)
     assert fp8.report(other).rows == fp8.report(model).rows
-    fp8.convert(model, "unit", where="hidden")
+    fp8.convert(model, Policy.hidden("unit"))
     assert [r.path for r in fp8.report(model).left_alone] == ["tokens", "positions", "head"]
-    assert {r.why for r in fp8.report(fp8.revert(other))} == {
-        "not chosen",
-        "a lookup, not a product",
-    }
+    whys = {row.why for row in fp8.report(fp8.revert(other))}
+    assert whys == {"not chosen", "a lookup, not a product"}
     assert not any("fp8" in key for module in other.modules() for key in vars(module))
 
 
@@ -132,7 +139,10 @@ def test_each_layer_computes_under_its_recipe():
         hidden = model[:3](x)
     with fp8.autocast("bf16"):
         want = model[3](hidden)
-    assert torch.equal(fp8.convert(model, "unit", where="hidden", rest="bf16")(x), want)
+    policy = Policy.hidden("unit", others="bf16")
+    with fp8.autocast(policy, model=model):
+        assert torch.equal(model(x), want)
+    assert torch.equal(fp8.convert(model, policy)(x), want)
 
 
 @pytest.mark.parametrize("recipe", ["tensor", "block"])
@@ -154,90 +164,69 @@ def test_a_layer_of_gpt2_is_a_linear_layer(recipe):
 
 
 @pytest.mark.native
-def test_the_rest_is_simulated_where_its_recipe_has_no_kernels():
-    model = fp8.convert(
-        mlp(), "unit", backend="native", where=lambda name, _: name == "0", rest="bf16"
-    )
+def test_others_are_simulated_where_their_recipe_has_no_kernels():
+    policy = Policy.hidden("unit", others="bf16")
+    model = fp8.convert(nanogpt(), policy, backend="native")
     rows = {row.path: row.why for row in fp8.report(model)}
-    assert rows["0"] == "unit, native"
-    assert rows["2"] == "bf16 (not chosen), simulated: the kernels have no format 'bf16'"
-    assert model(torch.randn(16, 32)).shape == (16, 5)
-
-
-def test_refusals():
-    model = fp8.convert(mlp(), "unit")
-    with pytest.raises(ValueError, match="unknown where 'all'; choose one of 'hidden', 'umup'"):
-        fp8.convert(model, "unit", where="all")
-    assert not fp8.report(model).left_alone  # as it was
-    with pytest.raises(TypeError, match="where is a int; give a name or"):
-        fp8.convert(mlp(), "unit", where=3)
-    with pytest.raises(ValueError, match="unknown recipe 'int3'"):
-        fp8.convert(mlp(), "unit", where="hidden", rest="int3")
-    with pytest.raises(ValueError, match="rest='bf16' needs a backend of this library"):
-        fp8.convert(mlp(), "unit", where="hidden", rest="bf16", backend="torchao")
+    assert rows["blocks.0.mlp.up"] == "unit, native"
+    assert rows["head"].endswith("simulated: the kernels have no format 'bf16'")
 
 
 # --- Functions
 
 
-def by_hints(a: nn.Module, b: str) -> bool:
-    return b == "0"
-
-
-def ours_by_hints(a: str, b: nn.Module) -> bool:
-    return a == "0"
-
-
-def torchao_filter(mod, fqn):
-    return isinstance(mod, nn.Linear) and fqn == "0"
-
-
 class Filter:
-    def __call__(self, module, name):
+    def __call__(self, name, module):
         return name == "0"
 
 
-ORDERS = {
-    "ours": lambda name, layer: name == "0",
-    "turned": lambda layer, name: name == "0",
-    "torchao": torchao_filter,
-    "annotated": by_hints,
-    "ours annotated": ours_by_hints,
+FUNCTIONS = {
+    "lambda": lambda name, layer: name == "0",
+    "other names": lambda n, _: n == "0",
     "object": Filter(),
-    "by trying": lambda a, b: b.startswith("0"),
-    "ours by trying": lambda a, b: a.startswith("0"),
-    "by choosing": lambda a, b: isinstance(a, nn.Linear) and b == "0",
+    "partial": partial(lambda known, name, module: name == known, "0"),
     "any number": lambda *given: given[0] == "0",
 }
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_both_orders_of_arguments_are_understood(name):
-    model = fp8.convert(mlp(), "tensor", where=ORDERS[name])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_chooses(name):
+    model = fp8.convert(mlp(), "tensor", where=FUNCTIONS[name])
     assert [row.path for row in fp8.report(model) if row.done == "converted"] == ["0"]
 
 
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        (lambda name: True, r"where is called as where\(name, layer\)"),
-        (lambda name, layer, more: True, r"where is called as where\(name, layer\)"),
+        ("hidden", r"where has no 'hidden': .* fp8.Policy.hidden\(recipe\)"),
+        ("all", r"where is a str; give \(name, module\) -> bool"),
+        (3, "where is a int"),
+        (lambda name: True, r"where is called as where\(name, module\)"),
+        (lambda name, layer, more: True, r"where is called as where\(name, module\)"),
+        (lambda module, fqn: True, r"takes \(module, fqn\), as a filter of torchao: give lambda"),
+        (lambda m, name: True, r"takes \(m, name\), as a filter of torchao: give lambda"),
         (lambda name, layer: 1, "where must return a bool, got 1 for layer '0'"),
         (lambda name, layer: None, "where must return a bool, got None"),
     ],
 )
-def test_other_functions_are_refused(where, message):
-    with pytest.raises(TypeError, match=message):
-        fp8.convert(mlp(), "tensor", where=where)
+def test_other_choices_are_refused_and_change_nothing(where, message):
+    model = fp8.convert(mlp(), "row")
+    for call in (fp8.convert, fp8.store_frozen, gather_in_fp8, torchao.convert):
+        with pytest.raises(TypeError, match=message):
+            call(model.requires_grad_(False), where=where)
+    assert {module.fp8_recipe.name for module in model if "fp8_recipe" in vars(module)} == {"row"}
 
 
-@pytest.mark.parametrize("rest", [None, "bf16"])
-def test_where_that_chooses_nothing_warns(rest):
-    model = mlp()
+def test_where_that_chooses_nothing_warns():
     with pytest.warns(fp8.ConvertWarning, match=r"no layer of the Sequential .*not chosen") as seen:
-        fp8.convert(model, "tensor", where=lambda name, layer: name == "up", rest=rest)
+        fp8.convert(mlp(), "tensor", where=lambda name, layer: name == "up")
     assert len(seen) == 1
     assert seen[0].filename == __file__
+
+
+def test_a_policy_that_keeps_everything_warns():
+    with pytest.warns(fp8.ConvertWarning, match="bf16"):
+        fp8.convert(nn.Sequential(nn.Linear(4, 4)), Policy.hidden("tensor", others="bf16"))
 
 
 def test_a_conversion_that_changes_nothing_warns():

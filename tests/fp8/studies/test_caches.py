@@ -11,6 +11,7 @@ from torch import nn
 
 import fp8
 from fp8.adapters.transformers import cache_errors, cache_found, has_cache
+from fp8.studies.preflight import Preflight
 from tests.fp8.studies.test_sources import LLAMA_7B
 
 transformers = pytest.importorskip("transformers")
@@ -66,7 +67,7 @@ def test_what_has_no_cache():
     assert not has_cache(model(use_cache=False), batch())
 
 
-def flown(of: nn.Module) -> fp8.Preflight:
+def flown(of: nn.Module) -> Preflight:
     batches = [batch(seed) for seed in range(6)]
     how = {"recipes": ("tensor",), "steps": 3, "held_out": 2, "max_seeds": 1, "transforms": False}
     return fp8.preflight(of, batches, progress=False, budget=60.0, **how)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fp8
+from fp8.studies.stats import dump
 from tests.fp8.products.test_grouped import COUNTS, Experts, inputs
 
 safetensors = pytest.importorskip("safetensors.torch", reason="the files")
@@ -22,7 +23,7 @@ def make(recipe="tensor"):
 def test_files_hold_operands_and_casts(tmp_path):
     model, x = make()
     x.requires_grad_()
-    dumped = fp8.dump(model, ["0", "2.grad"], steps=(1, 3), to=tmp_path / "dumps")
+    dumped = dump(model, ["0", "2.grad"], steps=(1, 3), to=tmp_path / "dumps")
     for _ in range(5):
         with dumped:
             y = model(x)
@@ -44,13 +45,13 @@ def test_files_hold_operands_and_casts(tmp_path):
 
 def test_second_casts_calls_and_groups_are_numbered(tmp_path):
     model, x = make("mxfp8")
-    with fp8.dump(model, "2.*", to=tmp_path) as dumped:
+    with dump(model, "2.*", to=tmp_path) as dumped:
         (model(x) + model(2 * x)).sum().backward()
     found = safetensors.load_file(dumped.files[0])
     assert {"2.input.before", "2.input.before.2", "2.input_again.after"} <= found.keys()
     assert not any("scale" in name for name in found)  # of blocks
     experts = fp8.convert(Experts(), "tensor")
-    with fp8.dump(experts, "w2.input", to=tmp_path) as dumped:
+    with dump(experts, "w2.input", to=tmp_path) as dumped:
         experts(*inputs())
     found = safetensors.load_file(dumped.files[0])
     befores = [found[n] for n in sorted(found) if ".before" in n]
@@ -62,7 +63,7 @@ def test_nothing_changes_and_other_steps_run_compiled(tmp_path):
     model, x = make()
     expected = model(x)
     compiled = torch.compile(copy.deepcopy(model), backend="eager")
-    dumped = fp8.dump(compiled, "*", steps=[1], to=tmp_path)
+    dumped = dump(compiled, "*", steps=[1], to=tmp_path)
     for _ in range(3):
         with dumped:
             y = compiled(x)
@@ -74,19 +75,19 @@ def test_nothing_changes_and_other_steps_run_compiled(tmp_path):
 def test_bad_input(tmp_path):
     model, x = make()
     with pytest.raises(TypeError, match=r"needs an nn\.Module"):
-        fp8.dump("model", "*", to=tmp_path)
+        dump("model", "*", to=tmp_path)
     for pattern in ([], "", [3]):
         with pytest.raises(ValueError, match="needs a pattern"):
-            fp8.dump(model, pattern, to=tmp_path)
+            dump(model, pattern, to=tmp_path)
     with pytest.raises(TypeError, match="steps must be"):
-        fp8.dump(model, "*", steps=3, to=tmp_path)
+        dump(model, "*", steps=3, to=tmp_path)
     with (
         pytest.raises(ValueError, match=r"no cast operand matches 'q\*'; the pass had 0\.input"),
-        fp8.dump(model, "q*", to=tmp_path),
+        dump(model, "q*", to=tmp_path),
     ):
         model(x)
     assert not list(tmp_path.iterdir())
-    with fp8.dump(model, "*", to=tmp_path) as dumped:
+    with dump(model, "*", to=tmp_path) as dumped:
         y = model(x)
     assert dumped.files
     with pytest.raises(RuntimeError, match="put backward inside"):

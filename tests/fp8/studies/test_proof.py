@@ -10,7 +10,6 @@ from fp8.studies.proof import (
     Gap,
     compare,
     gap,
-    is_decided,
     outcome,
     prove,
     seeds_needed,
@@ -52,12 +51,6 @@ def test_runs_are_paired_by_seed():
 )
 def test_outcomes(found, words):
     assert outcome(found, 0.01) == words
-
-
-def test_a_comparison_ends_when_its_outcome_is_known():
-    assert is_decided(Gap(0.009, 0.001, 0.017, 5), 0.01)
-    assert not is_decided(Gap(0.012, 0.004, 0.020, 5), 0.01)
-    assert not is_decided(None, 0.01)
 
 
 def test_a_diverged_run_has_no_finite_gap_in_the_candidate():

@@ -157,6 +157,48 @@ def test_every_product_is_counted(function):
     assert len(seen.rows()) == len([kind for kind in row.kinds if kind != "none"]) + 1
 
 
+@pytest.mark.vmap
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of vmap
+@pytest.mark.parametrize("name", NOW)
+def test_products_under_vmap_are_counted_as_those_of_a_loop(name):
+    """Per-sample scales, a sample without any effect on others, Inf, and gradients."""
+    recipe = nearest(RECIPES[name]).unrotated()
+    x = wide(3, 40, 48) * torch.tensor([1.0, 2.0**-20, 2.0**9])[:, None, None]
+    x[1, 2, 3], w = math.inf, wide(48, 32, seed=3)
+    weights, found = torch.stack([w, 2 * w, w * w]), []
+    loop = lambda a, b: torch.stack([p @ q for p, q in zip(a, b, strict=True)])  # noqa: E731
+    for product in (torch.vmap(torch.matmul), loop):
+        seen = fp8.stats(nn.Identity(), sample=1 << 30)
+        with seen, fp8.autocast(recipe):
+            y = product(x.clone().requires_grad_(), weights.clone().requires_grad_())
+        y.backward(wide(3, 40, 32, seed=5))
+        sums = {}
+        for (_, operand, _), counts in seen._recorder.sums.items():
+            sums[operand] = sums.get(operand, 0) + counts
+        found.append(sums)
+    mapped, looped = found
+    assert mapped.keys() == looped.keys()
+    for operand, counts in mapped.items():
+        torch.testing.assert_close(counts, looped[operand], rtol=1e-12, atol=0, equal_nan=True)
+
+
+@pytest.mark.vmap
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of vmap
+def test_a_memory_with_a_gradient_for_each_sample_is_counted():
+    """torch.func.grad within torch.vmap within another one."""
+    layer, seen = nn.Linear(8, 8, bias=False), None
+
+    def loss(weight, x):
+        return F.linear(x, weight).square().mean()
+
+    seen = fp8.stats(layer)
+    inner = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))
+    with seen, fp8.autocast("tensor"):
+        torch.vmap(inner, in_dims=(None, 0))(layer.weight, randn(2, 3, 4, 8))
+    rows = {row.operand: row.elements for row in seen.rows()}
+    assert rows["input"] == 2 * 3 * 4 * 8
+
+
 def test_what_is_computed_does_not_change():
     model, x = Model(), randn(2, 5, 8)
     results = []

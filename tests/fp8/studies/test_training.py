@@ -98,21 +98,77 @@ def test_a_function_is_called_once_per_seed_with_its_seed():
         return setup(seed)
 
     problem = Problem(make, 2, 2)
-    for seed in (0, 1, 1):
+    for seed in (0, 1, 1, 0):
         problem.start(seed)
     assert seen == [(0, 0), (1, 1)]
 
 
-def test_random_numbers_are_those_of_the_seed_and_the_state_of_torch_is_kept():
-    class Dropped(Classifier):
-        def forward(self, x, y):
-            return super().forward(nn.functional.dropout(x, 0.5, self.training), y)
+def from_an_iterator():
+    data = iter(batches(100))
+    return lambda: Setup(Classifier(), data)
 
-    problem = Problem(Setup(Dropped(), batches(6)), 3, 2)
-    before = torch.get_rng_state()
-    first, second = train(problem, "x")[0], train(problem, "x")[0]
-    assert first.losses == second.losses
-    assert torch.equal(before, torch.get_rng_state())
+
+def from_its_own_generator():
+    generator = np.random.default_rng()
+
+    def make():
+        noise = torch.from_numpy(generator.normal(size=(6, 32, 16))).float()
+        return Setup(Classifier(), [(x, y) for x, (_, y) in zip(noise, batches(6), strict=True)])
+
+    return make
+
+
+def from_one_model():
+    model = Classifier()
+
+    def make(seed):
+        for layer in model.modules():
+            getattr(layer, "reset_parameters", lambda: None)()
+        return Setup(model, batches(6, seed))
+
+    return make
+
+
+@pytest.mark.parametrize("source", [from_an_iterator, from_its_own_generator, from_one_model])
+def test_runs_of_a_seed_are_paired_in_whichever_order_they_come(source):
+    problem = Problem(source(), 4, 2)
+    first = {seed: train(problem, "x", seed)[0] for seed in (0, 1, 2)}
+    again = {seed: train(problem, "x", seed)[0] for seed in (2, 0, 1)}
+    for seed, run in first.items():
+        assert (run.losses, run.held_out) == (again[seed].losses, again[seed].held_out)
+        assert run.data == again[seed].data
+    assert len({tuple(run.losses) for run in first.values()}) == 3
+    assert len({run.data for run in first.values()}) == 3
+
+
+def test_batches_that_share_memory_are_refused():
+    x, y = torch.empty(32, 16), torch.empty(32, dtype=torch.int64)
+
+    def refilled():
+        for values, labels in batches(6):
+            yield x.copy_(values), y.copy_(labels)
+
+    with pytest.raises(ValueError, match="a batch of seed 0 was overwritten after it was drawn"):
+        train(Problem(Setup(Classifier(), refilled()), 4, 2), "x")
+
+
+def test_a_loss_with_weights_is_copied_with_its_model():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output):
+            return output * self.scale.exp()
+
+    model, loss = Classifier(), Scaled()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    problem = Problem(Setup(model, batches(6), loss, optimizer), 4, 2)
+    runs = [train(problem, "x")[0] for _ in range(2)]
+    assert runs[0].losses == runs[1].losses
+    assert loss.scale.grad is None
+    start = problem.start(0)
+    assert any(p is start.loss.scale for g in start.optimizer.param_groups for p in g["params"])
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
@@ -227,6 +283,10 @@ BAD = {
     ),
     "batches ran out after 3": (
         lambda: Problem(Setup(Classifier(), batches(3)), 9, 4),
+        ValueError,
+    ),
+    r"high precision, but first.weight is stored in e4m3: .* before fp8.initialize": (
+        lambda: Setup(fp8.initialize(Classifier(), None, "O3")[0], batches(3)),
         ValueError,
     ),
     "one element": (

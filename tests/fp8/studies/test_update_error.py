@@ -20,7 +20,7 @@ from .problems import Classifier, batches, setup
 def probe():
     problem = Problem(setup, 30, 2)
     _, (snapshot,) = train(problem, "x", snapshots=(20,))
-    return Probe(problem.model, snapshot, None), snapshot
+    return Probe(problem.setup.model, snapshot, None), snapshot
 
 
 def gradients(snapshot, recipe):
@@ -80,7 +80,7 @@ def test_an_optimizer_without_second_moments_gives_the_plain_relative_error():
     exact, cast = gradients(snapshot, None), gradients(snapshot, "mxfp4")
     noise = sum(float((cast[n] - g).square().sum()) for n, g in exact.items())
     signal = sum(float(g.square().sum()) for g in exact.values())
-    found = Probe(problem.model, snapshot, None)("mxfp4").error
+    found = Probe(problem.setup.model, snapshot, None)("mxfp4").error
     assert found == pytest.approx(math.sqrt(noise / signal), rel=1e-4)
 
 
@@ -116,7 +116,7 @@ def test_a_gradient_of_zero_or_nan_is_refused():
     _, (snapshot,) = train(problem, "x", snapshots=(2,))
     for factor, what in ((0.0, "zero"), (math.nan, "not finite")):
         with pytest.raises(ValueError, match=what):
-            Probe(problem.model, snapshot, lambda loss, factor=factor: loss * factor)
+            Probe(problem.setup.model, snapshot, lambda loss, factor=factor: loss * factor)
 
 
 def test_a_gradient_that_overflows_is_an_infinite_error():
@@ -144,7 +144,7 @@ def test_only_parameters_that_are_stepped_count():
     def error(optimizer):
         problem = Problem(Setup(model, batches(8), None, optimizer), 6, 2)
         _, (snapshot,) = train(problem, "x", snapshots=(4,))
-        return Probe(problem.model, snapshot, None)("mxfp4").error
+        return Probe(problem.setup.model, snapshot, None)("mxfp4").error
 
     part = error(torch.optim.AdamW(model.blocks.parameters()))
     for layer in (model.first, model.head):
@@ -156,10 +156,10 @@ def test_parameters_without_a_moment_beside_others_are_measured_in_the_unit_of_a
     """Their mean square takes its place: gradients of 1e-4 are not lost beside steps of 1."""
     problem = Problem(setup, 30, 2)
     _, (snapshot,) = train(problem, "x", snapshots=(20,))
-    whole = Probe(problem.model, snapshot, None)("mxfp4").error
+    whole = Probe(problem.setup.model, snapshot, None)("mxfp4").error
     for name in [name for name in snapshot.second_moments if name.endswith("weight")]:
         del snapshot.second_moments[name]
-    measure = Probe(problem.model, snapshot, None)
+    measure = Probe(problem.setup.model, snapshot, None)
     assert measure("mxfp4").error == pytest.approx(whole, rel=0.5)
     share = sum(
         float(step.square().sum())

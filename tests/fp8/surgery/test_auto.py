@@ -94,13 +94,14 @@ def test_the_order_of_unit_scale_and_convert_does_not_matter(init):
 
 def test_a_recipe_by_name_stays():
     assert set(chosen(unit_scale(fp8.convert(plain(), "tensor")))) == {"tensor"}
-    model = fp8.convert(plain(), where=lambda name, layer: name == "0", rest="auto")
-    assert set(chosen(model)) == {"tensor"}
+    model = fp8.convert(plain(), fp8.Policy("row", keep=["readout"], others="auto"))
+    assert set(chosen(model)) == {"row", "tensor"}
+    assert set(chosen(unit_scale(model))) == {"row", "unit"}
 
 
 def test_where_no_model_is_known_it_is_refused():
     with pytest.raises(ValueError, match='"auto" is "unit" or "tensor"'):
-        fp8.get_recipe("auto")
+        fp8.recipes.recipe.get_recipe("auto")
     with pytest.raises(ValueError, match="unknown recipe 'Auto'; choose one of 'auto', 'unit'"):
         fp8.convert(plain(), "Auto")
 

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8
 from fp8.selection.layers import layers_of
-from fp8.selection.roles import roles, with_role
-from fp8.selection.where import Layers
+from fp8.selection.roles import Layers, roles, with_role
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -260,9 +259,10 @@ def test_one_policy_for_experts_and_another_for_the_rest() -> None:
 
 
 def test_umup_leaves_experts_as_their_down_projection_joins_the_residual_stream() -> None:
-    rows = {r.path: r for r in fp8.report(fp8.convert(make("Mixtral"), "tensor", where="umup"))}
+    model = fp8.convert(make("Mixtral"), fp8.Policy.umup("tensor"))
+    rows = {r.path: r for r in fp8.report(model)}
     assert "down projections" in rows["model.layers.1.mlp.experts"].why
-    rows = {r.path: r for r in fp8.report(fp8.convert(make("Mixtral"), "tensor", where="hidden"))}
+    rows = {r.path: r for r in fp8.report(fp8.convert(model, fp8.Policy.hidden("tensor")))}
     assert rows["model.layers.1.mlp.experts"].done == "converted"
 
 

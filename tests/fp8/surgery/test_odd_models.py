@@ -140,12 +140,12 @@ def test_a_forward_that_was_replaced_after_is_the_plain_one_once_reverted(cls):
     x = X[..., None] if cls is nn.Conv1d else X
     expected = plain(x)
     if cls is nn.LayerNorm:
-        fp8.low_precision_norms(plain, precision="amp_bf16")
+        fp8.apply_low_precision_layernorm(plain, "amp_bf16")
     else:
         fp8.convert(plain)
     plain.forward = lambda x, forward=plain.forward: forward(x)
     assert not torch.equal(plain(x), expected)
-    fp8.revert_norms(fp8.revert(plain))
+    fp8.revert(plain)
     assert torch.equal(plain(x), expected)
 
 

@@ -25,7 +25,6 @@ from torch.optim.swa_utils import AveragedModel
 
 import fp8
 import unit_scaling as uu
-from fp8.checkpoints.files import load_checkpoint, save_checkpoint
 from unit_scaling.transforms import simulate_fp8, unit_scale
 from unit_scaling.transforms.run.state import EXTRA_STATE, MARKER, _unpacked
 
@@ -172,8 +171,6 @@ def test_files(tmp_path):
     same(other, model)
     with pytest.raises(RuntimeError, match=MARKER):
         safetensors.load_model(plain(), path)
-    save_checkpoint({"model": model.state_dict()}, path)
-    assert not any(other.load_state_dict(load_checkpoint(path)["model"]))
 
 
 def test_distributed_checkpoints(tmp_path, one_process):

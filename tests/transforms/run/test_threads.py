@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor, nn
+from unit_scaling.transforms.run.scope import UnitScale
 
 import fp8
 import unit_scaling as uu
@@ -16,14 +17,13 @@ from tests.threads import TIMEOUT, Meet, meeting, switching, together
 from unit_scaling.transforms import simulate_fp8, track_scales, unit_scale
 from unit_scaling.transforms.run import scope
 from unit_scaling.transforms.run.install import find_scope
-from unit_scaling.transforms.run.scope import UnitScale
 
 TRANSFORMS = {
     "unit_scale": unit_scale,
     "simulate_fp8": simulate_fp8,
     "both": lambda model: simulate_fp8(unit_scale(model)),
     "preserve": lambda model: unit_scale(model, init="preserve"),
-    "norms": lambda model: fp8.low_precision_norms(unit_scale(model), "amp_bf16"),
+    "norms": lambda model: fp8.apply_low_precision_layernorm(unit_scale(model), "amp_bf16"),
 }
 each_transform = pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 

@@ -29,6 +29,7 @@ class Residual(nn.Module):
 
 
 NORMS = [nn.LayerNorm(4), nn.RMSNorm(4), nn.GroupNorm(2, 8), fp8.LayerNorm2d(8)]
+EVERY = {"where": lambda name, norm: True}
 each_norm = pytest.mark.parametrize("norm", NORMS, ids=lambda norm: type(norm).__name__)
 
 
@@ -49,12 +50,12 @@ def gradients(model: nn.Module, x: Tensor, call=None) -> list[Tensor]:
 def test_a_plan_does_not_depend_on_the_precision_of_norms(norm, after):
     """In low precision a norm casts its input, which is no call of the plan's."""
     model, x = scaled_and_input(norm)
-    low = fp8.low_precision_norms(copy.deepcopy(model), "amp_bf16")
+    low = fp8.apply_low_precision_layernorm(copy.deepcopy(model), "amp_bf16", **EVERY)
     low(x)
     if after == "double":
         model, low, x = model.double(), low.double(), x.double()
     else:
-        fp8.revert_norms(low)
+        fp8.revert(low)
     for found, expected in zip(gradients(low, x), gradients(model, x), strict=True):
         exponents = torch.log2((found / expected).double())  # gauges are measured: powers of two
         torch.testing.assert_close(exponents, exponents[..., :1].round().expand_as(exponents))
@@ -66,7 +67,7 @@ def test_a_plan_does_not_depend_on_the_precision_of_norms(norm, after):
 def test_norms_that_follow_autocast_under_a_plan(norm, compiled):
     """Planned outside of autocast, run inside and outside again, within the rounding of bf16."""
     model, x = scaled_and_input(norm)
-    low = fp8.low_precision_norms(copy.deepcopy(model))
+    low = fp8.apply_low_precision_layernorm(copy.deepcopy(model), **EVERY)
     wanted = gradients(model, x)
     torch.testing.assert_close(gradients(low, x), wanted, rtol=0, atol=0)
     torch.compiler.reset()

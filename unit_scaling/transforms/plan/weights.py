@@ -63,7 +63,7 @@ def adopt_tags(model: nn.Module, path: str, tags: Mapping[str, Tags]) -> None:
     kept = [n for n, t in tags.items() if t.mup_divisor is None]
     keep_values(model, path, kept)
     for name, parameter in model.named_parameters(prefix=path):
-        if name in tags and has_parameter_data(parameter):
+        if name in tags:
             retag(parameter, tags[name]._replace(mup_divisor=tags_of(parameter).mup_divisor))
 
 

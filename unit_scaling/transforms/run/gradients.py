@@ -47,6 +47,20 @@ class GradientScales:
         known = vars(self._values)
         return {place: known[name] for place, name in self._names.items() if name in known}
 
+    def named(self) -> dict[str, Tensor]:
+        """The scales by path and kind, 0-dim; those of further products are numbered."""
+        found: dict[str, Tensor] = {}
+        for (path, kind, _), scale in self.tensors().items():
+            parts = scale.unbind() if scale.dim() else [scale]
+            for part in parts:
+                first = ".".join(filter(None, [path, kind, "grad"]))
+                name, number = first, 1
+                while name in found:
+                    number += 1
+                    name = f"{first}.{number}"
+                found[name] = part
+        return found
+
     def exponents(self) -> dict[Place, int | tuple[int, ...]]:
         """The exponents of the scales that are set."""
         found: dict[Place, int | tuple[int, ...]] = {}

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8.common.compiler import taken_as_constant
 from fp8.common.dtensor import is_dtensor
@@ -45,8 +45,8 @@ class Scope(Protocol):
 
     order: int
     path: Stack
-    each = False
-    named = True
+    each: bool = False
+    named: bool = True
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()``, the forward of ``module``, with the transform active."""
@@ -63,6 +63,12 @@ class _Transformed(Gained, Marked):
         """Whether its original class is one of unit_scaling, or a scope has ``unit_scaled``."""
         own = bool(getattr(bare_class(self), "fp8_unit_scaled", False))
         return own or scaling(self)[0] is not None
+
+    def fp8_planned_scales(self) -> dict[str, Tensor]:
+        """Read by `fp8.calibrate`: the static scales of the gradients that the plan of this model
+        casts, by product; none for a submodule."""
+        scopes = [s for s, path in self._scopes if not path and hasattr(s, "gradients")]
+        return scopes[0].gradients.named() if scopes else {}
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs the forward through the scopes, with few nested calls: the compiler adds dozens of

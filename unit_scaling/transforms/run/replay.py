@@ -15,7 +15,7 @@ from fp8.common.threads import Stack
 from fp8.context.active import ACTIVE, with_static
 
 from ...rules.table import OPS
-from ..plan.plan import Step, Steps
+from ..plan.plan import ModelPlan, Step, Steps
 from ..record.calls import Calls, tensors_in
 from ..record.kinds import LAYERS, METHODS, PRODUCTS, RECURRENT, canonical
 from ..record.place import Place, lines_here
@@ -26,12 +26,18 @@ from .install import Args, Kwargs
 class Planned(Protocol):
     """The part of `run.transform.UnitScale` that a run uses."""
 
-    kinds: Mapping[Callable[..., Any], str]
-    stepped: Mapping[str, Any]
-    handled: Mapping[Callable[..., Any], str]
-    replacements: Mapping[Callable[..., Any], Callable[..., Any]]
     gradients: GradientScales
-    plan: Any
+
+    @property
+    def plan(self) -> ModelPlan: ...
+    @property
+    def kinds(self) -> Mapping[Callable[..., Any], str]: ...
+    @property
+    def stepped(self) -> Mapping[str, Any]: ...
+    @property
+    def handled(self) -> Mapping[Callable[..., Any], str]: ...
+    @property
+    def replacements(self) -> Mapping[Callable[..., Any], Callable[..., Any]]: ...
 
     def learn(self, place: Place, function: Any, args: Args, kwargs: Kwargs) -> Steps: ...
 
@@ -72,7 +78,7 @@ class Replay(Calls):
         return not self._busy and RUNNING.items[-1] is self._owner
 
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        kind = self._kind(function)
+        kind = self._kind(function) or ""
         if kind not in self._planned.stepped:
             return called(function, args, kwargs)
         return self._stepped(kind, function, args, kwargs)

@@ -267,9 +267,10 @@ class UnitScale:
         """Sets the depth tag of residual branch parameters that have none."""
         counts: Counter[int] = Counter()
         for name, depth in depths.items():
-            parameter: Any = _parameter(module, path, name)
-            if has_parameter_data(parameter) and parameter.mup_scaling_depth is None:
-                tag(parameter, parameter.mup_type, depth)
+            parameter = _parameter(module, path, name)
+            tags = tags_of(parameter)
+            if hasattr(parameter, "mup_type") and tags.mup_scaling_depth is None:
+                tag(parameter, tags.mup_type, depth)
                 counts[depth] += 1
         for depth, count in counts.items():
             why = f"depth {depth}, in residual branches: make the optimizer after the first call"

@@ -1,0 +1,225 @@
+"""Steps that are small beside weights and moments in few bits take effect, and where they are lost,
+as in torch, the documentation says so: for every encoding, dtype and layout."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8
+from fp8.optim import AdamW
+from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTS, decode
+from fp8.optim.state import MASTER, format_of, has, read
+
+LR = 1e-4
+FLOAT32 = {"first_moment": "float32", "second_moment": "float32"}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_moments_that_begin_at_zero_grow(moment: str):
+    """1200 steps of one gradient, with magnitudes within a factor of 16: float32 moves by 1200 LR.
+
+    A moment rounded to nearest stands still once its change, (1 - beta) of what is missing, is less
+    than half a unit, u = 2**-(mantissa bits + 1): of the first one at most u / (1 - beta1) of the
+    rest is missing. On its way a change of 1/2 to 1 and of 1 to 3/2 units becomes a unit, so that a
+    second moment is between 2/3 and 2 times the exact one. One rounded stochastically is right in
+    the mean: its deviation is about 0.7 units, and that of the mean of 256 roots of it less than 5
+    times 0.7 / 2 / 16, a quarter of a unit."""
+    size, steps = 2.0 ** -torch.linspace(0, 4, 256), 1200
+    weights = {name: nn.Parameter(torch.zeros(256)) for name in MOMENTS[moment]}
+    groups = [{"params": [weight], moment: name} for name, weight in weights.items()]
+    optimizer = AdamW(groups, LR, weight_decay=0.0, min_size=0, **FLOAT32)
+    for _ in range(steps):
+        for weight in weights.values():
+            weight.grad = size.clone()
+        optimizer.step()
+    for name, weight in weights.items():
+        moved, unit = -weight.detach() / (steps * LR), 2.0 ** -ENCODINGS[name].format.mantissa_bits
+        if moment == "first_moment":
+            low, high = 1 / (1 + unit / 2 / (1 - 0.9)), 1 + unit / 2
+        elif not ENCODINGS[name].rounds_stochastically(0.999):
+            low, high = 2**-0.5, 1.5**0.5
+        else:
+            low, high, moved = 1 - unit / 4, 1 + unit / 4, moved.mean()
+        assert low - 1e-3 <= moved.min(), name
+        assert moved.max() <= high + 1e-3, name
+
+
+WEIGHTS = {
+    "float32": lambda w: w,
+    "bfloat16": lambda w: w.bfloat16(),
+    "float16": lambda w: w.half(),
+    "transposed": lambda w: w.bfloat16().t(),
+    "strided": lambda w: w.bfloat16().repeat_interleave(2, 1)[:, ::2],
+    "channels last": lambda w: (
+        w.half().view(8, 16, 8, 4).contiguous(memory_format=torch.channels_last)
+    ),
+    "of a level": lambda w: fp8.scaled(w, "fp16"),
+    "scaled bfloat16": lambda w: fp8.scaled(w.bfloat16(), "fp16"),
+    "e4m3": lambda w: fp8.scaled(w, "e4m3"),
+    "e5m2": lambda w: fp8.scaled(w.t(), "e5m2"),
+}
+
+
+def trained(steps: int = 100, start: float = 1.01, **settings) -> dict[str, tuple[Tensor, Tensor]]:
+    """Kind of weights -> (before, after some steps down): masters where there are any."""
+    weights = {
+        kind: nn.Parameter(make(torch.full((64, 64), start))) for kind, make in WEIGHTS.items()
+    }
+    before = {kind: weight.detach().to(torch.float32).clone() for kind, weight in weights.items()}
+    optimizer = AdamW(list(weights.values()), LR, weight_decay=0.0, **FLOAT32, **settings)
+    for _ in range(steps):
+        for weight in weights.values():
+            weight.grad = torch.ones(weight.shape, dtype=weight.dtype)
+        optimizer.step()
+    found = {}
+    for kind, weight in weights.items():
+        state, after = optimizer.state[weight], weight.detach().to(torch.float32)
+        if has(state, MASTER):
+            after = decode(read(state, MASTER)).view(weight.shape)
+        found[kind] = (before[kind], after)
+    return found
+
+
+def spacing(kind: str, start: float = 1.01) -> float:
+    """Of the numbers of the format beside ``start``."""
+    weight = WEIGHTS[kind](torch.full((64, 64), start))
+    return 2.0 ** (-format_of(weight).mantissa_bits)
+
+
+@pytest.mark.parametrize("min_size", [0, 1 << 20], ids=["alone", "joined"])
+def test_weights_rounded_stochastically_take_each_step_in_the_mean(min_size: int):
+    """A step of LR is one of a spacing s with the probability LR / s, and so its variance at most
+    LR s; 4096 weights take each step of their own."""
+    for kind, (before, after) in trained(stochastic_weights=True, min_size=min_size).items():
+        deviation = (100 * LR * spacing(kind) / before.numel()) ** 0.5
+        moved = float((before - after).double().mean())
+        assert abs(moved - 100 * LR) <= 5 * deviation + 1e-6, kind
+        assert kind == "float32" or after.unique().numel() > 1
+
+
+@pytest.mark.parametrize("master", MASTERS)
+def test_masters_take_each_step(master: str):
+    """In float16 rounded stochastically, of 2**-10 spacing, as in the test above."""
+    deviation = (100 * LR * 2.0**-10 / 4096) ** 0.5
+    stochastic = master != "float32"
+    for kind, (before, after) in trained(
+        master_weights=master, stochastic_weights=stochastic
+    ).items():
+        moved = float((before - after).double().mean())
+        assert abs(moved - 100 * LR) <= (5 * deviation if stochastic else 0) + 1e-5, kind
+
+
+def test_where_rounding_to_nearest_loses_steps():
+    """As docs/optimizers.md and docs/levels.md say: less than half a spacing, 2**-12 beside 1, is
+    lost in all but float32, as by torch's AdamW."""
+    for settings in ({}, {"master_weights": "float16"}):
+        for kind, (before, after) in trained(20, **settings).items():
+            assert torch.equal(before, after) == (kind != "float32")
+    weight = nn.Parameter(torch.full((64,), 1.01, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([weight], LR, weight_decay=0.0)
+    for _ in range(20):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert (weight == weight.new_tensor(1.01)).all()
+
+
+@pytest.mark.parametrize("min_size", [0, 1 << 20], ids=["alone", "joined"])
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_strides_of_a_weight_and_of_its_gradient_do_not_matter(dtype, stochastic, min_size):
+    if dtype == torch.float32 and stochastic:
+        return
+    draw = torch.Generator().manual_seed(0)
+    whole = torch.randn(6, 5, 8, generator=draw).to(dtype)
+    grads = torch.randn(3, 6, 5, 8, generator=draw).to(dtype)
+    orders = list(itertools.permutations(range(3)))
+
+    def laid_out(x: Tensor, order: tuple[int, ...]) -> Tensor:
+        back = [order.index(i) for i in range(3)]
+        return x.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+
+    found = []
+    for order, of_grad in zip(orders, reversed(orders), strict=True):
+        weight = nn.Parameter(laid_out(whole, order))
+        optimizer = AdamW([weight], 1e-3, stochastic_weights=stochastic, min_size=min_size)
+        for grad in grads:
+            weight.grad = laid_out(grad, of_grad)
+            optimizer.step()
+        assert weight.stride() == laid_out(whole, order).stride()
+        found.append(weight.detach())
+    assert all(torch.equal(weight, found[0]) for weight in found)
+    assert not torch.equal(found[0], whole)
+
+
+@pytest.mark.parametrize("level", fp8.LEVELS)
+def test_at_every_level(level: str):
+    """Its weights have 10 bits of mantissa at most: as a weight that is rounded stochastically."""
+    model = nn.Linear(64, 64, bias=False)
+    nn.init.constant_(model.weight, 1.01)
+    optimizer = AdamW(model.parameters(), LR, weight_decay=0.0, stochastic_weights=True)
+    fp8.initialize(model, optimizer, level, recipe=None)
+    for _ in range(100):
+        model.weight.grad = torch.ones(64, 64)
+        optimizer.step()
+    state = optimizer.state[model.weight]
+    after = decode(read(state, MASTER)) if has(state, MASTER) else model.weight.dequantize()
+    deviation = (100 * LR * 2.0**-10 / 4096) ** 0.5
+    slow = 1 / (1 + 2.0**-4 / 0.1) if level != "O1" else 1  # of the first moment, as above
+    moved = 1.01 - float(after.double().mean())
+    assert slow * 100 * LR - 2.0**-11 <= moved <= 100 * LR * 1.23 + 5 * deviation + 2.0**-11
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [(torch.float32, {}), (torch.bfloat16, {"master_weights": "float32"})],
+    ids=["float32", "master"],
+)
+def test_where_nothing_is_rounded_stochastically_is_a_warning(dtype, settings):
+    weight = nn.Parameter(torch.ones(64, 64, dtype=dtype))
+    optimizer = AdamW([weight], stochastic_weights=True, **settings)
+    optimizer.step()
+    weight.grad = torch.ones_like(weight)
+    with pytest.warns(fp8.OptimizerWarning, match="stochastic_weights=True rounds no weight"):
+        optimizer.step()
+    optimizer.step()  # once
+    coarse = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = AdamW([weight, coarse], stochastic_weights=True)
+    weight.grad, coarse.grad = torch.ones_like(weight), torch.ones_like(coarse)
+    optimizer.step()  # a weight beside others is what it is for
+
+
+@pytest.mark.parametrize("large", [1e19, 1.9e19, 1e20, 1e30, torch.finfo(torch.float32).max])
+def test_a_large_gradient_is_stepped_as_by_torch(large: float):
+    """Beside torch's AdamW in float64, whose second moments do not overflow: steps depend on the
+    ratios of gradients, and after so large a one all others are as zeros."""
+    draw = torch.Generator().manual_seed(0)
+    ours, theirs = nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(300).double())
+    optimizers = AdamW([ours], 0.1, **FLOAT32), torch.optim.AdamW([theirs], 0.1)
+    for step in range(20):
+        grad = torch.randn(300, generator=draw)
+        grad[:100] = grad[:100].sign() * large if step == 3 else grad[:100]
+        grad[100:200] = large
+        ours.grad, theirs.grad = grad, grad.double()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert optimizers[0].skipped_steps == 0
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", MOMENTS["first_moment"])
+@pytest.mark.parametrize("second", MOMENTS["second_moment"])
+def test_large_gradients_leave_finite_states_in_every_encoding(first: str, second: str):
+    weight = nn.Parameter(torch.zeros(300))
+    optimizer = AdamW([weight], 0.1, first_moment=first, second_moment=second, min_size=0)
+    for _ in range(30):
+        weight.grad = torch.ones(300)
+        weight.grad[::2] = -torch.finfo(torch.float32).max
+        optimizer.step()
+    state = optimizer.state[weight]
+    assert optimizer.skipped_steps == 0
+    assert all(decode(read(state, name)).isfinite().all() for name in ("exp_avg", "exp_avg_sq"))
+    assert (weight.detach()[::2] > 30 * 0.1 / 2).all()
