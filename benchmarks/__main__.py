@@ -25,7 +25,6 @@ BENCHMARKS = (
     "transfer",
     "transfer_depth",
     "residual",
-    "gauges",
     "first_call",
     "recipe_loss",
     "fine_tuning",

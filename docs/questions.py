@@ -141,18 +141,6 @@ def _moved(rows: list[Row]) -> str:
     )
 
 
-def _gauges(rows: list[Row]) -> str:
-    last = [
-        (row["of"], abs(row["details"]["step_600"]["median"]))
-        for row in rows
-        if row["of"] == "gradients" and "step_600" in row["details"]
-    ]
-    return (
-        f"In {len(last)} models, the median gradient is within a factor of "
-        f"{2 ** max(value for _, value in last):.1f} of RMS 1 after 600 steps"
-    )
-
-
 def _half(rows: list[Row]) -> str:
     found = named(rows)
     name = "unit-scaled fp16, loss not scaled"
@@ -335,9 +323,6 @@ QUESTIONS: dict[str, Question] = {
     ),
     "residual": Question(
         text="Which `residual=` of `unit_scale` reaches the lower loss?", answer=_residual
-    ),
-    "gauges": Question(
-        text="Do the gauges of the first step hold while a model trains?", answer=_gauges
     ),
     "half_precision": Question(
         text="Does float16 train without loss scaling once a model is unit-scaled?", answer=_half

@@ -27,9 +27,6 @@ LONG = {
 
 #: Private names of torch: file -> name -> why it is needed.
 PRIVATE = {
-    "benchmarks/strangers/operands.py": {
-        "torch.utils._python_dispatch": "TorchDispatchMode: what sees the operations of ATen",
-    },
     "fp8/modes/control_flow.py": {
         "torch._higher_order_ops": "what a mode sees of torch.compiler.nested_compile_region",
         "torch.utils._pytree": "results of torch's map: dicts and tuples of tensors",
