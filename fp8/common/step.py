@@ -258,7 +258,7 @@ class Writes:
             self._data.append((args[0], args[0].detach()))
             return
         name = getattr(function, "__name__", "")
-        if name in _STATISTICS or is_in_place(name, kwargs):
+        if name in _STATISTICS or _renorms(name, args, kwargs) or is_in_place(name, kwargs):
             if self._at is None:
                 self._at = {key: t for t in self._of if (key := _storage(t)) is not None}
             for tensor in tensors([args, kwargs]):
@@ -302,6 +302,12 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 _STATISTICS = ("batch_norm", "instance_norm")
 """Functions that write into their running mean and variance."""
+
+
+def _renorms(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call looks up rows with a max_norm, to which it renorms them in place."""
+    max_norm = args[3] if len(args) > 3 else kwargs.get("max_norm")
+    return name in ("embedding", "embedding_bag") and max_norm is not None
 
 
 def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:

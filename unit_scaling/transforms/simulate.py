@@ -26,6 +26,7 @@ class Simulate:
 
     order = 1
     each = False
+    named = False  # torch.cond in a graph allows no branch to write into a list
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

@@ -184,6 +184,7 @@ class Taps:
 
     order = 8
     each = True
+    named = True
 
     def __init__(self) -> None:
         self.path = Stack()
@@ -200,6 +201,7 @@ class Track:
 
     order = -1
     each = True
+    named = True
 
     def __init__(
         self, formats: tuple[Format, ...], every: int, history: int, recurse: bool = True

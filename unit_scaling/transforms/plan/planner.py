@@ -27,8 +27,8 @@ class Settings:
     """replaced: the kinds of the functions that the caller replaces. preserve: whether no value
     has a factor. residual: the rule for residual adds. readouts: the readout weights. scaled: the
     weights that were divided by their RMS. decided: those that an earlier recording has decided on.
-    changed: the parameters that the model changes itself
-    when it runs."""
+    known: the places that an earlier recording has decided on. changed: the parameters that the
+    model changes itself when it runs."""
 
     replaced: frozenset[str]
     preserve: bool
@@ -36,6 +36,7 @@ class Settings:
     readouts: frozenset[str]
     scaled: frozenset[str]
     decided: frozenset[str] = frozenset()
+    known: frozenset[Place] = frozenset()
     changed: frozenset[str] = frozenset()
 
 
@@ -64,7 +65,7 @@ def decide(nodes: list[CallNode], settings: Settings) -> Decided:
         step, done, why = planner.decide(index, node)
         if node.place is not None:
             steps[index] = step
-        if done:
+        if done and node.place not in settings.known:
             why = f"{why} ({node.where})" if done == LEFT_ALONE and node.where else why
             rows.append(CallRow(node.path, node.name, done, why, numbers.get(index, 0)))
     inner, depths = planner.inner, planner.residuals.depths
@@ -91,7 +92,11 @@ class _Planner:
         self.flow = Flow(nodes)
         preserve = settings.preserve
         self.kept = frozenset[str]() if preserve else self._kept()
-        self.residuals = Residuals() if preserve else find_residuals(self.flow, settings.residual)
+        self.residuals = (
+            Residuals()
+            if preserve
+            else find_residuals(self.flow, settings.residual, settings.known)
+        )
         self.inner = self._inner_readouts()
 
     def _kept(self) -> frozenset[str]:

@@ -9,11 +9,13 @@ f(x) + g(x)``) or already summed (``f(x) + g(x) + x``).
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from ..record.calls import CallNode, Input, Slot
 from ..record.flow import Flow
 from ..record.kinds import TRANSPARENT
+from ..record.place import Place
 from .plan import Step
 
 Decision = tuple[Step | None, str, str]
@@ -48,8 +50,9 @@ class Residuals:
     depths: dict[str, int] = field(default_factory=dict)
 
 
-def find_residuals(flow: Flow, rule: str) -> Residuals:
-    """Finds the residual adds of a model. rule: one of `RESIDUALS`."""
+def find_residuals(flow: Flow, rule: str, known: Collection[Place] = ()) -> Residuals:
+    """Finds the residual adds of a model. rule: one of `RESIDUALS`. known: the places that have
+    their weights: a branch that joins another later, as an adapter does, does not change those."""
     adds: dict[int, _Branch] = {}
     for index, node in enumerate(flow.nodes):
         suitable = node.kind == "add" and not node.inside
@@ -75,7 +78,7 @@ def find_residuals(flow: Flow, rule: str) -> Residuals:
         found.adds[index] = _weighted(
             flow.nodes[index], weights, f"residual add, tau {branch.tau:.3g}"
         )
-        if len(parts) > 1:
+        if len(parts) > 1 and flow.nodes[index].place not in known:
             taus = " and ".join(f"{part.tau:.3g}" for part in parts)
             weights = {part.end.slot: part.tau / branch.tau for part in parts}
             node = flow.nodes[branch.end.node]

@@ -54,6 +54,7 @@ class Observer(Calls):
 
     order = 9
     each = True
+    named = True
 
     def __init__(self) -> None:
         super().__init__()

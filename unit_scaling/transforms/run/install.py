@@ -40,11 +40,13 @@ class Scope(Protocol):
     """One transform of one model. By default it wraps nothing, and only marks the model. order:
     scopes are entered in ascending order. path: the names of the modules that are running in this
     thread, outermost first; empty while the transform is not active. each: whether every module
-    runs through the scope, not the outermost one alone."""
+    runs through the scope, not the outermost one alone. named: whether ``path`` has the names of
+    inner modules too."""
 
     order: int
     path: Stack
     each: bool = False
+    named: bool = True
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()``, the forward of ``module``, with the transform active."""
@@ -75,6 +77,8 @@ class _Transformed(Gained, Marked):
         if len(scopes) == 1 and not scopes[0][0].each:
             scope, path = scopes[0]
             names = scope.path.items
+            if names and not scope.named:
+                return forward(*args, **kwargs)
             if names:
                 names.append(path)
                 try:
@@ -107,6 +111,8 @@ def _run(
     (scope, path), inner = scopes[0], scopes[1:]
     names = scope.path.items
     if names and not scope.each:
+        if not scope.named:
+            return _run(module, forward, inner, given)
         names.append(path)
         try:
             return _run(module, forward, inner, given)

@@ -76,6 +76,7 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
             readouts=weights.readouts,
             scaled=weights.scaled,
             decided=frozenset(transform.plan.tags),
+            known=frozenset(transform.plan.steps),
             changed=recording.changed,
         )
         decided = decide(nodes, settings)
@@ -116,10 +117,19 @@ _SILENT = Setting(_without_warnings)
 
 @contextmanager
 def _unchanged(copy: nn.Module) -> Iterator[None]:
-    """Restores random states, and the parameters, which ``copy`` shares with its model."""
-    devices = sorted({p.device.index or 0 for p in copy.parameters() if p.is_cuda})
-    with seeded(None, devices), restored(copy.parameters()):
-        yield
+    """Restores random states, and the parameters, which ``copy`` shares with its model, with their
+    gradients: a model may call ``backward`` itself."""
+    parameters = list(copy.parameters())
+    devices = sorted({p.device.index or 0 for p in parameters if p.is_cuda})
+    gradients = [p.grad for p in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        with seeded(None, devices), restored(parameters):
+            yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def _record(transform: Any, module: nn.Module, path: str, given: Given) -> Recording:
@@ -166,8 +176,8 @@ def _copy(module: nn.Module) -> nn.Module:
     return copy
 
 
-Corrections = dict[tuple[Place, Slot], int]
-"""(place, slot) -> the exponent of the power of two that is nearest to the RMS of an argument."""
+Corrections = dict[tuple[Place, Slot], float]
+"""(place, slot) -> log2 of the RMS of an argument; a whole number for an operand of a product."""
 
 
 class Measuring(Replay):
@@ -181,7 +191,7 @@ class Measuring(Replay):
     @property
     def found(self) -> Corrections:
         """The exponents of all arguments that are not near RMS 1: of the median of their sizes."""
-        exponents = {key: _exponent(sizes) for key, sizes in self._sizes.items()}
+        exponents = {key: _exponent(*key, sizes) for key, sizes in self._sizes.items()}
         return {key: exponent for key, exponent in exponents.items() if exponent}
 
     def _taken(
@@ -191,7 +201,7 @@ class Measuring(Replay):
             return super()._taken(place, step, function, args, kwargs)
         args, kwargs = canonical(function, args, kwargs)
         weighted = place[1] in PRODUCTS or (step is not None and bool(step.terms))
-        own: dict[Slot, int] = {}
+        own: dict[Slot, float] = {}
         for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
             if weighted:
                 own |= self._measured(place, slot, tensor, step is not None)
@@ -200,7 +210,9 @@ class Measuring(Replay):
             return super()._taken(place, step, function, args, kwargs)
         return take(replace(step, static=()), function, args, kwargs)
 
-    def _measured(self, place: Place, slot: Slot, tensor: Tensor, changes: bool) -> dict[Slot, int]:
+    def _measured(
+        self, place: Place, slot: Slot, tensor: Tensor, changes: bool
+    ) -> dict[Slot, float]:
         """The exponent of an argument. changes: whether the result depends on it, so that all calls
         at the place have that of the first one."""
         if not has_scale(tensor) or is_added(place[1], slot):
@@ -211,11 +223,15 @@ class Measuring(Replay):
             return {}
         if not (changes and sizes) and bool(tensor.detach().any()):  # zeros have no size yet
             sizes.append(math.log2(rms_of(tensor)))
-        return {slot: e} if (e := _exponent(sizes)) and changes else {}
+        return {slot: e} if (e := _exponent(place, slot, sizes)) and changes else {}
 
 
-def _exponent(sizes: list[float]) -> int:
+def _exponent(place: Place, slot: Slot, sizes: list[float]) -> float:
+    """That of the median size. A term of a residual add has its exact size, whose weights are
+    those of terms of RMS 1."""
     size = median_high(sizes) if sizes else 0.0
+    if place[1] not in PRODUCTS:
+        return size
     return round(size) if abs(size) > REACH else 0
 
 
@@ -243,7 +259,7 @@ def _measure(
     return mode
 
 
-def corrected(step: Step | None, exponents: dict[Slot, int]) -> Step | None:
+def corrected(step: Step | None, exponents: dict[Slot, float]) -> Step | None:
     """The step of a call whose arguments have these sizes. A product casts them at these scales.
     One with a factor brings its result to RMS 1 with them, and so does a residual add."""
     if not exponents:
@@ -253,7 +269,7 @@ def corrected(step: Step | None, exponents: dict[Slot, int]) -> Step | None:
         sizes = [exponents.get(slot, 0) for slot in ((0,), (1,))]
         terms = tuple(t * 2.0**-e for t, e in zip(step.terms, sizes, strict=True))
         return replace(step, terms=terms)
-    static = tuple(exponents.items())
+    static = tuple((slot, int(exponent)) for slot, exponent in exponents.items())
     if step.op in RECURRENT:
         return step  # its products are inside
     if step.op is None:
@@ -284,11 +300,11 @@ def _rows(rows: list[CallRow], nodes: list[CallNode], found: Corrections) -> lis
     """The rows of the report, with the measured sizes of arguments."""
     sizes: dict[tuple[str, str], list[str]] = {}
     for node in nodes:
-        for i in node.inputs:
+        for i in node.inputs if node.kind in PRODUCTS else ():
             exponent = None if node.place is None else found.get((node.place, i.slot))
             if exponent is not None:
                 at = sizes.setdefault((node.path, node.name), [])
-                said = f"argument {i.slot[0]} measured: {2.0**exponent:g}"
+                said = f"argument {i.slot[0]} cast at scale {2.0**exponent:g}"
                 at += [] if said in at else [said]
     return [
         replace(row, why=", ".join(filter(None, [row.why, *sizes.get((row.path, row.call), [])])))

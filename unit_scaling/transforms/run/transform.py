@@ -52,6 +52,7 @@ class UnitScale:
 
     order = 0
     each = False
+    named = True
 
     def __init__(
         self, plan: ModelPlan, replacements: Replacements | None = None, strict: bool = False
@@ -136,12 +137,14 @@ class UnitScale:
         if not self.is_known(module, path):
             with self.recording:
                 self._begin(module, path, given)
-        return self._replay(call, module, path, given)
+        return self._replay(call, module, path, given, eager=True)
 
-    def _replay(self, call: Call, module: Any, path: str, given: Given) -> Any:
+    def _replay(self, call: Call, module: Any, path: str, given: Given, eager: bool = False) -> Any:
         # Not a with statement: a graph break inside one is resumed in pieces, each compiled while
         # the mode is active. Inside try, a graph break leaves the whole frame to eager mode.
         traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+        if not (eager or traced):  # after a graph break
+            return outside_compiler(lambda: self._eager(call, module, path, given))
         mode = Replay(self, self, self.path.items, not self.preserves)
         if traced:
             module._tracing(True)

@@ -1,0 +1,79 @@
+"""One of two processes of test_preserve: ``python preserve_worker.py RANK STORE``."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8
+import unit_scaling as uu
+from fp8.distributed.fsdp import gather_in_fp8
+from tests.launch import as_rank
+from unit_scaling.transforms import unit_scale
+
+WORLD = 2
+
+
+def net(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4, bias=False))
+
+
+def sharded(model: nn.Module) -> Any:
+    for part in (model[0], model[2], model):  # type: ignore[index]
+        fully_shard(part)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    return model
+
+
+def train(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    optimizer = uu.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    state = model.state_dict()
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
+
+
+def check_gauges(rank: int) -> None:
+    """Each process measures on data of its own, and averages gradients of one gauge."""
+    model = DistributedDataParallel(unit_scale(net(0)))
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        x = torch.randn(8, 16, generator=generator) * 30.0**rank
+        (model(x).square().mean() * 100.0**rank).backward()
+    (plan,) = uu.plan(model.module).plans.values()
+    found: list[Any] = [None] * WORLD
+    distributed.all_gather_object(found, (plan.gauges, plan.parameters, plan.outside, plan.steps))
+    assert found[0] == found[1]
+
+
+def main(rank: int, store: Path) -> None:
+    check_gauges(rank)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    plain = net(0)
+    models = []
+    for gathered in (False, True):
+        one, two = (fp8.convert(unit_scale(plain, init="preserve"), "unit") for _ in range(2))
+        for model in (one, two):
+            model(x)
+        if gathered:
+            gather_in_fp8(two, "unit")
+        two = sharded(two)
+        for p, q in zip(one.parameters(), two.parameters(), strict=True):
+            assert p.mup_scale == q.mup_scale
+        assert torch.equal(one(x), two(x))
+        torch.testing.assert_close(train(two, x), train(one, x), rtol=1e-5, atol=1e-6)
+        models.append((one, two))
+    other = net(5)
+    other.load_state_dict(train(models[0][1], x))
+    torch.testing.assert_close(fp8.revert(models[0][1])(x), other(x))
+
+
+if __name__ == "__main__":
+    as_rank(main, WORLD)
