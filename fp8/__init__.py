@@ -17,8 +17,7 @@ from .common.removed import attributes_of
 from .formats.format import FORMATS, Format, get_format
 from .formats.quantize import quantize, quantize_backward, quantize_forward
 from .levels.initialize import LEVELS, Level, initialize
-from .levels.memory import state
-from .levels.weights import export_weights, store_frozen
+from .levels.weights import store_frozen
 from .modes.autocast import autocast, checkpoint_contexts
 from .norms.low_precision import (
     NoEffectWarning,
@@ -72,7 +71,6 @@ __all__ = [
     "convert",
     "dump",
     "export",
-    "export_weights",
     "get_format",
     "get_recipe",
     "initialize",
@@ -91,7 +89,6 @@ __all__ = [
     "revert_norms",
     "scaled",
     "set_fast_norm",
-    "state",
     "stats",
     "store_frozen",
     "strict",

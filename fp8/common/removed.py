@@ -9,7 +9,15 @@ from typing import Any, NoReturn, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-INSTEAD: dict[str, dict[str, str]] = {}
+INSTEAD: dict[str, dict[str, str]] = {
+    "fp8": {
+        "export_weights": "model.state_dict() loads into the plain model; at O3 "
+        "fp8.optim.AdamW(plain.parameters()).load_state_dict(optimizer.state_dict()) then writes "
+        "the masters to its weights. fp8.export writes files for serving",
+        "state": "fp8.optim.state_bytes(optimizer) counts the bytes of weights, gradients and "
+        "states, and p.nbytes those of one parameter",
+    },
+}
 """Owner -> name -> what to use instead. The owner is a module ("fp8.optim") for a name in it, a
 function or class ("fp8.autocast") for an argument, and the argument ("recipe") for a choice."""
 

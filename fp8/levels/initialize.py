@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ..common.dtensor import is_dtensor
 from ..common.mixin import check_module
+from ..common.report import note
 from ..common.validation import check_name
 from ..optim import SGD, Adam, AdamW, Muon
 from ..optim.base import LowPrecision
@@ -103,10 +104,11 @@ def initialize(
     and so do their gradients. The optimizer stores its states, and masters if the level has them,
     in the formats of the level. Names, ties, hooks, tags, gradients, parameter groups, schedulers
     and existing states stay. The weights are new objects: whatever else refers to the old ones (a
-    list of parameters, averaged weights) must be updated. state_dicts contain plain tensors.
+    list of parameters, averaged weights) must be updated. Entries of a state_dict share their
+    memory; files hold plain tensors. `fp8.report` names the level and the optimizer.
 
-    Wrap the model in DistributedDataParallel and compile it afterwards. At O3 all processes need
-    equal weights before, because the weights that are broadcast then are in e4m3.
+    Wrap the model in DistributedDataParallel and compile it afterwards. At O3, weights are rounded
+    in the first step of the optimizer and not before it.
 
     Args:
         model: changed in place.
@@ -138,6 +140,7 @@ def initialize(
     check_name("opt_level", opt_level, LEVELS)
     level = LEVELS[opt_level]
     _check_model(model)
+    made = optimizer is None
     if optimizer is None:
         optimizer = AdamW(model.parameters())
     if not isinstance(optimizer, Optimizer):
@@ -150,7 +153,18 @@ def initialize(
         convert(model, recipe)  # raises before anything changes
     replaced = scale_weights(model, weights, level.weight, level.grad)
     _take_over(optimizer, *settings, replaced)
+    note(model, _note(level, optimizer, len(replaced), made))
     return model, optimizer
+
+
+def _note(level: Level, optimizer: Optimizer, count: int, made: bool) -> str:
+    """What `fp8.report` says of a level."""
+    trained = sum(len(group["params"]) for group in optimizer.param_groups)
+    own = f", made here with lr={optimizer.defaults['lr']}" if made else ""
+    return (
+        f"level {level.name}: {count} weights of linear layers and convolutions in {level.weight}, "
+        f"of {trained} parameters that {type(optimizer).__name__} trains{own}"
+    )
 
 
 _FIRST = "initialize the model that it wraps, then wrap it"

@@ -32,6 +32,7 @@ from ..common.dtensor import part_of
 from ..common.validation import check_flag, check_name, check_number
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
+from ..tensors.scaled_tensor import store
 from . import encodings
 from .base import LowPrecision, check_group, refuse
 from .encodings import BLOCK, ENCODINGS, MOMENTS, Encoded, Encoding, decode
@@ -238,7 +239,7 @@ class _Unit:
 
 def _split(flat: Tensor, targets: list[Tensor]) -> None:
     for target, piece in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
-        target.copy_(piece.view(target.shape))
+        store(target, piece.view(target.shape))
 
 
 def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool) -> list[_Unit]:

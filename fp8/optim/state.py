@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ..common.dtensor import as_shard, is_dtensor, part_of
-from ..tensors.scaled_tensor import plain
+from ..tensors.scaled_tensor import plain, store
 from .encodings import ENCODINGS, Encoded, Encoding, decode, scale_for, write, zeros
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
@@ -78,30 +77,26 @@ def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding
     if not state:
         state["step"] = torch.zeros(())
         for name, encoding in kept.items():
-            weights = numbers_of(parameter) if name == MASTER else None
+            weights = numbers_of(parameter).flatten() if name == MASTER else None
             keep(state, name, parameter, encoding, weights)
     elif (MASTER in kept) != has(state, MASTER):
         for name in [name for name in state if name.startswith(MASTER)]:
             del state[name]
         if MASTER in kept:
-            keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
+            keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter).flatten())
     return kept
 
 
 def numbers_of(parameter: Tensor) -> Tensor:
-    """The initial values of a weight's master, flat, float32."""
-    brought = carried(parameter)
-    weight = part_of(parameter.detach()) if brought is None else brought
-    return plain(weight, torch.float32).reshape(-1)
+    """The values of a weight, float32, of its local shape."""
+    return plain(part_of(parameter).detach(), torch.float32)
 
 
 def weight_of(parameter: Any, state: State, master: bool) -> Tensor:
-    """The values to update, float32: those of the master, or a float32 weight itself."""
-    if not master:
-        return plain(part_of(parameter).detach(), torch.float32)
-    if has(state, MASTER):
+    """The values to update, float32: those of the master, or of a weight itself."""
+    if master and has(state, MASTER):
         return decode(read(state, MASTER)).view(part_of(parameter).shape)
-    return numbers_of(parameter).view(part_of(parameter).shape)
+    return numbers_of(parameter)
 
 
 def put_weight(parameter: Any, state: State, weight: Tensor, master: Encoding | None) -> None:
@@ -109,35 +104,14 @@ def put_weight(parameter: Any, state: State, weight: Tensor, master: Encoding | 
     if master is not None:
         keep(state, MASTER, parameter, master, weight.flatten())
         weight = decode(read(state, MASTER)).view(part_of(parameter).shape)
-    part_of(parameter).copy_(weight)
-
-
-def carried(parameter: Tensor) -> Tensor | None:
-    """The values that a weight was rounded from (``loaded``), which `initialize` or a checkpoint
-    has attached. None if the weight was written since."""
-    loaded: Tensor | None = vars(parameter).get("loaded")
-    if loaded is None or rounds_to(loaded, parameter):
-        return loaded
-    del vars(parameter)["loaded"]
-    warn_of_broadcasts()
-    return None
+    store(part_of(parameter), weight)
 
 
 def rounds_to(numbers: Tensor, parameter: Tensor) -> bool:
-    """Whether writing ``numbers``, of the local shape, would leave the weight unchanged."""
+    """Whether storing ``numbers``, of the local shape, would leave the weight unchanged."""
     here = part_of(parameter.detach())
-    return torch.equal(here.clone().copy_(numbers), here)
-
-
-def warn_of_broadcasts() -> None:
-    """Warns in a distributed run that a master was reset from its weight."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        warnings.warn(
-            "a weight was written to, and its master was reset from it: if that was "
-            "DistributedDataParallel, which sends weights and no masters, the processes differ "
-            "from now on. Begin with the same weights in all of them (one seed, or a checkpoint)",
-            stacklevel=5,
-        )
+    store(there := here.clone(), numbers)
+    return torch.equal(there, here)
 
 
 def keep(
@@ -221,7 +195,7 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
         if has(saved, MASTER):
             _convert(state, MASTER, parameter, kept[MASTER], saved)
         else:
-            keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
+            keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter).flatten())
     elif has(saved, MASTER):
         with torch.no_grad():
             here = part_of(parameter)
@@ -292,21 +266,25 @@ def _check_parts(saved: State, name: str) -> None:
 
 
 def state_bytes(optimizer: Optimizer) -> dict[str, int]:
-    """Bytes of the state tensors of an optimizer, by purpose.
+    """Bytes of the parameters of an optimizer, their gradients and their states, as they are now.
 
     Args:
         optimizer: an optimizer of `fp8.optim`.
 
     Returns:
-        "first_moment", "second_moment", "master" and "step" -> bytes on this process.
+        "weight", "gradient", "first_moment", "second_moment", "master" and "step" -> bytes on this
+        process. Gradients count while they exist: before ``zero_grad``.
     """
-    found = dict.fromkeys(("first_moment", "second_moment", "master", "step"), 0)
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            found[purpose_of(name, "step")] += part_of(value).nbytes
+    names = ("weight", "gradient", "first_moment", "second_moment", "master", "step")
+    found = dict.fromkeys(names, 0)
+    for parameter in parameters_of(optimizer):
+        found["weight"] += part_of(parameter).nbytes
+        found["gradient"] += 0 if parameter.grad is None else part_of(parameter.grad).nbytes
+        for name, value in optimizer.state.get(parameter, {}).items():
+            found[purpose_of(name)] += part_of(value).nbytes
     return found
 
 
-def purpose_of(name: str, otherwise: str) -> str:
+def purpose_of(name: str) -> str:
     """What a tensor of a state is for, by `PURPOSES`."""
-    return next((p for start, p in PURPOSES.items() if name.startswith(start)), otherwise)
+    return next((p for start, p in PURPOSES.items() if name.startswith(start)), "step")
