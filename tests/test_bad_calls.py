@@ -90,11 +90,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         "normalized_shape must be a sequence, each an int",
     ),
     "rms_norm": (lambda: U.rms_norm(X, 8), "normalized_shape must be a seq.*, got int 8"),
-    "export_weights": (lambda: fp8.export_weights(5), "export_weights needs an nn.Module, got int"),
-    "their dtype": (
-        lambda: fp8.export_weights(model(), "float32"),
-        "in a torch.dtype or None, got 'float32'",
-    ),
     "reduce_amax": (lambda: fp8.reduce_amax(5), "reduce_amax needs an nn.Module, got int"),
     "batch_multiplier": (
         lambda: uu.batch_multiplier("a").__enter__(),

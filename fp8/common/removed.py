@@ -15,6 +15,11 @@ INSTEAD: dict[str, dict[str, str]] = {
         "Preflight": "it is in fp8.studies.preflight",
         "PreflightError": "it is in fp8.studies.preflight",
         "dump": "it is in fp8.studies.stats",
+        "export_weights": (
+            "model.state_dict() loads into the plain model; at O3 "
+            "fp8.optim.AdamW(plain.parameters()).load_state_dict(optimizer.state_dict()) then "
+            "writes the masters to its weights. fp8.export writes files for serving"
+        ),
         "get_format": "use FORMATS[name]",
         "get_recipe": "use RECIPES[name]",
         "is_fast_norm": "apply_low_precision_layernorm changes the norms of a model",
@@ -27,6 +32,10 @@ INSTEAD: dict[str, dict[str, str]] = {
         "quantize_forward": "it is in fp8.formats.quantize",
         "revert_norms": "use revert, which reverts norms too",
         "set_fast_norm": "use apply_low_precision_layernorm after the model is made",
+        "state": (
+            "fp8.optim.state_bytes(optimizer) counts the bytes of weights, gradients and states, "
+            "and p.nbytes those of one parameter"
+        ),
     },
     "fp8.adapters.lightning.FP8FabricPrecision": {
         "rest": (
@@ -53,7 +62,9 @@ INSTEAD: dict[str, dict[str, str]] = {
         "fp8_recipe": "it is recipe=, a name, a Recipe or a recipe of TransformerEngine's",
     },
     "fp8.autocast": {
-        "amax_reduction_group": "fp8.reduce_amax(model, group) makes the scales of processes equal",
+        "amax_reduction_group": (
+            "fp8.reduce_amax(model, group) makes the scales of processes equal"
+        ),
         "calibrating": "fp8.calibrate(model, batch) sets the scales of a converted model",
         "fp8_group": "fp8.reduce_amax(model, group) makes the scales of processes equal",
         "fp8_recipe": (
