@@ -186,8 +186,6 @@ def test_without_an_optimizer():
     assert isinstance(optimizer, fp8.optim.AdamW)
     assert fp8.report(model).notes[0].endswith("that AdamW trains, made here with lr=0.001")
     steps(model, optimizer, 2)
-    notes = fp8.report(model).notes
-    assert notes == ["no optimizer was given: AdamW with lr=0.001 was made"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
