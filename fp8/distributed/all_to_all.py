@@ -139,8 +139,6 @@ def _checked(recipe: Recipe, operand: str, cast: Cast | None) -> Spec | None:
         why_not = f"scaling {cast.scaling!r}, whose scale is the state of a layer"
     elif cast.hadamard:
         why_not = "a rotation, which only the other operand of a product undoes"
-    elif cast.is_sum:
-        why_not = "a mean or channels of all tokens, which go to different processes"
     elif cast.tile[0] > 1:  # type: ignore[index]
         why_not = "scales that several tokens share, which go to different processes"
     if why_not:
