@@ -38,7 +38,8 @@ class Cast:
             None is 16. For other scalings 0; "static" stores one scale.
         rounding, overflow: as in `fp8.quantize`, except that Inf does not saturate: it stays Inf if
             the format has Inf, and becomes NaN otherwise. Stochastic rounding uses a new seed each
-            time.
+            time. It is unbiased where no value saturates: not with rules that may round a scale
+            down ("floor", "even", "e4m3", "e4m3_4_6"), and without a scale up to the largest value.
         hadamard: 2 to 128, a power of two: the operand is first rotated by a random Hadamard matrix
             of this size along the axis that the product sums over, which cancels in the product. 0:
             no rotation. Both operands of a product need the same value. Only products of matrices
