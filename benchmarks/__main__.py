@@ -27,6 +27,7 @@ BENCHMARKS = (
     "residual",
     "gauges",
     "first_call",
+    "cast_bias",
     "recipe_loss",
     "fine_tuning",
     "sums",

@@ -125,6 +125,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: simulate_format(model(), "e4m3", "e5m3"),
         "unknown format 'e5m3'.*did you mean 'e5m2'",
     ),
+    "few random bits": (
+        lambda: simulate_format(model(), FPFormat(4, 3, srbits=4), "e5m2"),
+        "fwd_format has srbits=4; casts of products draw all random bits: use srbits=0",
+    ),
     "bias": (lambda: U.linear(X, X, 5), "^U.linear: bias must be a Tensor or None, got int 5$"),
     "a list of no tensors": (
         lambda: U.cat([X, 5]),

@@ -37,6 +37,15 @@ INSTEAD: dict[str, dict[str, str]] = {
             "and p.nbytes those of one parameter"
         ),
     },
+    "fp8.Cast": {
+        "mean": "leave it out; the mean of an operand is cast with the rest",
+        "random_bits": "leave it out; stochastic rounding in casts draws 31 random bits",
+        "residual": "leave it out; rounding errors are not cast again",
+    },
+    "fp8.Recipe": {
+        "attention_scores": 'leave it out; attention is one product, cast as "input" and "grad"',
+        "attention_values": 'leave it out; attention is one product, cast as "input" and "grad"',
+    },
     "fp8.adapters.lightning.FP8FabricPrecision": {
         "rest": (
             'give a policy, which names the recipe of the other layers: fp8.Policy.umup("unit", '
@@ -60,6 +69,12 @@ INSTEAD: dict[str, dict[str, str]] = {
         "calibrating": "call transformer_engine.pytorch.autocast, which it calls",
         "fp8_group": "call transformer_engine.pytorch.autocast, which it calls",
         "fp8_recipe": "it is recipe=, a name, a Recipe or a recipe of TransformerEngine's",
+    },
+    "fp8.adapters.transformers": {
+        "register_attention": (
+            'use set_attn_implementation("sdpa"), which casts query, key, value and the gradient '
+            'of the output, or "eager", which casts the probabilities too'
+        ),
     },
     "fp8.autocast": {
         "amax_reduction_group": (
@@ -112,6 +127,26 @@ INSTEAD: dict[str, dict[str, str]] = {
     },
     "first_moment": {
         "int8_block": "use 'e4m3_block', which takes as many bytes",
+    },
+    "key of a Cast": {
+        "mean": "leave it out; the mean of an operand is cast with the rest",
+        "random_bits": "leave it out; stochastic rounding in casts draws 31 random bits",
+        "residual": "leave it out; rounding errors are not cast again",
+    },
+    "key of a Recipe": {
+        "attention_scores": 'leave it out; attention is one product, cast as "input" and "grad"',
+        "attention_values": 'leave it out; attention is one product, cast as "input" and "grad"',
+    },
+    "recipe": {
+        "coat": "use Recipe.saved_activations of a recipe of your own",
+        "fog": 'use "delayed", or casts with history=1024',
+        "moss": 'use "block"',
+        "mus": 'use "unit" with fp8.Policy.hidden("unit")',
+        "smooth_swiglu": 'use "delayed", whose casts are the same',
+        "ufp4": 'use "nvfp4", or casts of format "e1m2" with scaling "block"',
+    },
+    "rule": {
+        "two_level": 'use scaling "block" with its rule "up"',
     },
     "where": {
         "hidden": (

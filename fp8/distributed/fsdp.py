@@ -199,7 +199,7 @@ def _why_not_sent(recipe: Recipe | None) -> str:
             f"recipe {recipe.name!r} has weights with scaling {cast.scaling!r}, which goes along "
             f"what FSDP2 cuts; gather_in_fp8 takes {' and '.join(map(repr, SCALINGS))}"
         )
-    if spec_of(cast).is_random or cast.is_sum or cast.hadamard or recipe.grad_input[1] != cast:
+    if spec_of(cast).is_random or cast.hadamard or recipe.grad_input[1] != cast:
         return (
             f"recipe {recipe.name!r} casts weights anew for each product; what is gathered is one "
             "copy for all"

@@ -74,7 +74,7 @@ def gather_input_in_fp8(module: nn.Module, mesh: DeviceMesh, *, dim: int = 1) ->
             f"{kind} casts its input as {cast}; gather_input_in_fp8 sends one byte per element and "
             f"takes scalings {' and '.join(map(repr, SCALINGS))}"
         )
-    if again != cast or cast.is_sum or cast.hadamard:
+    if again != cast or cast.hadamard:
         raise ValueError(
             f"{kind} casts its input as {cast}, and as {again} for the gradient of the weight; "
             "what is gathered is one copy for both"

@@ -97,7 +97,6 @@ def quantize_operand(
     *,
     rounding: str = "nearest",
     overflow: str = "saturate",
-    random_bits: int = 31,
     scale: Tensor | None = None,
     inverse: Tensor | None = None,
 ) -> Tensor:
@@ -109,7 +108,7 @@ def quantize_operand(
     inverse: a factor that replaces the division by the scale.
     """
     infinity = (format.nonfinite or math.nan) if overflow == "saturate" else None
-    grid = _grid(format, overflow, x.dtype, scale is not None, random_bits, infinity)
+    grid = _grid(format, overflow, x.dtype, scale is not None, 31, infinity)
     return _quantize(x.detach(), grid, rounding, scale, _key(rounding, None, x.device), inverse)
 
 

@@ -196,7 +196,7 @@ class autocast:
         chosen = given or PLAIN
         if enabled:
             for used in (chosen, *filter(None, layers.values())):
-                if used.needs_history and not isinstance(history, AmaxHistory):
+                if used.keeps_history and not isinstance(history, AmaxHistory):
                     raise ValueError(_NEEDS_HISTORY.format(used.name, history))
         cast = cast and enabled
         self.recipe = chosen if cast else None

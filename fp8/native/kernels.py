@@ -76,8 +76,6 @@ def kernel_of(a: Spec | None, b: Spec | None) -> tuple[str, str]:
     for spec in (a, b):
         if spec.signs == "random":
             return "", "random signs of a rotation are simulated"
-        if spec.is_sum:
-            return "", "casts around a mean or with a residual are simulated"
         if spec.format not in known:
             return "", f"the kernels have no format {format_of(spec).name!r}"
         if not _kind(spec):

@@ -77,7 +77,7 @@ SCALINGS: dict[str, Scaling] = {
     "block": Scaling(
         "one for each 128 values along that axis; weights: 128 x 128",
         (1, 128),
-        (*_POWERS, "exact", "fit", "two_level"),
+        (*_POWERS, "exact", "fit"),
         free=True,
     ),
     "mx": Scaling(
@@ -89,7 +89,7 @@ SCALINGS: dict[str, Scaling] = {
     "nv": Scaling(
         "e4m3 times one float32 for the tensor, one for each 16 values along that axis",
         (1, 16),
-        ("e4m3", "e4m3_4_6", "e4m3_eden"),
+        ("e4m3", "e4m3_up", "e4m3_guarded", "e4m3_4_6", "e4m3_4_6_up", "e4m3_eden"),
         free=True,
     ),
 }

@@ -84,7 +84,7 @@ class Converted(Gained):
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if "parametrizations" in self._modules:  # which may be newer than the conversion
             _leave_parametrizations(self)
-        kept = history.LayerHistory(self) if self.fp8_recipe.needs_history else None
+        kept = history.LayerHistory(self) if self.fp8_recipe.keeps_history else None
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.
         alone = kept is None and self._active == (Converted,) and not FIRST_LOOK.items
@@ -329,7 +329,7 @@ def set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
     backend = vars(module)["fp8_asked"]
     runs = "simulate" if why_not_recipe(composed(sources, PLAIN) or _HIGH) else backend
     vars(module).update(fp8_recipe=recipe, fp8_backend=runs, fp8_multiple=alignment(recipe))
-    if recipe.needs_history and not isinstance(module, ACTIVATIONS):
+    if recipe.keeps_history and not isinstance(module, ACTIVATIONS):
         history.remember(module, recipe, not has_one_product(module))
 
 
@@ -412,7 +412,7 @@ def choose_recipes(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Converted) and AUTO in module.fp8_sources:
             vars(module)["fp8_recipe"] = composed(module.fp8_sources, auto_of(module))
-            if not module.fp8_recipe.needs_history:
+            if not module.fp8_recipe.keeps_history:
                 history.forget(module)
     forget_looks(model)
 

@@ -195,7 +195,7 @@ def test_compiled():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "static", "fog"])
+@pytest.mark.parametrize("recipe", ["delayed", "static"])
 def test_the_first_pass_of_a_compiled_function(recipe: str):
     """It creates the histories while the graph is traced, and is compiled as every later one."""
     gated = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("up", "gate", "down")})
