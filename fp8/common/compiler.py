@@ -93,14 +93,15 @@ HIDDEN: list[Callable[..., Any]] = [F.hardsigmoid, F.hardswish, F.sigmoid, F.tan
 
 @taken_as_constant
 def reveal() -> bool:
-    """Adds `HIDDEN` to torch's list, for the whole process; torch has no public way to extend it.
-    Called where the compiler enters a mode: as a constant, it is executed and not traced."""
-    listed = torch.overrides.get_overridable_functions()[F]
-    added = [function for function in HIDDEN if function not in listed]
-    listed += added
-    if added:  # the compiler has cached the list
-        sys.modules["torch._dynamo.variables.torch"].get_overridable_functions.cache_clear()
-    return bool(added)
+    """Moves `HIDDEN` to torch's list, for the whole process; torch has no public way to extend it.
+    Called where a mode is entered: as a constant, a graph executes it and does not trace it."""
+    if HIDDEN:
+        torch.overrides.get_overridable_functions()[F].extend(HIDDEN)
+        HIDDEN.clear()
+        compiler = sys.modules.get("torch._dynamo.variables.torch")
+        if compiler is not None:  # which has cached the list
+            compiler.get_overridable_functions.cache_clear()
+    return True
 
 
 def in_graph(function: Fn, graph: Callable[..., Any] | None = None) -> Fn:

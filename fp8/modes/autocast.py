@@ -24,7 +24,7 @@ from ..casts.counts import OPEN, look_here
 from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_constant
 from ..common.pitfalls import RecipeWarning, show
 from ..common.removed import refuses_removed
-from ..common.threads import Setting, in_recomputation, in_reentrant
+from ..common.threads import Setting, checkpoints, in_recomputation, in_reentrant
 from ..common.validation import check_name
 from ..context.active import (
     ACTIVE,
@@ -44,9 +44,9 @@ from ..recipes.history import LayerState
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
 from ..selection.policies import resolve
-from .control_flow import run_within, runs_functions
+from .control_flow import run_within, runs_functions, within
 from .dispatch import LEFT, OPAQUE, PRODUCTS, expansion, handler_of
-from .unseen import warn_of_operator, warned
+from .unseen import is_from_graph, warn_of_operator, warned
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,10 +77,6 @@ class _Mode(TorchFunctionMode):
     """The torch-function mode of an open `autocast` block. Each entry creates a new one, because
     torch.compile does not call ``__enter__`` of a mode created outside of the graph."""
 
-    def __init__(self, block: autocast) -> None:
-        super().__init__()
-        self.block = block
-
     def __torch_function__(
         self,
         function: Callable[..., Any],
@@ -96,11 +92,13 @@ class _Mode(TorchFunctionMode):
             return called(function, args, kwargs)
         expanded = expansion(function, args, kwargs)
         if expanded is not None:
-            with self.block:
-                return expanded()
+            return within((self, *FIRST_LOOK.items), expanded)()
         if (handler := handler_of(function)) is not None:
-            if kwargs.pop("out", None) is not None:
+            if kwargs.get("out") is not None:
+                if is_from_graph():
+                    return function(*args, **kwargs)
                 raise ValueError(_OUT)
+            kwargs.pop("out", None)
             result = handler(product_recipe(), *args, **kwargs)
             if isinstance(result, str):
                 _leave(function, result)
@@ -134,8 +132,8 @@ class autocast:
     The block belongs to the thread that opens it, and the innermost of nested blocks applies. It
     can be nested inside or outside of `torch.autocast`. Like that, it can decorate a function.
 
-    To compile, compile the function that contains the block. While a block is open in eager code,
-    functions compiled before run in eager mode, so that no product is cast twice.
+    A function that contains the block can be compiled, and a compiled function can be called in an
+    open block, for which torch.compile compiles it anew.
 
     Activation checkpointing recomputes outside of the block and needs
     ``context_fn=fp8.checkpoint_contexts``, except for compiled code and layers of `fp8.convert`;
@@ -155,7 +153,8 @@ class autocast:
             half a byte per element. It warns with a RuntimeWarning, and simulates, if this device
             has no kernels for the recipe or none that passes the self-test (`fp8.native.selftest`).
             "auto" is "native" on CUDA devices.
-        enabled: False computes as torch does, whatever the recipe and the surrounding blocks.
+        enabled: False computes as torch does, whatever the recipe and the surrounding blocks, in
+            layers of `fp8.convert` too, unless an `fp8.override` inside of the block concerns them.
         model: the model whose layers a policy selects; not used otherwise. Such a block cannot be
             compiled: use `fp8.convert`.
 
@@ -187,6 +186,10 @@ class autocast:
         model: nn.Module | None = None,
     ) -> None:
         check_name("opaque", opaque, ("raise", "warn"))
+        #: Whether converted layers inside run in high precision too.
+        self.off = not enabled
+        #: The block with whose settings a checkpoint or a decorated function opens this one.
+        self.origin: autocast | None = None
         layers: _Layers = {}
         if isinstance(recipe, Policy):
             layers = _layers_by_policy(recipe, model) if enabled else {}
@@ -227,7 +230,7 @@ class autocast:
     def of_layer(self, recipe: Recipe | None) -> autocast:
         """The block of a layer with a recipe of its own."""
         if recipe is None:
-            return autocast(enabled=False)
+            return high_precision()
         backend = "simulate" if why_not_recipe(recipe) else self._asked
         return autocast(recipe, opaque=self.opaque, backend=backend)
 
@@ -237,14 +240,11 @@ class autocast:
         eager = not torch.compiler.is_dynamo_compiling()
         if self.recipe is not None and self.recipe.changes_scales and in_recomputation():
             _check_recomputes(self.recipe)
-        if eager:
-            STANCE.hold()
-        else:
-            reveal()
+        reveal()
         outer_look = OPEN.look if eager else None
         if eager and not self.reenters:
             OPEN.look = look_here(self.recipe)
-        modes = (_Mode(self), *FIRST_LOOK.items)
+        modes = (_Mode(), *FIRST_LOOK.items)
         again = self.reenters or in_reentrant()  # opened inside of a recomputed segment
         ACTIVE.blocks.append(
             Block(
@@ -256,6 +256,8 @@ class autocast:
                 backend=self.backend,
                 reenters=again,
                 opened=self if eager else None,
+                off=self.off,
+                checkpoints=checkpoints() if self.off else 0,
                 task=running_task() if eager else None,
                 outer_look=outer_look,
             )
@@ -275,10 +277,8 @@ class autocast:
             TorchFunctionMode.__exit__(mode, *error)
         if torch.compiler.is_dynamo_compiling():
             return
-        if block.opened is not None:
-            if not self.reenters:
-                OPEN.look = block.outer_look
-            STANCE.release()
+        if block.opened is not None and not self.reenters:
+            OPEN.look = block.outer_look
         if index < len(ACTIVE.blocks):
             raise RuntimeError(_NOT_NESTED)
 
@@ -304,6 +304,13 @@ class LayerBlock(autocast):
         self.state = state
         super().__init__(recipe, backend=backend)
         self.reenters = True
+
+
+def high_precision() -> autocast:
+    """A block whose products are not cast, and in which converted layers do as outside of it."""
+    block = autocast(enabled=False)
+    block.off = bool(ACTIVE.blocks) and ACTIVE.blocks[-1].off
+    return block
 
 
 # Layers with recipes of their own
@@ -346,6 +353,7 @@ def _check_eager() -> None:
 
 def _before(block: autocast, recipe: Recipe | None) -> Callable[..., None]:
     def before(module: nn.Module, args: Any) -> None:
+        _check_eager()
         if _innermost() is block:  # another thread, or a block inside, is not concerned
             nested = block.of_layer(recipe)
             nested.layer = module
@@ -405,7 +413,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
             "a part of a converted layer that keeps scales between passes cannot be checkpointed: "
             "checkpoint the whole layer"
         )
-    return nullcontext(), _again(block)
+    return _again(block) if block.off else nullcontext(), _again(block)
 
 
 def _again(block: Any) -> autocast:
@@ -413,12 +421,14 @@ def _again(block: Any) -> autocast:
     opened = block.opened if isinstance(block, Block) and block.opened else block
     if block.recipe is None:
         again = autocast(enabled=False)
+        again.off = block.off
     else:
         auto = block.recipe is not block.unit_recipe
         recipe = AUTO if auto else block.recipe
         again = autocast(recipe, opaque=block.opaque, backend=block.backend)
     if isinstance(opened, autocast):
         again.layers, again._asked = opened.layers, opened._asked
+        again.origin = opened.origin or opened
     return again
 
 

@@ -17,8 +17,8 @@ from ..common.compiler import FIRST_LOOK, eager_only, taken_as_constant
 from ..common.mixin import Gained, bare_class, check_module, check_not_scripted, gain, lose
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..common.report import LEFT_ALONE, Report, Row, notes_on
-from ..context.active import ACTIVE, checked_backend
-from ..modes.autocast import LayerBlock, autocast
+from ..context.active import ACTIVE, checked_backend, is_off
+from ..modes.autocast import LayerBlock, high_precision
 from ..native.product import alignment, devices, why_not_here, why_not_recipe
 from ..products.matmul import linear
 from ..recipes import history
@@ -87,8 +87,12 @@ class Converted(Gained):
     fp8_ragged: int
     #: Buffer of a static scale -> whether it is set.
     fp8_known: history.Known
+    #: The block around the `fp8.override` that the layer is under, if any: see `is_off`.
+    fp8_over: Any = None
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        if ACTIVE.blocks and is_off(self.fp8_over):
+            return forward(*args, **kwargs)
         if "parametrizations" in self._modules:  # which may be newer than the conversion
             _leave_parametrizations(self)
         kept = history.LayerState(self) if self.fp8_recipe.needs_history else None
@@ -154,7 +158,7 @@ class _Expanded(Gained):
     """A container that calls its layers in evaluation mode too."""
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        with nullcontext() if ACTIVE.blocks else autocast(enabled=False):
+        with nullcontext() if ACTIVE.blocks else high_precision():
             return forward(*args, **kwargs)
 
 
@@ -162,7 +166,7 @@ class _OfParameters(Gained):
     """The computation of a parametrized weight: its products are not those of the layer."""
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        with autocast(enabled=False) if ACTIVE.blocks else nullcontext():
+        with high_precision() if ACTIVE.blocks else nullcontext():
             return forward(*args, **kwargs)
 
 
