@@ -121,6 +121,14 @@ def active_recipe() -> Recipe | None:
     return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
 
 
+def is_graph_inside() -> bool:
+    """Whether the call is traced for a graph that eager code runs inside of a block with a recipe,
+    whose mode sees each call of the graph."""
+    if not torch.compiler.is_dynamo_compiling():
+        return False
+    return any(block.opened is not None and block.recipe is not None for block in ACTIVE.blocks)
+
+
 def product_recipe(unit: bool = False) -> Recipe | None:
     """`active_recipe` for a product. unit: whether it is one of unit-scaled tensors. Raises
     RuntimeError where the product could be computed without casts, see the messages below."""

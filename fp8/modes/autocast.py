@@ -34,6 +34,7 @@ from ..context.active import (
     active_recipe,
     checked_backend,
     index_of,
+    is_graph_inside,
     product_recipe,
     running_task,
 )
@@ -45,7 +46,7 @@ from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
 from ..selection.policies import resolve
 from .control_flow import run_within, runs_functions, within
-from .dispatch import LEFT, OPAQUE, PRODUCTS, expansion, handler_of
+from .dispatch import LEFT, OPAQUE, PRODUCTS, as_one_call, expansion, handler_of
 from .unseen import is_from_graph, warn_of_operator, warned
 
 P = ParamSpec("P")
@@ -87,17 +88,13 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         recipe = active_recipe()
         if recipe is None:
-            if function in PRODUCTS:
-                product_recipe()  # raises if the block belongs to another task
-            return called(function, args, kwargs)
+            return _uncast(function, args, kwargs)
         expanded = expansion(function, args, kwargs)
         if expanded is not None:
             return within((self, *FIRST_LOOK.items), expanded)()
         if (handler := handler_of(function)) is not None:
             if kwargs.get("out") is not None:
-                if is_from_graph():
-                    return function(*args, **kwargs)
-                raise ValueError(_OUT)
+                return _written(function, args, kwargs)
             kwargs.pop("out", None)
             result = handler(product_recipe(), *args, **kwargs)
             if isinstance(result, str):
@@ -119,6 +116,21 @@ class _Mode(TorchFunctionMode):
         else:
             warn_of_operator(function, args, kwargs)
         return called(function, args, kwargs)
+
+
+def _uncast(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if function in PRODUCTS:
+        product_recipe()  # raises if the block belongs to another task
+        if is_graph_inside():
+            return as_one_call(function, args, kwargs)
+    return called(function, args, kwargs)
+
+
+def _written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A product with ``out=``, of a compiled graph; raises ValueError for one of eager code."""
+    if is_from_graph():
+        return function(*args, **kwargs)
+    raise ValueError(_OUT)
 
 
 class autocast:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..casts.counts import forget_looks
+from ..common.compiler import eager_only
 from ..common.mixin import check_module
 from ..common.threads import frames
 from ..context.active import ACTIVE, origin_of
@@ -104,11 +104,10 @@ class override:
             vars(layer).update(kept)
         forget_looks(self._model)
 
+    @eager_only()
     def _check_checkpoint(self, layer: nn.Module, args: Any) -> None:
         """Raises in the recomputation of a checkpoint with ``use_reentrant=True`` whose forward
         pass was outside of the block, and has one whose forward pass runs now raise afterwards."""
-        if torch.compiler.is_compiling():
-            return
         for frame in frames():
             if frame.f_code is CheckpointFunction.forward.__code__:
                 notes = vars(frame.f_locals["ctx"]).setdefault(_NOTES, [])

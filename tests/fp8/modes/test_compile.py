@@ -155,14 +155,17 @@ def test_what_is_compiled_outside_is_compiled_anew_for_the_block(backend, monkey
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_function_in_blocks_of_several_recipes(backend):
-    """Also of attention, which the block expands, and with a block inside of the function."""
+    """Also of attention, which the block expands, and with blocks inside of the function."""
     attention, w = nn.MultiheadAttention(16, 2, batch_first=True), randn(16, 16)
     x = randn(2, 5, 16)
 
     def call(x):
         y = attention(x, x, x, need_weights=False)[0]
         with fp8.autocast("unit"):
-            return torch.sigmoid(y @ w)
+            y = torch.sigmoid(y @ w)
+        with fp8.autocast(enabled=False):
+            y = F.linear(F.scaled_dot_product_attention(y, y, y), w)
+        return F.conv1d(torch.einsum("bld,de->bel", y, w), w[:5, :, None])
 
     compiled = torch.compile(call, backend=backend, fullgraph=True)
     for recipe in ("tensor", COARSE, "row"):
