@@ -21,7 +21,7 @@ from torch import nn
 
 import fp8
 from benchmarks.common import Finished, Row, report
-from benchmarks.recipe_loss import Setting, UnderRecipe, asked
+from benchmarks.recipe_loss import Setting, asked, under
 from fp8.studies.findings import Run
 from fp8.studies.proof import REFERENCE, gap
 from notebooks.nanogpt.data import Corpus, load_corpus
@@ -77,8 +77,8 @@ def runs(
     def tuned(way: str, seed: int) -> Callable[[], float]:
         def train() -> float:
             model, recipe = copy.deepcopy(pretrained(seed)), WAYS[way]
-            under = model if recipe is None else UnderRecipe(model, recipe)
-            return trained(under, other, settings, seed)
+            given = model if recipe is None else under(recipe, model)
+            return trained(given, other, settings, seed)
 
         return train
 

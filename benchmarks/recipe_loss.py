@@ -98,17 +98,22 @@ Losses = dict[tuple[str, str, int], float]
 
 
 class UnderRecipe(nn.Module):
-    """A model whose every call is one pass under a recipe."""
+    """A model all of whose products run under a recipe."""
 
     def __init__(self, model: nn.Module, recipe: fp8.Recipe) -> None:
         super().__init__()
         self.model, self.recipe = model, recipe
-        self.history = fp8.AmaxHistory()  # read by "delayed" and "static" alone
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's, under the recipe."""
-        with fp8.autocast(self.recipe, history=self.history):
+        with fp8.autocast(self.recipe):
             return self.model(*args, **kwargs)
+
+
+def under(recipe: fp8.Recipe, model: nn.Module) -> nn.Module:
+    """``model`` under a recipe; under one that keeps scales between passes its layers alone, with
+    attention in high precision."""
+    return fp8.convert(model, recipe) if recipe.needs_history else UnderRecipe(model, recipe)
 
 
 def held_out_loss(
@@ -124,12 +129,12 @@ def held_out_loss(
     torch.manual_seed(seed)
     model = MODELS[kind](GPT(settings.gpt(len(corpus.symbols))))
     if recipe is not None:
-        model = UnderRecipe(model, recipe)
+        model = under(recipe, model)
     lr = settings.lr if kind == "plain" else settings.unit_lr
     training = Training(model, corpus=corpus, settings=settings, lr=lr, seed=seed, compile=compiled)
     if compiled:
         torch.compiler.reset()  # each run is compiled anew: no limit on compilations is reached
-        training.example_loss().backward()  # plans and histories are made in eager mode
+        training.example_loss().backward()  # plans are made in eager mode
         model.eval()
         training.example_loss()
     while not training.finished:

@@ -22,7 +22,7 @@ from .modes.autocast import autocast, checkpoint_contexts
 from .norms.low_precision import apply_low_precision_layernorm
 from .norms.norm import LayerNorm2d
 from .recipes.cast import Cast
-from .recipes.history import AmaxHistory, reduce_amax
+from .recipes.history import reduce_amax
 from .recipes.policy import Policy, Rule
 from .recipes.recipe import RECIPES, Recipe
 from .studies.preflight import preflight
@@ -37,7 +37,6 @@ __all__ = [
     "FORMATS",
     "LEVELS",
     "RECIPES",
-    "AmaxHistory",
     "Cast",
     "CheckpointWarning",
     "ConvertWarning",

@@ -21,6 +21,7 @@ import unit_scaling as uu
 from benchmarks.common import Row
 from fp8.casts.counts import OPEN, CastRecorder, Observed
 from fp8.common.step import evaluating
+from fp8.selection.layers import candidates
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 from .case import Case, Stranger
@@ -167,25 +168,29 @@ def _cast_products(case: Case, transformed: Callable[[], nn.Module], row: Row, k
 
 
 def _calibrated(case: Case, row: Row) -> None:
-    """The share of the cast operands of the plain model that recipe "static" casts within
-    [1/4, 4], in a step on the batch of the calibration."""
-    recorder, history = Ratios(case.model), fp8.AmaxHistory()
+    """The share of the cast operands of the layers of the plain model that recipe "static" casts
+    within [1/4, 4], in a step on the batch of the calibration; None without layers."""
+    if not candidates(case.model):
+        row["static"] = None
+        return
+    recorder = Ratios(case.model)
     try:
-        with fp8.autocast("static", history=history):
-            torch.manual_seed(1)
-            fp8.calibrate(case.model, case.batch, case.loss)
+        fp8.convert(case.model, "static")
+        torch.manual_seed(1)
+        fp8.calibrate(case.model, case.batch, case.loss)
         case.model.zero_grad()
         torch.manual_seed(1)
         OPEN.recorders.append((recorder, Counter()))
         try:
-            with fp8.autocast("static", history=history):
-                output, loss = case.run(case.model)
+            output, loss = case.run(case.model)
             run_backward(output, loss)
         finally:
             OPEN.recorders.pop()
     except Exception as error:
         row["static"] = f"failed: {described(error)}"
         return
+    finally:
+        fp8.revert(case.model)
     ratios = {name: ratio for name, ratio in recorder.ratios if ratio != 0}
     outside = {name: ratio for name, ratio in ratios.items() if not LOW <= ratio <= HIGH}
     row["static"] = _rounded(1 - len(outside) / len(ratios)) if ratios else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -32,16 +31,13 @@ class Moment:
 class Measurement:
     """Sums of squares and element counts of all operands in a pass.
 
-    of_states: whether products have states. Otherwise the pass is of a copy of the model, which an
-    `fp8.AmaxHistory` does not count.
+    of_states: whether products have states. Otherwise the pass is of a copy of the model.
     moments: by the address of an operand's state.
-    histories: id -> the `fp8.AmaxHistory` that holds such states.
     """
 
     def __init__(self, of_states: bool = True) -> None:
         self.of_states = of_states
         self.moments: dict[int, Moment] = {}
-        self.histories: dict[int, Any] = {}
 
     def operand(self, state: Tensor | None, x: Tensor, parts: Parts | None = None) -> None:
         """Adds operand ``x`` with state ``state``; None: it has none and is skipped. parts: splits
@@ -70,7 +66,7 @@ MEASURING = Stack()
 
 @contextmanager
 def uncast() -> Iterator[None]:
-    """Within the block, products of this thread are not cast, nor counted by a history."""
+    """Within the block, products of this thread are not cast, and have no states."""
     MEASURING.items.append(Measurement(of_states=False))
     try:
         yield

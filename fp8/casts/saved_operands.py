@@ -100,7 +100,8 @@ def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
 _RECOMPUTED = (
     "a product with casts was recomputed differently: a checkpoint inside of fp8.autocast "
     "recomputes outside of it, without casts, unless it is called with "
-    "checkpoint(..., use_reentrant=False, context_fn=fp8.checkpoint_contexts)"
+    "checkpoint(..., use_reentrant=False, context_fn=fp8.checkpoint_contexts), and one inside of "
+    "fp8.override needs its backward pass inside of the block"
 )
 
 

@@ -11,6 +11,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 INSTEAD: dict[str, dict[str, str]] = {
     "fp8": {
+        "AmaxHistory": (
+            "a scale belongs to a layer: fp8.convert(model, 'delayed') gives each layer its own"
+        ),
         "NoEffectWarning": "it is a ConvertWarning",
         "Preflight": "it is in fp8.studies.preflight",
         "PreflightError": "it is in fp8.studies.preflight",
@@ -85,6 +88,9 @@ INSTEAD: dict[str, dict[str, str]] = {
         "fp8_recipe": (
             "it is recipe=, a name in fp8.RECIPES; docs/migration.md has the names for "
             "TransformerEngine's recipes"
+        ),
+        "history": (
+            "a scale belongs to a layer: fp8.convert(model, 'delayed') gives each layer its own"
         ),
     },
     "fp8.checkpoints": {

@@ -1,4 +1,4 @@
-"""What the open `fp8.autocast` blocks specify for a product: recipe, backend and histories."""
+"""What the open `fp8.autocast` blocks specify for a product: recipe, backend, state of scales."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..casts.measuring import measuring
 from ..common.compiler import called
-from ..common.threads import in_reentrant, in_shape_inference
+from ..common.threads import checkpoints, in_reentrant, in_shape_inference
 from ..common.validation import check_name
 from ..native import product as native
 from ..recipes.cast import Cast
+from ..recipes.history import LayerState, role_of
 from ..recipes.recipe import Recipe
 
 BACKENDS = ("simulate", "native", "auto")
@@ -38,21 +39,24 @@ class Block(NamedTuple):
     """The settings of an open `fp8.autocast` block.
 
     recipe: None if not enabled. unit_recipe: the recipe of products of unit-scaled functions, which
-    differs under "auto". modes: its own mode and those it put on top. counter: [number of products
-    so far]. reenters: whether a recomputation in the backward pass opens the block again by itself.
-    opened: the `fp8.autocast` object; None if torch.compile traced it. task: the asyncio task that
-    opened it, if any. outer_look: the `Look` at products without a weight before the block.
+    differs under "auto". modes: its own mode and those it put on top. state: the `LayerState` of
+    the converted layer whose block it is; None without. reenters: whether a recomputation in the
+    backward pass opens the block again by itself. opened: the `fp8.autocast` object; None if
+    torch.compile traced it. off: whether converted layers run in high precision too. checkpoints:
+    the number of checkpoints that were running when such a block was opened. task: the asyncio task
+    that opened it, if any. outer_look: the `Look` at products without a weight before the block.
     """
 
     recipe: Recipe | None
     unit_recipe: Recipe | None
     opaque: str
     modes: tuple[Any, ...]
-    history: Any
-    counter: list[int]
+    state: LayerState | None
     backend: str
     reenters: bool
     opened: Any
+    off: bool
+    checkpoints: int
     task: asyncio.Task[Any] | None
     outer_look: Any = None
 
@@ -117,6 +121,14 @@ def active_recipe() -> Recipe | None:
     return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
 
 
+def is_graph_inside() -> bool:
+    """Whether the call is traced for a graph that eager code runs inside of a block with a recipe,
+    whose mode sees each call of the graph."""
+    if not torch.compiler.is_dynamo_compiling():
+        return False
+    return any(block.opened is not None and block.recipe is not None for block in ACTIVE.blocks)
+
+
 def product_recipe(unit: bool = False) -> Recipe | None:
     """`active_recipe` for a product. unit: whether it is one of unit-scaled tensors. Raises
     RuntimeError where the product could be computed without casts, see the messages below."""
@@ -128,6 +140,33 @@ def product_recipe(unit: bool = False) -> Recipe | None:
     if not block.reenters and in_reentrant():
         raise RuntimeError(_REENTRANT)
     return block.unit_recipe if unit else block.recipe
+
+
+def origin_of(block: Block) -> Any:
+    """The `fp8.autocast` object of a block or, in a checkpoint, of that whose settings it has."""
+    return block.opened and (block.opened.origin or block.opened)
+
+
+def is_off(over: Any) -> bool:
+    """Whether the innermost block, of which there is one, turns converted layers off. over: the
+    `origin_of` the block around the `fp8.override` that a layer is under; None without. Raises
+    RuntimeError inside of a checkpoint whose other pass would run outside of the block."""
+    block = ACTIVE.blocks[-1]
+    if not block.off or (over is not None and origin_of(block) is over) or measuring() is not None:
+        return False
+    if not torch.compiler.is_dynamo_compiling():
+        _check_entered(block)
+        if (torch.is_grad_enabled() or in_reentrant()) and checkpoints() > block.checkpoints:
+            raise RuntimeError(_OFF_IN_CHECKPOINT)
+    return True
+
+
+_OFF_IN_CHECKPOINT = (
+    "a checkpoint recomputes converted layers outside of fp8.autocast(enabled=False), under their "
+    "recipes, or inside of a block that its forward pass did not run in: use "
+    "checkpoint(use_reentrant=False, context_fn=fp8.checkpoint_contexts), or open the block in the "
+    "function that is checkpointed"
+)
 
 
 class unit_products:
@@ -175,29 +214,31 @@ def histories(
     *casts: Cast | None,
     groups: int = 0,
 ) -> list[Any]:
-    """The histories of the operands of a product and of its gradient (the last of ``casts``), which
-    the enclosing `fp8.autocast` has; None where the scaling or a run without values has none.
+    """The state of the operands of a product and of its gradient (the last of ``casts``), which the
+    enclosing layer of `fp8.convert` has; None where the scaling or a run without values has none.
     groups: the number of those of a grouped product, which have states of their own."""
     if recipe is None or not recipe.keeps_history or in_shape_inference():
         return [None] * len(casts)
     block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
-    if block is None or block.history is None:
-        raise ValueError(
-            f"recipe {recipe.name!r} needs a history for its scales: "
-            "open fp8.autocast(recipe, history=fp8.AmaxHistory()) around the product"
-        )
-    if (pass_ := measuring()) is not None:
-        if not pass_.of_states:
-            return [None] * len(casts)
-        pass_.histories[id(block.history)] = block.history
-    product = block.history.number(block.counter, product, *operands)
-    names = [f"{product}.{i}" for i in range(len(casts) - 1)]
+    if block is None or block.state is None:
+        raise ValueError(NO_STATE.format(recipe.name))
+    pass_, device = measuring(), operands[0].device
+    if pass_ is not None and not pass_.of_states:
+        return [None] * len(casts)
+    name = block.state.name_of(product, *operands)
+    roles = [*map(role_of, range(len(casts) - 1)), "grad"]
     return [
-        block.history.tensor(name, cast.history, operands[0].device, groups)
+        block.state.buffer(name + role, cast.history or 0, device, groups)
         if cast and cast.keeps_history and (pass_ is None or not cast.history)
         else None
-        for name, cast in zip([*names, f"{product}.grad"], casts, strict=True)
+        for role, cast in zip(roles, casts, strict=True)
     ]
+
+
+NO_STATE = (
+    "recipe {0!r} keeps scales between passes, and a scale belongs to a layer: "
+    "fp8.convert(model, {0!r}) gives each layer its own"
+)
 
 
 def layer_histories(

@@ -1,5 +1,6 @@
-"""Products that the mode of `fp8.autocast` does not see, each with a warning: those of operators of
-other libraries, and of the backward passes of autograd functions.
+"""Products that the mode of `fp8.autocast` does not cast: those of operators of other libraries and
+of the backward passes of autograd functions, each with a warning; and those of a compiled graph,
+where they are cast.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.compiler import taken_as_constant
+from ..common.compiler import eager_only, taken_as_constant
 from ..common.pitfalls import RecipeWarning, show
-from ..common.threads import in_reentrant
+from ..common.threads import frames, in_reentrant
 
 OPERATORS = (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default))
 """The types of operators of torch.ops: of one, and of one of its overloads."""
 
+_OWN = str(Path(__file__).parents[1])
 _FUNCTION = str(Path(torch.autograd.function.__file__))
 
 
@@ -52,6 +54,16 @@ def warned(result: Any, args: tuple[Any, ...]) -> Any:
         if name:
             show(RecipeWarning, _BACKWARD.format(name))
     return result
+
+
+@eager_only(False)
+def is_from_graph() -> bool:
+    """Whether code that Inductor has generated makes the running call of torch: of a graph that was
+    compiled under the open blocks."""
+    for frame in frames():
+        if not frame.f_code.co_filename.startswith(_OWN):
+            return "extern_kernels" in frame.f_globals
+    return False
 
 
 def function_around(end: str = "") -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.compiler import reads_values
+from ..common.compiler import eager_only, reads_values
 from ..common.dtensor import is_dtensor, part_of, reduced
 from ..common.validation import refuse_transformed
 from ..formats.format import Format, get_format
@@ -62,7 +62,7 @@ SCALINGS: dict[str, Scaling] = {
     "unit": Scaling("1: the operand is expected to have RMS about 1", (0, 0), ()),
     "tensor": Scaling("one of its largest magnitude, now", (0, 0), (*_POWERS, "exact")),
     "delayed": Scaling(
-        "one of its largest magnitude in the last passes, which an `AmaxHistory` keeps",
+        "one of its largest magnitude in the last passes, which a converted layer keeps",
         (0, 0),
         (*_POWERS, "exact"),
     ),
@@ -332,12 +332,22 @@ def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
         now = torch.where(scale > 0, scale, now)
         if record:
             stored = torch.where(second_moment(x) < torch.inf, now, scale)
-            refuse_transformed(stored)
-            state.copy_(stored)
+            if not _is_set_outside(state, stored):
+                refuse_transformed(stored)
+                state.copy_(stored)
         scale = now
     if state.dim():
         scale = scale.squeeze()
     return torch.where(scale > 0, scale, 1.0)
+
+
+@eager_only(False)
+def _is_set_outside(state: Tensor, stored: Tensor) -> bool:
+    """Whether a transform of `torch.func` computes ``stored``, for a state that is set outside of
+    it, as that of each model in `torch.func.stack_module_state`."""
+    if torch.func.debug_unwrap(stored) is stored:
+        return False
+    return bool((torch.func.debug_unwrap(state) > 0).all())
 
 
 def history_scale(

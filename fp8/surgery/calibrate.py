@@ -12,7 +12,7 @@ from ..casts.measuring import MEASURING, Measurement, Moment
 from ..common.mixin import check_module
 from ..common.step import Batch, Loss, call, restored, starts, untouched, unwrapped
 from ..modes.autocast import outside_compiler
-from ..recipes.history import AmaxHistory, histories, settle, static_scales
+from ..recipes.history import histories, settle, static_scales
 from ..recipes.rules import LARGEST, SMALLEST
 from ..recipes.scaling import nearest_power
 from .convert import choose_static
@@ -21,7 +21,7 @@ Group = torch.distributed.ProcessGroup | None
 
 
 def calibrate(
-    model: nn.Module | AmaxHistory,
+    model: nn.Module,
     batch: Batch = None,
     loss: Loss | None = None,
     *,
@@ -42,8 +42,7 @@ def calibrate(
     ``use_reentrant=False``.
 
     Args:
-        model: a model converted with a recipe with scaling "static"; any model inside of
-            `fp8.autocast` with such a recipe and a history; with ``scales`` also a history.
+        model: a model converted with a recipe with scaling "static".
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments
             of the model.
         loss: a function of the model's output that returns a scalar. Include the loss scale used
@@ -70,43 +69,36 @@ def calibrate(
     """
     if (batch is None) == (scales is None):
         raise ValueError("calibrate needs either a batch, to measure, or scales, to set")
-    if isinstance(model, nn.Module):
-        model = unwrapped(model)
-        choose_static(model)
-    if scales is not None:
-        _set(model, scales)
-        return calibration(model)
     check_module("calibrate", model)
-    assert isinstance(model, nn.Module)
-    measurement = Measurement()
-    outside_compiler(lambda: _measure(model, batch, loss, measurement))
-    states = list(_states(model).values())
-    known = {state.data_ptr() for state in states}
-    states += [moment.state for key, moment in measurement.moments.items() if key not in known]
+    model = unwrapped(model)
+    choose_static(model)
+    if scales is None:
+        measurement = Measurement()
+        outside_compiler(lambda: _measure(model, batch, loss, measurement))
+    states = _states(model)
     if not states:
         raise ValueError(_NOTHING.format(type(model).__name__))
-    _write(states, measurement, group)
-    found = measurement.histories.values()
-    _settle(model)
-    for history in found:
-        history.settle()
-    outer = [h for h in found if type(h) is AmaxHistory]
-    return calibration(model if _states(model) or not outer else outer[0])
+    if scales is None:
+        _write(list(states.values()), measurement, group)
+    else:
+        _set(states, scales)
+    for module in model.modules():
+        settle(module)
+    return calibration(model)
 
 
 _NOTHING = (
     "calibrate: no product of {} has static scales. fp8.convert(model, 'static') gives them to the "
-    "layers that fp8.report(model) lists as converted. To products of all other modules, inside of "
-    "fp8.autocast('static', history=fp8.AmaxHistory()), calibrate gives them itself"
+    "layers that fp8.report(model) lists as converted"
 )
 
 
-def calibration(model: nn.Module | AmaxHistory) -> dict[str, int | None]:
-    """The static scales of a converted model or of a history, as plain numbers, which
+def calibration(model: nn.Module) -> dict[str, int | None]:
+    """The static scales of a converted model as plain numbers, which
     ``fp8.calibrate(model, scales=...)`` restores.
 
     Args:
-        model: a converted model, or a history.
+        model: a converted model.
 
     Returns:
         Operand -> the exponent e of its scale factor ``2**e``, by which the operand is divided
@@ -117,29 +109,16 @@ def calibration(model: nn.Module | AmaxHistory) -> dict[str, int | None]:
     return {name: round(math.log2(scale)) if scale else None for name, scale in scales.items()}
 
 
-def _states(model: nn.Module | AmaxHistory) -> dict[str, Tensor]:
+def _states(model: nn.Module) -> dict[str, Tensor]:
     """Operand -> its static scale, 0-dim."""
-    if isinstance(model, AmaxHistory):
-        return static_scales(model.tensors)
     check_module("calibrate", model)
     kept = static_scales(histories(unwrapped(model)))
     return {name.replace("fp8_scale_", ""): state for name, state in kept.items()}
 
 
-def _settle(model: nn.Module | AmaxHistory) -> None:
-    if isinstance(model, AmaxHistory):
-        model.settle()
-        return
-    for module in unwrapped(model).modules():
-        settle(module)
-
-
-def _set(model: nn.Module | AmaxHistory, scales: Mapping[str, int | None]) -> None:
-    states = _states(model)
-    if isinstance(model, AmaxHistory):
-        states = {name: states.get(name, torch.zeros(())) for name in scales} | states
-    if not states:
-        raise ValueError(_NOTHING.format(type(model).__name__))
+@torch.no_grad()
+def _set(states: dict[str, Tensor], scales: Mapping[str, int | None]) -> None:
+    """Sets the scales to ``2**scales``."""
     if different := sorted(states.keys() ^ scales.keys()):
         what = "is missing" if different[0] in states else "is not in the model"
         raise ValueError(f"scales: {different[0]!r} {what}, one of {len(different)}")
@@ -147,12 +126,8 @@ def _set(model: nn.Module | AmaxHistory, scales: Mapping[str, int | None]) -> No
         whole = isinstance(e, int) and not isinstance(e, bool)
         if e is not None and not (whole and SMALLEST <= e < LARGEST):
             raise ValueError(f"scales: {name!r} is a whole number from -126 to 126, got {e!r}")
-    with torch.no_grad():
-        for name, e in scales.items():
-            states[name].fill_(0.0 if e is None else 2.0**e)
-    if isinstance(model, AmaxHistory):
-        model.tensors = states
-    _settle(model)
+    for name, e in scales.items():
+        states[name].fill_(0.0 if e is None else 2.0**e)
 
 
 @torch.no_grad()

@@ -18,8 +18,8 @@ from ..common.mixin import Gained, bare_class, check_module, check_not_scripted,
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..common.removed import refuses_removed
 from ..common.report import LEFT_ALONE, Report, Row, notes_on
-from ..context.active import ACTIVE, checked_backend
-from ..modes.autocast import autocast
+from ..context.active import ACTIVE, checked_backend, is_off
+from ..modes.autocast import LayerBlock, high_precision
 from ..native.product import alignment, devices, why_not_here, why_not_recipe
 from ..norms.low_precision import revert_norms, rows_of_norms
 from ..products.matmul import linear
@@ -79,12 +79,16 @@ class Converted(Gained):
     #: The last number of tokens seen in eager mode that is not such a multiple.
     fp8_ragged: int
     #: Buffer of a static scale -> whether it is set.
-    fp8_known: history.Live
+    fp8_known: history.Known
+    #: The block around the `fp8.override` that the layer is under, if any: see `is_off`.
+    fp8_over: Any = None
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        if ACTIVE.blocks and is_off(self.fp8_over):
+            return forward(*args, **kwargs)
         if "parametrizations" in self._modules:  # which may be newer than the conversion
             _leave_parametrizations(self)
-        kept = history.LayerHistory(self) if self.fp8_recipe.keeps_history else None
+        kept = history.LayerState(self) if self.fp8_recipe.keeps_history else None
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.
         alone = kept is None and self._active == (Converted,) and not FIRST_LOOK.items
@@ -94,9 +98,7 @@ class Converted(Gained):
                 return _linear(self, self.weight, *args)
             if self.fp8_transposed:
                 return _linear(self, self.weight.mT, *args)
-        mode = autocast(self.fp8_recipe, backend=self.fp8_backend, history=kept)
-        mode.reenters = True  # each call of the layer enters it anew
-        with mode:
+        with LayerBlock(self.fp8_recipe, self.fp8_backend, kept):
             return forward(*args, **kwargs)
 
     def register_buffer(self, name: str, tensor: Any, persistent: bool = True) -> None:
@@ -107,7 +109,7 @@ class Converted(Gained):
     @taken_as_constant
     def fp8_note(self: Any, buffer: str) -> bool:
         """`note` for a buffer, in eager mode and while a graph that reads it is traced."""
-        history.note(self.fp8_known, buffer, self._buffers[buffer])
+        history.note(self, buffer)
         return True
 
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -155,7 +157,7 @@ class _Expanded(Gained):
     """A container that calls its layers in evaluation mode too."""
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        with nullcontext() if ACTIVE.blocks else autocast(enabled=False):
+        with nullcontext() if ACTIVE.blocks else high_precision():
             return forward(*args, **kwargs)
 
 
@@ -163,7 +165,7 @@ class _OfParameters(Gained):
     """The computation of a parametrized weight: its products are not those of the layer."""
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        with autocast(enabled=False) if ACTIVE.blocks else nullcontext():
+        with high_precision() if ACTIVE.blocks else nullcontext():
             return forward(*args, **kwargs)
 
 
@@ -193,10 +195,14 @@ def convert(
 
     A recipe with scaling "delayed" stores its history in buffers of the layer, ``fp8_amax_input``,
     ``fp8_amax_weight`` and ``fp8_amax_grad``, newest entry first, which are part of the state_dict:
-    convert a model before loading them. Each call of the layer is a pass of `AmaxHistory`. One with
-    scaling "static" stores ``fp8_scale_input`` and so on in the same way, 0 until `fp8.calibrate`
-    or the first training step sets them. A recipe with `saved_activations` also converts activation
-    modules (`ACTIVATIONS`).
+    convert a model before loading them. Each call of the layer that records gradients adds an entry
+    (for the gradient, a backward pass does), so under gradient accumulation each micro-batch does;
+    other calls only read. An operand without entries is scaled by its own largest magnitude. Zero,
+    Inf and NaN are not recorded. One with scaling "static" stores ``fp8_scale_input`` and so on in
+    the same way, 0 until `fp8.calibrate` or the first training step in which the operand is finite
+    and not all zeros sets them, to the power of two nearest to its RMS. A layer of several products
+    (attention, experts) creates the buffers of each in its first pass, which cannot be compiled. A
+    recipe with `saved_activations` also converts activation modules (`ACTIVATIONS`).
 
     Args:
         model: converted in place.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fp8
 
-from .model import GPT, GPTConfig
+from .model import GPT
 from .settings import Settings
 
 
@@ -39,32 +39,10 @@ def _fp8_tensor(model: GPT) -> nn.Module:
     return scaled
 
 
-class StaticScaledGPT(GPT):
-    """A GPT whose products run in FP8 with a power-of-two scale for each operand, which the first
-    training step sets. The scales are part of the state."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__(config)
-        self.scales = fp8.AmaxHistory()
-
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """As that of a GPT."""
-        with fp8.autocast("static", history=self.scales):
-            return super().forward(idx, targets)
-
-    def get_extra_state(self) -> dict[str, Tensor]:
-        """The scales."""
-        return self.scales.state_dict()
-
-    def set_extra_state(self, state: dict[str, Tensor]) -> None:
-        """Sets the scales."""
-        self.scales.load_state_dict(state)
-
-
 def _fp8_static(model: GPT) -> nn.Module:
-    scaled = StaticScaledGPT(model.config)
-    scaled.load_state_dict({"_extra_state": {}, **model.state_dict()})
-    return scaled
+    """The layers in FP8 with a power-of-two scale for each operand, which the first training step
+    sets; attention in high precision. The scales are part of the state."""
+    return fp8.convert(model, "static")
 
 
 def _unit_scaled(model: nn.Module) -> nn.Module:

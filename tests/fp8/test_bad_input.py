@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8
-from fp8 import RECIPES, AmaxHistory, Cast
+from fp8 import RECIPES, Cast
 from fp8.casts.casting import cast_forward
 from fp8.recipes.scaling import scaled_tiles
 from tests import reference
+from tests.fp8.blocks import block
 from tests.fp8.products.test_matmul import randn
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
@@ -76,13 +77,6 @@ def test_a_block_that_does_not_divide_is_shorter(recipe):
         torch.testing.assert_close(
             nn.functional.linear(x, w), nn.functional.linear(*wide), rtol=1e-5, atol=1e-5
         )
-
-
-def test_a_history_is_needed():
-    with pytest.raises(ValueError, match=r"history=fp8.AmaxHistory\(\), not None"):
-        fp8.autocast("delayed")
-    with fp8.autocast("delayed", history=AmaxHistory()):
-        assert nn.functional.linear(randn(2, 4), randn(3, 4)).shape == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -254,9 +248,9 @@ def test_views_with_the_negative_bit(recipe):
     torch.manual_seed(0)
     assert torch.equal(got, cast_forward(plain, fp8.RECIPES[recipe].input))
     assert torch.equal(fp8.quantize(x, "e5m2"), fp8.quantize(plain, "e5m2"))
-    with fp8.autocast(recipe, history=fp8.AmaxHistory()):
+    with block(recipe):
         y = F.linear(x, randn(16, 32))
-    with fp8.autocast(recipe, history=fp8.AmaxHistory()):
+    with block(recipe):
         assert torch.equal(y, F.linear(plain, randn(16, 32)))
 
 

@@ -89,7 +89,7 @@ def test_unit_scaled_models_have_the_optimizer_that_the_readme_recommends(traini
 
 @pytest.mark.parametrize("variant", ["fp8_tensor", "fp8_static"])
 def test_scales_keep_what_fp8_without_scales_loses(training, variant: str) -> None:
-    """Every product is cast, with scales: the gradients are near those of the plain model."""
+    """Products of layers are cast with scales: the gradients are near those of the plain model."""
     settings = dataclasses.replace(SETTINGS, layers=2, width=32, batch_size=64, dropout=0.0)
     runs = {name: training(name, settings) for name in ("fp32", variant, "fp8")}
     for run in runs.values():

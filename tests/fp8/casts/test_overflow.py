@@ -13,6 +13,7 @@ import fp8
 from fp8 import FORMATS, RECIPES, Cast
 from fp8.casts.casting import cast_forward
 from fp8.formats.quantize import quantize_operand
+from tests.fp8.blocks import block
 from tests.fp8.native.scaled_mm import emulated
 from tests.fp8.native.test_product import NATIVE, TILED
 
@@ -30,7 +31,7 @@ def results(function, operands, grad: Tensor, recipe: str, backend: str = "simul
     """The output and the gradients of both operands, of a first pass."""
     leaves = [t.detach().clone().requires_grad_() for t in operands]
     torch.manual_seed(0)
-    with fp8.autocast(recipe, backend=backend, history=fp8.AmaxHistory()):
+    with block(recipe, backend):
         y = function(*leaves)
     y.backward(grad)
     return y.detach(), *(leaf.grad for leaf in leaves)
@@ -133,8 +134,7 @@ def test_a_gradient_that_overflows_skips_the_step_and_halves_the_scale(recipe):
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
-    history = fp8.AmaxHistory()
-    with torch.autocast("cpu", torch.float16), fp8.autocast(recipe, history=history):
+    with torch.autocast("cpu", torch.float16), block(recipe):
         y = model(randn(16, 32))
     loss = 100 * y.float().square().sum()  # its gradient, 200 * 65536 * y, is no float16
     scaler.scale(loss).backward()

@@ -15,6 +15,7 @@ from fp8 import RECIPES, Cast, Recipe
 from fp8.casts import casting
 from fp8.products.matmul import linear
 from fp8.recipes.scaling import SCALINGS
+from tests.fp8.blocks import block
 from tests.fp8.products.test_matmul import DTYPES, randn
 
 
@@ -39,7 +40,7 @@ def test_operands_are_kept_in_bytes(function, name, dtype):
     x, w = x.to(dtype), w.to(dtype)
 
     def run() -> None:
-        with fp8.autocast(name, history=fp8.AmaxHistory()):
+        with block(name):
             F.linear(x, w) if function is linear else function(x, w)
 
     assert bytes_of(held(run)) <= x.numel() + w.numel() + 8

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8
-from fp8 import AmaxHistory, Cast, Recipe
+from fp8 import Cast, Recipe
 from fp8.casts.casting import spec_of
+from tests.fp8.blocks import block, keeper
 
 WIDTH = 32
 
@@ -94,11 +95,11 @@ def step(model: nn.Module, run: Run) -> list[Tensor]:
 
 
 def under(recipe: Recipe, inner: Run) -> Run:
-    """``inner`` in a block with one history."""
-    history = AmaxHistory()
+    """``inner`` in a block, whose products keep their scales in one layer."""
+    layer = keeper(recipe) if recipe.needs_history else None
 
     def run(model: nn.Module, x: Tensor) -> Tensor:
-        with fp8.autocast(recipe, history=history):
+        with block(recipe, layer=layer):
             return inner(model, x)
 
     return run

@@ -15,6 +15,7 @@ from fp8.casts.operands import casts_of
 from fp8.native import kernels
 from fp8.native import product as native
 from fp8.products.matmul import linear
+from tests.fp8.blocks import block, keeper
 from tests.fp8.native.scaled_mm import emulated, forget
 from tests.fp8.products.test_matmul import randn
 
@@ -37,11 +38,11 @@ pytestmark = pytest.mark.native
 
 def run(backend: str, recipe: str, tensors: tuple[Tensor, ...], scales=(1.0, 1.0, 1.0)) -> list:
     """The output and the gradients of input, weight and bias; with a history, in a third pass."""
-    options = {"history": fp8.AmaxHistory()} if RECIPES[recipe].keeps_history else {}
+    layer = keeper(recipe) if RECIPES[recipe].keeps_history else None
     torch.manual_seed(0)  # of gradients that are rounded stochastically
-    for grow in (4.0, 2.0, 1.0) if options else (1.0,):
+    for grow in (4.0, 2.0, 1.0) if layer else (1.0,):
         leaves = [(grow * t).detach().clone().requires_grad_() for t in tensors]
-        with fp8.autocast(recipe, backend=backend, **options):
+        with block(recipe, backend, layer):
             y = linear(*leaves, scales=scales)
         y.backward(randn(*y.shape, seed=9).to(y))
     return [y.detach(), *(leaf.grad for leaf in leaves)]

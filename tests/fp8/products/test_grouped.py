@@ -18,6 +18,7 @@ from fp8.casts.groups import Groups, cast_groups
 from fp8.products.grouped import grouped_mm
 from fp8.products.matmul import linear, matmul
 from fp8.studies.trace import trace
+from tests.fp8.blocks import block, keeper
 from tests.reference import nearest
 
 K, N, GROUPS = 40, 24, 4
@@ -245,30 +246,30 @@ def test_blocks_begin_with_a_group():
 def test_states_by_group(name, chip):
     """Each group's history is that of a loop with an own history, and an empty group keeps its."""
     recipe = dataclasses.replace(fp8.RECIPES[name], accumulate=chip)
-    history, own = fp8.AmaxHistory(), [fp8.AmaxHistory() for _ in range(GROUPS)]
+    layer, own = keeper(recipe), [keeper(recipe) for _ in range(GROUPS)]
     w = randn(GROUPS, N, K, seed=1)
     for step, scale in enumerate((1.0, 8.0, 0.5)):
         x = (scale * randn(TOKENS, K, seed=step)).detach().requires_grad_()
-        with fp8.autocast(recipe, history=history):
+        with block(recipe, layer=layer):
             y = F.grouped_mm(x, w.mT, offs=OFFS)
         g = randn(*y.shape, seed=9).detach()
         got = torch.autograd.grad(y, (x, w), g)
         wanted = [torch.zeros_like(x), torch.zeros_like(w)]
         for i, (start, end) in enumerate(pairwise([0, *ENDS])):
             if start < end:
-                with fp8.autocast(recipe, history=own[i]):
+                with block(recipe, layer=own[i]):
                     z = F.linear(x[start:end], w[i])
                 assert torch.equal(z, y[start:end])
                 dx, dw = torch.autograd.grad(z, (x, w), g[start:end])
                 wanted = [wanted[0] + dx, wanted[1] + dw]
         assert all(map(torch.equal, got, wanted))
-    for operand in ("0", "1", "grad"):
-        states = history.tensors[f"001.grouped_mm.{operand}"]
+    kind = "amax" if name == "delayed" else "scale"
+    for operand in ("input", "weight", "grad"):
+        states = layer.get_buffer(f"fp8_{kind}_001_grouped_mm_{operand}")
         assert states.shape == ((GROUPS, 16) if name == "delayed" else (GROUPS,))
         for i in (0, 2, 3):
-            assert torch.equal(states[i], own[i].tensors[f"001.linear.{operand}"])
-    assert not history.tensors["001.grouped_mm.0"][1].any()
-    assert not history.tensors["001.grouped_mm.grad"][1].any()
+            assert torch.equal(states[i], own[i].get_buffer(f"fp8_{kind}_001_linear_{operand}"))
+        assert operand == "weight" or not states[1].any()
 
 
 class Experts(nn.Module):
@@ -298,8 +299,7 @@ def inputs(dtype=torch.float32):
 def test_convert(name):
     model, args = Experts(), inputs()
     plain = model(*args).detach()
-    history = fp8.AmaxHistory()
-    with fp8.autocast(fp8.RECIPES[name], history=history):
+    with block(name):
         expected = copy.deepcopy(model)(*args)
     fp8.convert(model, name)
     (row,) = fp8.report(model).rows

@@ -1,14 +1,13 @@
 """Compiled for dynamic shapes, every recipe computes what it does in eager mode."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8
-from fp8 import RECIPES, AmaxHistory, Cast, Format, Recipe
+from fp8 import RECIPES, Cast, Format, Recipe
+from tests.fp8.blocks import block, keeper
 from tests.fp8.products.test_matmul import randn
 
 # Numbers that the compiler meets in objects of its caller, not in a table of the package.
@@ -28,17 +27,14 @@ def products(recipe: Recipe, layer_alone: bool):
     """x -> the sum of a converted layer, or of one, a product and a convolution, and their
     parameters."""
     torch.manual_seed(0)
-    layer, conv = nn.Linear(32, 16), nn.Conv1d(32, 8, 3)
-    options = {"history": AmaxHistory()} if recipe.keeps_history else {}
-    if not options:
-        fp8.convert(layer, recipe)
+    layer, conv = fp8.convert(nn.Linear(32, 16), recipe), nn.Conv1d(32, 8, 3)
+    keeps = keeper(recipe) if recipe.keeps_history else None
 
     def run(x: Tensor) -> Tensor:
-        with fp8.autocast(recipe, **options) if options else contextlib.nullcontext():
-            y = layer(x)
+        y = layer(x)
         if layer_alone:
             return y.square().sum()
-        with fp8.autocast(recipe, **options):
+        with block(recipe, layer=keeps):
             z = F.conv1d(x.mT[None], conv.weight, conv.bias)
             return (y.mT @ x).square().sum() + z.square().sum()
 

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8
-from fp8 import RECIPES, AmaxHistory
+from fp8 import RECIPES
+from tests.fp8.blocks import block
 from tests.fp8.calls import CALLS, name_of, operands
 from tests.fp8.products.test_matmul import randn
 from tests.reference import cast, nearest
@@ -99,8 +100,8 @@ class Model(nn.Module):
         self.tied.weight = self.head.weight
 
     def forward(self, x):
-        for block in self.blocks:
-            x = block(x).tanh()
+        for part in self.blocks:
+            x = part(x).tanh()
         x = F.scaled_dot_product_attention(x, x, x)
         return self.tied(self.head(x @ x.mT @ x))
 
@@ -147,7 +148,7 @@ def test_every_product_is_counted(function):
     tensors = [t.requires_grad_() for t in operands(row)]
     tensors = [tensors[0] * 1, *tensors[1:]]
     seen = fp8.stats(nn.Identity())
-    with seen, fp8.autocast("delayed", history=AmaxHistory()):
+    with seen, block("delayed"):
         function(*row.before, *tensors, **row.kwargs).sum().backward()
     (layer,) = {row.layer for row in seen.rows()}
     assert layer.endswith(" 1")

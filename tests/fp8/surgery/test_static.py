@@ -247,29 +247,6 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"'weight' is a whole number from -126 to 126, got 0\.5"):
         fp8.calibrate(model, scales=good | {"weight": 0.5})
     assert fp8.calibration(model) == dict.fromkeys(ROLES)
-    with pytest.raises(ValueError, match=r"history=fp8.AmaxHistory\(\), not None"):
-        fp8.autocast("static")
-
-
-class OwnProduct(nn.Module):
-    """No layer that `fp8.convert` replaces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
-
-
-def test_products_of_a_module_without_layers_are_calibrated_inside_of_the_mode() -> None:
-    model = OwnProduct()
-    with pytest.warns(fp8.ConvertWarning, match=r"run the model under fp8\.autocast"):
-        fp8.convert(model, "static")
-    with pytest.raises(ValueError, match=r"inside of fp8\.autocast\('static'"):
-        fp8.calibrate(model, torch.randn(4, 8))
-    with fp8.autocast("static", history=fp8.AmaxHistory()):
-        assert len(fp8.calibrate(model, torch.randn(4, 8))) == 3
 
 
 def test_the_first_step_measures_by_itself():

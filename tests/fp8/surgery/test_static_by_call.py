@@ -1,4 +1,4 @@
-"""Recipe "static" under `fp8.autocast`: each product of a pass has its scales in a history."""
+"""Recipe "static" in layers of several products: each product of a call has its scales."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8
-from fp8 import AmaxHistory
+from tests.fp8.blocks import block, keeper
 from tests.fp8.calls import CALLS, name_of, operands
 from tests.fp8.products.test_matmul import randn
 from tests.fp8.surgery.test_static import rms
@@ -18,38 +18,35 @@ from tests.fp8.surgery.test_static import rms
 
 @pytest.mark.parametrize("function", CALLS, ids=name_of)
 def test_every_product_is_calibrated_by_call(function):
-    """Its operands, and the gradient; after that the block casts under these scales."""
-    row, history = CALLS[function], AmaxHistory()
+    """Its operands, and the gradient; after that they are cast under these scales."""
+    row = CALLS[function]
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.tensors = nn.ParameterList(2.0**-7 * t.detach() for t in operands(row))
+            self.scales = keeper("static")
 
-        def forward(self) -> Tensor:
+        def exact(self) -> Tensor:
             return function(*row.before, *[t * 1 for t in self.tensors], **row.kwargs)
 
+        def forward(self) -> Tensor:
+            with block("static", layer=self.scales):
+                return self.exact()
+
     model = Model()
-    with fp8.autocast("static", history=history):
-        scales = fp8.calibrate(model, ())
+    scales = fp8.calibrate(model, ())
     kinds = [kind for kind in row.kinds if kind != "none"]
-    assert [name.split(".")[0] for name in scales] == ["001"] * (len(kinds) + 1)
+    assert [name.split("_")[0] for name in scales] == ["scales.001"] * (len(kinds) + 1)
     assert None not in scales.values()
-    assert fp8.calibration(history) == scales
-    assert history.known == set(scales)
+    assert all(vars(model.scales.fp8_known).values())
     cast = [t for t, k in zip(model.tensors, row.kinds, strict=True) if k != "none"]
     for tensor, (name, e) in zip(cast, scales.items(), strict=False):
         assert abs(math.log2(rms(tensor.detach())) - e) <= 0.51, name
-    with fp8.autocast("static", history=history):
-        y = model()
+    y, exact = model(), model.exact()
     y.sum().backward()
-    assert fp8.calibration(history) == scales
-    exact = model()
+    assert fp8.calibration(model) == scales
     assert (y - exact).norm() <= 0.15 * exact.norm()
-    other = AmaxHistory()
-    assert fp8.calibrate(other, scales=scales) == scales
-    other.load_state_dict(history.state_dict())
-    assert other.known == history.known
 
 
 class Attention(nn.Module):
@@ -64,51 +61,35 @@ class Attention(nn.Module):
 def test_attention_by_call_and_compiled():
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model, x, history = Attention(), (1e-2 * randn(4, 8, 16)).detach(), AmaxHistory()
-    with fp8.autocast("static", history=history):
-        scales = fp8.calibrate(model, x)
-    assert {name.split(".")[1] for name in scales} == {"linear", "attention"}
-    assert sum(".attention." in name for name in scales) == 4
-
-    def forward(x: Tensor) -> Tensor:
-        with fp8.autocast("static", history=history):
-            return model(x)
-
-    expected = forward(x)
-    y = torch.compile(forward, fullgraph=True, backend="eager")(x)
-    torch.testing.assert_close(y, expected)
+    model, x = Attention(), (1e-2 * randn(4, 8, 16)).detach()
     exact = model(x)
+    scales = fp8.calibrate(fp8.convert(model, "static"), x)
+    assert {name.split("_")[1] for name in scales} == {"linear", "attention"}
+    assert sum("_attention_" in name for name in scales) == 4
+    expected = model(x)
+    y = torch.compile(model, fullgraph=True, backend="eager")(x)
+    torch.testing.assert_close(y, expected)
     assert (expected - exact).norm() < 0.1 * exact.norm()
-    assert fp8.calibration(history) == scales
+    assert fp8.calibration(model) == scales
     torch._dynamo.reset()
 
 
-def test_checkpoints_by_call_find_their_own_scales():
-    """What is recomputed counts its products from where the checkpoint began."""
+def test_checkpoints_of_a_layer_and_inside_of_it():
+    """A part of a layer would number its products anew."""
     torch.manual_seed(0)
-    first, second, third = (nn.Linear(8, 8, bias=False) for _ in range(3))
-    with torch.no_grad():
-        second.weight.mul_(2.0**-20)
-    model, history = nn.ModuleList([first, second, third]), AmaxHistory()
-
-    def forward(x: Tensor, again: bool) -> Tensor:
-        inner = lambda x: third(2.0**20 * second(x))  # noqa: E731
-        if again:
-            how = {"use_reentrant": False, "context_fn": fp8.checkpoint_contexts}
-            return checkpoint(inner, first(x), **how)
-        return inner(first(x))
-
-    model.forward = forward
-    x = randn(16, 8).detach()
-    with fp8.autocast("static", history=history):
-        scales = fp8.calibrate(model, (x, False))
-    assert scales["002.linear.1"] < -18
+    model, x = fp8.convert(Attention(), "static"), randn(4, 8, 16).detach()
+    fp8.calibrate(model, x)
     grads = []
-    for again in (False, True):
+    for call in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
         model.zero_grad()
-        with fp8.autocast("static", history=history):
-            y = forward(x, again).sum()
-        y.backward()
+        call(x).sum().backward()
         grads.append([p.grad.clone() for p in model.parameters()])
-    assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
-    assert fp8.calibration(history) == scales
+    assert all(map(torch.equal, *grads))
+
+    def inside(x: Tensor) -> Tensor:
+        with block("static", layer=keeper("static")):
+            how = {"use_reentrant": False, "context_fn": fp8.checkpoint_contexts}
+            return checkpoint(torch.mm, x, x, **how)
+
+    with pytest.raises(NotImplementedError, match="checkpoint the whole layer"):
+        inside(randn(8, 8))

@@ -1,0 +1,35 @@
+"""Blocks under any recipe, also one that keeps scales, for products that no layer computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+import fp8
+from fp8 import Recipe
+from fp8.common.mixin import gain
+from fp8.modes.autocast import LayerBlock
+from fp8.recipes.history import LayerState, remember
+from fp8.surgery.convert import Converted
+
+
+def keeper(recipe: str | Recipe) -> Any:
+    """A layer of several products, whose buffers keep the scales of each by its order."""
+    layer = nn.Identity()
+    gain(layer, Converted)
+    recipe = fp8.get_recipe(recipe)
+    vars(layer).update(fp8_recipe=recipe, fp8_sources=(recipe,))
+    remember(layer, recipe, by_call=True)
+    return layer
+
+
+def block(
+    recipe: str | Recipe, backend: str = "simulate", layer: nn.Module | None = None
+) -> fp8.autocast:
+    """`fp8.autocast`, or under a recipe with state the block of one call of ``layer``, a `keeper`
+    (None: a new one)."""
+    recipe = fp8.get_recipe(recipe)
+    if not recipe.needs_history:
+        return fp8.autocast(recipe, backend=backend)
+    return LayerBlock(recipe, backend, LayerState(layer or keeper(recipe)))
