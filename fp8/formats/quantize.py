@@ -214,6 +214,29 @@ class _Backward(torch.autograd.Function):
         return out, None, None, None, None
 
 
+def _convertible_in_graph(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype != torch.float8_e5m2 or x.device.type == "cpu":
+        return x
+    return torch.add(x, x, alpha=0.0)  # Inf * 0 is NaN: one multiply-add
+
+
+@compiled_as(_convertible_in_graph)
+def convertible(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x``, of which a conversion to an FP8 ``dtype`` keeps what is not finite.
+
+    In compiled code, except on CPUs, Inf becomes NaN if the dtype is float8_e5m2: Triton converts
+    by ``cvt.rn.satfinite.e5m2x2.f32``, which turns Inf into the largest finite value and keeps NaN
+    (PTX ISA, section "cvt").
+    """
+    return x
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``x`` in the FP8 dtype of a format, which has one. What is not finite stays so."""
+    assert dtype is not None
+    return convertible(x, dtype).to(dtype)
+
+
 def check_dtype(x: Tensor) -> None:
     """Raises TypeError unless ``x`` can be quantized."""
     if not isinstance(x, Tensor):
