@@ -21,7 +21,7 @@ from ..common.compiler import (
 from ..common.validation import check_between, check_name
 from .format import Format, dtype_name, get_format
 from .random_bits import Key, Seed, bits_from_key, fewer_bits, random_key
-from .rounding import LAYOUTS, ROUNDINGS, Grid, round_to_grid
+from .rounding import LAYOUTS, ROUNDINGS, Grid, divided, round_to_grid
 
 OVERFLOWS = ("saturate", "nonfinite")
 
@@ -405,7 +405,7 @@ def _whole(
     """Quantizes all of `x` at once; used for compiled code and for single chunks."""
     y = x if x.dtype in LAYOUTS else x.float()
     if scale is not None:
-        y = y / scale if inverse is None else y * inverse
+        y = divided(y, scale) if inverse is None else y * inverse
     bits = None if key is None else bits_from_key(x.shape, key, device=x.device, start=start)
     if bits is not None:
         bits = fewer_bits(bits, grid.random_bits)

@@ -71,7 +71,7 @@ def attention(
     return _cast_around(kernel, query, key, value, recipe)[0]
 
 
-_FUSES_MORE = torch.__version__ >= (2, 14)
+_FUSES_MORE = torch.__version__ >= "2.14"
 
 
 def is_fused(
@@ -94,9 +94,10 @@ def is_fused(
         return True
     if dropout_p or query.shape[-1] != value.shape[-1]:
         return False
-    q, k, v, masks = query.shape[:-2], key.shape[:-2], value.shape[:-2], (2, 4)
+    q, k, v = (tuple(x.shape[:-2]) for x in (query, key, value))
+    masks = [2, 4]
     if _FUSES_MORE and len(q) == len(k) == len(v) == 1:
-        q, k, v, masks = (1, *q), (1, *k), (1, *v), (2, 3, 4)
+        q, k, v, masks = (1, *q), (1, *k), (1, *v), [2, 3, 4]
     if len(q) != 2:
         return False
     if attn_mask is not None and (attn_mask.ndim not in masks or attn_mask.requires_grad):

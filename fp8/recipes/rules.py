@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..formats.format import Format, get_format
 from ..formats.quantize import quantize
-from ..formats.rounding import LAYOUTS
+from ..formats.rounding import LAYOUTS, divided
 
 SMALLEST, LARGEST = -126, 127
 """The range of scale factors as exponents of two: the normal powers of float32. E8M0 starts at
@@ -70,7 +70,7 @@ def _even(amax: Tensor, format: Format) -> Tensor:
 
 def _exact(amax: Tensor, format: Format) -> Tensor:
     """amax divided by the format's largest value, in float32; not a power of two."""
-    return amax / format.max
+    return divided(amax, format.max)
 
 
 def _fit(amax: Tensor, format: Format) -> Tensor:
@@ -96,7 +96,7 @@ def _quest(spread: Tensor, format: Format) -> Tensor:
 def _two_level(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     """``exact`` for the tensor, times the power of two, rounded up, that takes it to ``exact`` for
     the tile (MOSS, arXiv:2511.05811): no value saturates."""
-    return _ceil(amax / format.max / unit, format) * 2.0**format.max_exponent * unit
+    return _ceil(divided(divided(amax, format.max), unit), format) * 2.0**format.max_exponent * unit
 
 
 def _e4m3(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def _e4m3(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     (NVFP4, arXiv:2509.25149, section 2). The e4m3 value is at least its smallest subnormal, 2**-9:
     TransformerEngine keeps subnormals, torchao stops at 2**-6."""
     scale_format = get_format("e4m3")
-    scale = quantize(amax / format.max / unit, scale_format)
+    scale = quantize(divided(divided(amax, format.max), unit), scale_format)
     return scale.clamp(min=scale_format.min_subnormal) * unit
 
 
@@ -156,6 +156,9 @@ RULES: dict[str, Callable[..., Tensor]] = {
 first candidate of a rule in BY_ERROR. Those of rules in UNITS take the unit as well; those in
 BY_SPREAD the tile's standard deviation in place of its largest magnitude."""
 
+POWERS = ("up", "floor", "ceil", "even", "error", "quest")
+"""Rules whose scales are powers of two, by which every division is exact."""
+
 BY_SPREAD = ("quest",)
 """Rules of the standard deviation."""
 
@@ -171,7 +174,7 @@ table for variables.)"""
 def _unit(amax: Tensor, largest: float) -> Tensor:
     """The unit in which ``largest`` stands for the largest of these amax, all finite."""
     whole = amax.amax()
-    return defined(whole / largest, whole)
+    return defined(divided(whole, largest), whole)
 
 
 UNITS: dict[str, Callable[[Tensor, Format], Tensor]] = {
