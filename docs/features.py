@@ -214,7 +214,7 @@ FEATURES = [
         ("backward in one pass", "not had: as torch and its compiler compute it"),
         "no E[x²] - E[x]²",
         ("images per second", _NO_GPU),
-        ("older torch, XLA", "not had: torch 2.11 to 2.13, CPU and CUDA devices"),
+        ("older torch, XLA", "not had: torch 2.11 to 2.14, CPU and CUDA devices"),
     ),
     *_rows(
         "timm",

@@ -37,10 +37,11 @@ from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, reduced
 from ..formats.format import FORMATS, Format, get_format
 from ..formats.quantize import check_dtype, quantize_operand
 from ..formats.random_bits import KEY_START
+from ..formats.rounding import divided
 from ..recipes import scaling
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
-from ..recipes.rules import CORRECTED, UNITS, scale_format
+from ..recipes.rules import CORRECTED, POWERS, UNITS, scale_format
 from ..recipes.scaling import Tile, inverse_of, scale_of, scaled_tiles, with_margin
 from ..tensors.scaled_tensor import plain
 from .counts import Blocks, Observed, observe
@@ -302,12 +303,16 @@ def by_tiles(
         scale = _scales_of(of, tiles, dims, format, rule, spec.tile, axis)
     scale = with_margin(scale, spec.margin, rule)
     wide, inverse = tiles.detach().to(scale.dtype), inverse_of(scale, rule)
-    units = wide / scale if inverse is None else wide * inverse
+    units = _in_units(wide, scale, rule) if inverse is None else wide * inverse
     values = quantize_operand(units, format, **rounding_of(spec))
     if rule in CORRECTED:
         unit, together = tensor_unit(tiles, dims, spec, of), spec.hadamard // spec.tile[1]
         scale = scaling.corrected(units, values, scale, unit, dims, max(together, 1))
     return values, scale, tiles, dims
+
+
+def _in_units(x: Tensor, scale: Tensor, rule: str | None) -> Tensor:
+    return x / scale if rule is None or rule in POWERS else divided(x, scale)
 
 
 def _amax_of(x: Any) -> Tensor:
@@ -508,7 +513,7 @@ def codes(
 def _of_whole(x: Tensor, spec: Spec, scale: Tensor | None, observed: bool) -> Codes:
     """By one scale; None is the scale 1. Only casts without a rule are observed."""
     format = format_of(spec)
-    units = x if scale is None else x / scale
+    units = x if scale is None else _in_units(x, scale, spec.rule)
     values = quantize_operand(units, format, **rounding_of(spec))
     if spec.label and spec.rule is None and observed:
         observe(spec.label, Observed(units, values, None, format))

@@ -23,6 +23,7 @@ from ..common.compiler import (
     is_plain,
     reads_values,
 )
+from ..formats.quantize import convertible
 from ..recipes.scaling import inverse_of
 from .casting import Spec, format_of
 
@@ -120,7 +121,7 @@ def _bytes(x: Tensor, dtype: torch.dtype, scale: Tensor | None, spec: Spec) -> t
     return _stored(x / scale if inverse is None else x * inverse, dtype), scale
 
 
-@compiled_as(lambda x, dtype: torch.zeros_like(x, dtype=dtype).copy_(x))
+@compiled_as(lambda x, dtype: torch.zeros_like(x, dtype=dtype).copy_(convertible(x, dtype)))
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in ``dtype``. While compiling it is copied, because the partitioner counts a conversion
     with twice its bytes and would save the 16-bit tensor instead."""

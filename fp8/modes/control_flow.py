@@ -75,12 +75,13 @@ RUNS: dict[Function, Runs] = {
 at once."""
 
 
-def in_python(function: Function, args: tuple[Any, ...], kwargs: Any) -> Function | None:
-    """For a call of control flow in eager code: what makes it in Python. None for others."""
+def in_python(function: Function, args: tuple[Any, ...]) -> Function | None:
+    """For a call of control flow in eager code: what makes it in Python. None for others. Keywords
+    of such a call tell the compiler which tensors its functions write."""
     row = RUNS.get(function)
     if row is None or row.eager is None or torch.compiler.is_compiling():
         return None
-    return partial(row.eager, *args, **kwargs)
+    return partial(row.eager, *args)
 
 
 def runs_functions(function: Function) -> bool:

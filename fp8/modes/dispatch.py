@@ -343,7 +343,7 @@ def expansion(
         return partial(in_pairs, equation, operands) if whole else None
     composed = COMPOSED.get(function)
     if composed is None:
-        return in_python(function, args, kwargs)
+        return in_python(function, args)
     return partial(composed, *args, **kwargs)
 
 

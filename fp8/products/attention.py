@@ -59,6 +59,9 @@ def attention(
     return _cast_around(kernel, query, key, value, product_recipe(unit))[0]
 
 
+_FUSES_MORE = torch.__version__ >= "2.14"
+
+
 def is_fused(
     query: Tensor,
     key: Tensor,
@@ -71,15 +74,26 @@ def is_fused(
 
     Its CPU kernel takes operands of four dimensions and one width that do not broadcast, no
     dropout, and masks of two or four dimensions without a gradient (`use_flash_attention_cpp` in
-    torch's sdp_utils_cpp.cpp). Other devices have a kernel for all of these.
+    torch's sdp_utils_cpp.cpp). From torch 2.14 on, operands of three dimensions are one batch, and
+    one head of keys and values serves all of the query. Other devices have a kernel for all of
+    these.
     """
     if query.device.type != "cpu":
         return True
-    if dropout_p or query.ndim != 4 or query.shape[-1] != value.shape[-1]:
+    if dropout_p or query.shape[-1] != value.shape[-1]:
         return False
-    if attn_mask is not None and (attn_mask.ndim not in (2, 4) or attn_mask.requires_grad):
+    q, k, v = (tuple(x.shape[:-2]) for x in (query, key, value))
+    masks = [2, 4]
+    if _FUSES_MORE and len(q) == len(k) == len(v) == 1:
+        q, k, v, masks = (1, *q), (1, *k), (1, *v), [2, 3, 4]
+    if len(q) != 2:
         return False
-    return enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2]
+    if attn_mask is not None and (attn_mask.ndim not in masks or attn_mask.requires_grad):
+        return False
+    if attn_mask is not None and attn_mask.ndim == 4 and attn_mask.shape[0] not in (1, q[0]):
+        return False
+    one_head = _FUSES_MORE and k == v and k == (q[0], 1)
+    return enable_gqa or q == k == v or one_head
 
 
 def flex_attention(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..formats.format import Format, get_format
 from ..formats.quantize import quantize
-from ..formats.rounding import LAYOUTS
+from ..formats.rounding import LAYOUTS, divided
 
 SMALLEST, LARGEST = -126, 127
 """The range of scale factors as exponents of two: the normal powers of float32. E8M0 starts at
@@ -70,7 +70,7 @@ def _even(amax: Tensor, format: Format) -> Tensor:
 
 def _exact(amax: Tensor, format: Format) -> Tensor:
     """amax divided by the format's largest value, in float32; not a power of two."""
-    return amax / format.max
+    return divided(amax, format.max)
 
 
 def _fit(amax: Tensor, format: Format) -> Tensor:
@@ -99,7 +99,7 @@ def _e4m3(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     largest values of the block saturate: stochastic rounding is biased toward zero. The e4m3 value
     is at least its smallest subnormal, 2**-9: TransformerEngine keeps subnormals, torchao stops at
     2**-6."""
-    return _nearest(amax / format.max / unit) * unit
+    return _nearest(divided(divided(amax, format.max), unit)) * unit
 
 
 def _nearest(exact: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ _LEAST, _NORMAL = 2.0**-9, 2.0**-6
 def _e4m3_up(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     """As ``e4m3``, rounded up to an e4m3 value. No value saturates, so stochastic rounding is
     unbiased. The squared error of normal data under it is 1.18 times that under ``e4m3``."""
-    exact = amax / format.max / unit
+    exact = divided(divided(amax, format.max), unit)
     step = _one(exact) >> 3
     normal = ((exact.view(LAYOUTS[exact.dtype].integer) + (step - 1)) & -step).view(exact.dtype)
     small = (exact / _LEAST).ceil() * _LEAST
@@ -130,7 +130,7 @@ def _e4m3_guarded(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     saturates whose scale is not subnormal in e4m3 (the published code of Quartet II,
     arXiv:2601.22813). The squared error of normal data under stochastic rounding is 1.25 times that
     under ``e4m3``."""
-    return _nearest(GUARD * (amax / format.max / unit)) * unit
+    return _nearest(GUARD * (divided(divided(amax, format.max), unit))) * unit
 
 
 def _by_error(amax: Tensor, format: Format) -> Tensor:
@@ -188,6 +188,9 @@ RULES: dict[str, Callable[..., Tensor]] = {
 first candidate of a rule in BY_ERROR. Those of rules in UNITS take the unit as well; those in
 BY_SPREAD the tile's standard deviation in place of its largest magnitude."""
 
+POWERS = ("up", "floor", "ceil", "even", "error", "quest")
+"""Rules whose scales are powers of two, by which every division is exact."""
+
 BY_SPREAD = ("quest",)
 """Rules of the standard deviation."""
 
@@ -204,7 +207,7 @@ table for variables.)"""
 def _unit(amax: Tensor, largest: float) -> Tensor:
     """The unit in which ``largest`` stands for the largest of these amax, all finite."""
     whole = amax.amax()
-    return defined(whole / largest, whole)
+    return defined(divided(whole, largest), whole)
 
 
 UNITS: dict[str, Callable[[Tensor, Format], Tensor]] = {

@@ -16,7 +16,7 @@ from ..common.compiler import eager_only, reads_values
 from ..common.dtensor import is_dtensor, part_of, reduced
 from ..common.validation import refuse_transformed
 from ..formats.format import Format, get_format
-from ..formats.quantize import quantize_operand
+from ..formats.quantize import in_dtype, quantize_operand
 from .rules import BY_ERROR, BY_SPREAD, E8M0, LARGEST, RULES, SMALLEST, UNITS, defined
 
 __all__ = [
@@ -274,12 +274,11 @@ def in_format(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     x: float32, any shape. Rounded once, to nearest, ties to even. Inf becomes NaN if the format has
     no Inf.
     """
-    assert format.dtype is not None
     scale = scale_of(x, None, format, "up") if x.numel() else x.new_ones(())
     units = x / scale
     if not format.infinity:  # torch's own casts disagree on Inf
         units = torch.where(units.isinf(), torch.nan, units)
-    return units.to(format.dtype), scale
+    return in_dtype(units, format.dtype), scale
 
 
 def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record: bool) -> Tensor:

@@ -26,7 +26,8 @@ class Form(NamedTuple):
 def form_of(value: Any) -> Any:
     """The signature of an argument: its structure, not its sizes."""
     if isinstance(value, Tensor):
-        ones = tuple(bool(size == 1) for size in value.shape)
+        # Dimensions, not booleans: the compiler of torch 2.14 cannot look up symbolic ones.
+        ones = tuple(dim for dim, size in enumerate(value.shape) if size == 1)
         return ("tensor", value.ndim, ones, has_gradient(value))
     if isinstance(value, list | tuple):
         return tuple(form_of(item) for item in value)

@@ -494,6 +494,8 @@ def _location() -> _Location:
         ours = file.startswith(_OURS)
         if file == install.__file__:
             break  # the running module begins here
+        if not (where or ours or file.startswith(_TORCH)):
+            where = f"{file}:{frame.f_lineno}"
         if where:
             inside = function_of(frame) or inside
         if not (inside or ours) and _is_of_distribution(frame):
@@ -503,8 +505,6 @@ def _location() -> _Location:
                 f"{where} runs under torch.utils.checkpoint as a function, which is computed again "
                 "without the plan of unit_scale: checkpoint a module instead"
             )
-        if not (where or ours or file.startswith(_TORCH)):
-            where = f"{file}:{frame.f_lineno}"
         if not ours or frame.f_code is contracted.__code__:
             module = frame.f_globals.get("__name__", file)  # the same on every machine
             found.append((module, *_position(frame.f_code, frame.f_lasti)))
