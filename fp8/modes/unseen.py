@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
