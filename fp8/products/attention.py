@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..casts.casting import cast_backward, cast_forward, without_autocast
 from ..casts.counts import product_name
-from ..context.active import histories, product_recipe
+from ..context.active import histories, product_recipe, static_exponents
 from ..recipes.recipe import Recipe
 from .matmul import matmul, to_autocast_dtype, uncast_matmul
 from .summed import warn_unsummed
@@ -124,9 +124,10 @@ def _cast_around(
     warn_unsummed(recipe, "attention")
     name, cast = product_name("attention", None, recipe), recipe.input
     *of, of_grad = histories(recipe, "attention", (query,), cast, cast, cast, recipe.grad)
-    query = cast_forward(query, cast, -1, of[0], name, "query")
-    key = cast_forward(key, cast, -1, of[1], name, "key")
-    value = cast_forward(value, cast, -2, of[2], name, "value")
+    static = static_exponents(recipe, query, key, value)
+    query = cast_forward(query, cast, -1, of[0], name, "query", static[0])
+    key = cast_forward(key, cast, -1, of[1], name, "key", static[1])
+    value = cast_forward(value, cast, -2, of[2], name, "value", static[2])
     y, *rest = kernel(query, key, value)
     return cast_backward(y, recipe.grad, of_grad, name), *rest
 

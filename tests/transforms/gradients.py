@@ -21,7 +21,7 @@ def gradients(model: nn.Module, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
     return value.detach(), found
 
 
-def check_true(model: nn.Module, loss: Loss, rtol: float = 1e-6) -> dict[str, Tensor]:
+def check_true(model: nn.Module, loss: Loss, rtol: float = 1e-5) -> dict[str, Tensor]:
     """Asserts that the gradient of each parameter is the slope of the loss in its direction and a
     random one, by finite differences. For deterministic models in float64. Returns the gradients.
     """
@@ -40,14 +40,13 @@ def check_true(model: nn.Module, loss: Loss, rtol: float = 1e-6) -> dict[str, Te
 
 
 def _slope(parameter: Tensor, direction: Tensor, value: Callable[[], Tensor]) -> Tensor:
-    """The derivative of a value with respect to a parameter, in a direction: of fourth order."""
-    start, step = parameter.detach().clone(), 1e-3 * max(1.0, parameter.detach().norm().item())
+    """The derivative of a value with respect to a parameter, in a direction."""
+    start, step = parameter.detach().clone(), 1e-6 * max(1.0, parameter.detach().norm().item())
     ends = []
-    for distance in (1, -1, 2, -2):
+    for sign in (1, -1):
         with torch.no_grad():
-            parameter.copy_(start + distance * step * direction)
+            parameter.copy_(start + sign * step * direction)
         ends.append(value().detach())
     with torch.no_grad():
         parameter.copy_(start)
-    near, far = ends[0] - ends[1], ends[2] - ends[3]
-    return (8 * near - far) / (12 * step)
+    return (ends[0] - ends[1]) / (2 * step)
