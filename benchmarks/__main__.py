@@ -26,6 +26,7 @@ BENCHMARKS = (
     "transfer_depth",
     "residual",
     "first_call",
+    "cast_bias",
     "recipe_loss",
     "fine_tuning",
     "sums",

@@ -100,9 +100,19 @@ def _fine_tuning(rows: list[Row]) -> str:
 
 def _recipe_loss(rows: list[Row]) -> str:
     found = named(rows)
-    names = ("unit", "tensor", "block", "mxfp8", "nvfp4", "mxfp4")
+    names = ("unit", "tensor", "block", "mxfp8", "nvfp4_nvidia", "mxfp4")
     return "Gap to FP32, unit-scaled: " + "; ".join(
         f'"{name}": {found[name]["unit_scaled_gap"]:+.3f}' for name in names
+    )
+
+
+def _cast_bias(rows: list[Row]) -> str:
+    pairs = [(f"{kind}_bias", f"{kind}_se") for kind in ("normal", "heavy")]
+    unbiased = [r["name"] for r in rows if all(abs(r[b]) <= 3 * r[se] for b, se in pairs)]
+    worst = min(rows, key=lambda row: row["heavy_bias"])
+    return (
+        f"Within three standard errors that of {', '.join(unbiased)}; that of others shrinks, most "
+        f"by {-worst['heavy_bias']:.1f} % ({worst['name']}, heavy-tailed data)"
     )
 
 
@@ -265,6 +275,9 @@ QUESTIONS: dict[str, Question] = {
     "kinds_of_models": Question(
         text="Does FP8 train as FP32 does on a ResNet, a ViT, a graph network, an LSTM, a U-Net?",
         answer=_kinds_of_models,
+    ),
+    "cast_bias": Question(
+        text="Is the cast gradient of a recipe the gradient in the mean?", answer=_cast_bias
     ),
     "recipe_loss": Question(
         text="How much held-out loss does each recipe cost?", answer=_recipe_loss

@@ -48,6 +48,7 @@ PRIVATE = {
         "torch.utils._pytree": "arguments of operations, lists of tensors among them",
     },
     "fp8/common/traced.py": {
+        "torch._inductor": "compile(): a thread uses it while dynamo, which has a lock, compiles",
         "torch.compiler._is_compiling_flag": "what is_compiling() reads; set by torch 2.13 alone",
     },
     "fp8/common/compiler.py": {

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 
@@ -126,3 +131,322 @@ def same(ours: list[Tensor], theirs: list[Tensor], rtol: float = 0.0, atol: floa
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+# One of each kind
+
+
+WIDTH, LENGTH = 16, 6
+
+
+class Llama(nn.Module):
+    """Rotary positions, grouped queries, gated units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(12, WIDTH), nn.Linear(WIDTH, 12, bias=False)
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(3))
+        self.q, self.o = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.k, self.v = nn.Linear(WIDTH, 8, bias=False), nn.Linear(WIDTH, 8, bias=False)
+        self.gate, self.up = nn.Linear(WIDTH, 32, bias=False), nn.Linear(WIDTH, 32, bias=False)
+        self.down = nn.Linear(32, WIDTH, bias=False)
+        angles = torch.outer(torch.arange(LENGTH), 100.0 ** -torch.arange(2)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def rotate(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return x * self.cos + torch.cat([-b, a], -1) * self.sin
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        h = self.norms[0](x)
+        q, k, v = (w(h).unflatten(-1, (-1, 4)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        k, v = (t.repeat_interleave(2, 1) for t in (self.rotate(k), v))
+        h = F.scaled_dot_product_attention(self.rotate(q), k, v, is_causal=True)
+        x = x + self.o(h.transpose(1, 2).flatten(2))
+        h = self.norms[1](x)
+        x = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        logits = self.head(self.norms[2](x))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class ViT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.block = nn.Conv2d(3, WIDTH, 4, 4), Block(WIDTH, 2)
+        self.token = nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, 5, WIDTH))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).mT
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
+        logits = self.head(self.norm(self.block(x)[:, 0]))
+        return F.cross_entropy(logits, torch.arange(len(x)) % 4)
+
+
+def perceptron(m: Any, x: Tensor) -> Tensor:
+    return m.c(F.relu(m.b(F.gelu(m.a(x)))))
+
+
+def decoder(m: Any, ids: Tensor) -> Tensor:
+    return m.body(ids[:, :-1], ids[:, 1:])[1]
+
+
+def resnet(m: Any, x: Tensor) -> Tensor:
+    x = F.max_pool2d(F.relu(m.norm1(m.stem(x))), 2)
+    y = m.norm3(m.conv2(F.relu(m.norm2(m.conv1(x)))))
+    y += x
+    return m.head(F.adaptive_avg_pool2d(F.relu(y), 1).flatten(1))
+
+
+def convnext(m: Any, x: Tensor) -> Tensor:
+    x = m.stem(x)
+    y = m.norm(m.depthwise(x).permute(0, 2, 3, 1))
+    y = m.gain * m.down(F.gelu(m.up(y)))
+    return m.head((x + y.permute(0, 3, 1, 2)).mean([-2, -1]))
+
+
+def unet(m: Any, x: Tensor) -> Tensor:
+    time = torch.linspace(0, 3, len(x), dtype=x.dtype)[:, None] * torch.ones(8, dtype=x.dtype)
+    high = F.silu(m.enter(x))
+    low = F.silu(m.down(high) + m.time(time.sin())[:, :, None, None])
+    low = F.silu(m.middle(low)) + low
+    return m.leave(torch.cat([high, F.silu(m.up(low))], 1))
+
+
+def lstm(m: Any, ids: Tensor) -> Tensor:
+    logits = m.head(m.body(m.tokens(ids))[0])
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def gru_cells(m: Any, x: Tensor) -> Tensor:
+    state, outputs = x.new_zeros(len(x), WIDTH), []
+    for part in m.enter(x).unbind(1):
+        state = m.cell(part, state)
+        outputs.append(m.head(state))
+    return torch.stack(outputs, 1)
+
+
+def mamba(m: Any, x: Tensor) -> Tensor:
+    x, gate = m.enter(x).chunk(2, -1)
+    x = F.silu(m.conv(x.mT)[..., : x.shape[1]].mT)
+    step, b, c = m.select(x).split([WIDTH, 4, 4], -1)
+    step, decay = F.softplus(step)[..., None], -m.log_decay.exp()
+    state, outputs = x.new_zeros(len(x), WIDTH, 4), []
+    for t in range(x.shape[1]):
+        state = state * (step[:, t] * decay).exp()
+        state = state + step[:, t] * b[:, t, None] * x[:, t, :, None]
+        outputs.append((state * c[:, t, None]).sum(-1))
+    return m.leave((torch.stack(outputs, 1) + m.skip * x) * F.silu(gate))
+
+
+def experts(m: Any, x: Tensor) -> Tensor:
+    x = m.enter(x).flatten(0, 1)
+    weights, chosen = m.gate(x).softmax(-1).topk(2)
+    mixed = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        rows, nth = torch.where(chosen == number)
+        mixed[rows] += weights[rows, nth, None] * expert(x[rows])
+    return m.head(x + mixed)
+
+
+def graph(m: Any, x: Tensor) -> Tensor:
+    source, target = torch.arange(24) % LENGTH, torch.arange(24) * 5 % LENGTH
+    x = m.enter(x[0])
+    messages = F.relu(m.edge(torch.cat([x[source], x[target]], -1)))
+    x = x + m.node(torch.zeros_like(x).index_add(0, target, messages))
+    return m.head(F.relu(x))
+
+
+def vae(m: Any, x: Tensor) -> Tensor:
+    mean, log_var = m.code(F.relu(m.enter(x))).chunk(2, -1)
+    z = mean + torch.randn_like(mean) * (0.5 * log_var).exp()
+    y = torch.sigmoid(m.leave(F.relu(m.back(z))))
+    divergence = -0.5 * (1 + log_var - mean.square() - log_var.exp()).mean()
+    return F.binary_cross_entropy(y, x.sigmoid()) + divergence
+
+
+def vector_quantized(m: Any, x: Tensor) -> Tensor:
+    y = m.enter(x)
+    code = m.codes(torch.cdist(y.flatten(0, 1), m.codes.weight).argmin(-1)).view_as(y)
+    loss = F.mse_loss(code, y.detach()) + 0.25 * F.mse_loss(y, code.detach())
+    return F.mse_loss(m.leave(y + (code - y).detach()), x) + loss
+
+
+def siamese(m: Any, x: Tensor) -> Tensor:
+    a, b = (F.normalize(m.head(F.relu(m.body(t))), dim=-1) for t in (x, x + 0.1 * x.sin()))
+    logits = a.flatten(0, 1) @ b.flatten(0, 1).mT / 0.2
+    return F.cross_entropy(logits, torch.arange(len(logits)))
+
+
+def encoder(m: Any, ids: Tensor) -> Tensor:
+    """Some tokens are hidden, and others are padding."""
+    hidden, padding = ids % 3 == 0, ids == 1
+    x = m.tokens(ids.masked_fill(hidden, 0)) + m.positions.weight[:LENGTH]
+    logits = m.head(m.body(x, src_key_padding_mask=padding))
+    return F.cross_entropy(logits.flatten(0, 1), ids.masked_fill(~hidden, -100).flatten())
+
+
+def tied(m: Any, x: Tensor) -> Tensor:
+    return F.mse_loss(F.linear(torch.tanh(m.a(x)), m.a.weight.mT, m.bias), x)
+
+
+def einsum_attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5
+    return x + m.out(torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2))
+
+
+def linear_attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x).chunk(3, -1)
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    return x + m.out(q @ (k.mT @ v) / (q @ k.sum(1, keepdim=True).mT))
+
+
+def _net(fn: Callable[..., Tensor], modules: dict[str, nn.Module], **values: Tensor) -> nn.Module:
+    net = Net(fn, **modules)
+    for name, value in values.items():
+        setattr(net, name, nn.Parameter(value))
+    return net
+
+
+def _linears(**sizes: tuple[int, int]) -> dict[str, nn.Module]:
+    return {name: nn.Linear(*size) for name, size in sizes.items()}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """make: a model whose forward takes one tensor. like: "tokens", "values" or "images". smooth:
+    whether gradients are slopes of the loss. folds: whether `fold` works. whole: whether it
+    compiles in one graph. modes: whether it computes in evaluation what it does in training."""
+
+    make: Callable[[], nn.Module]
+    like: str = "values"
+    smooth: bool = True
+    folds: bool = True
+    whole: bool = True
+    modes: bool = True
+
+    def batch(self, seed: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        if self.like == "tokens":
+            return torch.randint(12, (8, LENGTH), generator=generator)
+        shape = (8, 3, 8, 8) if self.like == "images" else (8, LENGTH, WIDTH)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    """The loss that a model returns, or the distance of its result from a fixed one."""
+    torch.manual_seed(0)
+    y = model(x)
+    target = torch.linspace(0, 99, y.numel(), dtype=y.dtype).sin().view_as(y)
+    return F.mse_loss(y, target) if y.dim() else y
+
+
+_QKV: dict[str, tuple[int, int]] = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH)}
+_ENDS: dict[str, tuple[int, int]] = {"enter": (WIDTH, WIDTH), "head": (WIDTH, WIDTH)}
+
+
+def _gpt() -> nn.Module:
+    return _net(decoder, {"body": GPT(vocab=12, width=WIDTH, layers=1, context=LENGTH)})
+
+
+def _mlp() -> nn.Module:
+    sizes = {"a": (WIDTH, 32), "b": (32, 32), "c": (32, 4)}
+    return _net(perceptron, _linears(**sizes))
+
+
+def _resnet() -> nn.Module:
+    convs = {f"conv{i}": nn.Conv2d(WIDTH, WIDTH, 3, 1, 1, bias=False) for i in (1, 2)}
+    norms = {f"norm{i}": nn.BatchNorm2d(WIDTH) for i in (1, 2, 3)}
+    stem = nn.Conv2d(3, WIDTH, 3, 1, 1, bias=False)
+    return _net(resnet, {"stem": stem, **convs, **norms, "head": nn.Linear(WIDTH, 4)})
+
+
+def _convnext() -> nn.Module:
+    depthwise = nn.Conv2d(WIDTH, WIDTH, 3, 1, 1, groups=WIDTH)
+    modules = {"stem": nn.Conv2d(3, WIDTH, 2, 2), "depthwise": depthwise}
+    modules |= {"norm": nn.LayerNorm(WIDTH), **_linears(up=(WIDTH, 64), down=(64, WIDTH))}
+    return _net(convnext, {**modules, "head": nn.Linear(WIDTH, 4)}, gain=torch.full((WIDTH,), 1e-6))
+
+
+def _unet() -> nn.Module:
+    modules = {"enter": nn.Conv2d(3, 8, 3, 1, 1), "down": nn.Conv2d(8, WIDTH, 4, 2, 1)}
+    modules |= {"time": nn.Linear(8, WIDTH), "middle": nn.Conv2d(WIDTH, WIDTH, 3, 1, 1)}
+    up, leave = nn.ConvTranspose2d(WIDTH, 8, 4, 2, 1), nn.Conv2d(16, 3, 3, 1, 1)
+    return _net(unet, {**modules, "up": up, "leave": leave})
+
+
+def _lstm() -> nn.Module:
+    ends = {"tokens": nn.Embedding(12, WIDTH), "head": nn.Linear(WIDTH, 12)}
+    return _net(lstm, {**ends, "body": nn.LSTM(WIDTH, WIDTH, batch_first=True)})
+
+
+def _gru() -> nn.Module:
+    return _net(gru_cells, {**_linears(**_ENDS), "cell": nn.GRUCell(WIDTH, WIDTH)})
+
+
+def _mamba() -> nn.Module:
+    sizes = {"enter": (WIDTH, 32), "select": (WIDTH, WIDTH + 8), "leave": (WIDTH, WIDTH)}
+    conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
+    decay = torch.arange(1.0, 5).log().repeat(WIDTH, 1)
+    modules = {**_linears(**sizes), "conv": conv}
+    return _net(mamba, modules, log_decay=decay, skip=torch.ones(WIDTH))
+
+
+def _experts() -> nn.Module:
+    each = (nn.Sequential(nn.Linear(WIDTH, 32), nn.SiLU(), nn.Linear(32, WIDTH)) for _ in range(3))
+    modules = {**_linears(**_ENDS, gate=(WIDTH, 3)), "experts": nn.ModuleList(each)}
+    return _net(experts, modules)
+
+
+def _graph() -> nn.Module:
+    return _net(graph, _linears(**_ENDS, edge=(2 * WIDTH, WIDTH), node=(WIDTH, WIDTH)))
+
+
+def _vae() -> nn.Module:
+    sizes = {"enter": (WIDTH, WIDTH), "code": (WIDTH, 8), "back": (4, WIDTH)}
+    return _net(vae, _linears(**sizes, leave=(WIDTH, WIDTH)))
+
+
+def _quantized() -> nn.Module:
+    modules = _linears(enter=(WIDTH, WIDTH), leave=(WIDTH, WIDTH))
+    return _net(vector_quantized, {**modules, "codes": nn.Embedding(8, WIDTH)})
+
+
+def _encoder() -> nn.Module:
+    body = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True)
+    modules = {"tokens": nn.Embedding(12, WIDTH), "positions": nn.Embedding(LENGTH, WIDTH)}
+    return _net(encoder, {**modules, "body": body, "head": nn.Linear(WIDTH, 12)})
+
+
+def _parametrized() -> nn.Module:
+    net: Any = _mlp()
+    weight_norm(net.b)
+    return net
+
+
+KINDS: dict[str, Kind] = {
+    "MLP": Kind(_mlp),
+    "GPT": Kind(_gpt, "tokens"),
+    "Llama": Kind(Llama, "tokens"),
+    "ViT": Kind(ViT, "images"),
+    "ResNet": Kind(_resnet, "images", modes=False),
+    "ConvNeXt": Kind(_convnext, "images"),
+    "U-Net": Kind(_unet, "images", folds=False),
+    "LSTM": Kind(_lstm, "tokens", folds=False),
+    "GRU cells": Kind(_gru, folds=False),
+    "Mamba": Kind(_mamba),
+    "experts": Kind(_experts, smooth=False, whole=False),
+    "graph network": Kind(_graph),
+    "VAE": Kind(_vae),
+    "VQ": Kind(_quantized, smooth=False),
+    "siamese": Kind(lambda: _net(siamese, _linears(body=(WIDTH, WIDTH), head=(WIDTH, 8)))),
+    "encoder": Kind(_encoder, "tokens"),
+    "tied": Kind(lambda: _net(tied, _linears(a=(WIDTH, 32)), bias=torch.zeros(WIDTH)), folds=False),
+    "parametrized": Kind(_parametrized),
+    "einsum attention": Kind(lambda: _net(einsum_attention, _linears(**_QKV)), folds=False),
+    "linear attention": Kind(lambda: _net(linear_attention, _linears(**_QKV)), folds=False),
+}

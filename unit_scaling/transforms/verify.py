@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8.common.mixin import check_module
 from fp8.common.report import as_table
@@ -132,9 +133,10 @@ def verify(
     twin = deep_copy(model)
     twin.zero_grad()
     skip_checks(twin)
-    watch = Watch({id(p): name for name, p in twin.named_parameters()})
+    named = {id(p): name for name, p in twin.named_parameters()}
+    watch = Watch(named, frozenset(_computing(twin)))
     install(twin, watch)
-    if find_scope(twin, UnitScale) is not None:  # its first call makes the plan
+    if any(find_scope(part, UnitScale) for part in twin.modules()):  # the first call makes a plan
         _step(twin, Watch({}), batch, loss, seed)
     at_output = _step(twin, watch, batch, loss, seed)
     scope = find_scope(twin, UnitScale)
@@ -142,6 +144,13 @@ def verify(
     return Verification(
         watch.results(), watch.notes, None if scaled else max(at_output, default=None)
     )
+
+
+def _computing(model: nn.Module) -> Iterator[str]:
+    """The paths of the modules that compute a weight."""
+    for path, module in model.named_modules():
+        if isinstance(module, ParametrizationList):
+            yield from (name for name, _ in module.named_modules(prefix=path))
 
 
 def _step(

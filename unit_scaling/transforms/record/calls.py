@@ -389,6 +389,8 @@ def _location() -> tuple[str, str]:
         file = frame.f_code.co_filename
         if file == install.__file__:
             break  # the running module begins here
+        if not (where or file.startswith((_TORCH, *_OURS))):
+            where = f"{file}:{frame.f_lineno}"
         if where:
             inside = function_of(frame) or inside
         if file == _CHECKPOINT and where:
@@ -396,6 +398,4 @@ def _location() -> tuple[str, str]:
                 f"{where} runs under torch.utils.checkpoint as a function, which is computed again "
                 "without the plan of unit_scale: checkpoint a module instead"
             )
-        if not (where or file.startswith((_TORCH, *_OURS))):
-            where = f"{file}:{frame.f_lineno}"
     return where, inside

@@ -140,7 +140,7 @@ class UnitScale:
             )
         if in_shape_inference():
             return call()
-        if not self.is_known(module, path):
+        if not (self.is_known(module, path) or (self.preserves and not _readable(given, module))):
             with self.recording:
                 self._begin(module, path, given)
         return self._replay(call, module, path, given, eager=True)
@@ -188,7 +188,9 @@ class UnitScale:
             if steps is not None:
                 return steps
             module, path, given = self.running.items[-1]
-            if not is_sharded(module) and has_values(t for t in args if isinstance(t, Tensor)):
+            if not _readable((args, kwargs)):
+                return steps_by_rule(place, function, args, kwargs, self.preserves)[0]
+            if not is_sharded(module):
                 self._record(module, path, given)
             steps = self.plan.steps.get(place)
             if steps is None:
@@ -336,6 +338,13 @@ def _parameter(module: nn.Module, path: str, name: str) -> nn.Parameter:
     return module.get_parameter(name.removeprefix(f"{path}." if path else ""))
 
 
+def _readable(given: Given, module: nn.Module | None = None) -> bool:
+    """Whether the values of arguments, and of the parameters of ``module``, can be read; those of
+    the examples inside torch.vmap cannot."""
+    tensors = [t for t in (*given[0], *given[1].values()) if isinstance(t, Tensor)]
+    return has_values((*tensors, *(() if module is None else module.parameters())))
+
+
 def _check_seen(module: nn.Module, given: Given) -> None:
     """Raises where a model cannot be recorded."""
     if any(isinstance(value, torch.fx.Proxy) for value in (*given[0], *given[1].values())):
@@ -348,8 +357,7 @@ def _check_seen(module: nn.Module, given: Given) -> None:
             f"{UNSEEN}, and cannot record a sharded {type(module).__name__}: call the model once "
             "before fully_shard, FullyShardedDataParallel or parallelize_module"
         )
-    tensors = (t for t in (*given[0], *given[1].values()) if isinstance(t, Tensor))
-    if not has_values((*tensors, *module.parameters())):
+    if not _readable(given, module):
         raise RuntimeError(f"{UNSEEN}: call the model once before torch.vmap")
     for name, child in module.named_modules():
         if any(type(p) is not nn.Parameter for p in child._parameters.values() if p is not None):

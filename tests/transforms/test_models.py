@@ -1,0 +1,144 @@
+"""One small model of each kind, and what holds of every one of them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unit_scaling as uu
+from tests.transforms.gradients import check_true, gradients
+from tests.transforms.models import KINDS, loss_of
+from unit_scaling.transforms import ModelPlan, simulate_fp8, unit_scale
+
+every_kind = pytest.mark.parametrize("name", KINDS)
+
+
+def plain(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return KINDS[name].make().double()
+
+
+@torch.no_grad()
+def moved(model: nn.Module) -> nn.Module:
+    """With weights that are not those of the start."""
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def losses(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """In training and in evaluation."""
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    found = [loss_of(model.train(mode), x).detach() for mode in (True, False)]
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    return found
+
+
+def same(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@every_kind
+def test_preserve_is_exact(name: str) -> None:
+    model, x = plain(name), KINDS[name].batch()
+    ours = unit_scale(model, init="preserve")
+    for _ in range(2):
+        value, grads = gradients(ours, lambda m: loss_of(m, x))
+        expected, true = gradients(model, lambda m: loss_of(m, x))
+        assert torch.equal(value, expected)
+        assert grads.keys() == true.keys()
+        assert all(torch.equal(grads[n], grad) for n, grad in true.items())
+
+
+@every_kind
+def test_gradients_are_slopes(name: str) -> None:
+    model, x = unit_scale(plain(name)), KINDS[name].batch()
+    loss_of(model, x)
+    moved(model)
+    if KINDS[name].smooth:
+        check_true(model.eval(), lambda m: loss_of(m, x))
+
+
+def loaded(model: nn.Module, name: str) -> nn.Module:
+    other = unit_scale(moved(plain(name)))
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def planned(model: nn.Module, name: str) -> nn.Module:
+    other = unit_scale(plain(name), plan=ModelPlan.from_json(uu.plan(model).to_json()))
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+COPIES: dict[str, Callable[[nn.Module, str], nn.Module]] = {
+    "copied": lambda model, _: copy.deepcopy(model),
+    "pickled": lambda model, _: pickle.loads(pickle.dumps(model)),
+    "loaded": loaded,
+    "planned": planned,
+    "frozen": lambda model, _: copy.deepcopy(model).requires_grad_(False),
+}
+
+
+@every_kind
+def test_one_function(name: str) -> None:
+    """In training and evaluation, of a copy made before the first call or later, and folded."""
+    kind, x = KINDS[name], KINDS[name].batch()
+    model = unit_scale(plain(name))
+    early = copy.deepcopy(model)
+    loss_of(model, x).backward()
+    moved(model)
+    expected = losses(model, x)
+    if kind.modes:
+        assert torch.equal(*expected)
+    for how, made in COPIES.items():
+        if (name, how) == ("parametrized", "pickled"):
+            continue  # torch refuses
+        found = losses(made(model, name), x)
+        assert all(map(torch.equal, found, expected)), how
+    with torch.no_grad():
+        early.eval()(kind.batch(1))  # of other values
+    early.load_state_dict({n: v for n, v in model.state_dict().items() if "extra" not in n})
+    same(losses(early, x), expected)
+    if kind.folds:
+        torch.testing.assert_close(losses(uu.fold(model), x)[1], expected[1], rtol=1e-4, atol=1e-5)
+    else:
+        with pytest.raises(ValueError, match="cannot hold the factors of unit_scale at"):
+            uu.fold(model)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.whole])
+def test_compiled(name: str) -> None:
+    torch.compiler.reset()
+    model, x = unit_scale(plain(name)), KINDS[name].batch()
+    loss_of(model, x).backward()
+    expected = gradients(model, lambda m: loss_of(m, x))
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+    value, grads = gradients(compiled, lambda m: loss_of(m, x))
+    same((value, {n.removeprefix("_orig_mod."): g for n, g in grads.items()}), expected)
+
+
+@pytest.mark.filterwarnings("ignore:cdist cannot run under:fp8.RecipeWarning")
+@every_kind
+def test_it_learns_at_unit_scale_in_fp8(name: str) -> None:
+    """Each operand and gradient is cast at an RMS in [1/4, 4]."""
+    model, x = simulate_fp8(unit_scale(plain(name).float())), KINDS[name].batch()
+    x = x.float() if x.is_floating_point() else x
+    assert not uu.report(model).left_alone
+    first = loss_of(model, x)
+    optimizer = uu.optim.AdamW(model.parameters(), lr=2**-3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+    assert loss_of(model, x) < 0.995 * first
+    fresh = simulate_fp8(unit_scale(plain(name).float()))
+    assert not uu.verify(fresh, x, loss=lambda y: y if not y.dim() else y.square().mean()).outside
