@@ -80,6 +80,7 @@ def in_python(function: Function, args: tuple[Any, ...], kwargs: Any) -> Functio
     row = RUNS.get(function)
     if row is None or row.eager is None or torch.compiler.is_compiling():
         return None
+    kwargs.pop("mutated_arg_indices", None)  # torch 2.14, of a call that it has traced
     return partial(row.eager, *args, **kwargs)
 
 
