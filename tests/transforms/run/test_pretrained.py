@@ -102,7 +102,7 @@ def test_without_the_transform_it_fails_by_name(cls, tmp_path, monkeypatch):
 
 def test_what_has_not_run_yet(tmp_path):
     model = unit_scale(gpt2(), residual="umup")
-    with pytest.raises(ValueError, match="has not run: .* call it once with an example batch"):
+    with pytest.raises(ValueError, match=r"has not run: .* call it once with an example batch"):
         model.save_pretrained(tmp_path)
 
 
