@@ -171,6 +171,7 @@ def _record(transform: Any, module: nn.Module, path: str, given: Given) -> Recor
 
 
 def _run(transform: Any, mode: Any, copy: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+    transform.recorded = {id(part) for part in copy.modules()}
     RUNNING.items.append(transform)
     transform.path.items.append(path)
     try:
@@ -179,6 +180,7 @@ def _run(transform: Any, mode: Any, copy: nn.Module, path: str, args: Any, kwarg
     finally:
         transform.path.items.pop()
         RUNNING.items.pop()
+        transform.recorded = set()
 
 
 def _copy(module: nn.Module) -> nn.Module:

@@ -71,6 +71,7 @@ class UnitScale:
         """Makes what copies and pickles leave out."""
         self.running = Stack()
         self.recording = threading.RLock()
+        self.recorded = set[int]()  # the ids of the modules of the copy that is being recorded
         numbers = {f: f"replace {i}" for i, f in enumerate(self.replacements)}
         self.kinds: Mapping[Callable[..., Any], str] = {**KINDS, **numbers}
         kinds = [*PRODUCTS, *RECURRENT, *numbers.values()]
@@ -88,7 +89,7 @@ class UnitScale:
         return not self.preserves
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("running", "recording", "kinds", "stepped", "handled")
+        made = ("running", "recording", "recorded", "kinds", "stepped", "handled")
         return {name: value for name, value in vars(self).items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -132,6 +133,11 @@ class UnitScale:
 
     def _eager(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         warn_of_break(module)
+        if id(module) in self.recorded:
+            raise RuntimeError(
+                f"unit_scale: {path!r} runs in another thread than the forward pass that it is "
+                "part of, which is being recorded: transform the parts, each by itself"
+            )
         if in_shape_inference():
             return call()
         if "recorded" in vars(module):
