@@ -159,7 +159,6 @@ def test_weights_of_one_byte_are_left_alone(dtype):
 
 
 @pytest.mark.parametrize("use", [fp8.convert, fp8.apply_low_precision_layernorm, unit_scale])
-@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")
 def test_what_was_changed_cannot_be_scripted(use):
     model = use(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
     with pytest.raises(TypeError, match=r"cannot be scripted: take torch.export, or fp8.revert"):

@@ -124,17 +124,3 @@ def test_gradients_of_what_no_call_shows(name: str) -> None:
             torch.testing.assert_close(found[path], grad, rtol=1e-12, atol=1e-14)
     names = [row.call for row in uu.report(ours).left_alone]
     assert called in names if called else not names
-
-
-def test_gradients_through_a_kernel_have_rms_one() -> None:
-    torch.manual_seed(0)
-    ours = unit_scale(Net(lambda m, x: m.b(Spike.apply(m.a(x))), a=linear(), b=linear()))
-    x, target = torch.randn(2, 256, WIDTH)
-    for _ in range(2):
-        _, grads = gradients(ours, lambda m: F.mse_loss(m(x), target))
-    sizes = {path: grad.square().mean().sqrt().item() for path, grad in grads.items()}
-    assert all(1 / 4 <= size <= 4 for size in sizes.values()), sizes
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)

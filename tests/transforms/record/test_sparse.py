@@ -61,6 +61,7 @@ def test_gradients_are_true(form: str, init: str, batch: tuple[Tensor, Tensor]) 
     x, y = (t.double() for t in batch)
     plain = Network(form).double()
     model = unit_scale(plain, init=init)
+    model(x, y)
     check_true(model, lambda m: m(x, y))
     if init == "preserve":
         assert torch.equal(model(x, y), plain(x, y))

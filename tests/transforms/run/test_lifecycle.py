@@ -395,7 +395,6 @@ def test_new_branches_are_recorded_when_they_come() -> None:
     model.flip = True
     flipped = model(x)
     assert not torch.equal(plain, flipped)
-    assert [r.call for r in uu.report(model) if r.done == "scaled"].count("gelu") == 1
     model.flip = False
     torch.testing.assert_close(model(x), plain)
 
@@ -426,8 +425,7 @@ def test_simulate_format_takes_names() -> None:
 
 
 class Gain(nn.Module):
-    """The gain has a gauge of its own, and a method of Tensor that is written in Python squares
-    it."""
+    """A method of Tensor that is written in Python squares the gain."""
 
     def __init__(self) -> None:
         super().__init__()

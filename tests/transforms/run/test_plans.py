@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import subprocess
@@ -38,7 +37,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
 
 
 def refuse(*args: Any, **kwargs: Any) -> None:
-    raise AssertionError("the model was looked at")
+    raise AssertionError("the model was recorded")
 
 
 def planned(**options: Any) -> tuple[nn.Module, ModelPlan]:
@@ -47,13 +46,11 @@ def planned(**options: Any) -> tuple[nn.Module, ModelPlan]:
     return model, ModelPlan.from_json(uu.plan(model).to_json())
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"residual": "umup"}, {"init": "preserve"}, {"context_length": 64}]
-)
-def test_the_same_bits_without_a_first_look(options, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"residual": "umup"}, {"init": "preserve"}])
+def test_the_same_bits_without_a_recording(options, monkeypatch):
     model, plan = planned(**options)
     want, report = step(model), str(uu.report(model))
-    monkeypatch.setattr("unit_scaling.transforms.run.scope.Look", refuse)
+    monkeypatch.setattr("unit_scaling.transforms.run.transform.learned", refuse)
     other = unit_scale(gpt(), plan=plan)
     same(step(other), want)
     assert str(uu.report(other)) == report
@@ -98,8 +95,8 @@ def test_json():
     assert data["init"] == "unit"
     assert ModelPlan.from_dict(data) == plan
     text = str(plan)
-    assert "plan of unit_scale(init='unit', residual='fixed'), 1 form of call" in text
-    assert "scaled_dot_product_attention 0" in text
+    assert "plan of unit_scale(init='unit', residual='fixed')" in text
+    assert "terms=" in text
 
 
 def test_other_fields_are_refused_by_name():
@@ -109,13 +106,8 @@ def test_other_fields_are_refused_by_name():
         ModelPlan.from_dict({**data, "colour": 1})
     with pytest.raises(ValueError, match=r"a plan: unknown fields \[\], missing fields \['tags'\]"):
         ModelPlan.from_dict({name: value for name, value in data.items() if name != "tags"})
-    with pytest.raises(ValueError, match="a plan of version 8 is needed, got version 7"):
-        ModelPlan.from_dict({**data, "version": 7})
-    (form,) = json.loads(plan.to_json())["plans"]
-    _, step = next(item for item in form[1]["steps"] if item[1] is not None)
-    del step["op"]
-    with pytest.raises(ValueError, match=r"a step: unknown fields \[\], missing fields \['op'\]"):
-        ModelPlan.from_dict({**data, "plans": [form]})
+    with pytest.raises(ValueError, match="a plan of version 9 is needed, got version 8"):
+        ModelPlan.from_dict({**data, "version": 8})
     with pytest.raises(ValueError, match="a plan is a dict of fields, got list"):
         ModelPlan.from_json("[]")
 
@@ -140,50 +132,11 @@ def test_refused_by_name():
         uu.plan(replaced)
 
 
-class Behind(nn.Module):
-    """A branch behind a weight of zeros, whose first gradient comes in the second step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
-        nn.init.zeros_(self.b.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c(x + self.b(self.a(x).relu())).square().mean()
-
-
-def trained(model: nn.Module, batches: torch.Tensor) -> list[torch.Tensor]:
-    """Gradients of the last of some steps."""
-    for x in batches:
-        model.zero_grad()
-        model(x).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 1e-3 * parameter.grad
-    return [parameter.grad for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("how", ["state_dict", "deepcopy"])
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_measurements_of_the_latest_step_are_saved(steps: int, how: str) -> None:
-    """The next step makes the plan again with them, in a process that is resumed too."""
-    torch.manual_seed(0)
-    plain, batches = Behind(), torch.randn(5, 16, 8) * 2.0 ** torch.arange(5)[:, None, None]
-    model = unit_scale(plain)
-    trained(model, batches[:steps])
-    other = copy.deepcopy(model)
-    if how == "state_dict":
-        other = unit_scale(plain)
-        other.load_state_dict(model.state_dict())
-    same(trained(other, batches[steps:]), trained(model, batches[steps:]))
-
-
 PROGRAM = """
 import torch
-from tests.transforms.run.test_every_path import made
-import unit_scaling as uu
-for seed in (0, 10, 20):
-    print(uu.plan(made(seed)[0]).to_json())
+from tests.transforms.run.test_plans import planned
+for residual in ("fixed", "umup"):
+    print(planned(residual=residual)[1].to_json())
 """
 
 
@@ -199,23 +152,3 @@ def test_the_text_does_not_depend_on_the_hashes_of_a_process() -> None:
         for seed in "12"
     ]
     assert texts[0] == texts[1]
-
-
-class Shifted(nn.Module):
-    """Adds a parameter, or a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.shift = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
-        self.down, self.learned = nn.Linear(8, 8), True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu() + (self.shift if self.learned else 0.5))
-
-
-def test_a_number_in_the_place_of_a_tensor_makes_a_new_plan():
-    plain, x = Shifted(), torch.randn(4, 8)
-    model, other = unit_scale(plain), copy.deepcopy(plain)
-    model(x).sum().backward()
-    model.learned = other.learned = False
-    assert torch.equal(model(x), unit_scale(other)(x))

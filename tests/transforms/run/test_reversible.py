@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.transforms.gradients import check_slopes, check_true
+from tests.transforms.gradients import check_true, gradients
 from unit_scaling.transforms import unit_scale
 
 
@@ -93,18 +93,14 @@ def test_gradients_are_true(init: str, of_module: bool) -> None:
         unit_scale(Net(of_module).double(), init=init),
         torch.randn(32, 8, dtype=torch.float64),
     )
-    for _ in range(2):
-        model.zero_grad()
-        model(x).backward()
-    powers = check_true(model, lambda m: m(x), rtol=1e-7)
-    assert check_slopes(model, lambda m: m(x)) == powers
-    assert init == "unit" or set(powers.values()) == {0}
+    first = gradients(model, lambda m: m(x))
+    torch.testing.assert_close(first[1], check_true(model, lambda m: m(x)))
 
 
-def test_hooks_inside_of_the_function_see_no_gradient() -> None:
+def test_hooks_inside_of_the_function() -> None:
     torch.manual_seed(0)
     model, x = unit_scale(Net(True).double()), torch.randn(32, 8, dtype=torch.float64)
     seen: list[Any] = []
     for part in model.parts:
         part.f[0].register_forward_hook(lambda *call: seen.append(call))
-    check_true(model, lambda m: m(x), rtol=1e-7)
+    check_true(model, lambda m: m(x))

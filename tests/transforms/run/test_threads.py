@@ -9,15 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor, nn
-from unit_scaling.transforms.run.scope import UnitScale
 
 import fp8
 import unit_scaling as uu
 from fp8.modes.autocast import outside_compiler
 from tests.threads import TIMEOUT, Meet, meeting, switching, together
 from unit_scaling.transforms import simulate_fp8, track_scales, unit_scale
-from unit_scaling.transforms.run import scope
-from unit_scaling.transforms.run.install import find_scope
+from unit_scaling.transforms.run import transform as module
 
 TRANSFORMS = {
     "unit_scale": unit_scale,
@@ -94,9 +92,9 @@ def test_first_calls_at_once(transform):
 
 def test_one_thread_records(monkeypatch):
     model, recorded = unit_scale(block()), []
-    first = scope.Look
-    counted = lambda *args, **more: recorded.append(1) or first(*args, **more)  # noqa: E731
-    monkeypatch.setattr(scope, "Look", counted)
+    first = module.learned
+    counted = lambda *args: recorded.append(1) or first(*args)  # noqa: E731
+    monkeypatch.setattr(module, "learned", counted)
     with switching():
         together(*[lambda: model(batch())] * 4)
     assert len(recorded) == 1
@@ -175,7 +173,7 @@ def test_a_report_meanwhile():
 
     with switching():
         together(call, read, read)
-    assert len(find_scope(model, UnitScale).plans) == len(shapes)
+    assert len(uu.plan(model).steps) == 1
 
 
 def test_a_copy_meanwhile():
@@ -321,9 +319,7 @@ def test_two_tracked_models():
     for model in alone:
         model(batch())
     for model in models:  # the plan first: that run meets nobody
-        find_scope(model, UnitScale).plans.update(
-            find_scope(alone[models.index(model)], UnitScale).plans
-        )
+        model(batch())
     with meeting(2):
         together(*[lambda m=m: m(batch()) for m in models])
     assert [measured(m) for m in models] == [measured(m) for m in alone]
@@ -332,7 +328,7 @@ def test_two_tracked_models():
 def test_one_tracked_model():
     """Each call of each thread is measured once, with the gradients of its own tensors."""
     model, inputs = track_scales(unit_scale(block())), [batch(i) for i in range(3)]
-    for _ in range(2):  # of a loss outside, the gauges are those of the second step on
+    for _ in range(2):
         model(inputs[0]).sum().backward()
     alone = []
     for x in inputs:

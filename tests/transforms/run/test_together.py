@@ -57,8 +57,7 @@ def test_a_plan_does_not_depend_on_the_precision_of_norms(norm, after):
     else:
         fp8.revert(low)
     for found, expected in zip(gradients(low, x), gradients(model, x), strict=True):
-        exponents = torch.log2((found / expected).double())  # gauges are measured: powers of two
-        torch.testing.assert_close(exponents, exponents[..., :1].round().expand_as(exponents))
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.sampled(3)
@@ -120,19 +119,17 @@ def test_compiled_experts_have_their_plan_and_recipe(transform):
 
 
 class Masked(nn.Module):
-    """As the library transformers, it spells its mask otherwise where it is traced, and may repeat
-    keys by hand there."""
+    """As the library transformers, it spells its mask otherwise where it is traced."""
 
-    def __init__(self, repeats: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.repeats = nn.Linear(8, 24), repeats
+        self.qkv = nn.Linear(8, 24)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
         rows = torch.arange(x.shape[1])
         if torch.compiler.is_exporting():
             mask = torch.arange(x.shape[1])[:, None].expand(-1, x.shape[1]) >= rows[None] + 0
-            k = k[:, :] if self.repeats else k
         else:
             mask = rows[:, None] >= rows
         return F.scaled_dot_product_attention(q, k, v, mask)
@@ -146,15 +143,7 @@ def test_exported_with_a_mask_that_is_made_otherwise(tracked):
     model(x)
     expected = model(x)  # not measured, as what is exported
     program = torch.export.export(model, (x,))
-    assert torch.equal(program.module()(x), expected)
-
-
-def test_exported_with_values_that_are_made_otherwise():
-    """Refused by name: what a value needs is known of calls that were seen."""
-    model, x = unit_scale(Masked(repeats=True)), torch.randn(2, 4, 8)
-    model(x)
-    with pytest.raises(RuntimeError, match=r"has not seen call 2 of .*torch.export"):
-        torch.export.export(model, (x,))
+    torch.testing.assert_close(program.module()(x), expected)
 
 
 class Typed(nn.Module):
@@ -173,8 +162,7 @@ class Typed(nn.Module):
 
 
 def test_a_plan_that_was_made_with_other_weights():
-    """Called before or after a checkpoint was loaded, a model has the same values, and the same
-    gradients but for the powers of two of their gauges."""
+    """Called before or after a checkpoint was loaded, a model has the same gradients."""
     models, ids = [], torch.arange(32).view(2, 16) % 16
     for seed in range(3):
         torch.manual_seed(seed)
@@ -188,8 +176,7 @@ def test_a_plan_that_was_made_with_other_weights():
         grads.append([p.grad for p in model.parameters()])
     for other in grads[1:]:
         for a, b in zip(other, grads[0], strict=True):
-            exponent = torch.log2(a.norm() / b.norm()).round()
-            torch.testing.assert_close(a, b * 2.0**exponent)
+            torch.testing.assert_close(a, b)
 
 
 class LowRank(nn.Module):
@@ -203,19 +190,17 @@ class LowRank(nn.Module):
 
 @pytest.mark.parametrize("residual", ["fixed", "umup"])
 def test_a_low_rank_update_after_the_transform(residual):
-    """Nothing changes while it is zero. Its parameters have no learning rate of u-muP, which the
-    optimizer says."""
-    models, x = [], torch.randn(4, 8)
-    for updated in (False, True):
-        torch.manual_seed(0)
-        model = unit_scale(Sum(), residual=residual)
-        if updated:
-            register_parametrization(model.up, "weight", LowRank())
-        models.append(model)
-    torch.testing.assert_close(models[0](x), models[1](x))
+    """Nothing changes while it is zero, once the model has run. Its parameters have no learning
+    rate of u-muP, which the optimizer says."""
+    torch.manual_seed(0)
+    model, x = unit_scale(Sum(), residual=residual), torch.randn(4, 8)
+    expected = model(x)
+    register_parametrization(model.up, "weight", LowRank())
+    assert torch.equal(model(x), expected)
+    assert torch.equal(model(x), expected)
     with pytest.raises(ValueError, match="has no mup_type"):
-        uu.optim.AdamW(models[1].parameters(), lr=1.0)
-    uu.optim.AdamW(models[1].parameters(), lr=1.0, allow_non_unit_scaling_params=True)
+        uu.optim.AdamW(model.parameters(), lr=1.0)
+    uu.optim.AdamW(model.parameters(), lr=1.0, allow_non_unit_scaling_params=True)
 
 
 class Sum(nn.Module):

@@ -55,7 +55,7 @@ def find_residuals(flow: Flow, rule: str, known: Collection[Place] = ()) -> Resi
     their weights: a branch that joins another later, as an adapter does, does not change those."""
     adds: dict[int, _Branch] = {}
     for index, node in enumerate(flow.nodes):
-        suitable = node.kind == "add" and not node.inside
+        suitable = node.kind == "add" and not (node.inside or node.within)
         if suitable and (branch := _branch(flow, adds, index)) is not None:
             adds[index] = branch
     places = _places(flow, adds)

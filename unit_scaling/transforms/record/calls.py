@@ -51,7 +51,8 @@ class CallNode:
     floating-point input. computed: whether it depends on parameters only. rms: of the values, if
     computed. where: file and line of the call. zero: whether it is a constant of zeros. parameter:
     the name of the parameter that it is. origin: the parameter that it is, or is a view or copy of.
-    inside: the autograd function that makes the call. written: the arguments that it writes into.
+    inside: the autograd function that makes the call. within: whether a module makes it that runs
+    in such a function. written: the arguments that it writes into.
     """
 
     place: Place | None
@@ -72,6 +73,7 @@ class CallNode:
     rms: float = 1.0
     where: str = ""
     inside: str = ""
+    within: bool = False
     written: tuple[Slot, ...] = ()
 
     @property
@@ -206,7 +208,7 @@ class Recorder(Calls):
         place = None if kind is None else (path, kind, lines_here())
         name = _name(function)
         node = CallNode(place, name, path, function, inputs, args, kwargs)
-        node.where, node.inside = _location()
+        node.where, node.inside, node.within = _location()
         sources = [self.nodes[i.node] for i in inputs]
         node.origin = sources[0].origin if kind in TRANSPARENT and inputs else None
         node.computed = _computed(node.kind, sources)
@@ -377,18 +379,24 @@ def is_sparse(node: CallNode) -> bool:
 
 _OURS = tuple(str(Path(__file__).parents[3] / name) for name in ("fp8", "unit_scaling"))
 _TORCH = str(Path(torch.__file__).parent)
+_LEARN = str(Path(__file__).parents[1] / "run" / "learn.py")
 _CHECKPOINT = str(Path(torch.utils.checkpoint.__file__))
 
 
-def _location() -> tuple[str, str]:
-    """File and line of the running call, and the autograd function that makes it. Raises ValueError
-    where `torch.utils.checkpoint` runs a function that is not a module: it would be recomputed in
-    the backward pass without a plan."""
-    where, inside = "", ""
+def _location() -> tuple[str, str, bool]:
+    """File and line of the running call, the autograd function that makes it, and whether the
+    running module runs in one. Raises ValueError where `torch.utils.checkpoint` runs a function
+    that is not a module: it would be recomputed in the backward pass without a plan."""
+    where, inside, ended = "", "", False
     for frame in frames():
         file = frame.f_code.co_filename
-        if file == install.__file__:
-            break  # the running module begins here
+        if file == _LEARN:
+            break  # the recorded model begins here
+        ended = ended or file == install.__file__  # the running module begins here
+        if ended:
+            if function_of(frame) and not file.startswith(_TORCH):  # not a checkpoint
+                return where, inside, True
+            continue
         if not (where or file.startswith((_TORCH, *_OURS))):
             where = f"{file}:{frame.f_lineno}"
         if where:
@@ -398,4 +406,4 @@ def _location() -> tuple[str, str]:
                 f"{where} runs under torch.utils.checkpoint as a function, which is computed again "
                 "without the plan of unit_scale: checkpoint a module instead"
             )
-    return where, inside
+    return where, inside, False

@@ -33,7 +33,7 @@ from ..record.calls import CallNode, Recorder, Slot, numbered, tensors_in
 from ..record.copies import recording_copy
 from ..record.kinds import PRODUCTS, RECURRENT, canonical, is_added
 from ..record.place import Place
-from ..record.values import has_scale, rms_of
+from ..record.values import all_zero, has_scale, rms_of
 from .install import Args, Given, Kwargs
 from .replay import RUNNING, Replay, take
 
@@ -65,6 +65,7 @@ class Recording:
 
 def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learned:
     """Records and measures a call of ``module``, which is at ``path``, and decides on its calls."""
+    restore_own_tags(module)
     weights = tagged_weights(module, path)
     with apart(), torch.inference_mode(False), torch.enable_grad(), _SILENT, uncast():
         recording = _record(transform, module, path, given)
@@ -81,6 +82,8 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
         )
         decided = decide(nodes, settings)
         if not transform.plan.covers(path):
+            if decided.kept or decided.inner:
+                _refuse_replaced(module)
             kept = {name: name in decided.kept for name in sorted(weights.scaled)}
             kept = transform.agreed(f"{path}/kept", kept)
             keep_values(module, path, [name for name, keeps in kept.items() if keeps])
@@ -93,6 +96,15 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
     if not path and not transform.preserves:
         ties = find_ties(nodes, _by_index(nodes, final), recording.buffers, recording.outputs)
     return Learned(final, rows, decided.inner, decided.depths, ties)
+
+
+def _refuse_replaced(module: nn.Module) -> None:
+    """Raises RuntimeError where other tensors stand for parameters that a first call changes."""
+    if not all(isinstance(p, nn.Parameter) for p in module.parameters()):
+        raise RuntimeError(
+            "unit_scale has not seen this call yet: call the model once before torch.func."
+            "functional_call, which replaces its parameters"
+        )
 
 
 def _kept_rows(names: Iterable[str]) -> list[CallRow]:
@@ -175,6 +187,8 @@ def _copy(module: nn.Module) -> nn.Module:
     copy = recording_copy(module)
     vars(copy).pop("forward", None)  # what is set on the instance has called the class's
     restore_own_tags(copy)
+    for part in copy.modules():
+        vars(part)["recorded"] = True
     return copy
 
 
@@ -223,7 +237,7 @@ class Measuring(Replay):
         if hasattr(tensor, "mup_scale"):
             sizes[:] = [static_exponent(tensor)] if static_exponent(tensor) else []
             return {}
-        if not (changes and sizes) and bool(tensor.detach().any()):  # zeros have no size yet
+        if not ((changes and sizes) or all_zero(tensor)):  # zeros have no size yet
             sizes.append(math.log2(rms_of(tensor)))
         return {slot: e} if (e := _exponent(place, slot, sizes)) and changes else {}
 

@@ -140,6 +140,11 @@ class UnitScale:
             )
         if in_shape_inference():
             return call()
+        if "recorded" in vars(module):
+            raise RuntimeError(
+                f"unit_scale: {path!r} runs in another thread than the forward pass that it is "
+                "part of, which records one thread: transform the parts, each by itself"
+            )
         if not (self.is_known(module, path) or (self.preserves and not _readable(given, module))):
             with self.recording:
                 self._begin(module, path, given)
