@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -313,6 +314,11 @@ class UnitScale:
         self.plan, self.gradients = plan.copy(), GradientScales(plan.gradients)
         self.applied = len(plan.entries)
         self.edition = str(int(self.edition) + 1)
+
+    def adopt_saved(self, model: nn.Module, text: str) -> None:
+        """Adopts the plan of a checkpoint as JSON if it fits ``model``."""
+        with contextlib.suppress(ValueError):
+            self.adopt(model, ModelPlan.from_json(text), rescale=False)
 
     def check_seen(self, model: nn.Module) -> None:
         if "" not in self.plan.entries:
