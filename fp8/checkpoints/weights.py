@@ -248,7 +248,7 @@ class Weights:
 
 def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:
     """What transforms removed from the model: id of a parameter or buffer -> the factor it lacks;
-    layer -> the ratio of its input to the input in the plain model."""
+    layer -> the ratio of its input, as it is cast, to the input in the plain model."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith("unit_scaling.layers"):
             raise ValueError(
@@ -257,12 +257,17 @@ def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:
             )
     names: dict[str, float] = {}
     ratios: dict[str, float] = {}
+    modules = dict(model.named_modules())
     for scope, _ in getattr(model, "_scopes", ()):
         if not hasattr(scope, "factors"):
             raise ValueError(f"{type(scope).__name__} is no part of the weights: export without it")
-        weights, inputs = scope.factors(model)
+        weights, inputs, exponents = scope.factors(model)
         names |= weights
         ratios |= inputs
+        for path, exponent in exponents.items():
+            recipe = getattr(modules.get(path), "fp8_recipe", None)
+            if recipe is not None and recipe.input is not None and recipe.input.scaling == "unit":
+                ratios[path] = ratios.get(path, 1.0) * 2.0**-exponent
     known = _named(model)
     return {id(known[name]): factor for name, factor in names.items()}, ratios
 

@@ -8,7 +8,8 @@ products, then the parameters keep their size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -31,10 +32,12 @@ _NAMED = 5
 
 class Folded(NamedTuple):
     """factors: parameter or buffer -> its multiplier in the plain model. inputs: module with a
-    product -> the ratio of its input to that in the plain model."""
+    product -> the ratio of its input to that in the plain model. exponents: module with a product
+    -> the exponent of the power of two that its input is cast at."""
 
     factors: dict[str, float]
     inputs: dict[str, float]
+    exponents: Mapping[str, int] = MappingProxyType({})
 
 
 def folded(ties: Iterable[Tie]) -> Folded:

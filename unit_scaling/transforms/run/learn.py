@@ -203,11 +203,13 @@ class Measuring(Replay):
     def __init__(self, transform: Any, steps: dict[Place, Steps], in_pairs: bool) -> None:
         super().__init__(_Steps(transform, steps), transform, transform.path.items, in_pairs)
         self._sizes: dict[tuple[Place, Slot], list[float]] = defaultdict(list)
+        self._scales: Corrections = {}  # of parameters, by their tags
 
     @property
     def found(self) -> Corrections:
         """The exponents of all arguments that are not near RMS 1: of the median of their sizes."""
         exponents = {key: _exponent(*key, sizes) for key, sizes in self._sizes.items()}
+        exponents |= self._scales
         return {key: exponent for key, exponent in exponents.items() if exponent}
 
     def _taken(
@@ -233,10 +235,10 @@ class Measuring(Replay):
         at the place have that of the first one."""
         if not has_scale(tensor) or is_added(place[1], slot):
             return {}
-        sizes = self._sizes[place, slot]
         if hasattr(tensor, "mup_scale"):
-            sizes[:] = [static_exponent(tensor)] if static_exponent(tensor) else []
+            self._scales[place, slot] = static_exponent(tensor)
             return {}
+        sizes = self._sizes[place, slot]
         if not ((changes and sizes) or all_zero(tensor)):  # zeros have no size yet
             sizes.append(math.log2(rms_of(tensor)))
         return {slot: e} if (e := _exponent(place, slot, sizes)) and changes else {}

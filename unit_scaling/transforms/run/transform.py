@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +21,7 @@ from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
 from ..folding.solve import Folded, folded
 from ..plan.plan import CallRow, ModelPlan, Steps, adopt, check_fits
 from ..plan.weights import adopt_tags
-from ..record.kinds import KINDS, PRODUCTS, RECURRENT
+from ..record.kinds import KINDS, LAYERS, PRODUCTS, RECURRENT
 from ..record.place import Place
 from ..record.values import has_values, rms_of
 from .gradients import GradientScales
@@ -333,10 +333,19 @@ class UnitScale:
         """
         if self.replacements:
             raise ValueError("functions in replace of unit_scale cannot be folded into weights")
-        if self.preserves:
-            return Folded({}, {})
-        self.check_seen(model)
-        return folded(self.plan.ties)
+        if not self.preserves:
+            self.check_seen(model)
+        found = Folded({}, {}) if self.preserves else folded(self.plan.ties)
+        return found._replace(exponents=_input_exponents(self.plan.steps))
+
+
+def _input_exponents(steps: Mapping[Place, Steps]) -> dict[str, int]:
+    """As in `Folded`; without modules whose products cast their inputs at several exponents."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for (path, kind, _), own in steps.items():
+        if kind in LAYERS:
+            found[path] |= {dict(step.static).get((0,), 0) if step else 0 for step in own}
+    return {path: exponents.pop() for path, exponents in found.items() if len(exponents) == 1}
 
 
 def _tags(module: nn.Module, path: str) -> dict[str, Tags]:
