@@ -155,7 +155,7 @@ def _half(rows: list[Row]) -> str:
     found = named(rows)
     name = "unit-scaled fp16, loss not scaled"
     return (
-        f"Yes: held-out loss {found[name]['val_loss']:.3f}, "
+        f"Held-out loss {found[name]['val_loss']:.3f}, "
         f"unit-scaled FP32 {found['unit-scaled fp32']['val_loss']:.3f}"
     )
 
@@ -347,7 +347,7 @@ QUESTIONS: dict[str, Question] = {
         text="Which `residual=` of `unit_scale` reaches the lower loss?", answer=_residual
     ),
     "half_precision": Question(
-        text="Does float16 train without loss scaling once a model is unit-scaled?", answer=_half
+        text="Does a unit-scaled model train in float16 without loss scaling?", answer=_half
     ),
     "levels": Question(
         text="How much memory does a weight take at O1, O2 and O3, and what does it cost in loss?",

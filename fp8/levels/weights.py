@@ -50,7 +50,7 @@ class _ScaledWeights(Gained):
             if new is not old:  # assign=True: keep the parameter and its ties
                 old.data = new.detach()
                 setattr(self, name, old)
-            _settle(old)
+            _store(old)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """torch replaces each parameter by a new tensor; copies attributes and hooks to it."""
@@ -86,7 +86,7 @@ def _attributes(parameter: Tensor) -> dict[str, Any]:
     return {k: v for k, v in vars(parameter).items() if k not in own}
 
 
-def _settle(parameter: Any) -> None:
+def _store(parameter: Any) -> None:
     """Stores a weight in its format. One of 8 bits that is trained keeps what was written until a
     master, which is finer, takes it over in the next step."""
     if parameter.format == "fp16" or parameter.grad_format is None:
@@ -108,7 +108,7 @@ def _replacement(old: Any, format: str, grad_format: str | None) -> Any:
     scaled_tensor.keep_gradients_in(new, grad_format)
     if grad_format is not None and old.grad is not None:
         new.grad = gradient(old.grad, grad_format, old.dtype)
-    _settle(new)
+    _store(new)
     return new
 
 

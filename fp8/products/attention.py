@@ -33,7 +33,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     unit: bool = False,
-    gauge: float | None = None,
+    grad_scale: float | None = None,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` with operands cast under the recipe of the
     enclosing `fp8.autocast`.
@@ -42,14 +42,14 @@ def attention(
     errors and the treatment of NaN and of fully masked rows are those of PyTorch. Query and key are
     cast as the recipe's input along E, value along S, and the gradient of the output as its grad
     along V; probabilities and inner gradients stay in high precision. unit: as in
-    `fp8.products.matmul.linear`. gauge: not None where `is_fused` is false: two products are
+    `fp8.products.matmul.linear`. grad_scale: not None where `is_fused` is false: two products are
     computed then, as in `by_products`, without casts between them.
     """
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        if gauge is not None:
+        if grad_scale is not None:
             given = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-            return by_products(query, key, value, *given, cast=False, gauge=gauge)[:1]
+            return by_products(query, key, value, *given, cast=False, grad_scale=grad_scale)[:1]
         query, key, value, mask = to_autocast_dtype(query, key, value, attn_mask)
         y = torch.ops.aten.scaled_dot_product_attention.default(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -144,7 +144,7 @@ def by_products(
     *,
     unit: bool = False,
     cast: bool = True,
-    gauge: float = 1.0,
+    grad_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention as two products, each cast under the recipe of the enclosing `fp8.autocast`.
 
@@ -152,7 +152,7 @@ def by_products(
     after dropout, before the cast. The products, the softmax and the gradients between them are
     computed in at least float32, as on the chip of a fused kernel. Key and value are cast after
     enable_gqa has repeated their heads. A fully masked row gives zeros. NaN propagates. cast: False
-    for products without casts, whatever the recipe. gauge: a factor of the gradients of
+    for products without casts, whatever the recipe. grad_scale: a factor of the gradients of
     probabilities, scores and attn_mask, which those of query and key are divided by. Raises
     ValueError for is_causal with a mask, and for heads that key or value do not divide; TypeError
     for operands of different dtypes, and for a mask of integers.
@@ -166,12 +166,12 @@ def by_products(
     wide = torch.promote_types(query.dtype, torch.float32)
     with without_autocast(query):
         query, key, value = query.to(wide), key.to(wide), value.to(wide)
-        scores = multiply(query, key.mT, scales=(scale, scale / gauge, scale / gauge))
+        scores = multiply(query, key.mT, scales=(scale, scale / grad_scale, scale / grad_scale))
         scores = _masked(scores, attn_mask, is_causal)
         rows = None if attn_mask is None else (scores == -math.inf).all(-1, keepdim=True)
         weights = (scores if rows is None else scores.masked_fill(rows, 0.0)).softmax(-1)
         weights = F.dropout(weights, dropout_p) if dropout_p else weights
-        y = multiply(weights, value, scales=(1, gauge, 1))
+        y = multiply(weights, value, scales=(1, grad_scale, 1))
         if rows is not None:
             y, weights = y.masked_fill(rows, 0.0), weights.masked_fill(rows, 0.0)
     return y.to(like.dtype), weights.to(like.dtype)

@@ -118,7 +118,7 @@ class Converted(Gained):
         if "fp8_apart" not in vars(self):
             history.add_initial_histories(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-        history.settle(self)
+        history.note_all(self)
 
     def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Leaves the state of scales in float32; zero where the meta device had no values, as
