@@ -113,7 +113,7 @@ class UnderRecipe(nn.Module):
 def under(recipe: fp8.Recipe, model: nn.Module) -> nn.Module:
     """``model`` under a recipe; under one that keeps scales between passes its layers alone, with
     attention in high precision."""
-    return fp8.convert(model, recipe) if recipe.needs_history else UnderRecipe(model, recipe)
+    return fp8.convert(model, recipe) if recipe.keeps_history else UnderRecipe(model, recipe)
 
 
 def held_out_loss(

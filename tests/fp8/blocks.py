@@ -31,6 +31,6 @@ def block(
     """`fp8.autocast`, or under a recipe with state the block of one call of ``layer``, a `keeper`
     (None: a new one)."""
     recipe = get_recipe(recipe)
-    if not recipe.needs_history:
+    if not recipe.keeps_history:
         return fp8.autocast(recipe, backend=backend)
     return LayerBlock(recipe, backend, LayerState(layer or keeper(recipe)))

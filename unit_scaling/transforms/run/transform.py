@@ -20,7 +20,7 @@ from fp8.modes.dispatch import COMPOSED
 from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
 from ..folding.solve import Folded, folded
 from ..plan.plan import CallRow, ModelPlan, Steps, adopt, check_fits
-from ..plan.weights import adopt_tags
+from ..plan.weights import adopt_tags, pruned
 from ..record.kinds import KINDS, LAYERS, PRODUCTS, RECURRENT
 from ..record.place import Place
 from ..record.values import has_values, rms_of
@@ -182,6 +182,7 @@ class UnitScale:
         if torch.compiler.is_dynamo_compiling():
             from .graph_break import unknown_call
 
+            self.running.items[-1][0]._tracing(False)  # the break is this transform's own
             unknown_call(lambda: None)
         if torch.compiler.is_exporting():
             raise RuntimeError(
@@ -382,7 +383,8 @@ def _check_seen(module: nn.Module, given: Given) -> None:
     for name, child in module.named_modules():
         if any(type(p) is not nn.Parameter for p in child._parameters.values() if p is not None):
             continue
-        lost = [n for n in getattr(child, "mup_tags", {}) if n in vars(child)]
+        own = vars(child).keys() - pruned(child).values()
+        lost = [n for n in getattr(child, "mup_tags", {}) if n in own]
         if lost:
             raise RuntimeError(
                 f"{UNSEEN}: call the model once before torch.func.functional_call or DataParallel, "
