@@ -155,11 +155,6 @@ def append_an_activation(m):
 
 
 @edit
-def extend(m):
-    m.extend([nn.Identity(), nn.Identity()])
-
-
-@edit
 def delete_a_block(m):
     del m[1]
 
@@ -326,7 +321,7 @@ def convert_and_revert(m):
 SAME = {
     *("wrap_in_sequential", "wrap_in_a_module", "wrap_a_block", "wrap_the_model"),
     *("parametrize_by_the_identity", "parametrize_and_remove", "weight_norm"),
-    *("weight_norm_and_back", "insert_at_the_front", "append_an_activation", "extend", "rename"),
+    *("weight_norm_and_back", "insert_at_the_front", "append_an_activation", "rename"),
     *("replace_by_a_copy", "replace_a_layer_by_a_copy", "replace_by_another_class"),
     *("replace_all_by_another_class", "patch_a_forward", "patch_the_forward_of_a_block"),
     *("add_hooks", "freeze", "set_a_parameter", "assign_a_state_dict", "replace_parameters"),
@@ -457,6 +452,15 @@ def test_a_new_layer_in_a_unit_scaled_model(called):
     model[1].extra, model[2].up = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
     with fp8.strict(), pytest.raises(fp8.ScaleWarning, match=r"1\.extra\.weight \(and 1 more\)"):
         model(X)
+
+
+@pytest.mark.xfail(reason="modules that came in are known from the next call on", strict=True)
+def test_the_first_call_after_an_edit_computes_what_later_ones_do():
+    model = transformed(plain(), "unit", drift=False)
+    model(X)
+    model[2] = nn.Sequential(model[2], unit_scale(Block()))
+    model[1].up = nn.Sequential(model[1].up, Block())
+    assert torch.equal(model(X), model(X))
 
 
 @pytest.mark.parametrize("called", [False, True])
