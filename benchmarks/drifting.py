@@ -1,79 +1,18 @@
-"""What `benchmarks.gauges` trains: four small models of different kinds, and endless batches."""
+"""Small models of several kinds, and endless batches for them."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from notebooks.nanogpt.data import Corpus, window_starts, windows
-from notebooks.nanogpt.model import GPT, GPTConfig
-
-__all__ = ["HELD_OUT", "Task", "tasks"]
-
-HELD_OUT = 1_000_000
-"""The number of the batch that no step trains on."""
-
 BATCH = 16
-CONTEXT = 64
 WIDTH = 64
 CLASSES = 8
 SIDE = 16  # of an image
 NODES, EDGES = 256, 1024  # of a graph
 
 Batch = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A model to train. build: makes it. batch: its arguments at a step, the same whenever asked.
-
-    loss: of its output, outside of the model; None where the model computes it. unit_lr: the rate
-    of `uu.optim.AdamW`; lr: that of torch's for the plain model.
-    """
-
-    name: str
-    build: Callable[[], nn.Module]
-    batch: Callable[[int], Batch]
-    loss: Callable[[Any], Tensor] | None = None
-    lr: float = 4e-3
-    unit_lr: float = 1.0
-
-    def value(self, output: Any) -> Tensor:
-        """The loss of an output of the model."""
-        if self.loss is not None:
-            return self.loss(output)
-        return output if isinstance(output, Tensor) else output[1]
-
-
-def tasks(corpus: Corpus) -> list[Task]:
-    """The four of them; two on a text, which make their losses themselves."""
-    vocab = len(corpus.symbols)
-    shape = GPTConfig(vocab=vocab, context=CONTEXT, layers=2, heads=2, width=WIDTH)
-
-    def text(step: int) -> Batch:
-        tokens, seed = (corpus.val, 0) if step == HELD_OUT else (corpus.train, step)
-        starts = window_starts(tokens, (BATCH,), context=CONTEXT, seed=seed)
-        return windows(tokens, starts, CONTEXT)
-
-    return [
-        Task(name="GPT", build=lambda: GPT(shape), batch=text),
-        Task(name="LSTM", build=lambda: LSTM(vocab), batch=text),
-        Task(name="ResNet", build=ResNet, batch=gratings, loss=_mean_loss),
-        Task(name="graph network", build=GraphNetwork, batch=graph, loss=_summed_loss, unit_lr=0.5),
-    ]
-
-
-def _mean_loss(output: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(*output)
-
-
-def _summed_loss(output: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(*output, reduction="sum")
 
 
 class LSTM(nn.Module):

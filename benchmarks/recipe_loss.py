@@ -86,11 +86,11 @@ class Claim(NamedTuple):
 CLAIMS = (
     Claim("DeepSeek-V3, arXiv:2412.19437", "block", "fp32", 0.0025),
     Claim("MXFP8, arXiv:2506.08027", "mxfp8", "fp32", 0.0025),
-    Claim("NVFP4, arXiv:2509.25149", "nvfp4", "fp32", 0.015),
-    Claim("NVFP4, arXiv:2509.25149", "nvfp4", "mxfp4"),
-    Claim("Four over six, arXiv:2512.02010", "four_over_six", "nvfp4"),
+    Claim("NVFP4, arXiv:2509.25149", "nvfp4_nvidia", "fp32", 0.015),
+    Claim("NVFP4, arXiv:2509.25149", "nvfp4_nvidia", "mxfp4"),
+    Claim("Four over six, arXiv:2512.02010", "four_over_six", "nvfp4_nvidia"),
     Claim("Quartet, arXiv:2505.14669", "quartet", "mxfp4"),
-    Claim("Quartet II, arXiv:2601.22813", "quartet2", "nvfp4"),
+    Claim("Quartet II, arXiv:2601.22813", "quartet2", "nvfp4_nvidia"),
 )
 """The bounds are those of the papers. MXFP8 "matches BF16": the bound of DeepSeek-V3 is used."""
 
@@ -113,7 +113,7 @@ class UnderRecipe(nn.Module):
 def under(recipe: fp8.Recipe, model: nn.Module) -> nn.Module:
     """``model`` under a recipe; under one that keeps scales between passes its layers alone, with
     attention in high precision."""
-    return fp8.convert(model, recipe) if recipe.needs_history else UnderRecipe(model, recipe)
+    return fp8.convert(model, recipe) if recipe.keeps_history else UnderRecipe(model, recipe)
 
 
 def held_out_loss(

@@ -44,7 +44,7 @@ def training_step(model: nn.Module, recipe: str | None) -> Callable[[], object]:
     ids = torch.randint(0, 65, (16, 129), generator=generator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    keeps = recipe is not None and fp8.RECIPES[recipe].needs_history
+    keeps = recipe is not None and fp8.RECIPES[recipe].keeps_history
     if recipe is not None and keeps:
         fp8.convert(model, recipe, backend="simulate")
     if recipe == "static":

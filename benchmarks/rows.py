@@ -180,7 +180,7 @@ PASSES = (
 #: Rows that are not timed -> why.
 LEFT_OUT = {
     **dict.fromkeys(["cat", "stack"], "torch's own function, of a list"),
-    "rotary": "torch has no twin; it has no factor either",
+    "rotary": "torch has no such function; it has no factor either",
     **dict.fromkeys(
         [op.name for op in OPS.values() if op.fn.__module__.endswith("recurrent")],
         "a loop over the steps against one kernel: another question",

@@ -23,11 +23,14 @@ from torch import nn
 import unit_scaling as uu
 from benchmarks.architectures import ZOO
 from benchmarks.common import Row, report
+from benchmarks.strangers.casts import Casts
+from unit_scaling.transforms import simulate_fp8, unit_scale
 
 
 @dataclass
 class Result:
-    """What became of a model. The shares are those of `uu.verify` inside its ranges.
+    """What became of a model. activations, weights, gradients: the shares of `uu.verify` inside its
+    ranges. casts: that of the casts in FP8 whose SQNR is near their format's.
 
     scaled, unchanged, left_alone: calls, without the model's weights.
     """
@@ -42,12 +45,13 @@ class Result:
     activations: float = math.nan
     weights: float = math.nan
     gradients: float = math.nan
+    casts: float = math.nan
     residuals: int = 0
 
     @property
     def verified(self) -> bool:
         """Converted, with 95 % of each kind inside."""
-        shares = (self.activations, self.weights, self.gradients)
+        shares = (self.activations, self.weights, self.gradients, self.casts)
         return self.result == "converted" and all(share >= 0.95 for share in shares)
 
 
@@ -75,10 +79,10 @@ def examine(name: str, verbose: bool = False, **options: Any) -> Result:
         result.result = f"not built: {str(error).splitlines()[0]}"
         return result
     try:
-        model = uu.transforms.unit_scale(plain, **options)
+        model = unit_scale(plain, **options)
         found = uu.verify(model, batch)
-        loss = model(**batch).loss
-        loss.backward()
+        casts = _casts(simulate_fp8(model), batch)
+        model(**batch).loss.backward()
         uu.optim.AdamW(model.parameters(), lr=0.01).step()
     except (ValueError, TypeError, NotImplementedError) as error:
         result.result = f"refused: {str(error).splitlines()[0]}"
@@ -93,14 +97,24 @@ def examine(name: str, verbose: bool = False, **options: Any) -> Result:
     result.activations = found.share("activation")
     result.weights = found.share("weight")
     result.gradients = found.share("gradient")
+    result.casts = math.nan if casts.share is None else casts.share
     if verbose:
-        print(rows, "\n\n", found, sep="")
+        print(rows, found, *casts.outside(), sep="\n\n")
     return result
+
+
+def _casts(model: nn.Module, batch: dict[str, Any]) -> Casts:
+    """Those of the second step."""
+    model(**batch).loss.backward()
+    casts = Casts(model)
+    with casts.sampled:
+        model(**batch).loss.backward()
+    return casts
 
 
 def row(r: Result) -> Row:
     """The line of a model: "verified" or what became of it."""
-    shares = {name: getattr(r, name) for name in ("activations", "weights", "gradients")}
+    shares = {name: getattr(r, name) for name in ("activations", "weights", "gradients", "casts")}
     return {
         "name": r.name,
         "kind": r.kind,
@@ -114,11 +128,11 @@ def row(r: Result) -> Row:
 
 QUESTION = """\
 what `unit_scale` makes of architectures of the transformers library, in small configurations with
-random weights, measured by `uu.verify` in one training step: calls of torch functions that are
-scaled by a rule, in no need of a factor, and left alone by name; the shares of tensors with an RMS
-in [1/4, 4] among inputs of matrix products, convolutions and attention, weights of these and of
-embeddings, and the gradients of outputs but for queries and keys; verified where each is 0.95 or
-more"""
+random weights, measured in one training step: calls of torch functions that are scaled by a rule,
+in no need of a factor, and left alone by name; by `uu.verify` the shares of what products cast with
+an RMS in [1/4, 4], as cast: activations, weights, and gradients but for queries and keys; casts:
+the share of the casts under `simulate_fp8` whose SQNR is within 1.5 dB of their format's own;
+verified where each is 0.95 or more"""
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import torch
 import fp8.norms.layer_norm2d
 import unit_scaling.functional  # noqa: F401 - fills OPS
 from docs.docstrings import as_markdown
-from docs.questions import QUESTIONS, answer, record
+from docs.questions import QUESTIONS, answer, named, record
 from fp8.__main__ import LEVEL_HEADS, level_row
 from fp8.formats.format import FORMATS, Format
 from fp8.levels.initialize import LEVELS
@@ -165,7 +165,9 @@ def recipe(recipe: Recipe) -> list[str]:
     if recipe.accumulate is not None:
         others.append(f'`accumulate="{recipe.accumulate}"`, `promote={recipe.promote}`')
     casts = map(cast, (recipe.input, recipe.weight, recipe.grad))
-    return [f"`{recipe.name}`", *casts, "; ".join(others)]
+    row = named(record("cast_bias")["rows"])[recipe.name]
+    bias = [f"{row[f'{kind}_bias']:.3f} ± {row[f'{kind}_se']:.3f}" for kind in ("normal", "heavy")]
+    return [f"`{recipe.name}`", *casts, "; ".join(others), *bias]
 
 
 def scaling(name: str, row: Scaling) -> list[str]:
@@ -213,8 +215,11 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         "Recipes",
         "`fp8.RECIPES`: what happens to each operand of the three products of a layer: format, "
         "scaling (with its tile and rule where they are not the usual ones), rounding where it is "
-        "not to nearest. Overflow saturates.",
-        "name | input | weight | gradient of the output | otherwise",
+        "not to nearest. Overflow saturates. Bias: of the gradient's cast in the mean of many "
+        "draws, in percent of the gradient, with its standard error, for normal data and for "
+        "Student's t with three degrees of freedom (`python -m benchmarks.cast_bias`).",
+        "name | input | weight | gradient of the output | otherwise | bias, normal "
+        "| bias, heavy tails",
         [recipe(row) for row in RECIPES.values()],
     ),
     (

@@ -214,7 +214,7 @@ FEATURES = [
         ("backward in one pass", "not had: as torch and its compiler compute it"),
         "no E[x²] - E[x]²",
         ("images per second", _NO_GPU),
-        ("older torch, XLA", "not had: torch 2.11 to 2.13, CPU and CUDA devices"),
+        ("older torch, XLA", "not had: torch 2.11 to 2.14, CPU and CUDA devices"),
     ),
     *_rows(
         "timm",
@@ -302,9 +302,7 @@ COMPARISONS = [
             "Megatron-LM": "`fp8_dot_product_attention`, `fp8_multi_head_attention`",
             "Lightning": f"{_TE}, for a model written with its attention",
         },
-        "named recipes: query, key, value and the gradient of the output, around the fused kernel; "
-        "with `attention_scores` and `attention_values` the probabilities and the gradient of the "
-        "scores too",
+        "query, key, value and the gradient of the output, around the fused kernel",
     ),
     Comparison(
         "grouped products of experts",

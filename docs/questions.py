@@ -100,9 +100,19 @@ def _fine_tuning(rows: list[Row]) -> str:
 
 def _recipe_loss(rows: list[Row]) -> str:
     found = named(rows)
-    names = ("unit", "tensor", "block", "mxfp8", "nvfp4", "mxfp4")
+    names = ("unit", "tensor", "block", "mxfp8", "nvfp4_nvidia", "mxfp4")
     return "Gap to FP32, unit-scaled: " + "; ".join(
         f'"{name}": {found[name]["unit_scaled_gap"]:+.3f}' for name in names
+    )
+
+
+def _cast_bias(rows: list[Row]) -> str:
+    pairs = [(f"{kind}_bias", f"{kind}_se") for kind in ("normal", "heavy")]
+    unbiased = [r["name"] for r in rows if all(abs(r[b]) <= 3 * r[se] for b, se in pairs)]
+    worst = min(rows, key=lambda row: row["heavy_bias"])
+    return (
+        f"Within three standard errors that of {', '.join(unbiased)}; that of others shrinks, most "
+        f"by {-worst['heavy_bias']:.1f} % ({worst['name']}, heavy-tailed data)"
     )
 
 
@@ -141,23 +151,11 @@ def _moved(rows: list[Row]) -> str:
     )
 
 
-def _gauges(rows: list[Row]) -> str:
-    last = [
-        (row["of"], abs(row["details"]["step_600"]["median"]))
-        for row in rows
-        if row["of"] == "gradients" and "step_600" in row["details"]
-    ]
-    return (
-        f"In {len(last)} models, the median gradient is within a factor of "
-        f"{2 ** max(value for _, value in last):.1f} of RMS 1 after 600 steps"
-    )
-
-
 def _half(rows: list[Row]) -> str:
     found = named(rows)
     name = "unit-scaled fp16, loss not scaled"
     return (
-        f"Yes: held-out loss {found[name]['val_loss']:.3f}, "
+        f"Held-out loss {found[name]['val_loss']:.3f}, "
         f"unit-scaled FP32 {found['unit-scaled fp32']['val_loss']:.3f}"
     )
 
@@ -215,11 +213,20 @@ def _residual(rows: list[Row]) -> str:
 
 
 def _strangers(rows: list[Row]) -> str:
+    """Rows without "unit" are of a run before casts were measured."""
     runs = [row for row in rows if row["result"] == "runs"]
     inside = sum(bool(row["inside"]) for row in runs)
+    if "unit" not in runs[0]:
+        return (
+            f"{len(runs)} of {len(rows)} models run; in {inside}, at least 95 % of the activations "
+            "and of the gradients have an RMS in [1/4, 4]"
+        )
+    trained = sum(row["trained"] >= 0.95 for row in runs)
+    exact = sum(row["exact"] == "exact" for row in runs)
     return (
-        f"{len(runs)} of {len(rows)} models run; in {inside}, at least 95 % of the activations "
-        "and of the gradients have an RMS in [1/4, 4]"
+        f"{len(runs)} of {len(rows)} models run; in {inside}, at least 95 % of the casts of a step "
+        f"keep the precision of their format, in {trained} after 20 steps of training too; "
+        f'gradients with `init="preserve"` are the plain model\'s to the bit in {exact}'
     )
 
 
@@ -277,6 +284,9 @@ QUESTIONS: dict[str, Question] = {
     "kinds_of_models": Question(
         text="Does FP8 train as FP32 does on a ResNet, a ViT, a graph network, an LSTM, a U-Net?",
         answer=_kinds_of_models,
+    ),
+    "cast_bias": Question(
+        text="Is the cast gradient of a recipe the gradient in the mean?", answer=_cast_bias
     ),
     "recipe_loss": Question(
         text="How much held-out loss does each recipe cost?", answer=_recipe_loss
@@ -336,11 +346,8 @@ QUESTIONS: dict[str, Question] = {
     "residual": Question(
         text="Which `residual=` of `unit_scale` reaches the lower loss?", answer=_residual
     ),
-    "gauges": Question(
-        text="Do the gauges of the first step hold while a model trains?", answer=_gauges
-    ),
     "half_precision": Question(
-        text="Does float16 train without loss scaling once a model is unit-scaled?", answer=_half
+        text="Does a unit-scaled model train in float16 without loss scaling?", answer=_half
     ),
     "levels": Question(
         text="How much memory does a weight take at O1, O2 and O3, and what does it cost in loss?",

@@ -17,8 +17,7 @@ from .common.removed import attributes_of
 from .formats.format import FORMATS, Format
 from .formats.quantize import quantize
 from .levels.initialize import LEVELS, Level, initialize
-from .levels.memory import state
-from .levels.weights import export_weights, store_frozen
+from .levels.weights import store_frozen
 from .modes.autocast import autocast, checkpoint_contexts
 from .norms.low_precision import apply_low_precision_layernorm
 from .norms.norm import LayerNorm2d
@@ -61,7 +60,6 @@ __all__ = [
     "checkpoint_contexts",
     "convert",
     "export",
-    "export_weights",
     "initialize",
     "optim",
     "override",
@@ -71,7 +69,6 @@ __all__ = [
     "report",
     "revert",
     "scaled",
-    "state",
     "stats",
     "store_frozen",
     "strict",

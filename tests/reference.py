@@ -56,20 +56,21 @@ def scale_of(
     if rule == "quest":  # amax is the spread: see scale_by_error
         largest = min(amax * (2.92247856 / format.max * 2.0**top), np.finfo(np.float64).max)
         return scale_of(float(largest), format, "floor", 0, real, least)
-    if rule == "two_level":
-        unit = min(max(float(real(whole) / real(format.max)), 2.0**-126), 2.0**127)
-        ratio = float(real(amax) / real(format.max) / real(unit))
-        power = max(math.ceil(math.log2(ratio)), -126) if ratio else -126
-        return min(max(unit * 2.0**power, 2.0**-126), 2.0**127)
     if rule == "e4m3_eden":
         share = real(17 / 16 * 0.93)
         amax, whole = float(real(amax) * share), float(real(whole) * share)
-    if rule in ("e4m3", "e4m3_4_6", "e4m3_eden"):
-        unit, largest = 1.0, 448 if rule == "e4m3" else 256
+    if rule.startswith("e4m3"):
+        guard = 17 / 16 if rule == "e4m3_guarded" else 1.0
+        unit, largest = 1.0, 448 if rule in ("e4m3", "e4m3_up") else 256
         if 0 < whole < math.inf:
-            unit = min(max(real(whole) / real(largest * format.max), 2.0**-126), 2.0**127)
-        steps = real(amax) / real(format.max) / real(unit)
-        e4m3 = float(rounded(torch.tensor(float(steps), dtype=torch.float64), get_format("e4m3")))
+            unit = real(whole) / real(largest / guard * format.max)
+            unit = min(max(unit, 2.0**-126), 2.0**127)
+        steps = real(guard) * (real(amax) / real(format.max) / real(unit))
+        steps = torch.tensor(float(steps), dtype=torch.float64)
+        e4m3 = float(rounded(steps, get_format("e4m3")))
+        if rule.endswith("_up"):
+            codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist()
+            e4m3 = min((code for code in codes if code >= steps), default=448.0)
         return min(max(float(real(max(e4m3, 2.0**-9)) * real(unit)), 2.0**-126), 2.0**127)
     if rule == "ceil":
         exponent = math.ceil(math.log2(amax)) if math.frexp(amax)[0] != 0.5 else exponent
@@ -80,12 +81,13 @@ def scale_of(
 
 
 def scale_by_error(x: Tensor, format: Format, rule: str, whole: float, *rest) -> float:
-    """`scale_of` of a tile; under "e4m3_4_6" the better one of it and of that for 1.5 * amax, under
-    "error" of floor and of that for 2 * amax; under "quest" that of the standard deviation."""
+    """`scale_of` of a tile; under "e4m3_4_6" and "e4m3_4_6_up" the better one of it and of that for
+    1.5 * amax, under "error" of floor and of that for 2 * amax; under "quest" that of the standard
+    deviation."""
     if rule == "quest" and (largest := _largest(x)):
         spread = float((_finite(x) / largest).std(correction=0)) or 1.0
         return scale_of(spread * largest, format, rule, whole, *rest)
-    times = {"e4m3_4_6": 1.5, "error": 2.0}.get(rule)
+    times = {"e4m3_4_6": 1.5, "e4m3_4_6_up": 1.5, "error": 2.0}.get(rule)
     rule = "floor" if rule == "error" else rule
     scale = scale_of(_largest(x), format, rule, whole, *rest)
     if times is None:
@@ -132,7 +134,7 @@ def cast(x: Tensor, how: Cast | None, axis: int = -1) -> Tensor:
     real = np.float64 if x.dtype == torch.float64 else np.float32
     if how.scaling == "tensor":
         return _tile(x, format, scale_of(_largest(x), format, how.rule, real=real))
-    invalid = how.scaling in ("mx", "nv") or how.rule == "two_level"
+    invalid = how.scaling in ("mx", "nv")
     result = torch.empty(x.shape, dtype=torch.float64)
     across, along = how.tile
     along = along or x.shape[-1]

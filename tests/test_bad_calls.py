@@ -90,11 +90,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         "normalized_shape must be a sequence, each an int",
     ),
     "rms_norm": (lambda: U.rms_norm(X, 8), "normalized_shape must be a seq.*, got int 8"),
-    "export_weights": (lambda: fp8.export_weights(5), "export_weights needs an nn.Module, got int"),
-    "their dtype": (
-        lambda: fp8.export_weights(model(), "float32"),
-        "in a torch.dtype or None, got 'float32'",
-    ),
     "reduce_amax": (lambda: fp8.reduce_amax(5), "reduce_amax needs an nn.Module, got int"),
     "batch_multiplier": (
         lambda: uu.batch_multiplier("a").__enter__(),
@@ -129,6 +124,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "its second format": (
         lambda: simulate_format(model(), "e4m3", "e5m3"),
         "unknown format 'e5m3'.*did you mean 'e5m2'",
+    ),
+    "few random bits": (
+        lambda: simulate_format(model(), FPFormat(4, 3, srbits=4), "e5m2"),
+        "fwd_format has srbits=4; casts of products draw all random bits: use srbits=0",
     ),
     "bias": (lambda: U.linear(X, X, 5), "^U.linear: bias must be a Tensor or None, got int 5$"),
     "a list of no tensors": (

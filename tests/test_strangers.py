@@ -1,10 +1,10 @@
-"""The benchmark of models of other libraries: what it reads, on models whose values are known, and
-the form of its rows. The libraries themselves are not needed."""
+"""The benchmark of models of other libraries: what it says of casts whose values are known, and the
+form of its rows. The libraries themselves are not needed."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,156 +16,69 @@ from torch.nn import functional as F
 import fp8
 from benchmarks.strangers import collection, reduced
 from benchmarks.strangers.__main__ import COMPILED, has_all, measured, record, recorded, summary
-from benchmarks.strangers.case import Case, Stranger, find_loss, loss_inside, loss_outside
-from benchmarks.strangers.examine import (
-    Options,
-    Ratios,
-    examine,
-    is_inside,
-    on_grid,
-    step_read,
-)
-from benchmarks.strangers.operands import Operands
-from fp8.casts.counts import OPEN
+from benchmarks.strangers.case import Case, Stranger, loss_inside, loss_outside
+from benchmarks.strangers.casts import SQNR, TOLERANCE, Casts, CastSeen, without_limits
+from benchmarks.strangers.examine import Options, examine, is_inside
+from unit_scaling.transforms import simulate_fp8
+
+SCALES = {"in range": 1.0, "too small": 2.0**-12, "too large": 2.0**12}
 
 
-class Known(nn.Module):
-    """Two linear maps with constant weights, and what is multiplied with zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 8, bias=False)
-        self.second = nn.Linear(8, 2, bias=False)
-        self.silent = nn.Linear(4, 2, bias=False)
-        nn.init.constant_(self.first.weight, 0.5)
-        nn.init.constant_(self.second.weight, 8.0)
-        nn.init.constant_(self.silent.weight, 0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x)) + self.silent(x)
-
-
-def read(model: nn.Module, *args: Any, scale: float = 1.0) -> Operands:
-    case = Case(model, args, loss=lambda output: scale * output.sum())
-    return step_read(case, model)
-
-
-def rms_of(mode: Operands, kind: str) -> list[tuple[str, float]]:
-    return [(o.path, o.rms) for o in mode.operands if o.kind == kind]
-
-
-def test_the_rms_of_every_operand_is_exact() -> None:
-    """x is 2: the hidden layer is 4 * 2 * 0.5 = 4. The gradient of the output is 1/16, of the
-    hidden layer 2 * 8/16 = 1; the input needs none. Each operand is read where it is used."""
-    mode = read(Known(), torch.full((3, 4), 2.0), scale=1 / 16)
-    assert mode.products == 3 + 3 + 1  # forward, of the weights, and to the hidden layer
-    forward = [("first", 2.0), ("second", 4.0), ("silent", 2.0)]
-    assert rms_of(mode, "activation")[:3] == forward
-    assert sorted(rms for _, rms in rms_of(mode, "activation")[3:]) == [2.0, 2.0, 4.0]
-    weights = [("first", 0.5), ("second", 8.0), ("silent", 0.0), ("second", 8.0)]
-    assert rms_of(mode, "weight") == weights
-    gradients = sorted(rms for _, rms in rms_of(mode, "gradient"))
-    assert gradients == [1 / 16, 1 / 16, 1 / 16, 1.0]
-    assert ("second", 1 / 16) in rms_of(mode, "gradient")
-    assert mode.zeros == 1
-    assert mode.share("activation") == 1.0
-    assert mode.share("weight") == 1 / 3  # the one of zeros aside
-    assert mode.share("gradient") == 1 / 4
-    assert str(mode.worst()[0]).startswith("gradient 0.062 in mm at s")
-
-
-def test_convolutions_and_the_inputs_of_a_model_with_a_gradient() -> None:
-    model = nn.Sequential(nn.Conv1d(1, 2, 3, bias=False), nn.Conv1d(2, 1, 1, bias=False))
-    for layer in model:
-        nn.init.constant_(layer.weight, 0.5)
-    mode = read(model, torch.full((1, 1, 3), 2.0))
-    found = [(o.call, o.kind, o.rms) for o in mode.operands]
-    assert found == [
-        ("convolution", "activation", 2.0),
-        ("convolution", "weight", 0.5),
-        ("convolution", "activation", 3.0),
-        ("convolution", "weight", 0.5),
-        ("convolution_backward", "gradient", 1.0),
-        ("convolution_backward", "activation", 3.0),
-        ("convolution_backward", "weight", 0.5),
-        ("convolution_backward", "gradient", 0.5),
-        ("convolution_backward", "activation", 2.0),  # the model's input needs no gradient
-    ]
-
-
-def test_the_kernel_of_a_convolution_is_a_weight_whatever_computes_it() -> None:
-    """A factor rides in it."""
-
-    class Dynamic(nn.Module):
-        def forward(self, x: Tensor, kernel: Tensor) -> Tensor:
-            return F.conv1d(x, 2 * kernel)
-
-    x = torch.ones(1, 1, 3, requires_grad=True)
-    mode = read(Dynamic(), x, torch.full((1, 1, 1), 0.5, requires_grad=True))
-    kinds = {(o.call, o.place): o.kind for o in mode.operands}
-    forward = {("convolution", 0): "activation", ("convolution", 1): "weight"}
-    backward = dict(enumerate(("gradient", "activation", "weight")))
-    assert kinds == forward | {("convolution_backward", i): k for i, k in backward.items()}
-
-
-def test_outputs_of_softmaxes_are_aside() -> None:
-    class Attention(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            scores = (x @ x.mT).softmax(-1)
-            return (F.dropout(scores, 0.5) * 2) @ x
-
-    x = torch.ones(1, 16, 4, requires_grad=True)
-    mode = read(Attention(), x)
-    softmax = [o for o in mode.operands if o.softmax]
-    assert len(softmax) == 2  # forward, and for the gradient of the values
-    assert not any(o.counted for o in softmax)
-    assert sum(o.scores for o in mode.operands) == 2
-
-
-class _Similarity(nn.Module):
-    def forward(self, y: Tensor) -> Tensor:
-        return (y @ y.mT).sum()
-
-
-@pytest.mark.parametrize("loss", [_Similarity().forward, _Similarity()])
-def test_products_of_a_loss_outside_of_the_model_are_aside(loss: Any) -> None:
-    model = nn.Linear(4, 4, bias=False)
-    mode = step_read(Case(model, (torch.randn(8, 4),), loss=loss), model)
-    assert [o.call for o in mode.operands] == ["mm"] * 4
-    assert [o.kind for o in mode.operands] == ["activation", "weight", "gradient", "activation"]
-
-
-def test_a_weight_computed_from_parameters_is_a_weight_and_a_constant_none() -> None:
-    class Computed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(4, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            constant = torch.ones(4, 4) @ torch.ones(4, 4)
-            return x @ (self.w * constant).tanh()
-
-    mode = read(Computed(), torch.ones(2, 4))
-    assert mode.products == 2
-    assert [o.kind for o in mode.operands] == ["activation", "weight", "activation", "gradient"]
-
-
-def test_the_gradients_start_as_normal_numbers_where_there_is_no_loss() -> None:
-    model = nn.Linear(4, 64, bias=False)
-    mode = step_read(Case(model, (torch.randn(256, 4),)), model)
-    (gradient,) = rms_of(mode, "gradient")
-    assert gradient[1] == pytest.approx(1, abs=0.03)  # of 2**14 numbers: 5 standard deviations
-
-
-@pytest.mark.parametrize("kind", ["activation", "gradient"])
-def test_on_the_grid_up_to_a_factor(kind: str) -> None:
+def _seen(scale: float) -> list[CastSeen]:
+    """The casts of a layer in FP8 without scales: weights of 1, inputs and gradients of a scale."""
     torch.manual_seed(0)
-    x = torch.randn(256)
-    cast = fp8.quantize(x, {"activation": "e4m3", "gradient": "e5m2"}[kind])
-    for factor in (1.0, 0.25, 0.3, 1 / 768**0.5):
-        assert on_grid(cast * factor, kind)
-    assert not on_grid(x, kind)
-    assert not on_grid(torch.where(torch.arange(256) == 7, x, cast), kind)
+    model = nn.Linear(256, 64, bias=False)
+    nn.init.normal_(model.weight)
+    model = simulate_fp8(model)
+    casts = Casts(model)
+    with casts.sampled:
+        (model(scale * torch.randn(64, 256)) * torch.randn(64, 64)).sum().backward()
+    return casts.seen
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_the_share_of_casts_is_that_of_operands_in_range(scale: float) -> None:
+    """The input needs no gradient: two operands forward, the gradient backward."""
+    seen = _seen(scale)
+    names = [f"{operand} of (model)" for operand in ("input", "weight", "grad again")]
+    assert [cast.name for cast in seen] == names
+    assert [cast.inside for cast in seen] == [scale == 1, True, True]
+    for cast in seen:  # of 2**12 values, each with an error of its own
+        assert cast.own == pytest.approx(SQNR[cast.format], abs=0.5)
+    assert seen[0].rms == pytest.approx(scale, rel=0.05)
+
+
+def test_zeros_are_left_out_and_nothing_is_cast_without_a_recipe() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.zeros_(model.weight)
+    for each, names in ((simulate_fp8(model), ["input of", "grad again of"]), (model, [])):
+        casts = Casts(each)
+        with casts.sampled:
+            each(torch.ones(2, 4)).sum().backward()
+        assert [cast.name.removesuffix(" (model)") for cast in casts.seen] == names
+        assert casts.share == (1 if names else None)
+
+
+@pytest.mark.parametrize("format", SQNR)
+def test_without_limits_a_format_rounds_alike_at_every_exponent(format: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(512, dtype=torch.float64)
+    inside = x.abs() > fp8.FORMATS[format].min_normal
+    x = x[inside]
+    rounded = without_limits(x, fp8.FORMATS[format])
+    assert torch.equal(rounded, fp8.quantize(x, format))
+    for exponent in (-100, 100):
+        scaled = torch.ldexp(x, torch.tensor(exponent))
+        expected = torch.ldexp(rounded, torch.tensor(exponent))
+        assert torch.equal(without_limits(scaled, fp8.FORMATS[format]), expected)
+
+
+def test_values_that_a_format_rounds_coarsely_are_judged_by_what_it_can() -> None:
+    own = SQNR["e4m3"] - 10
+    assert CastSeen("", "e4m3", own - TOLERANCE, own, 1.0).inside
+    assert not CastSeen("", "e4m3", own - TOLERANCE - 0.1, own, 1.0).inside
+    assert CastSeen("", "e4m3", SQNR["e4m3"], math.inf, 1.0).inside
+    assert not CastSeen("", "e4m3", math.nan, 30.0, 1.0).inside
 
 
 # Rows
@@ -202,66 +115,52 @@ def _careful() -> Case:
     return Case(Careful(), (torch.randn(2, 4),))
 
 
-KEYS = {"name", "library", "result", "products", "plain_activation", "plain_gradient"}
-
-
 def test_the_row_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda m, **_: compile(m, backend="aot_eager"))
     rows: list[dict[str, Any]] = []
     examine(Stranger("net", "none", _network), Options(train=True, compiled=True), rows.append)
     row = rows[-1]
-    assert set(row) >= KEYS | {"activation", "weight", "gradient", "inside", "verify", "preserve"}
-    assert (row["result"], row["preserve"], row["inside"]) == ("runs", "exact", True)
-    assert row["static"] == 1
-    assert row["cast"] == row["unit_cast"] == f"{row['products']}/{row['products']}"
-    assert isinstance(row["agrees"], bool)
+    assert (row["result"], row["exact"]) == ("runs", "exact")
+    assert row["inside"]
+    assert row["agrees"]
+    assert row["casts"] == 3 * 2 + 3  # operands forward, gradients backward
+    for key in ("unit", "trained", "preserved", "preserved_trained", "static"):
+        assert row[key] == 1, row["details"][key]
     assert row["fp32_fall"] < 1
     assert row["fp8_fall"] < 1
     assert float(row["compiled"]) <= COMPILED
     assert json.loads(json.dumps(row)) == row
-    assert "1 models: 1 runs; inside 1 of 1" in summary([row])
-
-
-def test_the_ratio_of_a_cast_is_the_rms_over_the_scale() -> None:
-    """Calibrated with an input of 2 and a gradient of 1, called with 3 and 1/4."""
-    layer = nn.Linear(4, 4, bias=False)
-    nn.init.constant_(layer.weight, 0.5)
-    ratios = Ratios(fp8.convert(layer, "static"))
-    fp8.calibrate(layer, torch.full((2, 4), 2.0), torch.sum)
-    OPEN.recorders.append((ratios, Counter()))
-    output = layer(torch.full((2, 4), 3.0))
-    OPEN.recorders.pop()
-    (output.sum() / 4).backward()
-    found = [(name.split()[1], ratio) for name, ratio in ratios.ratios]
-    assert sorted(found) == [("grad", 0.25), ("input", 1.5), ("weight", 1.0)]
+    assert "1 models: 1 runs; unit inside 1 of 1" in summary([row])
 
 
 def test_a_model_that_fails_is_a_row() -> None:
     rows: list[dict[str, Any]] = []
     examine(Stranger("careful", "none", _careful), Options(), rows.append)
     assert rows[-1]["result"] == "failed: KeyError: 'it was changed'"
-    assert rows[-1]["cast"].startswith("failed")
+    assert rows[-1]["exact"].startswith("failed")
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, with threads
 def test_a_model_that_cannot_be_built_is_a_row() -> None:
     row = measured(Stranger("broken", "none", _broken), Options(), 60)
-    assert row["result"] == "not built: RuntimeError: of its own"
+    assert row["result"] == "not built: RuntimeError: of its own and more"
     assert row["name"] == "broken"
 
 
-def test_a_share_of_none_is_not_inside_and_no_operand_is() -> None:
-    assert is_inside({"activation": 0.95, "weight": 0.0, "gradient": None})
-    assert not is_inside({"activation": 1.0, "weight": 1.0, "gradient": 0.0})
-    assert not is_inside({"activation": 0.9, "weight": 1.0, "gradient": 1.0})
+def test_a_share_of_none_is_inside() -> None:
+    assert is_inside(None)
+    assert is_inside(0.95)
+    assert not is_inside(0.9)
 
 
 def test_losses_are_found() -> None:
+    """Without a loss it is a distance: that of zeros from normal numbers is about 1."""
     loss = torch.ones((), requires_grad=True)
     for output in (loss, {"loss": loss}, (loss, torch.ones(3))):
-        assert find_loss(output) is not None
-    assert find_loss(torch.ones(3, requires_grad=True)) is None
+        assert Case(nn.Identity()).loss_of(output) is loss
+    zeros = torch.zeros(2**12, requires_grad=True)
+    assert Case(nn.Identity()).loss_of(zeros).item() == pytest.approx(1, abs=0.1)
     case = loss_outside(nn.Identity(), F.mse_loss, torch.zeros(2), torch.ones(2))
     assert case.run(case.model)[1] == 1.0
 
@@ -307,10 +206,10 @@ def test_a_row_that_has_what_is_asked_is_not_measured_again(tmp_path: Path) -> N
     out = tmp_path / "rows" / "strangers.jsonl"
     assert recorded(out) == {}
     row = {"name": "net", "library": "none", "result": "runs"}
-    for each in (row, row | {"fp32_fall": 0.5}):
+    for each in (row, row | {"trained": 0.5}):
         record(each, out)
     found = recorded(out)["none/net"]
-    assert found == row | {"fp32_fall": 0.5}
+    assert found == row | {"trained": 0.5}
     assert has_all(found, Options(train=True))
     assert not has_all(found, Options(train=True, compiled=True))
     assert has_all({"result": "failed: KeyError"}, Options(compiled=True))

@@ -106,15 +106,19 @@ class FPFormat:
         """Returns ``x`` rounded to the format, in its shape and floating-point dtype, without a
         gradient.
         """
-        return quantize(x, self.format, rounding=self.rounding)
+        return quantize(x, self.format, rounding=self.rounding, random_bits=self.random_bits)
 
     def quantise_fwd(self, x: Tensor) -> Tensor:
         """Returns ``quantise(x)``; the gradient is propagated unchanged."""
-        return quantize_forward(x, self.format, rounding=self.rounding)
+        return quantize_forward(
+            x, self.format, rounding=self.rounding, random_bits=self.random_bits
+        )
 
     def quantise_bwd(self, x: Tensor) -> Tensor:
         """Returns ``x``; its gradient is rounded in the backward pass."""
-        return quantize_backward(x, self.format, rounding=self.rounding)
+        return quantize_backward(
+            x, self.format, rounding=self.rounding, random_bits=self.random_bits
+        )
 
     def __str__(self) -> str:
         return f"{self.format.name}-{_SHORT[self.rounding]}"

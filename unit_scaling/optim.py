@@ -74,9 +74,9 @@ _ADAM: _LrRule = {
 #: Rule -> mup_type -> (shape of the parameter) -> factor of the learning rate. "adam" is for all
 #: optimizers whose updates have entries of about 1 (Adam, AdamW, NAdam, RAdam, Adamax, Lion, ...).
 #: Source: u-muP (arXiv 2407.17465), table 2. "sgd" is the same, with or without momentum, since
-#: unit-scaled gradients have RMS 1, as Adam updates have. "sgd_to_output_scale" is for models whose
-#: readout has its input gradient tied to its output: gradients are then smaller by the square root
-#: of the width. "muon" is for hidden matrices under `torch.optim.Muon` with the default
+#: gradients of unit-scaled modules have RMS 1, as Adam updates have. "sgd_to_output_scale" is for
+#: models whose readout has its input gradient tied to its output: gradients are then smaller by the
+#: square root of the width. "muon" is for hidden matrices under `torch.optim.Muon` with the default
 #: adjust_lr_fn, whose updates have singular values sqrt(max(1, fan_out/fan_in)). A layer, which
 #: divides by sqrt(fan_in), must change by lr * sqrt(fan_out/fan_in) in spectral norm, as under
 #: Adam. Source: arXiv 2310.17813, condition 1.

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.func import debug_unwrap
 
-from fp8.common.compiler import apply, compiled_as, in_graph, same
+from fp8.common.compiler import apply, in_graph, same
 
 from .common.watched import watched
 
@@ -71,35 +70,6 @@ def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
 @partial(in_graph, graph=_Scale.apply)
 def _scale_numbers(input: Tensor, fwd: float, bwd: float) -> Tensor:
     return input if _is_one(fwd) and _is_one(bwd) else apply(_Scale, input, fwd, bwd)
-
-
-def scale_edge(input: Tensor, fwd: float, bwd: float) -> Tensor:
-    """As `scale_each`, but the result may be written in place, unlike a view returned by an
-    autograd function: eager code uses a hook if only the gradient is scaled."""
-    if fwd != bwd:
-        return _scale_sides(input, fwd, bwd)
-    has_scale = input.dtype.is_floating_point or input.dtype.is_complex
-    return _scale_both(input, fwd) if has_scale else input
-
-
-@compiled_as(scale_each)
-def _scale_sides(input: Tensor, fwd: float, bwd: float) -> Tensor:
-    if not _is_one(fwd):
-        return scale_each(input, fwd, bwd)
-    if not (has_gradient(input) and torch.is_grad_enabled()):
-        return input
-    output = input[...]
-    if not output.requires_grad:  # here, inside a transform of torch.func: it has no hooks
-        return scale_each(input, fwd, bwd)
-    output.register_hook(lambda grad: None if grad is None else grad * bwd)
-    return output
-
-
-@compiled_as(lambda tensor: tensor.requires_grad)
-def has_gradient(tensor: Tensor) -> bool:
-    """Whether autograd records what is computed from a tensor. The examples inside `torch.vmap`
-    do not say so; the tensors that they are parts of do."""
-    return tensor.requires_grad or debug_unwrap(tensor).requires_grad
 
 
 def _scale_both(input: Tensor, scale: float) -> Tensor:

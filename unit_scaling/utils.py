@@ -119,10 +119,10 @@ def analyse_module(
         return relu
     """
     check_module("analyse_module", module)
-    twin = deep_copy(unwrapped(module))
+    tracked = deep_copy(unwrapped(module))
     track = Track((), every=1, history=1, recurse=recurse_modules)
-    track.install(twin)
-    output = twin(*inputs) if isinstance(inputs, tuple) else twin(inputs)
+    track.install(tracked)
+    output = tracked(*inputs) if isinstance(inputs, tuple) else tracked(inputs)
     if not isinstance(output, Tensor):
         raise TypeError(f"the module's output must be a tensor, not {type(output).__name__}")
     if backward is None and output.numel() != 1:

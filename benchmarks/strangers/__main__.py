@@ -27,16 +27,14 @@ from typing import Any
 import torch
 
 from benchmarks.common import Row, write
+from fp8.common.step import described
 
 from . import collection, reduced
 from .case import Stranger
-from .examine import Options, described, examine
+from .examine import Options, examine, is_inside
 
 SECONDS = 60.0
 """What a model may take, of the processor's time."""
-
-STATIC = 0.99
-"""The share of operands that recipe "static" should cast near RMS 1."""
 
 PATIENCE = 5
 """How many seconds of the clock to wait for one of the processor, on a machine with other work."""
@@ -54,22 +52,18 @@ which no model was built so (many are parts of others) are not in the table\
 """
 
 QUESTION = """\
-what `unit_scale`, `simulate_fp8` and `uu.verify` make of {models}. Measured are the operands of
-every matrix product and convolution that ATen runs in one training step, forward and backward: the
-share of activations, weights and gradients with an RMS in [1/4, 4], of the plain model and of the
-unit-scaled one (outputs of softmaxes and operands of zeros aside; the factor of a convolution rides
-in its weight), and the activation or gradient farthest from 1; inside: 95 % of activations and of
-gradients are; verify: the shares of `uu.verify`; agrees: it judges alike; cast, unit cast: of the
-products, those with every operand on the grid of its format, under `simulate_fp8` of the plain
-model and of the unit-scaled one; preserve: the error of the outputs with init="preserve"\
-"""
-
-TRAINED = """\
-fp32 fall, fp8 fall: the last loss of 20 steps over the first, of the plain model with AdamW and of
-the unit-scaled one in FP8 with `uu.optim.AdamW`, at one learning rate for all models; compiled: the
-largest error of outputs and gradients of the unit-scaled model in float64 under torch.compile with
-the random numbers of eager mode, relative to the largest value of the tensor; gradients that are
-zero but for rounding aside; where the plain model has such an error itself, the row does not count\
+what `unit_scale`, `simulate_fp8` and `uu.verify` make of {models}, in terms of what is cast: the
+share of the casts of a step, forward and backward, whose SQNR is within 1.5 dB of the format's own
+on normal values (e4m3 31.5 dB, e5m2 25.5 dB; or on these very values with unlimited exponents;
+operands of zeros aside). unit: of the unit-scaled model under `simulate_fp8`, in its second step;
+trained: after 20 steps with `uu.optim.AdamW`; preserved, preserved trained: the same with
+init="preserve" and torch's AdamW; static: of the plain model under recipe "static" after
+`fp8.calibrate`; inside: unit is at least 95 %; verify: the shares of `uu.verify`; agrees: it judges
+alike; exact: the largest error of outputs, loss and gradients with init="preserve" against the
+plain model; fp8 fall, fp32 fall: the last loss of 20 steps over the first, unit-scaled in FP8 and
+plain, at one learning rate for all models; compiled: the largest error of outputs and gradients of
+the unit-scaled model in float64 under torch.compile, relative to the largest value of the tensor;
+where the plain model has such an error itself, the row does not count\
 """
 
 
@@ -97,9 +91,9 @@ def measured(stranger: Stranger, options: Options, seconds: float) -> Row:
     if process.exitcode == -signal.SIGXCPU:
         ended = "timeout"
     if ended:
-        done = row["result"] if row["result"] not in ("not built", "not finished") else "failed"
-        row["result"] = f"{done}: {ended}" if done == "failed" else done
         row["ended"] = ended
+        if row["result"] in ("not built", "not finished"):
+            row["result"] = f"failed: {ended}"
     row.setdefault("seconds", round(time.monotonic() - start, 1))
     return row
 
@@ -124,7 +118,7 @@ def _run(stranger: Stranger, options: Options, sender: Any, seconds: float) -> N
     try:
         examine(stranger, options, send)
     except Exception as error:
-        last["result"] = f"{last['result']}: {described(error)}"
+        last["result"] = f"not built: {described(error)}"
     last["seconds"] = round(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - used, 1)
     sender.send({**last, "finished": True})
     os._exit(0)
@@ -134,46 +128,28 @@ def summary(rows: list[Row]) -> str:
     """The totals in one line."""
     kinds = Counter(row["result"].partition(":")[0].partition(" in ")[0] for row in rows)
     runs = [row for row in rows if row["result"] == "runs"]
-    full = [row for row in runs if not row["details"]["zeros"]]
     parts = [f"{len(rows)} models: {', '.join(f'{n} {kind}' for kind, n in kinds.items())}"]
-    for name, chosen in (("", runs), (" without zeros", full)):
-        inside = sum(row["inside"] for row in chosen)
-        parts.append(f"inside{name} {inside} of {len(chosen)}")
-    parts.append(f"verify agrees on {sum(row.get('agrees', False) for row in runs)} of {len(runs)}")
-    for key in ("cast", "unit_cast"):
-        counts = [row[key].split("/") for row in rows if "/" in str(row.get(key, "")).split(":")[0]]
-        parts.append(f"{key} whole {sum(a == b for a, b in counts)} of {len(counts)}")
-    shares = [row["static"] for row in rows if isinstance(row.get("static"), float)]
-    parts.append(f"static {sum(s >= STATIC for s in shares)} of {len(shares)} at {STATIC:.0%}")
-    parts += [*_falls(runs), *_compiled(rows)]
-    exact = sum(row.get("preserve") == "exact" for row in rows)
-    parts.append(f"preserve exact {exact}")
-    return "; ".join(parts)
-
-
-def _falls(rows: list[Row]) -> list[str]:
-    pairs = [(row["fp32_fall"], row.get("fp8_fall")) for row in rows if "fp32_fall" in row]
-    if not pairs:
-        return []
-    fp32, fp8 = (
-        sum(isinstance(fall, float) and fall < 1 for fall in falls)
-        for falls in zip(*pairs, strict=True)
-    )
-    return [f"losses that fall: FP32 {fp32}, unit-scaled FP8 {fp8} of {len(pairs)}"]
+    for key in ("unit", "trained", "preserved", "preserved_trained", "static"):
+        shares = [row[key] for row in runs if isinstance(row.get(key), float)]
+        parts.append(f"{key} inside {sum(map(is_inside, shares))} of {len(shares)}")
+    parts.append(f"verify agrees on {sum(row.get('agrees', False) for row in runs)}")
+    parts.append(f"exact {sum(row.get('exact') == 'exact' for row in runs)}")
+    for key in ("fp32_fall", "fp8_fall"):
+        falls = [row[key] for row in runs if isinstance(row.get(key), float)]
+        parts.append(f"{key} below 1: {sum(fall < 1 for fall in falls)} of {len(falls)}")
+    return "; ".join(parts + _compiled(runs))
 
 
 def _compiled(rows: list[Row]) -> list[str]:
-    plain = [row for row in rows if "compiled" in row and _equal(row["details"]["compiled_plain"])]
-    if not any("compiled" in row for row in rows):
-        return []
-    equal = sum(_equal(row["compiled"]) for row in plain)
-    others = sum("compiled" in row for row in rows) - len(plain)
+    rows = [row for row in rows if "compiled" in row]
+    plain = [row for row in rows if _equal(row["details"].get("compiled_plain", ""))]
+    equal, others = sum(_equal(row["compiled"]) for row in plain), len(rows) - len(plain)
     aside = f" ({others} aside that differ when they are plain)" if others else ""
-    return [f"compiled within {COMPILED:g}: {equal} of {len(plain)}{aside}"]
+    return [f"compiled within {COMPILED:g}: {equal} of {len(plain)}{aside}"] if rows else []
 
 
 def _equal(error: str) -> bool:
-    return not error.startswith("failed") and float(error) <= COMPILED
+    return bool(error) and not error.startswith("failed") and float(error) <= COMPILED
 
 
 def main() -> None:
@@ -224,7 +200,7 @@ def record(row: Row, path: Path) -> None:
 def has_all(row: Row, options: Options) -> bool:
     """Whether a row has the columns that are asked for. That of a model that does not run has
     nothing more to measure."""
-    asked = {"fp32_fall": options.train, "compiled": options.compiled}
+    asked = {"trained": options.train, "compiled": options.compiled}
     return row["result"] != "runs" or all(key in row for key, on in asked.items() if on)
 
 
@@ -238,7 +214,7 @@ def parsed() -> argparse.Namespace:
         "--reduced", action="store_true", help="every architecture of transformers instead"
     )
     parser.add_argument("--install", action="store_true", help="print how to get the libraries")
-    parser.add_argument("--train", action="store_true", help="20 steps, FP32 and unit-scaled FP8")
+    parser.add_argument("--train", action="store_true", help="20 steps, plain and in FP8")
     parser.add_argument(
         "--compiled",
         type=int,
@@ -249,7 +225,7 @@ def parsed() -> argparse.Namespace:
         help="compare N models, evenly chosen, with torch.compile of them; 30 by default",
     )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="that a model may take")
-    parser.add_argument("--verbose", action="store_true", help="print the five worst operands")
+    parser.add_argument("--verbose", action="store_true", help="print the casts outside")
     parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="rows, one a line")
     return parser.parse_args()
 
@@ -267,11 +243,11 @@ def finish(rows: list[Row], given: argparse.Namespace) -> None:
     built = [row for row in rows if not row["result"].startswith("not built")]
     if given.reduced:
         line = f"{summary(built)}; {len(rows) - len(built)} architectures were not built"
-        name, asked, rows = "strangers_reduced", QUESTION.format(models=REDUCED), built
+        name, models, rows = "strangers_reduced", REDUCED, built
     else:
-        line = summary(rows)
-        name, asked = "strangers", f"{QUESTION.format(models=MODELS)}; {TRAINED}"
-    question = f"{' '.join(asked.split())}: {line}; versions: {collection.versions(rows)}"
+        line, name, models = summary(rows), "strangers", MODELS
+    asked = " ".join(QUESTION.format(models=models).split())
+    question = f"{asked}: {line}; versions: {collection.versions(rows)}"
     print(f"\n{line}")
     if not (given.only or given.limit):
         write(name, question, rows)

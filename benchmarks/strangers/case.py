@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8.common.step import find_loss, tensors_within
+
 __all__ = [
     "Case",
     "Stranger",
     "WithLoss",
-    "find_loss",
+    "distance",
     "loss_inside",
     "loss_outside",
     "tokens",
@@ -27,8 +29,8 @@ class Case:
     """A model and a batch for it.
 
     loss: the model's output -> a scalar, computed outside of the model. Without one the loss is the
-    output or its ``loss``, where that is one number; where the model has none, every output tensor
-    gets a gradient of independent standard normal numbers.
+    output or its ``loss``, where that is one number; where the model has none, the distance of its
+    outputs from random numbers.
     """
 
     model: nn.Module
@@ -36,7 +38,7 @@ class Case:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any], Tensor] | None = None
 
-    def run(self, model: nn.Module) -> tuple[Any, Tensor | None]:
+    def run(self, model: nn.Module) -> tuple[Any, Tensor]:
         """Output and loss of the model, or of a transformed one in its place."""
         output = model(*copy.deepcopy(self.args), **copy.deepcopy(dict(self.kwargs)))
         return output, self.loss_of(output)
@@ -53,9 +55,12 @@ class Case:
             bound.arguments.get("kwargs", {})
         )
 
-    def loss_of(self, output: Any) -> Tensor | None:
-        """None where there is none."""
-        return find_loss(output) if self.loss is None else self.loss(output)
+    def loss_of(self, output: Any) -> Tensor:
+        """The loss of an output."""
+        if self.loss is not None:
+            return self.loss(output)
+        loss = find_loss(output)
+        return distance(output) if loss is None else loss
 
 
 @dataclass(frozen=True)
@@ -68,16 +73,13 @@ class Stranger:
     build: Callable[[], Case]
 
 
-def find_loss(output: Any) -> Tensor | None:
-    """The output, its ``loss`` or its first tensor, if that is one number with a gradient."""
-    if isinstance(output, Mapping):
-        output = output.get("loss", next(iter(output.values()), None))
-    output = getattr(output, "loss", output)
-    if isinstance(output, list | tuple):
-        output = next((t for t in output if isinstance(t, Tensor)), None)
-    if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
-        return output.reshape(())
-    return None
+def distance(output: Any) -> Tensor:
+    """The mean squared distance of the outputs from random numbers, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    outputs = [t for t in tensors_within(output) if t.requires_grad]
+    targets = [torch.randn(t.shape, generator=generator) for t in outputs]
+    pairs = zip(outputs, targets, strict=True)
+    return torch.stack([(t - target).abs().square().mean() for t, target in pairs]).sum()
 
 
 def tokens(high: int, *shape: int) -> Tensor:

@@ -229,7 +229,7 @@ def _in_megatron(what: str, recipe: Recipe | None) -> dict[str, str]:
     """The fields of a TEQuantizationRecipe; {} is high precision. what: the rule, for errors."""
     if recipe is None:
         return {}
-    if recipe == replace(RECIPES["nvfp4"], name=recipe.name):
+    if recipe == replace(RECIPES["nvfp4_nvidia"], name=recipe.name):
         return {"fp4_quantization_recipe": "nvfp4"}
     for name, theirs in _MEGATRON.items():
         for format, kind in _FORMATS.items():
@@ -237,7 +237,7 @@ def _in_megatron(what: str, recipe: Recipe | None) -> dict[str, str]:
             grad = replace(known.grad, format=format) if known.grad else None
             if recipe == replace(known, name=recipe.name, grad=grad):
                 return {"fp8_quantization_recipe": theirs, "fp8_format": kind}
-    allowed = ", ".join(map(repr, (*_MEGATRON, "nvfp4", "bf16")))
+    allowed = ", ".join(map(repr, (*_MEGATRON, "nvfp4_nvidia", "bf16")))
     raise ValueError(f"{what}: Megatron has no recipe {recipe.name!r}; it has {allowed} and None")
 
 

@@ -187,7 +187,7 @@ def te_recipe(recipe: str | Recipe) -> Any:
         ValueError: if TransformerEngine has no such recipe.
     """
     chosen = given_recipe(recipe) or RECIPES["tensor"]
-    if dataclasses.replace(chosen, name="nvfp4") == RECIPES["nvfp4"]:
+    if dataclasses.replace(chosen, name="nvfp4_nvidia") == RECIPES["nvfp4_nvidia"]:
         flags = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
         formats = _library().Format
         given = {"fp4_format": formats.E2M1, "fp8_format": formats.E4M3}
@@ -198,7 +198,7 @@ def te_recipe(recipe: str | Recipe) -> Any:
         format = _FORMATS.get((str(cast.format), str(grad.format)))
         if cast.rule in rules and format is not None:
             return make(cast, format)
-    names = "'unit', 'unit_e4m3', 'delayed', 'tensor', 'block', 'mxfp8' and 'nvfp4'"
+    names = "'unit', 'unit_e4m3', 'delayed', 'tensor', 'block', 'mxfp8' and 'nvfp4_nvidia'"
     raise ValueError(f"TransformerEngine has no recipe for {chosen.name!r}; it has {names}")
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..common.libraries import need
+from ..common.removed import check_not_removed
 from ..common.step import Batch, evaluating
 from ..common.validation import check_name
 from ..formats.format import Format, get_format
 from ..formats.quantize import quantize
-from ..products.attention import by_products
 from ..recipes.scaling import SCALINGS, scale_of
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "cache_size",
     "is_pretrained",
     "kv_cache",
-    "register_attention",
 ]
 
 KV_SCALINGS: dict[str, tuple[int, ...] | None] = {
@@ -99,56 +98,6 @@ def cache_argument(model: Any) -> str:
     """The name under which a model of transformers, and its ``generate``, take a cache: "cache",
     or before transformers 5.24 "past_key_values"."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def register_attention(name: str = "fp8") -> str:
-    """Registers a form of attention, for ``model.set_attn_implementation``.
-
-    As the form "eager" it returns the probabilities. Under a recipe with ``attention_scores`` and
-    ``attention_values`` its two products have these; "eager" computes products of its own, which
-    are cast as the recipe's input and grad.
-
-    Args:
-        name: its name in transformers.
-
-    Returns:
-        The name.
-
-    Raises:
-        ImportError: without transformers.
-        NotImplementedError: from the model, if it changes scores in another way than by a mask
-            (softcap, sinks, a bias of positions).
-    """
-    library = need("transformers")
-    library.AttentionInterface.register(name, _attention)
-    masks = library.AttentionMaskInterface
-    masks.register(name, library.masking_utils.eager_mask)
-    return name
-
-
-def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **others: Any,
-) -> tuple[Tensor, Tensor]:
-    """The arguments that transformers gives: query (batch, heads, L, E), key and value (batch,
-    fewer or as many heads, S, E). Returns (batch, L, heads, E) and the probabilities."""
-    used = [name for name, x in others.items() if isinstance(x, Tensor) and x.is_floating_point()]
-    used += ["softcap"] if others.get("softcap") is not None else []
-    if used:
-        raise NotImplementedError(
-            f"{type(module).__name__} gives attention {', '.join(used)}, which the registered form "
-            'does not apply; "eager" does'
-        )
-    y, weights = by_products(
-        query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=True
-    )
-    return y.transpose(1, 2).contiguous(), weights
 
 
 class CacheError(NamedTuple):
@@ -351,6 +300,7 @@ class _Stored:
 
 def __getattr__(name: str) -> Any:
     if name != "FP8Layer":  # which pickle looks up here
+        check_not_removed(__name__, name, AttributeError)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _layer_class()
 

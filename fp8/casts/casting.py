@@ -37,10 +37,11 @@ from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, reduced
 from ..formats.format import FORMATS, Format, get_format
 from ..formats.quantize import check_dtype, quantize_operand
 from ..formats.random_bits import KEY_START
+from ..formats.rounding import divided
 from ..recipes import scaling
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
-from ..recipes.rules import CORRECTED, UNITS, scale_format
+from ..recipes.rules import CORRECTED, POWERS, UNITS, scale_format
 from ..recipes.scaling import Tile, inverse_of, scale_of, scaled_tiles, with_margin
 from ..tensors.scaled_tensor import plain
 from .counts import Blocks, Observed, observe
@@ -66,9 +67,6 @@ class Spec(NamedTuple):
     margin: int
     rounding: str
     overflow: str
-    random_bits: int
-    mean: bool
-    residual: int
     hadamard: int
     signs: str = "fixed"
     label: str = ""
@@ -90,11 +88,6 @@ class Spec(NamedTuple):
         """The spec with this `text`."""
         format, rule, tile, *others = json.loads(text)
         return Spec._make([format, rule, tuple(tile), *others, label])
-
-    @property
-    def is_sum(self) -> bool:
-        """As in `Cast`."""
-        return self.mean or self.residual > 0
 
     @property
     def is_random(self) -> bool:
@@ -214,14 +207,7 @@ def rounded(
     x = plain(x)
     check_dtype(x)
     if is_dtensor(x):
-        if spec.is_sum:
-            what = "mean=True" if spec.mean else "a residual"
-            raise ValueError(f"a cast with {what} is not supported under tensor parallelism")
         x = unreduced(x)
-    if spec.mean:
-        return _around_mean(x, spec, axis, turn), None
-    if spec.residual:
-        return _with_residual(x, spec, axis), None
     if spec.hadamard:
         x = rotated(x, spec.hadamard, axis, turn)
     scale = whole_scale(x, spec, history, record)
@@ -235,31 +221,6 @@ def _has_tangent(x: Tensor) -> bool:
     """Whether a forward-mode derivative is computed, for which torch refuses an autograd
     function."""
     return unpack_dual(x).tangent is not None
-
-
-def _around_mean(x: Tensor, spec: Spec, axis: int, turn: Tensor | None) -> Tensor:
-    """The mean of the rows of ``x`` plus the rest, which is rounded under the spec."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    mean = wide.detach().mean(-2, keepdim=True) if wide.shape[-2] else wide.detach()
-    y, _ = rounded(wide - mean, spec._replace(mean=False), axis, turn=turn)
-    whole = mean.expand_as(wide)
-    if spec.hadamard:
-        whole = rotated(whole, spec.hadamard, axis, turn)
-    return (y + whole).to(x.dtype)
-
-
-def _with_residual(x: Tensor, spec: Spec, axis: int) -> Tensor:
-    """``x`` rounded under the spec, plus the rounded errors of its hot channels."""
-    spec, count = spec._replace(residual=0), min(spec.residual, x.shape[-1])
-    y, _ = rounded(x, spec, axis)
-    with torch.no_grad():
-        error = (x - y).nan_to_num(0.0, 0.0, 0.0)
-        wide = error.to(torch.promote_types(x.dtype, torch.float32))
-        hot = wide.square().sum(-2, keepdim=True).topk(count).indices
-        hot = hot.expand(*x.shape[:-1], count)
-        added, _ = rounded(error.gather(-1, hot), spec._replace(label=""), axis)
-        patch = torch.zeros_like(x).scatter(-1, hot, added)
-    return y + patch
 
 
 def whole_scale(
@@ -295,11 +256,7 @@ def format_of(spec: Spec) -> Format:
 
 def rounding_of(cast: Spec | Cast) -> dict[str, Any]:
     """The keyword arguments of `fp8.formats.quantize.quantize_operand` for a cast."""
-    return {
-        "rounding": cast.rounding,
-        "overflow": cast.overflow,
-        "random_bits": cast.random_bits,
-    }
+    return {"rounding": cast.rounding, "overflow": cast.overflow}
 
 
 def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
@@ -346,12 +303,16 @@ def by_tiles(
         scale = _scales_of(of, tiles, dims, format, rule, spec.tile, axis)
     scale = with_margin(scale, spec.margin, rule)
     wide, inverse = tiles.detach().to(scale.dtype), inverse_of(scale, rule)
-    units = wide / scale if inverse is None else wide * inverse
+    units = _in_units(wide, scale, rule) if inverse is None else wide * inverse
     values = quantize_operand(units, format, **rounding_of(spec))
     if rule in CORRECTED:
         unit, together = tensor_unit(tiles, dims, spec, of), spec.hadamard // spec.tile[1]
         scale = scaling.corrected(units, values, scale, unit, dims, max(together, 1))
     return values, scale, tiles, dims
+
+
+def _in_units(x: Tensor, scale: Tensor, rule: str | None) -> Tensor:
+    return x / scale if rule is None or rule in POWERS else divided(x, scale)
 
 
 def _amax_of(x: Any) -> Tensor:
@@ -552,7 +513,7 @@ def codes(
 def _of_whole(x: Tensor, spec: Spec, scale: Tensor | None, observed: bool) -> Codes:
     """By one scale; None is the scale 1. Only casts without a rule are observed."""
     format = format_of(spec)
-    units = x if scale is None else x / scale
+    units = x if scale is None else _in_units(x, scale, spec.rule)
     values = quantize_operand(units, format, **rounding_of(spec))
     if spec.label and spec.rule is None and observed:
         observe(spec.label, Observed(units, values, None, format))

@@ -16,7 +16,6 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,49 +33,13 @@ if TYPE_CHECKING:
 
 COUNTS = (
     *("elements", "sampled", "zero", "subnormal", "saturated", "nonfinite", "signal", "noise"),
-    "fourth",
     *("blocks", "flushed_blocks", "clipped_blocks", "casts", "unit"),
 )
 """What is summed for an operand. Shares are of the sampled elements; nonfinite is counted over all.
-signal, noise and fourth: squares of the elements and of their errors, and fourth powers.
+signal and noise: squares of the elements and of their errors.
 Of blocks with a scale of two levels (NVFP4): how many are not all zeros; how many have a scale
 that rounds to zero in e4m3, or one rounded so far down that their largest value is beyond the
 format; the casts, and the sum of the base-2 logarithms of their units, the level of the tensor."""
-
-
-ACTIVATIONS = ("input", "query", "key", "value")
-"""The operands whose kurtosis is watched."""
-NORMAL, WATCHED = 3.0, 32
-"""The kurtosis of normal data, and the casts after which it is watched.
-
-FOG (arXiv:2505.20524): the kurtosis of queries, keys and values grows slower than the logarithm of
-the tokens, and faster several times as many tokens before the loss diverges. For a + b log(t) with
-a, b >= 0 the mean over the second half of the casts is at most 1.7 times that over the first one
-from 32 casts on: 2 is beyond that, and 2 * 3 beyond what normal data sampled anew does."""
-
-
-def kurtosis(sums: Mapping[str, float]) -> float:
-    """The uncentred kurtosis, mean x^4 / (mean x^2)^2, of sums of COUNTS; NaN
-    without elements that are not zero. That of normal data is 3."""
-    return sums["sampled"] * sums["fourth"] / sums["signal"] ** 2 if sums["signal"] else math.nan
-
-
-class Halves:
-    """The means of the first and the second half of a sequence, where its length is a power of two
-    from WATCHED on."""
-
-    def __init__(self) -> None:
-        self._count, self._first, self._second = 0, 0.0, 0.0
-
-    def add(self, value: float) -> tuple[float, float] | None:
-        """Appends a value; returns the means, or None at other lengths."""
-        self._count += 1
-        self._second += value
-        if self._count & (self._count - 1):
-            return None
-        half, first, second = self._count / 2, self._first, self._second
-        self._first, self._second = first + second, 0.0
-        return (first / half, second / half) if self._count >= WATCHED else None
 
 
 class _Open(threading.local):
@@ -141,8 +104,7 @@ class CastRecorder:
     def __init__(self, model: nn.Module, sample: int) -> None:
         self.sample = sample
         self.sums: dict[tuple[str, str, str], Tensor] = {}
-        self.kurtoses: dict[tuple[str, str, str], Halves] = {}
-        self.lock = threading.Lock()  # protects sums and kurtoses
+        self.lock = threading.Lock()  # protects sums
         self.token = str(next(_TOKENS))
         _RECORDERS[self.token] = self
         self._model = model
@@ -183,38 +145,14 @@ class CastRecorder:
             xs.new_zeros(()) if clean else x.numel() - x.isfinite().sum(),
             xs.square().sum(),
             (xs - ys).square().sum(),
-            xs.square().square().sum(),
             *(blocks.counts(format) if blocks else [xs.new_zeros(())] * 5),
         )
         key = (layer, operand, str(format))
         total = torch.stack([count.double() for count in counts])
         if static:
             _check_scale(layer, operand, xs / unit, self._model)
-        if operand in ACTIVATIONS:
-            self._watch(key, total)
         with self.lock:
             self.sums[key] = self.sums[key] + total if key in self.sums else total
-
-    def _watch(self, key: tuple[str, str, str], total: Tensor) -> None:
-        """Warns, once per model, if the kurtosis of an activation grows faster than a logarithm."""
-        if not (found := kurtosis(dict(zip(COUNTS, total.tolist(), strict=True)))) > 0:
-            return
-        with self.lock:
-            means = self.kurtoses.setdefault(key, Halves()).add(found)
-        if means is None:
-            return
-        before, now = means
-        if now > 2 * max(before, NORMAL):
-            layer, operand, _ = key
-            message = _GROWS.format(operand, layer, before, now)
-            warn_once(RecipeWarning, message, self._model, "kurtosis")
-
-
-_GROWS = (
-    "the kurtosis of the {} of {} grows faster than the logarithm of the passes: from {:.3g} to "
-    "{:.3g} on average. Such outliers come before FP8 training diverges (arXiv:2505.20524): scale "
-    "by rows or blocks, keep the layer in high precision, or normalize it"
-)
 
 
 def _at(scale: Tensor, step: int) -> Tensor:

@@ -258,9 +258,9 @@ def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:
     names: dict[str, float] = {}
     ratios: dict[str, float] = {}
     for scope, _ in getattr(model, "_scopes", ()):
-        if not hasattr(scope, "outside"):
+        if not hasattr(scope, "factors"):
             raise ValueError(f"{type(scope).__name__} is no part of the weights: export without it")
-        weights, inputs = scope.outside(model)
+        weights, inputs = scope.factors(model)
         names |= weights
         ratios |= inputs
     known = _named(model)

@@ -93,14 +93,15 @@ HIDDEN: list[Callable[..., Any]] = [F.hardsigmoid, F.hardswish, F.sigmoid, F.tan
 
 @taken_as_constant
 def reveal() -> bool:
-    """Adds `HIDDEN` to torch's list, for the whole process; torch has no public way to extend it.
-    Called where the compiler enters a mode: as a constant, it is executed and not traced."""
-    listed = torch.overrides.get_overridable_functions()[F]
-    added = [function for function in HIDDEN if function not in listed]
-    listed += added
-    if added:  # the compiler has cached the list
-        sys.modules["torch._dynamo.variables.torch"].get_overridable_functions.cache_clear()
-    return bool(added)
+    """Moves `HIDDEN` to torch's list, for the whole process; torch has no public way to extend it.
+    Called where a mode is entered: as a constant, a graph executes it and does not trace it."""
+    if HIDDEN:
+        torch.overrides.get_overridable_functions()[F].extend(HIDDEN)
+        HIDDEN.clear()
+        compiler = sys.modules.get("torch._dynamo.variables.torch")
+        if compiler is not None:  # which has cached the list
+            compiler.get_overridable_functions.cache_clear()
+    return True
 
 
 def in_graph(function: Fn, graph: Callable[..., Any] | None = None) -> Fn:
@@ -229,6 +230,14 @@ def is_plain(ctx: Any) -> bool:
     return getattr(ctx, "is_plain", False)
 
 
+_OF_BATCHES = ("Batching rule not implemented", "vmap: ")
+_NO_BATCHES = (
+    "is_grads_batched=True of torch.autograd.grad, and vectorize=True of jacobian and hessian, do "
+    "not support the backward pass of a cast: use torch.func.jacrev, or torch.vmap over "
+    "torch.func.vjp"
+)
+
+
 @cache
 def _without_binding(function: type[Function], records: bool) -> type[Function]:
     def forward(ctx: Any, *args: Any) -> Any:
@@ -237,7 +246,15 @@ def _without_binding(function: type[Function], records: bool) -> type[Function]:
         function.setup_context(ctx, args, output)
         return output
 
-    methods = {"forward": forward, "backward": function.backward}
+    def backward(ctx: Any, *grads: Any) -> Any:
+        try:
+            return function.backward(ctx, *grads)
+        except RuntimeError as error:
+            if not str(error).startswith(_OF_BATCHES):
+                raise
+            raise NotImplementedError(_NO_BATCHES) from error
+
+    methods = {"forward": forward, "backward": backward}
     if function.jvp is not Function.jvp:
         methods["jvp"] = function.jvp
     static = {name: staticmethod(method) for name, method in methods.items()}

@@ -18,6 +18,11 @@ INSTEAD: dict[str, dict[str, str]] = {
         "Preflight": "it is in fp8.studies.preflight",
         "PreflightError": "it is in fp8.studies.preflight",
         "dump": "it is in fp8.studies.stats",
+        "export_weights": (
+            "model.state_dict() loads into the plain model; at O3 "
+            "fp8.optim.AdamW(plain.parameters()).load_state_dict(optimizer.state_dict()) then "
+            "writes the masters to its weights. fp8.export writes files for serving"
+        ),
         "get_format": "use FORMATS[name]",
         "get_recipe": "use RECIPES[name]",
         "is_fast_norm": "apply_low_precision_layernorm changes the norms of a model",
@@ -30,6 +35,19 @@ INSTEAD: dict[str, dict[str, str]] = {
         "quantize_forward": "it is in fp8.formats.quantize",
         "revert_norms": "use revert, which reverts norms too",
         "set_fast_norm": "use apply_low_precision_layernorm after the model is made",
+        "state": (
+            "fp8.optim.state_bytes(optimizer) counts the bytes of weights, gradients and states, "
+            "and p.nbytes those of one parameter"
+        ),
+    },
+    "fp8.Cast": {
+        "mean": "leave it out; the mean of an operand is cast with the rest",
+        "random_bits": "leave it out; stochastic rounding in casts draws 31 random bits",
+        "residual": "leave it out; rounding errors are not cast again",
+    },
+    "fp8.Recipe": {
+        "attention_scores": 'leave it out; attention is one product, cast as "input" and "grad"',
+        "attention_values": 'leave it out; attention is one product, cast as "input" and "grad"',
     },
     "fp8.adapters.lightning.FP8FabricPrecision": {
         "rest": (
@@ -54,6 +72,12 @@ INSTEAD: dict[str, dict[str, str]] = {
         "calibrating": "call transformer_engine.pytorch.autocast, which it calls",
         "fp8_group": "call transformer_engine.pytorch.autocast, which it calls",
         "fp8_recipe": "it is recipe=, a name, a Recipe or a recipe of TransformerEngine's",
+    },
+    "fp8.adapters.transformers": {
+        "register_attention": (
+            'use set_attn_implementation("sdpa"), which casts query, key, value and the gradient '
+            'of the output, or "eager", which casts the probabilities too'
+        ),
     },
     "fp8.autocast": {
         "amax_reduction_group": (
@@ -109,6 +133,26 @@ INSTEAD: dict[str, dict[str, str]] = {
     },
     "first_moment": {
         "int8_block": "use 'e4m3_block', which takes as many bytes",
+    },
+    "key of a Cast": {
+        "mean": "leave it out; the mean of an operand is cast with the rest",
+        "random_bits": "leave it out; stochastic rounding in casts draws 31 random bits",
+        "residual": "leave it out; rounding errors are not cast again",
+    },
+    "key of a Recipe": {
+        "attention_scores": 'leave it out; attention is one product, cast as "input" and "grad"',
+        "attention_values": 'leave it out; attention is one product, cast as "input" and "grad"',
+    },
+    "recipe": {
+        "coat": "use Recipe.saved_activations of a recipe of your own",
+        "fog": 'use "delayed", or casts with history=1024',
+        "moss": 'use "block"',
+        "mus": 'use "unit" with fp8.Policy.hidden("unit")',
+        "smooth_swiglu": 'use "delayed", whose casts are the same',
+        "ufp4": 'use "nvfp4", or casts of format "e1m2" with scaling "block"',
+    },
+    "rule": {
+        "two_level": 'use scaling "block" with its rule "up"',
     },
     "unit_scaling": {
         "recalibrate": (

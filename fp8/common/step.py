@@ -1,6 +1,6 @@
 """One step of a user's model: its wrappers, how a batch calls it, where its backward pass starts.
 
-Used by everything that measures a model: calibration, `verify`, the gauges of `unit_scale`.
+Used by everything that measures a model: calibration, `verify`, the recordings of `unit_scale`.
 """
 
 from __future__ import annotations

@@ -113,6 +113,19 @@ def in_recomputation() -> bool:
     return _in_checkpoint("recompute_fn")
 
 
+def checkpoints() -> int:
+    """The number of checkpoints whose forward pass or recomputation is running."""
+    if torch.compiler.is_dynamo_compiling():
+        return 0
+    file, names = CheckpointFunction.forward.__code__.co_filename, ("checkpoint", *_AGAIN)
+    codes = (frame.f_code for frame in frames())
+    return sum(code.co_filename == file and code.co_name in names for code in codes)
+
+
+_AGAIN = ("recompute_fn", "backward")
+"""The functions of `torch.utils.checkpoint` that recompute, without and with reentry."""
+
+
 def in_saving() -> bool:
     """Whether a checkpoint with ``use_reentrant=False`` saves a tensor of its recomputation, which
     it detaches."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor, _inductor
 from torch.autograd import Function
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from .graph_functions import GRAPH_FUNCTIONS
 from .threads import refuse_split_graphs
@@ -19,11 +21,11 @@ of an autograd function."""
 
 
 @contextmanager
-def _marked() -> Iterator[None]:
+def _marked(sets: bool = _UNMARKED) -> Iterator[None]:
     """Sets the private flag of `torch.compiler.is_compiling`, which torch sets by itself from 2.13
     on: without it, `same` and `own` would return views whose gradients are lost."""
     before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = before or _UNMARKED
+    torch.compiler._is_compiling_flag = before or sets
     try:
         yield
     finally:
@@ -49,3 +51,10 @@ def marked(function: type[Function]) -> type[Function]:
             return function.backward(*args)
 
     return type(function.__name__, (function,), {"backward": staticmethod(backward)})
+
+
+def run_compiled(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> Sequence[Tensor]:
+    """``function(*args)``, without gradients, as inductor compiles it. Takes no lock of the
+    compiler: a thread may call it while a compilation waits for that thread."""
+    with torch.no_grad(), _marked(True):
+        return _inductor.compile(make_fx(function)(*args), list(args))(*args)

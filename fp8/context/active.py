@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..casts.measuring import measuring
 from ..common.compiler import called
-from ..common.threads import in_reentrant, in_shape_inference
+from ..common.threads import checkpoints, in_reentrant, in_shape_inference
 from ..common.validation import check_name
 from ..native import product as native
 from ..recipes.cast import Cast
@@ -42,8 +42,9 @@ class Block(NamedTuple):
     differs under "auto". modes: its own mode and those it put on top. state: the `LayerState` of
     the converted layer whose block it is; None without. reenters: whether a recomputation in the
     backward pass opens the block again by itself. opened: the `fp8.autocast` object; None if
-    torch.compile traced it. task: the asyncio task that opened it, if any. outer_look: the `Look`
-    at products without a weight before the block.
+    torch.compile traced it. off: whether converted layers run in high precision too. checkpoints:
+    the number of checkpoints that were running when such a block was opened. task: the asyncio task
+    that opened it, if any. outer_look: the `Look` at products without a weight before the block.
     """
 
     recipe: Recipe | None
@@ -54,6 +55,8 @@ class Block(NamedTuple):
     backend: str
     reenters: bool
     opened: Any
+    off: bool
+    checkpoints: int
     task: asyncio.Task[Any] | None
     outer_look: Any = None
 
@@ -136,6 +139,14 @@ def active_recipe() -> Recipe | None:
     return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
 
 
+def is_graph_inside() -> bool:
+    """Whether the call is traced for a graph that eager code runs inside of a block with a recipe,
+    whose mode sees each call of the graph."""
+    if not torch.compiler.is_dynamo_compiling():
+        return False
+    return any(block.opened is not None and block.recipe is not None for block in ACTIVE.blocks)
+
+
 def product_recipe(unit: bool = False) -> Recipe | None:
     """`active_recipe` for a product. unit: whether it is one of unit-scaled tensors. Raises
     RuntimeError where the product could be computed without casts, see the messages below."""
@@ -147,6 +158,33 @@ def product_recipe(unit: bool = False) -> Recipe | None:
     if not block.reenters and in_reentrant():
         raise RuntimeError(_REENTRANT)
     return block.unit_recipe if unit else block.recipe
+
+
+def origin_of(block: Block) -> Any:
+    """The `fp8.autocast` object of a block or, in a checkpoint, of that whose settings it has."""
+    return block.opened and (block.opened.origin or block.opened)
+
+
+def is_off(over: Any) -> bool:
+    """Whether the innermost block, of which there is one, turns converted layers off. over: the
+    `origin_of` the block around the `fp8.override` that a layer is under; None without. Raises
+    RuntimeError inside of a checkpoint whose other pass would run outside of the block."""
+    block = ACTIVE.blocks[-1]
+    if not block.off or (over is not None and origin_of(block) is over) or measuring() is not None:
+        return False
+    if not torch.compiler.is_dynamo_compiling():
+        _check_entered(block)
+        if (torch.is_grad_enabled() or in_reentrant()) and checkpoints() > block.checkpoints:
+            raise RuntimeError(_OFF_IN_CHECKPOINT)
+    return True
+
+
+_OFF_IN_CHECKPOINT = (
+    "a checkpoint recomputes converted layers outside of fp8.autocast(enabled=False), under their "
+    "recipes, or inside of a block that its forward pass did not run in: use "
+    "checkpoint(use_reentrant=False, context_fn=fp8.checkpoint_contexts), or open the block in the "
+    "function that is checkpointed"
+)
 
 
 class unit_products:

@@ -24,7 +24,7 @@ from ..common.dtensor import as_shard, part_of
 from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row
 from ..formats.format import get_format
-from ..formats.quantize import quantize_operand
+from ..formats.quantize import in_dtype, quantize_operand
 from ..optim.state import parameters_of, portable
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, Recipe, given_recipe
@@ -199,7 +199,7 @@ def _why_not_sent(recipe: Recipe | None) -> str:
             f"recipe {recipe.name!r} has weights with scaling {cast.scaling!r}, which goes along "
             f"what FSDP2 cuts; gather_in_fp8 takes {' and '.join(map(repr, SCALINGS))}"
         )
-    if spec_of(cast).is_random or cast.is_sum or cast.hadamard or recipe.grad_input[1] != cast:
+    if spec_of(cast).is_random or cast.hadamard or recipe.grad_input[1] != cast:
         return (
             f"recipe {recipe.name!r} casts weights anew for each product; what is gathered is one "
             "copy for all"
@@ -339,9 +339,8 @@ class _Weight(Tensor):
             scale = static_scale(self.exponent, x)
         x = x if scale is None else x.float() / scale
         format = get_format(self.cast.format)
-        assert format.dtype is not None
         sent = quantize_operand(x, format, **rounding_of(self.cast))
-        bits = sent.to(format.dtype).view(torch.uint8)
+        bits = in_dtype(sent, format.dtype).view(torch.uint8)
         missing = -(-outer_size[0] // mesh.size()) - len(bits)  # rows of the last shard
         if missing > 0:
             bits = F.pad(bits, [0, 0] * (bits.dim() - 1) + [0, missing])

@@ -21,7 +21,7 @@ from ..casts.saved_operands import restored
 from ..common.dtensor import as_shard, whole
 from ..common.mixin import bare_class, check_module
 from ..formats.format import get_format
-from ..formats.quantize import quantize_operand
+from ..formats.quantize import in_dtype, quantize_operand
 
 __all__ = ["gather_input_in_fp8"]
 
@@ -74,7 +74,7 @@ def gather_input_in_fp8(module: nn.Module, mesh: DeviceMesh, *, dim: int = 1) ->
             f"{kind} casts its input as {cast}; gather_input_in_fp8 sends one byte per element and "
             f"takes scalings {' and '.join(map(repr, SCALINGS))}"
         )
-    if again != cast or cast.is_sum or cast.hadamard:
+    if again != cast or cast.hadamard:
         raise ValueError(
             f"{kind} casts its input as {cast}, and as {again} for the gradient of the weight; "
             "what is gathered is one copy for both"
@@ -104,7 +104,7 @@ class _Gather(Function):
         assert format.dtype is not None
         part: Tensor = x.to_local()
         y = quantize_operand(part, format, scale=scale, **rounding_of(spec))
-        bits = (y if scale is None else y / scale).to(format.dtype).view(torch.uint8)
+        bits = in_dtype(y if scale is None else y / scale, format.dtype).view(torch.uint8)
         values = restored(whole(as_shard(x, bits)).view(format.dtype), scale, x.dtype)
         return DTensor.from_local(values, x.device_mesh, [Replicate()], run_check=False)
 

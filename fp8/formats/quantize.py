@@ -21,7 +21,7 @@ from ..common.compiler import (
 from ..common.validation import check_between, check_name
 from .format import Format, dtype_name, get_format
 from .random_bits import Key, Seed, bits_from_key, fewer_bits, random_key
-from .rounding import LAYOUTS, ROUNDINGS, Grid, round_to_grid
+from .rounding import LAYOUTS, ROUNDINGS, Grid, divided, round_to_grid
 
 __all__ = ["quantize", "quantize_backward", "quantize_forward"]
 
@@ -97,7 +97,6 @@ def quantize_operand(
     *,
     rounding: str = "nearest",
     overflow: str = "saturate",
-    random_bits: int = 31,
     scale: Tensor | None = None,
     inverse: Tensor | None = None,
 ) -> Tensor:
@@ -109,7 +108,7 @@ def quantize_operand(
     inverse: a factor that replaces the division by the scale.
     """
     infinity = (format.nonfinite or math.nan) if overflow == "saturate" else None
-    grid = _grid(format, overflow, x.dtype, scale is not None, random_bits, infinity)
+    grid = _grid(format, overflow, x.dtype, scale is not None, 31, infinity)
     return _quantize(x.detach(), grid, rounding, scale, _key(rounding, None, x.device), inverse)
 
 
@@ -214,6 +213,29 @@ class _Backward(torch.autograd.Function):
         else:
             out = _quantize(grad, Grid(*ctx.grid), ctx.rounding, scale, key)
         return out, None, None, None, None
+
+
+def _convertible_in_graph(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype != torch.float8_e5m2 or x.device.type == "cpu":
+        return x
+    return torch.add(x, x, alpha=0.0)  # Inf * 0 is NaN: one multiply-add
+
+
+@compiled_as(_convertible_in_graph)
+def convertible(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x``, of which a conversion to an FP8 ``dtype`` keeps what is not finite.
+
+    In compiled code, except on CPUs, Inf becomes NaN if the dtype is float8_e5m2: Triton converts
+    by ``cvt.rn.satfinite.e5m2x2.f32``, which turns Inf into the largest finite value and keeps NaN
+    (PTX ISA, section "cvt").
+    """
+    return x
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``x`` in the FP8 dtype of a format, which has one. What is not finite stays so."""
+    assert dtype is not None
+    return convertible(x, dtype).to(dtype)
 
 
 def check_dtype(x: Tensor) -> None:
@@ -384,7 +406,7 @@ def _whole(
     """Quantizes all of `x` at once; used for compiled code and for single chunks."""
     y = x if x.dtype in LAYOUTS else x.float()
     if scale is not None:
-        y = y / scale if inverse is None else y * inverse
+        y = divided(y, scale) if inverse is None else y * inverse
     bits = None if key is None else bits_from_key(x.shape, key, device=x.device, start=start)
     if bits is not None:
         bits = fewer_bits(bits, grid.random_bits)

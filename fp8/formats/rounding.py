@@ -64,6 +64,19 @@ class Grid(NamedTuple):
     """The result for +-Inf if finite values saturate: inf or nan; None: `largest`."""
 
 
+def divided(x: Tensor, by: Tensor | float) -> Tensor:
+    """``x / by``, rounded as IEEE 754 does on every device, in eager and in compiled code.
+
+    On CUDA devices torch multiplies by the reciprocal of a number, and Triton divides by
+    ``div.full.f32``, which is off by up to two units in the last place (PTX ISA, section "div").
+    `torch.addcdiv` becomes ``div.rn.f32``, and adding -0 changes no quotient.
+    """
+    if x.device.type == "cpu":
+        return x / by
+    divisor = by if isinstance(by, Tensor) else x.new_full((), by)
+    return torch.addcdiv(x.new_full((), -0.0), x, divisor)
+
+
 def round_to_grid(x: Tensor, grid: Grid, rounding: str, *, bits: Tensor | None = None) -> Tensor:
     """`x` rounded to the values of `grid`, in a new tensor.
 

@@ -106,10 +106,11 @@ def initialize(
     and so do their gradients. The optimizer stores its states, and masters if the level has them,
     in the formats of the level. Names, ties, hooks, tags, gradients, parameter groups, schedulers
     and existing states stay. The weights are new objects: whatever else refers to the old ones (a
-    list of parameters, averaged weights) must be updated. state_dicts contain plain tensors.
+    list of parameters, averaged weights) must be updated. Entries of a state_dict share their
+    memory; files hold plain tensors. `fp8.report` names the level and the optimizer.
 
-    Wrap the model in DistributedDataParallel and compile it afterwards. At O3 all processes need
-    equal weights before, because the weights that are broadcast then are in e4m3.
+    Wrap the model in DistributedDataParallel and compile it afterwards. At O3, weights are rounded
+    in the first step of the optimizer and not before it.
 
     Args:
         model: changed in place.
@@ -155,9 +156,18 @@ def initialize(
         convert(model, recipe)  # raises before anything changes
     replaced = scale_weights(model, weights, level.weight, level.grad)
     _take_over(optimizer, *settings, replaced)
-    if made:
-        note(model, f"no optimizer was given: AdamW with lr={optimizer.defaults['lr']:g} was made")
+    note(model, _note(level, optimizer, len(replaced), made))
     return model, optimizer
+
+
+def _note(level: Level, optimizer: Optimizer, count: int, made: bool) -> str:
+    """What `fp8.report` says of a level."""
+    trained = sum(len(group["params"]) for group in optimizer.param_groups)
+    own = f", made here with lr={optimizer.defaults['lr']}" if made else ""
+    return (
+        f"level {level.name}: {count} weights of linear layers and convolutions in {level.weight}, "
+        f"of {trained} parameters that {type(optimizer).__name__} trains{own}"
+    )
 
 
 _FIRST = "initialize the model that it wraps, then wrap it"

@@ -24,7 +24,7 @@ from ..casts.counts import OPEN, look_here
 from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_constant
 from ..common.pitfalls import RecipeWarning, show
 from ..common.removed import refuses_removed
-from ..common.threads import Setting, in_recomputation, in_reentrant
+from ..common.threads import Setting, checkpoints, in_recomputation, in_reentrant
 from ..common.validation import check_name
 from ..context.active import (
     ACTIVE,
@@ -34,6 +34,7 @@ from ..context.active import (
     active_recipe,
     checked_backend,
     index_of,
+    is_graph_inside,
     product_recipe,
     running_task,
 )
@@ -44,9 +45,9 @@ from ..recipes.history import LayerState
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
 from ..selection.policies import resolve
-from .control_flow import run_within, runs_functions
-from .dispatch import LEFT, OPAQUE, PRODUCTS, expansion, handler_of
-from .unseen import warn_of_operator, warned
+from .control_flow import run_within, runs_functions, within
+from .dispatch import LEFT, OPAQUE, PRODUCTS, as_one_call, expansion, handler_of
+from .unseen import is_from_graph, warn_of_operator, warned
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,10 +78,6 @@ class _Mode(TorchFunctionMode):
     """The torch-function mode of an open `autocast` block. Each entry creates a new one, because
     torch.compile does not call ``__enter__`` of a mode created outside of the graph."""
 
-    def __init__(self, block: autocast) -> None:
-        super().__init__()
-        self.block = block
-
     def __torch_function__(
         self,
         function: Callable[..., Any],
@@ -91,16 +88,14 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         recipe = active_recipe()
         if recipe is None:
-            if function in PRODUCTS:
-                product_recipe()  # raises if the block belongs to another task
-            return called(function, args, kwargs)
+            return _uncast(function, args, kwargs)
         expanded = expansion(function, args, kwargs)
         if expanded is not None:
-            with self.block:
-                return expanded()
+            return within((self, *FIRST_LOOK.items), expanded)()
         if (handler := handler_of(function)) is not None:
-            if kwargs.pop("out", None) is not None:
-                raise ValueError(_OUT)
+            if kwargs.get("out") is not None:
+                return _written(function, args, kwargs)
+            kwargs.pop("out", None)
             result = handler(product_recipe(), *args, **kwargs)
             if isinstance(result, str):
                 _leave(function, result)
@@ -123,6 +118,21 @@ class _Mode(TorchFunctionMode):
         return called(function, args, kwargs)
 
 
+def _uncast(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if function in PRODUCTS:
+        product_recipe()  # raises if the block belongs to another task
+        if is_graph_inside():
+            return as_one_call(function, args, kwargs)
+    return called(function, args, kwargs)
+
+
+def _written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A product with ``out=``, of a compiled graph; raises ValueError for one of eager code."""
+    if is_from_graph():
+        return function(*args, **kwargs)
+    raise ValueError(_OUT)
+
+
 class autocast:
     """Runs every matrix product inside the block under ``recipe``.
 
@@ -134,8 +144,8 @@ class autocast:
     The block belongs to the thread that opens it, and the innermost of nested blocks applies. It
     can be nested inside or outside of `torch.autocast`. Like that, it can decorate a function.
 
-    To compile, compile the function that contains the block. While a block is open in eager code,
-    functions compiled before run in eager mode, so that no product is cast twice.
+    A function that contains the block can be compiled, and a compiled function can be called in an
+    open block, for which torch.compile compiles it anew.
 
     Activation checkpointing recomputes outside of the block and needs
     ``context_fn=fp8.checkpoint_contexts``, except for compiled code and layers of `fp8.convert`;
@@ -155,7 +165,8 @@ class autocast:
             half a byte per element. It warns with a RuntimeWarning, and simulates, if this device
             has no kernels for the recipe or none that passes the self-test (`fp8.native.selftest`).
             "auto" is "native" on CUDA devices.
-        enabled: False computes as torch does, whatever the recipe and the surrounding blocks.
+        enabled: False computes as torch does, whatever the recipe and the surrounding blocks, in
+            layers of `fp8.convert` too, unless an `fp8.override` inside of the block concerns them.
         model: the model whose layers a policy selects; not used otherwise. Such a block cannot be
             compiled: use `fp8.convert`.
 
@@ -187,6 +198,10 @@ class autocast:
         model: nn.Module | None = None,
     ) -> None:
         check_name("opaque", opaque, ("raise", "warn"))
+        #: Whether converted layers inside run in high precision too.
+        self.off = not enabled
+        #: The block with whose settings a checkpoint or a decorated function opens this one.
+        self.origin: autocast | None = None
         layers: _Layers = {}
         if isinstance(recipe, Policy):
             layers = _layers_by_policy(recipe, model) if enabled else {}
@@ -198,7 +213,7 @@ class autocast:
         chosen = given or PLAIN
         if enabled:
             for used in (chosen, *filter(None, layers.values())):
-                if used.needs_history and self.state is None:
+                if used.keeps_history and self.state is None:
                     raise ValueError(NO_STATE.format(used.name))
         cast = cast and enabled
         self.recipe = chosen if cast else None
@@ -227,7 +242,7 @@ class autocast:
     def of_layer(self, recipe: Recipe | None) -> autocast:
         """The block of a layer with a recipe of its own."""
         if recipe is None:
-            return autocast(enabled=False)
+            return high_precision()
         backend = "simulate" if why_not_recipe(recipe) else self._asked
         return autocast(recipe, opaque=self.opaque, backend=backend)
 
@@ -237,14 +252,11 @@ class autocast:
         eager = not torch.compiler.is_dynamo_compiling()
         if self.recipe is not None and self.recipe.changes_scales and in_recomputation():
             _check_recomputes(self.recipe)
-        if eager:
-            STANCE.hold()
-        else:
-            reveal()
+        reveal()
         outer_look = OPEN.look if eager else None
         if eager and not self.reenters:
             OPEN.look = look_here(self.recipe)
-        modes = (_Mode(self), *FIRST_LOOK.items)
+        modes = (_Mode(), *FIRST_LOOK.items)
         again = self.reenters or in_reentrant()  # opened inside of a recomputed segment
         ACTIVE.blocks.append(
             Block(
@@ -256,6 +268,8 @@ class autocast:
                 backend=self.backend,
                 reenters=again,
                 opened=self if eager else None,
+                off=self.off,
+                checkpoints=checkpoints() if self.off else 0,
                 task=running_task() if eager else None,
                 outer_look=outer_look,
             )
@@ -275,10 +289,8 @@ class autocast:
             TorchFunctionMode.__exit__(mode, *error)
         if torch.compiler.is_dynamo_compiling():
             return
-        if block.opened is not None:
-            if not self.reenters:
-                OPEN.look = block.outer_look
-            STANCE.release()
+        if block.opened is not None and not self.reenters:
+            OPEN.look = block.outer_look
         if index < len(ACTIVE.blocks):
             raise RuntimeError(_NOT_NESTED)
 
@@ -304,6 +316,13 @@ class LayerBlock(autocast):
         self.state = state
         super().__init__(recipe, backend=backend)
         self.reenters = True
+
+
+def high_precision() -> autocast:
+    """A block whose products are not cast, and in which converted layers do as outside of it."""
+    block = autocast(enabled=False)
+    block.off = bool(ACTIVE.blocks) and ACTIVE.blocks[-1].off
+    return block
 
 
 # Layers with recipes of their own
@@ -346,6 +365,7 @@ def _check_eager() -> None:
 
 def _before(block: autocast, recipe: Recipe | None) -> Callable[..., None]:
     def before(module: nn.Module, args: Any) -> None:
+        _check_eager()
         if _innermost() is block:  # another thread, or a block inside, is not concerned
             nested = block.of_layer(recipe)
             nested.layer = module
@@ -405,7 +425,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
             "a part of a converted layer that keeps scales between passes cannot be checkpointed: "
             "checkpoint the whole layer"
         )
-    return nullcontext(), _again(block)
+    return _again(block) if block.off else nullcontext(), _again(block)
 
 
 def _again(block: Any) -> autocast:
@@ -413,12 +433,14 @@ def _again(block: Any) -> autocast:
     opened = block.opened if isinstance(block, Block) and block.opened else block
     if block.recipe is None:
         again = autocast(enabled=False)
+        again.off = block.off
     else:
         auto = block.recipe is not block.unit_recipe
         recipe = AUTO if auto else block.recipe
         again = autocast(recipe, opaque=block.opaque, backend=block.backend)
     if isinstance(opened, autocast):
         again.layers, again._asked = opened.layers, opened._asked
+        again.origin = opened.origin or opened
     return again
 
 

@@ -75,12 +75,13 @@ RUNS: dict[Function, Runs] = {
 at once."""
 
 
-def in_python(function: Function, args: tuple[Any, ...], kwargs: Any) -> Function | None:
-    """For a call of control flow in eager code: what makes it in Python. None for others."""
+def in_python(function: Function, args: tuple[Any, ...]) -> Function | None:
+    """For a call of control flow in eager code: what makes it in Python. None for others. Keywords
+    of such a call tell the compiler which tensors its functions write."""
     row = RUNS.get(function)
     if row is None or row.eager is None or torch.compiler.is_compiling():
         return None
-    return partial(row.eager, *args, **kwargs)
+    return partial(row.eager, *args)
 
 
 def runs_functions(function: Function) -> bool:
@@ -95,24 +96,29 @@ def depends_on_values(function: Function) -> bool:
 
 def run_within(mode: TorchFunctionMode, function: Function, args: Any, kwargs: Any) -> Any:
     """``function(*args, **kwargs)``, a call that `runs_functions`, with the mode active in these. A
-    region loses its border, as torch.compile compiles no closure as one: equal regions are compiled
-    several times."""
+    region is compiled as a part of its graph, as torch.compile compiles no closure as one: equal
+    regions are compiled several times."""
+    # The compiler allows a push on the stack of modes inside of the functions after one outside.
+    within((mode,), tuple)()
     if function is REGION:
-        return _within(mode, args[0])(*args[1:], **kwargs)
+        return within((mode,), args[0])(*args[1:], **kwargs)
     places = RUNS[function].functions
-    inside = [_within(mode, a) if place in places else a for place, a in enumerate(args)]
+    inside = [within((mode,), a) if place in places else a for place, a in enumerate(args)]
     return function(*inside, **kwargs)
 
 
-def _within(mode: TorchFunctionMode, function: Function) -> Function:
+def within(modes: tuple[TorchFunctionMode, ...], function: Function) -> Function:
+    """``function`` with the modes active, the last of which sees each call first."""
     if isinstance(function, partial):  # scan reads its arguments
-        return partial(_within(mode, function.func), *function.args, **function.keywords)
+        return partial(within(modes, function.func), *function.args, **function.keywords)
 
-    def within(*args: Any, **kwargs: Any) -> Any:
-        TorchFunctionMode.__enter__(mode)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        for mode in modes:
+            TorchFunctionMode.__enter__(mode)
         try:
             return function(*args, **kwargs)
         finally:
-            TorchFunctionMode.__exit__(mode, None, None, None)
+            for mode in reversed(modes):
+                TorchFunctionMode.__exit__(mode, None, None, None)
 
-    return within
+    return inside

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ..casts.casting import cast_backward, cast_forward, is_whole
 from ..casts.counts import product_name
+from ..common.compiler import in_graph
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..context.active import histories, static_exponents
 from ..formats.quantize import is_dense, refuse_nested
@@ -271,6 +272,21 @@ PRODUCTS: dict[Callable[..., Any], Handler] = {
 }
 """Torch function -> its handler."""
 
+_PLACES = {function: place for place, function in enumerate(PRODUCTS)}
+
+
+def as_one_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, a function of PRODUCTS, as one call of a graph, inside of
+    which no mode sees a call."""
+    return _outside_of_modes(_PLACES[function], args, kwargs)
+
+
+@in_graph
+def _outside_of_modes(place: int, args: tuple[Any, ...], kwargs: Any) -> Any:
+    with torch.DisableTorchFunction():
+        return list(PRODUCTS)[place](*args, **kwargs)
+
+
 _OPERATORS: dict[str, Handler] = {
     # transformers' grouped_mm where torch has none: compiled, in other dtypes than bfloat16.
     "transformers.grouped_mm_fallback": _grouped,
@@ -327,7 +343,7 @@ def expansion(
         return partial(in_pairs, equation, operands) if whole else None
     composed = COMPOSED.get(function)
     if composed is None:
-        return in_python(function, args, kwargs)
+        return in_python(function, args)
     return partial(composed, *args, **kwargs)
 
 

@@ -1,26 +1,29 @@
-"""Products that the mode of `fp8.autocast` does not see, each with a warning: those of operators of
-other libraries, and of the backward passes of autograd functions.
+"""Products that the mode of `fp8.autocast` does not cast: those of operators of other libraries and
+of the backward passes of autograd functions, each with a warning; and those of a compiled graph,
+where they are cast.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, Function
 
-from ..common.compiler import taken_as_constant
+from ..common.compiler import eager_only, taken_as_constant
 from ..common.pitfalls import RecipeWarning, show
-from ..common.threads import in_reentrant
+from ..common.threads import frames, in_reentrant
 
 OPERATORS = (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default))
 """The types of operators of torch.ops: of one, and of one of its overloads."""
 
-_FUNCTION = str(Path(torch.autograd.function.__file__))
+_OWN = str(Path(__file__).parents[1])
 
 
 def warn_of_operator(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
@@ -54,6 +57,16 @@ def warned(result: Any, args: tuple[Any, ...]) -> Any:
     return result
 
 
+@eager_only(False)
+def is_from_graph() -> bool:
+    """Whether code that Inductor has generated makes the running call of torch: of a graph that was
+    compiled under the open blocks."""
+    for frame in frames():
+        if not frame.f_code.co_filename.startswith(_OWN):
+            return "extern_kernels" in frame.f_globals
+    return False
+
+
 def function_around(end: str = "") -> str:
     """The autograd function that makes the running call, perhaps through others; "" if none. end:
     the name of a Python function beyond which callers are not looked at."""
@@ -66,11 +79,29 @@ def function_around(end: str = "") -> str:
 
 
 def function_of(frame: FrameType) -> str:
-    """The autograd function that is called in ``frame``; "" if the frame calls none."""
-    if frame.f_code.co_filename != _FUNCTION or frame.f_code.co_name != "apply":
+    """The autograd function whose ``forward`` runs in ``frame``; "" if the frame runs none. From
+    torch 2.14 on, ``apply`` has no frame."""
+    code = frame.f_code
+    name = _name_of(code)
+    if not name:
         return ""
-    name = getattr(frame.f_locals.get("cls"), "__name__", "without a name")
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if isinstance(first, BackwardCFunction):  # ctx, of a class that may have inherited forward
+        name = type(first).__name__.removesuffix("Backward")
     return f"the autograd function {name}"
+
+
+@cache
+def _name_of(code: CodeType) -> str:
+    """The name of the autograd function whose ``forward`` has this code; "" if none has."""
+    classes: list[type] = [Function]
+    while classes:
+        kind = classes.pop()
+        forward = getattr(vars(kind).get("forward"), "__func__", None)
+        if forward is not None and getattr(inspect.unwrap(forward), "__code__", None) is code:
+            return kind.__name__
+        classes += kind.__subclasses__()
+    return ""
 
 
 _OPERATOR = (

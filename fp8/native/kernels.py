@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..casts.casting import Codes, Spec, codes, format_of, widened
+from ..formats.quantize import in_dtype
 from ..recipes.rules import CORRECTED, UNITS, scale_format
 
 ALIGNMENT = 16
@@ -76,8 +77,6 @@ def kernel_of(a: Spec | None, b: Spec | None) -> tuple[str, str]:
     for spec in (a, b):
         if spec.signs == "random":
             return "", "random signs of a rotation are simulated"
-        if spec.is_sum:
-            return "", "casts around a mean or with a residual are simulated"
         if spec.format not in known:
             return "", f"the kernels have no format {format_of(spec).name!r}"
         if not _kind(spec):
@@ -146,7 +145,7 @@ def store(
     found = codes(x, spec, axis, history, record)
     if spec.tile[1]:
         return _tiled(found.values, found.scale, found.unit, spec)
-    return Codes(found.values.to(format_of(spec).dtype), found.scale)
+    return Codes(in_dtype(found.values, format_of(spec).dtype), found.scale)
 
 
 def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Codes:
@@ -158,7 +157,7 @@ def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Codes:
     rows = max(across, _BLOCK_ROWS) if kind == "block" else 1
     y = F.pad(y, (0, -y.shape[1] % multiple, 0, -y.shape[0] % rows))
     if kind == "block":
-        data = y.to(format_of(spec).dtype)
+        data = in_dtype(y, format_of(spec).dtype)
         if across == 1:
             columns = F.pad(scale.mT, (0, y.shape[0] - scale.shape[0]), value=1.0)
             return Codes(data, columns.contiguous())
@@ -166,7 +165,8 @@ def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Codes:
     scale = widened(scale, (y.shape[0], scale.shape[1]), (across, 1))
     scale = F.pad(scale, (0, y.shape[1] // along - scale.shape[1]), value=1.0)
     if unit is None:
-        return Codes(y.to(format_of(spec).dtype), swizzled(scale.to(torch.float8_e8m0fnu)))
+        data = in_dtype(y, format_of(spec).dtype)
+        return Codes(data, swizzled(scale.to(torch.float8_e8m0fnu)))
     # Restores the e4m3 values of the rule; a value above their range occurs only for all-zero
     # tiles.
     scale = (scale / unit).clamp(max=448.0).to(torch.float8_e4m3fn)

@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from ..casts.casting import Codes, Spec, shifted, spec_of
 from ..casts.operands import one_copy
-from ..casts.saved_operands import SharedCasts, as_number, cached, saved_tensors
+from ..casts.saved_operands import saved_tensors
 from ..common.compiler import apply, is_differentiated_again, is_plain, own, updates_states
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
@@ -124,7 +124,6 @@ class _Native(Function):
         bias: Tensor | None,
         history: Tensor | None,
         how: _Settings,
-        shared: SharedCasts | None,
         *operands: Tensor | None,
     ) -> Tensor:
         left, right, *_ = _stored(operands)
@@ -134,7 +133,7 @@ class _Native(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, _, ctx.history, ctx.how, ctx.shared, *operands = inputs
+        _, _, _, ctx.history, ctx.how, *operands = inputs
         used, again = _stored(operands[:6]), _stored(operands[6:])
         pairs = list(zip(used, again, strict=True))
         ctx.save_for_backward(*_flat(x if y.values is None else y for x, y in pairs))
@@ -142,8 +141,6 @@ class _Native(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.shared is not None:
-            ctx.shared.clear()
         if is_differentiated_again() and is_plain(ctx):
             raise RuntimeError(
                 "create_graph=True: products of backend='native' have no second derivative; those "
@@ -182,18 +179,6 @@ def _again(x: Tensor, stored: Codes, spec: Spec, other: Spec) -> Codes | None:
     return None if one else store(x, other, -2)
 
 
-def _left(
-    a: Tensor, spec: Spec, history: Tensor | None, record: bool, shared: SharedCasts | None
-) -> Codes:
-    """`store` of a first operand, shared by all its products. With a history, each product
-    records it."""
-    if history is None:
-        return cached(shared, ("native", spec.settings), lambda: store(a, spec))
-    stored = store(a, spec, -1, history, record)
-    key = () if shared is None else ("native", spec.settings, as_number(stored.scale))
-    return cached(shared, key, lambda: stored)
-
-
 def product(
     a: Tensor,
     b: Tensor,
@@ -203,7 +188,6 @@ def product(
     histories: list[Tensor | None],
     kinds: tuple[str, ...],
     dtype: torch.dtype,
-    shared: SharedCasts | None = None,
 ) -> Tensor:
     """``s_y * a b^T + bias`` in ``dtype``, for a (m, k) and b (n, k), computed by the kernels
     ``kinds``.
@@ -215,13 +199,11 @@ def product(
     of_a, of_b, of_grad = histories
     record = updates_states()
     with torch.no_grad():
-        left = _left(a, for_a, of_a, record, shared)
+        left = store(a, for_a, -1, of_a, record)
         right = store(b, for_b, -1, of_b, record)
         again: list[Codes | None] = [None, None]
         if record:
-            key = ("native", for_a.settings, a_again.settings)
-            other = cached(shared, key, lambda: _again(a, left, for_a, a_again))
-            again = [other, _again(b, right, for_b, b_again)]
+            again = [_again(a, left, for_a, a_again), _again(b, right, for_b, b_again)]
     operands = _flat([left, right, *again])
     how = _Settings(kinds, scales, (grad_for_a, grad_for_b), dtype_name(dtype))
-    return apply(_Native, a, b, bias, of_grad, how, shared, *operands, written=of_grad)
+    return apply(_Native, a, b, bias, of_grad, how, *operands, written=of_grad)

@@ -36,6 +36,7 @@ from ..common.validation import check_flag, check_name, check_number
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
 from ..recipes.scaling import scale_of_number
+from ..tensors.scaled_tensor import store
 from . import encodings
 from . import state as states
 from .base import LowPrecision, check_group, refuse
@@ -206,9 +207,8 @@ class _Unit:
         if joined or self.master or not is_plain(here[0]):
             values, random = decode(weight) if self.master else weight.values, self.rounds_copies()
             for i, (x, part) in enumerate(_parts(values, here)):
-                x.copy_(
-                    states.rounded_stochastically(part, x, self.seed(2 + i)) if random else part
-                )
+                seed = self.seed(2 + i)
+                store(x, states.rounded_stochastically(part, x, seed) if random else part)
         if joined:
             kept = {MASTER: weight} if self.master else {}
             for name, stored in (kept | {FIRST: first, SECOND: second}).items():

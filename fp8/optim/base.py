@@ -105,8 +105,6 @@ class LowPrecision(Optimizer):
             for group in self.param_groups:
                 group["skipped_steps"] += 1
         self._marks = {p: _mark(p) for p in self._with_master()}
-        for p in self._marks:
-            vars(p).pop("loaded", None)
         return loss
 
     def _with_master(self) -> list[Any]:
@@ -118,10 +116,8 @@ class LowPrecision(Optimizer):
         for p in _changed(getattr(self, "_marks", {}), now):
             master = states.read(self.state[p], MASTER)
             if not states.rounds_to(decode(master).view(part_of(p).shape), p):
-                if "loaded" not in vars(p):
-                    states.warn_of_broadcasts()
                 encoding = ENCODINGS[dtype_name(master.values.dtype)]
-                states.keep(self.state[p], MASTER, p, encoding, states.numbers_of(p))
+                states.keep(self.state[p], MASTER, p, encoding, states.numbers_of(p).flatten())
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch. That of a DTensor has no scales, which belong to one process: its moments

@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd
 
 from ..common.dtensor import part_of
 from ..common.validation import check_number
-from ..tensors.scaled_tensor import plain
+from ..tensors.scaled_tensor import plain, store
 from .base import LowPrecision, check_group, refuse
 from .encodings import decode
 from .state import MASTER, MOMENTUM, Group, State, everywhere, keep, parameters_of, prepare, read
@@ -97,4 +97,4 @@ def _step(parameter: Any, state: State, group: Group) -> None:
     if master is not None:
         keep(state, MASTER, parameter, master, weight.flatten())
         weight = decode(read(state, MASTER)).view(here.shape)
-    here.copy_(weight)
+    store(here, weight)

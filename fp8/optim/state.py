@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..formats.format import FORMATS, Format
 from ..formats.quantize import quantize
 from ..formats.random_bits import Seed
 from ..recipes.scaling import scale_of, scale_of_number
-from ..tensors.scaled_tensor import ScaledTensor, plain
+from ..tensors.scaled_tensor import ScaledTensor, plain, store
 from .encodings import ENCODINGS, WEIGHTS, Encoded, Encoding, decode, write, zeros
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
@@ -105,43 +104,20 @@ def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding
         for name in [name for name in state if name.startswith(MASTER)]:
             del state[name]
         if MASTER in kept:
-            keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
+            keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter).flatten())
     return kept
 
 
 def numbers_of(parameter: Tensor) -> Tensor:
-    """The initial values of a weight's master, flat, float32."""
-    brought = carried(parameter)
-    weight = part_of(parameter.detach()) if brought is None else brought
-    return plain(weight, torch.float32).reshape(-1)
-
-
-def carried(parameter: Tensor) -> Tensor | None:
-    """The values that a weight was rounded from (``loaded``), which `initialize` or a checkpoint
-    has attached. None if the weight was written since."""
-    loaded: Tensor | None = vars(parameter).get("loaded")
-    if loaded is None or rounds_to(loaded, parameter):
-        return loaded
-    del vars(parameter)["loaded"]
-    warn_of_broadcasts()
-    return None
+    """The values of a weight, float32, of its local shape."""
+    return plain(part_of(parameter).detach(), torch.float32)
 
 
 def rounds_to(numbers: Tensor, parameter: Tensor) -> bool:
-    """Whether writing ``numbers``, of the local shape, would leave the weight unchanged."""
+    """Whether storing ``numbers``, of the local shape, would leave the weight unchanged."""
     here = part_of(parameter.detach())
-    return torch.equal(here.clone().copy_(numbers), here)
-
-
-def warn_of_broadcasts() -> None:
-    """Warns in a distributed run that a master was reset from its weight."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        warnings.warn(
-            "a weight was written to, and its master was reset from it: if that was "
-            "DistributedDataParallel, which sends weights and no masters, the processes differ "
-            "from now on. Begin with the same weights in all of them (one seed, or a checkpoint)",
-            stacklevel=5,
-        )
+    store(there := here.clone(), numbers)
+    return torch.equal(there, here)
 
 
 def keep(
@@ -181,7 +157,7 @@ def read(state: State, name: str) -> Encoded:
 def portable(parameter: Tensor, state: State) -> State:
     """``state`` with what has a scale, which belongs to one shard, decoded to float32. Moments and
     masters are DTensors if the parameter is."""
-    found = {key: value for key, value in state.items() if purpose_of(key, "") == ""}
+    found = {key: value for key, value in state.items() if not purpose_of(key)}
     for name in PURPOSES:
         if has(state, name):
             shape = part_of(parameter).shape
@@ -213,7 +189,7 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
     if has(saved, MASTER) and MASTER not in kept:
         with torch.no_grad():
             here = part_of(parameter)
-            here.copy_(decode(read(saved, MASTER)).view(here.shape))
+            store(here, decode(read(saved, MASTER)).view(here.shape))
     prepare(state, parameter, group)
     return state
 
@@ -273,22 +249,26 @@ def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, sav
 
 
 def state_bytes(optimizer: Optimizer) -> dict[str, int]:
-    """Bytes of the state tensors of an optimizer, by purpose.
+    """Bytes of the parameters of an optimizer, their gradients and their states, as they are now.
 
     Args:
         optimizer: an optimizer of `fp8.optim`.
 
     Returns:
-        "first_moment", "second_moment", "master" and "step" -> bytes on this process.
+        "weight", "gradient", "first_moment", "second_moment", "master" and "step" -> bytes on this
+        process. Gradients count while they exist: before ``zero_grad``.
     """
-    found = dict.fromkeys(("first_moment", "second_moment", "master", "step"), 0)
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            found[purpose_of(name, "step")] += part_of(value).nbytes
+    names = ("weight", "gradient", "first_moment", "second_moment", "master", "step")
+    found = dict.fromkeys(names, 0)
+    for parameter in parameters_of(optimizer):
+        found["weight"] += part_of(parameter).nbytes
+        found["gradient"] += 0 if parameter.grad is None else part_of(parameter.grad).nbytes
+        for name, value in optimizer.state.get(parameter, {}).items():
+            found[purpose_of(name) or "step"] += part_of(value).nbytes
     return found
 
 
-def purpose_of(name: str, otherwise: str) -> str:
-    """What a tensor of a state is for, by `PURPOSES`."""
+def purpose_of(name: str) -> str:
+    """What a tensor of a state is for, by `PURPOSES`; "" for none of these."""
     tensor = next((name.removesuffix(part) for part in PARTS if name.endswith(part)), name)
-    return PURPOSES.get(tensor, otherwise)
+    return PURPOSES.get(tensor, "")

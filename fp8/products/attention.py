@@ -1,12 +1,4 @@
-"""Attention under a recipe: as one product, or as the two products inside of it.
-
-One product is torch's fused kernel on cast operands. Two products, if the recipe has
-`attention_scores` and `attention_values`, are those that TransformerEngine emulates for its
-attention in FP8 (`FP8EmulationFunc` of `UnfusedDotProductAttention`, 2.20): query, key and value,
-the probabilities, the gradient of the output and that of the scores are cast, the gradient of the
-probabilities is not. The probabilities are cast after the softmax has normalized them, and after
-dropout. TransformerEngine also casts the output and the gradients of query, key and value, which
-are left here to the products that read them.
+"""Attention under a recipe: torch's fused kernel on cast operands.
 
 `torch.nn.functional.multi_head_attention_forward` is one opaque function, whose inner products no
 torch-function mode sees: here it is composed of calls that a mode can intercept.
@@ -25,7 +17,7 @@ from torch.nn import functional as F
 
 from ..casts.casting import cast_backward, cast_forward, without_autocast
 from ..casts.counts import product_name
-from ..context.active import histories, product_recipe
+from ..context.active import histories, product_recipe, static_exponents
 from ..recipes.recipe import Recipe
 from .matmul import matmul, to_autocast_dtype, uncast_matmul
 from .summed import warn_unsummed
@@ -41,7 +33,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     unit: bool = False,
-    gauge: float | None = None,
+    grad_scale: float | None = None,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` with operands cast under the recipe of the
     enclosing `fp8.autocast`.
@@ -49,26 +41,25 @@ def attention(
     query (..., L, E), key (..., S, E), value (..., S, V) -> (..., L, V). The other arguments, the
     errors and the treatment of NaN and of fully masked rows are those of PyTorch. Query and key are
     cast as the recipe's input along E, value along S, and the gradient of the output as its grad
-    along V; probabilities and inner gradients stay in high precision. A recipe with products of
-    attention has `by_products` instead. unit: as in `fp8.products.matmul.linear`. gauge: not None
-    where `is_fused` is false: two products are computed then, as in `by_products`, without casts
-    between them.
+    along V; probabilities and inner gradients stay in high precision. unit: as in
+    `fp8.products.matmul.linear`. grad_scale: not None where `is_fused` is false: two products are
+    computed then, as in `by_products`, without casts between them.
     """
-    recipe = product_recipe(unit)
-    given = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if recipe is not None and recipe.attention:
-        return by_products(query, key, value, *given, unit=unit, gauge=gauge or 1.0)[0]
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        if gauge is not None:
-            return by_products(query, key, value, *given, cast=False, gauge=gauge)[:1]
+        if grad_scale is not None:
+            given = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return by_products(query, key, value, *given, cast=False, grad_scale=grad_scale)[:1]
         query, key, value, mask = to_autocast_dtype(query, key, value, attn_mask)
         y = torch.ops.aten.scaled_dot_product_attention.default(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return (y,)
 
-    return _cast_around(kernel, query, key, value, recipe)[0]
+    return _cast_around(kernel, query, key, value, product_recipe(unit))[0]
+
+
+_FUSES_MORE = torch.__version__ >= "2.14"
 
 
 def is_fused(
@@ -83,15 +74,26 @@ def is_fused(
 
     Its CPU kernel takes operands of four dimensions and one width that do not broadcast, no
     dropout, and masks of two or four dimensions without a gradient (`use_flash_attention_cpp` in
-    torch's sdp_utils_cpp.cpp). Other devices have a kernel for all of these.
+    torch's sdp_utils_cpp.cpp). From torch 2.14 on, operands of three dimensions are one batch, and
+    one head of keys and values serves all of the query. Other devices have a kernel for all of
+    these.
     """
     if query.device.type != "cpu":
         return True
-    if dropout_p or query.ndim != 4 or query.shape[-1] != value.shape[-1]:
+    if dropout_p or query.shape[-1] != value.shape[-1]:
         return False
-    if attn_mask is not None and (attn_mask.ndim not in (2, 4) or attn_mask.requires_grad):
+    q, k, v = (tuple(x.shape[:-2]) for x in (query, key, value))
+    masks = [2, 4]
+    if _FUSES_MORE and len(q) == len(k) == len(v) == 1:
+        q, k, v, masks = (1, *q), (1, *k), (1, *v), [2, 3, 4]
+    if len(q) != 2:
         return False
-    return enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2]
+    if attn_mask is not None and (attn_mask.ndim not in masks or attn_mask.requires_grad):
+        return False
+    if attn_mask is not None and attn_mask.ndim == 4 and attn_mask.shape[0] not in (1, q[0]):
+        return False
+    one_head = _FUSES_MORE and k == v and k == (q[0], 1)
+    return enable_gqa or q == k == v or one_head
 
 
 def flex_attention(
@@ -101,16 +103,11 @@ def flex_attention(
     `attention`.
 
     query (B, H, L, E), key (B, K, S, E), value (B, K, S, V); the other arguments are those of
-    PyTorch. Returns the output (B, H, L, V) and statistics of its rows. Under a recipe with
-    products of attention, score_mod and mask_mod are called once, with all scores and with indices
-    that broadcast to them, instead of once for each score.
+    PyTorch. Returns the output (B, H, L, V) and statistics of its rows.
     """
     kernel = torch.ops.higher_order.flex_attention
-    recipe = product_recipe()
-    if recipe is not None and recipe.attention:
-        return _flex_by_products(query, key, value, *args, **kwargs)
     return _cast_around(
-        lambda *operands: kernel(*operands, *args, **kwargs), query, key, value, recipe
+        lambda *operands: kernel(*operands, *args, **kwargs), query, key, value, product_recipe()
     )
 
 
@@ -127,9 +124,10 @@ def _cast_around(
     warn_unsummed(recipe, "attention")
     name, cast = product_name("attention", None, recipe), recipe.input
     *of, of_grad = histories(recipe, "attention", (query,), cast, cast, cast, recipe.grad)
-    query = cast_forward(query, cast, -1, of[0], name, "query")
-    key = cast_forward(key, cast, -1, of[1], name, "key")
-    value = cast_forward(value, cast, -2, of[2], name, "value")
+    static = static_exponents(recipe, query, key, value)
+    query = cast_forward(query, cast, -1, of[0], name, "query", static[0])
+    key = cast_forward(key, cast, -1, of[1], name, "key", static[1])
+    value = cast_forward(value, cast, -2, of[2], name, "value", static[2])
     y, *rest = kernel(query, key, value)
     return cast_backward(y, recipe.grad, of_grad, name), *rest
 
@@ -146,15 +144,15 @@ def by_products(
     *,
     unit: bool = False,
     cast: bool = True,
-    gauge: float = 1.0,
+    grad_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention as two products, each with its recipe.
+    """Attention as two products, each cast under the recipe of the enclosing `fp8.autocast`.
 
     Arguments as in `attention`. Returns the output (..., L, V) and the probabilities (..., L, S)
     after dropout, before the cast. The products, the softmax and the gradients between them are
     computed in at least float32, as on the chip of a fused kernel. Key and value are cast after
     enable_gqa has repeated their heads. A fully masked row gives zeros. NaN propagates. cast: False
-    for products without casts, whatever the recipe. gauge: a factor of the gradients of
+    for products without casts, whatever the recipe. grad_scale: a factor of the gradients of
     probabilities, scores and attn_mask, which those of query and key are divided by. Raises
     ValueError for is_causal with a mask, and for heads that key or value do not divide; TypeError
     for operands of different dtypes, and for a mask of integers.
@@ -163,75 +161,29 @@ def by_products(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if enable_gqa:
         key, value = _repeated(query, key, "key"), _repeated(query, value, "value")
-
-    def masked(scores: Tensor) -> Tensor:
-        if is_causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-            return scores.masked_fill(later, -math.inf)
-        if attn_mask is None or attn_mask.dtype.is_floating_point:
-            return scores if attn_mask is None else scores + attn_mask
-        return scores.masked_fill(~attn_mask, -math.inf)
-
     multiply = functools.partial(matmul, unit=unit) if cast else uncast_matmul
-    given = (scale, masked, multiply, dropout_p, gauge)
-    y, weights, _ = _two_products(query, key, value, *given, empty=attn_mask is not None)
-    return y, weights
-
-
-def _flex_by_products(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor],
-    block_mask: tuple[Any, ...],
-    scale: float,
-    kernel_options: Any = None,
-    score_buffers: tuple[Any, ...] = (),
-    mask_buffers: tuple[Any, ...] = (),
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`flex_attention` as two products. The last item of block_mask is the mask_mod. Returns the
-    output, and the logarithm of the sum of exponentials and the maximum of the scores of each row,
-    both to base 2."""
-    key, value = _repeated(query, key, "key"), _repeated(query, value, "value")
-
-    def masked(scores: Tensor) -> Tensor:
-        indices = [
-            torch.arange(size, device=scores.device).view([-1 if i == dim else 1 for i in range(4)])
-            for dim, size in enumerate(scores.shape)
-        ]
-        kept = block_mask[-1](*indices, *mask_buffers)
-        return score_mod(scores, *indices, *score_buffers).masked_fill(~kept, -math.inf)
-
-    y, _, scores = _two_products(query, key, value, scale, masked, matmul)
-    return y, scores.logsumexp(-1) / math.log(2), scores.amax(-1) / math.log(2)
-
-
-def _two_products(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    masked: Callable[[Tensor], Tensor],
-    multiply: Callable[..., Tensor],
-    dropout_p: float = 0.0,
-    gauge: float = 1.0,
-    empty: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output and probabilities as in `by_products`, and the masked scores. empty: whether rows may
-    be fully masked."""
     (like,) = to_autocast_dtype(query[:0])
     wide = torch.promote_types(query.dtype, torch.float32)
     with without_autocast(query):
         query, key, value = query.to(wide), key.to(wide), value.to(wide)
-        scales = (scale, scale / gauge, scale / gauge)
-        scores = masked(multiply(query, key.mT, scales=scales, kind="attention_scores"))
-        rows = (scores == -math.inf).all(-1, keepdim=True) if empty else None
+        scores = multiply(query, key.mT, scales=(scale, scale / grad_scale, scale / grad_scale))
+        scores = _masked(scores, attn_mask, is_causal)
+        rows = None if attn_mask is None else (scores == -math.inf).all(-1, keepdim=True)
         weights = (scores if rows is None else scores.masked_fill(rows, 0.0)).softmax(-1)
         weights = F.dropout(weights, dropout_p) if dropout_p else weights
-        y = multiply(weights, value, scales=(1, gauge, 1), kind="attention_values")
+        y = multiply(weights, value, scales=(1, grad_scale, 1))
         if rows is not None:
             y, weights = y.masked_fill(rows, 0.0), weights.masked_fill(rows, 0.0)
-    return y.to(like.dtype), weights.to(like.dtype), scores
+    return y.to(like.dtype), weights.to(like.dtype)
+
+
+def _masked(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        return scores.masked_fill(later, -math.inf)
+    if mask is None or mask.dtype.is_floating_point:
+        return scores if mask is None else scores + mask
+    return scores.masked_fill(~mask, -math.inf)
 
 
 def _repeated(query: Tensor, x: Tensor, name: str) -> Tensor:
@@ -310,9 +262,6 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Attention computed by separate products; returns the probabilities too."""
-    recipe = product_recipe()
-    if recipe is not None and recipe.attention:
-        return by_products(q, k, v, mask, dropout_p)
     scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
     if mask is not None:
         scores = scores + mask

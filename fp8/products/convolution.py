@@ -19,7 +19,6 @@ from ..casts.casting import is_whole
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, casts_of
-from ..casts.saved_operands import shared_casts
 from ..common.compiler import in_graph
 from ..context.active import layer_histories, product_recipe, static_exponents
 from ..formats.format import dtype_name
@@ -59,8 +58,7 @@ def _convolve(
             how = Settings(scales, casts, recipe.sums, dtype_name(like.dtype))
             return summed_convolution(x, weight, bias, histories, how, geometry)
         warn_unsummed(recipe, "a convolution with scales by rows or blocks")
-    shared = shared_casts(x, histories[0], casts.a, casts.a_again)
-    return simulated(x, weight, bias, scales, casts, histories, shared, geometry)
+    return simulated(x, weight, bias, scales, casts, histories, geometry)
 
 
 @in_graph
@@ -68,7 +66,7 @@ def _as_it_is(
     x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: Geometry
 ) -> Tensor:
     """The convolution without casts."""
-    return simulated(x, weight, bias, scales, Casts(), [None] * 3, None, geometry)
+    return simulated(x, weight, bias, scales, Casts(), [None] * 3, geometry)
 
 
 def _per_dim(value: Ints, dims: int, what: str) -> list[int]:

@@ -25,14 +25,14 @@ from ..casts.casting import Spec, rounded, turn_of
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import Measurement, measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
-from ..casts.saved_operands import SharedCasts, save_operands, saved_operands, shared_casts
+from ..casts.saved_operands import save_operands, saved_operands
 from ..common.compiler import apply, apply_eagerly, compiled_as, in_graph
 from ..common.dtensor import is_dtensor, unreduced
 from ..context.active import chosen, layer_histories, static_exponents
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
 from ..native import product as native
-from ..recipes.recipe import ATTENTION, Recipe
+from ..recipes.recipe import Recipe
 from ..tensors.scaled_tensor import plain
 from . import summed
 from .summed import Geometry, Scales
@@ -44,11 +44,9 @@ ONES: Scales = (1, 1, 1)  # ints: torch.compile would treat floats as dynamic
 OPERANDS = {
     "linear": ("input", "weight"),
     "matmul": ("input", "other"),
-    "attention_scores": ("query", "key"),
-    "attention_values": ("probabilities", "value"),
 }
-"""Kind of product -> the names of its operands for `fp8.stats`. Those of attention are fields of
-`Recipe`; the second operand of a "matmul" is cast as the input, of the others as the weight."""
+"""Kind of product -> the names of its operands for `fp8.stats`. The second operand of a "matmul" is
+cast as the input, that of a "linear" as the weight."""
 
 
 def _cast(
@@ -116,9 +114,9 @@ class _Product(Function):
 
     All products have this form: it is the layout of FP8 GEMMs, and the gradient of a weight (n, k)
     has the layout of the weight. other_a, other_b: the operands that backward casts instead, or
-    None. history: of the gradient. shared: what is shared of the saved a. If the operands are
-    rotated, they are given before the cast, because gradients are those of operands that are not
-    rotated, and the cast ones in place of those that backward casts.
+    None. history: of the gradient. If the operands are rotated, they are given before the cast,
+    because gradients are those of operands that are not rotated, and the cast ones in place of
+    those that backward casts.
     """
 
     generate_vmap_rule = True
@@ -134,7 +132,6 @@ class _Product(Function):
         bias: Tensor | None,
         history: Tensor | None,
         how: _Settings,
-        shared: SharedCasts | None,
     ) -> Tensor:
         if _rotates(how.casts):
             assert other_a is not None
@@ -148,7 +145,7 @@ class _Product(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         # The history is not saved with save_for_backward: it is updated before it is used.
-        a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, ctx.how, shared = inputs
+        a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, ctx.how = inputs
         ctx.turned = b.mT.is_contiguous()  # the right operand of a matmul
         if _rotates(ctx.how.casts):
             other_a, other_b = a, b
@@ -156,7 +153,7 @@ class _Product(Function):
         pairs = ((a, scale_a, other_a), (b, scale_b, other_b))
         for (x, scale, other), spec in zip(pairs, ctx.how.casts, strict=False):
             operands.append((x, spec, scale) if other is None else (other, None, None))
-        save_operands(ctx, *operands, shared=shared)
+        save_operands(ctx, *operands)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -187,7 +184,7 @@ class _Product(Function):
         else:
             da, db = _of_convolution(of, a, b, again_a, again_b, for_a, for_b, scales)
         dbias = _of_bias(grad, scales[2]) if needs_bias else None
-        return da, db, *[None] * 4, dbias, *[None] * 3
+        return da, db, *[None] * 4, dbias, *[None] * 2
 
 
 class _Plain(Function):
@@ -317,13 +314,12 @@ def multiply(
         like, bias = to_autocast_dtype(a[:0], bias)
         how = summed.Settings(scales, casts, recipe.sums, dtype_name(like.dtype))
         return summed.product(a, b, bias, histories, how)
-    shared = shared_casts(a, histories[0], casts.a, casts.a_again)
     if not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
         unnamed = casts_of(recipe.text, layer, "", static) if name else casts
         if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
-            return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype, shared)
-    return simulated(a, b, bias, scales, casts, histories, shared)
+            return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype)
+    return simulated(a, b, bias, scales, casts, histories)
 
 
 @in_graph
@@ -334,7 +330,6 @@ def simulated(
     scales: Scales,
     casts: Casts,
     histories: list[Any],
-    shared: SharedCasts | None,
     geometry: Geometry | None = None,
 ) -> Tensor:
     """Casts the operands and multiplies their values, or convolves them."""
@@ -350,7 +345,7 @@ def simulated(
     if _rotates(casts):
         operands = (_unreduced(a), _unreduced(b), None, None, x.detach(), w.detach())
     how = _Settings(scales, casts, _fuses(x), geometry)
-    return apply(_Product, *operands, bias, of_grad, how, shared, written=of_grad)
+    return apply(_Product, *operands, bias, of_grad, how, written=of_grad)
 
 
 def _unreduced(x: Tensor) -> Tensor:
@@ -458,17 +453,14 @@ def matmul(
     backend: str = "simulate",
     static: Exponents | None = None,
     unit: bool = False,
-    kind: str = "matmul",
 ) -> Tensor:
     """``s_y * left @ right`` with the shapes and broadcasting of `torch.matmul`.
 
     scales: (s_y, s_dleft, s_dright). unit: as in `linear`. Both operands are cast as the recipe's
-    input; in the gradient of the right one, the casts are those of grad_weight. kind: a product
-    inside of attention has the recipe that this field of the recipe holds, if any. Otherwise as
+    input; in the gradient of the right one, the casts are those of grad_weight. Otherwise as
     `linear`.
     """
     recipe, backend = chosen(recipe, backend, unit)
-    recipe, kind = _inside(recipe, kind)
     scales = check_scales(scales)
     if static is None:
         static = (0, 0) if recipe is None else static_exponents(recipe, left, right)
@@ -481,21 +473,14 @@ def matmul(
         )
     a = left.unsqueeze(0) if left.ndim == 1 else left
     b = right.unsqueeze(1) if right.ndim == 1 else right
-    y = _batched(a, b, scales, recipe, backend, static, kind)
+    y = _batched(a, b, scales, recipe, backend, static)
     y = y.squeeze(-1) if right.ndim == 1 else y
     return y.squeeze(-1 if right.ndim == 1 else -2) if left.ndim == 1 else y
 
 
-def uncast_matmul(left: Tensor, right: Tensor, *, scales: Scales, kind: str) -> Tensor:
+def uncast_matmul(left: Tensor, right: Tensor, *, scales: Scales) -> Tensor:
     """`matmul` of at least two dimensions without casts, whatever the recipe."""
-    return _batched(left, right, scales, None, "simulate", (0, 0), kind)
-
-
-def _inside(recipe: Recipe | None, kind: str) -> tuple[Recipe | None, str]:
-    """The recipe and the kind of a product that may be one inside of attention."""
-    if recipe is None or kind not in ATTENTION or not recipe.attention:
-        return recipe, "matmul"
-    return getattr(recipe, kind), kind
+    return _batched(left, right, scales, None, "simulate", (0, 0))
 
 
 def _batched(
@@ -505,7 +490,6 @@ def _batched(
     recipe: Recipe | None,
     backend: str,
     static: Exponents,
-    kind: str,
 ) -> Tensor:
     """The product of two matrices or (broadcast) batches of them, in one call of `multiply`."""
     batch = a.shape[:-2]
@@ -517,5 +501,5 @@ def _batched(
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
     # Not the attribute mT, which torch.compile makes an alias outside of control flow.
-    y = multiply(rows, b.transpose(-2, -1), None, scales, recipe, backend, static, kind)
+    y = multiply(rows, b.transpose(-2, -1), None, scales, recipe, backend, static, "matmul")
     return y if y.ndim == a.ndim else y.reshape(*batch, a.shape[-2], b.shape[-1])

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..common.validation import check_between, check_choice, check_flag, check_keys
+from ..common.removed import refuses_removed
+from ..common.validation import check_between, check_choice, check_keys
 from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
@@ -35,17 +36,10 @@ class Cast:
         margin: the scale is multiplied by 2**margin, which leaves headroom for that many doublings.
         history: for scaling "delayed", the number of passes considered; 1 is the last one only,
             None is 16. For other scalings 0; "static" stores one scale.
-        rounding, overflow, random_bits: as in `fp8.quantize`, except that Inf does not saturate: it
-            stays Inf if the format has Inf, and becomes NaN otherwise. Stochastic rounding uses a
-            new seed each time.
-        mean: whether the mean over the rows of the operand, which are tokens for activations and
-            gradients, is subtracted before the cast and added again afterwards, in high precision:
-            a product is that of the means and that of the rest, which alone is cast ("The curse and
-            blessing of mean bias", arXiv:2603.10444). Simulated. Inf and NaN reach their column.
-        residual: a number of hot channels, 0 to 4096: the columns of the operand whose rounding
-            errors have the largest norms are cast twice, and the cast of their errors is added. A
-            product has as many more columns to sum over (Hot-Channel Patch, arXiv:2602.02047;
-            augmented residual channels, arXiv:2601.07475). Simulated. Inf and NaN have no error.
+        rounding, overflow: as in `fp8.quantize`, except that Inf does not saturate: it stays Inf if
+            the format has Inf, and becomes NaN otherwise. Stochastic rounding uses a new seed each
+            time. It is unbiased where no value saturates: not with rules that may round a scale
+            down ("floor", "even", "e4m3", "e4m3_4_6"), and without a scale up to the largest value.
         hadamard: 2 to 128, a power of two: the operand is first rotated by a random Hadamard matrix
             of this size along the axis that the product sums over, which cancels in the product. 0:
             no rotation. Both operands of a product need the same value. Only products of matrices
@@ -55,9 +49,8 @@ class Cast:
 
     Raises:
         ValueError: for an unknown name, an unsigned format, a rule or tile that the scaling does
-            not support, random signs without a rotation, a mean, a residual or a rotation with a
-            scaling that keeps state between passes, a residual with a rotation, and
-            overflow="nonfinite" with a format that has neither Inf nor NaN.
+            not support, random signs without a rotation, a rotation with a scaling that keeps state
+            between passes, and overflow="nonfinite" with a format that has neither Inf nor NaN.
         TypeError: for a name that is not a string.
     """
 
@@ -69,9 +62,6 @@ class Cast:
     history: int | None = None
     rounding: str = "nearest"
     overflow: str = "saturate"
-    random_bits: int = 31
-    mean: bool = False
-    residual: int = 0
     hadamard: int = 0
     signs: str = "fixed"
 
@@ -88,7 +78,6 @@ class Cast:
         self._check_rotation()
         if self.rule in CORRECTED:
             self._check_corrected()
-        self._check_sum()
         object.__setattr__(self, "text", self._text())
 
     def _check_numbers(self) -> None:
@@ -100,7 +89,6 @@ class Cast:
             raise ValueError(f"format {format.name!r} has no negative values: it is for scales")
         if self.overflow == "nonfinite" and format.nonfinite is None:
             raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
-        check_between("random_bits", self.random_bits, 1, 31)
 
     def _complete_rule(self) -> None:
         row = SCALINGS[self.scaling]
@@ -148,26 +136,18 @@ class Cast:
         check_choice("signs", self.signs, SIGNS)
         if self.signs == "random" and not self.hadamard:
             raise ValueError("random signs need a rotation: give hadamard too")
-
-    def _check_sum(self) -> None:
-        check_flag("mean", self.mean)
-        check_between("residual", self.residual, 0, 4096)
-        if (self.hadamard or self.is_sum) and self.keeps_history:
+        if self.hadamard and self.keeps_history:
             raise ValueError(
-                f"scaling {self.scaling!r} has no mean, no residual and no rotation: its state is "
-                "that of the plain operand"
+                f"scaling {self.scaling!r} has no rotation: its state is that of the plain operand"
             )
-        if self.residual and self.hadamard:
-            raise ValueError("a residual of channels needs hadamard=0: a rotation mixes channels")
 
     def _text(self) -> str:
         """As JSON, in the order of `fp8.casts.casting.Spec`."""
         format = self.format.text if isinstance(self.format, Format) else self.format
         rule = f"{self.rule}{E8M0}" if self.scaling == "mx" else self.rule
         scale = (rule, self.tile, self.margin)
-        rounding = (self.rounding, self.overflow, self.random_bits)
-        sums = (self.mean, self.residual, self.hadamard, self.signs)
-        return json.dumps([format, *scale, *rounding, *sums])
+        others = (self.rounding, self.overflow, self.hadamard, self.signs)
+        return json.dumps([format, *scale, *others])
 
     def _check_corrected(self) -> None:
         across, along = self.tile or (0, 0)
@@ -188,11 +168,6 @@ class Cast:
         return "e8m0" if self.scaling == "mx" else scale_format(self.rule)
 
     @property
-    def is_sum(self) -> bool:
-        """Whether the cast operand is a sum of tensors, which no single FP8 tensor stores."""
-        return self.mean or self.residual > 0
-
-    @property
     def keeps_history(self) -> bool:
         """Whether state of the operand is kept between passes: largest magnitudes, or its scale."""
         return self.scaling in ("delayed", "static")
@@ -210,8 +185,6 @@ class Cast:
             self.overflow if self.overflow != "saturate" else "",
             f"margin {self.margin}" if self.margin else "",
             f"history {self.history}" if self.history else "",
-            "around its mean" if self.mean else "",
-            f"residual of {self.residual} channels" if self.residual else "",
             f"rotated by {self.hadamard}" if self.hadamard else "",
             "random signs" if self.signs == "random" else "",
         ]
@@ -242,3 +215,6 @@ class Cast:
             given["dtype"] = None if dtype is None else getattr(torch, str(dtype), dtype)
             values["format"] = Format(**given)
         return Cast(**values)
+
+
+Cast.__init__ = refuses_removed("fp8.Cast")(Cast.__init__)  # type: ignore[method-assign]

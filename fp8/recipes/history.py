@@ -118,7 +118,7 @@ def note(layer: Any, name: str) -> None:
         known[name] = written and not torch.compiler.is_exporting() and _is_positive(state)
 
 
-def settle(layer: nn.Module) -> None:
+def note_all(layer: nn.Module) -> None:
     """Checks again which static scales of a layer are set, after they were written."""
     if _KNOWN in vars(layer):
         known = vars(vars(layer)[_KNOWN])

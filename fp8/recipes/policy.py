@@ -12,7 +12,7 @@ from typing import Any
 
 from ..common.validation import check_keys, check_name, check_whole
 from .cast import Cast
-from .recipe import ATTENTION, AUTO, OPERANDS, PLAIN, PRODUCTS, RECIPES, SAME, Recipe, given_recipe
+from .recipe import AUTO, OPERANDS, PLAIN, PRODUCTS, RECIPES, SAME, Recipe, given_recipe
 
 CASTS = tuple(f"{name}.{operand}" for name, operands in PRODUCTS.items() for operand in operands)
 """The casts of a layer: product.operand."""
@@ -347,8 +347,8 @@ def as_policy(given: Any) -> Policy:
 
 def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
     """The recipe of a layer whose casts, in the order of `CASTS`, come from ``sources``; None if
-    nothing is cast. auto: what "auto" stands for. Saved activations and the products of attention
-    are those of the first source. Raises ValueError for a combination that no `Recipe` has."""
+    nothing is cast. auto: what "auto" stands for. Saved activations are those of the first source.
+    Raises ValueError for a combination that no `Recipe` has."""
     found = [auto if isinstance(source, str) else source for source in sources]
     if all(recipe == found[0] for recipe in found):
         return found[0]
@@ -362,7 +362,6 @@ def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
             "accumulate and promote must be equal"
         )
     accumulate, promote = sums.pop()
-    inside = {name: getattr(found[0], name, None) for name in ATTENTION}
     return Recipe(
         name=_name(found),
         input=x,
@@ -374,7 +373,6 @@ def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
         grad_weight_input=SAME if x_again == x else x_again,
         accumulate=accumulate,
         promote=promote,
-        **inside,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
+from ..common.removed import refuses_removed
 from ..common.validation import check_between, check_choice, check_keys
 from ..formats.format import get_format
 from ..sums.tensor_cores import TENSOR_CORES, instruction_for
@@ -33,9 +34,6 @@ OPERANDS = {
 
 _OVERRIDES = ("grad_input_weight", "grad_weight_grad", "grad_weight_input")
 
-ATTENTION = ("attention_scores", "attention_values")
-"""The products inside of attention that may have a recipe of their own."""
-
 Pair = tuple[Cast | None, Cast | None]
 
 
@@ -61,25 +59,18 @@ class Recipe:
             as torch does.
         accumulate: the accelerator whose sums matrix products have: "ada", "hopper", "blackwell" or
             "cdna3", the rows of `fp8.sums.tensor_cores.TENSOR_CORES`. Convolutions with scales by
-            rows or blocks, attention as one product, and products of which an operand is not cast,
-            sum as torch does. On a CPU it takes 10 to 20 times a product in float32. None: torch's
-            sums.
+            rows or blocks, attention, and products of which an operand is not cast, sum as torch
+            does. On a CPU it takes 10 to 20 times a product in float32. None: torch's sums.
         promote: the number of products after which a sum of the accelerator ends and is added in
             float32; 0: after all. Needs ``accumulate``.
         grad_input_weight, grad_weight_grad, grad_weight_input: a different Cast (or None) of the
             weight, the gradient and the input in the product named first; "same": the cast above.
-        attention_scores, attention_values: the recipes of the products inside of attention. Scores:
-            input is the query, weight the key, grad the gradient of the scaled scores. Values:
-            input is the probabilities after dropout, weight the value, grad the gradient of the
-            output. None: attention is one product with ``input`` (query, key, value) and ``grad``.
 
     Raises:
-        TypeError: for a cast that is not a Cast, and one recipe of attention without the other.
-        ValueError: for an accelerator without an instruction for the formats of a product, or with
-            a cast around a mean or with a residual; for a second cast with scaling "delayed" or
-            "static"; if the two operands of a product are not rotated alike; for saved activations
-            with a scale per tile, a history or a rotation; for recipes of attention inside of
-            one.
+        TypeError: for a cast that is not a Cast.
+        ValueError: for an accelerator without an instruction for the formats of a product; for a
+            second cast with scaling "delayed" or "static"; if the two operands of a product are not
+            rotated alike; for saved activations with a scale per tile, a history or a rotation.
     """
 
     name: str
@@ -92,8 +83,6 @@ class Recipe:
     grad_weight_input: Cast | str | None = SAME
     accumulate: str | None = None
     promote: int = 0
-    attention_scores: Recipe | None = None
-    attention_values: Recipe | None = None
 
     text: ClassVar[str]
     """Set per instance: the `Cast.text` of `casts`, a line for each, for the reason given there."""
@@ -103,8 +92,6 @@ class Recipe:
     """Set per instance: whether it casts an operand without a scale."""
     fixed: ClassVar[bool] = False
     """Set per instance: whether it casts an operand without a scale, or at that of calibration."""
-    attention: ClassVar[tuple[Recipe, ...]] = ()
-    """Set per instance: the recipes of the products inside of attention; (): it is one product."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -123,14 +110,9 @@ class Recipe:
         self._check_saved()
         self._check_rotations()
         self._check_sums()
-        inner = tuple(filter(None, (self.attention_scores, self.attention_values)))
-        object.__setattr__(self, "attention", inner)
-        self._check_attention()
         scalings = {cast.scaling for cast in self.casts if cast is not None}
-        unscaled = "unit" in scalings or any(r.unscaled for r in inner)
-        fixed = unscaled or "static" in scalings or any(r.fixed for r in inner)
-        object.__setattr__(self, "unscaled", unscaled)
-        object.__setattr__(self, "fixed", fixed)
+        object.__setattr__(self, "unscaled", "unit" in scalings)
+        object.__setattr__(self, "fixed", bool(scalings & {"unit", "static"}))
         kept = any(c is not None and c.keeps_history for c in (*self.forward, self.grad))
         object.__setattr__(self, "keeps_history", kept)
         text = "\n".join("" if cast is None else cast.text for cast in self.casts)
@@ -138,12 +120,9 @@ class Recipe:
 
     def _check_saved(self) -> None:
         saved = self.saved_activations
-        if saved is not None and (
-            saved.tile != (0, 0) or saved.keeps_history or saved.is_sum or saved.hadamard
-        ):
+        if saved is not None and (saved.tile != (0, 0) or saved.keeps_history or saved.hadamard):
             raise ValueError(
-                'saved_activations needs scaling "unit" or "tensor", no mean, no residual and no '
-                f"rotation, got {saved}"
+                f'saved_activations needs scaling "unit" or "tensor" and no rotation, got {saved}'
             )
 
     def _check_rotations(self) -> None:
@@ -164,10 +143,6 @@ class Recipe:
         check_between("promote", self.promote, 0, 1 << 20)
         for name in PRODUCTS:
             casts = [cast for cast in getattr(self, name) if cast is not None]
-            if any(cast.is_sum for cast in casts):
-                raise ValueError(
-                    f"accumulate={self.accumulate!r} has no mean and no residual ({name})"
-                )
             if len(casts) < 2:
                 continue
             formats = [get_format(cast.format).name for cast in casts]
@@ -178,19 +153,6 @@ class Recipe:
                     f"accumulate={self.accumulate!r} multiplies "
                     f"{', '.join(TENSOR_CORES[self.accumulate][0].formats)}, not "
                     f"{' by '.join(formats)} ({name})"
-                )
-
-    def _check_attention(self) -> None:
-        for field in ATTENTION if self.attention else ():
-            inner = getattr(self, field)
-            if not isinstance(inner, Recipe):
-                both = " and ".join(ATTENTION)
-                raise TypeError(
-                    f"Recipe.{field} must be a Recipe, if {both} are given, not {inner!r}"
-                )
-            if inner.attention:
-                raise ValueError(
-                    f"Recipe.{field} is one product: it has no {' or '.join(ATTENTION)}"
                 )
 
     @property
@@ -205,15 +167,9 @@ class Recipe:
         return {field: cast for field, cast in values.items() if cast != SAME}
 
     @property
-    def needs_history(self) -> bool:
-        """`keeps_history`, of the products inside of attention too."""
-        return self.keeps_history or any(inner.keeps_history for inner in self.attention)
-
-    @property
     def changes_scales(self) -> bool:
         """Whether a pass changes the scales of later passes: scaling "delayed"."""
-        own = any(cast is not None and cast.history for cast in (*self.forward, self.grad))
-        return own or any(inner.changes_scales for inner in self.attention)
+        return any(cast is not None and cast.history for cast in (*self.forward, self.grad))
 
     @property
     def casts(self) -> tuple[Cast | None, ...]:
@@ -251,7 +207,7 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """The recipe as a dict of plain values, for ``json.dumps``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {k: v.to_dict() if isinstance(v, Cast | Recipe) else v for k, v in values.items()}
+        return {k: v.to_dict() if isinstance(v, Cast) else v for k, v in values.items()}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Recipe:
@@ -263,10 +219,12 @@ class Recipe:
         names = (field.name for field in fields(Recipe))
         check_keys("Recipe", values, names, ("name", *OPERANDS))
         read: dict[str, Any] = {
-            k: (Recipe if k in ATTENTION else Cast).from_dict(v) if isinstance(v, Mapping) else v
-            for k, v in values.items()
+            k: Cast.from_dict(v) if isinstance(v, Mapping) else v for k, v in values.items()
         }
         return Recipe(**read)
+
+
+Recipe.__init__ = refuses_removed("fp8.Recipe")(Recipe.__init__)  # type: ignore[method-assign]
 
 
 def _or_same(cast: Cast | str | None, same: Cast | None) -> Cast | None:
@@ -288,12 +246,12 @@ def _all(
     return Recipe(name=name, input=cast, weight=own[0], grad=own[1])
 
 
-def _nvfp4(name: str = "nvfp4", rule: str = "e4m3") -> Recipe:
+def _nvfp4(name: str, rule: str, back: str) -> Recipe:
     """NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149), section 4: weights
     in 16 x 16 blocks, the same in both products; gradients rounded stochastically; both operands of
-    the weight gradient rotated in blocks of 16."""
+    the weight gradient rotated in blocks of 16. back: the rule of the gradients."""
     vector = Cast(format="e2m1", scaling="nv", rule=rule)
-    grad = replace(vector, rounding="stochastic")
+    grad = replace(vector, rule=back, rounding="stochastic")
     return Recipe(
         name=name,
         input=vector,
@@ -312,8 +270,6 @@ def _one_way_each(name: str, forward: Cast, back: Cast) -> Recipe:
 
 _E5M2 = {"format": "e5m2"}
 _SQUARE = {"tile": (128, 128)}
-_EXACT = Cast(format="e4m3", scaling="tensor", rule="exact")
-_FOG = _all("fog", "e4m3", "delayed", grad=_E5M2, history=1024)
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -357,10 +313,13 @@ RECIPES: dict[str, Recipe] = {
         _all("mxfp6", "e2m3", "mx", grad={"format": "e3m2"}),
         # Exactly OCP MX specification 1.0, section 6.3: e2m1, scales by the floor rule.
         _all("mxfp4", "e2m1", "mx", rule="floor"),
-        _nvfp4(),
+        # Gradients with scales rounded up, which makes stochastic rounding unbiased.
+        _nvfp4("nvfp4", "e4m3", "e4m3_up"),
+        # As published, and in TransformerEngine: all scales rounded to nearest.
+        _nvfp4("nvfp4_nvidia", "e4m3", "e4m3"),
         # Cook et al. (arXiv:2512.02010), section 3: "nvfp4" with scales chosen by error in all
         # casts.
-        _nvfp4("four_over_six", "e4m3_4_6"),
+        _nvfp4("four_over_six", "e4m3_4_6", "e4m3_4_6_up"),
         # Of papers; docs/recipes.md has what differs, and what else they do.
         # Quartet (arXiv:2505.14669) and its published code: MX blocks by the standard deviation;
         # for gradients stochastic rounding of 3/4 of the operands, products divided by 9/16.
@@ -384,33 +343,19 @@ RECIPES: dict[str, Recipe] = {
             Cast(format="e2m1", scaling="nv", rule="e4m3_4_6"),
             Cast(format="e2m1", scaling="nv", rule="e4m3_eden", hadamard=128, signs="random"),
         ),
-        # TetraJet-v2 (arXiv:2510.27527) and its published code.
+        # TetraJet-v2 (arXiv:2510.27527) and its published code; gradients as in "nvfp4".
         _one_way_each(
             "tetrajet2",
             Cast(format="e2m1", scaling="nv"),
-            Cast(format="e2m1", scaling="nv", rounding="stochastic", hadamard=16, signs="random"),
+            Cast(
+                format="e2m1",
+                scaling="nv",
+                rule="e4m3_up",
+                rounding="stochastic",
+                hadamard=16,
+                signs="random",
+            ),
         ),
-        # UFP4 (arXiv:2606.20381): the uniform grid e1m2 with float32 scales, all products rotated.
-        _all(
-            "ufp4",
-            "e1m2",
-            "block",
-            tile=(1, 16),
-            rule="exact",
-            hadamard=16,
-            grad={"rounding": "stochastic"},
-        ),
-        # Smooth-SwiGLU: Fishman et al. (arXiv:2409.12517).
-        _all("smooth_swiglu", "e4m3", "delayed", grad=_E5M2),
-        # µnit scaling: Narayan et al. (arXiv:2502.05967).
-        _all("mus", "e4m3", "unit", grad=_E5M2),
-        # COAT (arXiv:2410.19313) and its published code.
-        replace(_all("coat", "e4m3", "tensor", grad=_E5M2, rule="exact"), saved_activations=_EXACT),
-        # FOG (arXiv:2505.20524): delayed scales for all products, those inside of attention too.
-        replace(_FOG, attention_scores=_FOG, attention_values=_FOG),
-        # MOSS (arXiv:2511.05811): activations in blocks of 32 with a power of two times a float32
-        # scale of the tensor.
-        replace(_all("moss", "e4m3", "block", tile=(1, 32), rule="two_level"), weight=_EXACT),
         # 16-bit operands.
         _all("bf16", "bf16"),
         _all("fp16", "fp16"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..formats.format import Format, get_format
 from ..formats.quantize import quantize
-from ..formats.rounding import LAYOUTS
+from ..formats.rounding import LAYOUTS, divided
 
 SMALLEST, LARGEST = -126, 127
 """The range of scale factors as exponents of two: the normal powers of float32. E8M0 starts at
@@ -70,7 +70,7 @@ def _even(amax: Tensor, format: Format) -> Tensor:
 
 def _exact(amax: Tensor, format: Format) -> Tensor:
     """amax divided by the format's largest value, in float32; not a power of two."""
-    return amax / format.max
+    return divided(amax, format.max)
 
 
 def _fit(amax: Tensor, format: Format) -> Tensor:
@@ -93,19 +93,42 @@ def _quest(spread: Tensor, format: Format) -> Tensor:
     return _floor(spread * (CLIP / format.max * 2.0**format.max_exponent), format)
 
 
-def _two_level(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
-    """``exact`` for the tensor, times the power of two, rounded up, that takes it to ``exact`` for
-    the tile (MOSS, arXiv:2511.05811): no value saturates."""
-    return _ceil(amax / format.max / unit, format) * 2.0**format.max_exponent * unit
-
-
 def _e4m3(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
-    """``exact``, rounded to e4m3 in units of the tensor's amax / (448 * the format's largest value)
-    (NVFP4, arXiv:2509.25149, section 2). The e4m3 value is at least its smallest subnormal, 2**-9:
-    TransformerEngine keeps subnormals, torchao stops at 2**-6."""
-    scale_format = get_format("e4m3")
-    scale = quantize(amax / format.max / unit, scale_format)
-    return scale.clamp(min=scale_format.min_subnormal) * unit
+    """``exact``, rounded to the nearest e4m3 value in units of the tensor's amax / (448 * the
+    format's largest value) (NVFP4, arXiv:2509.25149, section 2). Where it is rounded down, the
+    largest values of the block saturate: stochastic rounding is biased toward zero. The e4m3 value
+    is at least its smallest subnormal, 2**-9: TransformerEngine keeps subnormals, torchao stops at
+    2**-6."""
+    return _nearest(divided(divided(amax, format.max), unit)) * unit
+
+
+def _nearest(exact: Tensor) -> Tensor:
+    return quantize(exact, get_format("e4m3")).clamp(min=_LEAST)
+
+
+_LEAST, _NORMAL = 2.0**-9, 2.0**-6
+"""The smallest e4m3 value, and the smallest that is not subnormal."""
+
+
+def _e4m3_up(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
+    """As ``e4m3``, rounded up to an e4m3 value. No value saturates, so stochastic rounding is
+    unbiased. The squared error of normal data under it is 1.18 times that under ``e4m3``."""
+    exact, layout = divided(divided(amax, format.max), unit), LAYOUTS[amax.dtype]
+    power = (exact.view(layout.integer) & layout.infinity).view(exact.dtype)
+    step = power.clamp(min=_NORMAL) * 2.0**-3
+    return ((exact / step).ceil() * step).clamp(_LEAST, 448.0) * unit
+
+
+GUARD = 17 / 16
+"""The largest relative error of a number that is rounded down to an e4m3 value, as a factor."""
+
+
+def _e4m3_guarded(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
+    """``e4m3`` for 17/16 of amax, with 256 in place of 448 in the unit: no value of a block
+    saturates whose scale is not subnormal in e4m3 (the published code of Quartet II,
+    arXiv:2601.22813). The squared error of normal data under stochastic rounding is 1.25 times that
+    under ``e4m3``."""
+    return _nearest(GUARD * (divided(divided(amax, format.max), unit))) * unit
 
 
 def _by_error(amax: Tensor, format: Format) -> Tensor:
@@ -125,7 +148,12 @@ def _four_over_six(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     return _e4m3(amax, format, unit)
 
 
-EDEN = 17 / 16 * 0.93
+def _four_over_six_up(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
+    """As ``e4m3_4_6``, both scales rounded up to e4m3 values, so that no value saturates."""
+    return _e4m3_up(amax, format, unit)
+
+
+EDEN = GUARD * 0.93
 """The factor of the largest magnitude under rule "e4m3_eden": the largest value of e2m1 stands for
 6.07 sixths of it, which lowers the error of normal data (the published code of Quartet II)."""
 
@@ -147,20 +175,26 @@ RULES: dict[str, Callable[..., Tensor]] = {
     "error": _by_error,
     "fit": _fit,
     "quest": _quest,
-    "two_level": _two_level,
     "e4m3": _e4m3,
+    "e4m3_up": _e4m3_up,
+    "e4m3_guarded": _e4m3_guarded,
     "e4m3_4_6": _four_over_six,
+    "e4m3_4_6_up": _four_over_six_up,
     "e4m3_eden": _eden,
 }
 """Name -> function of (largest magnitude of a tile, format) that returns the tile's scale, or the
 first candidate of a rule in BY_ERROR. Those of rules in UNITS take the unit as well; those in
 BY_SPREAD the tile's standard deviation in place of its largest magnitude."""
 
+POWERS = ("up", "floor", "ceil", "even", "error", "quest")
+"""Rules whose scales are powers of two, by which every division is exact."""
+
 BY_SPREAD = ("quest",)
 """Rules of the standard deviation."""
 
 BY_ERROR: dict[str, Callable[[Tensor], Tensor]] = {
     "e4m3_4_6": lambda amax: 1.5 * amax,
+    "e4m3_4_6_up": lambda amax: 1.5 * amax,
     "error": lambda amax: 2 * amax,
 }
 """Rule that chooses one of two scales by its squared error -> the largest magnitude that the second
@@ -171,17 +205,19 @@ table for variables.)"""
 def _unit(amax: Tensor, largest: float) -> Tensor:
     """The unit in which ``largest`` stands for the largest of these amax, all finite."""
     whole = amax.amax()
-    return defined(whole / largest, whole)
+    return defined(divided(whole, largest), whole)
 
 
 UNITS: dict[str, Callable[[Tensor, Format], Tensor]] = {
-    "two_level": lambda amax, format: _unit(amax, format.max),
     "e4m3": lambda amax, format: _unit(amax, 448.0 * format.max),
+    "e4m3_up": lambda amax, format: _unit(amax, 448.0 * format.max),
+    "e4m3_guarded": lambda amax, format: _unit(amax, 256.0 / GUARD * format.max),
     "e4m3_4_6": lambda amax, format: _unit(amax, 256.0 * format.max),
+    "e4m3_4_6_up": lambda amax, format: _unit(amax, 256.0 * format.max),
     "e4m3_eden": lambda amax, format: _unit(EDEN * amax, 256.0 * format.max),
 }
-"""Rule whose scales are eight-bit values times a unit of the tensor -> function of (largest
-magnitudes of all tiles, format) that returns the unit. The values are e4m3, or powers of two."""
+"""Rule whose scales are e4m3 values times a unit of the tensor -> function of (largest magnitudes
+of all tiles, format) that returns the unit."""
 
 CORRECTED = ("e4m3_eden",)
 """Rules in UNITS whose scale, after the values are rounded by it, is replaced by `corrected`."""
@@ -191,4 +227,4 @@ def scale_format(rule: str | None) -> str:
     """The eight-bit format in which the scales of a rule are stored; "" for float32 or none."""
     if rule is None:
         return ""
-    return "e8m0" if rule.endswith(E8M0) else "e4m3" if rule.startswith("e4m3") else ""
+    return "e8m0" if rule.endswith(E8M0) else "e4m3" if rule in UNITS else ""

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.compiler import reads_values
+from ..common.compiler import eager_only, reads_values
 from ..common.dtensor import is_dtensor, part_of, reduced
 from ..common.validation import refuse_transformed
 from ..formats.format import Format, get_format
-from ..formats.quantize import quantize_operand
+from ..formats.quantize import in_dtype, quantize_operand
 from .rules import BY_ERROR, BY_SPREAD, E8M0, LARGEST, RULES, SMALLEST, UNITS, defined
 
 __all__ = [
@@ -77,7 +77,7 @@ SCALINGS: dict[str, Scaling] = {
     "block": Scaling(
         "one for each 128 values along that axis; weights: 128 x 128",
         (1, 128),
-        (*_POWERS, "exact", "fit", "two_level"),
+        (*_POWERS, "exact", "fit"),
         free=True,
     ),
     "mx": Scaling(
@@ -89,7 +89,7 @@ SCALINGS: dict[str, Scaling] = {
     "nv": Scaling(
         "e4m3 times one float32 for the tensor, one for each 16 values along that axis",
         (1, 16),
-        ("e4m3", "e4m3_4_6", "e4m3_eden"),
+        ("e4m3", "e4m3_up", "e4m3_guarded", "e4m3_4_6", "e4m3_4_6_up", "e4m3_eden"),
         free=True,
     ),
 }
@@ -274,12 +274,11 @@ def in_format(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     x: float32, any shape. Rounded once, to nearest, ties to even. Inf becomes NaN if the format has
     no Inf.
     """
-    assert format.dtype is not None
     scale = scale_of(x, None, format, "up") if x.numel() else x.new_ones(())
     units = x / scale
     if not format.infinity:  # torch's own casts disagree on Inf
         units = torch.where(units.isinf(), torch.nan, units)
-    return units.to(format.dtype), scale
+    return in_dtype(units, format.dtype), scale
 
 
 def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record: bool) -> Tensor:
@@ -332,12 +331,22 @@ def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
         now = torch.where(scale > 0, scale, now)
         if record:
             stored = torch.where(second_moment(x) < torch.inf, now, scale)
-            refuse_transformed(stored)
-            state.copy_(stored)
+            if not _is_set_outside(state, stored):
+                refuse_transformed(stored)
+                state.copy_(stored)
         scale = now
     if state.dim():
         scale = scale.squeeze()
     return torch.where(scale > 0, scale, 1.0)
+
+
+@eager_only(False)
+def _is_set_outside(state: Tensor, stored: Tensor) -> bool:
+    """Whether a transform of `torch.func` computes ``stored``, for a state that is set outside of
+    it, as that of each model in `torch.func.stack_module_state`."""
+    if torch.func.debug_unwrap(stored) is stored:
+        return False
+    return bool((torch.func.debug_unwrap(state) > 0).all())
 
 
 def history_scale(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..casts.counts import COUNTS, OPEN, CastRecorder, Observed, kurtosis
+from ..casts.counts import COUNTS, OPEN, CastRecorder, Observed
 from ..common.libraries import need
 from ..common.mixin import check_module
 from ..common.report import as_table
@@ -43,8 +43,6 @@ class StatsRow:
         nonfinite: the number of Inf and NaN, counted over all elements of the sampled passes.
         sqnr: signal-to-quantization-noise ratio in dB, without Inf and NaN; inf if nothing was
             rounded, nan if all elements are zero.
-        kurtosis: the mean of fourth powers divided by the square of that of squares: 3 for normal
-            data, up to the number of elements where one is large; nan if all elements are zero.
         blocks: with scales of two levels (NVFP4), the number of blocks that are not all zeros; 0
             for other scalings.
         flushed_blocks: the share of blocks whose scale rounds to zero in e4m3: they keep the
@@ -64,7 +62,6 @@ class StatsRow:
     saturated: float
     nonfinite: int
     sqnr: float
-    kurtosis: float
     blocks: int = 0
     flushed_blocks: float = 0.0
     clipped_blocks: float = 0.0
@@ -107,7 +104,6 @@ class Stats(Sampler):
     def reset(self) -> None:
         """Clears the counts; the next pass is sampled."""
         self._recorder.sums.clear()
-        self._recorder.kurtoses.clear()
         self.passes = 0
 
     def rows(self) -> list[StatsRow]:
@@ -133,9 +129,6 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
     Enter the context outside of compiled code, because torch.compile rejects it inside. The
     backward pass may run inside or after the context. A cast under `torch.vmap` counts as that
     of all samples at once.
-
-    From 32 sampled casts of an activation on, a `fp8.RecipeWarning` names one whose kurtosis grows
-    faster than the logarithm of the passes, which precedes divergence (FOG, arXiv:2505.20524).
 
     Args:
         model: provides the names of layers; not changed. It may be under `fp8.autocast`, converted
@@ -163,7 +156,7 @@ def _row(layer: str, operand: str, format: str, sums: dict[str, float]) -> Stats
     sqnr = math.inf if noise == 0 else 10 * math.log10(signal / noise)
     values: dict[str, Any] = {name: int(sums[name]) for name in ("elements", "nonfinite")}
     values |= {name: sums[name] / sampled for name in ("zero", "subnormal", "saturated")}
-    values |= {"sqnr": sqnr if signal else math.nan, "kurtosis": kurtosis(sums)}
+    values["sqnr"] = sqnr if signal else math.nan
     if sums["casts"]:
         blocks = int(sums["blocks"])
         values |= {"blocks": blocks, "unit": 2 ** (sums["unit"] / sums["casts"])}
@@ -176,7 +169,6 @@ def _cells(row: StatsRow) -> list[str]:
     values = asdict(row)
     shown = {name: f"{values[name]:.3%}" for name in shares}
     shown |= {"sqnr": f"{row.sqnr:.1f} dB", "unit": f"{row.unit:.3g}"}
-    shown["kurtosis"] = f"{row.kurtosis:.3g}"
     return [shown.get(name, str(value)) for name, value in values.items()]
 
 

@@ -18,8 +18,8 @@ from ..common.mixin import Gained, bare_class, check_module, check_not_scripted,
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..common.removed import refuses_removed
 from ..common.report import LEFT_ALONE, Report, Row, notes_on
-from ..context.active import ACTIVE, checked_backend
-from ..modes.autocast import LayerBlock, autocast
+from ..context.active import ACTIVE, checked_backend, is_off
+from ..modes.autocast import LayerBlock, high_precision
 from ..native.product import alignment, devices, why_not_here, why_not_recipe
 from ..norms.low_precision import revert_norms, rows_of_norms
 from ..products.matmul import linear
@@ -80,11 +80,15 @@ class Converted(Gained):
     fp8_ragged: int
     #: Buffer of a static scale -> whether it is set.
     fp8_known: history.Known
+    #: The block around the `fp8.override` that the layer is under, if any: see `is_off`.
+    fp8_over: Any = None
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        if ACTIVE.blocks and is_off(self.fp8_over):
+            return forward(*args, **kwargs)
         if "parametrizations" in self._modules:  # which may be newer than the conversion
             _leave_parametrizations(self)
-        kept = history.LayerState(self) if self.fp8_recipe.needs_history else None
+        kept = history.LayerState(self) if self.fp8_recipe.keeps_history else None
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.
         alone = kept is None and self._active == (Converted,) and not FIRST_LOOK.items
@@ -114,7 +118,7 @@ class Converted(Gained):
         if "fp8_apart" not in vars(self):
             history.add_initial_histories(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-        history.settle(self)
+        history.note_all(self)
 
     def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Leaves the state of scales in float32; zero where the meta device had no values, as
@@ -153,7 +157,7 @@ class _Expanded(Gained):
     """A container that calls its layers in evaluation mode too."""
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        with nullcontext() if ACTIVE.blocks else autocast(enabled=False):
+        with nullcontext() if ACTIVE.blocks else high_precision():
             return forward(*args, **kwargs)
 
 
@@ -161,7 +165,7 @@ class _OfParameters(Gained):
     """The computation of a parametrized weight: its products are not those of the layer."""
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        with autocast(enabled=False) if ACTIVE.blocks else nullcontext():
+        with high_precision() if ACTIVE.blocks else nullcontext():
             return forward(*args, **kwargs)
 
 
@@ -331,7 +335,7 @@ def set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
     backend = vars(module)["fp8_asked"]
     runs = "simulate" if why_not_recipe(composed(sources, PLAIN) or _HIGH) else backend
     vars(module).update(fp8_recipe=recipe, fp8_backend=runs, fp8_multiple=alignment(recipe))
-    if recipe.needs_history and not isinstance(module, ACTIVATIONS):
+    if recipe.keeps_history and not isinstance(module, ACTIVATIONS):
         history.remember(module, recipe, not has_one_product(module))
 
 
@@ -414,7 +418,7 @@ def choose_recipes(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Converted) and AUTO in module.fp8_sources:
             vars(module)["fp8_recipe"] = composed(module.fp8_sources, auto_of(module))
-            if not module.fp8_recipe.needs_history:
+            if not module.fp8_recipe.keeps_history:
                 history.forget(module)
     forget_looks(model)
 

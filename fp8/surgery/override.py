@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..casts.counts import forget_looks
+from ..common.compiler import eager_only
 from ..common.mixin import check_module
+from ..common.threads import frames
+from ..context.active import ACTIVE, origin_of
 from ..recipes.policy import CASTS, Rule, RuleTuple, Source, composed, source_of
 from ..selection.layers import auto_of
 from ..selection.policies import matches
@@ -15,7 +20,7 @@ from .convert import Converted, check_fits, set_recipe
 
 _KEPT = (
     *("fp8_recipe", "fp8_backend", "fp8_multiple", "fp8_since"),
-    *("fp8_known", "fp8_by_call", "_buffers"),
+    *("fp8_known", "fp8_by_call", "fp8_over", "_buffers"),
 )
 
 
@@ -24,8 +29,8 @@ class override:
 
     For debugging: which product of which layer makes a loss diverge? Rules are those of
     `fp8.Policy` and apply in order, on top of the recipe in force. Products whose forward pass runs
-    in the block have these casts also in their backward pass, wherever that runs. `report` shows
-    them.
+    in the block have these casts also in their backward pass, wherever that runs; of a checkpoint
+    both run inside of the block, or both outside. `report` shows them.
 
     Afterwards every layer is as before, with its scales and histories. Blocks can be nested. A
     compiled model is compiled again at its next call. `advance` belongs outside of the block. Under
@@ -39,6 +44,8 @@ class override:
         TypeError: if ``model`` is not a module, and for what is no rule.
         ValueError: without rules; for a rule that matches no converted layer; for a combination of
             casts that no recipe has, or that the layer does not support.
+        RuntimeError: in the backward pass of a checkpoint whose forward pass was on the other side
+            of the block.
 
     >>> import torch, fp8
     >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(16, 16)), "mxfp8")
@@ -56,6 +63,7 @@ class override:
         self._model = model
         self._rules = tuple(map(Rule.of, rules))
         self._before: list[list[tuple[Any, dict[str, Any]]]] = []
+        self._hooks: list[Any] = []
         self._sources()  # raises before anything changes
 
     def _sources(self) -> dict[Any, tuple[Source, ...]]:
@@ -81,14 +89,45 @@ class override:
             kept = {key: vars(layer)[key] for key in _KEPT if key in vars(layer)}
             before.append((layer, kept | {"_buffers": dict(layer._buffers)}))
             set_recipe(layer, sources)
-            vars(layer)["fp8_since"] = "override"
+            over = origin_of(ACTIVE.blocks[-1]) if ACTIVE.blocks else None
+            vars(layer).update(fp8_since="override", fp8_over=over)
+            self._hooks.append(layer.register_forward_pre_hook(self._check_checkpoint))
         self._before.append(before)
         forget_looks(self._model)
         return self
 
     def __exit__(self, *error: Any) -> None:
         for layer, kept in self._before.pop():
+            self._hooks.pop().remove()
             for key in _KEPT:
                 vars(layer).pop(key, None)
             vars(layer).update(kept)
         forget_looks(self._model)
+
+    @eager_only()
+    def _check_checkpoint(self, layer: nn.Module, args: Any) -> None:
+        """Raises in the recomputation of a checkpoint with ``use_reentrant=True`` whose forward
+        pass was outside of the block, and has one whose forward pass runs now raise afterwards."""
+        for frame in frames():
+            if frame.f_code is CheckpointFunction.forward.__code__:
+                notes = vars(frame.f_locals["ctx"]).setdefault(_NOTES, [])
+                if self not in notes:
+                    notes.append(self)
+                    frame.f_locals["ctx"].register_prehook(self._check_open)
+            elif frame.f_code is CheckpointFunction.backward.__code__:
+                self._check_noted(vars(frame.f_locals["ctx"]).get(_NOTES, ()))
+
+    def _check_noted(self, notes: Sequence[override]) -> None:
+        if self not in notes:
+            raise RuntimeError(_OTHER_SIDE)
+
+    def _check_open(self, *grads: Any) -> None:
+        if not self._before:
+            raise RuntimeError(_OTHER_SIDE)
+
+
+_NOTES = "fp8_overrides"
+_OTHER_SIDE = (
+    "fp8.override: the forward pass of a checkpoint ran inside of the block and its backward pass "
+    "outside, or the reverse: it would recompute the layers under other recipes"
+)

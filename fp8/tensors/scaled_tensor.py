@@ -3,21 +3,24 @@
     x = stored * scale
 
 For weights and gradients that take one or two bytes per element and otherwise behave like any
-tensor: they accumulate and can be clipped, unscaled, copied and compiled. Operations without a
-shortcut are computed from the values in the tensor's dtype; in-place results are stored again.
+tensor: views, ``.data`` and entries of a state_dict share their memory. What an in-place operation
+writes is kept in float32, so that no small step is lost, until `ScaledTensor.store` rounds it to
+the format, as each step of an optimizer of `fp8.optim` does for the weights it trains.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -33,110 +36,213 @@ STORED = ("e4m3", "e5m2", "fp16")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that a ScaledTensor can have."""
 
-_STEPS = (aten.addcdiv_, aten._foreach_addcdiv_, aten._fused_adam_, aten._fused_adamw_)
-_AVERAGES = (aten.lerp_, aten._foreach_lerp_)
-_SUMS = (aten.add_, aten._foreach_add_)
-"""The in-place operations that torch's optimizers use to update a weight, and weight averages to
-follow it; sums with a factor count too."""
-
-OWN = ("stored", "scale", "whole", "writes")
+OWN = ("memory", "_stored", "_of")
 """The attributes of a ScaledTensor itself."""
+
+_WRITES = itertools.count(1)
+
+
+@dataclass(eq=False)
+class Memory:
+    """What a ScaledTensor shares with its views."""
+
+    values: Tensor
+    """In the dtype of the format, to be multiplied by ``scale``; without a scale, as they are."""
+    scale: Tensor | None
+    """0-dim float32."""
+    format: str
+    rounds: bool = False
+    """Whether ``copy_`` rounds to the format: of a gradient, for averages over processes."""
+    writes: int = field(default_factory=lambda: next(_WRITES))
+    """A number that no other memory has, and no earlier state of this one."""
+
+    def view(self, x: Tensor) -> Tensor:
+        """The part of the values that ``x`` stands for, whose offsets begin with the values."""
+        offset = x.storage_offset() + self.values.storage_offset()
+        return self.values.as_strided(x.size(), x.stride(), offset)
+
+    def become(self, dtype: torch.dtype, scale: Tensor | None) -> None:
+        """Replaces the values by an empty tensor of ``dtype``."""
+        old = self.values
+        if old.is_cpu and old.is_shared():
+            raise RuntimeError(
+                "other processes share the memory of this ScaledTensor, which a write in another "
+                "dtype would leave: write before share_memory_(), or x.copy_ of a ScaledTensor"
+            )
+        with torch.inference_mode(False):
+            new = torch.empty_strided(old.size(), old.stride(), dtype=dtype, device=old.device)
+        self.values, self.scale = new, scale
 
 
 class ScaledTensor(Tensor):
-    """A tensor of ``dtype`` and the shape of ``stored``, with the values ``stored * scale``.
+    """A tensor of ``dtype`` with the values ``stored * scale``.
 
     Created by `scaled`. These operations return a ScaledTensor without rounding again: moving,
-    transposing, reshaping, conversion to another supported dtype, copying from one of the same
-    format, and multiplication or division by one number, which only changes the scale. The sum of
-    two of the same format is rounded to a ScaledTensor. Any other result is a plain tensor.
-    In-place operations are computed in the dtype and stored with a new scale. A view of a part has
-    the scale of the whole and is read-only: changing it raises a NotImplementedError.
+    transposing, reshaping, conversion to another supported dtype, and multiplication or division by
+    one number, which only changes the scale. Any other result is a plain tensor.
+
+    In-place operations are exact: they keep the values in float32, of the whole tensor, with a
+    scale of None. `store` rounds them to the format again. ``copy_`` does so at once if no value
+    changes, and for gradients that `keep_gradients_in` stores. ``.data = y`` shares the memory of
+    y, in its dtype.
 
     NaN stays NaN. Inf stays Inf in e5m2 and fp16, and becomes NaN in e4m3, which has no Inf. Checks
     for nonfinite gradients (GradScaler, ``clip_grad_norm_(error_if_nonfinite=True)``) detect it.
-    `copy.deepcopy` copies it; `pickle` and `torch.save` write its two plain tensors.
+    `copy.deepcopy` copies it without its gradient, as any parameter. `pickle` and `torch.save`
+    write a parameter as it is, and what is none (an entry of a state_dict) as a plain float32
+    tensor, which represents it exactly.
 
     Args:
-        stored: values of format "e4m3", "e5m2" or "fp16", in its torch dtype, any shape.
-        scale: 0-dim float32. A power of two when first stored, so that every value is exact in
-            float32 (in bfloat16 too for 8-bit formats).
+        memory: the values, the scale and the format.
         dtype: the dtype of the tensor: float32, bfloat16 or float16.
-        whole: False for a view of a part.
+        stored: a view of the values; by default all.
     """
 
-    stored: Tensor
-    scale: Tensor
-    #: Whether the scale belongs to these values alone; False for a view of a part.
-    whole: bool
-    #: [number of writes], shared with views; ``.data`` has no version counter of its own.
-    writes: list[int]
+    memory: Memory
+    _stored: Tensor
+    _of: Tensor
     #: The format in which gradients are stored; None for plain gradients.
     grad_format: str | None = None
-    #: Whether an in-place operation raises if the format would round its result; for weights stored
-    #: by `fp8.store_frozen`. Views and clones inherit it.
-    exact: bool = False
 
     # torch.compile, torch.func and C++ code see this class only below autograd.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls: Any, stored: Tensor, scale: Tensor, dtype: torch.dtype, whole: bool = True
+        cls: Any, memory: Memory, dtype: torch.dtype, stored: Tensor | None = None
     ) -> ScaledTensor:
+        like = memory.values if stored is None else stored
         return Tensor._make_wrapper_subclass(
             cls,
-            stored.size(),
-            strides=stored.stride(),
-            storage_offset=stored.storage_offset(),
+            like.size(),
+            strides=like.stride(),
+            storage_offset=like.storage_offset() - memory.values.storage_offset(),
             dtype=dtype,
-            device=stored.device,
+            device=like.device,
         )
 
-    def __init__(
-        self, stored: Tensor, scale: Tensor, dtype: torch.dtype, whole: bool = True
-    ) -> None:
-        self.stored, self.scale, self.whole, self.writes = stored, scale, whole, [0]
+    def __init__(self, memory: Memory, dtype: torch.dtype, stored: Tensor | None = None) -> None:
+        self._share(memory, memory.values if stored is None else stored)
+
+    def _share(self, memory: Memory, stored: Tensor) -> None:
+        self.memory, self._stored, self._of = memory, stored, memory.values
+
+    @property
+    def stored(self) -> Tensor:
+        """The values before they are multiplied by the scale: in the dtype of the format, or in
+        that of what was written."""
+        if self._of is not self.memory.values:
+            self._share(self.memory, self.memory.view(self))
+        return self._stored
+
+    @property
+    def scale(self) -> Tensor | None:
+        """0-dim float32: a power of two when stored, so that every value is exact in float32 (in
+        bfloat16 too for 8-bit formats). None: what was written is not rounded."""
+        return self.memory.scale
 
     @property
     def format(self) -> str:
-        """The name of the format of the stored values: "e4m3", "e5m2" or "fp16"."""
-        return next(name for name in STORED if FORMATS[name].dtype == self.stored.dtype)
+        """The name of the format that `store` rounds to: "e4m3", "e5m2" or "fp16"."""
+        return self.memory.format
+
+    @property
+    def writes(self) -> list[int]:
+        """A number that changes with each write; ``.data`` has no version counter of its own."""
+        return [self.memory.writes]
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the values and the scale."""
+        return self.stored.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values as a plain tensor of ``dtype`` (default: its own). Not differentiable."""
-        numbers = self.stored.detach().to(torch.float32) * self.scale
+        """A copy of the values as a plain tensor of ``dtype`` (default: its own). Not
+        differentiable."""
+        numbers = self.stored.detach().to(torch.float32)
+        numbers = numbers.clone() if self.scale is None else numbers * self.scale
         return numbers.to(self.dtype if dtype is None else dtype)
+
+    def store(self, numbers: Tensor | None = None) -> ScaledTensor:
+        """Stores ``numbers``, by default its own values, in the format, rounded as by `scaled`."""
+        if numbers is None and self.scale is not None:
+            return self
+        new = self.dequantize(torch.float32) if numbers is None else numbers
+        increment_version(self)
+        return self._take(*in_format(new.to(torch.float32), FORMATS[self.format]))
+
+    def _take(self, stored: Tensor, scale: Tensor) -> ScaledTensor:
+        """Copies values of the format and their scale; unscaled into a view of a part."""
+        if not self._is_whole():
+            self.written().copy_(stored.to(torch.float32) * scale)
+            return self
+        if self.scale is None:
+            self.memory.become(stored.dtype, torch.empty_like(scale))
+        self.stored.copy_(stored)
+        self.memory.scale.copy_(scale)  # type: ignore[union-attr]
+        self.memory.writes = next(_WRITES)
+        return self
+
+    def _is_whole(self) -> bool:
+        """Whether its scale belongs to these values alone."""
+        return self.numel() == self.memory.values.numel()
+
+    def written(self) -> Tensor:
+        """The memory of its values, without a scale, to write to: a float32 tensor, if they are
+        stored in the format."""
+        memory, scale = self.memory, self.scale
+        if scale is not None:
+            old = memory.values
+            memory.become(torch.float32, None)
+            torch.mul(old.to(torch.float32), scale, out=memory.values)
+        memory.writes = next(_WRITES)
+        return self.stored
 
     @property
     def data(self) -> Any:
-        """As for any tensor, an alias without gradient. Assigning it stores the new values; shape
-        and dtype are then those of the assigned tensor."""
+        """As for any tensor, an alias without gradient. Assigning it shares the memory of the
+        assigned tensor, and takes its shape and dtype."""
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        numbers = new.detach().to(torch.float32)
-        self._check("setting .data", numbers)
+        if not isinstance(new, ScaledTensor):
+            new = ScaledTensor(Memory(new.detach(), None, self.format), new.dtype)
         Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
-        if (self.stored.shape, self.stored.device) != (new.shape, new.device):
-            self.stored = self.stored.new_empty(new.shape, device=new.device)
-            self.scale = self.scale.to(new.device)
-        with torch.no_grad():
-            self._write(numbers)
+        self._share(new.memory, new.stored)
 
     def share_memory_(self) -> Any:
-        """Moves both tensors to shared memory."""
-        self.stored.share_memory_()
-        self.scale.share_memory_()
+        """Moves the values and the scale to shared memory."""
+        self.memory.values.share_memory_()
+        if self.scale is not None:
+            self.scale.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        return self.stored.is_shared()
+        return self.memory.values.is_shared()
+
+    def data_ptr(self) -> int:
+        """The address of its values, which are then of its dtype, as if something was written."""
+        return self._raw().data_ptr()
+
+    def storage(self) -> Any:
+        """The storage of its values, as `data_ptr`."""
+        return self._raw().untyped_storage()
+
+    def _raw(self) -> Tensor:
+        raw = self.written()
+        if raw.dtype != self.dtype:
+            raise RuntimeError(
+                f"this ScaledTensor of {self.dtype} has its values in {raw.dtype}: pass "
+                "x.dequantize(), a copy"
+            )
+        return raw
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy of the values as an array."""
-        return self.dequantize().numpy(force=force)
+        """A copy of the values as an array, which is read-only."""
+        array = self.dequantize().numpy(force=force)
+        array.flags.writeable = False
+        return array
 
     def tolist(self) -> Any:
         return self.dequantize().tolist()
@@ -145,16 +251,18 @@ class ScaledTensor(Tensor):
         return f"ScaledTensor({self.dequantize()}, format={self.format!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["stored", "scale"], (self.dtype, self.whole)
+        names = ["stored"] if self.scale is None else ["stored", "scale"]
+        return names, (self.dtype, self.format)
 
     @staticmethod
     def __tensor_unflatten__(
         tensors: dict[str, Tensor], context: Any, size: Any, stride: Any
     ) -> ScaledTensor:
-        return ScaledTensor(tensors["stored"], tensors["scale"], *context)
+        dtype, format = context
+        return ScaledTensor(Memory(tensors["stored"], tensors.get("scale"), format), dtype)
 
     def _stable_hash_for_caching(self) -> str:
-        return f"ScaledTensor {self.dtype} {self.whole}"
+        return f"ScaledTensor {self.dtype} {self.format}"
 
     def requires_grad_(self, requires_grad: bool = True) -> ScaledTensor:
         """As for any tensor. A weight that was frozen then stores its gradients in
@@ -167,50 +275,24 @@ class ScaledTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaledTensor:
         if id(self) not in memo:
-            parts = self.stored.clone(), self.scale.clone()
-            memo[id(self)] = _rebuild(*parts, *copy.deepcopy(self._rest(), memo))
-            memo[id(self)].grad = copy.deepcopy(self.grad, memo)
+            memory = copy.deepcopy(self.memory, memo)
+            new = ScaledTensor(memory, self.dtype, memory.view(self))
+            vars(new).update(copy.deepcopy(self._attributes(), memo))
+            memo[id(self)] = new.requires_grad_(self.requires_grad)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if not isinstance(self, torch.nn.Parameter):
+            return self.dequantize(torch.float32).__reduce_ex__(protocol)
         # As plain bytes, because pickle cannot read torch's tensors of 8-bit formats.
-        bits = self.stored.view(torch.uint8) if self.stored.itemsize == 1 else self.stored
-        return _rebuild, (bits, self.scale, *self._rest())
+        stored = self.stored
+        bits = stored.view(torch.uint8) if stored.itemsize == 1 else stored
+        rest = (self.dtype, self.format, self.requires_grad, self._attributes(), stored.dtype)
+        return _rebuild, (bits, self.scale, *rest)
 
-    def _rest(self) -> tuple[Any, ...]:
-        """The state besides the two tensors."""
-        own = {k: v for k, v in vars(self).items() if k not in OWN}
-        return self.dtype, self.whole, self.requires_grad, own, self.stored.dtype
-
-    def _write(self, numbers: Tensor) -> ScaledTensor:
-        """Stores new values."""
-        new = scaled(numbers, self.format)
-        return self._take(new.stored, new.scale)
-
-    @eager_only()
-    def _check(self, name: str, numbers: Tensor) -> None:
-        """Raises NotImplementedError if ``exact`` is set and the format would round the values.
-        name: of the operation that computed them."""
-        if not self.exact:
-            return
-        kept = scaled(numbers, self.format).dequantize(numbers.dtype)
-        if not torch.allclose(kept, numbers, rtol=0, atol=0, equal_nan=True):
-            raise NotImplementedError(
-                f"{name} would round a weight that fp8.store_frozen keeps in few bits (merging an "
-                "adapter, or a step of an optimizer): call fp8.store_frozen(model, None) first, "
-                "which makes the weights plain parameters again"
-            )
-
-    def _take(self, stored: Tensor, scale: Tensor) -> ScaledTensor:
-        if not self.whole:
-            raise NotImplementedError(
-                "this is a view of a part of a ScaledTensor, whose scale is that of the whole: "
-                "change the whole, or x.copy_(y) with y = x.dequantize() changed"
-            )
-        self.stored.copy_(stored)
-        self.scale.copy_(scale)
-        self.writes[0] += 1
-        return self
+    def _attributes(self) -> dict[str, Any]:
+        """The attributes that are not its own."""
+        return {k: v for k, v in vars(self).items() if k not in OWN}
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -226,6 +308,11 @@ class ScaledTensor(Tensor):
         result = NotImplemented if shortcut is None else shortcut(func, *args, **kwargs)
         if result is not NotImplemented:
             return result
+        if torch.Tag.inplace_view in func.tags:
+            raise NotImplementedError(
+                f"{func} cannot change the shape or the storage of a ScaledTensor in place: assign "
+                "x.data = y"
+            )
         if func.is_view and isinstance(args[0], ScaledTensor) and func is not aten.view.dtype:
             return _viewed(func, args, kwargs)
         return _computed(func, args, kwargs)
@@ -263,7 +350,7 @@ def scaled(x: Tensor, format: str | Format, dtype: torch.dtype | None = None) ->
         allowed = ", ".join(map(dtype_name, DTYPES))
         raise TypeError(f"a ScaledTensor stands for {allowed}, not {dtype}")
     stored, scale = in_format(plain(x.detach(), torch.float32), spec)
-    return ScaledTensor(stored, scale, dtype)
+    return ScaledTensor(Memory(stored, scale, spec.name), dtype)
 
 
 def plain(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -271,6 +358,11 @@ def plain(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if isinstance(x, ScaledTensor):
         return apply(_Plain, x, x.dtype if dtype is None else dtype)
     return x if dtype is None else x.to(dtype)
+
+
+def store(x: Tensor, numbers: Tensor) -> None:
+    """Writes ``numbers`` to ``x``, rounded to its dtype or, of a ScaledTensor, to its format."""
+    x.store(numbers) if isinstance(x, ScaledTensor) else x.copy_(numbers)
 
 
 class _Plain(Function):
@@ -291,27 +383,49 @@ class _Plain(Function):
 
 def keep_gradients_in(parameter: Any, grad_format: str | None) -> None:
     """Stores the gradient of the leaf ``parameter`` in ``grad_format`` (None: unchanged), after a
-    backward pass has summed all contributions. A gradient that requires a gradient stays plain."""
+    backward pass has summed all contributions. What later passes add to it is not rounded, and the
+    sum is float32. A gradient that requires a gradient stays plain."""
     parameter.grad_format = grad_format
     if grad_format is not None and parameter.requires_grad:
-        parameter.register_hook(partial(_kept, grad_format))
+        parameter.register_hook(_Rounding(grad_format))
 
 
-def _kept(format: str, grad: Tensor) -> Tensor:
-    return grad if isinstance(grad, ScaledTensor) or grad.requires_grad else scaled(grad, format)
+class _Rounding:
+    """The hook of `keep_gradients_in`. It has no reference to the parameter, which would be a
+    cycle: the gradient is the first one if the memory of the last one that it stored is gone."""
+
+    def __init__(self, format: str) -> None:
+        self.format = format
+        self.last: Callable[[], Memory | None] = lambda: None
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        if isinstance(grad, ScaledTensor) or grad.requires_grad:
+            return grad
+        if self.last() is not None:
+            return ScaledTensor(Memory(grad.to(torch.float32), None, self.format), grad.dtype)
+        kept = gradient(grad, self.format)
+        self.last = weakref.ref(kept.memory)
+        return kept
+
+
+def gradient(grad: Tensor, format: str, dtype: torch.dtype | None = None) -> ScaledTensor:
+    """`scaled`, as a gradient."""
+    kept = scaled(grad, format, dtype)
+    kept.memory.rounds = True
+    return kept
 
 
 def _rebuild(
-    stored: Tensor,
-    scale: Tensor,
+    bits: Tensor,
+    scale: Tensor | None,
     dtype: torch.dtype,
-    whole: bool,
+    format: str,
     requires_grad: bool,
     attributes: dict[str, Any],
     kept_in: torch.dtype,
 ) -> ScaledTensor:
-    """Restores a copied or pickled ScaledTensor. Hooks are not pickled, as in torch."""
-    x = ScaledTensor(stored.view(kept_in), scale, dtype, whole)
+    """Restores a pickled ScaledTensor. Hooks are not pickled, as in torch."""
+    x = ScaledTensor(Memory(bits.view(kept_in), scale, format), dtype)
     vars(x).update(attributes)
     return x.requires_grad_(requires_grad)
 
@@ -321,103 +435,90 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Computes any operation on the values, and stores the results of in-place operations again."""
+    """Computes any operation on the values. What it writes is kept in float32."""
+    written = [
+        args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.is_write
+    ]
+    kept = {id(x): x for x in tree_leaves(written) if isinstance(x, ScaledTensor)}
     numbers: dict[int, Tensor] = {}
 
     def opened(x: Any) -> Any:
         if not isinstance(x, ScaledTensor):
             return x
         if id(x) not in numbers:
-            numbers[id(x)] = x.dequantize()
+            raw = x.written() if id(x) in kept else None
+            numbers[id(x)] = x.dequantize() if raw is None or raw.dtype != x.dtype else raw
         return numbers[id(x)]
 
     result = func(*tree_map(opened, args), **tree_map(opened, kwargs))
-    if not func._schema.is_mutable:
-        return result
-    written = [
-        args[i] if i < len(args) else kwargs.get(argument.name)
-        for i, argument in enumerate(func._schema.arguments)
-        if argument.is_write
-    ]
-    kept = [x for x in tree_leaves(written) if isinstance(x, ScaledTensor)]
-    if kept:
-        _warn_of_small_steps(func, kwargs)
-    for x in kept:
-        x._check(func.overloadpacket.__name__, numbers[id(x)])
-    changed = {id(numbers[id(x)]): x._write(numbers[id(x)]) for x in kept}
+    for key, x in kept.items():
+        if numbers[key] is not x.stored:
+            x.stored.copy_(numbers[key])
+    changed = {id(numbers[key]): x for key, x in kept.items()}
     return tree_map(lambda x: changed.get(id(x), x), result)
 
 
-def _warn_of_small_steps(func: Any, kwargs: dict[str, Any]) -> None:
-    """Warns with a UserWarning, on each call, if the in-place operation ``func`` on ScaledTensors
-    is one whose changes may be rounded away, so that the values would not change."""
-    kind = func.overloadpacket
-    step = kind in (*_STEPS, *_AVERAGES) or func.namespace == "bitsandbytes"
-    if step or (kind in _SUMS and kwargs.get("alpha", 1) != 1):
-        warnings.warn(
-            f"{kind.__name__} on a ScaledTensor: its format rounds small steps away. Step it by an "
-            "optimizer that fp8.initialize returned; make a copy that averages weights before "
-            "fp8.initialize",
-            stacklevel=4,
-        )
-
-
-_WHOLE_VIEWS = (
-    aten.alias.default,
-    aten.detach.default,
-    aten.permute.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-    aten.view.default,
-)
-"""Views that contain every element once, so that a new scale for them applies to the whole."""
-
-
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view of the stored values with the same scale."""
+    """A view of the same memory."""
     x = args[0]
-    whole = x.whole and func in _WHOLE_VIEWS
-
-    def view(stored: Tensor) -> ScaledTensor:
-        y = ScaledTensor(stored, x.scale, x.dtype, whole)
-        y.writes, y.exact = x.writes, x.exact
-        return y
-
-    result = tree_map(view, func(x.stored, *args[1:], **kwargs))
+    rest = args[1:]
+    if func is aten.as_strided.default:
+        size, stride, offset = (*rest, x.storage_offset())[:3]
+        rest = (size, stride, offset + x.memory.values.storage_offset())
+    parts = func(x.stored, *rest, **kwargs)
+    with torch.inference_mode(x.is_inference()):
+        result = tree_map(lambda stored: ScaledTensor(x.memory, x.dtype, stored), parts)
     return return_and_correct_aliasing(func, args, kwargs, result)
 
 
-def _clone(func: Any, x: ScaledTensor, **kwargs: Any) -> ScaledTensor:
-    y = ScaledTensor(func(x.stored, **kwargs), x.scale.clone(), x.dtype)
-    y.exact = x.exact
-    return y
+def _new(x: ScaledTensor, stored: Tensor, scale: Tensor | None, dtype: Any = None) -> ScaledTensor:
+    """A ScaledTensor like ``x`` with its own memory."""
+    return ScaledTensor(Memory(stored, scale, x.format), dtype or x.dtype)
 
 
 def _to_copy(func: Any, x: ScaledTensor, **kwargs: Any) -> Any:
+    """clone, and conversion to a dtype or device."""
     dtype = kwargs.pop("dtype", None) or x.dtype
     if dtype not in DTYPES:
         return func(x.dequantize(torch.float32), dtype=dtype, **kwargs)
-    scale = func(x.scale, **{k: v for k, v in kwargs.items() if k != "memory_format"})
-    return ScaledTensor(func(x.stored, **kwargs), scale, dtype)
+    options = {k: v for k, v in kwargs.items() if k != "memory_format"}
+    scale = None if x.scale is None else func(x.scale, **options)
+    return _new(x, func(x.stored, **kwargs), scale, dtype)
 
 
 def _copy_(func: Any, x: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
+    # From float32, whatever the dtype.
     if not isinstance(x, ScaledTensor):
         return func(x, plain(source, torch.float32), non_blocking)
-    if isinstance(source, ScaledTensor) and (source.shape, source.format) == (x.shape, x.format):
+    narrow = isinstance(source, ScaledTensor) and source.scale is not None
+    if narrow and x._is_whole() and (source.shape, source.format) == (x.shape, x.format):
         return x._take(source.stored, source.scale)
-    # From float32, whatever the dtype: the only rounding is that of the format.
-    return x._write(plain(source, torch.float32).to(x.device).expand_as(x))
+    numbers = plain(source, torch.float32).to(x.device).expand_as(x)
+    if x.memory.rounds or _represents(x, numbers):
+        return x.store(numbers)
+    func(x.written(), numbers)
+    return x
+
+
+@eager_only(otherwise=False)
+def _represents(x: ScaledTensor, numbers: Tensor) -> bool:
+    """Whether ``x`` is stored in its format, and ``numbers`` can be, without rounding."""
+    if x.scale is None or not x._is_whole():
+        return False
+    kept = scaled(numbers, x.format).dequantize()
+    return torch.allclose(kept, numbers, rtol=0, atol=0, equal_nan=True)
 
 
 def _new_empty_strided(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     """Called by autograd to copy a gradient in the layout of its parameter."""
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         return NotImplemented
-    return ScaledTensor(func(x.stored, *args, **kwargs), torch.ones_like(x.scale), x.dtype)
+    scale = None if x.scale is None else torch.ones_like(x.scale)
+    new = _new(x, func(x.stored, *args, **kwargs), scale)
+    new.memory.rounds = x.memory.rounds
+    return new
 
 
 def _by_one_number(x: Any, y: Any) -> bool:
@@ -433,50 +534,54 @@ def _times(func: Any, x: Any, y: Any) -> Any:
     """mul and div."""
     if not _by_one_number(x, y):
         return NotImplemented
-    return ScaledTensor(x.stored.clone(), func(x.scale, y).to(torch.float32), x.dtype)
+    if x.scale is None:
+        return _new(x, func(x.stored, y), None)
+    return _new(x, x.stored.clone(), func(x.scale, y).to(torch.float32))
 
 
 def _times_(func: Any, x: Any, y: Any) -> Any:
     """mul_ and div_."""
-    if not _by_one_number(x, y) or not x.whole:
+    if not _by_one_number(x, y) or x.scale is None or not x._is_whole():
         return NotImplemented
     x.scale.copy_(func(x.scale.clone(), y))
-    x.writes[0] += 1
+    x.memory.writes = next(_WRITES)
     return x
 
 
-def _add(func: Any, x: Any, y: Any, **kwargs: Any) -> Any:
-    both = isinstance(x, ScaledTensor) and isinstance(y, ScaledTensor)
-    if not both or (x.format, x.dtype) != (y.format, y.dtype):
+def _add_(func: Any, x: Any, y: Any, **kwargs: Any) -> Any:
+    """In float32, whatever the dtype, to add up the gradients of micro-batches."""
+    if not isinstance(x, ScaledTensor):
         return NotImplemented
-    return scaled(
-        func(x.dequantize(torch.float32), y.dequantize(torch.float32), **kwargs), x.format, x.dtype
-    )
+    if isinstance(y, ScaledTensor):
+        y = y.stored if y.scale is None else y.dequantize(torch.float32)
+    func(x.written(), y, **kwargs)
+    return x
 
 
 def _unscale(func: Any, tensors: Sequence[Tensor], found: Tensor, inverse_scale: Tensor) -> None:
-    """GradScaler's check and unscaling; for a ScaledTensor only the scale changes."""
-    others = [x for x in tensors if not isinstance(x, ScaledTensor)]
-    if others:
-        func(others, found, inverse_scale)
+    """GradScaler's check and unscaling; for a ScaledTensor with a scale only that changes."""
+    others = []
     for x in tensors:
-        if isinstance(x, ScaledTensor):
-            x.scale.mul_(inverse_scale)
+        if isinstance(x, ScaledTensor) and x.scale is not None:
+            x.mul_(inverse_scale)
             finite = x.dequantize(torch.float32).isfinite().all()
             found.copy_(torch.maximum(found, (~finite).to(found.dtype)))
+        else:
+            others.append(x.written() if isinstance(x, ScaledTensor) else x)
+    if others:
+        func(others, found, inverse_scale)
 
 
 SHORTCUTS: dict[Any, Callable[..., Any]] = {
     aten.detach_.default: lambda func, x: x,
-    aten.clone.default: _clone,
-    aten._to_copy.default: _to_copy,
+    **dict.fromkeys((aten.clone.default, aten._to_copy.default), _to_copy),
     aten.copy_.default: _copy_,
     aten.new_empty_strided.default: _new_empty_strided,
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar), _times),
     **dict.fromkeys(
         (aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar), _times_
     ),
-    aten.add.Tensor: _add,
+    aten.add_.Tensor: _add_,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
 """Operation -> its implementation for a ScaledTensor, instead of `_computed`. It returns

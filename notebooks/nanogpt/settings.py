@@ -20,10 +20,9 @@ class Settings:
     the gains of norms have `vector_lr` times theirs (docs/learning-rates.md says why); without,
     torch's AdamW with one rate for all.
 
-    The norm of the gradients of a unit-scaled model is about the square root of its number of
-    parameters, so that `clip` rescales them at every step. AdamW does not mind: its step does not
-    change with the scale of the gradients, as long as they stay far above its epsilon of 1e-8
-    (clipped ones of a million parameters have an RMS of 1e-3).
+    The gradients of a unit-scaled model are true ones of weights of RMS 1, so that their norm is
+    smaller than the plain model's and `clip` rescales them less often. Of AdamW, whose step does
+    not change with the scale of the gradients, `uu.optim` has an epsilon far below theirs.
     """
 
     tokens: str = "char"

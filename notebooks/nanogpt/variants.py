@@ -62,7 +62,7 @@ class Variant:
     `autocast` is the dtype of torch.autocast around the forward pass, None for none.
     `unit_scaled` picks the learning rate: weights of variance 1 need a larger one than weights
     of variance 0.02**2; `lr_mult` is a factor of that rate. `scale_loss` is whether torch's
-    GradScaler scales the loss, `scaled` whether the casts have a scale for each tensor.
+    GradScaler scales the loss, `scaled` whether the cast of each gradient has a scale of its own.
     """
 
     label: str
@@ -84,12 +84,20 @@ VARIANTS: dict[str, Variant] = {
     "fp8": Variant(label="FP8 without scales", build=_fp8, lr_mult=0.5),
     "fp8_tensor": Variant(label="FP8, scale per tensor", build=_fp8_tensor, scaled=True),
     "fp8_static": Variant(label="FP8, static scales", build=_fp8_static, scaled=True),
-    "unit_scaled": Variant(label="unit-scaled FP32", build=_unit_scaled, unit_scaled=True),
-    "unit_scaled_fp8": Variant(label="unit-scaled FP8", build=_unit_scaled_fp8, unit_scaled=True),
+    "unit_scaled": Variant(
+        label="unit-scaled FP32", build=_unit_scaled, unit_scaled=True, scaled=True
+    ),
+    "unit_scaled_fp8": Variant(
+        label="unit-scaled FP8", build=_unit_scaled_fp8, unit_scaled=True, scaled=True
+    ),
     "fp16": Variant(label="FP16, loss not scaled", autocast=torch.float16),
     "fp16_mixed": Variant(label="FP16, GradScaler", autocast=torch.float16, scale_loss=True),
     "unit_scaled_fp16": Variant(
-        label="unit-scaled FP16", build=_unit_scaled, autocast=torch.float16, unit_scaled=True
+        label="unit-scaled FP16",
+        build=_unit_scaled,
+        autocast=torch.float16,
+        unit_scaled=True,
+        scaled=True,
     ),
 }
 

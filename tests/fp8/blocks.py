@@ -11,6 +11,7 @@ from fp8 import Recipe
 from fp8.common.mixin import gain
 from fp8.modes.autocast import LayerBlock
 from fp8.recipes.history import LayerState, remember
+from fp8.recipes.recipe import get_recipe
 from fp8.surgery.convert import Converted
 
 
@@ -18,7 +19,7 @@ def keeper(recipe: str | Recipe) -> Any:
     """A layer of several products, whose buffers keep the scales of each by its order."""
     layer = nn.Identity()
     gain(layer, Converted)
-    recipe = fp8.get_recipe(recipe)
+    recipe = get_recipe(recipe)
     vars(layer).update(fp8_recipe=recipe, fp8_sources=(recipe,))
     remember(layer, recipe, by_call=True)
     return layer
@@ -29,7 +30,7 @@ def block(
 ) -> fp8.autocast:
     """`fp8.autocast`, or under a recipe with state the block of one call of ``layer``, a `keeper`
     (None: a new one)."""
-    recipe = fp8.get_recipe(recipe)
-    if not recipe.needs_history:
+    recipe = get_recipe(recipe)
+    if not recipe.keeps_history:
         return fp8.autocast(recipe, backend=backend)
     return LayerBlock(recipe, backend, LayerState(layer or keeper(recipe)))

@@ -102,6 +102,17 @@ def test_stochastic_rounding_is_unbiased():
     assert q.double().mean().item() == pytest.approx(x, abs=5 * standard_error)
 
 
+def test_few_random_bits():
+    """The probability of rounding up, 0.4 here, becomes the nearest multiple of 2**-srbits."""
+    torch.manual_seed(0)
+    n, few = 2**18, FPFormat(4, 3, srbits=1)
+    x = torch.full((n,), 1 + 0.4 * 0.125, requires_grad=True)
+    (few.quantise_bwd(x) * 1.0).backward(x.detach())
+    for y in (few.quantise(x), few.quantise_fwd(x).detach(), x.grad):
+        share = float((y == 1.125).double().mean())
+        assert share == pytest.approx(1 / 2, abs=5 * math.sqrt(1 / 4 / n))
+
+
 def test_gradients():
     f, x = FPFormat(4, 3, "nearest"), torch.tensor([1.1, 500.0], requires_grad=True)
     f.quantise_fwd(x).backward(torch.tensor([1.1, 1.1]))

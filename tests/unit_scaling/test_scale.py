@@ -29,7 +29,6 @@ def test_scale(f):
         f(X, torch.tensor(2.0, requires_grad=True))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("f", [scale_fwd, scale_bwd])
 def test_scale_under_torch_func(f):
     """The derivative in forward mode is the one in reverse mode."""

@@ -1,7 +1,8 @@
-"""Checks at the first step of an optimizer: whose parameters it steps, and at which rate.
+"""Checks at the first step of an optimizer: whose parameters it steps, at which rate and eps.
 
-Two mistakes raise no error. An optimizer created before a transform steps the parameters of the
-original model, not of the copy. And a rate for weights of RMS 0.02 hardly changes weights of RMS 1.
+Three mistakes raise no error. An optimizer created before a transform steps the parameters of the
+original model, not of the copy. A rate for weights of RMS 0.02 hardly changes weights of RMS 1.
+And gradients of weights that were divided by their RMS are smaller, perhaps as small as Adam's eps.
 
 The check is a torch hook that runs before each step of every optimizer of the process. It is
 installed when the first parameter is tagged or the first model copied, and checks each optimizer
@@ -42,6 +43,10 @@ class _Copied(NamedTuple):
     copies: weakref.WeakSet[nn.Module]
 
 
+EPS_MARGIN = 100.0
+"""An eps above the RMS of the gradients divided by this is reported: it changes each step of Adam
+by more than 1 %."""
+
 _COPIED: list[_Copied] = []
 _CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that were checked after the last copy."""
@@ -79,6 +84,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _RATE_CHECKED:
         _RATE_CHECKED.add(optimizer)
         _check_rate(optimizer)
+        _check_eps(optimizer)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -143,6 +149,30 @@ def _check_rate(optimizer: Optimizer) -> None:
         f"'adam', lr=2**-2); or a rate of more than {LOW_RATE:.4g}, found by a sweep",
         about=optimizer,
         key="rate",
+    )
+
+
+def _check_eps(optimizer: Optimizer) -> None:
+    """Warns of an eps that the gradients of weights of `unit_scale` are not large against."""
+    near = []
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        for p in group["params"] if isinstance(eps, float) else ():
+            if getattr(p, "mup_divisor", None) and p.grad is not None:
+                rms = known_rms(p.grad)
+                near += [(rms, eps)] if rms is not None and rms < EPS_MARGIN * eps else []
+    if not near:
+        return
+    rms, eps = min(near)
+    name = type(optimizer).__name__
+    warn_once(
+        OptimizerWarning,
+        f"{name} steps {len(near)} unit-scaled weights whose first gradients are as small as its "
+        f"eps of {eps:.1g} or within a factor of {EPS_MARGIN:g} of it (the smallest has RMS "
+        f"{rms:.1g}), so their steps are smaller than those of the others. Pass eps=1e-16, as "
+        "unit_scaling.optim does by default",
+        about=optimizer,
+        key="eps",
     )
 
 

@@ -96,13 +96,13 @@ def scaled_dot_product_attention(
     if is_fused(query, key, value, attn_mask, dropout_p, enable_gqa):
         output = attention(query, key, value, attn_mask, *given, unit=True)
     else:
-        gauge = _gauge(s, value, context_length)
-        mask = _divided(attn_mask, gauge)
-        output = attention(query, key, value, mask, *given, unit=True, gauge=gauge)
+        grad_scale = _score_grad_scale(s, value, context_length)
+        mask = _divided(attn_mask, grad_scale)
+        output = attention(query, key, value, mask, *given, unit=True, grad_scale=grad_scale)
     return scale_output(output, s["output"], s["value"])
 
 
-def _gauge(s: Scales, value: Tensor, context_length: int | None) -> float:
+def _score_grad_scale(s: Scales, value: Tensor, context_length: int | None) -> float:
     """The power of two that brings the gradient of the scores to about the RMS of the output's.
 
     With P the probabilities and G the gradient, the gradient of the scores is P * (G @ value.T),
@@ -114,11 +114,11 @@ def _gauge(s: Scales, value: Tensor, context_length: int | None) -> float:
     return 2.0 ** -round(math.log2(ratio))
 
 
-def _divided(mask: Tensor | None, gauge: float) -> Tensor | None:
-    """``mask``, whose gradient is that of the scores without their gauge."""
-    if mask is None or not mask.requires_grad or gauge == 1.0:
+def _divided(mask: Tensor | None, grad_scale: float) -> Tensor | None:
+    """``mask``, whose gradient is that of the scores without ``grad_scale``."""
+    if mask is None or not mask.requires_grad or grad_scale == 1.0:
         return mask
-    return scale_bwd(mask, 1 / gauge)
+    return scale_bwd(mask, 1 / grad_scale)
 
 
 def attention_with_weights(
@@ -135,13 +135,13 @@ def attention_with_weights(
     attn_mask: added to the logits. is_causal: whether it is causal."""
     settings = (dropout_p, is_causal, mult, None, context_length)
     s = scaled_dot_product_attention_scales(query, value, *settings)
-    gauge = _gauge(s, value, context_length)
+    grad_scale = _score_grad_scale(s, value, context_length)
     given = (dropout_p, False, mult / query.shape[-1])
-    mask = _divided(attn_mask, gauge)
-    how: Any = {"unit": True, "gauge": gauge}
+    mask = _divided(attn_mask, grad_scale)
+    how: Any = {"unit": True, "grad_scale": grad_scale}
     output, weights = by_products(query, key, value, mask, *given, **how)
     output = scale_output(output, s["output"], s["value"])
-    return output, weights if gauge == 1.0 else scale_bwd(weights, gauge)
+    return output, weights if grad_scale == 1.0 else scale_bwd(weights, grad_scale)
 
 
 def rotary_scales() -> Scales:

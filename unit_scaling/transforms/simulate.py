@@ -66,14 +66,14 @@ def simulate_format(
 
     Args:
         module: the model; it is not changed.
-        fwd_format: the format of the operands. An `FPFormat` sets exponent and mantissa bits,
-            rounding and random bits; an `fp8.Format`, or the name of one in `fp8.FORMATS`, rounds
-            to nearest.
+        fwd_format: the format of the operands. An `FPFormat` sets exponent and mantissa bits and
+            rounding; an `fp8.Format`, or the name of one in `fp8.FORMATS`, rounds to nearest.
         bwd_format: the format of the gradients, likewise.
 
     Raises:
         TypeError: ``module`` is not an `nn.Module`, or a format has another type.
-        ValueError: the name of a format is unknown.
+        ValueError: the name of a format is unknown, or an `FPFormat` has fewer random bits than it
+            drops.
 
     >>> model = simulate_format(nn.Linear(4, 8), "e4m3", "e5m2")
     """
@@ -90,7 +90,12 @@ def _cast(what: str, format: object) -> Cast:
             f"simulate_format: {what} is an FPFormat, an fp8.Format or the name of one, got "
             f"{type(format).__name__}"
         )
-    return Cast(format=format.format, rounding=format.rounding, random_bits=format.random_bits)
+    if format.random_bits != 31:
+        raise ValueError(
+            f"simulate_format: {what} has srbits={format.srbits}; casts of products draw all "
+            "random bits: use srbits=0"
+        )
+    return Cast(format=format.format, rounding=format.rounding)
 
 
 def simulate_fp8(module: M) -> M:

@@ -1,4 +1,4 @@
-"""What is asked of a transformed model: its report, its plan, new gauges, the plain model."""
+"""What is asked of a transformed model: its report, its plan, the plain model."""
 
 from __future__ import annotations
 

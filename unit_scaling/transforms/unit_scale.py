@@ -37,9 +37,9 @@ def unit_scale(
 ) -> M:
     """Returns a unit-scaled copy of ``module``.
 
-    The first call derives the scale factors of every operation from the model's data flow;
-    `unit_scaling.report` shows them. The copy may be edited: the next call derives the factors of
-    the new structure. It is otherwise the same model.
+    The first call finds the factors of products and residual adds from the model's data flow;
+    `unit_scaling.report` shows them. All gradients are those of the resulting function. The copy
+    may be edited, and is otherwise the same model.
 
     Args:
         module: the model; it is not changed.
@@ -48,8 +48,7 @@ def unit_scale(
             it; its result is copied to where the original would write.
         init: "unit" scales every weight to RMS 1 and sets every bias to 0. "preserve" changes no
             parameter and no value: casts without scales divide each weight by the power of two
-            nearest to its RMS and multiply the product by it, and a loss inside the model is
-            multiplied by a factor.
+            nearest to its RMS and multiply the product by it.
         residual: the weights of residual branches. "fixed": 0.5 for feed-forward and 0.01 for
             attention branches. "umup": `uu.transformer_residual_scaling_rule`; the first call then
             tags the parameters of the branches with the depth of their stack.

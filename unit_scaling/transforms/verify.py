@@ -90,15 +90,15 @@ def verify(
 
     Each linear map, matrix product, convolution, embedding and attention has rows for its operands,
     its output, and the gradient of each. The gradient of an operand is the one this call
-    propagates, including its factor; the gradient of the output is the one that arrives. Operands,
-    gradients of outputs and gradients of weights are judged; an output is judged where another
-    product reads it. Biases, masks, integer and empty tensors, products inside a parametrization,
+    propagates, including its factor; that of the output is the whole gradient. What is cast is
+    judged: operands and gradients of outputs. With `unit_scale` they are measured as cast, divided
+    by powers of two. Biases, masks, integer and empty tensors, products inside a parametrization,
     and gradients that are not computed have no row. A recurrent layer is one call, and so is
     `unit_scaling.functional.einsum` of three operands or more: ``notes`` says so.
 
     The step runs eagerly on a copy, in the model's mode (training or evaluation): the model, its
-    gradients, buffers and the random state do not change. If it makes or refines a plan of
-    `unit_scale`, as the first steps with a batch of this form do, the step after it is measured.
+    gradients, buffers and the random state do not change. With `unit_scale` a first step makes the
+    plan, and the one after it is measured.
     `DistributedDataParallel` is measured on the batch of this process, without communication.
 
     Args:
@@ -130,16 +130,16 @@ def verify(
         raise ValueError(
             f"verify cannot copy {type(model).__name__}, which FSDP has sharded: call it before"
         )
-    twin = deep_copy(model)
-    twin.zero_grad()
-    skip_checks(twin)
-    named = {id(p): name for name, p in twin.named_parameters()}
-    watch = Watch(named, frozenset(_computing(twin)))
-    install(twin, watch)
-    if any(find_scope(part, UnitScale) for part in twin.modules()):  # the first call makes a plan
-        _step(twin, Watch({}), batch, loss, seed)
-    at_output = _step(twin, watch, batch, loss, seed)
-    scope = find_scope(twin, UnitScale)
+    trial = deep_copy(model)
+    trial.zero_grad()
+    skip_checks(trial)
+    named = {id(p): name for name, p in trial.named_parameters()}
+    watch = Watch(named, frozenset(_computing(trial)))
+    install(trial, watch)
+    if any(find_scope(part, UnitScale) for part in trial.modules()):  # the first call makes a plan
+        _step(trial, Watch({}), batch, loss, seed)
+    at_output = _step(trial, watch, batch, loss, seed)
+    scope = find_scope(trial, UnitScale)
     scaled = scope is not None and scope.unit_scaled
     return Verification(
         watch.results(), watch.notes, None if scaled else max(at_output, default=None)

@@ -24,7 +24,6 @@ from fp8.adapters.transformers import (
     cache_errors,
     cache_size,
     kv_cache,
-    register_attention,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
@@ -230,55 +229,3 @@ def test_mistakes():
         kv_cache(mistral)
     with pytest.raises(ValueError, match="prompt must be 1 to 11 of 12 tokens, got 12"):
         cache_errors(llama(), TOKENS, prompt=12)
-
-
-# --- attention of transformers under a recipe
-
-
-@pytest.mark.parametrize("form", ["sdpa", "registered"])
-@pytest.mark.parametrize("padded", [False, True])
-def test_recipes_inside_of_attention(padded, form):
-    """The eager form computes attention by two products of activations, which recipe "tensor" casts
-    as it does the operands inside of the other forms here: probabilities, gradients of scores."""
-    form = register_attention("ours") if form == "registered" else form
-    tensor = fp8.RECIPES["tensor"]
-    inner = fp8.Recipe(name="inner", input=tensor.input, weight=tensor.input, grad=tensor.grad)
-    inside = fp8.Recipe.from_dict(
-        tensor.to_dict()
-        | {"attention_scores": inner.to_dict(), "attention_values": inner.to_dict()}
-    )
-    mask = torch.ones_like(TOKENS)
-    mask[0, :3] = 1 - padded
-
-    def run(form: str, recipe: fp8.Recipe) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = llama(attn_implementation=form)
-        with fp8.autocast(recipe):
-            logits = model(TOKENS, attention_mask=mask).logits
-        logits[mask.bool()].square().mean().backward()
-        return [logits.detach()[mask.bool()], *(p.grad for p in model.parameters())]
-
-    eager, ours = run("eager", tensor), run(form, inside)
-    default = run("sdpa", tensor)
-    assert not torch.allclose(ours[0], default[0], rtol=1e-3, atol=1e-3)
-    for one, other in zip(ours, eager, strict=True):
-        assert float((one - other).norm()) <= 1e-5 * float(other.norm())
-
-
-def test_registered_attention_returns_its_probabilities():
-    """Those of the eager form; what it does not apply is refused by name."""
-    model = llama(attn_implementation="eager")
-    wanted = model(TOKENS, output_attentions=True)
-    model.set_attn_implementation(register_attention())
-    got = model(TOKENS, output_attentions=True)
-    torch.testing.assert_close(got.logits, wanted.logits)
-    for one, other in zip(got.attentions, wanted.attentions, strict=True):
-        torch.testing.assert_close(one, other)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
-    config = transformers.Gemma2Config(
-        vocab_size=64, intermediate_size=32, num_key_value_heads=2, **sizes
-    )
-    gemma = transformers.Gemma2ForCausalLM(config)
-    gemma.set_attn_implementation(register_attention())
-    with pytest.raises(NotImplementedError, match="Gemma2Attention gives attention softcap"):
-        gemma(TOKENS)

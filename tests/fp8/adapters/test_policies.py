@@ -234,7 +234,7 @@ def test_megatron_reads_the_rules_as_they_were_meant(megatron, tmp_path):
     policy = Policy(
         "mxfp8",
         rules=[
-            ("*.linear_fc?", None, "nvfp4"),
+            ("*.linear_fc?", None, "nvfp4_nvidia"),
             ("*.layers.1.*", None, "tensor"),
             ("*.linear_fc2", None, None),
         ],
@@ -287,7 +287,7 @@ def test_the_file_of_megatron_without_its_reader():
 
 
 def test_the_flags_of_megatron():
-    assert for_megatron(Policy("nvfp4", first=2)).flags == [
+    assert for_megatron(Policy("nvfp4_nvidia", first=2)).flags == [
         *("--fp4-format=e2m1", "--fp4-recipe=nvfp4"),
         *("--first-last-layers-bf16", "--num-layers-at-start-in-bf16=2"),
         "--num-layers-at-end-in-bf16=0",

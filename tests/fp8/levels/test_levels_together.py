@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -48,8 +49,9 @@ def run(model, optimizer, count=3, call=None):
 @pytest.mark.sampled(2)
 @each_level
 def test_compiled(level):
-    """In one graph, and without compiling anew after a step: the first three losses are those of
-    eager mode within a rounding of a gradient to e4m3 in each step."""
+    """In one graph, and at O3 in another one after the first step, which rounds the weights: the
+    first three losses are those of eager mode within a rounding of a gradient to e4m3 in each
+    step."""
     expected = run(*build(level))
     model, optimizer = build(level)
     graphs = []
@@ -60,7 +62,7 @@ def test_compiled(level):
 
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     assert run(model, optimizer, 3, compiled) == pytest.approx(expected, rel=2**-6)
-    assert len(graphs) == 1
+    assert len(graphs) == (2 if level == "O3" else 1)
 
 
 @each_level
@@ -129,15 +131,31 @@ def test_shards_are_refused(level):
     assert isinstance(model[0].weight, ScaledTensor)
 
 
-def test_a_master_that_a_broadcast_has_passed_by(monkeypatch):
-    """What DDP sends to the other processes when it wraps a model whose weights differ."""
-    model, optimizer = build("O3")
-    model[0].weight.data.mul_(0.3)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.warns(UserWarning, match="same weights in all of them"):
-        run(model, optimizer, 1)
-    run(model, optimizer, 1)
+@pytest.mark.usefixtures("_one_process")
+def test_ddp_sends_weights_that_are_not_rounded():
+    """So that masters, made in the first step, begin with the same values in all processes."""
+    model, optimizer = build("O3", optimizer=partial(torch.optim.SGD, lr=0.0))
+    model[0].weight.data.mul_(0.3).add_(1e-3)
+    before = model[0].weight.dequantize()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    assert torch.equal(model[0].weight.dequantize(), before)
+    run(model, optimizer, 1, parallel)
+
+
+@pytest.mark.usefixtures("_one_process")
+@pytest.mark.parametrize("view", [False, True])
+def test_ddp_adds_up_micro_batches(view):
+    model, _ = build("O2", recipe=None)
+    parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view)
+    x = torch.randn(8, 16)
+    expected = torch.autograd.grad(model(x).square().mean(), model[0].weight)[0] * 32
+    for _ in range(2):
+        for i in range(32):
+            with parallel.no_sync() if i < 31 else nullcontext():
+                parallel(x).square().mean().backward()
+        error = plain(model[0].weight.grad) - expected
+        assert error.norm() < 2**-4 * expected.norm()
+        model.zero_grad()
 
 
 @pytest.mark.sampled(5)

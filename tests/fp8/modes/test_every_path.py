@@ -96,7 +96,7 @@ def step(model: nn.Module, run: Run) -> list[Tensor]:
 
 def under(recipe: Recipe, inner: Run) -> Run:
     """``inner`` in a block, whose products keep their scales in one layer."""
-    layer = keeper(recipe) if recipe.needs_history else None
+    layer = keeper(recipe) if recipe.keeps_history else None
 
     def run(model: nn.Module, x: Tensor) -> Tensor:
         with block(recipe, layer=layer):

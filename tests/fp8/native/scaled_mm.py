@@ -123,7 +123,7 @@ def checked_by_torch(*given) -> None:
 
 def forget() -> None:
     """What is known of the devices."""
-    for known in (proof._kernels, proof.why_not, proof._disproof):
+    for known in (proof._kernels, proof.why_not, proof._disproof, proof.why_not_compiled):
         known.cache_clear()
 
 

@@ -55,7 +55,7 @@ def tensors(rows: int, inner: int, outer: int, dtype=torch.float32) -> tuple[Ten
 
 def test_some_recipes_have_kernels_and_the_others_say_why_not():
     assert {"unit", "unit_e4m3", "tensor", "row"} <= set(NATIVE)
-    assert {"block", "four_over_six", "mxfp8", "nvfp4"} == set(TILED)
+    assert {"block", "four_over_six", "mxfp8", "nvfp4", "nvfp4_nvidia"} == set(TILED)
     reasons = {name: native.why_not_recipe(recipe) for name, recipe in RECIPES.items()}
     assert "format 'e2m3'" in reasons["mxfp6"]
     assert "e2m1 by e2m1 with scales by mx" in reasons["mxfp4"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 
 import fp8
 from fp8 import RECIPES
+from fp8.casts import casting
+from fp8.common import traced
 from fp8.native import product as native
 from fp8.native import selftest as proof
 from fp8.studies import doctor
@@ -211,6 +214,83 @@ def test_the_answer_is_known_to_a_compiler(monkeypatch):
     z.sum().backward()
     torch.testing.assert_close(z, fp8.convert(layer, "row")(x))
     torch._dynamo.reset()
+
+
+@pytest.mark.native(whole_graph=True)
+def test_compiled_casts_are_proved_while_a_graph_is_made(monkeypatch):
+    """Once, and only for a graph with native products."""
+    torch.compiler.reset()
+    calls = []
+    real = traced.run_compiled
+    monkeypatch.setattr(traced, "run_compiled", lambda *a: calls.append(a) or real(*a))
+    layer, x = fp8.convert(nn.Linear(48, 64), "unit", backend="native"), randn(16, 48).detach()
+    want = layer(x)
+    for other in (nn.Linear(48, 64), fp8.convert(nn.Linear(48, 64), "unit", backend="simulate")):
+        torch.compile(other, fullgraph=True, backend="eager")(x)
+    assert not calls
+    for bias in (True, False):
+        again = fp8.convert(nn.Linear(48, 64, bias=bias), "unit", backend="native")
+        torch.compile(again, fullgraph=True, backend="eager")(x)
+    assert len(calls) == 1
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), want)
+
+
+def raises(function, x: Tensor) -> list[Tensor]:
+    raise RuntimeError("no compiler\nis here")
+
+
+def corrupt(at: int, value: int) -> Callable[..., list[Tensor]]:
+    """One byte of one result, as Triton stores it (triton-lang/triton issue 11111)."""
+
+    def run(function, x: Tensor) -> list[Tensor]:
+        stored = function(x)
+        stored[at].view(torch.uint8)[-1, -1] = value
+        return stored
+
+    return run
+
+
+def saturated(function, x: Tensor) -> list[Tensor]:
+    """Inf as the largest finite value, as Triton converts it to e5m2."""
+    return function(x.clamp(-57344, 57344))
+
+
+FAULTS = {
+    "a value": (corrupt(0, 0x55), "a cast to e4m3 has 1 wrong bytes of 262144"),
+    "a transposed value": (corrupt(3, 0x7E), "the transpose of a cast to e5m2 has 1 wrong bytes"),
+    "Inf": (saturated, "a cast to e4m3 has 8 wrong bytes"),
+    "no compiler": (raises, "the compiler raised RuntimeError: no compiler"),
+}
+
+
+@pytest.mark.native(whole_graph=True)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_compiled_wrongly_is_simulated_in_graphs_alone(fault, monkeypatch):
+    torch.compiler.reset()
+    run, why = FAULTS[fault]
+    monkeypatch.setattr(traced, "run_compiled", run)
+    layer, x = fp8.convert(nn.Linear(48, 64), "row", backend="native"), randn(16, 48).detach()
+    with pytest.warns(RuntimeWarning, match=f"of compiled code are simulated on cpu: {why}"):
+        y = torch.compile(layer, fullgraph=True, backend="eager")(x)
+    torch.testing.assert_close(y, fp8.convert(copy.deepcopy(layer), "row", backend="simulate")(x))
+    calls = []
+    monkeypatch.setattr(F, "scaled_mm", lambda *a, **k: calls.append(a) or REAL(*a, **k))
+    torch.compile(layer, fullgraph=True, backend="eager")(x)
+    assert not calls
+    layer(x)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("spec", proof._CASTS, ids=lambda spec: spec.format)
+def test_every_byte_of_a_compiled_cast_is_compared(spec):
+    """A value in place of another one is wrong, one that is not finite in place of another not."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(casting.format_of(spec).dtype)
+    want = numbers.float()
+    finite = want.isfinite()
+    for number, value in zip(numbers.view(torch.uint8), want, strict=True):
+        got = torch.full((256,), int(number), dtype=torch.uint8).view(numbers.dtype)
+        expected = 255 if value.isfinite() else int(finite.sum())
+        assert proof._wrong(got, want) == expected
 
 
 def test_auto_on_the_cpu_proves_nothing(monkeypatch):

@@ -401,7 +401,6 @@ def test_constructor_is_timms():
 @each_layout
 @pytest.mark.parametrize("affine", [True, False])
 # torch's own: TorchScript is deprecated, and still what servers run.
-@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("bias", [True, False])
 def test_scripted_saved_and_loaded(layout: str, affine: bool, bias: bool):
     norm, x = fp8.LayerNorm2d(6, affine=affine, bias=bias), image(2, 6, 4, 4, layout=layout)
@@ -459,7 +458,6 @@ def test_errors_name_what_was_given():
                 function(torch.ones(shape, dtype=dtype))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
 def test_without_a_weight_the_channels_are_counted_too():
     for affine, what in ((True, "weight must have shape"), (False, "8 channels, its input 7")):
         with pytest.raises(ValueError, match=what):

@@ -468,5 +468,5 @@ REFERENCES = {
 @pytest.mark.parametrize("kind", REFERENCES)
 def test_a_reference_in_low_precision_is_refused(kind):
     make, block, message = REFERENCES[kind]
-    with block, pytest.raises(fp8.PreflightError, match=message):
+    with block, pytest.raises(PreflightError, match=message):
         fp8.preflight(make(), batches(20), **QUICK)

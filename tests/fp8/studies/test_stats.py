@@ -1,8 +1,6 @@
 """`fp8.stats`: shares against counts by hand, names, sampling, and that nothing else changes."""
 
 import math
-import re
-import warnings
 
 import pytest
 import torch
@@ -286,49 +284,3 @@ def test_blocks_of_nvfp4_are_counted():
         layer(blocks)
     assert "blocks" not in str(other)
     assert {(row.blocks, row.flushed_blocks) for row in other.rows()} == {(0, 0.0)}
-
-
-def of_kurtosis(target: float) -> torch.Tensor:
-    """(64, 64): ones, and one element that gives them this kurtosis."""
-    count, square = 4096, torch.linspace(1, 2000, 20_000, dtype=torch.float64)
-    found = count * (count - 1 + square**2) / (count - 1 + square) ** 2
-    x = torch.ones(64, 64)
-    x[3, 5] = square[(found - target).abs().argmin()].sqrt()
-    return x
-
-
-def sampled(kurtoses) -> list[fp8.RecipeWarning]:
-    """The warnings of passes whose activations have these kurtoses."""
-    layer = nn.Linear(64, 8, bias=False)
-    seen = fp8.stats(layer, every=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for target in kurtoses:
-            with seen, fp8.autocast("tensor"), torch.no_grad():
-                layer(of_kurtosis(target))
-    assert by_operand(seen)["(model)", "input"].kurtosis > 1
-    return [each for each in caught if issubclass(each.category, fp8.RecipeWarning)]
-
-
-def test_kurtosis_is_that_of_float64():
-    layer, x = nn.Linear(48, 32, bias=False), wide(40, 48)
-    seen = fp8.stats(layer)
-    with seen, fp8.autocast("tensor"):
-        layer(x)
-    wanted = x.double().pow(4).mean() / x.double().square().mean() ** 2
-    assert by_operand(seen)["(model)", "input"].kurtosis == pytest.approx(float(wanted))
-    assert "kurtosis" in str(seen)
-
-
-def test_kurtosis_that_grows_faster_than_a_logarithm_warns_by_name():
-    """Once, and not before 32 casts; not of a logarithm, however steep, nor of passes that
-    differ."""
-    (caught,) = sampled([3 + 2 * t for t in range(40)])
-    assert re.search(r"kurtosis of the input of \(model\) .* from 18 to 50 on", str(caught.message))
-    assert not sampled([3 + 2 * t for t in range(31)])
-    assert not sampled([1.1 + 50 * math.log(t) for t in range(1, 65)])
-    assert not sampled([4 + 3 * (t % 2) for t in range(40)])
-    assert not sampled([500.0] * 40)
-    assert not sampled([4.0] * 160)
-    (caught,) = sampled([4.0] * 80 + [500.0] * 80)
-    assert "from 4 to " in str(caught.message)

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8.recipes.policy import CONCERNS
@@ -114,3 +115,37 @@ def test_bad_input():
     bilinear = fp8.convert(nn.Bilinear(16, 16, 4), "tensor")
     with pytest.raises(ValueError, match="cannot run under 'mxfp8'"):
         fp8.override(bilinear, ("*", None, "mxfp8"))
+
+
+@pytest.mark.parametrize(
+    "rule", [("0", None, "mxfp8"), ("0", "grad_weight", None), ("*", None, None)]
+)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_is_on_one_side_of_the_block(rule, reentrant):
+    """What is recomputed on the other side is not what the forward pass computed."""
+    torch.manual_seed(0)
+    model = fp8.convert(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), "tensor")
+    x = torch.randn(8, 32, requires_grad=True)
+
+    def run() -> Tensor:
+        return checkpoint(model, x, use_reentrant=reentrant).square().sum()
+
+    def gradients(loss: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    with fp8.override(model, rule):
+        expected = gradients(model(x).square().sum())
+        assert all(map(torch.equal, gradients(run()), expected))
+        with torch.no_grad():
+            run()
+        inside = run()
+    other_side = pytest.raises(RuntimeError, match=r"fp8\.override")
+    with other_side:
+        inside.backward()
+    outside = run()
+    with fp8.override(model, rule), other_side:
+        outside.backward()
+    plain = gradients(model(x).square().sum())
+    assert all(map(torch.equal, gradients(run()), plain))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
 
 import fp8
 from tests.fp8.products.test_matmul import randn
@@ -80,3 +80,46 @@ def test_forward_mode_is_refused_without_gradients_too(recipe):
     for context in (torch.enable_grad(), torch.no_grad()):
         with context, pytest.raises(NotImplementedError, match="forward mode AD"):
             jvp(layer, (x,), (x,))
+
+
+@pytest.mark.vmap
+@pytest.mark.parametrize("recipe", ["static", "tensor"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_models_that_are_stacked(recipe):
+    """Each with its scales, which a training step has set, also in a model whose own are not set;
+    with the gradients of each. Where one scale of one model is not set, it is refused."""
+    make = lambda: fp8.convert(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), recipe)  # noqa: E731
+    torch.manual_seed(0)
+    models, fresh, x = [make() for _ in range(3)], make(), randn(3, 5, 8).detach()
+    for i, model in enumerate(models):
+        (1e3**i * model(x[i])).sum().backward()
+        model.zero_grad()
+    parameters, buffers = stack_module_state(models)
+
+    def call(parameters, buffers, x):
+        return functional_call(fresh, (parameters, buffers), (x,))
+
+    ys, zs = vmap(call)(parameters, buffers, x), [m(t) for m, t in zip(models, x, strict=True)]
+    assert torch.equal(ys, torch.stack(zs))
+    for i, z in enumerate(zs):
+        (1e3**i * ys[i]).sum().backward(retain_graph=True)
+        (1e3**i * z).sum().backward()
+    for name, stack in parameters.items():
+        assert torch.equal(stack.grad, torch.stack([m.get_parameter(name).grad for m in models]))
+    if recipe == "static":
+        buffers["0.fp8_scale_input"][1] = 0
+        with pytest.raises(NotImplementedError, match="set static scales before"):
+            vmap(call)(parameters, buffers, x)
+
+
+@pytest.mark.parametrize("recipe", ["unit", "tensor", "mxfp8", "quartet2", "static"])
+@pytest.mark.filterwarnings("ignore::fp8.RecipeWarning")
+def test_batched_gradients_are_refused_by_name(recipe):
+    layer, x = fp8.convert(nn.Linear(32, 32), recipe), randn(4, 32)
+    y = layer(x)
+    y.sum().backward(retain_graph=True)
+    refused = pytest.raises(NotImplementedError, match=r"use torch\.func\.jacrev")
+    with refused:
+        torch.autograd.grad(y, x, torch.stack([y, y]), is_grads_batched=True)
+    with refused:
+        torch.autograd.functional.jacobian(layer, x.detach(), vectorize=True)

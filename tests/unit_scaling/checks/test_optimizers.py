@@ -236,3 +236,27 @@ def test_an_optimizer_without_a_rate():
 
     model = unit_scale(plain())
     step(model, Container(model.parameters(), {}))
+
+
+# An eps that gradients are not large against
+
+
+@pytest.mark.parametrize(("eps", "warned"), [(1e-8, True), (1e-16, False)])
+def test_an_eps_near_the_gradients_is_named_once(eps: float, warned: bool):
+    model = unit_scale(plain())
+    optimizer = torch.optim.Adam(model.parameters(), 2.0**-4, eps=eps)
+    (model(torch.randn(4, 16)).square().sum() * 1e-9).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    named = [str(each.message) for each in caught if "its eps of 1e-08" in str(each.message)]
+    assert len(named) == warned
+
+
+def test_an_eps_far_below_the_gradients_and_that_of_a_preserved_model_say_nothing():
+    for init, scale in (("unit", 1.0), ("preserve", 1e-9)):
+        model = unit_scale(plain(), init=init)
+        optimizer = torch.optim.Adam(model.parameters(), 2.0**-4)
+        (model(torch.randn(4, 16)).square().sum() * scale).backward()
+        optimizer.step()

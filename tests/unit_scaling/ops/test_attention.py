@@ -80,7 +80,7 @@ def test_dropout_keeps_the_scale():
 
 
 def unfused(case: str) -> tuple[list[Tensor], dict]:
-    """Operands and settings that torch has no fused kernel on a CPU for."""
+    """Operands and settings that torch has no fused kernel on a CPU for, at least before 2.14."""
     allowed = torch.ones(5, 7).bool().tril(2)
     allowed[0] = False  # a row without keys
     term = torch.randn(5, 7, dtype=torch.float64).masked_fill(~allowed, -math.inf)
@@ -123,14 +123,36 @@ def test_attention_that_torch_does_not_fuse(case: str):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("case", [*UNFUSED, "fused"])
+#: Sizes of query and key, of values if they differ, and of the mask.
+FORMS = {
+    "fused": [(2, 3, 5, 4), (2, 3, 7, 4)],
+    "one batch of keys": [(2, 3, 5, 4), (1, 3, 7, 4)],
+    "one head of keys, not of values": [(2, 3, 5, 4), (2, 1, 7, 4), (2, 3, 7, 4)],
+    "one head of queries": [(2, 1, 5, 4), (2, 3, 7, 4)],
+    "one head, narrow values": [(2, 3, 5, 4), (2, 1, 7, 4), (2, 1, 7, 3)],
+    "five dimensions": [(2, 2, 3, 5, 4), (2, 2, 3, 7, 4)],
+    "masks of heads": [(2, 3, 5, 4), (2, 3, 7, 4), None, (1, 3, 5, 7)],
+    "three dimensions, one head": [(6, 5, 4), (1, 7, 4)],
+    "three dimensions, one query": [(1, 5, 4), (6, 7, 4)],
+    "three dimensions, mask of three": [(6, 5, 4), (6, 7, 4), None, (6, 5, 7)],
+    "three dimensions, mask of one batch": [(6, 5, 4), (6, 7, 4), None, (1, 6, 5, 7)],
+    "three dimensions, mask of batches": [(6, 5, 4), (6, 7, 4), None, (6, 1, 5, 7)],
+}
+
+
+@pytest.mark.parametrize("case", [*UNFUSED, *FORMS])
 def test_where_torch_fuses_attention(case: str):
     """Torch's own choice is the reference."""
-    operands, settings = (qkv(5, 7), {}) if case == "fused" else unfused(case)
+    if case in FORMS:
+        q, k, v, mask = [*FORMS[case], None, None][:4]
+        operands = [torch.randn(sizes) for sizes in (q, k, v or k)]
+        settings = {} if mask is None else {"attn_mask": torch.ones(mask).bool()}
+    else:
+        operands, settings = unfused(case)
     settings = {"attn_mask": None, "dropout_p": 0.0, "enable_gqa": False} | settings
     choice = torch._fused_sdp_choice(*operands, **{"is_causal": False} | settings)
     settings = {name: settings[name] for name in ("attn_mask", "dropout_p", "enable_gqa")}
-    assert is_fused(*operands, **settings) == bool(choice) == (case == "fused")
+    assert is_fused(*operands, **settings) == bool(choice)
 
 
 def test_the_gradient_of_returned_probabilities_has_no_gauge():

@@ -267,7 +267,6 @@ def test_strided_and_broadcast_inputs(f):
     torch.testing.assert_close(U.silu_glu(row, matrix), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_forward_mode_derivatives():
     x, g = X.clone(), torch.randn_like(X)
     for f in (U.gelu, U.silu, lambda x: U.silu_glu(x, 2 * x), lambda x: U.silu_glu(X, x)):

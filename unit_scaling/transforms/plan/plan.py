@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -81,7 +82,8 @@ class Tie:
 class ModelPlan:
     """The decisions of `unit_scale` for a model, as returned by `unit_scaling.plan`.
 
-    Printing shows a table of the calls that have a factor. ``unit_scale(model, plan=...)`` applies
+    Printing shows a table of the calls that have a step; lines of code are named where a module has
+    several calls of a kind. ``unit_scale(model, plan=...)`` applies
     the plan to another model of the same architecture, which is then not recorded.
 
     Attributes:
@@ -166,9 +168,10 @@ class ModelPlan:
 
     def __str__(self) -> str:
         lines = [("module", "call", "step")]
+        places = Counter((path, kind) for path, kind, _ in self.steps)
         for (path, kind, where), steps in self.steps.items():
             for step in filter(None, steps):
-                call = f"{kind} ({where})" if where else kind
+                call = f"{kind} ({where})" if places[path, kind] > 1 else kind
                 lines.append((path or "(model)", call, _described(step)))
         head = f"plan of unit_scale(init={self.init!r}, residual={self.residual!r})"
         return f"{head}\n{as_table(lines)}"

@@ -101,7 +101,7 @@ def _prepared(
     stacked = holds_experts(module)
     if isinstance(module, ParametrizationList):
         tag(parameter, "weight" if parameter.dim() > 1 else "norm")
-        return "unchanged", "parametrized: the weight is scaled where it is used"
+        return "unchanged", "parametrized: keeps its values"
     if parameter.dim() - stacked > 1 and not _is_gain(parameter):
         tag(parameter, "output" if is_readout else "weight", mup_stacked=stacked)
         mask = getattr(module, f"{pruned(module).get(leaf)}_mask", None)

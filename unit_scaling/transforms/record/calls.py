@@ -394,10 +394,11 @@ def _location() -> tuple[str, str, bool]:
             break  # the recorded model begins here
         ended = ended or file == install.__file__  # the running module begins here
         if ended:
-            kind = frame.f_locals.get("cls") if function_of(frame) else None
-            if kind is not None and not kind.__module__.startswith("torch."):  # checkpoints
+            if function_of(frame) and not file.startswith(_TORCH):  # not a checkpoint
                 return where, inside, True
             continue
+        if not (where or file.startswith((_TORCH, *_OURS))):
+            where = f"{file}:{frame.f_lineno}"
         if where:
             inside = function_of(frame) or inside
         if file == _CHECKPOINT and where:
@@ -405,6 +406,4 @@ def _location() -> tuple[str, str, bool]:
                 f"{where} runs under torch.utils.checkpoint as a function, which is computed again "
                 "without the plan of unit_scale: checkpoint a module instead"
             )
-        if not (where or file.startswith((_TORCH, *_OURS))):
-            where = f"{file}:{frame.f_lineno}"
     return where, inside, False

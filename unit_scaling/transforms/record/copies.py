@@ -71,18 +71,18 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None, hooked: bool = Fals
 def _hook_parameters(module: nn.Module, parts: set[int], memo: dict[int, Any]) -> None:
     """Registers the hooks of parameters at their copies."""
     for parameter in module.parameters():
-        twin = memo.get(id(parameter), parameter)
-        if twin is parameter:
+        copied = memo.get(id(parameter), parameter)
+        if copied is parameter:
             continue
-        trained = twin.requires_grad
+        trained = copied.requires_grad
         for name, register in (
-            ("_backward_hooks", twin.register_hook),
-            ("_post_accumulate_grad_hooks", twin.register_post_accumulate_grad_hook),
+            ("_backward_hooks", copied.register_hook),
+            ("_post_accumulate_grad_hooks", copied.register_post_accumulate_grad_hook),
         ):
             for hook in (getattr(parameter, name, None) or {}).values():
-                twin.requires_grad_()
+                copied.requires_grad_()
                 register(_own(hook, parts, memo))
-        twin.requires_grad_(trained)
+        copied.requires_grad_(trained)
 
 
 def recording_copy(module: M) -> M:

@@ -14,7 +14,7 @@ def _breaking(reason: str) -> Callable[[Callable[[], Any]], Any]:
 
 
 outside_graph = _breaking(
-    "unit_scale has not seen this form of call yet: call the model once before compiling it with "
+    "unit_scale has not seen this call yet: call the model once before compiling it with "
     "fullgraph=True"
 )
 

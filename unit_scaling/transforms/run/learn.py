@@ -172,6 +172,7 @@ def _record(transform: Any, module: nn.Module, path: str, given: Given) -> Recor
 
 
 def _run(transform: Any, mode: Any, copy: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+    transform.recorded = {id(part) for part in copy.modules()}
     RUNNING.items.append(transform)
     transform.path.items.append(path)
     try:
@@ -180,6 +181,7 @@ def _run(transform: Any, mode: Any, copy: nn.Module, path: str, args: Any, kwarg
     finally:
         transform.path.items.pop()
         RUNNING.items.pop()
+        transform.recorded = set()
 
 
 def _copy(module: nn.Module) -> nn.Module:
@@ -191,8 +193,8 @@ def _copy(module: nn.Module) -> nn.Module:
     return copy
 
 
-Corrections = dict[tuple[Place, Slot], int]
-"""(place, slot) -> the exponent of the power of two that is nearest to the RMS of an argument."""
+Corrections = dict[tuple[Place, Slot], float]
+"""(place, slot) -> log2 of the RMS of an argument; a whole number for an operand of a product."""
 
 
 class Measuring(Replay):
@@ -206,7 +208,7 @@ class Measuring(Replay):
     @property
     def found(self) -> Corrections:
         """The exponents of all arguments, of the median of their sizes; 0 near RMS 1."""
-        return {key: _exponent(sizes) for key, sizes in self._sizes.items()}
+        return {key: _exponent(*key, sizes) for key, sizes in self._sizes.items()}
 
     def _taken(
         self, place: Place, step: Step | None, function: Any, args: Args, kwargs: Kwargs
@@ -215,7 +217,7 @@ class Measuring(Replay):
             return super()._taken(place, step, function, args, kwargs)
         args, kwargs = canonical(function, args, kwargs)
         weighted = place[1] in PRODUCTS or (step is not None and bool(step.terms))
-        own: dict[Slot, int] = {}
+        own: dict[Slot, float] = {}
         for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
             if weighted:
                 own |= self._measured(place, slot, tensor, step is not None)
@@ -224,7 +226,9 @@ class Measuring(Replay):
             return super()._taken(place, step, function, args, kwargs)
         return take(replace(step, static=()), function, args, kwargs)
 
-    def _measured(self, place: Place, slot: Slot, tensor: Tensor, changes: bool) -> dict[Slot, int]:
+    def _measured(
+        self, place: Place, slot: Slot, tensor: Tensor, changes: bool
+    ) -> dict[Slot, float]:
         """The exponent of an argument. changes: whether the result depends on it, so that all calls
         at the place have that of the first one."""
         if not has_scale(tensor) or is_added(place[1], slot):
@@ -235,11 +239,15 @@ class Measuring(Replay):
             return {}
         if not ((changes and sizes) or all_zero(tensor)):  # zeros have no size yet
             sizes.append(math.log2(rms_of(tensor)))
-        return {slot: e} if (e := _exponent(sizes)) and changes else {}
+        return {slot: e} if (e := _exponent(place, slot, sizes)) and changes else {}
 
 
-def _exponent(sizes: list[float]) -> int:
+def _exponent(place: Place, slot: Slot, sizes: list[float]) -> float:
+    """That of the median size. A term of a residual add has its exact size, whose weights are
+    those of terms of RMS 1."""
     size = median_high(sizes) if sizes else 0.0
+    if place[1] not in PRODUCTS:
+        return size
     return round(size) if abs(size) > REACH else 0
 
 
@@ -267,7 +275,7 @@ def _measure(
     return mode
 
 
-def corrected(step: Step | None, exponents: dict[Slot, int]) -> Step | None:
+def corrected(step: Step | None, exponents: dict[Slot, float]) -> Step | None:
     """The step of a call whose arguments have these sizes. A product casts them at these scales.
     One with a factor brings its result to RMS 1 with them, and so does a residual add."""
     if not exponents:
@@ -277,7 +285,7 @@ def corrected(step: Step | None, exponents: dict[Slot, int]) -> Step | None:
         sizes = [exponents.get(slot, 0) for slot in ((0,), (1,))]
         terms = tuple(t * 2.0**-e for t, e in zip(step.terms, sizes, strict=True))
         return replace(step, terms=terms)
-    static = tuple(exponents.items())
+    static = tuple((slot, int(exponent)) for slot, exponent in exponents.items())
     if step.op in RECURRENT:
         return step  # its products are inside
     if step.op is None:
@@ -308,11 +316,11 @@ def _rows(rows: list[CallRow], nodes: list[CallNode], found: Corrections) -> lis
     """The rows of the report, with the measured sizes of arguments."""
     sizes: dict[tuple[str, str], list[str]] = {}
     for node in nodes:
-        for i in node.inputs:
+        for i in node.inputs if node.kind in PRODUCTS else ():
             exponent = None if node.place is None else found.get((node.place, i.slot))
             if exponent is not None:
                 at = sizes.setdefault((node.path, node.name), [])
-                said = f"argument {i.slot[0]} measured: {2.0**exponent:g}"
+                said = f"argument {i.slot[0]} cast at scale {2.0**exponent:g}"
                 at += [] if said in at else [said]
     return [
         replace(row, why=", ".join(filter(None, [row.why, *sizes.get((row.path, row.call), [])])))

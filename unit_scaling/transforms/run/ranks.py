@@ -1,6 +1,6 @@
 """Makes the measurements of all processes of a job equal.
 
-Each process measures on its own data, but gradients averaged over processes need one gauge. The
+Each process measures on its own data, but gradients averaged over processes need one function. The
 first process to finish writes its measurements to the store of the default process group; the
 others read them. No process waits for another: that would deadlock where processes run different
 models, such as pipeline stages.

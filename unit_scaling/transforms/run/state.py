@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from fp8.common.mixin import Gained
 from fp8.common.pitfalls import CheckpointWarning, warn_once
 
 from ...parameter import TaggedModule, restore_own_tags
-from ..plan.plan import ModelPlan
 
 MARKER = "unit_scaled_load_into_unit_scale_or_save_uu_fold"
 """The last part of the key, after the name of the transformed module."""
@@ -145,8 +143,7 @@ class PlanState(Gained):
             state = state["unit_scale"]
         plan = _unpacked(state) if isinstance(state, Tensor) else ""
         if plan:
-            with suppress(ValueError):  # of another model
-                scaling(self)[0].adopt(self, ModelPlan.from_json(plan), rescale=False)
+            scaling(self)[0].adopt_saved(self, plan)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *rest: Any

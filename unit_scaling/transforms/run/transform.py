@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -71,6 +72,7 @@ class UnitScale:
         """Makes what copies and pickles leave out."""
         self.running = Stack()
         self.recording = threading.RLock()
+        self.recorded = set[int]()  # the ids of the modules of the copy that is being recorded
         numbers = {f: f"replace {i}" for i, f in enumerate(self.replacements)}
         self.kinds: Mapping[Callable[..., Any], str] = {**KINDS, **numbers}
         kinds = [*PRODUCTS, *RECURRENT, *numbers.values()]
@@ -88,7 +90,7 @@ class UnitScale:
         return not self.preserves
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("running", "recording", "kinds", "stepped", "handled")
+        made = ("running", "recording", "recorded", "kinds", "stepped", "handled")
         return {name: value for name, value in vars(self).items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -132,6 +134,11 @@ class UnitScale:
 
     def _eager(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         warn_of_break(module)
+        if id(module) in self.recorded:
+            raise RuntimeError(
+                f"unit_scale: {path!r} runs in another thread than the forward pass that it is "
+                "part of, which is being recorded: transform the parts, each by itself"
+            )
         if in_shape_inference():
             return call()
         if "recorded" in vars(module):
@@ -139,7 +146,7 @@ class UnitScale:
                 f"unit_scale: {path!r} runs in another thread than the forward pass that it is "
                 "part of, which records one thread: transform the parts, each by itself"
             )
-        if not self.is_known(module, path):
+        if not (self.is_known(module, path) or (self.preserves and not _readable(given, module))):
             with self.recording:
                 self._begin(module, path, given)
         return self._replay(call, module, path, given, eager=True)
@@ -188,7 +195,9 @@ class UnitScale:
             if steps is not None:
                 return steps
             module, path, given = self.running.items[-1]
-            if not is_sharded(module) and has_values(t for t in args if isinstance(t, Tensor)):
+            if not _readable((args, kwargs)):
+                return steps_by_rule(place, function, args, kwargs, self.preserves)[0]
+            if not is_sharded(module):
                 self._record(module, path, given)
             steps = self.plan.steps.get(place)
             if steps is None:
@@ -307,6 +316,11 @@ class UnitScale:
         self.applied = len(plan.entries)
         self.edition = str(int(self.edition) + 1)
 
+    def adopt_saved(self, model: nn.Module, text: str) -> None:
+        """Adopts the plan of a checkpoint as JSON if it fits ``model``."""
+        with contextlib.suppress(ValueError):
+            self.adopt(model, ModelPlan.from_json(text), rescale=False)
+
     def check_seen(self, model: nn.Module) -> None:
         if "" not in self.plan.entries:
             raise ValueError(
@@ -336,6 +350,13 @@ def _parameter(module: nn.Module, path: str, name: str) -> nn.Parameter:
     return module.get_parameter(name.removeprefix(f"{path}." if path else ""))
 
 
+def _readable(given: Given, module: nn.Module | None = None) -> bool:
+    """Whether the values of arguments, and of the parameters of ``module``, can be read; those of
+    the examples inside torch.vmap cannot."""
+    tensors = [t for t in (*given[0], *given[1].values()) if isinstance(t, Tensor)]
+    return has_values((*tensors, *(() if module is None else module.parameters())))
+
+
 def _check_seen(module: nn.Module, given: Given) -> None:
     """Raises where a model cannot be recorded."""
     if any(isinstance(value, torch.fx.Proxy) for value in (*given[0], *given[1].values())):
@@ -348,8 +369,7 @@ def _check_seen(module: nn.Module, given: Given) -> None:
             f"{UNSEEN}, and cannot record a sharded {type(module).__name__}: call the model once "
             "before fully_shard, FullyShardedDataParallel or parallelize_module"
         )
-    tensors = (t for t in (*given[0], *given[1].values()) if isinstance(t, Tensor))
-    if not has_values((*tensors, *module.parameters())):
+    if not _readable(given, module):
         raise RuntimeError(f"{UNSEEN}: call the model once before torch.vmap")
     for name, child in module.named_modules():
         if any(type(p) is not nn.Parameter for p in child._parameters.values() if p is not None):

@@ -1,0 +1,62 @@
+"""What compiled code computes on other devices than CPUs: traced on the meta device, run here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8.formats.format import FORMATS
+from fp8.formats.quantize import in_dtype
+from fp8.formats.rounding import divided
+
+
+def of_another_device(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """``function(*args)`` by the graph that is compiled for another device."""
+    graphs: list[Any] = []
+
+    def record(graph: Any, example_inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    torch.compile(function, backend=record, fullgraph=True)(*(x.to("meta") for x in args))
+    (graph,) = graphs
+    return graph(*args)[0]
+
+
+def every_bfloat16() -> Tensor:
+    return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).float()
+
+
+ONE_BYTE = [name for name, f in FORMATS.items() if f.dtype is not None and f.dtype.itemsize == 1]
+
+
+def equal(found: Tensor, wanted: Tensor, bits: torch.dtype) -> bool:
+    """To the bit, but for the sign of NaN."""
+    nan = wanted.isnan()
+    same = torch.where(nan, found.isnan(), found.view(bits) == wanted.view(bits))
+    return bool(same.all())
+
+
+@pytest.mark.parametrize("name", ONE_BYTE)
+def test_inf_is_nan_before_a_conversion_to_e5m2(name: str):
+    """And every other number, -0 too, is as it was."""
+    dtype, x = FORMATS[name].dtype, every_bfloat16()
+    wanted = torch.where(x.isinf(), torch.nan, x) if name == "e5m2" else x
+    found = of_another_device(lambda x: in_dtype(x, dtype), x)
+    assert equal(found, wanted.to(dtype), torch.uint8)
+
+
+@pytest.mark.parametrize("by", ["a tensor", "a number"])
+def test_division(by: str):
+    x = every_bfloat16()
+    scale = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) * 2 + 1e-3
+    if by == "a tensor":
+        found, wanted = of_another_device(divided, x, scale), x / scale
+    else:
+        found, wanted = of_another_device(lambda x: divided(x, 448.0), x), x / 448.0
+    assert equal(found, wanted, torch.int32)

@@ -1,0 +1,159 @@
+"""`fp8.autocast(enabled=False)` around converted layers: they run in high precision."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import fp8
+from tests.fp8.products.test_matmul import randn
+
+OFF = fp8.autocast(enabled=False)
+REFUSED = pytest.raises(RuntimeError, match=r"outside of fp8\.autocast\(enabled=False\)")
+
+
+class Double(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight @ torch.eye(weight.shape[1])
+
+
+class Net(nn.Module):
+    """Layers of one product and of several, one with a computed weight, and an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+        parametrize.register_parametrization(self.first, "weight", Double())
+        self.conv, self.act = nn.Conv1d(8, 8, 1), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.conv(self.second(self.act(self.first(x))))
+
+
+def both(recipe: str | fp8.Recipe = "mxfp4") -> tuple[nn.Module, nn.Module]:
+    """A model and a converted copy."""
+    torch.manual_seed(0)
+    plain = Net()
+    return plain, fp8.convert(copy.deepcopy(plain), recipe)
+
+
+def results(model: nn.Module, call=None) -> list[Tensor]:
+    x = randn(3, 8, 16)
+    y = (model if call is None else call)(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+
+
+def within(block, call):
+    def run(x: Tensor) -> Tensor:
+        with block:
+            return call(x)
+
+    return run
+
+
+def same(got: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("recipe", ["unit", "tensor", "mxfp4", "static", "delayed", "coat"])
+@pytest.mark.filterwarnings("ignore::fp8.RecipeWarning")
+def test_it_is_the_plain_model(recipe):
+    plain, model = both(recipe)
+    expected = results(plain)
+    cast = results(model)
+    state = copy.deepcopy(model.state_dict())
+    assert same(results(model, within(OFF, model)), expected)
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert not same(cast, expected)
+    with OFF, torch.no_grad():
+        assert torch.equal(model.eval()(randn(3, 8, 16)), expected[0])
+
+
+def test_the_innermost_block_decides():
+    plain, model = both()
+    cast, expected = results(model), results(plain)
+    inner = within(fp8.autocast("tensor"), model)  # of products outside of layers
+    assert same(results(model, within(OFF, inner)), cast)
+    assert same(results(model, within(fp8.autocast("tensor"), within(OFF, model))), expected)
+    for block in (fp8.autocast(fp8.Policy(None)), fp8.autocast(fp8.Policy("bf16"))):
+        assert same(results(model, within(block, model)), cast)
+    assert same(results(model, OFF(model.forward)), expected)
+
+
+def test_an_override_inside_has_precedence():
+    _, model = both()
+    first = fp8.override(model, ("first", None, "tensor"))
+    policy = fp8.Policy(None, rules=[("first", None, "tensor")])
+    twin = fp8.convert(copy.deepcopy(fp8.revert(model)), policy)
+    fp8.convert(model, "mxfp4")
+    expected = results(twin)
+    with OFF, first:
+        assert same(results(model), expected)
+        how = {"use_reentrant": False, "context_fn": fp8.checkpoint_contexts}
+        assert same(results(model, lambda x: checkpoint(model, x, **how)), expected)
+    plain, _ = both()
+    assert same(results(model, within(first, within(OFF, model))), results(plain))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(backend):
+    torch._dynamo.reset()
+    plain, model = both()
+    expected = results(plain)
+    inside = torch.compile(OFF(lambda x: model(x)), backend=backend, fullgraph=True)
+    torch.testing.assert_close(results(model, inside), expected)
+    compiled = torch.compile(model, backend=backend)
+    cast = results(model)
+    torch.testing.assert_close(results(model, compiled), cast)
+    torch.testing.assert_close(results(model, within(OFF, compiled)), expected)
+    torch.testing.assert_close(results(model, compiled), cast)
+    torch._dynamo.reset()
+
+
+WAYS = {
+    "contexts": {"use_reentrant": False, "context_fn": fp8.checkpoint_contexts},
+    "not reentrant": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpoints(way):
+    """Recomputed in high precision too, or refused by name if they recompute."""
+    plain, model = both()
+    expected, how = grads(plain, plain), WAYS[way]
+    inside = lambda x: checkpoint(within(OFF, model), x, **how)  # noqa: E731
+    assert same(grads(model, inside), expected)
+    around = within(OFF, lambda x: checkpoint(model, x, **how))
+    if way == "contexts":
+        assert same(grads(model, around), expected)
+    else:
+        with REFUSED:
+            around(randn(3, 8, 16))
+    if way == "not reentrant":
+        with torch.no_grad():
+            assert torch.equal(around(randn(3, 8, 16)), plain(randn(3, 8, 16)))
+    y = checkpoint(model, randn(3, 8, 16), **how)
+    with OFF, REFUSED:
+        y.sum().backward()
+    nested = within(
+        OFF, lambda x: checkpoint(lambda x: checkpoint(model, x, **how), x, **WAYS["contexts"])
+    )
+    if way != "contexts":
+        with REFUSED:
+            nested(randn(3, 8, 16))
+
+
+def grads(model: nn.Module, call) -> list[Tensor]:
+    """By a backward pass, which a reentrant checkpoint needs."""
+    model.zero_grad()
+    x = randn(3, 8, 16)
+    call(x).square().sum().backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
