@@ -197,9 +197,12 @@ def test_submodules_and_methods_run_transformed(name: str) -> None:
 
 
 def test_a_submodule_called_first_then_the_model() -> None:
+    """Its residual adds keep the sizes of their terms in that call."""
     model = TRANSFORMS["unit_scale"](gpt())
-    model.blocks[0](torch.randn(2, 16, 32))
-    same(step(model), step(transformed("unit_scale")))
+    expected = copy.deepcopy(model.blocks[0])(x := torch.randn(2, 16, 32))
+    assert torch.equal(model.blocks[0](x), expected)
+    assert step(model)[0].item() == pytest.approx(step(transformed("unit_scale"))[0].item(), 0.02)
+    assert torch.equal(model.blocks[0](x), expected)
 
 
 def test_gradient_checkpointing_of_blocks() -> None:
