@@ -226,11 +226,6 @@ def replace_the_activation(m):
 
 
 @edit
-def drop_the_activation(m):
-    m[2].act = nn.Identity()
-
-
-@edit
 def replace_by_another_class(m):
     m[1].up = Other(m[1].up)
 
@@ -286,11 +281,6 @@ def to_empty(m):
 
 
 @edit
-def double(m):
-    return m.double().float()
-
-
-@edit
 def bfloat16_and_back(m):
     return m.bfloat16().float()
 
@@ -325,7 +315,7 @@ SAME = {
     *("replace_by_a_copy", "replace_a_layer_by_a_copy", "replace_by_another_class"),
     *("replace_all_by_another_class", "patch_a_forward", "patch_the_forward_of_a_block"),
     *("add_hooks", "freeze", "set_a_parameter", "assign_a_state_dict", "replace_parameters"),
-    *("to_empty", "double", "deep_copy", "pickled", "saved", "convert_and_revert"),
+    *("to_empty", "deep_copy", "pickled", "saved", "convert_and_revert"),
 }
 """Edits that leave the function as it is."""
 
