@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import unit_scaling as uu
 import unit_scaling.functional as U
 from tests.transforms.models import GPT, Net, batch, gpt, step
-from unit_scaling.transforms import simulate_fp8, unit_scale
+from unit_scaling.transforms import report, simulate_fp8, unit_scale
 
 attention = F.scaled_dot_product_attention
 
@@ -413,3 +413,29 @@ def test_a_replacement_that_is_no_function_is_refused() -> None:
         unit_scale(nn.Linear(4, 4), replace={F.relu: "gelu"})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="are not intercepted; call the replacement"):
         unit_scale(nn.Linear(4, 4), replace={gpt: F.gelu})
+
+
+def test_print_shows_the_transforms_of_the_root_alone():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    scaled = unit_scale(model)
+    assert str(scaled).splitlines()[1] == "  unit_scale(init='unit')"
+    assert str(scaled[0]) == str(model[0])
+    both = str(simulate_fp8(unit_scale(nn.Linear(4, 4), init="preserve")))
+    assert both.endswith("unit_scale(init='preserve'), simulated casts to e4m3 and e5m2)")
+
+
+def test_a_weight_that_no_call_reads_has_one_row():
+    class Unread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read, self.unread = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.read(x)
+
+    model = Unread()
+    scaled = unit_scale(model)
+    scaled(torch.randn(2, 4))
+    assert torch.equal(scaled.unread.weight, model.unread.weight)
+    done = [r.done for r in report(scaled).rows if (r.path, r.call) == ("unread", "weight")]
+    assert done == ["keeps its values"]

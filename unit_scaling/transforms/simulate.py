@@ -32,6 +32,12 @@ class Simulate:
         self.recipe = recipe
         self.path = Stack()
 
+    @property
+    def title(self) -> str:
+        """What ``print(model)`` shows."""
+        casts = (cast for cast in (self.recipe.input, self.recipe.grad) if cast is not None)
+        return f"simulated casts to {' and '.join(get_format(cast.format).name for cast in casts)}"
+
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()`` under the recipe."""
         return self._simulated(call, module, path)

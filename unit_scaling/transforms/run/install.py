@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,12 @@ class _Transformed(Gained, Marked):
         casts, by product; none for a submodule."""
         scopes = [s for s, path in self._scopes if not path and hasattr(s, "gradients")]
         return scopes[0].gradients.named() if scopes else {}
+
+    def extra_repr(self) -> str:
+        """That of the module, and the transforms of which it is the root."""
+        own = cast("nn.Module", super()).extra_repr()
+        titles = [getattr(scope, "title", "") for scope, path in self._scopes if not path]
+        return ", ".join(filter(None, [own, *titles]))
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs the forward through the scopes, with few nested calls: the compiler adds dozens of

@@ -99,6 +99,10 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
     return Learned(final, rows, decided.inner, decided.depths, ties)
 
 
+KEPT = "keeps its values"
+"""What the report says of a weight that no product reads."""
+
+
 def _refuse_replaced(module: nn.Module) -> None:
     """Raises RuntimeError where other tensors stand for parameters that a first call changes."""
     if not all(isinstance(p, nn.Parameter) for p in module.parameters()):
@@ -113,7 +117,7 @@ def _kept_rows(names: Iterable[str]) -> list[CallRow]:
     for name in sorted(names):
         path, _, leaf = name.rpartition(".")
         why = "no product or look-up alone reads it: make the optimizer after the first call"
-        rows.append(CallRow(path, leaf, "keeps its values", why))
+        rows.append(CallRow(path, leaf, KEPT, why))
     return rows
 
 

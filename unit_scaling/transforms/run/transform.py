@@ -37,7 +37,7 @@ from .install import (
     is_sharded,
     warn_of_break,
 )
-from .learn import Learned, learned, steps_by_rule
+from .learn import KEPT, Learned, learned, steps_by_rule
 from .ranks import agreed_once, fingerprint, numbered
 from .replay import RUNNING, Replay
 
@@ -83,6 +83,11 @@ class UnitScale:
     @property
     def preserves(self) -> bool:
         return self.plan.init == "preserve"
+
+    @property
+    def title(self) -> str:
+        """What ``print(model)`` shows."""
+        return f"unit_scale(init={self.plan.init!r})"
 
     @property
     def unit_scaled(self) -> bool:
@@ -238,6 +243,8 @@ class UnitScale:
         if not plan.covers(path):
             self._demote(module, path, found.inner)
             self._deepen(module, path, found.depths)
+        kept = {(row.path, row.call) for row in found.rows if row.done == KEPT}
+        plan.rows = [row for row in plan.rows if (row.path, row.call) not in kept]
         known = set(plan.rows)
         plan.rows += [row for row in found.rows if row not in known]
         if not path:
