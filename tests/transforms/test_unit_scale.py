@@ -194,20 +194,6 @@ def test_biases_are_zeroed_or_preserved() -> None:
     assert torch.equal(unit_scale(model, init="preserve").bias, model.bias)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_preserve_computes_the_same_function(dtype: torch.dtype) -> None:
-    model = gpt().to(dtype)
-    ours = unit_scale(model, init="preserve")
-    for p, q in zip(ours.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p, q)
-        assert 0.7 < (rms(p) / p.mup_scale if p.dim() > 1 else p.mup_scale) < 1.42
-    ids, targets = batch()
-    expected, actual = model(ids, targets), ours(ids, targets)
-    eps = torch.finfo(dtype).eps
-    assert torch.equal(actual[0], expected[0])
-    torch.testing.assert_close(actual[1], expected[1], rtol=64 * eps, atol=0)
-
-
 def test_preserve_follows_training() -> None:
     """One SGD step on the rescaled weights changes the function: the factor is not frozen in."""
     ours = unit_scale(gpt(), init="preserve")

@@ -1,7 +1,6 @@
 """Models that are edited after `unit_scale` compute what they should, or say why not."""
 
 import copy
-import io
 import itertools
 import pickle
 from collections.abc import Callable
@@ -296,14 +295,6 @@ def pickled(m):
 
 
 @edit
-def saved(m):
-    file = io.BytesIO()
-    torch.save(m, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@edit
 def convert_and_revert(m):
     return fp8.revert(fp8.convert(m, "unit"))
 
@@ -315,7 +306,7 @@ SAME = {
     *("replace_by_a_copy", "replace_a_layer_by_a_copy", "replace_by_another_class"),
     *("replace_all_by_another_class", "patch_a_forward", "patch_the_forward_of_a_block"),
     *("add_hooks", "freeze", "set_a_parameter", "assign_a_state_dict", "replace_parameters"),
-    *("to_empty", "deep_copy", "pickled", "saved", "convert_and_revert"),
+    *("to_empty", "deep_copy", "pickled", "convert_and_revert"),
 }
 """Edits that leave the function as it is."""
 
