@@ -169,11 +169,6 @@ def take_a_slice(m):
 
 
 @edit
-def pop_the_readout(m):
-    m.pop(3)
-
-
-@edit
 def swap_blocks(m):
     m[1], m[2] = m[2], m[1]
 
