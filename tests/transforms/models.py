@@ -436,7 +436,7 @@ KINDS: dict[str, Kind] = {
     "ResNet": Kind(_resnet, "images", modes=False),
     "ConvNeXt": Kind(_convnext, "images"),
     "U-Net": Kind(_unet, "images", folds=False),
-    "LSTM": Kind(_lstm, "tokens", folds=False),
+    "LSTM": Kind(_lstm, "tokens", folds=False, whole=False),
     "GRU cells": Kind(_gru, folds=False),
     "Mamba": Kind(_mamba),
     "experts": Kind(_experts, smooth=False, whole=False),

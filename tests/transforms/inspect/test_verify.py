@@ -307,10 +307,13 @@ def test_the_weight_of_a_branch_is_in_the_gradient_of_its_last_product(
 
 def test_other_transforms_stay_in_force():
     model = unit_scale(gpt())
-    plain = [row.rms for row in uu.verify(model, batch())]
-    simulated = uu.verify(simulate_fp8(model), batch())
-    assert [row.rms for row in simulated] != plain
-    assert [row.rms for row in simulated] == pytest.approx(plain, rel=0.2)
+    # gradients are measured at powers of two
+    plain, simulated = (
+        [row.rms for row in uu.verify(m, batch()) if row.kind != "gradient"]
+        for m in (model, simulate_fp8(model))
+    )
+    assert simulated != plain
+    assert simulated == pytest.approx(plain, rel=0.2)
     assert len(simulated) == len(plain)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -87,16 +88,19 @@ def test_the_gradient_is_that_of_what_is_computed(name: str) -> None:
 
 @pytest.mark.parametrize("size", [1.0, 2.0**5])
 def test_a_residual_add_weighs_its_terms(size: float) -> None:
-    """By tau / sqrt(1 + tau^2) and 1 / sqrt(1 + tau^2), each divided by the power of two that it
-    was measured at."""
+    """By tau / sqrt(1 + tau^2) and 1 / sqrt(1 + tau^2), each divided by its RMS in the first call,
+    which is measured in float32."""
     torch.manual_seed(0)
     model = unit_scale(Net(lambda m, x: x + m.a(x), a=nn.Linear(16, 16, bias=False))).double()
     x = torch.randn(64, 16, requires_grad=True, dtype=torch.float64)
     model(size * x)
     skip, weight = 1.25**-0.5, model.a.weight
-    expected = skip * (x + 0.5 * F.linear(x, weight) / 4) / size
-    torch.testing.assert_close(model(x), expected)
-    torch.testing.assert_close(grads(model(x), x, weight), grads(expected, x, weight))
+    branch = F.linear(x, weight) / 4
+    first = [size * t.detach().square().mean().sqrt() for t in (x, branch)]
+    expected = skip * (x / first[0] + 0.5 * branch / first[1])
+    close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+    close(model(x), expected)
+    close(grads(model(x), x, weight), grads(expected, x, weight))
 
 
 def test_residual_search_is_linear() -> None:

@@ -1,5 +1,4 @@
-"""What a forward pass changes is changed once: by no look at the model, and by no call that starts
-again because it makes other calls than planned."""
+"""What a forward pass changes is changed once, and by no recording."""
 
 import copy
 import random
@@ -88,7 +87,7 @@ class Counting(nn.Module):
         return (x + self.mean).square().mean()
 
 
-def test_a_call_that_starts_again_changes_what_it_does_once():
+def test_a_call_in_which_the_model_is_recorded_changes_what_it_does_once():
     torch.manual_seed(0)
     model, x = Counting().double(), torch.randn(8, 4).double()
     scaled = unit_scale(model, init="preserve")

@@ -1,7 +1,6 @@
 """Models that are edited after `unit_scale` compute what they should, or say why not."""
 
 import copy
-import io
 import itertools
 import pickle
 from collections.abc import Callable
@@ -155,11 +154,6 @@ def append_an_activation(m):
 
 
 @edit
-def extend(m):
-    m.extend([nn.Identity(), nn.Identity()])
-
-
-@edit
 def delete_a_block(m):
     del m[1]
 
@@ -172,11 +166,6 @@ def delete_the_first_layer(m):
 @edit
 def take_a_slice(m):
     return m[1:]
-
-
-@edit
-def pop_the_readout(m):
-    m.pop(3)
 
 
 @edit
@@ -228,11 +217,6 @@ def replace_a_layer_by_a_copy(m):
 @edit
 def replace_the_activation(m):
     m[1].act = nn.ReLU()
-
-
-@edit
-def drop_the_activation(m):
-    m[2].act = nn.Identity()
 
 
 @edit
@@ -291,11 +275,6 @@ def to_empty(m):
 
 
 @edit
-def double(m):
-    return m.double().float()
-
-
-@edit
 def bfloat16_and_back(m):
     return m.bfloat16().float()
 
@@ -311,14 +290,6 @@ def pickled(m):
 
 
 @edit
-def saved(m):
-    file = io.BytesIO()
-    torch.save(m, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@edit
 def convert_and_revert(m):
     return fp8.revert(fp8.convert(m, "unit"))
 
@@ -326,18 +297,15 @@ def convert_and_revert(m):
 SAME = {
     *("wrap_in_sequential", "wrap_in_a_module", "wrap_a_block", "wrap_the_model"),
     *("parametrize_by_the_identity", "parametrize_and_remove", "weight_norm"),
-    *("weight_norm_and_back", "insert_at_the_front", "append_an_activation", "extend", "rename"),
+    *("weight_norm_and_back", "insert_at_the_front", "append_an_activation", "rename"),
     *("replace_by_a_copy", "replace_a_layer_by_a_copy", "replace_by_another_class"),
     *("replace_all_by_another_class", "patch_a_forward", "patch_the_forward_of_a_block"),
     *("add_hooks", "freeze", "set_a_parameter", "assign_a_state_dict", "replace_parameters"),
-    *("to_empty", "double", "deep_copy", "pickled", "saved", "convert_and_revert"),
+    *("to_empty", "deep_copy", "pickled", "convert_and_revert"),
 }
 """Edits that leave the function as it is."""
 
-PRUNED = {"mask_the_smallest", "mask_at_random"}
-"""Edits after which a weight keeps its values, unless the model has run."""
-
-VALUES = {"mask_the_smallest", "mask_at_random", "mask_for_good", "bfloat16_and_back"}
+VALUES = {"mask_for_good", "bfloat16_and_back"}
 """Edits of the values of weights, not of the structure."""
 
 
@@ -401,19 +369,17 @@ def test_preserved_models(name, called, compiled):
 @whens
 def test_unit_scaled_models(name, called, compiled):
     """As before the edit where that changes nothing; else as a model that was edited before it was
-    transformed."""
-    if name == "tie_the_readout" and called:
-        pytest.skip("known calls keep their factors: 1/fan_in is that of a readout")
+    transformed or, once it has run, as a copy that is edited."""
     if name == "weight_norm" and not called:
         pytest.xfail("its new parameters have no tags before the first call: no factor")
     torch.compiler.reset()
     model = transformed(plain(), "unit", drift=name in SAME)
     if name in SAME:
         expected = model(X)
-        if not called:
-            model = transformed(plain(), "unit")
-    elif name in PRUNED and not called:
-        expected = unit_scale(edited(plain(), EDITS[name]))(X)
+        model = model if called else transformed(plain(), "unit")
+    elif called:
+        run(model, compiled)
+        expected = edited(copy.deepcopy(model), EDITS[name])(X)
     else:
         expected = fresh(name)
     if called:
@@ -457,6 +423,15 @@ def test_a_new_layer_in_a_unit_scaled_model(called):
     model[1].extra, model[2].up = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
     with fp8.strict(), pytest.raises(fp8.ScaleWarning, match=r"1\.extra\.weight \(and 1 more\)"):
         model(X)
+
+
+@pytest.mark.xfail(reason="modules that came in are known from the next call on", strict=True)
+def test_the_first_call_after_an_edit_computes_what_later_ones_do():
+    model = transformed(plain(), "unit", drift=False)
+    model(X)
+    model[2] = nn.Sequential(model[2], unit_scale(Block()))
+    model[1].up = nn.Sequential(model[1].up, Block())
+    assert torch.equal(model(X), model(X))
 
 
 @pytest.mark.parametrize("called", [False, True])

@@ -1,4 +1,4 @@
-"""Plans are data: printed, saved as JSON, loaded, and applied without a first look at the model."""
+"""Plans are data: printed, saved as JSON, loaded, and applied without a recording."""
 
 from __future__ import annotations
 

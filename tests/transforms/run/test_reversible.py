@@ -95,12 +95,3 @@ def test_gradients_are_true(init: str, of_module: bool) -> None:
     )
     first = gradients(model, lambda m: m(x))
     torch.testing.assert_close(first[1], check_true(model, lambda m: m(x)))
-
-
-def test_hooks_inside_of_the_function() -> None:
-    torch.manual_seed(0)
-    model, x = unit_scale(Net(True).double()), torch.randn(32, 8, dtype=torch.float64)
-    seen: list[Any] = []
-    for part in model.parts:
-        part.f[0].register_forward_hook(lambda *call: seen.append(call))
-    check_true(model, lambda m: m(x))

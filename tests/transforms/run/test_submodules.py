@@ -120,15 +120,6 @@ def test_parts_of_a_loaded_model_have_the_factors_of_the_whole(how: str, recompu
         torch.testing.assert_close(found[1], found[0])
 
 
-def test_other_forms_of_a_loaded_model_have_its_options() -> None:
-    torch.manual_seed(0)
-    plain = Deep().double()
-    model = unit_scale(plain, residual="umup")
-    x = torch.randn(3, 6, 8, dtype=torch.float64)
-    expected = model(x)
-    torch.testing.assert_close(loaded("state_dict", model, plain).eval()(x), expected)
-
-
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()

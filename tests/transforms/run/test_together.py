@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrize import register_parametrization
 
 import fp8
-import unit_scaling as uu
 from unit_scaling.transforms import track_scales, unit_scale
 
 
@@ -177,37 +175,3 @@ def test_a_plan_that_was_made_with_other_weights():
     for other in grads[1:]:
         for a, b in zip(other, grads[0], strict=True):
             torch.testing.assert_close(a, b)
-
-
-class LowRank(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.zeros(8, 4))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.b @ self.a
-
-
-@pytest.mark.parametrize("residual", ["fixed", "umup"])
-def test_a_low_rank_update_after_the_transform(residual):
-    """Nothing changes while it is zero, once the model has run. Its parameters have no learning
-    rate of u-muP, which the optimizer says."""
-    torch.manual_seed(0)
-    model, x = unit_scale(Sum(), residual=residual), torch.randn(4, 8)
-    expected = model(x)
-    register_parametrization(model.up, "weight", LowRank())
-    assert torch.equal(model(x), expected)
-    assert torch.equal(model(x), expected)
-    with pytest.raises(ValueError, match="has no mup_type"):
-        uu.optim.AdamW(model.parameters(), lr=1.0)
-    uu.optim.AdamW(model.parameters(), lr=1.0, allow_non_unit_scaling_params=True)
-
-
-class Sum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.up = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return x + self.up(x)

@@ -89,7 +89,8 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
             keep_values(module, path, [name for name, keeps in kept.items() if keeps])
         steps = by_place(nodes, decided.steps)
         measured = _measure(transform, module, path, given, steps)
-    corrections = transform.agreed(f"{path}/measured", measured.found)
+    agreed = transform.agreed(f"{path}/measured", measured.found)
+    corrections = {key: exponent for key, exponent in agreed.items() if exponent}
     final = _corrected(steps, corrections)
     rows = [*_kept_rows(decided.kept), *_rows(decided.rows, nodes, corrections)]
     ties: tuple[Tie, ...] = ()
@@ -211,10 +212,8 @@ class Measuring(Replay):
 
     @property
     def found(self) -> Corrections:
-        """The exponents of all arguments that are not near RMS 1: of the median of their sizes."""
-        exponents = {key: _exponent(*key, sizes) for key, sizes in self._sizes.items()}
-        exponents |= self._scales
-        return {key: exponent for key, exponent in exponents.items() if exponent}
+        """The exponents of all arguments, of the median of their sizes; 0 near RMS 1."""
+        return {k: _exponent(*k, sizes) for k, sizes in self._sizes.items()} | self._scales
 
     def _taken(
         self, place: Place, step: Step | None, function: Any, args: Args, kwargs: Kwargs
