@@ -174,10 +174,10 @@ def _ratio(
 ) -> Ratio | None:
     """The ratio of the result of a call, after those of all calls before it."""
     if node.function is None:
-        if node.parameter is not None:
-            return {node.parameter: -1.0}
-        return None if node.masking or node.zero else {}
-    if node.masking:
+        if node.value.parameter is not None:
+            return {node.value.parameter: -1.0}
+        return None if node.value.masking or node.value.zero else {}
+    if node.value.masking:
         return None
     factors = dict(zip([i.slot for i in node.inputs], step.terms, strict=False))
     given = node.tensors
@@ -196,7 +196,7 @@ def _ratio(
 
 
 def _fixed(call: _Call) -> Ratio:
-    if call.node.floating:
+    if call.node.value.floating:
         for ratio in call.ratios:
             call.one(ratio, "it is not homogeneous: the ratio of its argument is 1")
     return {}

@@ -106,7 +106,7 @@ class _Planner:
         values: set[str] = set(self.settings.changed)
         for index, node in enumerate(self.nodes):
             for i in node.inputs:
-                origin = self.nodes[i.node].origin
+                origin = self.nodes[i.node].value.origin
                 if origin is None or _is_shape(node, i.slot):
                     continue
                 if self._reads_weight(index, node, i.slot):
@@ -127,12 +127,12 @@ class _Planner:
         products = set(filter(self.flow.is_product, range(len(self.nodes))))
         mixes = products & self.flow.before(products.union(self.residuals.adds))
         inner = [i.node for index in mixes for i in self.nodes[index].inputs]
-        origins = {self.nodes[index].origin for index in inner}
+        origins = {self.nodes[index].value.origin for index in inner}
         return frozenset(name for name in self.settings.readouts if name in origins)
 
     def decide(self, index: int, node: CallNode) -> Decision:
         """(step, what the report says was done or "", why)."""
-        concerns = node.floating and any(self.nodes[i.node].live for i in node.inputs)
+        concerns = node.value.floating and any(self.nodes[i.node].value.live for i in node.inputs)
         found = (decider(self, index, node) for decider in DECIDERS)
         return next(filter(None, found), _NOTHING) if concerns else _NOTHING
 
@@ -150,7 +150,7 @@ class _Planner:
             return None
         before = self.nodes[index - 1]
         same = (before.inside, before.path) == (node.inside, node.path)
-        done = "" if before.live and same else LEFT_ALONE
+        done = "" if before.value.live and same else LEFT_ALONE
         return None, done, f"inside {node.inside}, as all its calls"
 
     def _preserved(self, index: int, node: CallNode) -> Decision | None:
@@ -165,7 +165,7 @@ class _Planner:
         """A product of values and a weight of RMS 1: the factor of its rule."""
         scaled = self.settings.scaled - self.kept
         weights = {
-            self.nodes[i.node].origin for i in node.inputs if not is_added(node.kind, i.slot)
+            self.nodes[i.node].value.origin for i in node.inputs if not is_added(node.kind, i.slot)
         }
         if not (self.flow.is_product(index) and weights & scaled):
             return None
@@ -182,7 +182,7 @@ class _Planner:
 
     def _lookup(self, index: int, node: CallNode) -> Decision | None:
         """A look-up of rows of a weight of RMS 1: as it is."""
-        weights = {self.nodes[i.node].origin for i in node.inputs}
+        weights = {self.nodes[i.node].value.origin for i in node.inputs}
         scaled = self.settings.scaled - self.kept
         if node.kind not in EMBEDDINGS or not weights & scaled:
             return None

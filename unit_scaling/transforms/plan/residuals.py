@@ -98,7 +98,7 @@ def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:
     if len(terms) != 2:
         return None
     for skip, end in (terms, terms[::-1]):
-        if flow.nodes[skip.node].numel != flow.nodes[index].numel:
+        if flow.nodes[skip.node].value.numel != flow.nodes[index].value.numel:
             continue  # broadcast over positions: a shift
         origin, region = _origin(flow, adds, skip.node, end.node)
         if any(map(flow.is_product, region)) and not _is_rest(flow, origin, region):

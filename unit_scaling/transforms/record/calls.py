@@ -44,15 +44,37 @@ class Input:
 
 
 @dataclass
+class Value:
+    """What is known of the result of a call, or of an external tensor.
+
+    live: whether it depends on a parameter or a floating-point input. computed: whether it depends
+    on parameters only. rms: of the values, if computed. zero: whether it is a constant of zeros.
+    parameter: the name of the parameter that it is. origin: the parameter that it is, or is a view
+    or copy of.
+    """
+
+    shape: tuple[int, ...] = ()
+    floating: bool = False
+    parameter: str | None = None
+    origin: str | None = None
+    live: bool = False
+    computed: bool = False
+    masking: bool = False
+    zero: bool = False
+    rms: float = 1.0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass
 class CallNode:
     """One call, or an external tensor (function None): a parameter, an input, a buffer.
 
-    place: None for a call without a kind. live: whether it depends on a parameter or a
-    floating-point input. computed: whether it depends on parameters only. rms: of the values, if
-    computed. where: file and line of the call. zero: whether it is a constant of zeros. parameter:
-    the name of the parameter that it is. origin: the parameter that it is, or is a view or copy of.
-    inside: the autograd function that makes the call. within: whether a module makes it that runs
-    in such a function. written: the arguments that it writes into.
+    place: None for a call without a kind. where: file and line of the call. inside: the autograd
+    function that makes the call. within: whether a module makes it that runs in such a function.
+    written: the arguments that it writes into.
     """
 
     place: Place | None
@@ -62,23 +84,11 @@ class CallNode:
     inputs: list[Input] = field(default_factory=list)
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    shape: tuple[int, ...] = ()
-    parameter: str | None = None
-    origin: str | None = None
-    live: bool = False
-    computed: bool = False
-    floating: bool = False
-    masking: bool = False
-    zero: bool = False
-    rms: float = 1.0
     where: str = ""
     inside: str = ""
     within: bool = False
     written: tuple[Slot, ...] = ()
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    value: Value = field(default_factory=Value)
 
     @property
     def tensors(self) -> dict[Slot, Tensor]:
@@ -210,8 +220,8 @@ class Recorder(Calls):
         node = CallNode(place, name, path, function, inputs, args, kwargs)
         node.where, node.inside, node.within = _location()
         sources = [self.nodes[i.node] for i in inputs]
-        node.origin = sources[0].origin if kind in TRANSPARENT and inputs else None
-        node.computed = _computed(node.kind, sources)
+        node.value.origin = sources[0].value.origin if kind in TRANSPARENT and inputs else None
+        node.value.computed = _computed(node.kind, sources)
         output = function(*args, **kwargs)
         written = [args[0]] if kind == "__setitem__" else [t for _, t in tensors_in(output)]
         made = {id(t) for t in written}
@@ -237,15 +247,7 @@ class Recorder(Calls):
             self._alive.append(tensor)
         if id(tensor) not in self._node_of:
             name = self.parameters.get(id(tensor))
-            node = CallNode(None, name or "input", shape=tuple(tensor.shape))
-            node.parameter = node.origin = name
-            node.floating = has_scale(tensor)
-            node.masking = name is None and any_masking([tensor])
-            node.computed = name is not None
-            known = node.computed or id(tensor) in self.inputs
-            node.live = node.floating and known and not node.masking
-            node.zero = node.floating and not known and all_zero(tensor)
-            node.rms = 1.0 if name is None else rms_of(tensor)
+            node = CallNode(None, name or "input", value=self._external(tensor, name))
             self.nodes.append(node)
             self._remember([tensor])
         index, part = self._node_of[id(tensor)]
@@ -259,7 +261,7 @@ class Recorder(Calls):
         if maker.name() == _RECOMPUTES:
             self._makers[maker] = index
         chosen = isinstance(maker, BackwardCFunction) and self._makers.get(maker) != index
-        return chosen or not self.nodes[index].live
+        return chosen or not self.nodes[index].value.live
 
     def _add_hidden(self, tensor: Tensor, maker: Node) -> None:
         """Adds the function whose gradient ``maker`` computes, as a call that nothing scales."""
@@ -276,11 +278,11 @@ class Recorder(Calls):
             inside = f"the autograd function {name}"
         if self.nodes and self.nodes[-1].inside == inside != "":  # its own calls
             where, path = self.nodes[-1].where, self.nodes[-1].path
-        node = CallNode(None, name, path, type(maker), inputs, shape=tuple(tensor.shape))
+        node = CallNode(None, name, path, type(maker), inputs, value=Value(tuple(tensor.shape)))
         node.inside, node.where = inside, where
-        node.computed = _computed("", sources)
-        node.rms = rms_of(tensor) if node.computed else 1.0
-        node.live = node.floating = True
+        node.value.computed = _computed("", sources)
+        node.value.rms = rms_of(tensor) if node.value.computed else 1.0
+        node.value.live = node.value.floating = True
         self.nodes.append(node)
         self._makers[maker] = len(self.nodes) - 1
 
@@ -319,6 +321,17 @@ class Recorder(Calls):
                 if tensor.grad_fn is not None:
                     self._makers[tensor.grad_fn] = len(self.nodes) - 1
 
+    def _external(self, tensor: Tensor, name: str | None) -> Value:
+        """The value of a parameter with this name, or of another tensor that no call computed."""
+        value = Value(tuple(tensor.shape), has_scale(tensor), name, name)
+        if name is not None:
+            value.live, value.computed, value.rms = value.floating, True, rms_of(tensor)
+        elif value.floating:
+            known = id(tensor) in self.inputs
+            value.masking = any_masking([tensor])
+            value.live, value.zero = known and not value.masking, not known and all_zero(tensor)
+        return value
+
     def _add(
         self,
         node: CallNode,
@@ -326,15 +339,15 @@ class Recorder(Calls):
         written: list[Tensor],
         others: Collection[int],
     ) -> None:
-        largest = max(written, key=Tensor.numel, default=None)
-        node.shape = tuple(largest.shape) if largest is not None else ()
-        node.floating = any(map(has_scale, written))
-        differs = node.floating and node.kind not in CONSTANT
-        node.live = differs and any(s.live for s in sources)
-        node.masking = node.floating and not node.live and any_masking(written)
-        is_product = node.kind in PRODUCTS and node.floating and len(written) == 1
-        if node.computed and largest is not None:
-            node.rms = rms_of(largest)
+        value, largest = node.value, max(written, key=Tensor.numel, default=None)
+        value.shape = tuple(largest.shape) if largest is not None else ()
+        value.floating = any(map(has_scale, written))
+        differs = value.floating and node.kind not in CONSTANT
+        value.live = differs and any(s.value.live for s in sources)
+        value.masking = value.floating and not value.live and any_masking(written)
+        is_product = node.kind in PRODUCTS and value.floating and len(written) == 1
+        if value.computed and largest is not None:
+            value.rms = rms_of(largest)
         elif self.normalizes and is_product and is_strided(written[0]) and not node.inside:
             with torch.no_grad():
                 written[0].div_(rms_of(written[0]))
@@ -368,8 +381,9 @@ def _name(function: Callable[..., Any]) -> str:
 def _computed(kind: str, sources: list[CallNode]) -> bool:
     """Whether the result depends on parameters and not on the model's inputs, which integer tensors
     are too. Products of parameters are values."""
-    own = all(s.computed if s.live else s.floating and not s.masking for s in sources)
-    return own and any(s.live for s in sources) and kind not in PRODUCTS | RECURRENT
+    values = [source.value for source in sources]
+    own = all(v.computed if v.live else v.floating and not v.masking for v in values)
+    return own and any(v.live for v in values) and kind not in PRODUCTS | RECURRENT
 
 
 def is_sparse(node: CallNode) -> bool:

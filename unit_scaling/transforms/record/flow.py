@@ -41,10 +41,10 @@ class Flow:
                 self.readers[source].append(index)
 
     def _sources(self, node: CallNode) -> list[int]:
-        if not node.live or node.computed:
+        if not node.value.live or node.value.computed:
             return []
         inputs = dict.fromkeys(i.node for i in node.inputs)
-        return [i for i in inputs if self.nodes[i].live and not self.nodes[i].computed]
+        return [i for i in inputs if self.nodes[i].value.live and not self.nodes[i].value.computed]
 
     def values(self, index: int) -> list[Input]:
         """The arguments of a call that are values."""
@@ -52,7 +52,7 @@ class Flow:
 
     def is_product(self, index: int) -> bool:
         """Whether the call is a product or a recurrent layer on values."""
-        return self.nodes[index].kind in PRODUCTS | RECURRENT and self.nodes[index].live
+        return self.nodes[index].kind in PRODUCTS | RECURRENT and self.nodes[index].value.live
 
     def is_attention(self, index: int) -> bool:
         """Whether the call is fused attention, or the softmax in front of a product."""
@@ -90,11 +90,11 @@ class Flow:
         """The parameters that the arguments of a call are, or are computed from."""
 
         def arguments(call: int) -> list[int]:
-            follows = call == index or self.nodes[call].computed
+            follows = call == index or self.nodes[call].value.computed
             return [i.node for i in self.nodes[call].inputs] if follows else []
 
         found = reached([index], arguments)
-        return {name for i in found if (name := self.nodes[i].parameter) is not None}
+        return {name for i in found if (name := self.nodes[i].value.parameter) is not None}
 
     def up(self, index: int, kinds: Iterable[str]) -> int | None:
         """The only source of a call of one of these kinds; None otherwise."""
