@@ -62,7 +62,7 @@ def skip_checks(model: nn.Module) -> None:
 def _at_first_call(module: nn.Module, args: Any) -> None:
     model = _outermost() or module
     pending = [(path, part) for path, part in model.named_modules() if skip_weight_check(part)]
-    found = [(p, part, rms) for p, part in pending for rms in _rms_outside(part)]
+    found = aside(lambda: [(p, m, rms) for p, m in pending for rms in _rms_outside(m)])
     if not found:
         return
     path, part, rms = found[0]
@@ -102,13 +102,18 @@ def _rms_outside(module: nn.Module) -> list[float]:
 
 def known_rms(tensor: Tensor) -> float | None:
     """The RMS; None if it is zero or unknown (meta tensors, sharded tensors, inside vmap)."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+    if type(tensor) not in (Tensor, nn.Parameter):
         return None
     try:
-        values = tensor.detach()
-        norm = aside(lambda: torch.linalg.vector_norm(values, dtype=torch.float64).item())
+        return aside(_rms, tensor)
     except RuntimeError:  # no values inside torch.func transforms
         return None
+
+
+def _rms(tensor: Tensor) -> float | None:
+    if tensor.is_meta or not tensor.numel():
+        return None
+    norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).item()
     return norm * tensor.numel() ** -0.5 or None
 
 

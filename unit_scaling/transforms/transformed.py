@@ -73,7 +73,9 @@ def plan(model: nn.Module) -> ModelPlan:
     >>> ModelPlan.from_json(plan(model).to_json()) == plan(model)
     True
     """
-    return _scope("plan", model).data(unwrapped(model))
+    scope = _scope("plan", model)
+    scope.check_seen(model)
+    return scope.data(unwrapped(model))
 
 
 @torch.no_grad()

@@ -12,9 +12,13 @@ from fp8.common.removed import INSTEAD, check_not_removed, refuses_removed
 def attribute(path: str) -> Any:
     """The object at a dotted path; None if ``path`` is the name of an argument, as "recipe"."""
     module, _, name = path.rpartition(".")
-    with suppress(ImportError):
-        return importlib.import_module(path)
-    return getattr(importlib.import_module(module), name) if module else None
+    if not module:
+        with suppress(ImportError):
+            return importlib.import_module(path)
+        return None
+    with suppress(AttributeError):
+        return getattr(importlib.import_module(module), name)
+    return importlib.import_module(path)
 
 
 CASES = [(owner, name) for owner, names in INSTEAD.items() for name in names]

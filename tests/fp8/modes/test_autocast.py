@@ -14,6 +14,7 @@ import fp8
 from fp8 import Recipe
 from fp8.context.active import active_recipe
 from fp8.modes.dispatch import COMPOSED, OPAQUE, PRODUCTS
+from fp8.recipes.recipe import get_recipe
 from tests.fp8.calls import (
     CALLS,
     COARSE,
@@ -242,7 +243,7 @@ def test_nested_blocks():
     x, w = randn(5, 8).detach(), randn(6, 8).detach()
 
     def product(recipe):
-        recipe = fp8.RECIPES[recipe]
+        recipe = get_recipe(recipe)
         return F.linear(cast(x, recipe.input), cast(w, recipe.weight))
 
     none, plain = Recipe(name="none"), F.linear(x, w)

@@ -62,7 +62,7 @@ def same(got: list[Tensor], expected: list[Tensor]) -> bool:
     return all(map(torch.equal, got, expected))
 
 
-@pytest.mark.parametrize("recipe", ["unit", "tensor", "mxfp4", "static", "delayed", "coat"])
+@pytest.mark.parametrize("recipe", ["unit", "tensor", "mxfp4", "static", "delayed"])
 @pytest.mark.filterwarnings("ignore::fp8.RecipeWarning")
 def test_it_is_the_plain_model(recipe):
     plain, model = both(recipe)

@@ -5,13 +5,11 @@ import operator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-import unit_scaling as uu
 import unit_scaling.functional as U
 from unit_scaling.rules.table import OPS, find_op
-from unit_scaling.transforms import unit_scale
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -46,30 +44,6 @@ def test_side_by_side_as_torch_is_called():
     assert OPS["cat"].call(((X, Y),), {"out": out}, func=torch.concat) is out
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         U.cat([X, Y[:, :2]])
-
-
-class WithToken(nn.Module):
-    """A token in front of a sequence, as in a vision transformer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, 32))
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.token.expand(len(x), -1, -1), self.linear(x)], 1)
-
-
-def test_a_parameter_beside_values_is_not_repeated():
-    """Its gradient is of RMS 1 over the batch, whatever the length of the sequence."""
-    torch.manual_seed(0)
-    model = unit_scale(WithToken())
-    y = model(torch.randn(64, 100, 32))
-    y.backward(torch.randn(y.shape))
-    rows = [row for row in uu.report(model) if row.call == "cat"]
-    assert [row.done for row in rows] == ["unchanged"]
-    rms = model.token.grad.square().mean().sqrt().item()
-    assert rms == pytest.approx(1, abs=5 / (2 * 32) ** 0.5)  # five standard errors
 
 
 # --- quotients -----------------------------------------------------------------------------

@@ -7,10 +7,14 @@ the kind of the call, and the lines of the functions between the module's forwar
 
 from __future__ import annotations
 
+import ast
+import linecache
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 
@@ -22,21 +26,22 @@ from fp8.common.compiler import taken_as_constant
 from ..run import install
 
 Place = tuple[str, str, str]
-"""(path of the module, kind of the call, lines)."""
+"""(path of the module, kind of the call, lines). A line is named by its function."""
 
 _TORCH = str(Path(torch.__file__).parent)
 _MODULES = str(Path(torch.nn.modules.__file__).parent)
 _MODULE = str(Path(torch.nn.modules.module.__file__))
 _PACKAGES = tuple(str(Path(__file__).parents[3] / name) for name in ("fp8", "unit_scaling"))
-_PRODUCTS = str(Path(__file__).parents[3] / "fp8" / "products")
+_COMPOSED = tuple(str(Path(__file__).parents[3] / "fp8" / n) for n in ("products", "formats"))
+_HOOKS = str(Path(__file__).parents[3] / "fp8" / "distributed")
 
 
 def _is_named(file: str) -> bool:
     """Whether a place names the lines of a file: of the user's code, of torch's modules, and of the
-    calls that this library composes one of torch of."""
+    calls that this library composes one of torch of, or makes in hooks."""
     if file.startswith(_TORCH):
         return file.startswith(_MODULES) and file != _MODULE
-    return not file.startswith(_PACKAGES) or file.startswith(_PRODUCTS)
+    return not file.startswith(_PACKAGES) or file.startswith((*_COMPOSED, _HOOKS))
 
 
 _LINES: dict[tuple[int, ...], str] = {}
@@ -83,4 +88,40 @@ def _lines_in_graph() -> str:
 
 
 def _joined(places: Iterable[tuple[str, int | None]]) -> str:
-    return " ".join(f"{Path(file).name}:{line}" for file, line in places)
+    return " ".join(_name(file, line or 0) for file, line in places)
+
+
+def _name(file: str, line: int) -> str:
+    """A line by the function that it is in and its offset from the first line of this, which stay
+    where other code of the file changes."""
+    functions = [each for each in _functions(file) if each.first <= line <= each.last]
+    if not functions:
+        return f"{Path(file).name}:{line}"
+    inner = max(functions, key=lambda each: each.first)
+    return f"{inner.name}+{line - inner.first}"
+
+
+class _Function(NamedTuple):
+    name: str
+    first: int
+    last: int
+
+
+@cache
+def _functions(file: str) -> list[_Function]:
+    """The functions of a file with their qualified names; [] without its source."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return []
+    return list(_functions_in(tree, ""))
+
+
+def _functions_in(node: ast.AST, prefix: str) -> Iterator[_Function]:
+    for child in ast.iter_child_nodes(node):
+        inner = prefix
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inner = f"{prefix}{child.name}."
+            if not isinstance(child, ast.ClassDef):
+                yield _Function(inner[:-1], child.lineno, child.end_lineno or child.lineno)
+        yield from _functions_in(child, inner)

@@ -8,7 +8,7 @@ recipe casts their other operands with, unless the recipe has a rule for the sca
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class GradientScales:
     def __init__(self, exponents: Mapping[Place, int | tuple[int, ...]] | None = None) -> None:
         self._names: dict[Place, str] = {}
         self._values, self._known = Values(), Values()
+        self._agreed: set[str] = set()
         for place, exponent in (exponents or {}).items():
             scale = torch.ldexp(torch.ones(()), torch.tensor(exponent))
             setattr(self._values, self._name(place), scale)
@@ -71,6 +72,17 @@ class GradientScales:
             elif values:
                 found[place] = _exponent(values)
         return found
+
+    def agree(self, agreed: Callable[[Mapping[Place, Any]], dict[Place, Any]]) -> None:
+        """Sets the scales that were measured since the last time to those of the first process of
+        the job that has measured them. agreed: returns the values of that process."""
+        known = self.tensors()
+        measured = {p for p, t in known.items() if t._version and self._name(p) not in self._agreed}
+        if measured:
+            set_here = {place: e for place, e in self.exponents().items() if place in measured}
+            for place, exponent in agreed(set_here).items():
+                known[place].copy_(torch.ldexp(torch.ones(()), torch.tensor(exponent)))
+                self._agreed.add(self._name(place))
 
     @taken_as_constant
     def exists(self, name: str, groups: int, device: str) -> bool:

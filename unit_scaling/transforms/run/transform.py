@@ -38,7 +38,7 @@ from .install import (
     warn_of_break,
 )
 from .learn import KEPT, Learned, learned, steps_by_rule
-from .ranks import agreed_once, fingerprint, numbered
+from .ranks import agreed_once, fingerprint, is_alone, numbered
 from .replay import RUNNING, Replay
 
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
@@ -151,6 +151,7 @@ class UnitScale:
                 f"unit_scale: {path!r} runs in another thread than the forward pass that it is "
                 "part of, which records one thread: transform the parts, each by itself"
             )
+        self._agree(module)
         if not (self.is_known(module, path) or (self.preserves and not _readable(given, module))):
             with self.recording:
                 self._begin(module, path, given)
@@ -230,9 +231,7 @@ class UnitScale:
     def _record(self, module: nn.Module, path: str, given: Given) -> None:
         """Records a call of ``module`` and adds what is new to the plan."""
         self._join(module, path)
-        if not self.name:
-            names = sorted(name for name, _ in module.named_parameters())
-            self.name = numbered(fingerprint(names))
+        self._set_name(module)
         found = learned(self, module, path, given)
         self._add(module, path, found)
 
@@ -255,6 +254,18 @@ class UnitScale:
                     f"unit_scale(strict=True): {row.call} in {row.path or 'the model itself'!r} "
                     f"has no rule: {row.why}"
                 )
+
+    def _set_name(self, module: nn.Module) -> None:
+        """Names the model: all processes ask for names in the same order."""
+        if not self.name:
+            names = sorted(name for name, _ in module.named_parameters())
+            self.name = numbered(fingerprint(names))
+
+    def _agree(self, module: nn.Module) -> None:
+        """Makes the measured scales of gradients equal in all processes."""
+        if not is_alone():
+            self._set_name(module)
+            self.gradients.agree(lambda exponents: self.agreed("gradients", exponents))
 
     def agreed(self, what: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """``values``, or those of the first process of the job: all compute one function."""
@@ -301,11 +312,11 @@ class UnitScale:
     # The plan as data
 
     def data(self, model: nn.Module) -> ModelPlan:
-        """The plan with the tags of ``model``. Raises ValueError before the first call and for
-        functions in ``replace``."""
-        self.check_seen(model)
+        """The plan with the tags of ``model``, without steps before the first call. Raises
+        ValueError for functions in ``replace``."""
         if self.replacements:
             raise ValueError("the plan of a model with functions in replace cannot be saved")
+        self._agree(model)
         found = self.plan.copy()
         found.tags, found.gradients = _tags(model, ""), self.gradients.exponents()
         return found
