@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -73,7 +75,8 @@ def _built(stranger: Stranger) -> Case:
 def _step(case: Case, model: nn.Module) -> tuple[Any, Tensor]:
     """A forward and backward pass: the output, and the loss."""
     model.zero_grad()
-    torch.manual_seed(1)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1)
     output, loss = case.run(model)
     loss.backward()
     return output, loss

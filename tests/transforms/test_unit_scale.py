@@ -187,6 +187,29 @@ def test_the_scales_of_layers_start_at_one(shape: tuple[int, ...]) -> None:
     assert not uu.report(ours).left_alone
 
 
+READS_OF_GAINS = {
+    "multiplied": (lambda m, x: m.gain * m.layer(x), True),
+    "multiplied, moved": (lambda m, x: m.layer(x) * m.gain.view(1, -1), True),
+    "of a norm": (lambda m, x: F.rms_norm(m.layer(x), (32,), m.gain), True),
+    "after a product with a number": (lambda m, x: m.layer(x) * (50 * m.gain), False),
+    "one plus it": (lambda m, x: m.layer(x) * (1 + m.gain), False),
+    "of a formula": (lambda m, x: m.layer(x) * (m.gain * m.gain).sum().exp(), False),
+    "in two ways": (lambda m, x: m.gain * m.layer(x) + m.gain.exp(), False),
+}
+
+
+@pytest.mark.parametrize("name", READS_OF_GAINS)
+def test_a_gain_that_more_than_multiplies_values_keeps_its_values(name: str) -> None:
+    forward, scaled = READS_OF_GAINS[name]
+    model = Net(forward, layer=nn.Linear(32, 32))
+    model.gain = nn.Parameter(torch.full((32,), 0.02))
+    ours = unit_scale(model)
+    ours(torch.randn(64, 32))
+    torch.testing.assert_close(ours.gain.detach(), torch.full((32,), 1.0 if scaled else 0.02))
+    kept = [row.call for row in uu.report(ours) if row.done == "keeps its values"]
+    assert kept == ([] if scaled else ["gain"])
+
+
 def test_biases_are_zeroed_or_preserved() -> None:
     model = nn.Linear(4, 4)
     nn.init.constant_(model.bias, 3.0)

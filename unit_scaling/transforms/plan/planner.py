@@ -16,7 +16,7 @@ from fp8.common.report import LEFT_ALONE
 from ...rules.table import find_op
 from ..record.calls import CallNode, is_sparse, numbered
 from ..record.flow import Flow
-from ..record.kinds import EMBEDDINGS, PRODUCTS, RECURRENT, TRANSPARENT, is_added
+from ..record.kinds import EMBEDDINGS, GAINS, PRODUCTS, RECURRENT, TRANSPARENT, is_added
 from ..record.place import Place
 from .plan import CallRow, Step, Steps
 from .residuals import Decision, Residuals, find_residuals
@@ -26,15 +26,16 @@ from .residuals import Decision, Residuals, find_residuals
 class Settings:
     """replaced: the kinds of the functions that the caller replaces. preserve: whether no value
     has a factor. residual: the rule for residual adds. readouts: the readout weights. scaled: the
-    weights that were divided by their RMS. decided: those that an earlier recording has decided on.
-    known: the places that an earlier recording has decided on. changed: the parameters that the
-    model changes itself when it runs."""
+    weights and gains that were divided by their RMS. gains: the gains among them. decided: those
+    that an earlier recording has decided on. known: the places that an earlier recording has
+    decided on. changed: the parameters that the model changes itself when it runs."""
 
     replaced: frozenset[str]
     preserve: bool
     residual: str
     readouts: frozenset[str]
     scaled: frozenset[str]
+    gains: frozenset[str] = frozenset()
     decided: frozenset[str] = frozenset()
     known: frozenset[Place] = frozenset()
     changed: frozenset[str] = frozenset()
@@ -101,7 +102,8 @@ class _Planner:
 
     def _kept(self) -> frozenset[str]:
         """The weights that keep their values: those that a call reads which is neither a product
-        with values nor a look-up of rows, and those that no call reads."""
+        with values nor a look-up of rows, and those that no call reads. So do gains that a call
+        reads which does not multiply values by them."""
         weights: set[str] = set()
         values: set[str] = set(self.settings.changed)
         for index, node in enumerate(self.nodes):
@@ -109,11 +111,16 @@ class _Planner:
                 origin = self.nodes[i.node].value.origin
                 if origin is None or _is_shape(node, i.slot):
                     continue
-                if self._reads_weight(index, node, i.slot):
+                if self._reads_gain(index, node, origin) or self._reads_weight(index, node, i.slot):
                     weights.add(origin)
                 elif node.kind not in TRANSPARENT or node.inside:
                     values.add(origin)
         return self.settings.scaled - self.settings.decided - (weights - values)
+
+    def _reads_gain(self, index: int, node: CallNode, origin: str) -> bool:
+        """Whether a call multiplies values by a gain."""
+        reads = origin in self.settings.gains and node.kind in GAINS and not node.inside
+        return reads and bool(self.flow.values(index))
 
     def _reads_weight(self, index: int, node: CallNode, slot: tuple[int | str, ...]) -> bool:
         """Whether a call reads the argument in ``slot`` as the weight of a product or a table."""

@@ -28,9 +28,11 @@ SMALL = 0.5
 
 @dataclass(frozen=True)
 class Weights:
-    """The names of the weights that were divided by their RMS, and of the readout weights."""
+    """The names of the weights and gains that were divided by their RMS, of the gains among them,
+    and of the readout weights."""
 
     scaled: frozenset[str]
+    gains: frozenset[str]
     readouts: frozenset[str]
 
 
@@ -38,9 +40,10 @@ def tagged_weights(model: nn.Module, path: str = "") -> Weights:
     """The tags of the weights of ``model``. path: the path of ``model`` itself."""
     named = model.named_parameters(prefix=path)
     tags = {name: tags_of(p) for name, p in named if has_parameter_data(p)}
-    weights = {n: t for n, t in tags.items() if t.mup_type in ("weight", "output")}
+    scaled = {n: t for n, t in tags.items() if t.mup_divisor}
     return Weights(
-        scaled=frozenset(n for n, t in weights.items() if t.mup_divisor),
+        scaled=frozenset(scaled),
+        gains=frozenset(n for n, t in scaled.items() if t.mup_type == "norm"),
         readouts=frozenset(n for n, t in tags.items() if t.mup_type == "output"),
     )
 

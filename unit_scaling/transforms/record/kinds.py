@@ -82,6 +82,9 @@ def is_added(kind: str, slot: tuple[int | str, ...]) -> bool:
 EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
 """Kinds that look up rows of a weight."""
 
+GAINS = _named("mul layer_norm rms_norm group_norm batch_norm instance_norm")
+"""Kinds that multiply values by a gain."""
+
 RECURRENT = frozenset(
     name + cell for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")
 )

@@ -76,6 +76,7 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
             residual=transform.plan.residual,
             readouts=weights.readouts,
             scaled=weights.scaled,
+            gains=weights.gains,
             decided=frozenset(transform.plan.tags),
             known=frozenset(transform.plan.steps),
             changed=recording.changed,
