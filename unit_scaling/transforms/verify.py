@@ -92,7 +92,8 @@ def verify(
     its output, and the gradient of each. The gradient of an operand is the one this call
     propagates, including its factor; that of the output is the whole gradient. What is cast is
     judged: operands and gradients of outputs. With `unit_scale` they are measured as cast, divided
-    by powers of two. Biases, masks, integer and empty tensors, products inside a parametrization,
+    by powers of two: a gradient by that of `fp8.calibrate` or of the first gradient, else by the
+    nearest. Biases, masks, integer and empty tensors, products inside a parametrization,
     and gradients that are not computed have no row. A recurrent layer is one call, and so is
     `unit_scaling.functional.einsum` of three operands or more: ``notes`` says so.
 

@@ -558,3 +558,17 @@ def test_a_diagnosis_says_where_gradients_begin_to_shrink():
 
     (found,) = uu.verify(Shrinks(), torch.randn(64, 64)).diagnosis
     assert found.startswith("gradients shrink from the gradient of output of layers.1 (linear) on")
+
+
+def test_a_gradient_is_judged_at_the_scale_that_it_is_cast_at():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+    x, targets = torch.randn(64, 32), torch.randint(8, (64,))
+
+    def loss(logits: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits, targets)
+
+    model = fp8.convert(unit_scale(plain), "unit")
+    fp8.calibrate(model, x, loss)
+    assert uu.verify(model, x, loss=loss).share("gradient") == 1
+    assert uu.verify(model, x, loss=lambda y: 1e-9 * loss(y)).share("gradient") == 0

@@ -63,7 +63,8 @@ class _Origin:
 class _Operand:
     """label: its name in the call. norm: None if only its gradient is measured. exponent: of the
     power of two that the plan divides it by before a cast. casts: whether the plan divides its
-    gradient by a power of two of its own before a cast."""
+    gradient by a power of two before a cast. scale: that power; None or 0 if no gradient has set
+    it."""
 
     label: str
     kind: str
@@ -72,10 +73,18 @@ class _Operand:
     origin: _Origin = _Origin()
     exponent: int = 0
     casts: bool = False
+    scale: Tensor | None = None
     grad: Tensor | None = None
 
     def note(self, grad: Tensor | None) -> None:
         self.grad = None if grad is None else _norm(grad)
+
+    def cast_at(self, rms: float) -> float:
+        """What its gradient, of RMS ``rms``, is divided by before a cast."""
+        if not (self.casts and rms):
+            return 1.0
+        known = 0.0 if self.scale is None else self.scale.median().item()
+        return known or 2.0 ** round(math.log2(rms))
 
 
 PASSED = "passed gradient"
@@ -182,7 +191,7 @@ class Watch(Observer):
         args, kwargs = self._hooked(product, args, kwargs)
         replay = next((mode for mode in FIRST_LOOK.items[::-1] if isinstance(mode, Replay)), None)
         if replay is not None:
-            replay.latest = None
+            replay.latest = replay.place = None
         output = function(*args, **kwargs)
         step = None if replay is None else replay.latest
         for slot, exponent in () if step is None else step.static:
@@ -195,6 +204,7 @@ class Watch(Observer):
                 first = debug_unwrap(first)
                 result = _Operand("output", "output", _norm(first), first.numel())
                 result.casts = replay is not None
+                result.scale = None if replay is None else replay.gradient_scale()
                 product.tensors["result",] = result
                 if first.requires_grad:
                     first.register_hook(result.note)
@@ -269,9 +279,10 @@ class Watch(Observer):
                     yield Measurement(*place, name.label, name.kind, rms)
                 if t.grad is not None:
                     rms = t.grad.item() / root
-                    if t.casts and rms:
-                        rms *= 2.0 ** -round(math.log2(rms))
-                    yield Measurement(*place, f"gradient of {name.label}", name.of_gradient, rms)
+                    as_cast = rms / t.cast_at(rms)
+                    yield Measurement(
+                        *place, f"gradient of {name.label}", name.of_gradient, as_cast
+                    )
 
     def _small(self) -> set[int]:
         """The products that compute only queries, keys or biases of logits."""

@@ -57,6 +57,7 @@ class Replay(Calls):
         self._counts: dict[Place, int] = {}
         self._eager = not torch.compiler.is_compiling()
         self.latest: Step | None = None  # the step of the previous call, for measuring
+        self.place: Place | None = None  # that of the previous call
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Args = (), kwargs: Any = None
@@ -73,6 +74,10 @@ class Replay(Calls):
             return self._stepped(kind, function, args, kwargs or {})
         finally:
             self._busy = False
+
+    def gradient_scale(self) -> Tensor | None:
+        """The static scale of the gradient of the previous call, if a gradient has set one."""
+        return None if self.place is None else self._planned.gradients.tensors().get(self.place)
 
     def sees(self) -> bool:
         return not self._busy and RUNNING.items[-1] is self._owner
@@ -114,7 +119,7 @@ class Replay(Calls):
         kwargs: Kwargs,
     ) -> Any:
         """The result of a call with its step."""
-        self.latest = step
+        self.latest, self.place = step, place
         casts = place[1] in CAST and (bool(ACTIVE.blocks) or bool(MEASURING.items))
         gradient = self._planned.gradients.of(place) if casts else None
         if step is None and gradient is None:
