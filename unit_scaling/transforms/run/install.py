@@ -11,10 +11,12 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from functools import cache
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from fp8.common.compiler import taken_as_constant
 from fp8.common.dtensor import is_dtensor
@@ -170,6 +172,32 @@ def find_scope(model: nn.Module, kind: type) -> Any:
     """The model's scope of a type, or None."""
     scopes = getattr(unwrapped(model), "_scopes", ())
     return next((scope for scope, _ in scopes if isinstance(scope, kind)), None)
+
+
+class _Edits:
+    """count: how often a module of the process was given a part. seen: the count at the latest look
+    of each scope."""
+
+    count = 0
+    seen: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
+
+
+@cache
+def _count_edits() -> None:
+    def noted(module: nn.Module, name: str, part: nn.Module | None) -> None:
+        _Edits.count += 1
+
+    register_module_module_registration_hook(noted)
+
+
+def edited(scope: Scope) -> bool:
+    """Whether models may have been edited since this was asked for the scope."""
+    _count_edits()
+    count = _Edits.count
+    if _Edits.seen.get(scope) == count:
+        return False
+    _Edits.seen[scope] = count
+    return True
 
 
 def install(model: nn.Module, scope: Scope, prefix: str = "", only_new: bool = False) -> None:

@@ -30,6 +30,7 @@ from .install import (
     Call,
     Given,
     Kwargs,
+    edited,
     find_scope,
     install,
     is_exported,
@@ -152,6 +153,9 @@ class UnitScale:
                 "part of, which records one thread: transform the parts, each by itself"
             )
         self._agree(module)
+        if edited(self) and self.plan.covers(path) and not is_sharded(module):
+            with self.recording:  # modules came in, of which no recording knows
+                self._join(module, path)
         if not (self.is_known(module, path) or (self.preserves and not _readable(given, module))):
             with self.recording:
                 self._begin(module, path, given)
