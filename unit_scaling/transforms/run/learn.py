@@ -7,6 +7,7 @@ user. What they write into parameters is undone, and random states are restored.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -177,7 +178,6 @@ def _record(transform: Any, module: nn.Module, path: str, given: Given) -> Recor
 
 
 def _run(transform: Any, mode: Any, copy: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
-    transform.recorded = {id(part) for part in copy.modules()}
     RUNNING.items.append(transform)
     transform.path.items.append(path)
     try:
@@ -186,7 +186,6 @@ def _run(transform: Any, mode: Any, copy: nn.Module, path: str, args: Any, kwarg
     finally:
         transform.path.items.pop()
         RUNNING.items.pop()
-        transform.recorded = set()
 
 
 def _copy(module: nn.Module) -> nn.Module:
@@ -194,7 +193,7 @@ def _copy(module: nn.Module) -> nn.Module:
     vars(copy).pop("forward", None)  # what is set on the instance has called the class's
     restore_own_tags(copy)
     for part in copy.modules():
-        vars(part)["recorded"] = True
+        vars(part)["recorded"] = threading.get_ident()
     return copy
 
 

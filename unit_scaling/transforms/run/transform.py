@@ -73,7 +73,6 @@ class UnitScale:
         """Makes what copies and pickles leave out."""
         self.running = Stack()
         self.recording = threading.RLock()
-        self.recorded = set[int]()  # the ids of the modules of the copy that is being recorded
         numbers = {f: f"replace {i}" for i, f in enumerate(self.replacements)}
         self.kinds: Mapping[Callable[..., Any], str] = {**KINDS, **numbers}
         kinds = [*PRODUCTS, *RECURRENT, *numbers.values()]
@@ -96,7 +95,7 @@ class UnitScale:
         return not self.preserves
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("running", "recording", "recorded", "kinds", "stepped", "handled")
+        made = ("running", "recording", "kinds", "stepped", "handled")
         return {name: value for name, value in vars(self).items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -140,14 +139,9 @@ class UnitScale:
 
     def _eager(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         warn_of_break(module)
-        if id(module) in self.recorded:
-            raise RuntimeError(
-                f"unit_scale: {path!r} runs in another thread than the forward pass that it is "
-                "part of, which is being recorded: transform the parts, each by itself"
-            )
         if in_shape_inference():
             return call()
-        if "recorded" in vars(module):
+        if vars(module).get("recorded", threading.get_ident()) != threading.get_ident():
             raise RuntimeError(
                 f"unit_scale: {path!r} runs in another thread than the forward pass that it is "
                 "part of, which records one thread: transform the parts, each by itself"
