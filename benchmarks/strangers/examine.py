@@ -215,17 +215,18 @@ def _results(case: Case, model: nn.Module) -> dict[str, Tensor]:
 
 
 NOISE = 1e-9
-"""Gradients whose largest value is below this share of that of all are zero but for rounding: those
-of a bias of keys, or in front of a batch norm."""
+"""Gradients whose largest value is below this share of that of all, or the rounding of their dtype,
+are zero but for rounding: those of a bias of keys, or in front of a batch norm."""
 
 
 def _error(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> float:
     """The largest difference relative to the largest value of its tensor."""
     if ours.keys() != plain.keys():
         return math.inf
-    gradients = ((n, t) for n, t in plain.items() if n.startswith(GRADIENT) and t.numel())
-    sizes = {name: float(t.abs().max()) for name, t in gradients}
-    least = NOISE * max(sizes.values(), default=0.0)
+    gradients = {n: t for n, t in plain.items() if n.startswith(GRADIENT) and t.numel()}
+    sizes = {name: float(t.abs().max()) for name, t in gradients.items()}
+    noise = max([NOISE, *(torch.finfo(t.dtype).eps for t in gradients.values())])
+    least = noise * max(sizes.values(), default=0.0)
     errors = [
         float((ours[name].double() - t.double()).abs().max() / t.double().abs().max().clamp(1e-30))
         for name, t in plain.items()
