@@ -80,10 +80,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "replace": (lambda: unit_scale(model(), replace=5), "replace: a dict .*, got 5"),
     "replace by a list": (lambda: unit_scale(model(), replace=[1]), r"replace: a dict .*\[1\]"),
     "strict": (lambda: unit_scale(model(), strict="yes"), "strict must be True or False"),
-    "context_length": (
-        lambda: unit_scale(model(), context_length=True),
-        "context_length is a positive number of keys, got True",
-    ),
     "init": (lambda: unit_scale(model(), init=5), "unknown init 5; choose one of 'unit'"),
     "layer_norm": (
         lambda: U.layer_norm(X, "8"),

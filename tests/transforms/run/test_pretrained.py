@@ -101,9 +101,13 @@ def test_without_the_transform_it_fails_by_name(cls, tmp_path, monkeypatch):
 
 
 def test_what_has_not_run_yet(tmp_path):
-    model = unit_scale(gpt2(), residual="umup")
-    with pytest.raises(ValueError, match=r"has not run: .* call it once with an example batch"):
-        model.save_pretrained(tmp_path)
+    """It is saved with its weights and settings, and finds its factors at its first call."""
+    model = unit_scale(gpt2(), residual="umup").eval()
+    model.save_pretrained(tmp_path)
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    tokens = torch.arange(8)[None]
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    assert uu.plan(again) == uu.plan(model)
 
 
 def test_the_configuration_of_the_model_is_its_own(tmp_path):
