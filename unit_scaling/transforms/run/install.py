@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from fp8.common.compiler import taken_as_constant
+from fp8.common.compiler import eager_only, taken_as_constant
 from fp8.common.dtensor import is_dtensor
 from fp8.common.mixin import Gained, bare_class, check_not_scripted, gain, lose
 from fp8.common.pitfalls import PitfallWarning, warn_once
@@ -184,6 +184,7 @@ class _Edits:
 
 @cache
 def _count_edits() -> None:
+    @eager_only()
     def noted(module: nn.Module, name: str, part: nn.Module | None) -> None:
         _Edits.count += 1
 
