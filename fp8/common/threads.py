@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -124,18 +123,6 @@ def checkpoints() -> int:
 
 _AGAIN = ("recompute_fn", "backward")
 """The functions of `torch.utils.checkpoint` that recompute, without and with reentry."""
-
-
-def in_saving() -> bool:
-    """Whether a checkpoint with ``use_reentrant=False`` saves a tensor of its recomputation, which
-    it detaches."""
-    return _in_checkpoint("pack_hook")
-
-
-def in_backward() -> bool:
-    """Whether the backward pass of an autograd function is running, as of a checkpoint with
-    ``use_reentrant=True`` or of a reversible layer, which compute parts of a model again."""
-    return _runs(BackwardCFunction.apply)
 
 
 def apart() -> AbstractContextManager[Any]:

@@ -31,9 +31,9 @@ Place = tuple[str, str, str]
 _TORCH = str(Path(torch.__file__).parent)
 _MODULES = str(Path(torch.nn.modules.__file__).parent)
 _MODULE = str(Path(torch.nn.modules.module.__file__))
-_PACKAGES = tuple(str(Path(__file__).parents[3] / name) for name in ("fp8", "unit_scaling"))
-_COMPOSED = tuple(str(Path(__file__).parents[3] / "fp8" / n) for n in ("products", "formats"))
-_HOOKS = str(Path(__file__).parents[3] / "fp8" / "distributed")
+_HOME = Path(__file__).parents[3]
+_PACKAGES = tuple(str(_HOME / name) for name in ("fp8", "unit_scaling"))
+_CALLERS = tuple(str(_HOME / "fp8" / name) for name in ("products", "formats", "distributed"))
 
 
 def _is_named(file: str) -> bool:
@@ -41,7 +41,7 @@ def _is_named(file: str) -> bool:
     calls that this library composes one of torch of, or makes in hooks."""
     if file.startswith(_TORCH):
         return file.startswith(_MODULES) and file != _MODULE
-    return not file.startswith(_PACKAGES) or file.startswith((*_COMPOSED, _HOOKS))
+    return not file.startswith(_PACKAGES) or file.startswith(_CALLERS)
 
 
 _LINES: dict[tuple[int, ...], str] = {}

@@ -64,9 +64,3 @@ def has_scale(tensor: Tensor) -> bool:
 def is_strided(tensor: Tensor) -> bool:
     """Whether a tensor is not a sparse one."""
     return tensor.layout is torch.strided
-
-
-def varied(like: Tensor) -> Tensor:
-    """The sines of the squares of 1, 2, ..., times the root of 2: of RMS 1 in a large tensor."""
-    angles = torch.arange(1, like.numel() + 1, device=like.device, dtype=torch.float32).square()
-    return (2**0.5 * angles.sin()).reshape(like.shape).to(like.dtype)

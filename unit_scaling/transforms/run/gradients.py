@@ -33,8 +33,7 @@ class GradientScales:
         self._values, self._known = Values(), Values()
         self._agreed: set[str] = set()
         for place, exponent in (exponents or {}).items():
-            scale = torch.ldexp(torch.ones(()), torch.tensor(exponent))
-            setattr(self._values, self._name(place), scale)
+            setattr(self._values, self._name(place), _scale(exponent))
 
     def _name(self, place: Place) -> str:
         return self._names.setdefault(place, f"scale_{len(self._names)}")
@@ -64,25 +63,19 @@ class GradientScales:
 
     def exponents(self) -> dict[Place, int | tuple[int, ...]]:
         """The exponents of the scales that are set."""
-        found: dict[Place, int | tuple[int, ...]] = {}
-        for place, scale in self.tensors().items():
-            values = scale.tolist()
-            if isinstance(values, list):
-                found |= {place: tuple(map(_exponent, values))} if all(values) else {}
-            elif values:
-                found[place] = _exponent(values)
-        return found
+        return _exponents(self.tensors())
 
     def agree(self, agreed: Callable[[Mapping[Place, Any]], dict[Place, Any]]) -> None:
         """Sets the scales that were measured since the last time to those of the first process of
         the job that has measured them. agreed: returns the values of that process."""
-        known = self.tensors()
-        measured = {p for p, t in known.items() if t._version and self._name(p) not in self._agreed}
-        if measured:
-            set_here = {place: e for place, e in self.exponents().items() if place in measured}
-            for place, exponent in agreed(set_here).items():
-                known[place].copy_(torch.ldexp(torch.ones(()), torch.tensor(exponent)))
-                self._agreed.add(self._name(place))
+        new = {
+            place: scale
+            for place, scale in self.tensors().items()
+            if scale._version and self._name(place) not in self._agreed
+        }
+        for place, exponent in agreed(_exponents(new)).items() if new else ():
+            new[place].copy_(_scale(exponent))
+            self._agreed.add(self._name(place))
 
     @taken_as_constant
     def exists(self, name: str, groups: int, device: str) -> bool:
@@ -113,6 +106,22 @@ class GradientScale:
         scale: Tensor = getattr(scales._values, self._name)
         known: Any = getattr(scales._known, self._name)
         return scale if known or groups else scale.view(1)
+
+
+def _scale(exponent: int | tuple[int, ...]) -> Tensor:
+    """The power of two, or that of each group."""
+    return torch.ldexp(torch.ones(()), torch.tensor(exponent))
+
+
+def _exponents(scales: Mapping[Place, Tensor]) -> dict[Place, int | tuple[int, ...]]:
+    found: dict[Place, int | tuple[int, ...]] = {}
+    for place, scale in scales.items():
+        values = scale.tolist()
+        if isinstance(values, list):
+            found |= {place: tuple(map(_exponent, values))} if all(values) else {}
+        elif values:
+            found[place] = _exponent(values)
+    return found
 
 
 def _exponent(scale: float) -> int:

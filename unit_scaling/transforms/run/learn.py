@@ -101,6 +101,8 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
     return Learned(final, rows, decided.inner, decided.depths, ties)
 
 
+UNSEEN = "unit_scale has not seen this call yet"
+
 KEPT = "keeps its values"
 """What the report says of a weight that no product reads."""
 
@@ -109,8 +111,8 @@ def _refuse_replaced(module: nn.Module) -> None:
     """Raises RuntimeError where other tensors stand for parameters that a first call changes."""
     if not all(isinstance(p, nn.Parameter) for p in module.parameters()):
         raise RuntimeError(
-            "unit_scale has not seen this call yet: call the model once before torch.func."
-            "functional_call, which replaces its parameters"
+            f"{UNSEEN}: call the model once before torch.func.functional_call, which replaces its "
+            "parameters"
         )
 
 
@@ -300,11 +302,13 @@ def corrected(step: Step | None, exponents: dict[Slot, float]) -> Step | None:
 
 
 def _corrected(steps: dict[Place, Steps], found: Corrections) -> dict[Place, Steps]:
-    result = {}
-    for place, known in steps.items():
-        own = {slot: e for (at, slot), e in found.items() if at == place}
-        result[place] = tuple(corrected(step, own) for step in known)
-    return result
+    exponents: dict[Place, dict[Slot, float]] = defaultdict(dict)
+    for (place, slot), exponent in found.items():
+        exponents[place][slot] = exponent
+    return {
+        place: tuple(corrected(step, exponents[place]) for step in known)
+        for place, known in steps.items()
+    }
 
 
 def _by_index(nodes: list[CallNode], steps: dict[Place, Steps]) -> dict[int, Step | None]:

@@ -38,13 +38,11 @@ from .install import (
     is_sharded,
     warn_of_break,
 )
-from .learn import KEPT, Learned, learned, steps_by_rule
+from .learn import KEPT, UNSEEN, Learned, learned, steps_by_rule
 from .ranks import agreed_once, fingerprint, is_alone, numbered
 from .replay import RUNNING, Replay
 
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
-
-UNSEEN = "unit_scale has not seen this call yet"
 
 
 class UnitScale:
@@ -111,10 +109,6 @@ class UnitScale:
             other.plan = self.plan.copy()
         other.gradients = GradientScales(self.gradients.exponents())
         return other
-
-    def without_plan(self) -> UnitScale:
-        """The same transform for another model."""
-        return UnitScale(ModelPlan(self.plan.init, self.plan.residual), self.replacements)
 
     # Running
 
