@@ -76,13 +76,14 @@ def test_backward_in_another_thread():
 
 
 def test_delayed_scaling_with_a_model_for_each_thread():
-    def passes(scale: float) -> list[list[Tensor]]:
-        net = fp8.convert(model(), "delayed")
+    def passes(net: nn.Module, scale: float) -> list[list[Tensor]]:
         return [step(net, X * scale * i) for i in (1, 2, 3)]
 
-    alone = [passes(1.0), passes(8.0)]
+    # Made before the threads start: they would draw weights from one generator.
+    small, large, *others = (fp8.convert(model(), "delayed") for _ in range(4))
+    alone = [passes(net, scale) for net, scale in zip(others, (1.0, 8.0), strict=True)]
     with meeting(2):
-        assert_same(together(lambda: passes(1.0), lambda: passes(8.0)), alone)
+        assert_same(together(lambda: passes(small, 1.0), lambda: passes(large, 8.0)), alone)
 
 
 def test_delayed_scaling_is_only_read_without_gradients():
