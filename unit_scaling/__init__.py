@@ -17,7 +17,7 @@ from . import (
     transforms,
     utils,
 )
-from .core.functional import transformer_residual_scaling_rule
+from .core.functional import completep_residual_scaling_rule, transformer_residual_scaling_rule
 from .layers.attention import *
 from .layers.containers import *
 from .layers.convolution import *
@@ -40,6 +40,7 @@ __all__ = [
     "__version__",
     "analysis",
     "batch_multiplier",
+    "completep_residual_scaling_rule",
     "constraints",
     "core",
     "fold",

@@ -1,6 +1,8 @@
 """SGD, Adam and AdamW with u-muP learning rates: one ``lr`` for models of any size.
 
-    lr of a parameter = lr * (rule for its mup_type) / sqrt(mup_scaling_depth)
+    lr of a parameter = lr * (rule for its mup_type) * lr_mult / sqrt(mup_scaling_depth)
+
+Without ``lr`` the rate is that of `RATES`, which needs no sweep.
 
 A weight w of `unit_scale(init="preserve")` has its own scale f = mup_scale. Its relative steps are
 those of u = w / f, which has RMS about 1. Updates of Adam and Muon do not depend on the size of the
@@ -20,8 +22,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -31,11 +34,14 @@ from fp8.common.compiler import eager_only
 from fp8.common.pitfalls import OptimizerWarning, warn_once
 from fp8.common.validation import check_name, check_number
 
-from .parameter import MupType, ParameterData, has_parameter_data
+from .parameter import MupType, ParameterData, Tags, has_parameter_data, tags_of
 
 __all__ = [
+    "LR_MULT",
     "LR_RULES",
+    "RATES",
     "SGD",
+    "UMUP",
     "Adam",
     "AdamW",
     "lr_scale_for_depth",
@@ -45,7 +51,8 @@ __all__ = [
 ]
 
 LrScale = Callable[[ParameterData], float]
-LrMult = Mapping[MupType, float]
+Kind = Literal[MupType, "kernel"]
+LrMult = Mapping[Kind, float]
 
 
 def _fan_in(shape: torch.Size) -> int:
@@ -93,6 +100,24 @@ LR_RULES: dict[str, _LrRule] = {
 }
 
 
+LR_MULT: dict[str, LrMult] = {
+    "adam": {"kernel": 2.0, "output": 2.0, "norm": 1 / 32, "bias": 1 / 32},
+    "sgd": {"kernel": 2.0},
+}
+"""Rule -> kind of parameter -> an additional factor of the learning rate, by default.
+
+u-muP leaves these constants open. Adam changes an entry by about its rate; a weight of fan-in n has
+lr / sqrt(n), and a gain or a bias lr itself, which at the best lr of the weights is its own size in
+a step. Readouts and convolutions ("kernel": weights of three or more dimensions) are best at a
+higher rate than hidden matrices. Measured in docs/learning-rates.md."""
+
+UMUP: LrMult = {"kernel": 1.0, "output": 1.0, "norm": 1.0, "bias": 1.0}
+"""The ``lr_mult`` of u-muP and of unit-scaling 0.3.5."""
+
+RATES: dict[str, float] = {"adam": 0.5, "sgd": 0.1, "muon": 2.0**-5}
+"""Rule -> the learning rate without ``lr``. Measured in docs/learning-rates.md."""
+
+
 def lr_scale_for_depth(param: ParameterData) -> float:
     """Returns 1 / sqrt(mup_scaling_depth); 1 outside a stack of layers."""
     depth = param.mup_scaling_depth
@@ -111,6 +136,8 @@ def _lr_scale(rule: str, param: ParameterData) -> float:
             f"rule {rule!r} is for parameters of mup_type {allowed}: got {param.mup_type!r}, of "
             f"shape {tuple(param.shape)}"
         )
+    if rule.startswith("sgd") and getattr(param, "mup_divisor", None):
+        return _TRUE_GRADIENTS[param.mup_type](param.shape)
     own = getattr(param, "mup_scale", 1.0) ** _SCALE_POWERS[rule]
     shape = param.shape[1:] if getattr(param, "mup_stacked", False) else param.shape
     return factors[param.mup_type](shape) * lr_scale_for_depth(param) * own
@@ -123,6 +150,24 @@ def _as_function(rule: LrScale | str) -> LrScale:
         return rule
     check_name("learning-rate rule", rule, LR_RULES)
     return partial(_lr_scale, rule)
+
+
+#: The factors of SGD for weights of `unit_scale`, whose gradients are those of the loss and not of
+#: RMS 1. A layer u / sqrt(n) of fan-in n is the plain layer w, and u has the gradient
+#: g_w / sqrt(n): the step -lr * g_w of w is the step -lr * n * g_u of u. Under muP (arXiv
+#: 2203.03466, table 3) the rate of w does not depend on the width, that of a readout w = u / n is
+#: in proportion to 1 / n, and that of an embedding to its fan-out, the width.
+_TRUE_GRADIENTS: _LrRule = {
+    "weight": lambda shape: float(_fan_in(shape)),
+    "bias": _one,
+    "norm": _one,
+    "output": lambda shape: float(_fan_in(shape)),
+}
+
+
+def default_rate(rule: str, param: ParameterData) -> float:
+    """Returns the learning rate of a parameter without ``lr``."""
+    return RATES[rule] * _multiplied(_as_function(rule), _default_mult(rule))(param)
 
 
 def lr_scale_func_adam(param: ParameterData) -> float:
@@ -166,38 +211,43 @@ def scaled_parameters(
         params: parameters, (name, parameter) pairs or groups, as for torch optimizers.
         lr_scale_func: the name of a rule in `LR_RULES`, or a function parameter -> factor, which
             must include depth.
-        lr: the learning rate of groups without their own.
+        lr: the learning rate of groups without their own; by default that of the rule in `RATES`.
         weight_decay: the weight decay of groups without their own.
         independent_weight_decay: divide weight_decay by the learning rate, so that the decay per
             step, lr * weight_decay in torch, does not depend on it, except through a schedule. A
             learning rate of 0 leaves it unchanged. Source: Wortsman et al. 2023, arXiv 2309.14322.
         allow_non_unit_scaling_params: use the plain lr for untagged parameters instead of raising.
-        lr_mult: mup_type -> an additional factor of the learning rate; 1 for other types.
-            ``{"norm": 1 / 32}`` suits gains, whose rate is otherwise the full ``lr``.
+        lr_mult: kind -> an additional factor of the learning rate, by default that of the rule in
+            `LR_MULT`. A kind is a mup_type, or "kernel" for a weight of three or more dimensions.
+            `UMUP` leaves u-muP's rates, those of unit-scaling 0.3.5.
 
     Returns:
         Groups with "params", "lr", "weight_decay", "mup_lr_scale" (the factor included in lr), and
         the other entries of the given groups.
 
     Raises:
-        ValueError: a group has no learning rate, a parameter has no tags or a type that the rule
-            does not cover, the rule is unknown, or ``lr_mult`` has an unknown type or a factor that
-            is negative or not finite.
+        ValueError: a group has no learning rate and the rule is a function, or its parameters are
+            not those of a model at its initialization (untagged, or of
+            ``unit_scale(init="preserve")``); a parameter has no tags or a type that the rule does
+            not cover; the rule is unknown; or ``lr_mult`` has an unknown type or a factor that is
+            negative or not finite.
 
     >>> from unit_scaling import Linear
     >>> groups = scaled_parameters(Linear(16, 64).parameters(), "muon", lr=0.5)
     >>> torch.optim.Muon(groups).param_groups[0]["lr"]
     2.0
     """
-    lr_scale_func = _multiplied(_as_function(lr_scale_func), lr_mult)
+    rule = lr_scale_func
+    lr_scale_func = _multiplied(_as_function(rule), {**_default_mult(rule), **(lr_mult or {})})
     result = []
     for group in _as_groups(params):
         base = group.get("lr", lr)
-        if base is None:
-            raise ValueError("scaled_parameters needs lr=, or an 'lr' in every parameter group")
+        base = _default_rate(rule, group["params"]) if base is None else base
         decay = group.get("weight_decay", weight_decay)
         check_number("lr", base)
         check_number("weight_decay", decay)
+        if independent_weight_decay:
+            _warn_of_decay(float(decay))
         rest = {k: v for k, v in group.items() if k not in _OWN_KEYS}
         for scale, entries in _by_scale(group, lr_scale_func, allow_non_unit_scaling_params):
             rate = base if scale == 1.0 else base * scale
@@ -214,17 +264,66 @@ def scaled_parameters(
     return result
 
 
-def _multiplied(lr_scale_func: LrScale, lr_mult: LrMult | None) -> LrScale:
-    """The function times the factor of the parameter's mup_type."""
-    if not lr_mult:
-        return lr_scale_func
+HIGH_DECAY = 0.01
+"""A weight decay of a step from which it is reported; AdamW of plain models has about 1e-4."""
+
+
+def _warn_of_decay(decay: float) -> None:
+    if decay >= HIGH_DECAY:
+        warn_once(
+            OptimizerWarning,
+            f"weight_decay={decay:g} takes {decay:.0%} off each weight at every step, as it is not "
+            f"multiplied by the learning rate here. torch's AdamW(lr=1e-3, weight_decay={decay:g}) "
+            f"takes {1e-3 * decay:.1g}: pass weight_decay times the lr of the plain model",
+            key=f"decay {decay}",
+        )
+
+
+def _default_mult(rule: LrScale | str) -> LrMult:
+    return LR_MULT.get(rule, {}) if isinstance(rule, str) else {}
+
+
+def _default_rate(rule: LrScale | str, params: Any) -> float:
+    """The rate of a rule. Raises ValueError for parameters that it is not for."""
+    if not isinstance(rule, str):
+        raise ValueError("lr: a function has no default rate; pass lr, or an 'lr' in every group")
+    for parameter in map(_tensor, _entries(params)):
+        if has_parameter_data(parameter) and parameter.mup_scale == 1.0:
+            continue
+        why = "has no mup_type" if not has_parameter_data(parameter) else "keeps its values"
+        raise ValueError(
+            f"lr: a parameter of shape {tuple(parameter.shape)} {why}, and the default rate of "
+            f"{RATES[rule]:.3g} is for parameters of RMS 1 at their initialization; pass lr"
+        )
+    return RATES[rule]
+
+
+def _entries(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _tensor(entry: Any) -> Any:
+    """The parameter of an entry, which may be a (name, parameter) pair."""
+    return entry[1] if isinstance(entry, tuple) else entry
+
+
+def _multiplied(lr_scale_func: LrScale, lr_mult: LrMult) -> LrScale:
+    """The function times the factor of the parameter's kind."""
     for kind, factor in lr_mult.items():
-        check_name("mup_type in lr_mult", kind, get_args(MupType))
+        check_name("kind in lr_mult", kind, _KINDS)
         if not 0 <= factor < math.inf:
             raise ValueError(
                 f"lr_mult must be finite and not negative, got {factor!r} for {kind!r}"
             )
-    return lambda param: lr_scale_func(param) * lr_mult.get(param.mup_type, 1.0)
+    return lambda param: lr_scale_func(param) * lr_mult.get(_kind(param), 1.0)
+
+
+_KINDS: tuple[Kind, ...] = (*get_args(MupType), "kernel")
+
+
+def _kind(param: ParameterData) -> Kind:
+    dimensions = len(param.shape) - getattr(param, "mup_stacked", False)
+    return "kernel" if param.mup_type == "weight" and dimensions > 2 else param.mup_type
 
 
 def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
@@ -242,7 +341,7 @@ def _by_scale(
     """The entries of a group by their learning-rate factor, in order of appearance."""
     params = group["params"]
     found: dict[float, list[Any]] = {}
-    for index, entry in enumerate([params] if isinstance(params, Tensor) else list(params)):
+    for index, entry in enumerate(_entries(params)):
         name, parameter = entry if isinstance(entry, tuple) else (f"number {index}", entry)
         if getattr(parameter, "_fsdp_flattened", False):
             raise ValueError(
@@ -275,51 +374,50 @@ square of 1e-16 is still a normal number of float32."""
 
 def _is_scaled(group: dict[str, Any]) -> bool:
     """Whether `unit_scale` divided one of the parameters by its RMS."""
-    entries = group["params"]
-    parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
-    return any(getattr(p, "mup_divisor", None) for p in parameters)
+    return any(getattr(_tensor(entry), "mup_divisor", None) for entry in group["params"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scaling:
+    """What an optimizer passes to `scaled_parameters` for each group that is added."""
+
+    lr_scale_func: LrScale | str
+    independent_weight_decay: bool
+    allow_non_unit_scaling_params: bool
+    lr_mult: LrMult | None
+    lr: float | Tensor | None
 
 
 class _UnitScaled(torch.optim.Optimizer):
     """Scales every group that is added, including those of the constructor."""
 
-    def __init__(
-        self,
-        scaling: tuple[LrScale | str, bool, bool],
-        lr_mult: LrMult | None,
-        params: ParamsT,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        self._scaling = scaling  # the rule, independent_weight_decay, allow_non_unit_scaling_params
-        self._lr_mult = None if lr_mult is None else dict(lr_mult)
+    def __init__(self, scaling: _Scaling, params: ParamsT, *args: Any, **kwargs: Any) -> None:
+        self._scaling = scaling
         self._rates: set[float] = set()
         self._begun = False
         self._given: list[Tensor] = []
+        self._added: list[tuple[Tensor, Tags]] = []  # since the last step
+        rule = scaling.lr_scale_func
+        lr = RATES[rule] if scaling.lr is None and isinstance(rule, str) else scaling.lr
         torchs: Any = super().__init__
-        torchs(params, *args, **kwargs)
-        self.register_step_pre_hook(_refuse_flat_rates)
+        torchs(params, lr, *args, **kwargs)
+        self.register_step_pre_hook(_at_step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds the parameters of the group, as one group for each learning rate."""
-        rule, independent, allow_untagged = self._scaling
-        params = param_group["params"]
-        entries = [params] if isinstance(params, Tensor) else list(params)
+        entries = _entries(param_group["params"])
         groups = scaled_parameters(
             [{**param_group, "params": entries}],
-            rule,
-            self.defaults["lr"],
-            self.defaults["weight_decay"],
-            independent,
-            allow_untagged,
-            lr_mult=self._lr_mult,
+            weight_decay=self.defaults["weight_decay"],
+            **vars(self._scaling),
         )
         for group in groups:
             if group.get("eps", self.defaults.get("eps")) == _TORCHS_EPS and _is_scaled(group):
                 group["eps"] = SMALL_EPS
             super().add_param_group(group)
             self._rates.add(float(group["lr"]))
-        self._given += [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+        self._given += map(_tensor, entries)
+        self._added += [(p, tags_of(p)) for p in map(_tensor, entries)]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch; also loads the state_dict of an optimizer with other parameter groups.
@@ -336,7 +434,7 @@ class _UnitScaled(torch.optim.Optimizer):
         super().load_state_dict(_grouped_as(self, state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_scaling", "_lr_mult", "_rates", "_begun", "_given")
+        own = ("_scaling", "_rates", "_begun", "_given", "_added")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
 
@@ -398,7 +496,29 @@ _FLAT = (
 
 
 @eager_only()
-def _refuse_flat_rates(opt: Any, args: Any, kwargs: Any) -> None:
+def _at_step(opt: Any, args: Any, kwargs: Any) -> None:
+    _warn_of_new_tags(opt)
+    _refuse_flat_rates(opt)
+
+
+def _warn_of_new_tags(opt: Any) -> None:
+    """Warns of parameters whose tags have changed between the choice of their learning rates and
+    the step after it."""
+    count = sum(tags_of(p)._replace(mup_divisor=t.mup_divisor) != t for p, t in opt._added)
+    opt._added.clear()
+    if count:
+        name = type(opt).__name__
+        warn_once(
+            OptimizerWarning,
+            f"{name} was made before the model's first call, which has found another kind, depth "
+            f"or scale for {count} parameters (unit_scaling.report lists them), so their learning "
+            f"rates are wrong. Call the model once, then make {name}",
+            about=opt,
+            key="tags",
+        )
+
+
+def _refuse_flat_rates(opt: Any) -> None:
     """Raises ValueError for equal rates before the first step with a nonzero rate; warns later, as
     a schedule may end in one rate. Tensors, whose values may be on a device, are not read then."""
     groups = opt.param_groups
@@ -413,11 +533,20 @@ def _refuse_flat_rates(opt: Any, args: Any, kwargs: Any) -> None:
     opt._begun = opt._begun or rates != {0.0}
 
 
+def _check_numbers(lr: float | Tensor | None, **others: float) -> None:
+    """Raises TypeError for what is no number."""
+    for name, number in ({} if lr is None else {"lr": lr}).items() | others.items():
+        check_number(name, number)
+
+
 class SGD(_UnitScaled, torch.optim.SGD):
     """`torch.optim.SGD` with u-muP learning rates. Other arguments are those of torch.
 
     Args:
         params: as in `scaled_parameters`.
+        lr: as in `scaled_parameters`. For weights of `unit_scaling.transforms.unit_scale`, whose
+            gradients are true ones, the factor is the fan-in, so that a rate of the size that suits
+            a plain model suits them.
         weight_decay: as in `scaled_parameters`.
         independent_weight_decay: see `scaled_parameters`.
         allow_non_unit_scaling_params: see `scaled_parameters`.
@@ -428,7 +557,7 @@ class SGD(_UnitScaled, torch.optim.SGD):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor | None = None,
         momentum: float = 0,
         dampening: float = 0,
         weight_decay: float = 0,
@@ -440,12 +569,16 @@ class SGD(_UnitScaled, torch.optim.SGD):
         readout_constraint: str | None = None,
         **kwargs: Any,
     ) -> None:
-        for name, number in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            check_number(name, number)
-        rule = lr_scale_func_sgd(readout_constraint)
-        scaling = (rule, independent_weight_decay, allow_non_unit_scaling_params)
-        numbers = (lr, momentum, dampening, weight_decay)
-        super().__init__(scaling, lr_mult, params, *numbers, nesterov, **kwargs)
+        _check_numbers(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        check_name("readout_constraint", readout_constraint, _SGD_RULES)
+        scaling = _Scaling(
+            lr_scale_func=_SGD_RULES[readout_constraint],
+            independent_weight_decay=independent_weight_decay,
+            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
+            lr_mult=lr_mult,
+            lr=lr,
+        )
+        super().__init__(scaling, params, momentum, dampening, weight_decay, nesterov, **kwargs)
 
 
 class Adam(_UnitScaled, torch.optim.Adam):
@@ -458,7 +591,7 @@ class Adam(_UnitScaled, torch.optim.Adam):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor | None = None,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
@@ -469,10 +602,15 @@ class Adam(_UnitScaled, torch.optim.Adam):
         lr_mult: LrMult | None = None,
         **kwargs: Any,
     ) -> None:
-        for name, number in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            check_number(name, number)
-        scaling = ("adam", independent_weight_decay, allow_non_unit_scaling_params)
-        super().__init__(scaling, lr_mult, params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
+        _check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
+        scaling = _Scaling(
+            lr_scale_func="adam",
+            independent_weight_decay=independent_weight_decay,
+            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
+            lr_mult=lr_mult,
+            lr=lr,
+        )
+        super().__init__(scaling, params, betas, eps, weight_decay, amsgrad, **kwargs)
 
 
 class AdamW(Adam, torch.optim.AdamW):

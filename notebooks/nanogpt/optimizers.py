@@ -72,9 +72,8 @@ def make_optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.opt
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    lr_mult = {"norm": settings.vector_lr, "bias": settings.vector_lr}
     if umup and settings.optimizer == "adamw":
-        return uu.optim.AdamW(groups, lr, settings.betas, fused=True, lr_mult=lr_mult)
+        return uu.optim.AdamW(groups, lr, settings.betas, fused=True)
     if umup:
-        groups = uu.optim.scaled_parameters(groups, "adam", lr, lr_mult=lr_mult)
+        groups = uu.optim.scaled_parameters(groups, "adam", lr)
     return OPTIMIZERS[settings.optimizer](groups, lr=lr, betas=settings.betas)

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from unit_scaling.optim import RATES
+
 from .model import GPTConfig
 from .optimizers import OPTIMIZERS
 
@@ -16,9 +18,8 @@ class Settings:
 
     `lr` is the peak learning rate of the plain variants and `unit_lr` that of the unit-scaled
     ones; both fall to `final_lr` times the peak. `betas`, `weight_decay` and `clip` are nanoGPT's.
-    `umup`: unit-scaled models have u-muP's learning rates (`uu.optim.AdamW`), of which biases and
-    the gains of norms have `vector_lr` times theirs (docs/learning-rates.md says why); without,
-    torch's AdamW with one rate for all.
+    `umup`: unit-scaled models have the learning rates of `uu.optim.AdamW`, whose default is
+    `unit_lr`; without, torch's AdamW with one rate for all.
 
     The gradients of a unit-scaled model are true ones of weights of RMS 1, so that their norm is
     smaller than the plain model's and `clip` rescales them less often. Of AdamW, whose step does
@@ -36,13 +37,12 @@ class Settings:
     iters: int = 250
     warmup: int = 50
     lr: float = 4e-3
-    unit_lr: float = 1.0
+    unit_lr: float = RATES["adam"]
     final_lr: float = 0.1
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.1
     optimizer: str = "adamw"
     umup: bool = True
-    vector_lr: float = 1 / 32
     clip: float = 1.0
     eval_interval: int = 50
     eval_batches: int = 10
@@ -55,7 +55,7 @@ class Settings:
         for name in ("batch_size", "iters", "eval_interval", "eval_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup", "lr", "unit_lr", "vector_lr", "weight_decay", "clip"):
+        for name in ("warmup", "lr", "unit_lr", "weight_decay", "clip"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(
                     f"{name} must be finite and not negative, got {getattr(self, name)}"

@@ -88,6 +88,7 @@ COPIES: dict[str, Callable[[nn.Module, str], nn.Module]] = {
 
 
 @every_kind
+@pytest.mark.filterwarnings("ignore:unit_scale. the model looks trained")
 def test_one_function(name: str) -> None:
     """In training and evaluation, of a copy made before the first call or later, and folded."""
     kind, x = KINDS[name], KINDS[name].batch()

@@ -47,7 +47,7 @@ def test_mlp_is_the_hand_written_one() -> None:
 def test_gpt_is_the_hand_written_one() -> None:
     """A factor at each product and weights at each residual add, for terms of RMS 1, as those of
     the first call are measured in float32. Its gradients are autograd's."""
-    model = unit_scale(gpt().double())
+    model = unit_scale(gpt().double(), residual="fixed")
     ids, targets = batch()
     loss, *ours = step(model)
 
@@ -242,7 +242,7 @@ def test_tags_and_optimizer() -> None:
     optimizer = uu.optim.AdamW(model.parameters(), lr=1.0)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert rates[id(model[0].weight)] == pytest.approx(1 / math.sqrt(16))
-    assert rates[id(model[2].weight)] == pytest.approx(1.0)
+    assert rates[id(model[2].weight)] == uu.optim.LR_MULT["adam"]["output"]
     model(torch.randn(4, 16)).sum().backward()
     optimizer.step()
 
@@ -388,7 +388,11 @@ def test_report_counts_every_weight_and_call() -> None:
     [
         (lambda: unit_scale("model"), TypeError, "needs an nn.Module, got str"),
         (lambda: unit_scale(nn.Linear(2, 2), init="zero"), ValueError, "'unit', 'preserve'"),
-        (lambda: unit_scale(nn.Linear(2, 2), residual="x"), ValueError, "'fixed', 'umup'"),
+        (
+            lambda: unit_scale(nn.Linear(2, 2), residual="x"),
+            ValueError,
+            "'completep', 'umup', 'fixed'",
+        ),
         (lambda: unit_scale(nn.Linear(2, 2), {rms: rms}), ValueError, "not a torch function"),
         (lambda: uu.report(nn.Linear(2, 2)), ValueError, "no transform"),
     ],

@@ -11,7 +11,10 @@ from torch.optim import lr_scheduler
 import unit_scaling as uu
 from fp8.common.pitfalls import OptimizerWarning
 from unit_scaling.optim import (
+    LR_MULT,
+    RATES,
     SGD,
+    UMUP,
     Adam,
     AdamW,
     lr_scale_func_adam,
@@ -19,6 +22,7 @@ from unit_scaling.optim import (
     scaled_parameters,
 )
 from unit_scaling.parameter import Parameter
+from unit_scaling.transforms import unit_scale
 
 OPTIMIZERS = [SGD, Adam, AdamW]
 each_optimizer = pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda c: c.__name__)
@@ -86,7 +90,8 @@ def test_torch_arguments(cls):
     assert [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
     opt = cls(parameters(), 0.1)
     assert opt.defaults["lr"] == 0.1
-    assert lrs(cls(parameters())) == pytest.approx([x * 1e-3 for x in unit_lrs(cls)])
+    rate = RATES["sgd" if cls is SGD else "adam"]
+    assert lrs(cls(parameters())) == pytest.approx([x * rate for x in unit_lrs(cls)])
 
 
 def unit_lrs(cls) -> list[float]:
@@ -94,7 +99,7 @@ def unit_lrs(cls) -> list[float]:
 
 
 def test_positional_arguments_arrive():
-    opt = SGD(parameters(), 0.1, 0.9, 0.0, 0.01, True)
+    opt = SGD(parameters(), 0.1, 0.9, 0.0, 1e-3, True)
     assert opt.defaults["momentum"] == 0.9
     assert all(g["momentum"] == 0.9 and g["nesterov"] for g in opt.param_groups)
     opt = AdamW(parameters(), 1e-3, (0.9, 0.95), 1e-6)
@@ -105,31 +110,114 @@ def test_positional_arguments_arrive():
 @each_optimizer
 def test_lr_mult(cls):
     """A factor for a mup_type beside the rule's, also in groups added later; the decay stays."""
-    mult = {"norm": 1 / 32, "bias": 0.5}
+    mult = {"norm": 1 / 4, "bias": 0.5}
     for parameter in parameters():
-        (alone,) = lrs(cls([parameter], lr=1.0))
-        opt = cls([parameter], lr=1.0, weight_decay=0.01, lr_mult=mult)
+        (alone,) = lrs(cls([parameter], lr=1.0, lr_mult={**UMUP, "kernel": 2.0}))
+        opt = cls(
+            [parameter], lr=1.0, weight_decay=1e-3, lr_mult={"output": 1, "kernel": 2, **mult}
+        )
         again = pickle.loads(pickle.dumps(opt))
         again.add_param_group({"params": [copy.deepcopy(parameter)]})
         for group in (*opt.param_groups, *again.param_groups):
             expected = alone * mult.get(parameter.mup_type, 1.0)
             assert group["lr"] == group["mup_lr_scale"] == pytest.approx(expected)
-            assert group["lr"] * group["weight_decay"] == pytest.approx(0.01)
+            assert group["lr"] * group["weight_decay"] == pytest.approx(1e-3)
 
 
 def test_lr_mult_that_cannot_be():
-    with pytest.raises(ValueError, match=r"mup_type in lr_mult.*'gain'"):
+    with pytest.raises(ValueError, match=r"kind in lr_mult.*'gain'"):
         AdamW(parameters(), lr_mult={"gain": 0.1})
     for factor in (-1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="lr_mult must be finite and not negative"):
             scaled_parameters(parameters(), "adam", lr=1.0, lr_mult={"norm": factor})
 
 
+def test_default_factors():
+    """Those of LR_MULT, unless another is given for the kind; u-muP's by UMUP or as a function."""
+    umup = [lr_scale_func_adam(p) for p in parameters()]
+    kinds = ["weight", "bias", "norm", "output", "kernel", "weight", "kernel"]
+    factors = [LR_MULT["adam"].get(kind, 1.0) for kind in kinds]
+    expected = [u * f for u, f in zip(umup, factors, strict=True)]
+    assert lrs(by_order(AdamW(parameters(), lr=1.0))) == pytest.approx(expected)
+    assert lrs(by_order(AdamW(parameters(), lr=1.0, lr_mult=UMUP))) == pytest.approx(umup)
+    other = lrs(by_order(AdamW(parameters(), lr=1.0, lr_mult={"norm": 1.0})))
+    assert other == pytest.approx([*expected[:2], 1.0, *expected[3:]])
+    assert set(LR_MULT["adam"]) == set(UMUP)
+
+
+def by_order(opt: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer with its groups' parameters as one group each, in the order given."""
+    rates = {id(p): g["lr"] for g in opt.param_groups for p in g["params"]}
+    return torch.optim.SGD([{"params": [p], "lr": rates[id(p)]} for p in opt._given])
+
+
+@pytest.mark.parametrize("cls", OPTIMIZERS)
+def test_no_default_rate_for_weights_that_are_not_at_an_initialization(cls):
+    for model, why in (
+        (unit_scale(nn.Linear(4, 4), init="preserve"), "keeps its values"),
+        (nn.Linear(4, 4), "has no mup_type"),
+    ):
+        with pytest.raises(ValueError, match=f"lr: a parameter .* {why}"):
+            cls(model.parameters(), allow_non_unit_scaling_params=True)
+        assert cls(model.parameters(), 0.1, allow_non_unit_scaling_params=True)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_takes_the_steps_of_mup_on_weights_of_unit_scale(momentum: float):
+    """Those of a plain layer w = u / sqrt(fan_in) at the same rate, of a true gradient."""
+    torch.manual_seed(0)
+    scaled = unit_scale(nn.Linear(16, 8, bias=False).double())
+    w = nn.Parameter(scaled.weight.detach() / 4)
+    x = torch.randn(4, 16, dtype=torch.float64)
+    ours, plain = SGD(scaled.parameters(), 0.1, momentum), torch.optim.SGD([w], 0.1, momentum)
+    for _ in range(3):
+        for output in (scaled(x), nn.functional.linear(x, w)):
+            output.square().mean().backward()
+        ours.step()
+        plain.step()
+        torch.testing.assert_close(scaled.weight / 4, w)
+
+
+@each_optimizer
+def test_a_decay_copied_from_torch_is_named(cls):
+    decay = {SGD: 0.011, Adam: 0.012, AdamW: 0.013}[cls]  # once per process and number
+    with pytest.warns(OptimizerWarning, match=f"weight_decay={decay} takes 1% off .* times the lr"):
+        opt = cls(parameters(), lr=0.5, weight_decay=decay)
+    assert len(opt.param_groups) > 1
+    cls(parameters(), lr=0.5, weight_decay=0.2, independent_weight_decay=False)
+    cls(parameters(), lr=0.5, weight_decay=0.009)
+
+
+def test_an_optimizer_made_before_the_first_call_that_changes_kinds_says_so():
+    """Its rates are those of the tags of then; with the default residual rule no tag changes."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.layer(torch.relu(x))
+
+    def trained(residual: str) -> None:
+        blocks = (Block() for _ in range(6))
+        model = unit_scale(nn.Sequential(*blocks, nn.Linear(16, 4)), residual=residual)
+        opt = AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.randn(4, 16)).square().mean().backward()
+            opt.step()
+
+    trained("completep")
+    with pytest.warns(OptimizerWarning, match="made before the model's first call") as caught:
+        trained("umup")
+    assert len(caught) == 1
+
+
 @each_optimizer
 def test_one_group_for_each_learning_rate(cls):
     opt = cls(parameters(), lr=0.5)
     rates = [g["lr"] for g in opt.param_groups]
-    assert len(set(rates)) == len(rates) == 5
+    assert len(set(rates)) == len(rates) == (5 if cls is SGD else 6)
     assert len(opt.param_groups[0]["params"]) == 2
 
 
@@ -141,17 +229,18 @@ def test_forms_of_params(cls):
     named = cls(module.named_parameters(), lr=1.0)
     assert lrs(named) == expected
     assert named.param_groups[0]["param_names"] == ["0", "5"]
-    single = cls([{"params": parameters()[0], "lr": 2.0}, {"params": parameters()[1:3]}], lr=1.0)
+    groups = [{"params": parameters()[0], "lr": 2.0}, {"params": parameters()[1:3]}]
+    single = cls(groups, lr=1.0, lr_mult=UMUP)
     assert [g["lr"] for g in single.param_groups] == pytest.approx([0.5, 0.5, 1.0])
 
 
 @each_optimizer
 def test_added_groups_are_scaled(cls):
-    opt = cls(parameters()[:1], lr=0.5, weight_decay=0.1)
+    opt = cls(parameters()[:1], lr=0.5, weight_decay=1e-3, lr_mult=UMUP)
     opt.add_param_group({"params": parameters()[4:5]})
     opt.add_param_group({"params": parameters()[2:], "lr": 1.0, "weight_decay": 0.0})
     assert opt.param_groups[1]["lr"] == pytest.approx(0.5 / 3 / 12**0.5)
-    assert opt.param_groups[1]["weight_decay"] == pytest.approx(0.1 / (0.5 / 3 / 12**0.5))
+    assert opt.param_groups[1]["weight_decay"] == pytest.approx(1e-3 / (0.5 / 3 / 12**0.5))
     assert len(opt.param_groups) == 2 + 4
     with pytest.raises(ValueError, match="appear in more than one parameter group"):
         opt.add_param_group({"params": opt.param_groups[0]["params"]})
@@ -159,17 +248,17 @@ def test_added_groups_are_scaled(cls):
 
 def test_weight_decay():
     """Independent: lr * weight_decay is the same for all. Otherwise torch's."""
-    opt = AdamW(parameters(), 0.1, weight_decay=0.01)
-    assert [g["lr"] * g["weight_decay"] for g in opt.param_groups] == pytest.approx([0.01] * 5)
+    opt = AdamW(parameters(), 0.1, weight_decay=1e-3)
+    assert {round(g["lr"] * g["weight_decay"], 9) for g in opt.param_groups} == {1e-3}
     opt = SGD(parameters(), 0.1, weight_decay=0.1, independent_weight_decay=False)
-    assert [g["weight_decay"] for g in opt.param_groups] == [0.1] * 5
+    assert {g["weight_decay"] for g in opt.param_groups} == {0.1}
 
 
 @each_optimizer
 def test_learning_rate_of_zero(cls):
-    opt = cls(parameters(), lr=0, weight_decay=0.1)
+    opt = cls(parameters(), lr=0, weight_decay=1e-3)
     assert {g["lr"] for g in opt.param_groups} == {0}
-    assert {g["weight_decay"] for g in opt.param_groups} == {0.1}
+    assert {g["weight_decay"] for g in opt.param_groups} == {1e-3}
     for p in (p for g in opt.param_groups for p in g["params"]):
         p.grad = torch.ones_like(p)
     opt.step()
@@ -179,7 +268,7 @@ def test_learning_rate_of_zero(cls):
 @each_optimizer
 def test_tensor_learning_rate(cls):
     lr = torch.tensor(0.5)
-    opt = cls(parameters(), lr=lr, foreach=False, weight_decay=0.1)
+    opt = cls(parameters(), lr=lr, foreach=False, weight_decay=1e-3)
     assert all(isinstance(g["lr"], torch.Tensor) and g["lr"] is not lr for g in opt.param_groups)
     assert [float(x) for x in lrs(opt)] == pytest.approx([x / 2 for x in unit_lrs(cls)])
     lr.fill_(7.0)
@@ -262,7 +351,7 @@ def test_rates_that_are_equal_from_the_start(cls):
     """All of one kind, or made so by the groups that were given."""
     cls([p for p in parameters() if p.mup_type == "output"], lr=0.1).step()
     weight, norm = parameters()[0], parameters()[2]
-    opt = cls([{"params": [weight], "lr": 0.4}, {"params": [norm], "lr": 0.1}])
+    opt = cls([{"params": [weight], "lr": 0.4}, {"params": [norm], "lr": 0.1}], lr_mult=UMUP)
     assert peaks(opt) == [0.1, 0.1]
     opt.step()
 
@@ -284,7 +373,7 @@ def test_compiled_step(cls):
 def test_step_is_that_of_torch(cls):
     """The same update as torch's optimizer with the learning rates set by hand; state too."""
     ours, theirs = parameters(), parameters()
-    opt = cls(ours, lr=0.1, weight_decay=0.01)
+    opt = cls(ours, lr=0.1, weight_decay=1e-3)
     rates = {id(p): g for g in opt.param_groups for p in g["params"]}
     groups = [
         {"params": [b], "lr": rates[id(a)]["lr"], "weight_decay": rates[id(a)]["weight_decay"]}
@@ -316,14 +405,14 @@ def test_scaled_parameters():
         ],
         lr_scale_func_adam,
         lr=0.1,
-        weight_decay=0.3,
+        weight_decay=3e-3,
     )
     assert [g["lr"] for g in groups] == pytest.approx([0.05, 0.1, 0.1])
-    assert [g["weight_decay"] for g in groups] == pytest.approx([6, 3, 3])
+    assert [g["weight_decay"] for g in groups] == pytest.approx([0.06, 0.03, 0.03])
     assert groups[1]["betas"] == (0.8, 0.9)
     assert [g["mup_lr_scale"] for g in groups] == pytest.approx([0.25, 0.5, 1.0])
     torch.optim.RAdam(groups)  # any optimizer of torch takes them
-    with pytest.raises(ValueError, match="needs lr=, or an 'lr' in every parameter group"):
+    with pytest.raises(ValueError, match="a function has no default rate"):
         scaled_parameters(parameters(), lr_scale_func_adam)
 
 
@@ -362,12 +451,13 @@ LAYERS = {
 @pytest.mark.parametrize("cls", [Adam, AdamW])
 def test_adam_changes_the_output_alike_at_any_width(cls, name: str):
     """For one example x the update is sign(g x^T): the output changes by lr * mean|x| of its own
-    sign in every entry, by sqrt(2 / pi) of lr in the mean, to a few per cent of sampling error."""
+    sign in every entry, by sqrt(2 / pi) of lr in the mean, to a few per cent of sampling error.
+    With u-muP's rates; the default ones have a factor for each kind."""
     torch.manual_seed(0)
     for width in (64, 256):
         layer = LAYERS[name](width)
         x = torch.randn(1, *layer.weight.shape[1:])
-        rms = change(layer, cls(layer.parameters(), lr=0.5), x).square().mean().sqrt()
+        rms = change(layer, cls(layer.parameters(), lr=0.5, lr_mult=UMUP), x).square().mean().sqrt()
         assert float(rms) == pytest.approx(0.5 * (2 / math.pi) ** 0.5, rel=0.15)
 
 
@@ -425,12 +515,12 @@ def test_state_of_unit_scaling_0_3_5(cls):
     settings = {"momentum": 0.9} if cls is SGD else {"betas": (0.8, 0.9)}
     plain = getattr(torch.optim, cls.__name__)
     there, here = parameters(), parameters()
-    old = plain(as_0_3_5(there, 0.5, 0.1), **settings)
+    old = plain(as_0_3_5(there, 0.5, 1e-3), **settings)
     assert len(old.param_groups) == 7
     schedule = lr_scheduler.ExponentialLR(old, 0.5)
     stepped(old, there)
     schedule.step()
-    new = cls(here, lr=0.5, weight_decay=0.1)
+    new = cls(here, lr=0.5, weight_decay=1e-3, lr_mult=UMUP)
     scales = [g["mup_lr_scale"] for g in new.param_groups]
     new.load_state_dict(copy.deepcopy(old.state_dict()))
     for source, target in zip(there, here, strict=True):
@@ -463,7 +553,7 @@ def test_state_of_torch_keeps_the_rates(cls, groups: str):
     if cls is SGD:
         plain.param_groups[0]["momentum"] = 0.9
     stepped(plain, there)
-    opt = cls(here, lr=0.5, weight_decay=0.1)
+    opt = cls(here, lr=0.5, weight_decay=1e-3)
     opt = pickle.loads(pickle.dumps(opt))  # the order of the parameters too
     here = opt._given
     settings = [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups]

@@ -24,6 +24,10 @@ DELIBERATE: dict[str, dict[str, str]] = {
     "unit_scaling.transforms.unit_scale": {
         "replace is None, there '<dict>'": "a default that can be changed is shared by all calls",
     },
+    **{
+        f"unit_scaling.optim.{name}": {"lr is None, there 0.001": "without lr, that of the rule"}
+        for name in ("SGD", "Adam", "AdamW")
+    },
 }
 
 NAMES = [f"{module}.{name}" for module, names in TABLE.items() for name in names]

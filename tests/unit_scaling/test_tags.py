@@ -146,7 +146,7 @@ def test_weight_norm(name: str):
         assert tags_of(model.get_submodule(path).weight) == known[path]
     layer = parametrizations.spectral_norm(uu.Linear(4, 3))
     assert tags(layer) == {"parametrizations.weight.original": Tags("weight")}
-    uu.optim.AdamW(model.parameters())
+    uu.optim.AdamW(model.parameters(), lr=0.1)
 
 
 def test_transformed_model_that_is_parametrized_can_be_copied():

@@ -1,7 +1,8 @@
 """Checks at the first step of an optimizer: whose parameters it steps, at which rate and eps.
 
 Three mistakes raise no error. An optimizer created before a transform steps the parameters of the
-original model, not of the copy. A rate for weights of RMS 0.02 hardly changes weights of RMS 1.
+original model, not of the copy. A rate for weights of RMS 0.02 hardly changes weights of RMS 1, and
+one for all shapes, or without the rule's factors, may be too large.
 And gradients of weights that were divided by their RMS are smaller, perhaps as small as Adam's eps.
 
 The check is a torch hook that runs before each step of every optimizer of the process. It is
@@ -11,9 +12,12 @@ until one step with gradients.
 
 from __future__ import annotations
 
+import math
 import weakref
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +30,8 @@ from fp8.common.pitfalls import OptimizerWarning, warn_once
 
 from .first_call import RANGE, known_rms
 
-LOW_RATE = 2.0**-8
-"""A learning rate below this is one for weights much smaller than 1.
-
-Adam changes an entry by about its rate in a step. The best rate of u-muP is about 1/2 over the
-square root of the fan-in (docs/learning-rates.md): 2**-7 for a fan-in of 4096, higher for smaller
-ones; for readouts, gains and biases it is 1/2.
-"""
+OFF = 3.0
+"""The octaves between a learning rate and that of its rule from which it is reported."""
 
 
 class _Copied(NamedTuple):
@@ -123,33 +122,58 @@ def _has_gradient(parameter: Tensor) -> bool:
 
 
 def _check_rate(optimizer: Optimizer) -> None:
-    """Warns of one low rate for weights of RMS 1, unless groups were made for them."""
-    weights = [
-        (_rate(optimizer, group), p)
-        for group in optimizer.param_groups
-        if "mup_lr_scale" not in group
-        for p in group["params"]
-        if getattr(p, "mup_type", "") in ("weight", "output") and p.dim() > 1
-    ]
-    rates = {rate for rate, _ in weights}
-    if len(rates) != 1 or not 0 < (rate := rates.pop()) < LOW_RATE:
-        return
-    near = [p.numel() * _is_near_one(p) for _, p in weights]
-    if 2 * sum(near) <= sum(p.numel() for _, p in weights):
+    """Warns of a learning rate that is far from the rule's for most of the weights of RMS 1."""
+    from ..optim import RATES, default_rate
+
+    rule = next((r for cls, r in _RULES.items() if isinstance(optimizer, cls)), "adam")
+    found: list[tuple[float, int, float]] = []  # octaves above the rule, elements, base rate
+    total = 0
+    for group in optimizer.param_groups:
+        own = group.get("mup_lr_scale")
+        for p in group["params"]:
+            if getattr(p, "mup_type", "") not in ("weight", "output") or p.dim() < 2:
+                continue
+            total += p.numel()
+            rate = _rate(optimizer, group, own)
+            wanted = RATES[rule] if own else default_rate(rule, p)
+            if rate > 0 and _is_near_one(p):
+                found.append((math.log2(rate / wanted), p.numel(), rate))
+    found.sort()
+    numbers = list(accumulate(n for _, n, _ in found))
+    if not found or 2 * numbers[-1] <= total:
         return  # weights with their own scales, as with init="preserve"
+    octaves, _, rate = found[bisect_left(numbers, numbers[-1] / 2)]
+    swept = rule == "sgd" and "mup_lr_scale" in optimizer.param_groups[0]  # no rate suits all
+    if not swept and (octaves < -OFF or (octaves > OFF and _is_like_adam(optimizer))):
+        _warn_of_rate(optimizer, rule, len(found), rate, octaves)
+
+
+_RULES: dict[type[Optimizer], str] = {torch.optim.SGD: "sgd", torch.optim.Muon: "muon"}
+"""The rules of `unit_scaling.optim.LR_RULES` for optimizers that are not like Adam."""
+
+
+def _is_like_adam(optimizer: Optimizer) -> bool:
+    """Whether its updates have entries of about the learning rate. Others may take a factor."""
+    return "Adam" in type(optimizer).__name__
+
+
+def _warn_of_rate(optimizer: Optimizer, rule: str, count: int, rate: float, octaves: float) -> None:
     name = type(optimizer).__name__
-    ours = name if name in ("SGD", "Adam", "AdamW") else "AdamW"
-    warn_once(
-        OptimizerWarning,
-        f"{name} steps {len(weights)} unit-scaled weights, of RMS about 1, at one learning rate, "
-        f"{rate:.4g}: that changes a weight of RMS 1 by {rate:.1g} of itself in a step, and is a "
-        "rate for weights of RMS 0.02. Use unit_scaling.optim."
-        f"{ours}(model.parameters(), lr=2**-2), whose rates follow the shapes; or, for another "
-        "optimizer, the groups of unit_scaling.optim.scaled_parameters(model.parameters(), "
-        f"'adam', lr=2**-2); or a rate of more than {LOW_RATE:.4g}, found by a sweep",
-        about=optimizer,
-        key="rate",
-    )
+    ours = "mup_lr_scale" in optimizer.param_groups[0]
+    times = f"{2 ** abs(octaves):.0f} times {'above' if octaves > 0 else 'below'}"
+    what = f"{name} steps {count} unit-scaled weights, of RMS about 1, at a learning rate of "
+    if ours:
+        advice = "Leave lr out, or find another by a sweep"
+        what += f"lr={rate:.4g}, {times} that of the rule"
+    else:
+        cls = name if name in ("SGD", "Adam", "AdamW") else "AdamW"
+        advice = (
+            f"Use unit_scaling.optim.{cls}(model.parameters()), whose rates follow the shapes; or, "
+            "for another optimizer, the groups of "
+            f"unit_scaling.optim.scaled_parameters(model.parameters(), {rule!r})"
+        )
+        what += f"{rate:.4g}, {times} that of the rule for most of them"
+    warn_once(OptimizerWarning, f"{what}. {advice}", about=optimizer, key="rate")
 
 
 def _check_eps(optimizer: Optimizer) -> None:
@@ -178,10 +202,13 @@ def _check_eps(optimizer: Optimizer) -> None:
     )
 
 
-def _rate(optimizer: Optimizer, group: dict[str, Any]) -> float:
-    """The rate that the group was created with or that a schedule starts from, ignoring warm-up."""
-    given = (group.get("lr"), group.get("initial_lr"), optimizer.defaults.get("lr"))
-    return max((float(rate) for rate in given if rate is not None), default=0.0)
+def _rate(optimizer: Optimizer, group: dict[str, Any], own: float | None) -> float:
+    """The rate that the group was created with or that a schedule starts from, ignoring warm-up;
+    without the factor of its rule."""
+    given = [group.get("lr"), group.get("initial_lr")]
+    rates = [float(rate) / (own or 1.0) for rate in given if rate is not None]
+    default = optimizer.defaults.get("lr")
+    return max([*rates, *([] if default is None else [float(default)])], default=0.0)
 
 
 def _is_near_one(parameter: Tensor) -> bool:

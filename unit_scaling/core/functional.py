@@ -15,6 +15,7 @@ from ..scale import scale_bwd, scale_fwd
 
 __all__ = [
     "ResidualScalingFn",
+    "completep_residual_scaling_rule",
     "logarithmic_interpolation",
     "rms",
     "scale_elementwise",
@@ -86,14 +87,42 @@ def scale_elementwise(
     return scaled
 
 
+FEW_BRANCHES = 8
+"""The branches, four layers of a transformer, at which CompleteP's and u-muP's weights are equal.
+"""
+
+
+def completep_residual_scaling_rule() -> ResidualScalingFn:
+    """Returns CompleteP's rule for the weights of residual branches.
+
+    They are in proportion to one over the number of branches, so that the best learning rate does
+    not depend on the depth. A branch weighs 4 / branches of the stream's input, and at most
+    1 / sqrt(2) of it: what it has under u-muP's rule in a model of eight branches, and of four.
+    Parameters of a `unit_scaling.TransformerStack` with this rule have no depth.
+
+    Returns:
+        A function (index, branches) -> tau, the weight of a branch relative to what the stream has
+        become by then.
+
+    Source: CompleteP (arXiv 2505.01618), table 1, alpha = 1.
+
+    >>> tau = completep_residual_scaling_rule()
+    >>> [round(tau(i, 16), 3) for i in (0, 1, 15)]
+    [0.25, 0.243, 0.18]
+    """
+
+    def tau(index: int, branches: int) -> float:
+        weight = min(2**-0.5, FEW_BRANCHES / 2 / branches)
+        return weight / math.sqrt(1 + index * weight**2)
+
+    tau.keeps_rates = True  # type: ignore[attr-defined]
+    return tau
+
+
 def transformer_residual_scaling_rule(
     residual_mult: float = 1.0, residual_attn_ratio: float = 1.0
 ) -> ResidualScalingFn:
     """Returns the rule for residual branch weights in a pre-norm transformer.
-
-    With residual_mult=sqrt(tuned / layers) the weights are those of CompleteP: proportional to 1 /
-    layers, and equal to u-muP's in a model of ``tuned`` layers. Its learning rates need
-    ``set_depth(stack, tuned)``.
 
     Args:
         residual_mult: the weight of all branches relative to the embedding.
@@ -107,7 +136,7 @@ def transformer_residual_scaling_rule(
     Raises:
         ValueError: an argument is negative.
 
-    Source: u-muP (arXiv 2407.17465), appendix G; CompleteP (arXiv 2505.01618).
+    Source: u-muP (arXiv 2407.17465), appendix G.
 
     >>> tau = transformer_residual_scaling_rule()
     >>> [round(tau(i, 4), 3) for i in range(4)]

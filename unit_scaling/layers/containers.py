@@ -44,12 +44,15 @@ class _DepthContainer(nn.Module):
 
     #: The factor included in the current depths.
     _factor: int | None = None
+    #: Whether the branches have weights under which learning rates do not depend on the depth.
+    keeps_rates = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._set_factor(max(len(self), 1))  # type: ignore[arg-type]
 
     def _set_factor(self, factor: int | None) -> None:
+        factor = None if self.keeps_rates else factor
         _multiply_depth(self, self._factor, factor)
         self._factor = factor
 

@@ -108,7 +108,8 @@ class TransformerStack(DepthSequential):
 
     Args:
         layers: the number of layers.
-        residual_scaling: (index, branches) -> tau; by default u-muP's rule.
+        residual_scaling: (index, branches) -> tau; by default u-muP's rule. With
+            `unit_scaling.completep_residual_scaling_rule` the parameters have no depth.
         kwargs: other arguments of `TransformerLayer`.
     """
 
@@ -119,6 +120,7 @@ class TransformerStack(DepthSequential):
         **kwargs: Any,
     ) -> None:
         branches = 2 * layers
+        self.keeps_rates = getattr(residual_scaling, "keeps_rates", False)
         super().__init__(
             *(
                 TransformerLayer(

@@ -15,6 +15,7 @@ from fp8.common.step import unwrapped
 from fp8.common.validation import check_flag, check_name
 from fp8.surgery.convert import choose_recipes
 
+from ..checks.trained import warn_if_trained
 from .compile import M, copied
 from .plan.plan import ModelPlan, check_fits
 from .plan.residuals import RESIDUALS
@@ -31,7 +32,7 @@ def unit_scale(
     replace: Replacements | None = None,
     *,
     init: str = "unit",
-    residual: str = "fixed",
+    residual: str = "completep",
     strict: bool = False,
     plan: ModelPlan | None = None,
 ) -> M:
@@ -41,6 +42,8 @@ def unit_scale(
     `unit_scaling.report` shows them. All gradients are those of the resulting function. The copy
     may be edited, and is otherwise the same model.
 
+    Warns (`fp8.ConvertWarning`) for a trained model, which init="unit" would ruin.
+
     Args:
         module: the model; it is not changed.
         replace: maps torch functions to functions with the same arguments to call instead, e.g.
@@ -49,9 +52,11 @@ def unit_scale(
         init: "unit" scales every weight to RMS 1 and sets every bias to 0. "preserve" changes no
             parameter and no value: casts without scales divide each weight by the power of two
             nearest to its RMS and multiply the product by it.
-        residual: the weights of residual branches. "fixed": 0.5 for feed-forward and 0.01 for
-            attention branches. "umup": `uu.transformer_residual_scaling_rule`; the first call then
-            tags the parameters of the branches with the depth of their stack.
+        residual: the weights of residual branches. "completep": in proportion to one over their
+            number, so that learning rates do not depend on it. "umup":
+            `uu.transformer_residual_scaling_rule`; the first call then tags the parameters of the
+            branches with the depth of their stack, which lowers their learning rates. "fixed": 0.5
+            for feed-forward and 0.01 for attention branches.
         strict: raise ValueError at the first call that is left alone.
         plan: the result of `unit_scaling.plan` for a model of the same architecture, init and
             residual. The weights are divided by the same numbers and the model is not recorded.
@@ -84,6 +89,8 @@ def unit_scale(
     inner = unwrapped(result)
     if find_scope(inner, UnitScale) is not None:
         return result
+    if init == "unit" and plan is None:
+        warn_if_trained(unwrapped(module), "unit_scale")
     if plan is not None:
         check_fits(inner, plan)
         init, residual = _of_plan(plan, {"init": init, "residual": residual}, replace)
@@ -129,7 +136,7 @@ def _of_plan(plan: ModelPlan, given: dict[str, Any], replace: Replacements | Non
     """Init and residual of a plan; raises ValueError if others were given."""
     if replace:
         raise ValueError("plan: cannot be combined with functions in replace")
-    defaults = {"init": "unit", "residual": "fixed"}
+    defaults = {"init": "unit", "residual": RESIDUALS[0]}
     for name, value in given.items():
         planned = getattr(plan, name)
         if value not in (defaults[name], planned):

@@ -283,9 +283,9 @@ def test_what_is_measured_is_what_the_transformed_model_computes(init: str):
         assert ours["gradient of weight"] == pytest.approx(rms(weight.grad), rel=1e-5)
 
 
-@pytest.mark.parametrize(("attends", "weight"), [(False, 0.5), (True, 0.01)])
+@pytest.mark.parametrize(("residual", "weight"), [("completep", 0.5**0.5), ("fixed", 0.01)])
 def test_the_weight_of_a_branch_is_in_the_gradient_of_its_last_product(
-    attends: bool, weight: float
+    residual: str, weight: float
 ):
     """As in the true gradient, times a power of two that keeps it in the range."""
 
@@ -296,10 +296,10 @@ def test_the_weight_of_a_branch_is_in_the_gradient_of_its_last_product(
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.inner(x)
-            return x + self.up(F.scaled_dot_product_attention(x, x, x) if attends else x)
+            return x + self.up(F.scaled_dot_product_attention(x, x, x) if weight < 0.1 else x)
 
     torch.manual_seed(0)
-    result = uu.verify(unit_scale(Post()), torch.randn(256, 256))
+    result = uu.verify(unit_scale(Post(), residual=residual), torch.randn(256, 256))
     assert not [row for row in result.outside if row.path == "up"]
     exponent = math.log2(found(result, "up")["gradient of output"] * math.hypot(1, weight) / weight)
     assert exponent == pytest.approx(round(exponent), abs=0.02)  # of 2**16 normal numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 
 import pytest
@@ -71,7 +72,7 @@ RESIDUAL = {
 def test_residual_adds_are_found(name: str) -> None:
     fn, taus = RESIDUAL[name]
     torch.manual_seed(0)
-    model = unit_scale(Net(fn, **layers()))
+    model = unit_scale(Net(fn, **layers()), residual="fixed")
     found = residuals(model, torch.randn(8, 16))
     assert [f.split("tau ")[1].split(",")[0] for f in found] == taus
 
@@ -91,7 +92,9 @@ def test_a_residual_add_weighs_its_terms(size: float) -> None:
     """By tau / sqrt(1 + tau^2) and 1 / sqrt(1 + tau^2), each divided by its RMS in the first call,
     which is measured in float32."""
     torch.manual_seed(0)
-    model = unit_scale(Net(lambda m, x: x + m.a(x), a=nn.Linear(16, 16, bias=False))).double()
+    plain = Net(lambda m, x: x + m.a(x), a=nn.Linear(16, 16, bias=False))
+    model = unit_scale(plain, residual="fixed")
+    model = model.double()
     x = torch.randn(64, 16, requires_grad=True, dtype=torch.float64)
     model(size * x)
     skip, weight = 1.25**-0.5, model.a.weight
@@ -121,6 +124,30 @@ def test_umup_residual_rule() -> None:
     rule = uu.transformer_residual_scaling_rule()
     found = [r.why for r in uu.report(model) if r.why.startswith("residual")]
     assert found == [f"residual add, tau {rule(i, 4):.3g}" for i in range(4)]
+
+
+def test_completep_residual_rule() -> None:
+    """The default: weights by the number of branches, and no depth."""
+    model = unit_scale(gpt())
+    model(*batch())
+    rule = uu.completep_residual_scaling_rule()
+    found = [r.why for r in uu.report(model) if r.why.startswith("residual")]
+    assert found == [f"residual add, tau {rule(i, 4):.3g}" for i in range(4)]
+    assert set(depths(model).values()) == {None}
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4, 16])
+def test_branches_of_completep_are_equal_parts_of_the_stream(layers: int) -> None:
+    """Of 4 / branches of its input, and of at most 1 / sqrt(2)."""
+    rule, branches = uu.completep_residual_scaling_rule(), 2 * layers
+    stream = 1.0
+    for index in range(branches):
+        part = rule(index, branches) * stream
+        assert part == pytest.approx(min(2**-0.5, 4 / branches))
+        stream = math.hypot(stream, part)
+    stack = uu.TransformerStack(layers, rule, hidden_size=8, heads=2, is_causal=True, dropout_p=0)
+    assert [layer.mlp_tau for layer in stack] == [rule(2 * i + 1, branches) for i in range(layers)]
+    assert {p.mup_scaling_depth for p in stack.parameters()} == {None}
 
 
 def depths(model: nn.Module) -> dict[str, int | None]:

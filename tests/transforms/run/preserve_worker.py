@@ -31,7 +31,7 @@ def sharded(model: nn.Module) -> Any:
 
 
 def train(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    optimizer = uu.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.01)
+    optimizer = uu.optim.AdamW(model.parameters(), lr=0.02, weight_decay=1e-3)
     for _ in range(3):
         optimizer.zero_grad()
         model(x).square().mean().backward()

@@ -95,7 +95,7 @@ def test_json():
     assert data["init"] == "unit"
     assert ModelPlan.from_dict(data) == plan
     text = str(plan)
-    assert "plan of unit_scale(init='unit', residual='fixed')" in text
+    assert "plan of unit_scale(init='unit', residual='completep')" in text
     assert "terms=" in text
 
 
@@ -122,7 +122,7 @@ def test_refused_by_name():
         uu.plan("model")
     with pytest.raises(ValueError, match=r"another model than this GPT: only one .* 'blocks\.2"):
         unit_scale(GPT(layers=3), plan=plan)
-    with pytest.raises(ValueError, match="made with residual='fixed', got residual='umup'"):
+    with pytest.raises(ValueError, match="made with residual='completep', got residual='umup'"):
         unit_scale(gpt(), plan=plan, residual="umup")
     with pytest.raises(ValueError, match="cannot be combined with functions in replace"):
         unit_scale(gpt(), {torch.relu: torch.tanh}, plan=plan)
@@ -135,7 +135,7 @@ def test_refused_by_name():
 PROGRAM = """
 import torch
 from tests.transforms.run.test_plans import planned
-for residual in ("fixed", "umup"):
+for residual in ("completep", "umup", "fixed"):
     print(planned(residual=residual)[1].to_json())
 """
 

@@ -16,7 +16,7 @@ import fp8
 import unit_scaling as uu
 from unit_scaling.transforms import compile, simulate_fp8, track_scales, unit_scale
 
-RATE = 2.0**-6
+RATE = 0.5
 
 
 def plain() -> nn.Sequential:
@@ -178,11 +178,15 @@ def test_torchs_rate_on_unit_scaled_weights_warns_once(
 ):
     model = MODELS[of]()
     optimizer = make(model.parameters(), lr=1e-3)
-    with pytest.warns(fp8.OptimizerWarning, match=r"2 unit-scaled weights.*rate, 0.001") as caught:
+    said = r"2 unit-scaled weights.*rate of 0.001, \d+ times below that of the rule"
+    with pytest.warns(fp8.OptimizerWarning, match=said) as caught:
         step(model, optimizer)
     assert len(caught) == 1
     assert "unit_scaling.optim" in str(caught[0].message)
     step(model, optimizer)
+
+
+RATES_BY_RULE = {torch.optim.SGD: 0.5, torch.optim.AdamW: 0.1}
 
 
 @each_model
@@ -190,26 +194,46 @@ def test_torchs_rate_on_unit_scaled_weights_warns_once(
 def test_a_rate_that_was_chosen_for_them_does_not(
     make: Callable[..., torch.optim.Optimizer], of: str
 ):
-    """A higher one, groups of `scaled_parameters`, rates by group, or a warm-up to a higher one."""
-    model = MODELS[of]()
-    step(model, make(model.parameters(), lr=RATE))
-    groups = uu.optim.scaled_parameters(model.parameters(), "adam", lr=1e-3)
-    step(model, make(groups, lr=1e-3))
-    rates = [{"params": [p], "lr": 1e-3 * (i + 1)} for i, p in enumerate(model.parameters())]
-    step(model, make(rates, lr=1e-3))
-    optimizer = make(model.parameters(), lr=RATE)
+    """One near the rule's, groups of `scaled_parameters`, or a warm-up to such a rate."""
+    model, rate = MODELS[of](), RATES_BY_RULE.get(make, 0.1)
+    step(model, make(model.parameters(), lr=rate))
+    rule = "sgd" if make is torch.optim.SGD else "adam"
+    step(model, make(uu.optim.scaled_parameters(model.parameters(), rule), lr=1.0))
+    optimizer = make(model.parameters(), lr=rate)
     warm = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, total_iters=10)
     step(model, optimizer)
     warm.step()
-    optimizer = make(model.parameters(), lr=RATE)
+    optimizer = make(model.parameters(), lr=rate)
     for group in optimizer.param_groups:
-        group["lr"] = RATE * 1e-3
+        group["lr"] = rate * 1e-3
     step(model, optimizer)
 
 
-def test_nor_does_our_optimizer_or_a_plain_model():
-    model = unit_scale(plain())
+@each_model
+def test_a_rate_far_above_the_rule_warns_for_adam(of: str):
+    """Others may multiply theirs by a factor of their own."""
+    model = MODELS[of]()
+    with pytest.warns(fp8.OptimizerWarning, match=r"rate of 4, \d+ times above that of the rule"):
+        step(model, torch.optim.NAdam(model.parameters(), lr=4.0))
+    step(model, torch.optim.Adagrad(model.parameters(), lr=4.0))
+
+
+@each_model
+def test_our_optimizers_rate_far_from_the_rule_warns(of: str):
+    model = MODELS[of]()
+    for lr, said in ((2**-5, "16 times below"), (2**4, "32 times above")):
+        with pytest.warns(fp8.OptimizerWarning, match=f"lr={lr:.4g}, {said}.* Leave lr out"):
+            step(model, uu.optim.AdamW(model.parameters(), lr=lr))
+    for given in ({}, {"lr": 0.125}, {"lr": 2.0}, {"lr_mult": uu.optim.UMUP}):
+        step(MODELS[of](), uu.optim.AdamW(model.parameters(), **given))
+
+
+def test_nor_does_fine_tuning_or_a_plain_model():
+    """Weights of init="preserve" keep their sizes, and take rates of any size."""
+    model = unit_scale(plain(), init="preserve")
     step(model, uu.optim.AdamW(model.parameters(), lr=2**-10))
+    model = unit_scale(plain(), init="preserve")
+    step(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     model = plain()
     step(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+from ...core.functional import completep_residual_scaling_rule
 from ..record.calls import CallNode, Input, Slot
 from ..record.flow import Flow
 from ..record.kinds import TRANSPARENT
@@ -21,12 +22,12 @@ from .plan import Step
 Decision = tuple[Step | None, str, str]
 """(step, what the report says was done or "" for no row, why)."""
 
-# Default branch weights (tau in the Unit Scaling library guide). Attention branches need a much
-# smaller weight than feed-forward branches for stable training.
-TAU_ATTENTION, TAU_FEED_FORWARD = 0.01, 0.5
+RESIDUALS = ("completep", "umup", "fixed")
+"""The rules for branch weights: by the number of branches, with learning rates that do not depend
+on it or that do, or by the type of branch. The first is the default."""
 
-RESIDUALS = ("fixed", "umup")
-"""The rules for branch weights: by type of branch, or by depth."""
+TAU_ATTENTION, TAU_FEED_FORWARD = 0.01, 0.5
+"""The branch weights of "fixed": those of the guide of the Unit Scaling library."""
 
 
 @dataclass
@@ -65,13 +66,9 @@ def find_residuals(flow: Flow, rule: str, known: Collection[Place] = ()) -> Resi
         parts = _parts(flow, adds, branch) or [branch]
         for part in parts:
             attention = any(map(flow.is_attention, part.region))
-            part.tau = TAU_ATTENTION if attention else TAU_FEED_FORWARD
-            if rule == "umup":
-                # The input and all branches contribute equally to the output, as by
-                # `uu.transformer_residual_scaling_rule`. Source: u-muP, arXiv 2407.17465, G.2.2.
-                part.tau = (count / 2 + number) ** -0.5
-                for name in sorted(_weights(flow, part)):
-                    found.depths[name] = max(math.ceil(count / 2), found.depths.get(name, 1))
+            part.tau = _tau(rule, number, count, attention)
+            for name in sorted(_weights(flow, part)) if rule == "umup" else ():
+                found.depths[name] = max(math.ceil(count / 2), found.depths.get(name, 1))
         branch.tau = sum(part.tau**2 for part in parts) ** 0.5
         norm = (1 + branch.tau**2) ** 0.5
         weights = {branch.skip.slot: 1 / norm, branch.end.slot: branch.tau / norm}
@@ -86,6 +83,18 @@ def find_residuals(flow: Flow, rule: str, known: Collection[Place] = ()) -> Resi
                 node, weights, f"joins parallel branches, tau {taus}"
             )
     return found
+
+
+def _tau(rule: str, number: int, count: int, attention: bool) -> float:
+    """The weight of branch ``number`` of the ``count`` branches of a stream, relative to what the
+    stream has become by then."""
+    if rule == "fixed":
+        return TAU_ATTENTION if attention else TAU_FEED_FORWARD
+    if rule == "umup":
+        # The input and all branches contribute equally to the output, as by
+        # `uu.transformer_residual_scaling_rule`. Source: u-muP, arXiv 2407.17465, G.2.2.
+        return (count / 2 + number) ** -0.5
+    return completep_residual_scaling_rule()(number, count)
 
 
 def _weighted(node: CallNode, weights: dict[Slot, float], why: str) -> Decision:

@@ -1,0 +1,73 @@
+"""`unit_scale` of a model that has been trained says so, and of a new one says nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from benchmarks.architectures import ZOO
+from benchmarks.problems import PROBLEMS
+from unit_scaling.checks.trained import signs_of_training
+from unit_scaling.transforms import unit_scale
+
+INITIALIZATIONS: dict[str, Callable[[torch.Tensor], object]] = {
+    "uniform": nn.init.xavier_uniform_,
+    "normal": nn.init.kaiming_normal_,
+    "truncated": lambda w: nn.init.trunc_normal_(w, std=0.02),
+    "orthogonal": nn.init.orthogonal_,
+    "sparse": lambda w: nn.init.sparse_(w, 0.5),
+    "zeros": nn.init.zeros_,
+    "identity": nn.init.eye_,
+}
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(64)
+    return nn.Sequential(nn.Linear(32, 64), norm, nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 32))
+
+
+@pytest.mark.parametrize("name", INITIALIZATIONS)
+def test_initializations_show_no_signs(name: str):
+    model = plain()
+    for module in model:
+        if isinstance(module, nn.Linear):
+            INITIALIZATIONS[name](module.weight.detach())
+    assert signs_of_training(model) == ""
+    unit_scale(model)
+
+
+@pytest.mark.parametrize("name", sorted(ZOO)[::6])
+def test_new_models_of_transformers_show_no_signs(name: str):
+    from benchmarks.problems import zoo
+
+    assert signs_of_training(zoo(name)) == ""
+
+
+@pytest.mark.parametrize("name", ["LSTM", "UNet", "residual", "graph network"])
+def test_trained_models_show_signs(name: str):
+    """Those without gains too, after a hundred steps at the usual rate."""
+    setup = PROBLEMS[name](0)
+    model, optimizer, loss = setup.model, setup.optimizer, setup.loss or (lambda output: output)
+    assert signs_of_training(model) == ""
+    for batch, _ in zip(setup.batches, range(100), strict=False):
+        optimizer.zero_grad()
+        loss(model(*batch)).backward()
+        optimizer.step()
+    assert signs_of_training(model) != ""
+
+
+def test_unit_scale_warns_once_and_names_preserve():
+    model = plain()
+    model[1].weight.data[3] = 1.5
+    with pytest.warns(fp8.ConvertWarning, match=r"gains of 1 differ.*init='preserve'") as caught:
+        scaled = unit_scale(model)
+    assert len(caught) == 1
+    unit_scale(model, init="preserve")
+    unit_scale(scaled)  # is unit-scaled already
+    copy.deepcopy(scaled)

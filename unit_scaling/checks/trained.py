@@ -1,0 +1,75 @@
+"""Whether a model has been trained, read from its parameters.
+
+`unit_scale` with init="unit" divides weights by their RMS and sets biases to zero. That is a start
+for training and ruins a trained model, without an error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fp8.common.pitfalls import ConvertWarning, warn_once
+
+ERRORS = 4.0
+"""Standard errors from which rows or columns of a weight differ more in size than those of an
+initialization; see `_spread`. Those of torch are at most 0, up to chance: entries are independent,
+or rows have equal norms (orthogonal)."""
+
+
+FEWEST = 32
+"""Rows and columns of a weight that is judged."""
+
+
+def warn_if_trained(model: nn.Module, name: str) -> None:
+    """Warns, once, that ``name`` is about to discard what a model has learned."""
+    if why := signs_of_training(model):
+        warn_once(
+            ConvertWarning,
+            f"{name}: the model looks trained ({why}), and init='unit' divides each weight by its "
+            "RMS and sets biases to zero: it then starts from a function that it has not learned. "
+            "Pass init='preserve', which keeps the function",
+            about=model,
+            key="trained",
+        )
+
+
+@torch.no_grad()
+def signs_of_training(model: nn.Module) -> str:
+    """What no initialization gives: gains that differ within a layer, or rows and columns of
+    different sizes in most of the weights; "" if there is nothing of that kind."""
+    for path, module in model.named_modules():
+        gain = module._parameters.get("weight")  # not as an attribute: that may be computed
+        if gain is not None and gain.dim() == 1 and _readable(gain) and len(gain.unique()) > 1:
+            return f"the gains of {path or type(module).__name__} differ"
+    weights = [p for p in model.parameters() if p.dim() > 1 and _readable(p) and _is_large(p)]
+    uneven = sum(p.numel() for p in weights if _spread(p) > ERRORS)
+    if 2 * uneven > sum(p.numel() for p in weights):
+        return "the rows or columns of most weights differ in size"
+    return ""
+
+
+def _is_large(weight: Tensor) -> bool:
+    """Whether the errors of `_spread` are those of normal numbers."""
+    return min(len(weight), weight[0].numel()) >= FEWEST
+
+
+def _readable(parameter: Tensor) -> bool:
+    dense = parameter.layout is torch.strided and type(parameter.data) is Tensor
+    return (
+        dense and not parameter.is_meta and parameter.numel() > 0 and parameter.is_floating_point()
+    )
+
+
+def _spread(weight: Tensor) -> float:
+    """How far the variance of the mean squares of rows, or of columns, is above that of independent
+    entries of the same distribution, (kurtosis - 1) / entries; in its standard errors."""
+    squares = weight.detach().flatten(1).float().square()
+    variance = float(squares.var())
+    if not variance > 0:
+        return 0.0
+    return max(
+        (float(squares.mean(1 - i).var()) * squares.shape[1 - i] / variance - 1)
+        / (2 / squares.shape[i]) ** 0.5
+        for i in (0, 1)
+    )
