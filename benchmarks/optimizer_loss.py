@@ -8,6 +8,7 @@ continues with what is missing in --out.
 from __future__ import annotations
 
 import itertools
+import statistics
 import sys
 from functools import partial
 from typing import Any
@@ -18,8 +19,8 @@ from torch import nn
 import fp8
 from benchmarks.common import Row, report
 from benchmarks.recipe_loss import Setting, asked
-from benchmarks.unit_adamw import row
 from fp8.optim import AdamW
+from fp8.studies.proof import half_width
 from notebooks.nanogpt.model import GPT
 from notebooks.nanogpt.train import Training, deterministic
 
@@ -37,6 +38,26 @@ RUNS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 """Name -> the dtype of the model and the settings of `AdamW`; the first is what the others are
 compared with."""
+
+
+Losses = dict[float, list[float]]
+"""Learning rate -> the held-out losses of the seeds."""
+
+
+def row(name: str, found: Losses, reference: list[float]) -> Row:
+    """The best rate, the loss there, and how far it is from the reference with the same seeds: the
+    mean, each, and, from three seeds on, the 95 % confidence interval."""
+    best = min(found, key=lambda lr: statistics.fmean(found[lr]))
+    gaps = [mine - other for mine, other in zip(found[best], reference, strict=True)]
+    gap = statistics.fmean(gaps)
+    result = {"name": name, "lr": best, "val_loss": round(statistics.fmean(found[best]), 3)}
+    if found[best] is reference:
+        return result
+    result |= {"gap": round(gap, 3), "gaps": [round(each, 3) for each in gaps]}
+    if len(gaps) > 2:
+        half = half_width(gaps)
+        result |= {"from": round(gap - half, 3), "to": round(gap + half, 3)}
+    return result
 
 
 def made(name: str, run: Setting, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -1,8 +1,9 @@
 """`python -m docs.demo FOLDER`: records the results of ``make demo`` in FOLDER.
 
 Writes benchmarks/results/demo.json and docs/demo.png, and then the pages that are made from all
-results, with the parts of README.md and docs/demo-results.md between ``<!-- NAME -->`` and
-``<!-- /NAME -->``. ``--without-times`` is for a run on a machine with other load.
+results, with the parts of README.md, docs/demo-results.md and docs/learning-rates.md between
+``<!-- NAME -->`` and ``<!-- /NAME -->``. ``--without-times`` is for a run on a machine with other
+load.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from notebooks.nanogpt.variants import VARIANTS
 
 README = Path(__file__).parents[1] / "README.md"
 PAGE = Path(__file__).with_name("demo-results.md")
+RATES = Path(__file__).with_name("learning-rates.md")
 PICTURE = Path(__file__).with_name("demo.png")
 
 TIMES = ("ms_per_step", "time_ratio")
@@ -121,9 +124,50 @@ def training() -> str:
     return f"{made}\n\n{question[:1].upper()}{question[1:]}."
 
 
+WAYS = ("unit_scale", "unit_scale, FP8")
+
+
+def one_line() -> str:
+    """The models of benchmarks.one_line: the plain loss, and the gaps of unit_scale to it."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in results("one_line")["rows"]:
+        found.setdefault(row["name"], {})[row["way"]] = row
+    lines = []
+    for name, ways in found.items():
+        plain = ways["plain AdamW"]
+        gaps = [
+            f"{r['gap']:+.3f} ({r['gap_low']:+.3f} to {r['gap_high']:+.3f})"
+            for r in map(ways.get, WAYS)
+            if r
+        ]
+        cost = f"{ways[WAYS[1]]['cost_of_fp8']:+.3f}"
+        lines.append([name, f"{plain['lr']:g}", f"{plain['held_out_loss']:.3f}", *gaps, cost])
+    return table(
+        "model | best rate of plain AdamW | its loss | gap of `unit_scale` | in FP8 | cost of FP8",
+        lines,
+    )
+
+
+def every_row(name: str, columns: str = "") -> str:
+    """All rows of a benchmark. columns: the heading of the first one."""
+    rows = results(name)["rows"]
+    keys = [key for key in rows[0] if key != "name"]
+    lines = [[row["name"], *(_cell(row.get(key)) for key in keys)] for row in rows]
+    return table(" | ".join([columns, *keys]), lines)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
 PARTS: dict[Path, dict[str, Callable[[], str]]] = {
-    README: {"demo": summary},
+    README: {"demo": summary, "one_line": one_line},
     PAGE: {"demo": demo, "training": training},
+    RATES: {
+        "one_line": one_line,
+        "defaults": partial(every_row, "defaults", "changed"),
+        "sizes": partial(every_row, "sizes", "size"),
+    },
 }
 """File -> name of a generated part -> function that returns its text."""
 

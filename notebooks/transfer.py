@@ -120,7 +120,7 @@ def _umup(
         set_depth(model.layers, BASE_DEPTH)
     outer = [*model.embedding.parameters(), *model.projection.parameters()]
     groups = [{"params": outer, "lr": ends * lr}, {"params": model.layers.parameters()}]
-    optimizer = uu.optim.AdamW(groups, lr, BETAS, weight_decay=0)
+    optimizer = uu.optim.AdamW(groups, lr, BETAS, weight_decay=0, lr_mult=uu.optim.UMUP)
     return model, optimizer, uu.functional.cross_entropy
 
 

@@ -48,13 +48,11 @@ def test_generated_parts_are_up_to_date(path: Path):
 
 
 def test_the_readme_says_what_the_demo_has_found():
-    """Without scales FP8 hardly learns; with one per tensor, or unit-scaled, it does. The rates of
-    the unit-scaled variants are those of an earlier transform (docs/demo-results.md)."""
+    """Without scales FP8 hardly learns; with one per tensor, or unit-scaled, it does."""
     for row in demo.results("demo")["rows"]:
         variant = VARIANTS[row["name"]]
         assert (row["label"], row["lr"]) == (variant.label, variant.default_lr(PRESETS["small"]))
-        limit = 0.15 if row["name"].startswith("unit_scaled") else 0.05
-        assert row["gap"] > 0.3 if row["name"] == "fp8" else row["gap"] < limit
+        assert row["gap"] > 0.3 if row["name"] == "fp8" else row["gap"] < 0.05
 
 
 SEED = 0.01
@@ -64,7 +62,7 @@ SEED = 0.01
 def test_the_demo_takes_the_best_rates_of_its_sweep():
     """For every variant, to what a seed changes, and the best lies between two that were tried."""
     found = {row["name"]: row for row in demo.results("demo_rates")["rows"]}
-    assert list(found) == [row["name"] for row in demo.results("demo")["rows"]]
+    assert set(found) >= {row["name"] for row in demo.results("demo")["rows"]}
     for name, row in found.items():
         rates = sorted(float(key.removeprefix("at ")) for key in row if key.startswith("at "))
         assert row["demo"] == VARIANTS[name].default_lr(PRESETS["small"])

@@ -73,14 +73,15 @@ def test_only_matrices_decay(training) -> None:
 def test_unit_scaled_models_have_the_optimizer_that_the_readme_recommends(training) -> None:
     """With the smaller rate for gains, and the decay of a step that the plain model has."""
     run = training("unit_scaled")
-    optimizer = make_optimizer(run.model, 1.0, SETTINGS)
+    optimizer = make_optimizer(run.model, SETTINGS.unit_lr, SETTINGS)
     assert type(optimizer) is uu.optim.AdamW
     rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    assert rates[run.model.norm.weight] == SETTINGS.vector_lr
-    assert rates[run.model.blocks[0].mlp.down.weight] == 64**-0.5
+    without = uu.optim.AdamW(run.model.parameters())
+    assert rates == {p: g["lr"] for g in without.param_groups for p in g["params"]}
     decays = {round(g["lr"] * g["weight_decay"], 9) for g in optimizer.param_groups}
     assert decays == {0.0, round(SETTINGS.weight_decay * SETTINGS.lr, 9)}
-    other = make_optimizer(run.model, 1.0, dataclasses.replace(SETTINGS, optimizer="fp8"))
+    settings = dataclasses.replace(SETTINGS, optimizer="fp8")
+    other = make_optimizer(run.model, SETTINGS.unit_lr, settings)
     assert {g["lr"] for g in other.param_groups} == set(rates.values())
     plain = make_optimizer(run.model, 1.0, dataclasses.replace(SETTINGS, umup=False))
     assert type(plain) is type(training().optimizer) is torch.optim.AdamW

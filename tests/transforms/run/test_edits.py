@@ -311,7 +311,7 @@ VALUES = {"mask_for_good", "bfloat16_and_back"}
 
 def transformed(model: nn.Module, init: str, drift: bool = True) -> Any:
     """With weights that training has moved: no longer of RMS 1."""
-    ours = unit_scale(model, init=init)
+    ours = unit_scale(model, init=init, residual="fixed")
     with torch.no_grad():
         for p in ours.parameters() if drift else ():
             p.mul_(1.25)
@@ -393,8 +393,8 @@ def fresh(name: str) -> Tensor:
     """Of a model that was edited before; of edits of values, which would change what weights are
     divided by, the result of the edited values."""
     if name not in VALUES:
-        return unit_scale(edited(plain(), EDITS[name]))(X)
-    ours, model = unit_scale(plain()), plain()
+        return unit_scale(edited(plain(), EDITS[name]), residual="fixed")(X)
+    ours, model = unit_scale(plain(), residual="fixed"), plain()
     scaled = ours.state_dict()
     model.load_state_dict({name: scaled[name] for name in model.state_dict()})
     model = edited(model, EDITS[name])

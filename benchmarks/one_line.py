@@ -1,0 +1,236 @@
+"""Does a model end where it ends in plain training, by one line and without a learning rate?
+
+``python -m benchmarks.one_line`` trains ten kinds of small models: plain, with torch's AdamW at its
+best learning rate, found by a sweep in FP32 with a seed that is not compared; and as
+``unit_scale(model)`` with ``uu.optim.AdamW(model.parameters())``, in FP32 and in FP8. "same
+function" is ``init="preserve"`` with the optimizer and the rate of the plain model, so that FP8 is
+the only difference. Held-out losses are compared in pairs, three seeds each. Run again, it
+continues in --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import unit_scaling as uu
+from benchmarks import problems
+from benchmarks.architectures import VOCABULARY
+from benchmarks.common import Finished, Row, report
+from benchmarks.nanochat import NanoChat
+from benchmarks.problems import PROBLEMS, followed, gratings, zoo
+from benchmarks.trainer import held_out_by_trainer
+from fp8.studies.findings import Run
+from fp8.studies.proof import REFERENCE, gap
+from fp8.studies.training import Problem, train
+from fp8.studies.update_error import quiet
+from notebooks.nanogpt.model import GPT, GPTConfig
+from unit_scaling.transforms import simulate_fp8, unit_scale
+
+NOISE = 2.0
+"""Of the ResNet's images, beside what they have: otherwise its loss is close to 0."""
+
+
+def noisy(number: int) -> tuple[Tensor, Tensor]:
+    """`gratings` with more noise."""
+    images, labels = gratings(number)
+    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(number))
+    return images + NOISE * noise, labels
+
+
+def gpt() -> nn.Module:
+    """The demo's GPT, smaller."""
+    return GPT(GPTConfig(vocab=VOCABULARY, context=problems.LENGTH, layers=4, heads=4, width=64))
+
+
+def _own(name: str, build: Callable[[], nn.Module]) -> problems.Problem:
+    return problems.Problem(name, "decoder", "ours", build, followed)
+
+
+MODELS: dict[str, problems.Problem] = {
+    "GPT": _own("GPT", gpt),
+    "Llama, Trainer": replace(
+        PROBLEMS["Llama"], build=partial(zoo, "Llama", num_key_value_heads=2)
+    ),
+    "nanochat": _own("nanochat", NanoChat),
+    "ViT": PROBLEMS["ViT"],
+    "ResNet": replace(PROBLEMS["residual"], batch=noisy),
+    "ConvNeXt": PROBLEMS["ConvNeXt"],
+    "LSTM": PROBLEMS["LSTM"],
+    "graph network": PROBLEMS["graph network"],
+    "diffusion U-Net": PROBLEMS["UNet"],
+    "encoder": PROBLEMS["BERT"],
+}
+"""The GPT has tied embeddings; the Llama has grouped queries and is trained by transformers'
+Trainer; the ViT has a class token, the ResNet batch norms, the encoder a loss of masked tokens."""
+
+STEPS, WARMUP, HELD_OUT = 200, 20, 8
+SEEDS = (0, 1, 2)
+SEED_OF_RATES = 3
+START = 4e-3
+"""Where the search for the best rate of the plain model begins."""
+
+CLOSE, CLOSE_FP8 = 0.02, 0.01
+"""How far above plain training the mean loss may be, and that of FP8 above the same without."""
+
+Parameters = Iterator[nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train a model. make: its optimizer, of the parameters and the best rate of the plain
+    model. without: the name of the same without FP8."""
+
+    transform: Callable[[nn.Module], nn.Module]
+    make: Callable[[Parameters, float], Optimizer]
+    without: str = ""
+
+
+def _torch(parameters: Parameters, lr: float) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0)
+
+
+def _ours(parameters: Parameters, lr: float) -> Optimizer:
+    return uu.optim.AdamW(parameters)
+
+
+def _preserved(model: nn.Module) -> nn.Module:
+    return simulate_fp8(unit_scale(model, init="preserve"))
+
+
+PLAIN = Way(lambda model: model, _torch)
+WAYS = {
+    REFERENCE: PLAIN,
+    "FP8, same function": Way(_preserved, _torch, REFERENCE),
+    "unit_scale": Way(unit_scale, _ours),
+    "unit_scale, FP8": Way(lambda model: simulate_fp8(unit_scale(model)), _ours, "unit_scale"),
+}
+"""Name -> the way; the first is what the others are compared with."""
+
+
+def share_of_peak(step: int, steps: int) -> float:
+    """The learning rate of a step as a share of the peak: a warmup, then a cosine to 0."""
+    if step < WARMUP:
+        return (step + 1) / WARMUP
+    return (1 + math.cos(math.pi * (step - WARMUP) / max(steps - WARMUP, 1))) / 2
+
+
+def held_out(name: str, problem: Problem, way: Way, seed: int, lr: float) -> float:
+    """The held-out loss after training; infinite if the run diverged."""
+    schedules: list[LambdaLR] = []
+
+    def prepare(model: nn.Module, _: Optimizer) -> tuple[nn.Module, Optimizer]:
+        model = way.transform(model)
+        optimizer = way.make(model.parameters(), lr)
+        schedules.append(LambdaLR(optimizer, lambda step: share_of_peak(step, problem.steps)))
+        return model, optimizer
+
+    with quiet():
+        if name.endswith("Trainer"):
+            return held_out_by_trainer(
+                problem, seed, way.transform, partial(way.make, lr=lr), warmup=WARMUP
+            )
+        run, _ = train(problem, "", seed, prepare, on_step=lambda: schedules[0].step())
+    return run.held_out if math.isfinite(run.held_out) else math.inf
+
+
+def best_rate(loss: Callable[[float], float], start: float) -> float:
+    """The rate, ``start`` times a power of two, whose loss is below that of half and twice it."""
+    tried = {start: loss(start)}
+    while True:
+        best = min(tried, key=lambda rate: tried[rate])
+        new = [rate for rate in (best / 2, best * 2) if rate not in tried]
+        if not new:
+            return best
+        tried |= {rate: loss(rate) for rate in new}
+
+
+def measured(
+    name: str, finished: Finished, seeds: Sequence[int], steps: int
+) -> tuple[float, list[Run]]:
+    """The best rate of the plain model, and the runs of all ways and seeds."""
+    problem = Problem(MODELS[name], steps, HELD_OUT)
+
+    def loss(way: str, seed: int, lr: float) -> float:
+        about: dict[str, Any] = {"model": name, "way": way, "seed": seed, "steps": steps}
+        about |= {"lr": lr} if WAYS[way].make is _torch else {}
+        about["torch"] = torch.__version__
+        found = finished.loss(about, lambda: held_out(name, problem, WAYS[way], seed, lr))
+        print(f"{name:16} {way:20} seed {seed} {lr:8.3g} {found:.4f}", flush=True)
+        return found
+
+    rate = best_rate(lambda lr: loss(REFERENCE, SEED_OF_RATES, lr), START)
+    return rate, [Run(w, seed, [], loss(w, seed, rate)) for seed in seeds for w in WAYS]
+
+
+def rows(name: str, rate: float, runs: Sequence[Run]) -> list[Row]:
+    """One row for each way: its loss, its gap to plain training with the same seeds, with a 95 %
+    confidence interval, and the cost of FP8, the gap to the same way without."""
+    losses = {way: [run.held_out for run in runs if run.name == way] for way in WAYS}
+    result = []
+    for way in WAYS:
+        plain = way == REFERENCE
+        row: Row = {"name": name, "way": "plain AdamW" if plain else way}
+        row |= {"lr": rate if WAYS[way].make is _torch else "default"}
+        row |= {"held_out_loss": _rounded(statistics.fmean(losses[way]))}
+        row |= {"losses": [_rounded(loss) for loss in losses[way]]}
+        found = gap(runs, way)
+        if not plain and found is not None:
+            row |= {"gap": _rounded(found.mean), "gap_low": _rounded(found.low)}
+            row |= {"gap_high": _rounded(found.high), "met": found.mean <= CLOSE}
+        if other := WAYS[way].without:
+            cost = statistics.fmean(losses[way]) - statistics.fmean(losses[other])
+            row |= {"cost_of_fp8": _rounded(cost), "cost_met": cost <= CLOSE_FP8}
+        result.append(row)
+    return result
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, 4) if math.isfinite(value) else None
+
+
+def parsed(name: str, models: Mapping[str, Any], doc: str | None) -> argparse.Namespace:
+    """The command line of this benchmark and of `benchmarks.defaults`."""
+    parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=doc)
+    parser.add_argument("--models", default=";".join(models), help="names, separated by ;")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    file = Path("out") / f"benchmark-{name.replace('_', '-')}.jsonl"
+    parser.add_argument("--out", type=Path, default=file)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Trains what is missing, prints the rows and records them."""
+    args = parsed("one_line", MODELS, __doc__)
+    torch.set_num_threads(1)
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    finished, result = Finished(args.out), list[Row]()
+    for name in args.models.split(";"):
+        result += rows(name, *measured(name, finished, seeds, args.steps))
+    question = (
+        f"held-out loss after {args.steps} steps, seeds {args.seeds}, and the gap to plain "
+        "training with a 95 % interval. plain AdamW: torch's, at the best of rates a factor of two "
+        "apart, found with another seed. unit_scale: with `uu.optim.AdamW(model.parameters())`, "
+        f"no other argument; met: the mean gap is at most {CLOSE:g}. FP8: `simulate_fp8` of it; "
+        f"cost: the gap to the same without; cost met: at most {CLOSE_FP8:g}. Same function: "
+        '`init="preserve"`, and the optimizer and rate of the plain model'
+    )
+    report("one_line", question, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
