@@ -33,7 +33,7 @@ from fp8.recipes.rules import RULES
 from fp8.recipes.scaling import SCALINGS, Scaling
 from fp8.studies.hardware import ACHIEVED, HARDWARE, UNITS, Hardware
 from unit_scaling.constraints import CONSTRAINTS
-from unit_scaling.optim import LR_RULES
+from unit_scaling.optim import LR_MULT, LR_RULES, RATES
 from unit_scaling.rules.table import OPS, Op
 
 TABLES = Path(__file__).with_name("tables.md")
@@ -138,7 +138,10 @@ def learning_rates(rule: str, mup_type: str) -> list[str]:
     factor = LR_RULES[rule][mup_type]
     matrix = mup_type in ("weight", "output")
     shapes = [torch.Size([width] * 2 if matrix else [width]) for width in WIDTHS]
-    return [f"`{rule}`", f"`{mup_type}`", *(f"{factor(shape):.6g}" for shape in shapes)]
+    mult = LR_MULT.get(rule, {})
+    kinds = (mup_type, "kernel") if mup_type == "weight" else (mup_type,)
+    factors = " or ".join(f"{each:g}" for each in dict.fromkeys(mult.get(k, 1.0) for k in kinds))
+    return [f"`{rule}`", f"`{mup_type}`", *(f"{factor(shape):.6g}" for shape in shapes), factors]
 
 
 def table(headings: str, rows: Iterable[list[str]]) -> str:
@@ -275,8 +278,11 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     (
         "Learning rates",
         "`unit_scaling.optim.LR_RULES`: the factor of a parameter's learning rate, before "
-        "1/sqrt(depth). A matrix is square here, a vector as long as the model is wide.",
-        f"optimizer | mup_type | width {WIDTHS[0]} | width {WIDTHS[1]}",
+        "1/sqrt(depth). A matrix is square here, a vector as long as the model is wide. The second "
+        "default for a weight is for kernels of convolutions. Without `lr` it is "
+        + ", ".join(f"{rate:g} (`{rule}`)" for rule, rate in RATES.items())
+        + ".",
+        f"optimizer | mup_type | width {WIDTHS[0]} | width {WIDTHS[1]} | default of lr_mult",
         [learning_rates(rule, mup_type) for rule in LR_RULES for mup_type in LR_RULES[rule]],
     ),
 ]

@@ -72,8 +72,10 @@ def test_the_demo_takes_the_best_rates_of_its_sweep():
 
 def test_generated_parts_are_replaced():
     text = "a\n<!-- demo -->\nold\n<!-- /demo -->\nb\n"
-    made = demo.with_parts(demo.README, text)
+    text_of_readme = f"{text}<!-- one_line -->\n<!-- /one_line -->\n"
+    made = demo.with_parts(demo.README, text_of_readme)
     assert "old" not in made
+    assert "| ViT |" in made
     assert demo.with_parts(demo.README, made) == made
     assert "; unit-scaled FP8 2." in made
     made = demo.with_parts(demo.PAGE, f"{text}<!-- training -->\n<!-- /training -->")

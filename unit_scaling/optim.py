@@ -21,10 +21,10 @@ docs/learning-rates.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -34,7 +34,18 @@ from fp8.common.compiler import eager_only
 from fp8.common.pitfalls import OptimizerWarning, warn_once
 from fp8.common.validation import check_name, check_number
 
-from .parameter import MupType, ParameterData, Tags, has_parameter_data, tags_of
+from .parameter import ParameterData, Tags, has_parameter_data, tags_of
+from .rules.rates import (
+    LR_MULT,
+    LR_RULES,
+    RATES,
+    UMUP,
+    Kind,
+    LrMult,
+    kind_of,
+    lr_scale,
+    lr_scale_for_depth,
+)
 
 __all__ = [
     "LR_MULT",
@@ -51,96 +62,6 @@ __all__ = [
 ]
 
 LrScale = Callable[[ParameterData], float]
-Kind = Literal[MupType, "kernel"]
-LrMult = Mapping[Kind, float]
-
-
-def _fan_in(shape: torch.Size) -> int:
-    """The number of terms in an output's sum: all dimensions but the first; all of a vector. For an
-    embedding the width, u-muP's fan-out (table 2); for transposed weights another such width."""
-    return math.prod(shape[1:] if len(shape) > 1 else shape) or 1
-
-
-def _one(shape: torch.Size) -> float:
-    return 1.0
-
-
-def _width(shape: torch.Size) -> float:
-    return float(shape[0]) if shape else 1.0
-
-
-_LrRule = dict[str, Callable[[torch.Size], float]]
-
-_ADAM: _LrRule = {
-    "weight": lambda shape: float(_fan_in(shape) ** -0.5),
-    "bias": _one,
-    "norm": _one,
-    "output": _one,
-}
-
-#: Rule -> mup_type -> (shape of the parameter) -> factor of the learning rate. "adam" is for all
-#: optimizers whose updates have entries of about 1 (Adam, AdamW, NAdam, RAdam, Adamax, Lion, ...).
-#: Source: u-muP (arXiv 2407.17465), table 2. "sgd" is the same, with or without momentum, since
-#: gradients of unit-scaled modules have RMS 1, as Adam updates have. "sgd_to_output_scale" is for
-#: models whose readout has its input gradient tied to its output: gradients are then smaller by the
-#: square root of the width. "muon" is for hidden matrices under `torch.optim.Muon` with the default
-#: adjust_lr_fn, whose updates have singular values sqrt(max(1, fan_out/fan_in)). A layer, which
-#: divides by sqrt(fan_in), must change by lr * sqrt(fan_out/fan_in) in spectral norm, as under
-#: Adam. Source: arXiv 2310.17813, condition 1.
-LR_RULES: dict[str, _LrRule] = {
-    "adam": _ADAM,
-    "sgd": {**_ADAM},
-    "sgd_to_output_scale": {
-        "weight": lambda shape: float(_fan_in(shape) ** 0.5),
-        "bias": _width,
-        "norm": _width,
-        "output": _one,
-    },
-    "muon": {"weight": lambda shape: math.sqrt(min(shape[0], _fan_in(shape)) or 1)},
-}
-
-
-LR_MULT: dict[str, LrMult] = {
-    "adam": {"kernel": 2.0, "output": 2.0, "norm": 1 / 32, "bias": 1 / 32},
-    "sgd": {"kernel": 2.0},
-}
-"""Rule -> kind of parameter -> an additional factor of the learning rate, by default.
-
-u-muP leaves these constants open. Adam changes an entry by about its rate; a weight of fan-in n has
-lr / sqrt(n), and a gain or a bias lr itself, which at the best lr of the weights is its own size in
-a step. Readouts and convolutions ("kernel": weights of three or more dimensions) are best at a
-higher rate than hidden matrices. Measured in docs/learning-rates.md."""
-
-UMUP: LrMult = {"kernel": 1.0, "output": 1.0, "norm": 1.0, "bias": 1.0}
-"""The ``lr_mult`` of u-muP and of unit-scaling 0.3.5."""
-
-RATES: dict[str, float] = {"adam": 0.5, "sgd": 0.1, "muon": 2.0**-5}
-"""Rule -> the learning rate without ``lr``. Measured in docs/learning-rates.md."""
-
-
-def lr_scale_for_depth(param: ParameterData) -> float:
-    """Returns 1 / sqrt(mup_scaling_depth); 1 outside a stack of layers."""
-    depth = param.mup_scaling_depth
-    return 1.0 if depth is None else float(depth**-0.5)
-
-
-#: Rule -> exponent of mup_scale in the learning rate.
-_SCALE_POWERS = {"adam": 1, "sgd": 2, "sgd_to_output_scale": 2, "muon": 1}
-
-
-def _lr_scale(rule: str, param: ParameterData) -> float:
-    factors = LR_RULES[rule]
-    if param.mup_type not in factors:
-        allowed = ", ".join(map(repr, factors))
-        raise ValueError(
-            f"rule {rule!r} is for parameters of mup_type {allowed}: got {param.mup_type!r}, of "
-            f"shape {tuple(param.shape)}"
-        )
-    if rule.startswith("sgd") and getattr(param, "mup_divisor", None):
-        return _TRUE_GRADIENTS[param.mup_type](param.shape)
-    own = getattr(param, "mup_scale", 1.0) ** _SCALE_POWERS[rule]
-    shape = param.shape[1:] if getattr(param, "mup_stacked", False) else param.shape
-    return factors[param.mup_type](shape) * lr_scale_for_depth(param) * own
 
 
 def _as_function(rule: LrScale | str) -> LrScale:
@@ -149,30 +70,12 @@ def _as_function(rule: LrScale | str) -> LrScale:
     if callable(rule):
         return rule
     check_name("learning-rate rule", rule, LR_RULES)
-    return partial(_lr_scale, rule)
-
-
-#: The factors of SGD for weights of `unit_scale`, whose gradients are those of the loss and not of
-#: RMS 1. A layer u / sqrt(n) of fan-in n is the plain layer w, and u has the gradient
-#: g_w / sqrt(n): the step -lr * g_w of w is the step -lr * n * g_u of u. Under muP (arXiv
-#: 2203.03466, table 3) the rate of w does not depend on the width, that of a readout w = u / n is
-#: in proportion to 1 / n, and that of an embedding to its fan-out, the width.
-_TRUE_GRADIENTS: _LrRule = {
-    "weight": lambda shape: float(_fan_in(shape)),
-    "bias": _one,
-    "norm": _one,
-    "output": lambda shape: float(_fan_in(shape)),
-}
-
-
-def default_rate(rule: str, param: ParameterData) -> float:
-    """Returns the learning rate of a parameter without ``lr``."""
-    return RATES[rule] * _multiplied(_as_function(rule), _default_mult(rule))(param)
+    return partial(lr_scale, rule)
 
 
 def lr_scale_func_adam(param: ParameterData) -> float:
     """Returns the learning-rate factor of a parameter under Adam and AdamW."""
-    return _lr_scale("adam", param)
+    return lr_scale("adam", param)
 
 
 #: The constraint of a model's readout -> its rule under SGD.
@@ -239,22 +142,24 @@ def scaled_parameters(
     """
     rule = lr_scale_func
     lr_scale_func = _multiplied(_as_function(rule), {**_default_mult(rule), **(lr_mult or {})})
+    groups = [{**group, "params": _entries(group["params"])} for group in _as_groups(params)]
+    rest = [_tensor(e) for g in groups if g.get("lr", lr) is None for e in g["params"]]
+    default = _default_rate(rule, rest) if rest else lr
     result = []
-    for group in _as_groups(params):
-        base = group.get("lr", lr)
-        base = _default_rate(rule, group["params"]) if base is None else base
+    for group in groups:
+        base: Any = group.get("lr", default)
         decay = group.get("weight_decay", weight_decay)
         check_number("lr", base)
         check_number("weight_decay", decay)
         if independent_weight_decay:
             _warn_of_decay(float(decay))
-        rest = {k: v for k, v in group.items() if k not in _OWN_KEYS}
+        others = {k: v for k, v in group.items() if k not in _OWN_KEYS}
         for scale, entries in _by_scale(group, lr_scale_func, allow_non_unit_scaling_params):
             rate = base if scale == 1.0 else base * scale
             divide = independent_weight_decay and float(rate) != 0.0
             result.append(
                 {
-                    **rest,
+                    **others,
                     "params": entries,
                     "lr": rate.clone() if isinstance(rate, Tensor) else rate,
                     "weight_decay": decay / float(rate) if divide else decay,
@@ -283,16 +188,18 @@ def _default_mult(rule: LrScale | str) -> LrMult:
     return LR_MULT.get(rule, {}) if isinstance(rule, str) else {}
 
 
-def _default_rate(rule: LrScale | str, params: Any) -> float:
+def _default_rate(rule: LrScale | str, parameters: Iterable[Any]) -> float:
     """The rate of a rule. Raises ValueError for parameters that it is not for."""
     if not isinstance(rule, str):
         raise ValueError("lr: a function has no default rate; pass lr, or an 'lr' in every group")
-    for parameter in map(_tensor, _entries(params)):
-        if has_parameter_data(parameter) and parameter.mup_scale == 1.0:
-            continue
-        why = "has no mup_type" if not has_parameter_data(parameter) else "keeps its values"
+    found = list(parameters)
+    start = any(getattr(p, "mup_divisor", None) for p in found)
+    for p in found:
+        if has_parameter_data(p) and (start or p.mup_scale == 1.0):
+            continue  # in a model of init="unit" some weights keep their values
+        why = "keeps its values" if has_parameter_data(p) else "has no mup_type"
         raise ValueError(
-            f"lr: a parameter of shape {tuple(parameter.shape)} {why}, and the default rate of "
+            f"lr: a parameter of shape {tuple(p.shape)} {why}, and the default rate of "
             f"{RATES[rule]:.3g} is for parameters of RMS 1 at their initialization; pass lr"
         )
     return RATES[rule]
@@ -310,20 +217,12 @@ def _tensor(entry: Any) -> Any:
 def _multiplied(lr_scale_func: LrScale, lr_mult: LrMult) -> LrScale:
     """The function times the factor of the parameter's kind."""
     for kind, factor in lr_mult.items():
-        check_name("kind in lr_mult", kind, _KINDS)
+        check_name("kind in lr_mult", kind, get_args(Kind))
         if not 0 <= factor < math.inf:
             raise ValueError(
                 f"lr_mult must be finite and not negative, got {factor!r} for {kind!r}"
             )
-    return lambda param: lr_scale_func(param) * lr_mult.get(_kind(param), 1.0)
-
-
-_KINDS: tuple[Kind, ...] = (*get_args(MupType), "kernel")
-
-
-def _kind(param: ParameterData) -> Kind:
-    dimensions = len(param.shape) - getattr(param, "mup_stacked", False)
-    return "kernel" if param.mup_type == "weight" and dimensions > 2 else param.mup_type
+    return lambda param: lr_scale_func(param) * lr_mult.get(kind_of(param), 1.0)
 
 
 def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
@@ -381,26 +280,33 @@ def _is_scaled(group: dict[str, Any]) -> bool:
 class _Scaling:
     """What an optimizer passes to `scaled_parameters` for each group that is added."""
 
-    lr_scale_func: LrScale | str
+    lr_scale_func: str
     independent_weight_decay: bool
     allow_non_unit_scaling_params: bool
     lr_mult: LrMult | None
-    lr: float | Tensor | None
 
 
 class _UnitScaled(torch.optim.Optimizer):
     """Scales every group that is added, including those of the constructor."""
 
-    def __init__(self, scaling: _Scaling, params: ParamsT, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        scaling: _Scaling,
+        params: ParamsT,
+        lr: float | Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         self._scaling = scaling
         self._rates: set[float] = set()
         self._begun = False
         self._given: list[Tensor] = []
         self._added: list[tuple[Tensor, Tags]] = []  # since the last step
         rule = scaling.lr_scale_func
-        lr = RATES[rule] if scaling.lr is None and isinstance(rule, str) else scaling.lr
         torchs: Any = super().__init__
-        torchs(params, lr, *args, **kwargs)
+        torchs(params, RATES[rule] if lr is None else lr, *args, **kwargs)
+        if lr is None:
+            _default_rate(rule, self._given)
         self.register_step_pre_hook(_at_step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -408,6 +314,7 @@ class _UnitScaled(torch.optim.Optimizer):
         entries = _entries(param_group["params"])
         groups = scaled_parameters(
             [{**param_group, "params": entries}],
+            lr=self.defaults["lr"],
             weight_decay=self.defaults["weight_decay"],
             **vars(self._scaling),
         )
@@ -576,9 +483,8 @@ class SGD(_UnitScaled, torch.optim.SGD):
             independent_weight_decay=independent_weight_decay,
             allow_non_unit_scaling_params=allow_non_unit_scaling_params,
             lr_mult=lr_mult,
-            lr=lr,
         )
-        super().__init__(scaling, params, momentum, dampening, weight_decay, nesterov, **kwargs)
+        super().__init__(scaling, params, lr, momentum, dampening, weight_decay, nesterov, **kwargs)
 
 
 class Adam(_UnitScaled, torch.optim.Adam):
@@ -608,9 +514,8 @@ class Adam(_UnitScaled, torch.optim.Adam):
             independent_weight_decay=independent_weight_decay,
             allow_non_unit_scaling_params=allow_non_unit_scaling_params,
             lr_mult=lr_mult,
-            lr=lr,
         )
-        super().__init__(scaling, params, betas, eps, weight_decay, amsgrad, **kwargs)
+        super().__init__(scaling, params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
 
 
 class AdamW(Adam, torch.optim.AdamW):

@@ -452,3 +452,22 @@ def test_a_weight_that_no_call_reads_has_one_row():
     torch.testing.assert_close(scaled.unread.weight, model.unread.weight)
     done = [r.done for r in report(scaled).rows if (r.path, r.call) == ("unread", "weight")]
     assert done == ["keeps its values"]
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+def test_layers_of_uu_are_left_as_they_are(init: str) -> None:
+    """Their weights, kinds and depths; calls of theirs are no calls without a rule."""
+    torch.manual_seed(0)
+    stack = uu.DepthSequential(uu.Linear(16, 16), nn.Sequential(uu.LayerNorm(16), uu.GELU()))
+    plain = nn.Sequential(nn.Linear(16, 16), stack, uu.LinearReadout(16, 4)).double()
+    model = unit_scale(plain, init=init, strict=True)
+    x = torch.randn(64, 16, dtype=torch.float64)
+    hidden = model[0](x)
+    torch.testing.assert_close(model(x), plain[1:](hidden))
+    assert {row.path for row in uu.report(model)} <= {"", "0"}
+    for before, after in zip(plain[1:].parameters(), model[1:].parameters(), strict=True):
+        assert torch.equal(before, after)
+        assert (before.mup_type, before.mup_scaling_depth) == (
+            after.mup_type,
+            after.mup_scaling_depth,
+        )

@@ -12,6 +12,7 @@ import unit_scaling as uu
 from fp8.common.pitfalls import OptimizerWarning
 from unit_scaling.optim import (
     LR_MULT,
+    LR_RULES,
     RATES,
     SGD,
     UMUP,
@@ -22,6 +23,7 @@ from unit_scaling.optim import (
     scaled_parameters,
 )
 from unit_scaling.parameter import Parameter
+from unit_scaling.rules.rates import default_rate
 from unit_scaling.transforms import unit_scale
 
 OPTIMIZERS = [SGD, Adam, AdamW]
@@ -143,6 +145,7 @@ def test_default_factors():
     other = lrs(by_order(AdamW(parameters(), lr=1.0, lr_mult={"norm": 1.0})))
     assert other == pytest.approx([*expected[:2], 1.0, *expected[3:]])
     assert set(LR_MULT["adam"]) == set(UMUP)
+    assert set(RATES) == set(LR_RULES)
 
 
 def by_order(opt: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -160,6 +163,31 @@ def test_no_default_rate_for_weights_that_are_not_at_an_initialization(cls):
         with pytest.raises(ValueError, match=f"lr: a parameter .* {why}"):
             cls(model.parameters(), allow_non_unit_scaling_params=True)
         assert cls(model.parameters(), 0.1, allow_non_unit_scaling_params=True)
+
+
+@each_optimizer
+def test_the_default_rate_is_for_weights_that_keep_their_values_beside_others(cls):
+    """Also where groups part them, as those that do not decay."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Parameter(0.02 * torch.randn(4, 16))
+            self.layer, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.norm(self.layer(x + self.positions)))
+
+    model = unit_scale(Net())
+    model(torch.randn(2, 4, 16))
+    assert model.positions.mup_scale == 2**-6
+    still = [model.positions, *model.norm.parameters()]
+    rest = [*model.layer.parameters(), *model.head.parameters()]
+    opt = cls([{"params": rest, "weight_decay": 1e-4}, {"params": still, "weight_decay": 0.0}])
+    rates = {id(p): g["lr"] for g in opt.param_groups for p in g["params"]}
+    for p in model.parameters():
+        assert rates[id(p)] == pytest.approx(default_rate("sgd" if cls is SGD else "adam", p))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fp8.common.compiler import eager_only
 from fp8.common.pitfalls import OptimizerWarning, warn_once
 
+from ..rules.rates import RATES, default_rate
 from .first_call import RANGE, known_rms
 
 OFF = 3.0
@@ -123,8 +124,6 @@ def _has_gradient(parameter: Tensor) -> bool:
 
 def _check_rate(optimizer: Optimizer) -> None:
     """Warns of a learning rate that is far from the rule's for most of the weights of RMS 1."""
-    from ..optim import RATES, default_rate
-
     rule = next((r for cls, r in _RULES.items() if isinstance(optimizer, cls)), "adam")
     found: list[tuple[float, int, float]] = []  # octaves above the rule, elements, base rate
     total = 0

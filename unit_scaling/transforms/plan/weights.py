@@ -87,13 +87,18 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
     readout, seen = _readout(model), set[int]()
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen:
+            if id(parameter) not in seen and not _is_unit_scaled(module):
                 seen.add(id(parameter))
                 done = _prepared(module, leaf, parameter, init, parameter is readout)
                 rows += [] if done is None else [CallRow(path, leaf, *done)]
     rows += _scripted(model)
     remember_tags(model)
     return rows
+
+
+def _is_unit_scaled(module: nn.Module) -> bool:
+    """Whether the class of a module is one of `uu`, whose parameters have RMS 1 and tags."""
+    return bare_class(module).__module__.partition(".")[0] == "unit_scaling"
 
 
 @torch.no_grad()

@@ -275,7 +275,7 @@ class Recorder(Calls):
             name, inside = "copy_", ""  # into a view of the tensor
         else:
             name = maker.name().removesuffix("0").removesuffix("Backward")
-            inside = f"the autograd function {name}"
+            inside = "" if _is_ours(maker) else f"the autograd function {name}"
         if self.nodes and self.nodes[-1].inside == inside != "":  # its own calls
             where, path = self.nodes[-1].where, self.nodes[-1].path
         node = CallNode(None, name, path, type(maker), inputs, value=Value(tuple(tensor.shape)))
@@ -353,6 +353,12 @@ class Recorder(Calls):
                 written[0].div_(rms_of(written[0]))
         self.nodes.append(node)
         self._remember(written, others)
+
+
+def _is_ours(maker: Node) -> bool:
+    """Whether a function of this project computed the values: a layer or function of `uu`."""
+    module: str = getattr(getattr(maker, "_forward_cls", None), "__module__", "")
+    return module.partition(".")[0] in ("fp8", "unit_scaling")
 
 
 _RECOMPUTES = "CheckpointFunctionBackward"
