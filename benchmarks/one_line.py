@@ -30,7 +30,7 @@ from benchmarks import problems
 from benchmarks.architectures import VOCABULARY
 from benchmarks.common import Finished, Row, report
 from benchmarks.nanochat import NanoChat
-from benchmarks.problems import PROBLEMS, followed, gratings, zoo
+from benchmarks.problems import PROBLEMS, followed, gratings, masked, zoo
 from benchmarks.trainer import held_out_by_trainer
 from fp8.studies.findings import Run
 from fp8.studies.proof import REFERENCE, gap
@@ -71,7 +71,7 @@ MODELS: dict[str, problems.Problem] = {
     "LSTM": PROBLEMS["LSTM"],
     "graph network": PROBLEMS["graph network"],
     "diffusion U-Net": PROBLEMS["UNet"],
-    "encoder": PROBLEMS["BERT"],
+    "encoder": replace(PROBLEMS["BERT"], batch=partial(masked, rows=32)),
 }
 """The GPT has tied embeddings; the Llama has grouped queries and is trained by transformers'
 Trainer; the ViT has a class token, the ResNet batch norms, the encoder a loss of masked tokens."""

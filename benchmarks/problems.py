@@ -62,9 +62,9 @@ def text() -> bytes:
     return bytes(min(byte, VOCABULARY - 1) for byte in text)
 
 
-def _windows(number: int, length: int) -> Tensor:
-    """Windows of the text, (BATCH, length)."""
-    return text_batches(text(), BATCH, length - 1, 1, number)[0]
+def _windows(number: int, length: int, rows: int = BATCH) -> Tensor:
+    """Windows of the text, (rows, length)."""
+    return text_batches(text(), rows, length - 1, 1, number)[0]
 
 
 def read(number: int) -> dict[str, Tensor]:
@@ -73,9 +73,9 @@ def read(number: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def masked(number: int) -> dict[str, Tensor]:
+def masked(number: int, rows: int = BATCH) -> dict[str, Tensor]:
     """Text of which some letters are masked and asked for."""
-    ids = _windows(number, LENGTH)
+    ids = _windows(number, LENGTH, rows)
     hidden = torch.rand(ids.shape, generator=_generator(number)) < MASKED
     return {"input_ids": ids.masked_fill(hidden, MASK), "labels": ids.masked_fill(~hidden, -100)}
 
