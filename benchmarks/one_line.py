@@ -139,9 +139,8 @@ def held_out(name: str, problem: Problem, way: Way, seed: int, lr: float) -> flo
 
     with quiet():
         if name.endswith("Trainer"):
-            return held_out_by_trainer(
-                problem, seed, way.transform, partial(way.make, lr=lr), warmup=WARMUP
-            )
+            make = lambda parameters: way.make(parameters, lr)  # noqa: E731
+            return held_out_by_trainer(problem, seed, way.transform, make, warmup=WARMUP)
         run, _ = train(problem, "", seed, prepare, on_step=lambda: schedules[0].step())
     return run.held_out if math.isfinite(run.held_out) else math.inf
 

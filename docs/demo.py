@@ -148,6 +148,17 @@ def one_line() -> str:
     )
 
 
+def one_line_summary() -> str:
+    """One sentence: the gaps of unit_scale in FP8."""
+    rows = [row for row in results("one_line")["rows"] if row["way"] == WAYS[1]]
+    gaps = ", ".join(f"{row['name']} {row['gap']:+.2f}" for row in rows)
+    return (
+        "One line and no learning rate: the held-out loss of `simulate_fp8(unit_scale(model))` "
+        "under `uu.optim.AdamW(model.parameters())`, minus that of the plain model under torch's "
+        f"AdamW at its best rate ([how](docs/learning-rates.md#without-a-rate)): {gaps}."
+    )
+
+
 def every_row(name: str, columns: str = "") -> str:
     """All rows of a benchmark. columns: the heading of the first one."""
     rows = results(name)["rows"]
@@ -161,7 +172,7 @@ def _cell(value: Any) -> str:
 
 
 PARTS: dict[Path, dict[str, Callable[[], str]]] = {
-    README: {"demo": summary, "one_line": one_line},
+    README: {"demo": summary, "one_line": one_line_summary},
     PAGE: {"demo": demo, "training": training},
     RATES: {
         "one_line": one_line,
