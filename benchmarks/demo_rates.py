@@ -1,7 +1,8 @@
-"""Which peak learning rate is best for each variant of the demo?
+"""Which peak learning rate is best for each plain variant of the demo?
 
-``python -m benchmarks.demo_rates`` trains every variant of ``make demo``, at the demo's size, under
-rates a factor of two apart: from the preset's downhill, until the best one lies between two others.
+``python -m benchmarks.demo_rates`` trains every variant of ``make demo`` but the unit-scaled ones,
+which have a default, at the demo's size, under rates a factor of two apart: from the preset's
+downhill, until the best one lies between two others.
 Run again, it continues with what is missing in --out.
 """
 
@@ -76,7 +77,8 @@ def main() -> int:
     """Trains what is missing, prints the rows and records them."""
     parser = argparse.ArgumentParser(prog="benchmarks.demo_rates", description=__doc__)
     parser.add_argument("--data", help="text to train on (default: the standard library's source)")
-    parser.add_argument("--variants", default=",".join(DEMO))
+    plain = [name for name in DEMO if not VARIANTS[name].unit_scaled]
+    parser.add_argument("--variants", default=",".join(plain))
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--out", type=Path, default=Path("out/benchmark-demo-rates.jsonl"))
     args = parser.parse_args()
