@@ -34,7 +34,8 @@ from fp8.common.compiler import eager_only
 from fp8.common.pitfalls import OptimizerWarning, warn_once
 from fp8.common.validation import check_name, check_number
 
-from .parameter import ParameterData, Tags, has_parameter_data, tags_of
+from .checks.late import LateRates
+from .parameter import ParameterData, has_parameter_data, tags_of
 from .rules.rates import (
     LR_MULT,
     LR_RULES,
@@ -140,8 +141,10 @@ def scaled_parameters(
     >>> torch.optim.Muon(groups).param_groups[0]["lr"]
     2.0
     """
-    rule = lr_scale_func
-    lr_scale_func = _multiplied(_as_function(rule), {**_default_mult(rule), **(lr_mult or {})})
+    rule, lr_mult = lr_scale_func, {**_default_mult(lr_scale_func), **(lr_mult or {})}
+    _as_function(rule)
+    _check_mult(lr_mult)
+    factor = partial(_factor, rule, lr_mult)
     groups = [{**group, "params": _entries(group["params"])} for group in _as_groups(params)]
     rest = [_tensor(e) for g in groups if g.get("lr", lr) is None for e in g["params"]]
     default = _default_rate(rule, rest) if rest else lr
@@ -154,7 +157,7 @@ def scaled_parameters(
         if independent_weight_decay:
             _warn_of_decay(float(decay))
         others = {k: v for k, v in group.items() if k not in _OWN_KEYS}
-        for scale, entries in _by_scale(group, lr_scale_func, allow_non_unit_scaling_params):
+        for scale, entries in _by_scale(group, factor, allow_non_unit_scaling_params):
             rate = base if scale == 1.0 else base * scale
             divide = independent_weight_decay and float(rate) != 0.0
             result.append(
@@ -214,15 +217,18 @@ def _tensor(entry: Any) -> Any:
     return entry[1] if isinstance(entry, tuple) else entry
 
 
-def _multiplied(lr_scale_func: LrScale, lr_mult: LrMult) -> LrScale:
-    """The function times the factor of the parameter's kind."""
+def _factor(rule: LrScale | str, mult: LrMult, param: Any) -> float:
+    """The factor of a rule, times that of the parameter's kind."""
+    return _as_function(rule)(param) * mult.get(kind_of(param), 1.0)
+
+
+def _check_mult(lr_mult: LrMult) -> None:
     for kind, factor in lr_mult.items():
         check_name("kind in lr_mult", kind, get_args(Kind))
         if not 0 <= factor < math.inf:
             raise ValueError(
                 f"lr_mult must be finite and not negative, got {factor!r} for {kind!r}"
             )
-    return lambda param: lr_scale_func(param) * lr_mult.get(kind_of(param), 1.0)
 
 
 def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
@@ -301,13 +307,15 @@ class _UnitScaled(torch.optim.Optimizer):
         self._rates: set[float] = set()
         self._begun = False
         self._given: list[Tensor] = []
-        self._added: list[tuple[Tensor, Tags]] = []  # since the last step
         rule = scaling.lr_scale_func
+        mult = {**_default_mult(rule), **(scaling.lr_mult or {})}
+        self._late = LateRates(tags_of, partial(_factor, rule, mult))
         torchs: Any = super().__init__
         torchs(params, RATES[rule] if lr is None else lr, *args, **kwargs)
         if lr is None:
             _default_rate(rule, self._given)
-        self.register_step_pre_hook(_at_step)
+        self.register_step_pre_hook(_before_step)
+        self.register_step_post_hook(_after_step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds the parameters of the group, as one group for each learning rate."""
@@ -324,7 +332,7 @@ class _UnitScaled(torch.optim.Optimizer):
             super().add_param_group(group)
             self._rates.add(float(group["lr"]))
         self._given += map(_tensor, entries)
-        self._added += [(p, tags_of(p)) for p in map(_tensor, entries)]
+        self._late.add(map(_tensor, entries))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch; also loads the state_dict of an optimizer with other parameter groups.
@@ -341,7 +349,7 @@ class _UnitScaled(torch.optim.Optimizer):
         super().load_state_dict(_grouped_as(self, state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_scaling", "_rates", "_begun", "_given", "_added")
+        own = ("_scaling", "_rates", "_begun", "_given", "_late")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
 
@@ -403,26 +411,14 @@ _FLAT = (
 
 
 @eager_only()
-def _at_step(opt: Any, args: Any, kwargs: Any) -> None:
-    _warn_of_new_tags(opt)
+def _before_step(opt: Any, args: Any, kwargs: Any) -> None:
     _refuse_flat_rates(opt)
+    opt._late.before_step(opt)
 
 
-def _warn_of_new_tags(opt: Any) -> None:
-    """Warns of parameters whose tags have changed between the choice of their learning rates and
-    the step after it."""
-    count = sum(tags_of(p)._replace(mup_divisor=t.mup_divisor) != t for p, t in opt._added)
-    opt._added.clear()
-    if count:
-        name = type(opt).__name__
-        warn_once(
-            OptimizerWarning,
-            f"{name} was made before the model's first call, which has found another kind, depth "
-            f"or scale for {count} parameters (unit_scaling.report lists them), so their learning "
-            f"rates are wrong. Call the model once, then make {name}",
-            about=opt,
-            key="tags",
-        )
+@eager_only()
+def _after_step(opt: Any, args: Any, kwargs: Any) -> None:
+    opt._late.after_step()
 
 
 def _refuse_flat_rates(opt: Any) -> None:

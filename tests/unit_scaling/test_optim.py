@@ -11,8 +11,6 @@ from torch.optim import lr_scheduler
 import unit_scaling as uu
 from fp8.common.pitfalls import OptimizerWarning
 from unit_scaling.optim import (
-    LR_MULT,
-    LR_RULES,
     RATES,
     SGD,
     UMUP,
@@ -23,8 +21,6 @@ from unit_scaling.optim import (
     scaled_parameters,
 )
 from unit_scaling.parameter import Parameter
-from unit_scaling.rules.rates import default_rate
-from unit_scaling.transforms import unit_scale
 
 OPTIMIZERS = [SGD, Adam, AdamW]
 each_optimizer = pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda c: c.__name__)
@@ -132,113 +128,6 @@ def test_lr_mult_that_cannot_be():
     for factor in (-1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="lr_mult must be finite and not negative"):
             scaled_parameters(parameters(), "adam", lr=1.0, lr_mult={"norm": factor})
-
-
-def test_default_factors():
-    """Those of LR_MULT, unless another is given for the kind; u-muP's by UMUP or as a function."""
-    umup = [lr_scale_func_adam(p) for p in parameters()]
-    kinds = ["weight", "bias", "norm", "output", "kernel", "weight", "kernel"]
-    factors = [LR_MULT["adam"].get(kind, 1.0) for kind in kinds]
-    expected = [u * f for u, f in zip(umup, factors, strict=True)]
-    assert lrs(by_order(AdamW(parameters(), lr=1.0))) == pytest.approx(expected)
-    assert lrs(by_order(AdamW(parameters(), lr=1.0, lr_mult=UMUP))) == pytest.approx(umup)
-    other = lrs(by_order(AdamW(parameters(), lr=1.0, lr_mult={"norm": 1.0})))
-    assert other == pytest.approx([*expected[:2], 1.0, *expected[3:]])
-    assert set(LR_MULT["adam"]) == set(UMUP)
-    assert set(RATES) == set(LR_RULES)
-
-
-def by_order(opt: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer with its groups' parameters as one group each, in the order given."""
-    rates = {id(p): g["lr"] for g in opt.param_groups for p in g["params"]}
-    return torch.optim.SGD([{"params": [p], "lr": rates[id(p)]} for p in opt._given])
-
-
-@pytest.mark.parametrize("cls", OPTIMIZERS)
-def test_no_default_rate_for_weights_that_are_not_at_an_initialization(cls):
-    for model, why in (
-        (unit_scale(nn.Linear(4, 4), init="preserve"), "keeps its values"),
-        (nn.Linear(4, 4), "has no mup_type"),
-    ):
-        with pytest.raises(ValueError, match=f"lr: a parameter .* {why}"):
-            cls(model.parameters(), allow_non_unit_scaling_params=True)
-        assert cls(model.parameters(), 0.1, allow_non_unit_scaling_params=True)
-
-
-@each_optimizer
-def test_the_default_rate_is_for_weights_that_keep_their_values_beside_others(cls):
-    """Also where groups part them, as those that do not decay."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.positions = nn.Parameter(0.02 * torch.randn(4, 16))
-            self.layer, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
-            self.head = nn.Linear(16, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.norm(self.layer(x + self.positions)))
-
-    model = unit_scale(Net())
-    model(torch.randn(2, 4, 16))
-    assert model.positions.mup_scale == 2**-6
-    still = [model.positions, *model.norm.parameters()]
-    rest = [*model.layer.parameters(), *model.head.parameters()]
-    opt = cls([{"params": rest, "weight_decay": 1e-4}, {"params": still, "weight_decay": 0.0}])
-    rates = {id(p): g["lr"] for g in opt.param_groups for p in g["params"]}
-    for p in model.parameters():
-        assert rates[id(p)] == pytest.approx(default_rate("sgd" if cls is SGD else "adam", p))
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_takes_the_steps_of_mup_on_weights_of_unit_scale(momentum: float):
-    """Those of a plain layer w = u / sqrt(fan_in) at the same rate, of a true gradient."""
-    torch.manual_seed(0)
-    scaled = unit_scale(nn.Linear(16, 8, bias=False).double())
-    w = nn.Parameter(scaled.weight.detach() / 4)
-    x = torch.randn(4, 16, dtype=torch.float64)
-    ours, plain = SGD(scaled.parameters(), 0.1, momentum), torch.optim.SGD([w], 0.1, momentum)
-    for _ in range(3):
-        for output in (scaled(x), nn.functional.linear(x, w)):
-            output.square().mean().backward()
-        ours.step()
-        plain.step()
-        torch.testing.assert_close(scaled.weight / 4, w)
-
-
-@each_optimizer
-def test_a_decay_copied_from_torch_is_named(cls):
-    decay = {SGD: 0.011, Adam: 0.012, AdamW: 0.013}[cls]  # once per process and number
-    with pytest.warns(OptimizerWarning, match=f"weight_decay={decay} takes 1% off .* times the lr"):
-        opt = cls(parameters(), lr=0.5, weight_decay=decay)
-    assert len(opt.param_groups) > 1
-    cls(parameters(), lr=0.5, weight_decay=0.2, independent_weight_decay=False)
-    cls(parameters(), lr=0.5, weight_decay=0.009)
-
-
-def test_an_optimizer_made_before_the_first_call_that_changes_kinds_says_so():
-    """Its rates are those of the tags of then; with the default residual rule no tag changes."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.layer(torch.relu(x))
-
-    def trained(residual: str) -> None:
-        blocks = (Block() for _ in range(6))
-        model = unit_scale(nn.Sequential(*blocks, nn.Linear(16, 4)), residual=residual)
-        opt = AdamW(model.parameters())
-        for _ in range(2):
-            model(torch.randn(4, 16)).square().mean().backward()
-            opt.step()
-
-    trained("completep")
-    with pytest.warns(OptimizerWarning, match="made before the model's first call") as caught:
-        trained("umup")
-    assert len(caught) == 1
 
 
 @each_optimizer

@@ -120,7 +120,7 @@ def _kept_rows(names: Iterable[str]) -> list[CallRow]:
     rows = []
     for name in sorted(names):
         path, _, leaf = name.rpartition(".")
-        why = "no product or look-up alone reads it: make the optimizer after the first call"
+        why = "no product or look-up alone reads it"
         rows.append(CallRow(path, leaf, KEPT, why))
     return rows
 

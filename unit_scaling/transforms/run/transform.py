@@ -285,7 +285,7 @@ class UnitScale:
         for name in sorted(names):
             tag(_parameter(module, path, name), "weight")
             owner, _, leaf = name.rpartition(".")
-            why = "not the readout: make the optimizer after the first call"
+            why = "not the readout"
             self.plan.rows.append(CallRow(owner, leaf, "tagged as weight", why))
 
     def _deepen(self, module: nn.Module, path: str, depths: dict[str, int]) -> None:

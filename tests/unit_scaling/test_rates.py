@@ -1,0 +1,167 @@
+"""Learning rates without ``lr``: what they are, what they are not for, and warnings about others."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from fp8.common.pitfalls import OptimizerWarning
+from tests.unit_scaling.test_optim import OPTIMIZERS, each_optimizer, lrs, parameters
+from unit_scaling.optim import (
+    LR_MULT,
+    LR_RULES,
+    RATES,
+    SGD,
+    UMUP,
+    Adam,
+    AdamW,
+    lr_scale_func_adam,
+)
+from unit_scaling.rules.rates import default_rate
+from unit_scaling.transforms import unit_scale
+
+
+def test_default_factors():
+    """Those of LR_MULT, unless another is given for the kind; u-muP's by UMUP or as a function."""
+    umup = [lr_scale_func_adam(p) for p in parameters()]
+    kinds = ["weight", "bias", "norm", "output", "kernel", "weight", "kernel"]
+    factors = [LR_MULT["adam"].get(kind, 1.0) for kind in kinds]
+    expected = [u * f for u, f in zip(umup, factors, strict=True)]
+    assert lrs(by_order(AdamW(parameters(), lr=1.0))) == pytest.approx(expected)
+    assert lrs(by_order(AdamW(parameters(), lr=1.0, lr_mult=UMUP))) == pytest.approx(umup)
+    other = lrs(by_order(AdamW(parameters(), lr=1.0, lr_mult={"norm": 1.0})))
+    assert other == pytest.approx([*expected[:2], 1.0, *expected[3:]])
+    assert set(LR_MULT["adam"]) == set(UMUP)
+    assert set(RATES) == set(LR_RULES)
+
+
+def by_order(opt: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer with its groups' parameters as one group each, in the order given."""
+    rates = {id(p): g["lr"] for g in opt.param_groups for p in g["params"]}
+    return torch.optim.SGD([{"params": [p], "lr": rates[id(p)]} for p in opt._given])
+
+
+@pytest.mark.parametrize("cls", OPTIMIZERS)
+def test_no_default_rate_for_weights_that_are_not_at_an_initialization(cls):
+    for model, why in (
+        (unit_scale(nn.Linear(4, 4), init="preserve"), "keeps its values"),
+        (nn.Linear(4, 4), "has no mup_type"),
+    ):
+        with pytest.raises(ValueError, match=f"lr: a parameter .* {why}"):
+            cls(model.parameters(), allow_non_unit_scaling_params=True)
+        assert cls(model.parameters(), 0.1, allow_non_unit_scaling_params=True)
+
+
+@each_optimizer
+def test_the_default_rate_is_for_weights_that_keep_their_values_beside_others(cls):
+    """Also where groups part them, as those that do not decay."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Parameter(0.02 * torch.randn(4, 16))
+            self.layer, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.norm(self.layer(x + self.positions)))
+
+    torch.manual_seed(0)
+    model = unit_scale(Net())
+    model(torch.randn(2, 4, 16))
+    assert model.positions.mup_scale == 2**-6
+    still = [model.positions, *model.norm.parameters()]
+    rest = [*model.layer.parameters(), *model.head.parameters()]
+    opt = cls([{"params": rest, "weight_decay": 1e-4}, {"params": still, "weight_decay": 0.0}])
+    rates = {id(p): g["lr"] for g in opt.param_groups for p in g["params"]}
+    for p in model.parameters():
+        assert rates[id(p)] == pytest.approx(default_rate("sgd" if cls is SGD else "adam", p))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_takes_the_steps_of_mup_on_weights_of_unit_scale(momentum: float):
+    """Those of a plain layer w = u / sqrt(fan_in) at the same rate, of a true gradient."""
+    torch.manual_seed(0)
+    scaled = unit_scale(nn.Linear(16, 8, bias=False).double())
+    w = nn.Parameter(scaled.weight.detach() / 4)
+    x = torch.randn(4, 16, dtype=torch.float64)
+    ours, plain = SGD(scaled.parameters(), 0.1, momentum), torch.optim.SGD([w], 0.1, momentum)
+    for _ in range(3):
+        for output in (scaled(x), nn.functional.linear(x, w)):
+            output.square().mean().backward()
+        ours.step()
+        plain.step()
+        torch.testing.assert_close(scaled.weight / 4, w)
+
+
+@each_optimizer
+def test_a_decay_copied_from_torch_is_named(cls):
+    decay = {SGD: 0.011, Adam: 0.012, AdamW: 0.013}[cls]  # once per process and number
+    with pytest.warns(OptimizerWarning, match=f"weight_decay={decay} takes 1% off .* times the lr"):
+        opt = cls(parameters(), lr=0.5, weight_decay=decay)
+    assert len(opt.param_groups) > 1
+    cls(parameters(), lr=0.5, weight_decay=0.2, independent_weight_decay=False)
+    cls(parameters(), lr=0.5, weight_decay=0.009)
+
+
+class Net(nn.Module):
+    """Its first call finds that positions keep their values, and a branch with the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(0.02 * torch.randn(4, 16))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions
+        for block in self.blocks:
+            x = x + block(torch.relu(x))
+        return self.head(self.norm(x))
+
+
+@pytest.mark.filterwarnings("ignore:AdamW was made before:fp8.OptimizerWarning")
+@pytest.mark.filterwarnings("ignore:Adam was made before:fp8.OptimizerWarning")
+@pytest.mark.filterwarnings("ignore:SGD was made before:fp8.OptimizerWarning")
+@pytest.mark.parametrize("residual", ["completep", "umup"])
+@each_optimizer
+def test_an_optimizer_made_before_the_first_call_takes_the_steps_of_one_made_after(cls, residual):
+    """Under a schedule, and after its state was loaded, too."""
+    torch.manual_seed(0)
+    model = unit_scale(Net().double(), residual=residual)
+    other = copy.deepcopy(model)
+    x = torch.randn(8, 4, 16, dtype=torch.float64)
+    other(x)
+    kinds = {n: (p.mup_type, p.mup_scale) for n, p in other.named_parameters()}
+    assert kinds["positions"] == ("weight", 2**-6)
+    assert kinds["blocks.5.weight"] == ("weight", 1.0)  # not the readout
+    settings = {"momentum": 0.9} if cls is SGD else {}
+    early, late = (cls(m.parameters(), lr=0.1, **settings) for m in (model, other))
+    schedules = [lr_scheduler.CosineAnnealingLR(opt, 10) for opt in (early, late)]
+    for step in range(5):
+        for m, opt, schedule in zip((model, other), (early, late), schedules, strict=True):
+            opt.zero_grad()
+            m(x).square().mean().backward()
+            opt.step()
+            schedule.step()
+        if step == 2:
+            early.load_state_dict(copy.deepcopy(early.state_dict()))
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)  # Adam's eps is that of the group
+
+
+def test_late_rates_of_many_weights_are_named_once():
+    def trained(residual: str) -> None:
+        model = unit_scale(Net(), residual=residual)
+        opt = AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.randn(2, 4, 16)).square().mean().backward()
+            opt.step()
+
+    with pytest.warns(OptimizerWarning, match="made before the model's first call") as caught:
+        trained("umup")
+    assert len(caught) == 1

@@ -1,0 +1,86 @@
+"""Learning rates of parameters that get other tags after their optimizer was made.
+
+The first call of a model of `unit_scale` finds which weights keep their values (a class token,
+positions), which readout is none, and the depth of branches. The groups of an optimizer that was
+made before have the rates of the tags of then, and schedules know these groups. So the groups stay,
+and each step of such a parameter is multiplied by the quotient of the two rates: steps are in
+proportion to the rate under SGD, Adam and AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8.common.pitfalls import OptimizerWarning, warn_once
+
+SHARE = 0.1
+"""The share of an optimizer's numbers, of which a step needs a copy, from which it is reported."""
+
+
+@dataclass
+class Late:
+    """A parameter, the factor of its steps, and its values before the running step."""
+
+    parameter: Tensor
+    factor: float
+    before: Tensor | None = None
+
+
+class LateRates:
+    """The parameters of an optimizer whose tags have changed. tags: reads those of a parameter.
+    rate: the factor of a learning rate, of anything with tags and a shape."""
+
+    def __init__(self, tags: Callable[[Any], Any], rate: Callable[[Any], float]) -> None:
+        self._tags, self._rate = tags, rate
+        self._added: list[tuple[Tensor, Any]] = []  # since the last step
+        self._late: list[Late] = []
+
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Remembers the tags that the rates of parameters are for."""
+        self._added += [(p, self._tags(p)) for p in parameters]
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Finds the changes since parameters were added, and keeps what the step is taken from."""
+        for parameter, known in self._added:
+            now = self._tags(parameter)
+            if now._replace(mup_divisor=known.mup_divisor) != known:
+                old, new = (
+                    self._rate(SimpleNamespace(**tags._asdict(), shape=parameter.shape))
+                    for tags in (known, now)
+                )
+                if old != new:
+                    self._late.append(Late(parameter, new / old))
+        if self._added and self._late:
+            self._warn(optimizer)
+        self._added.clear()
+        for late in self._late:
+            late.before = late.parameter.detach().clone()
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Multiplies the steps that were taken."""
+        for late in self._late:
+            if late.before is not None:
+                late.parameter.copy_(torch.lerp(late.before, late.parameter, late.factor))
+                late.before = None
+
+    def _warn(self, optimizer: torch.optim.Optimizer) -> None:
+        total = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        if sum(late.parameter.numel() for late in self._late) <= SHARE * total:
+            return
+        name = type(optimizer).__name__
+        warn_once(
+            OptimizerWarning,
+            f"{name} was made before the model's first call, which has found another kind, depth "
+            f"or scale for {len(self._late)} parameters (unit_scaling.report lists them). Their "
+            "steps are corrected, with a copy of them at each step. To save that, call the model "
+            f"once before {name} is made",
+            about=optimizer,
+            key="tags",
+        )
