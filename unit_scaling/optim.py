@@ -448,8 +448,7 @@ class SGD(_UnitScaled, torch.optim.SGD):
     Args:
         params: as in `scaled_parameters`.
         lr: as in `scaled_parameters`. For weights of `unit_scaling.transforms.unit_scale`, whose
-            gradients are true ones, the factor is the fan-in, so that a rate of the size that suits
-            a plain model suits them.
+            gradients are true ones, the factor is 5 times the fan-in.
         weight_decay: as in `scaled_parameters`.
         independent_weight_decay: see `scaled_parameters`.
         allow_non_unit_scaling_params: see `scaled_parameters`.

@@ -1,4 +1,4 @@
-"""Learning rates without ``lr``: what they are, what they are not for, and warnings about others."""
+"""Learning rates without ``lr``, what they are not for, and warnings about others."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def test_the_default_rate_is_for_weights_that_keep_their_values_beside_others(cl
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_takes_the_steps_of_mup_on_weights_of_unit_scale(momentum: float):
-    """Those of a plain layer w = u / sqrt(fan_in) at the same rate, of a true gradient."""
+    """Those of a plain layer w = u / sqrt(fan_in) at 5 times the rate, of a true gradient."""
     torch.manual_seed(0)
     scaled = unit_scale(nn.Linear(16, 8, bias=False).double())
     w = nn.Parameter(scaled.weight.detach() / 4)
     x = torch.randn(4, 16, dtype=torch.float64)
-    ours, plain = SGD(scaled.parameters(), 0.1, momentum), torch.optim.SGD([w], 0.1, momentum)
+    ours, plain = SGD(scaled.parameters(), 0.1, momentum), torch.optim.SGD([w], 0.5, momentum)
     for _ in range(3):
         for output in (scaled(x), nn.functional.linear(x, w)):
             output.square().mean().backward()
