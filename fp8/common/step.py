@@ -267,6 +267,13 @@ class Writes:
                     known = self._at[key].detach()
                     self._values[key] = known, known.clone()
 
+    def changed(self, tensor: Tensor) -> bool:
+        """Whether calls have changed the values of one of the tensors."""
+        if any(owner is tensor for owner, _ in self._data):
+            return True
+        known, before = self._values.get(_storage(tensor) or 0, (tensor, None))
+        return before is not None and not torch.equal(known, before)
+
     def undo(self) -> None:
         """Writes back what was kept."""
         for tensor, before in reversed(self._data):
@@ -281,7 +288,7 @@ class restored(TorchFunctionMode):
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
-        self._writes = Writes(list(parameters))
+        self.writes = Writes(list(parameters))
 
     def __torch_function__(
         self,
@@ -290,12 +297,12 @@ class restored(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        self._writes.note(function, args, kwargs or {})
+        self.writes.note(function, args, kwargs or {})
         return function(*args, **kwargs or {})
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._writes.undo()
+        self.writes.undo()
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fp8.casts.measuring import uncast
 from fp8.casts.operands import static_exponent
-from fp8.common.step import detached, restored, seeded
+from fp8.common.step import Writes, detached, restored, seeded
 from fp8.common.threads import Setting, apart
 
 from ...parameter import restore_own_tags
@@ -137,17 +137,17 @@ _SILENT = Setting(_without_warnings)
 
 
 @contextmanager
-def _unchanged(copy: nn.Module) -> Iterator[None]:
+def _unchanged(copy: nn.Module) -> Iterator[Writes]:
     """Restores random states, and the parameters, which ``copy`` shares with its model, with their
-    gradients: a model may call ``backward`` itself."""
+    gradients: a model may call ``backward`` itself. Yields what is written into parameters."""
     parameters = list(copy.parameters())
     devices = sorted({p.device.index or 0 for p in parameters if p.is_cuda})
     gradients = [p.grad for p in parameters]
     try:
         for parameter in parameters:
             parameter.grad = None
-        with seeded(None, devices), restored(parameters):
-            yield
+        with seeded(None, devices), restored(parameters) as mode:
+            yield mode.writes
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -167,14 +167,10 @@ def _record(transform: Any, module: nn.Module, path: str, given: Given) -> Recor
         normalizes=not transform.preserves,
         in_pairs=not transform.preserves,
     )
-    before = {name: p.detach().clone() for name, p in copy.named_parameters(prefix=path)}
-    with _unchanged(copy):
+    with _unchanged(copy) as writes:
         output = _run(transform, recorder, copy, path, args, kwargs)
-        changed = frozenset(
-            name
-            for name, p in copy.named_parameters(prefix=path)
-            if not torch.equal(before[name], p.detach())
-        )
+        named = copy.named_parameters(prefix=path)
+        changed = frozenset(name for name, p in named if writes.changed(p))
     buffers = {id(b): name for name, b in copy.named_buffers()}
     return Recording(recorder.nodes, recorder.nodes_of(output), buffers, changed)
 
