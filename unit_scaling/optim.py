@@ -519,7 +519,7 @@ class AdamW(Adam, torch.optim.AdamW):
     Positional arguments are those of torch; see `SGD` for the others.
 
     >>> from unit_scaling import Linear
-    >>> opt = AdamW(Linear(16, 4).parameters(), lr=0.5, weight_decay=0.01)
+    >>> opt = AdamW(Linear(16, 4).parameters(), weight_decay=1e-3)
     >>> opt.param_groups[0]["lr"], opt.param_groups[0]["weight_decay"]
-    (0.125, 0.08)
+    (0.125, 0.008)
     """

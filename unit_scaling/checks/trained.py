@@ -39,7 +39,8 @@ def signs_of_training(model: nn.Module) -> str:
     """What no initialization gives: gains that differ within a layer, or rows and columns of
     different sizes in most of the weights; "" if there is nothing of that kind."""
     for path, module in model.named_modules():
-        gain = module._parameters.get("weight")  # not as an attribute: that may be computed
+        own = dict(module.named_parameters(recurse=False))
+        gain = own.get("weight")  # not as an attribute: that may be computed
         if gain is not None and gain.dim() == 1 and _readable(gain) and len(gain.unique()) > 1:
             return f"the gains of {path or type(module).__name__} differ"
     weights = [p for p in model.parameters() if p.dim() > 1 and _readable(p) and _is_large(p)]

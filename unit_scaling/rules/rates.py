@@ -99,7 +99,7 @@ RATES: dict[str, float] = {
 
 def lr_scale_for_depth(param: Any) -> float:
     """Returns 1 / sqrt(mup_scaling_depth); 1 outside a stack of layers."""
-    depth = param.mup_scaling_depth
+    depth = getattr(param, "mup_scaling_depth", None)
     return 1.0 if depth is None else float(depth**-0.5)
 
 

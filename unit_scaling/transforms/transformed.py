@@ -67,7 +67,7 @@ def plan(model: nn.Module) -> ModelPlan:
     >>> model = unit_scale(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
     >>> _ = model(torch.randn(2, 4))
     >>> print(plan(model))
-    plan of unit_scale(init='unit', residual='fixed')
+    plan of unit_scale(init='unit', residual='completep')
     module  call    step
     0       linear  linear, factor=0.5, names=('weight', 'bias', 'output', 'input')
     >>> ModelPlan.from_json(plan(model).to_json()) == plan(model)

@@ -70,7 +70,7 @@ def test_a_run_without_values_leaves_no_state(kind):
     expected = copy.deepcopy(parts)
     made = [PipelineStage(part, i, 2, torch.device("cpu")) for i, part in enumerate(parts)]
     schedule = ScheduleInterleaved1F1B(made, PARTS, loss_fn=F.mse_loss)
-    optimizers = [torch.optim.SGD(nn.ModuleList(p).parameters(), 0.1) for p in (parts, expected)]
+    optimizers = [torch.optim.SGD(nn.ModuleList(p).parameters(), 0.5) for p in (parts, expected)]
     for i in range(2):
         x, y = data(i)
         losses: list[Tensor] = []

@@ -135,7 +135,7 @@ def check_checkpoint(folder: Path) -> None:
     model, opt = make(seed=1)
     gather_in_fp8(model, "unit")
     fully_shard(model)
-    opt = uu.optim.AdamW(model.parameters(), 0.01)
+    opt = uu.optim.AdamW(model.parameters(), 0.1)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True))
     dcp.load(state, checkpoint_id=folder / "of_one")
     set_state_dict(model, opt, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

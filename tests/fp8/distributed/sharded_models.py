@@ -19,7 +19,7 @@ def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = unit_scale(nn.Sequential(*layers, nn.Linear(WIDTH, VOCAB)))
     model = fp8.convert(model, "unit")
     model(torch.zeros(2, 2, dtype=torch.int64))  # is recorded before anything shards it
-    return model, uu.optim.AdamW(model.parameters(), 0.01)
+    return model, uu.optim.AdamW(model.parameters(), 0.1)
 
 
 def make_fp8(seed: int) -> nn.Module:
