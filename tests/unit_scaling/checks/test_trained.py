@@ -62,6 +62,15 @@ def test_trained_models_show_signs(name: str):
     assert signs_of_training(model) != ""
 
 
+def test_random_gains_show_no_signs():
+    """As MobileViT's batch norms are initialized."""
+    model = plain()
+    nn.init.normal_(model[1].weight, std=0.02)
+    assert signs_of_training(model) == ""
+    nn.init.normal_(model[1].weight, mean=1.0, std=0.02)
+    assert signs_of_training(model) != ""
+
+
 def test_unit_scale_warns_once_and_names_preserve():
     model = plain()
     model[1].weight.data[3] = 1.5
