@@ -6,7 +6,6 @@ with one of them changed at a time. Run again, it continues in --out.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 import unit_scaling as uu
 from benchmarks.common import Finished, Row, report
-from benchmarks.one_line import HELD_OUT, MODELS, Way, held_out, parsed
+from benchmarks.one_line import HELD_OUT, MODELS, Way, held_out, mean_loss, parsed
 from fp8.studies.training import Problem
 from unit_scaling.optim import LR_MULT, RATES, UMUP, Kind
 from unit_scaling.transforms import unit_scale
@@ -66,13 +65,9 @@ def main() -> int:
     for model in args.models.split(";"):
         problem = Problem(MODELS[model], args.steps, HELD_OUT)
         for name, change in CHANGES.items():
-            found = []
-            for seed in seeds:
-                about = {"model": model, "change": name, "seed": seed, "steps": args.steps}
-                about["torch"] = torch.__version__
-                train = partial(held_out, model, problem, change.way(), seed, 0.0)
-                found.append(finished.loss(about, train))
-            losses[model, name] = statistics.fmean(found)
+            about = {"model": model, "change": name, "steps": args.steps}
+            train = partial(held_out, model, problem, change.way(), lr=0.0)
+            losses[model, name] = mean_loss(finished, about, seeds, train)
             print(f"{model:16} {name:32} {losses[model, name]:.4f}", flush=True)
     models = args.models.split(";")
     rows: list[Row] = [

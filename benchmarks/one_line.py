@@ -50,20 +50,21 @@ def noisy(number: int) -> tuple[Tensor, Tensor]:
     return images + NOISE * noise, labels
 
 
-def gpt() -> nn.Module:
+def gpt(layers: int = 4, width: int = 64) -> nn.Module:
     """The demo's GPT, smaller."""
-    return GPT(GPTConfig(vocab=VOCABULARY, context=problems.LENGTH, layers=4, heads=4, width=64))
+    size = {"layers": layers, "heads": 4, "width": width}
+    return GPT(GPTConfig(vocab=VOCABULARY, context=problems.LENGTH, **size))
 
 
 def _own(name: str, build: Callable[[], nn.Module]) -> problems.Problem:
     return problems.Problem(name, "decoder", "ours", build, followed)
 
 
+BY_TRAINER = "Llama, Trainer"
+
 MODELS: dict[str, problems.Problem] = {
     "GPT": _own("GPT", gpt),
-    "Llama, Trainer": replace(
-        PROBLEMS["Llama"], build=partial(zoo, "Llama", num_key_value_heads=2)
-    ),
+    BY_TRAINER: replace(PROBLEMS["Llama"], build=partial(zoo, "Llama", num_key_value_heads=2)),
     "nanochat": _own("nanochat", NanoChat),
     "ViT": PROBLEMS["ViT"],
     "ResNet": replace(PROBLEMS["residual"], batch=noisy),
@@ -138,11 +139,21 @@ def held_out(name: str, problem: Problem, way: Way, seed: int, lr: float) -> flo
         return model, optimizer
 
     with quiet():
-        if name.endswith("Trainer"):
+        if name == BY_TRAINER:
             make = lambda parameters: way.make(parameters, lr)  # noqa: E731
             return held_out_by_trainer(problem, seed, way.transform, make, warmup=WARMUP)
         run, _ = train(problem, "", seed, prepare, on_step=lambda: schedules[0].step())
     return run.held_out if math.isfinite(run.held_out) else math.inf
+
+
+def mean_loss(
+    finished: Finished, about: Row, seeds: Sequence[int], train: Callable[[int], float]
+) -> float:
+    """The mean over seeds of what a run ends at, each trained once. about: what it is."""
+    about = {**about, "torch": torch.__version__}
+    return statistics.fmean(
+        finished.loss({**about, "seed": seed}, partial(train, seed)) for seed in seeds
+    )
 
 
 def best_rate(loss: Callable[[float], float], start: float) -> float:
@@ -201,7 +212,7 @@ def _rounded(value: float) -> float | None:
 
 
 def parsed(name: str, models: Mapping[str, Any], doc: str | None) -> argparse.Namespace:
-    """The command line of this benchmark and of `benchmarks.defaults`."""
+    """The command line of this benchmark, of `benchmarks.defaults` and of `benchmarks.sizes`."""
     parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=doc)
     parser.add_argument("--models", default=";".join(models), help="names, separated by ;")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))

@@ -7,22 +7,16 @@ several depths and widths, under learning rates around the default. Run again, i
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
 
-from benchmarks import problems
-from benchmarks.architectures import VOCABULARY
 from benchmarks.common import Finished, Row, report
 from benchmarks.defaults import RATE, Change
-from benchmarks.one_line import HELD_OUT, MODELS, held_out, parsed
+from benchmarks.one_line import HELD_OUT, MODELS, gpt, held_out, mean_loss, parsed
 from fp8.studies.training import Problem
-from notebooks.nanogpt.model import GPT, GPTConfig
 
 DEPTHS, WIDTHS = (2, 4, 8, 16), (32, 64, 128, 256)
 WIDTH_OF_DEPTHS, DEPTH_OF_WIDTHS = 64, 2
@@ -30,17 +24,9 @@ SHIFTS = (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0)
 """Of the learning rate from the default, in octaves."""
 
 
-def gpt(layers: int, width: int) -> Callable[[], nn.Module]:
-    """What makes the GPT."""
-    config = GPTConfig(
-        vocab=VOCABULARY, context=problems.LENGTH, layers=layers, heads=4, width=width
-    )
-    return partial(GPT, config)
-
-
 SIZES = {
-    **{f"{n} layers": gpt(n, WIDTH_OF_DEPTHS) for n in DEPTHS},
-    **{f"width {n}": gpt(DEPTH_OF_WIDTHS, n) for n in WIDTHS if n != WIDTH_OF_DEPTHS},
+    **{f"{n} layers": partial(gpt, n, WIDTH_OF_DEPTHS) for n in DEPTHS},
+    **{f"width {n}": partial(gpt, DEPTH_OF_WIDTHS, n) for n in WIDTHS if n != WIDTH_OF_DEPTHS},
 }
 """Name -> what makes the model; all have a width of 64, or two layers."""
 
@@ -55,19 +41,13 @@ def main() -> int:
         problem = Problem(replace(MODELS["GPT"], build=SIZES[size]), args.steps, HELD_OUT)
         found = {}
         for shift in SHIFTS:
-            losses = []
-            for seed in seeds:
-                about = {"size": size, "shift": shift, "seed": seed, "steps": args.steps}
-                about["torch"] = torch.__version__
-                way = Change(lr=2.0**shift).way()
-                losses.append(
-                    finished.loss(about, partial(held_out, "GPT", problem, way, seed, 0.0))
-                )
-            found[shift] = statistics.fmean(losses)
+            about = {"size": size, "shift": shift, "steps": args.steps}
+            train = partial(held_out, "GPT", problem, Change(lr=2.0**shift).way(), lr=0.0)
+            found[shift] = mean_loss(finished, about, seeds, train)
             print(f"{size:12} 2^{shift:+.1f} {found[shift]:.4f}", flush=True)
         best = min(found, key=lambda shift: found[shift])
-        about = {f"2^{shift:+.1f}": round(loss, 3) for shift, loss in found.items()}
-        rows.append({"name": size, "best": f"2^{best:+.1f}", **about})
+        losses = {f"2^{shift:+.1f}": round(loss, 3) for shift, loss in found.items()}
+        rows.append({"name": size, "best": f"2^{best:+.1f}", **losses})
     question = (
         f"held-out loss of a unit-scaled GPT after {args.steps} steps by the learning rate, "
         f"relative to the default of {RATE:g}; mean of seeds {args.seeds}; width "

@@ -87,3 +87,14 @@ def skip_vmap(items: Sequence[pytest.Item]) -> None:
             skip = pytest.mark.skip(reason="torch 2.12 has no vmap of a view in another dtype")
             for item in mapped:
                 item.add_marker(skip)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes in one thread, as in the processes that tests start."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -36,10 +36,10 @@ def test_the_learning_rate_rises_and_falls_to_zero() -> None:
 
 
 def test_the_rows_of_a_model() -> None:
-    """Gaps of 0.01, 0.02, 0.03: mean 0.02, standard deviation 0.01."""
+    """Gaps of 0.02, 0.03, 0.04: mean 0.03, standard deviation 0.01."""
     above = {REFERENCE: 0.0, "unit_scale": 0.015}
     runs = [
-        Run(way, seed, [], 1 + seed + above.get(way, 0.01 * (seed + 1)))
+        Run(way, seed, [], 1 + seed + above.get(way, 0.01 * (seed + 2)))
         for way in WAYS
         for seed in range(3)
     ]
@@ -47,10 +47,11 @@ def test_the_rows_of_a_model() -> None:
     assert "gap" not in found["plain AdamW"]
     row = found["unit_scale, FP8"]
     assert (row["lr"], found["FP8, same function"]["lr"]) == ("default", 0.01)
-    assert row["gap"] == pytest.approx(0.02)
+    assert row["gap"] == pytest.approx(0.03)
     assert row["gap_high"] - row["gap"] == pytest.approx(4.303 * 0.01 / math.sqrt(3), abs=1e-4)
-    assert row["cost_met"]
-    assert row["cost_of_fp8"] == pytest.approx(0.005)
+    assert row["met"] is False
+    assert row["cost_of_fp8"] == pytest.approx(0.015)
+    assert row["cost_met"] is False
     assert found["unit_scale"]["met"]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from itertools import combinations, islice
 from pathlib import Path
 
@@ -18,13 +17,7 @@ from fp8.common.step import tensors
 from fp8.studies.findings import Choice, Findings, Product, Run
 from fp8.studies.training import loss_of
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", problems.PROBLEMS)

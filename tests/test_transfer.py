@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,17 +29,11 @@ from notebooks.transfer import (
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "notebooks" / "umup_transfer.ipynb"
-pytestmark = pytest.mark.filterwarnings("ignore:AdamW steps:fp8.OptimizerWarning")  # a sweep
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:AdamW steps:fp8.OptimizerWarning"),  # a sweep
+    pytest.mark.usefixtures("one_thread"),  # models this small are slower on several
+]
 TINY = {"context": 8, "batch_size": 4, "eval_batches": 2}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small are slower on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -141,10 +141,7 @@ def scaled_parameters(
     >>> torch.optim.Muon(groups).param_groups[0]["lr"]
     2.0
     """
-    rule, lr_mult = lr_scale_func, {**_default_mult(lr_scale_func), **(lr_mult or {})}
-    _as_function(rule)
-    _check_mult(lr_mult)
-    factor = partial(_factor, rule, lr_mult)
+    rule, factors = lr_scale_func, _factors(lr_scale_func, lr_mult)
     groups = [{**group, "params": _entries(group["params"])} for group in _as_groups(params)]
     rest = [_tensor(e) for g in groups if g.get("lr", lr) is None for e in g["params"]]
     default = _default_rate(rule, rest) if rest else lr
@@ -157,7 +154,7 @@ def scaled_parameters(
         if independent_weight_decay:
             _warn_of_decay(float(decay))
         others = {k: v for k, v in group.items() if k not in _OWN_KEYS}
-        for scale, entries in _by_scale(group, factor, allow_non_unit_scaling_params):
+        for scale, entries in _by_scale(group, factors, allow_non_unit_scaling_params):
             rate = base if scale == 1.0 else base * scale
             divide = independent_weight_decay and float(rate) != 0.0
             result.append(
@@ -187,10 +184,6 @@ def _warn_of_decay(decay: float) -> None:
         )
 
 
-def _default_mult(rule: LrScale | str) -> LrMult:
-    return LR_MULT.get(rule, {}) if isinstance(rule, str) else {}
-
-
 def _default_rate(rule: LrScale | str, parameters: Iterable[Any]) -> float:
     """The rate of a rule. Raises ValueError for parameters that it is not for."""
     if not isinstance(rule, str):
@@ -217,18 +210,21 @@ def _tensor(entry: Any) -> Any:
     return entry[1] if isinstance(entry, tuple) else entry
 
 
-def _factor(rule: LrScale | str, mult: LrMult, param: Any) -> float:
-    """The factor of a rule, times that of the parameter's kind."""
-    return _as_function(rule)(param) * mult.get(kind_of(param), 1.0)
-
-
-def _check_mult(lr_mult: LrMult) -> None:
-    for kind, factor in lr_mult.items():
+def _factors(rule: LrScale | str, lr_mult: LrMult | None) -> LrScale:
+    """The factor of a rule, times that of the parameter's kind: its default, or that of lr_mult."""
+    default = LR_MULT.get(rule, {}) if isinstance(rule, str) else {}
+    mult = {**default, **(lr_mult or {})}
+    for kind, factor in mult.items():
         check_name("kind in lr_mult", kind, get_args(Kind))
         if not 0 <= factor < math.inf:
             raise ValueError(
                 f"lr_mult must be finite and not negative, got {factor!r} for {kind!r}"
             )
+    return partial(_multiplied, _as_function(rule), mult)
+
+
+def _multiplied(scale: LrScale, mult: LrMult, param: ParameterData) -> float:
+    return scale(param) * mult.get(kind_of(param), 1.0)
 
 
 def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
@@ -308,8 +304,7 @@ class _UnitScaled(torch.optim.Optimizer):
         self._begun = False
         self._given: list[Tensor] = []
         rule = scaling.lr_scale_func
-        mult = {**_default_mult(rule), **(scaling.lr_mult or {})}
-        self._late = LateRates(tags_of, partial(_factor, rule, mult))
+        self._late = LateRates(tags_of, _factors(rule, scaling.lr_mult))
         torchs: Any = super().__init__
         torchs(params, RATES[rule] if lr is None else lr, *args, **kwargs)
         if lr is None:

@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 TINY = {
     "layers": 1,
@@ -24,12 +23,8 @@ TINY = {
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def _alone(one_thread):
     """Models this small are slower on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,25 @@ from unit_scaling.optim import (
     AdamW,
     lr_scale_func_adam,
 )
+from unit_scaling.parameter import tag
 from unit_scaling.rules.rates import default_rate
 from unit_scaling.transforms import unit_scale
+
+
+class Net(nn.Module):
+    """Its first call finds that positions keep their values, and a branch with the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(0.02 * torch.randn(4, 16))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions
+        for block in self.blocks:
+            x = x + block(torch.relu(x))
+        return self.head(self.norm(x))
 
 
 def test_default_factors():
@@ -60,22 +77,12 @@ def test_no_default_rate_for_weights_that_are_not_at_an_initialization(cls):
 def test_the_default_rate_is_for_weights_that_keep_their_values_beside_others(cls):
     """Also where groups part them, as those that do not decay."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.positions = nn.Parameter(0.02 * torch.randn(4, 16))
-            self.layer, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
-            self.head = nn.Linear(16, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.norm(self.layer(x + self.positions)))
-
     torch.manual_seed(0)
     model = unit_scale(Net())
     model(torch.randn(2, 4, 16))
     assert model.positions.mup_scale == 2**-6
     still = [model.positions, *model.norm.parameters()]
-    rest = [*model.layer.parameters(), *model.head.parameters()]
+    rest = [*model.blocks.parameters(), *model.head.parameters()]
     opt = cls([{"params": rest, "weight_decay": 1e-4}, {"params": still, "weight_decay": 0.0}])
     rates = {id(p): g["lr"] for g in opt.param_groups for p in g["params"]}
     for p in model.parameters():
@@ -98,6 +105,25 @@ def test_sgd_takes_the_steps_of_mup_on_weights_of_unit_scale(momentum: float):
         torch.testing.assert_close(scaled.weight / 4, w)
 
 
+def test_sgd_has_the_rate_of_one_of_stacked_matrices():
+    one = nn.Parameter(torch.ones(3, 5))
+    many = nn.Parameter(torch.ones(7, 3, 5))
+    rates = []
+    for parameter, stacked in ((one, False), (many, True)):
+        tag(parameter, "weight", mup_divisor=0.5, mup_stacked=stacked)
+        rates.append(default_rate("sgd", parameter))
+    assert rates[0] == rates[1] == RATES["sgd"] * 5 * 5
+
+
+def test_a_rate_of_zero_for_a_kind_that_changes_is_refused():
+    torch.manual_seed(0)
+    model = unit_scale(Net())
+    opt = AdamW(model.parameters(), lr_mult={"output": 0.0})
+    model(torch.randn(2, 4, 16)).square().mean().backward()
+    with pytest.raises(ValueError, match=r"kind for .* \(16, 16\) whose learning rate is 0"):
+        opt.step()
+
+
 @each_optimizer
 def test_a_decay_copied_from_torch_is_named(cls):
     decay = {SGD: 0.011, Adam: 0.012, AdamW: 0.013}[cls]  # once per process and number
@@ -106,22 +132,6 @@ def test_a_decay_copied_from_torch_is_named(cls):
     assert len(opt.param_groups) > 1
     cls(parameters(), lr=0.5, weight_decay=0.2, independent_weight_decay=False)
     cls(parameters(), lr=0.5, weight_decay=0.009)
-
-
-class Net(nn.Module):
-    """Its first call finds that positions keep their values, and a branch with the last layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Parameter(0.02 * torch.randn(4, 16))
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.positions
-        for block in self.blocks:
-            x = x + block(torch.relu(x))
-        return self.head(self.norm(x))
 
 
 @pytest.mark.filterwarnings("ignore:AdamW was made before:fp8.OptimizerWarning")

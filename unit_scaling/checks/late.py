@@ -54,6 +54,12 @@ class LateRates:
                     self._rate(SimpleNamespace(**tags._asdict(), shape=parameter.shape))
                     for tags in (known, now)
                 )
+                if old == 0.0 != new:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} was made before the model's first call, which "
+                        f"has found another kind for a parameter of shape {tuple(parameter.shape)} "
+                        f"whose learning rate is 0: make it after that call"
+                    )
                 if old != new:
                     self._late.append(Late(parameter, new / old))
         if self._added and self._late:

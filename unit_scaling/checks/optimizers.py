@@ -2,8 +2,8 @@
 
 Three mistakes raise no error. An optimizer created before a transform steps the parameters of the
 original model, not of the copy. A rate for weights of RMS 0.02 hardly changes weights of RMS 1, and
-one for all shapes, or without the rule's factors, may be too large.
-And gradients of weights that were divided by their RMS are smaller, perhaps as small as Adam's eps.
+one for all shapes, or without the rule's factors, may be too large. And gradients of weights that
+were divided by their RMS are smaller, perhaps as small as Adam's eps.
 
 The check is a torch hook that runs before each step of every optimizer of the process. It is
 installed when the first parameter is tagged or the first model copied, and checks each optimizer
@@ -125,26 +125,40 @@ def _has_gradient(parameter: Tensor) -> bool:
 def _check_rate(optimizer: Optimizer) -> None:
     """Warns of a learning rate that is far from the rule's for most of the weights of RMS 1."""
     rule = next((r for cls, r in _RULES.items() if isinstance(optimizer, cls)), "adam")
-    found: list[tuple[float, int, float]] = []  # octaves above the rule, elements, base rate
-    total = 0
+    rates = list(_rates(optimizer, rule))
+    total = sum(each.weight.numel() for each in rates)
+    if 4 * sum(each.weight.numel() for each in rates if abs(each.octaves) > OFF) <= total:
+        return  # they are no half of those of RMS 1, which are to be more than half of all
+    near = sorted((r for r in rates if _is_near_one(r.weight)), key=lambda each: each.octaves)
+    numbers = list(accumulate(each.weight.numel() for each in near))
+    if not near or 2 * numbers[-1] <= total:
+        return  # weights with their own scales, as with init="preserve"
+    median = near[bisect_left(numbers, numbers[-1] / 2)]
+    swept = rule == "sgd" and "mup_lr_scale" in optimizer.param_groups[0]  # no rate suits all
+    above = median.octaves > OFF and _is_like_adam(optimizer)
+    if not swept and (median.octaves < -OFF or above):
+        _warn_of_rate(optimizer, rule, len(near), median)
+
+
+class _Rate(NamedTuple):
+    """A weight, its learning rate without the factor of a rule, and how far that is above what the
+    rule gives."""
+
+    weight: Tensor
+    rate: float
+    octaves: float
+
+
+def _rates(optimizer: Optimizer, rule: str) -> Iterator[_Rate]:
+    """Those of the weights of an optimizer; a rate of 0 is not judged."""
     for group in optimizer.param_groups:
         own = group.get("mup_lr_scale")
+        rate = _rate(optimizer, group, own)
         for p in group["params"]:
-            if getattr(p, "mup_type", "") not in ("weight", "output") or p.dim() < 2:
-                continue
-            total += p.numel()
-            rate = _rate(optimizer, group, own)
-            wanted = RATES[rule] if own else default_rate(rule, p)
-            if rate > 0 and _is_near_one(p):
-                found.append((math.log2(rate / wanted), p.numel(), rate))
-    found.sort()
-    numbers = list(accumulate(n for _, n, _ in found))
-    if not found or 2 * numbers[-1] <= total:
-        return  # weights with their own scales, as with init="preserve"
-    octaves, _, rate = found[bisect_left(numbers, numbers[-1] / 2)]
-    swept = rule == "sgd" and "mup_lr_scale" in optimizer.param_groups[0]  # no rate suits all
-    if not swept and (octaves < -OFF or (octaves > OFF and _is_like_adam(optimizer))):
-        _warn_of_rate(optimizer, rule, len(found), rate, octaves)
+            if getattr(p, "mup_type", "") in ("weight", "output") and p.dim() > 1:
+                wanted = RATES[rule] if own else default_rate(rule, p)
+                octaves = math.log2(rate / wanted) if rate > 0 else 0.0
+                yield _Rate(p, rate, octaves)
 
 
 _RULES: dict[type[Optimizer], str] = {torch.optim.SGD: "sgd", torch.optim.Muon: "muon"}
@@ -156,9 +170,10 @@ def _is_like_adam(optimizer: Optimizer) -> bool:
     return "Adam" in type(optimizer).__name__
 
 
-def _warn_of_rate(optimizer: Optimizer, rule: str, count: int, rate: float, octaves: float) -> None:
+def _warn_of_rate(optimizer: Optimizer, rule: str, count: int, median: _Rate) -> None:
     name = type(optimizer).__name__
     ours = "mup_lr_scale" in optimizer.param_groups[0]
+    rate, octaves = median.rate, median.octaves
     times = f"{2 ** abs(octaves):.0f} times {'above' if octaves > 0 else 'below'}"
     what = f"{name} steps {count} unit-scaled weights, of RMS about 1, at a learning rate of "
     if ours:

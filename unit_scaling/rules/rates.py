@@ -116,10 +116,10 @@ def lr_scale(rule: str, param: Any) -> float:
             f"rule {rule!r} is for parameters of mup_type {allowed}: got {param.mup_type!r}, of "
             f"shape {tuple(param.shape)}"
         )
-    if rule.startswith("sgd") and getattr(param, "mup_divisor", None):
-        return _TRUE_GRADIENTS[param.mup_type](param.shape)
-    own = getattr(param, "mup_scale", 1.0) ** _SCALE_POWERS[rule]
     shape = param.shape[1:] if getattr(param, "mup_stacked", False) else param.shape
+    if rule.startswith("sgd") and getattr(param, "mup_divisor", None):
+        return _TRUE_GRADIENTS[param.mup_type](shape)
+    own = getattr(param, "mup_scale", 1.0) ** _SCALE_POWERS[rule]
     return factors[param.mup_type](shape) * lr_scale_for_depth(param) * own
 
 

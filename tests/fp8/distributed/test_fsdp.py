@@ -24,6 +24,7 @@ WORKER = Path(__file__).with_name("fsdp_worker.py")
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
 # torch's own: there is no process group in this process, and none is needed
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@pytest.mark.usefixtures("one_thread")
 def test_two_processes(tmp_path: Path):
     model, opt = make(seed=0)
     step(model, opt)

@@ -195,11 +195,14 @@ RATES_BY_RULE = {torch.optim.SGD: 0.5, torch.optim.AdamW: 0.1}
 def test_a_rate_that_was_chosen_for_them_does_not(
     make: Callable[..., torch.optim.Optimizer], of: str
 ):
-    """One near the rule's, groups of `scaled_parameters`, or a warm-up to such a rate."""
+    """One near the rule's, groups of `scaled_parameters`, rates by group, or a warm-up to such a
+    rate."""
     model, rate = MODELS[of](), RATES_BY_RULE.get(make, 0.1)
     step(model, make(model.parameters(), lr=rate))
     rule = "sgd" if make is torch.optim.SGD else "adam"
     step(model, make(uu.optim.scaled_parameters(model.parameters(), rule), lr=1.0))
+    rates = [{"params": [p], "lr": rate * (1 + i / 4)} for i, p in enumerate(model.parameters())]
+    step(model, make(rates, lr=rate))
     optimizer = make(model.parameters(), lr=rate)
     warm = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, total_iters=10)
     step(model, optimizer)

@@ -17,6 +17,7 @@ from fp8.common.report import LEFT_ALONE
 from fp8.selection.layers import holds_experts, why_quantized
 
 from ...parameter import Tags, has_parameter_data, remember_tags, retag, tag, tags_of
+from ..record.copies import package_of
 from .plan import CallRow
 
 Done = tuple[str, str]
@@ -98,7 +99,7 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
 
 def _is_unit_scaled(module: nn.Module) -> bool:
     """Whether the class of a module is one of `uu`, whose parameters have RMS 1 and tags."""
-    return bare_class(module).__module__.partition(".")[0] == "unit_scaling"
+    return package_of(bare_class(module)) == "unit_scaling"
 
 
 @torch.no_grad()

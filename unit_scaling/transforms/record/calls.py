@@ -23,6 +23,7 @@ from fp8.modes.dispatch import expansion
 from fp8.modes.unseen import OPERATORS, function_of
 
 from ..run import install
+from .copies import package_of
 from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
 from .place import Place, lines_here
 from .values import all_zero, any_masking, has_scale, is_strided, rms_of
@@ -357,8 +358,7 @@ class Recorder(Calls):
 
 def _is_ours(maker: Node) -> bool:
     """Whether a function of this project computed the values: a layer or function of `uu`."""
-    module: str = getattr(getattr(maker, "_forward_cls", None), "__module__", "")
-    return module.partition(".")[0] in ("fp8", "unit_scaling")
+    return package_of(getattr(maker, "_forward_cls", None)) in ("fp8", "unit_scaling")
 
 
 _RECOMPUTES = "CheckpointFunctionBackward"

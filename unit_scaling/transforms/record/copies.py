@@ -132,7 +132,7 @@ _KEEP_NOTHING = ("fp8", "torch", "unit_scaling")
 """The packages whose hooks are not part of a model, but for those that mask a weight."""
 
 
-def _package(function: Any) -> str:
+def package_of(function: Any) -> str:
     """The package that defines a function or a class."""
     module: str = getattr(getattr(function, "func", function), "__module__", None) or ""
     return module.partition(".")[0]
@@ -142,10 +142,10 @@ def _belongs(hook: Any, module: nn.Module, parts: set[int]) -> bool:
     """Whether a hook of ``module`` belongs to the model with these parts."""
     if isinstance(hook, BasePruningMethod):
         return True
-    package = _package(hook)
+    package = package_of(hook)
     file = Path(getattr(sys.modules.get(package), "__file__", None) or "")
     installed = not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
-    if installed and package == _package(bare_class(module)):
+    if installed and package == package_of(bare_class(module)):
         return package not in _KEEP_NOTHING
     if isinstance(hook, MethodType):
         return id(hook.__self__) in parts
