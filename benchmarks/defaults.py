@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 import unit_scaling as uu
 from benchmarks.common import Finished, Row, report
 from benchmarks.one_line import HELD_OUT, MODELS, Way, held_out, mean_loss, parsed
-from fp8.studies.training import Problem
+from fp8.lab.preflight.training import Problem
 from unit_scaling.optim import LR_MULT, RATES, UMUP, Kind
 from unit_scaling.transforms import unit_scale
 

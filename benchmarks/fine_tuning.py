@@ -22,8 +22,8 @@ from torch import nn
 import fp8
 from benchmarks.common import Finished, Row, report
 from benchmarks.recipe_loss import Setting, asked, under
-from fp8.studies.findings import Run
-from fp8.studies.proof import REFERENCE, gap
+from fp8.lab.preflight.findings import Run
+from fp8.lab.preflight.paired_runs import REFERENCE, gap
 from notebooks.nanogpt.data import Corpus, load_corpus
 from notebooks.nanogpt.model import GPT
 from notebooks.nanogpt.settings import Settings

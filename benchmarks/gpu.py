@@ -10,8 +10,8 @@ so: simulation is not timed. "--device cpu --small" only shows that the script r
 compiled to code, and nothing is written.
 
 "hardware" measures the rates of products and of memory, and writes them to
-results/gpu_hardware.json as the fields of a `fp8.studies.hardware.Hardware`:
-`Hardware(**json.load(file)["rows"][0])` is a row for `fp8.studies.hardware.estimate`.
+results/gpu_hardware.json as the fields of a `fp8.lab.hardware.Hardware`:
+`Hardware(**json.load(file)["rows"][0])` is a row for `fp8.lab.hardware.estimate`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def seconds(call: Callable[[], object], rounds: int = 30) -> float:
 def hardware_row(
     device: str, size: int, seconds: Callable[[Callable[[], object]], float] = seconds
 ) -> Row:
-    """The fields of a `fp8.studies.hardware.Hardware`: what products of ``size`` x ``size`` and
+    """The fields of a `fp8.lab.hardware.Hardware`: what products of ``size`` x ``size`` and
     copies reach, as peaks of which all is achieved."""
     torch.manual_seed(0)
     x = torch.randn(size, size, device=device, dtype=DTYPE)

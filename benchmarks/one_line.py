@@ -32,10 +32,10 @@ from benchmarks.common import Finished, Row, report
 from benchmarks.nanochat import NanoChat
 from benchmarks.problems import PROBLEMS, followed, gratings, masked, zoo
 from benchmarks.trainer import held_out_by_trainer
-from fp8.studies.findings import Run
-from fp8.studies.proof import REFERENCE, gap
-from fp8.studies.training import Problem, train
-from fp8.studies.update_error import quiet
+from fp8.lab.preflight.findings import Run
+from fp8.lab.preflight.paired_runs import REFERENCE, gap
+from fp8.lab.preflight.training import Problem, train
+from fp8.lab.preflight.update_error import quiet
 from notebooks.nanogpt.model import GPT, GPTConfig
 from unit_scaling.transforms import simulate_fp8, unit_scale
 

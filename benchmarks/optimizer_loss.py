@@ -19,8 +19,8 @@ from torch import nn
 import fp8
 from benchmarks.common import Row, report
 from benchmarks.recipe_loss import Setting, asked
+from fp8.lab.preflight.paired_runs import half_width
 from fp8.optim import AdamW
-from fp8.studies.proof import half_width
 from notebooks.nanogpt.model import GPT
 from notebooks.nanogpt.train import Training, deterministic
 

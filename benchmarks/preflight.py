@@ -30,13 +30,13 @@ import torch
 
 from benchmarks.common import Row, show, write
 from benchmarks.problems import PROBLEMS, text
+from fp8.lab.preflight.findings import Candidate, Choice, Findings, Run
+from fp8.lab.preflight.paired_runs import REFERENCE, Gap, finalists, gap, recommended, worst_error
+from fp8.lab.preflight.preflight import RECIPES_TRIED, PreflightError, preflight
+from fp8.lab.preflight.search import keeping, knee, name_of, shares
+from fp8.lab.preflight.training import Problem, Snapshot, train, under
+from fp8.lab.preflight.update_error import Probe, quiet
 from fp8.recipes.policy import Policy
-from fp8.studies.findings import Candidate, Choice, Findings, Run
-from fp8.studies.preflight import RECIPES_TRIED, PreflightError, preflight
-from fp8.studies.proof import REFERENCE, Gap, finalists, gap, recommended, worst_error
-from fp8.studies.search import keeping, knee, name_of, shares
-from fp8.studies.training import Problem, Snapshot, train, under
-from fp8.studies.update_error import Probe, quiet
 
 STEPS, HELD_OUT = 60, 8
 SEEDS = (100, 101, 102)

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from benchmarks import drifting
 from benchmarks.architectures import VOCABULARY, ZOO
-from fp8.studies.demo import GPT, SOURCES, text_batches
-from fp8.studies.training import Setup
+from fp8.lab.preflight.demo import GPT, SOURCES, text_batches
+from fp8.lab.preflight.training import Setup
 
 __all__ = ["PROBLEMS", "Problem", "deep", "text"]
 

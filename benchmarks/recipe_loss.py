@@ -27,7 +27,7 @@ from torch import nn
 
 import fp8
 from benchmarks.common import RESULTS, Finished, Row, report
-from fp8.studies.proof import half_width
+from fp8.lab.preflight.paired_runs import half_width
 from notebooks.nanogpt.data import Corpus, load_corpus
 from notebooks.nanogpt.model import GPT
 from notebooks.nanogpt.settings import PRESETS, Settings

@@ -16,7 +16,7 @@ import torch
 from benchmarks.common import Finished, Row, report
 from benchmarks.defaults import RATE, Change
 from benchmarks.one_line import HELD_OUT, MODELS, gpt, held_out, mean_loss, parsed
-from fp8.studies.training import Problem
+from fp8.lab.preflight.training import Problem
 
 DEPTHS, WIDTHS = (2, 4, 8, 16), (32, 64, 128, 256)
 WIDTH_OF_DEPTHS, DEPTH_OF_WIDTHS = 64, 2

@@ -21,10 +21,10 @@ from torch import Tensor
 from benchmarks.common import Row, compare, fix_allocator, report, show
 from benchmarks.problems import PROBLEMS
 from fp8 import RECIPES, Cast, Policy, Recipe
+from fp8.lab.preflight.paired_runs import REFERENCE, gap
+from fp8.lab.preflight.training import Problem, loss_of, train, under
+from fp8.lab.sums import dot
 from fp8.products.matmul import linear
-from fp8.studies.proof import REFERENCE, gap
-from fp8.studies.training import Problem, loss_of, train, under
-from fp8.sums import dot
 
 ROWS = 64
 LENGTHS = (128, 1024, 4096, 16384)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fp8.studies.training import Problem, loss_of
+from fp8.lab.preflight.training import Problem, loss_of
 
 
 def held_out_by_trainer(

@@ -23,6 +23,7 @@ from docs.docstrings import as_markdown
 from docs.questions import QUESTIONS, answer, named, record
 from fp8.__main__ import LEVEL_HEADS, level_row
 from fp8.formats.format import FORMATS, Format
+from fp8.lab.hardware import ACHIEVED, HARDWARE, UNITS, Hardware
 from fp8.levels.initialize import LEVELS
 from fp8.modes.dispatch import COMPOSED, LEFT, OPAQUE, PRODUCTS
 from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTS, Encoding
@@ -31,7 +32,6 @@ from fp8.recipes.policy import ROLES
 from fp8.recipes.recipe import RECIPES, Recipe
 from fp8.recipes.rules import RULES
 from fp8.recipes.scaling import SCALINGS, Scaling
-from fp8.studies.hardware import ACHIEVED, HARDWARE, UNITS, Hardware
 from unit_scaling.constraints import CONSTRAINTS
 from unit_scaling.optim import LR_MULT, LR_RULES, RATES
 from unit_scaling.rules.table import OPS, Op
@@ -241,7 +241,7 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     ),
     (
         "Hardware",
-        "`fp8.studies.hardware.HARDWARE`: dense TFLOP/s of the matrix units by format, and the "
+        "`fp8.lab.hardware.HARDWARE`: dense TFLOP/s of the matrix units by format, and the "
         "share of it that large products reach; TB/s and GB of the memory. Large casts reach "
         f"{100 * ACHIEVED['memory']:.0f} % of its bandwidth. The sources of the shares are in the "
         "code. [Estimates of time and memory](hardware.md) are made of them.",

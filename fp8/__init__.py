@@ -1,9 +1,11 @@
-"""Low-precision formats, casts, recipes, and matrix products computed with them."""
+"""Low-precision formats, casts, recipes, and matrix products computed with them.
+
+The names of the core are imported with the package; those of training and of the lab, `LATE`, when
+they are first read.
+"""
 
 from typing import TYPE_CHECKING
 
-from . import optim
-from .checkpoints.weights import export, weights
 from .common.pitfalls import (
     CheckpointWarning,
     ConvertWarning,
@@ -16,17 +18,11 @@ from .common.pitfalls import (
 from .common.removed import attributes_of
 from .formats.format import FORMATS, Format
 from .formats.quantize import quantize
-from .levels.initialize import LEVELS, Level, initialize
-from .levels.weights import store_frozen
 from .modes.autocast import autocast, checkpoint_contexts
-from .norms.low_precision import apply_low_precision_layernorm
-from .norms.norm import LayerNorm2d
 from .recipes.cast import Cast
 from .recipes.history import reduce_amax
 from .recipes.policy import Policy, Rule
 from .recipes.recipe import RECIPES, Recipe
-from .studies.preflight import preflight
-from .studies.stats import stats
 from .surgery.calibrate import calibrate, calibration
 from .surgery.convert import advance, convert, report, revert
 from .surgery.override import override
@@ -75,5 +71,33 @@ __all__ = [
     "weights",
 ]
 
-if not TYPE_CHECKING:
-    __getattr__ = attributes_of("fp8")
+LATE = {
+    "LEVELS": "fp8.levels.initialize",
+    "LayerNorm2d": "fp8.norms.norm",
+    "Level": "fp8.levels.initialize",
+    "apply_low_precision_layernorm": "fp8.norms.low_precision",
+    "export": "fp8.checkpoints.weights",
+    "initialize": "fp8.levels.initialize",
+    "optim": "fp8.optim",
+    "preflight": "fp8.lab.preflight.preflight",
+    "stats": "fp8.lab.stats",
+    "store_frozen": "fp8.levels.weights",
+    "weights": "fp8.checkpoints.weights",
+}
+"""Name -> the module that defines it, imported when the name is first read."""
+
+if TYPE_CHECKING:
+    from . import optim
+    from .checkpoints.weights import export, weights
+    from .lab.preflight.preflight import preflight
+    from .lab.stats import stats
+    from .levels.initialize import LEVELS, Level, initialize
+    from .levels.weights import store_frozen
+    from .norms.low_precision import apply_low_precision_layernorm
+    from .norms.norm import LayerNorm2d
+else:
+    __getattr__ = attributes_of("fp8", LATE)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

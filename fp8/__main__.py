@@ -15,14 +15,14 @@ from typing import Any
 from .common.pitfalls import OWN
 from .common.report import as_table
 from .formats.format import FORMATS, Format
+from .lab import doctor
+from .lab.hardware import HARDWARE
+from .lab.preflight.demo import setup as demo
+from .lab.preflight.preflight import RECIPES_TRIED, Preflight, PreflightError, preflight
+from .lab.preflight.sources import from_function, from_transformers
 from .levels.initialize import LEVELS, Level
 from .recipes.cast import Cast
 from .recipes.recipe import RECIPES, Recipe
-from .studies import doctor
-from .studies.demo import setup as demo
-from .studies.hardware import HARDWARE
-from .studies.preflight import RECIPES_TRIED, Preflight, PreflightError, preflight
-from .studies.sources import from_function, from_transformers
 from .version import __version__
 
 

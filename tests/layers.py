@@ -1,7 +1,7 @@
 """The layers of the code: a name may import those above it, of itself what makes no circle.
 
-A name is a file or a folder of the package. `unit_scaling` may import all of `fp8`, `fp8` nothing
-of `unit_scaling`.
+A name is a file or a folder of the package or of the folder. `unit_scaling` may import all of
+`fp8`, `fp8` nothing of `unit_scaling`.
 """
 
 LAYERS = {
@@ -9,7 +9,6 @@ LAYERS = {
         version
         common
         formats
-        sums
         recipes
         tensors
         casts
@@ -18,15 +17,22 @@ LAYERS = {
         products
         selection
         modes
-        norms
         surgery
+        norms
         optim
         levels
         distributed
         checkpoints
         adapters
-        studies
+        lab
         __main__
+    """,
+    "fp8.lab": """
+        sums
+        hardware
+        stats
+        doctor
+        preflight
     """,
     "unit_scaling": """
         version
@@ -47,4 +53,30 @@ LAYERS = {
         analysis
         utils
     """,
+    "unit_scaling.transforms": """
+        state
+        graph_break
+        install
+        record
+        compile
+        plan
+        folding
+        run
+        simulate
+        utils
+        unit_scale
+        preflight
+        transformed
+        inspect
+        verify
+        track_scales
+    """,
 }
+
+CORE = "surgery"
+"""The last name of the core of `fp8`, which `import fp8` loads; what follows is loaded late."""
+
+HOOKS = {
+    "fp8.products.sums": "fp8.lab.sums.product",
+}
+"""A module of the core -> what it imports of another tier, inside of a function."""

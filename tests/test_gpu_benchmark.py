@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from fp8.studies.findings import Product
-from fp8.studies.hardware import Hardware, estimate, matmul_seconds
+from fp8.lab.hardware import Hardware, Product, estimate, matmul_seconds
 
 
 @pytest.fixture(autouse=True)

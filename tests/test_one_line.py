@@ -13,8 +13,8 @@ import torch
 
 from benchmarks import defaults, fine_tuning, one_line, sizes
 from benchmarks.one_line import WARMUP, WAYS, best_rate, rows, share_of_peak
-from fp8.studies.findings import Run
-from fp8.studies.proof import REFERENCE
+from fp8.lab.preflight.findings import Run
+from fp8.lab.preflight.paired_runs import REFERENCE
 from notebooks.nanogpt.data import load_corpus
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from benchmarks import preflight, problems
 from benchmarks.preflight import Order, Result
 from fp8.common.step import tensors
-from fp8.studies.findings import Choice, Findings, Product, Run
-from fp8.studies.training import loss_of
+from fp8.lab.hardware import Product
+from fp8.lab.preflight.findings import Choice, Findings, Run
+from fp8.lab.preflight.training import loss_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,16 +6,21 @@ import ast
 import functools
 import importlib
 import io
+import subprocess
 import sys
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from tests.layers import LAYERS
+import fp8
+from tests.layers import CORE, HOOKS, LAYERS
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("fp8", "unit_scaling")
+
+#: The modules that `import fp8` loads.
+MAX_LOADED = 64
 
 MAX_FUNCTION = 40
 MAX_FILE = 600
@@ -38,7 +43,7 @@ PRIVATE = {
     "fp8/products/spellings.py": {
         "torch._grouped_mm": "what a mode sees of torch.nn.functional.grouped_mm",
     },
-    "fp8/studies/trace.py": {
+    "fp8/lab/preflight/trace.py": {
         "torch.utils._python_dispatch": "TorchDispatchMode: what sees the operations of ATen",
     },
     "fp8/tensors/scaled_tensor.py": {
@@ -151,9 +156,9 @@ def _absolute(path: Path, node: ast.ImportFrom) -> str:
     return ".".join([*package, *filter(None, [node.module])])
 
 
-def height(module: str) -> int:
-    """How many layers of its package a module may import."""
-    package, name = module.split(".")[:2]
+def height(package: str, module: str) -> int:
+    """How many layers of a package or folder a module of it may import."""
+    name = module.removeprefix(f"{package}.").split(".")[0]
     names = LAYERS[package].split()
     assert name in names, f"{module} has no place in LAYERS: add it to tests/layers.py"
     return names.index(name)
@@ -166,16 +171,52 @@ def test_imports_point_down(path: Path):
         own = (f"{module}.", "fp8.common.removed")
         assert all(name.startswith(own) for name in imported(path))
         return
-    for name in sorted(imported(path) - {module}):
+    for name in sorted(imported(path) - {module, HOOKS.get(module)}):
         assert name not in PACKAGES, f"{module} imports the package {name}, not a module of it"
         crosses = module.startswith("unit_scaling.") and name.startswith("fp8.")
         assert crosses or name.partition(".")[0] == module.partition(".")[0]
-        assert crosses or height(name) <= height(module), f"{module} imports {name}"
+        for package in LAYERS:
+            if module.startswith(f"{package}.") and name.startswith(f"{package}."):
+                assert height(package, name) <= height(package, module), f"{module} imports {name}"
+
+
+def test_hooks_are_imported_late():
+    """What the core imports of another tier, it imports inside of a function."""
+    for module, hook in HOOKS.items():
+        path = MODULES[module]
+        top = ast.Module([n for n in parse(path).body if isinstance(n, ast.ImportFrom)], [])
+        assert hook in imported(path)
+        assert hook not in {f"{_absolute(path, node)}" for node in top.body}
+
+
+def test_the_core_is_loaded_alone():
+    """`import fp8` loads no module of the other tiers."""
+    code = "import sys, fp8; print(*(n for n in sys.modules if n.partition('.')[0] == 'fp8'))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(ran.stdout.split())
+    names = LAYERS["fp8"].split()
+    core = {"fp8", *(f"fp8.{name}" for name in names[: names.index(CORE) + 1])}
+    assert {".".join(name.split(".")[:2]) for name in loaded} <= core
+    assert len(loaded) <= MAX_LOADED
+
+
+def test_late_names_are_those_that_are_typed():
+    """The imports that a type checker reads are those that `fp8` makes when a name is read."""
+    checked = next(
+        node for node in parse(ROOT / "fp8/__init__.py").body if isinstance(node, ast.If)
+    )
+    typed = {}
+    for node in checked.body:
+        module = f"fp8.{node.module}" if node.module else "fp8"
+        names = [alias.name for alias in node.names]
+        typed |= {name: module if node.module else f"fp8.{name}" for name in names}
+    assert typed == fp8.LATE
+    assert all(getattr(fp8, name) is not None for name in typed)
 
 
 def test_imports_make_no_circle():
     graph = {
-        module: imported(path) - {module}
+        module: imported(path) - {module, HOOKS.get(module)}
         for module, path in MODULES.items()
         if path.name != "__init__.py"
     }

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8.casts.counts import CastRecorder, Observed
 from fp8.formats.format import Format
-from fp8.studies.stats import Sampler
+from fp8.lab.stats import Sampler
 
 __all__ = ["SQNR", "TOLERANCE", "CastSeen", "Casts"]
 

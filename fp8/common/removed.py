@@ -4,8 +4,10 @@ that users of other libraries expect. Each error says what to use instead."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -15,9 +17,9 @@ INSTEAD: dict[str, dict[str, str]] = {
             "a scale belongs to a layer: fp8.convert(model, 'delayed') gives each layer its own"
         ),
         "NoEffectWarning": "it is a ConvertWarning",
-        "Preflight": "it is in fp8.studies.preflight",
-        "PreflightError": "it is in fp8.studies.preflight",
-        "dump": "it is in fp8.studies.stats",
+        "Preflight": "it is in fp8.lab.preflight.preflight",
+        "PreflightError": "it is in fp8.lab.preflight.preflight",
+        "dump": "it is in fp8.lab.stats",
         "export_weights": (
             "model.state_dict() loads into the plain model; at O3 "
             "fp8.optim.AdamW(plain.parameters()).load_state_dict(optimizer.state_dict()) then "
@@ -127,7 +129,7 @@ INSTEAD: dict[str, dict[str, str]] = {
     "fp8.optim.AdamW": {
         "error_feedback": "use stochastic_weights=True, or master_weights",
     },
-    "fp8.studies.hardware.estimate": {
+    "fp8.lab.hardware.estimate": {
         "optimizer": "the memory is that of Adam",
         "parameters": "the memory is that of the weights of the products",
     },
@@ -187,10 +189,21 @@ def check_not_removed(owner: str, name: object, error: type[Exception]) -> None:
         raise error(f"{owner} has no {name!r}: {instead}")
 
 
-def attributes_of(module: str) -> Callable[[str], NoReturn]:
-    """The ``__getattr__`` of a module whose removed names are listed in INSTEAD."""
+def attributes_of(module: str, late: Mapping[str, str] | None = None) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a module: a removed name, listed in INSTEAD, raises what to use
+    instead.
 
-    def __getattr__(name: str) -> NoReturn:
+    late: name -> the module that is imported when the name is first read: its attribute of that
+    name or, for a module of that name, itself.
+    """
+    late = late or {}
+
+    def __getattr__(name: str) -> Any:
+        if name in late:
+            source = import_module(late[name])
+            value = source if late[name] == f"{module}.{name}" else getattr(source, name)
+            setattr(sys.modules[module], name, value)
+            return value
         check_not_removed(module, name, AttributeError)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 

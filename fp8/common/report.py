@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
+
+from torch import nn
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Any)
@@ -26,6 +28,18 @@ class Row:
     @property
     def left_alone(self) -> bool:
         return self.done == LEFT_ALONE
+
+
+class Change(NamedTuple):
+    """What `fp8.report` and `fp8.revert` do for modules that another function than `fp8.convert`
+    changed: the rows of a model, and how to undo the change in place."""
+
+    rows: Callable[[nn.Module], list[Row]]
+    revert: Callable[[nn.Module], None]
+
+
+CHANGES: list[Change] = []
+"""Added to by the modules that change models, when they are imported."""
 
 
 class Rows(Sequence[T]):

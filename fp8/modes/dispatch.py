@@ -28,7 +28,7 @@ from ..products.convolution import conv, conv_transpose
 from ..products.einsum import as_equation, einsum, in_pairs, sums_products
 from ..products.grouped import grouped_mm
 from ..products.spellings import by_function
-from ..products.summed import warn_unsummed
+from ..products.sums import warn_unsummed
 from ..recipes.recipe import Recipe
 from .control_flow import in_python
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ..common.compiler import FIRST_LOOK, called
 from ..common.mixin import Gained, bare_class, check_module, gain, lose
 from ..common.pitfalls import ConvertWarning, warn_once
-from ..common.report import LEFT_ALONE, Row
+from ..common.report import CHANGES, LEFT_ALONE, Change, Row
 from ..formats.format import dtype_name
 from . import norm
 from .layer_norm2d import layer_norm2d
@@ -229,3 +229,6 @@ def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         called = "norm" in bare_class(module).__name__.lower() and not any(module.children())
         if called or isinstance(module, tuple(NORMS)):
             yield name, module
+
+
+CHANGES.append(Change(rows_of_norms, revert_norms))

@@ -20,7 +20,7 @@ from ..casts.counts import product_name
 from ..context.active import histories, product_recipe, static_exponents
 from ..recipes.recipe import Recipe
 from .matmul import matmul, to_autocast_dtype, uncast_matmul
-from .summed import warn_unsummed
+from .sums import warn_unsummed
 
 
 def attention(

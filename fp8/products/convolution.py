@@ -23,8 +23,7 @@ from ..common.compiler import in_graph
 from ..context.active import layer_histories, product_recipe, static_exponents
 from ..formats.format import dtype_name
 from .matmul import ONES, check_bias, check_scales, measured, simulated, to_autocast_dtype
-from .summed import Geometry, Scales, Settings, warn_unsummed
-from .summed import convolution as summed_convolution
+from .sums import Geometry, Scales, Settings, summed_convolution, warn_unsummed
 
 Ints = int | Sequence[int]
 

@@ -18,7 +18,7 @@ from ..casts.operands import Exponents
 from ..context.active import histories, static_exponents
 from ..recipes.recipe import Recipe
 from .matmul import ONES, matmul
-from .summed import Scales, warn_unsummed
+from .sums import Scales, warn_unsummed
 
 aten = torch.ops.aten
 

@@ -30,9 +30,8 @@ from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
-from . import summed
 from .matmul import ONES, check_scales, gemm, measured, multiply
-from .summed import Scales
+from .sums import Scales, Settings, summed_product
 
 
 @torch.library.custom_op(
@@ -165,8 +164,8 @@ def _product(
     name = product_name("grouped_mm", b if layer else None, recipe)
     casts = Casts() if recipe is None else casts_of(recipe.text, layer, name, static)
     if recipe is not None and recipe.accumulate is not None and not is_sampled(name):
-        how = summed.Settings(scales, casts, recipe.sums, dtype_name(a.dtype), split)
-        return summed.product(a, b, None, histories, how, offs)
+        how = Settings(scales, casts, recipe.sums, dtype_name(a.dtype), split)
+        return summed_product(a, b, None, histories, how, offs)
     if recipe is not None and layer and _runs_native(recipe, backend, name, a, b):
         return _by_group(a, b, offs, scales, recipe, backend, static)
     return _simulated(a, b, offs, scales, casts, split, histories)

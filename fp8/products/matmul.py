@@ -34,8 +34,7 @@ from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
 from ..tensors.scaled_tensor import plain
-from . import summed
-from .summed import Geometry, Scales
+from .sums import Geometry, Scales, Settings, summed_product
 
 aten = torch.ops.aten
 
@@ -312,8 +311,8 @@ def multiply(
     sampled = is_sampled(name)  # sampled products are simulated, with torch's sums
     if recipe.accumulate is not None and not sampled:
         like, bias = to_autocast_dtype(a[:0], bias)
-        how = summed.Settings(scales, casts, recipe.sums, dtype_name(like.dtype))
-        return summed.product(a, b, bias, histories, how)
+        how = Settings(scales, casts, recipe.sums, dtype_name(like.dtype))
+        return summed_product(a, b, bias, histories, how)
     if not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
         unnamed = casts_of(recipe.text, layer, "", static) if name else casts

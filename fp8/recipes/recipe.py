@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from ..common.removed import refuses_removed
 from ..common.validation import check_between, check_choice, check_keys
 from ..formats.format import get_format
-from ..sums.tensor_cores import TENSOR_CORES, instruction_for
 from .cast import Cast
+from .tensor_cores import TENSOR_CORES, instruction_for
 
 AUTO = "auto"
 """Instead of a recipe: "unit" for unit-scaled tensors, "tensor" for all others."""
@@ -58,8 +58,8 @@ class Recipe:
             ReLU saves one bit per element. Scaling by tiles and histories are not supported. None:
             as torch does.
         accumulate: the accelerator whose sums matrix products have: "ada", "hopper", "blackwell" or
-            "cdna3", the rows of `fp8.sums.tensor_cores.TENSOR_CORES`. Convolutions with scales by
-            rows or blocks, attention, and products of which an operand is not cast, sum as torch
+            "cdna3", the rows of `fp8.recipes.tensor_cores.TENSOR_CORES`. Convolutions with scales
+            by rows or blocks, attention, and products of which an operand is not cast, sum as torch
             does. On a CPU it takes 10 to 20 times a product in float32. None: torch's sums.
         promote: the number of products after which a sum of the accelerator ends and is added in
             float32; 0: after all. Needs ``accumulate``.

@@ -17,11 +17,10 @@ from ..common.compiler import FIRST_LOOK, eager_only, taken_as_constant
 from ..common.mixin import Gained, bare_class, check_module, check_not_scripted, gain, lose
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..common.removed import refuses_removed
-from ..common.report import LEFT_ALONE, Report, Row, notes_on
+from ..common.report import CHANGES, LEFT_ALONE, Report, Row, notes_on
 from ..context.active import ACTIVE, checked_backend, is_off
 from ..modes.autocast import LayerBlock, high_precision
 from ..native.product import alignment, devices, why_not_here, why_not_recipe
-from ..norms.low_precision import revert_norms, rows_of_norms
 from ..products.matmul import linear
 from ..recipes import history
 from ..recipes.policy import Policy, Source, as_policy, composed, name_of, recipe_of, source_of
@@ -480,7 +479,8 @@ def revert(model: M) -> M:
         ``model``; for a single layer that an adapter replaced, the layer that takes its place.
     """
     check_module("revert", model)
-    revert_norms(model)
+    for change in CHANGES:
+        change.revert(model)
     return revert_layers(model)
 
 
@@ -511,15 +511,15 @@ def report(model: nn.Module) -> Report[Row]:
         A report with one row per layer. A layer with several names appears under the first.
     """
     check_module("report", model)
-    note, norms = adapted(model), rows_of_norms(model)
+    note, others = adapted(model), [row for c in CHANGES for row in c.rows(model)]
     if note is not None:
-        return Report([*note.report.rows, *norms], notes_on(model))
+        return Report([*note.report.rows, *others], notes_on(model))
     notes, policy = [*notes_on(model)], vars(model).get("fp8_policy", Policy())
     starts = [f"{name_of(to)} from {start:g} of the training" for start, to in policy.switch]
     if policy.name or starts:
         name = f"policy {policy.name!r}" if policy.name else "policy"
         notes.append("; ".join([name, *starts]))
-    return Report([*_rows_of_layers(model), *norms], notes)
+    return Report([*_rows_of_layers(model), *others], notes)
 
 
 def _rows_of_layers(model: nn.Module) -> list[Row]:

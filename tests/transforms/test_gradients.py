@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.transforms.uses import IN, ROWS, USES, Use, flat
 from unit_scaling.transforms import unit_scale
-from unit_scaling.transforms.run.install import find_scope
+from unit_scaling.transforms.install import find_scope
 from unit_scaling.transforms.run.transform import UnitScale
 
 

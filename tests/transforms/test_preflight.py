@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fp8
-from fp8.studies.demo import GPT, setup
+from fp8.lab.preflight.demo import GPT, setup
 from unit_scaling.transforms.preflight import preserve
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -27,7 +27,7 @@ def test_the_function_is_kept():
 
 
 def test_a_preflight_trains_it_with_the_users_optimizer(monkeypatch):
-    monkeypatch.setattr("fp8.studies.preflight.installed", lambda: {"unit_scale": preserve})
+    monkeypatch.setattr("fp8.lab.preflight.preflight.installed", lambda: {"unit_scale": preserve})
     found = fp8.preflight(
         setup, recipes=("unit",), steps=30, budget=1e4, max_seeds=1, progress=False
     ).findings

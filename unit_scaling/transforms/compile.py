@@ -14,9 +14,9 @@ from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
 
 from ..checks.optimizers import remember_copy
+from .install import Scope, find_scope, install, is_in_fsdp
 from .record.copies import deep_copy
 from .record.probe import unseen
-from .run.install import Scope, find_scope, install, is_in_fsdp
 
 M = TypeVar("M", bound=nn.Module)
 

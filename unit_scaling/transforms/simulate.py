@@ -18,7 +18,7 @@ from fp8.recipes.recipe import Recipe
 
 from ..formats import FPFormat
 from .compile import M, copied
-from .run.install import Call, Given, install, warn_of_break
+from .install import Call, Given, install, warn_of_break
 
 
 class Simulate:

@@ -23,9 +23,9 @@ from fp8.modes.autocast import outside_compiler
 from .compile import M, copied
 from .inspect.history import History, Pass
 from .inspect.metrics import Metrics
+from .install import Args, Call, Given, Kwargs, install, is_exported
 from .record.calls import Slot, mapped, tensors_in
 from .record.probe import Observer, unseen
-from .run.install import Args, Call, Given, Kwargs, install, is_exported
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -233,7 +233,7 @@ class Track:
             return outside_compiler(lambda: self._measured(number, call, given))
 
         if torch.compiler.is_dynamo_compiling():
-            from .run.graph_break import partly_compiled
+            from .graph_break import partly_compiled
 
             return partly_compiled(self._turn, measured, call)
         number = self._turn()

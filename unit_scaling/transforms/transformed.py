@@ -12,8 +12,8 @@ from fp8.common.report import Report
 from fp8.common.step import unwrapped
 
 from .compile import M, copied
+from .install import find_scope, uninstall
 from .plan.plan import CallRow, ModelPlan
-from .run.install import find_scope, uninstall
 from .run.pretrained import Pretrained
 from .run.transform import UnitScale
 from .simulate import Simulate

@@ -17,11 +17,11 @@ from fp8.surgery.convert import choose_recipes
 
 from ..checks.trained import warn_if_trained
 from .compile import M, copied
+from .install import find_scope, install, is_in_fsdp, is_sharded
 from .plan.plan import ModelPlan, check_fits
 from .plan.residuals import RESIDUALS
 from .plan.weights import prepare, refuse_weights
 from .record.kinds import KINDS, is_torch_function
-from .run.install import find_scope, install, is_in_fsdp, is_sharded
 from .run.pretrained import keep_transform, register
 from .run.transform import Replacements, UnitScale
 

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from fp8.common.mixin import check_module
 
 from .compile import Backend, Compile, M, with_scope
-from .run.install import find_scope
+from .install import find_scope
 
 __all__ = [
     "apply_transform",

@@ -23,9 +23,9 @@ from ..checks.first_call import skip_checks
 from .inspect.measurement import RANGES, Measurement, diagnosis
 from .inspect.product_probe import Watch
 from .inspect.serialize import Serializable
+from .install import find_scope, install, is_sharded
 from .record.copies import deep_copy
 from .record.values import rms_of
-from .run.install import find_scope, install, is_sharded
 from .run.transform import UnitScale
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import fp8
 import unit_scaling as uu
 from unit_scaling.transforms import unit_scale
-from unit_scaling.transforms.run.state import EXTRA_STATE, MARKER
+from unit_scaling.transforms.state import EXTRA_STATE, MARKER
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

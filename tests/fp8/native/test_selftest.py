@@ -15,9 +15,9 @@ import fp8
 from fp8 import RECIPES
 from fp8.casts import casting
 from fp8.common import traced
+from fp8.lab import doctor
 from fp8.native import product as native
 from fp8.native import selftest as proof
-from fp8.studies import doctor
 from tests.fp8.native.scaled_mm import emulated, forget, scaled_mm
 from tests.fp8.products.test_matmul import randn
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import fp8
 from fp8.casts.casting import spec_of
 from fp8.casts.groups import Groups, cast_groups
+from fp8.lab.preflight.trace import trace
 from fp8.products.grouped import grouped_mm
 from fp8.products.matmul import linear, matmul
-from fp8.studies.trace import trace
 from tests.fp8.blocks import block, keeper
 from tests.reference import nearest
 

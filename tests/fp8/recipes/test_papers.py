@@ -12,11 +12,12 @@ from torch import Tensor
 import fp8
 from fp8.casts.casting import cast_forward, rotated, rounded, spec_of, turn_of
 from fp8.casts.casting import codes as quantized
+from fp8.lab.sums.arithmetic import Matrix
+from fp8.lab.sums.dot import dot
 from fp8.products.matmul import linear
 from fp8.recipes.rules import CLIP
 from fp8.recipes.scaling import scale_of
-from fp8.sums.dot import dot
-from fp8.sums.tensor_cores import TENSOR_CORES, Matrix
+from fp8.recipes.tensor_cores import TENSOR_CORES
 from tests.reference import rotation
 
 E4M3_LOW = -6

@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 import fp8
 import unit_scaling as uu
 from unit_scaling.transforms import simulate_fp8, unit_scale
-from unit_scaling.transforms.run.state import EXTRA_STATE, MARKER, _unpacked
+from unit_scaling.transforms.state import EXTRA_STATE, MARKER, _unpacked
 
 PLAIN = "is unit-scaled and these are the weights of the plain model: .* before unit_scale"
 

@@ -25,7 +25,7 @@ from tests.transforms.gradients import gradients
 from tests.transforms.models import GPT, batch, gpt, no_block, same, step, tiny
 from unit_scaling.formats import FPFormat
 from unit_scaling.transforms import compile, simulate_format, simulate_fp8, unit_scale
-from unit_scaling.transforms.run.state import EXTRA_STATE, MARKER
+from unit_scaling.transforms.state import EXTRA_STATE, MARKER
 
 TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "unit_scale": unit_scale,

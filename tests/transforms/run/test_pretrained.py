@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import unit_scaling as uu
 from unit_scaling.transforms import unit_scale
-from unit_scaling.transforms.run.state import MARKER
+from unit_scaling.transforms.state import MARKER
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

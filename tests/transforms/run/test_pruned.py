@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 import unit_scaling as uu
 from unit_scaling.transforms import unit_scale
-from unit_scaling.transforms.run.state import EXTRA_STATE, MARKER
+from unit_scaling.transforms.state import EXTRA_STATE, MARKER
 
 
 def model() -> nn.Sequential:

@@ -22,6 +22,7 @@ from fp8.common.compiler import FIRST_LOOK
 from fp8.modes.dispatch import LEFT, OPAQUE
 from fp8.modes.dispatch import PRODUCTS as FP8_PRODUCTS
 
+from ..install import Args, Given, Kwargs
 from ..record.calls import Slot, mapped, tensors_in
 from ..record.kinds import (
     ATTENTION,
@@ -35,7 +36,6 @@ from ..record.kinds import (
 )
 from ..record.probe import Observer, on_its_own, unseen
 from ..record.values import is_strided, norm_of
-from ..run.install import Args, Given, Kwargs
 from ..run.replay import Replay
 from .measurement import Measurement
 

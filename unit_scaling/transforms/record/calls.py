@@ -22,7 +22,7 @@ from fp8.modes.control_flow import depends_on_values, run_within, runs_functions
 from fp8.modes.dispatch import expansion
 from fp8.modes.unseen import OPERATORS, function_of
 
-from ..run import install
+from .. import install
 from .copies import package_of
 from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
 from .place import Place, lines_here
@@ -167,7 +167,7 @@ class Calls(FirstLook):
                 return expanded()
         if runs_functions(function):
             if depends_on_values(function):
-                from ..run.graph_break import beside_control_flow
+                from ..graph_break import beside_control_flow
 
                 beside_control_flow(lambda: None)
             return run_within(self, function, args, kwargs)

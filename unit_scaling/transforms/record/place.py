@@ -23,7 +23,7 @@ from torch._guards import TracingContext
 
 from fp8.common.compiler import taken_as_constant
 
-from ..run import install
+from .. import install
 
 Place = tuple[str, str, str]
 """(path of the module, kind of the call, lines). A line is named by its function."""

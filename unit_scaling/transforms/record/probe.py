@@ -13,7 +13,7 @@ from fp8.common.compiler import FIRST_LOOK
 from fp8.common.threads import Stack
 
 from ...common.watched import WATCHERS
-from ..run.install import Call, Given
+from ..install import Call, Given
 from .calls import Calls, Recorder, tensors_in
 
 unseen = torch.DisableTorchFunction

@@ -27,6 +27,7 @@ from fp8.common.threads import Setting, apart
 from ...parameter import restore_own_tags
 from ...rules.table import find_op
 from ..folding.ratios import find_ties
+from ..install import Args, Given, Kwargs
 from ..plan.plan import CallRow, Step, Steps, Tie
 from ..plan.planner import Settings, by_place, decide
 from ..plan.weights import keep_values, tagged_weights
@@ -35,7 +36,6 @@ from ..record.copies import recording_copy
 from ..record.kinds import PRODUCTS, RECURRENT, canonical, is_added
 from ..record.place import Place
 from ..record.values import all_zero, has_scale, rms_of
-from .install import Args, Given, Kwargs
 from .replay import RUNNING, Replay, take
 
 REACH = 1.5

@@ -22,7 +22,7 @@ from fp8.common.libraries import need
 from fp8.common.mixin import Gained, gain
 
 from ..plan.plan import ModelPlan
-from .state import EXTRA_STATE, MARKER, scaling
+from ..state import EXTRA_STATE, MARKER, scaling
 
 Restore = Callable[[nn.Module, ModelPlan], None]
 """Makes a model with unit-scaled weights unit-scaled in place, according to a plan."""

@@ -15,12 +15,12 @@ from fp8.common.threads import Stack
 from fp8.context.active import ACTIVE, with_static
 
 from ...rules.table import OPS
+from ..install import Args, Kwargs
 from ..plan.plan import ModelPlan, Step, Steps
 from ..record.calls import Calls, tensors_in
 from ..record.kinds import LAYERS, METHODS, PRODUCTS, RECURRENT, canonical
 from ..record.place import Place, lines_here
 from .gradients import GradientScales
-from .install import Args, Kwargs
 
 
 class Planned(Protocol):

@@ -19,13 +19,7 @@ from fp8.modes.dispatch import COMPOSED
 
 from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
 from ..folding.solve import Folded, folded
-from ..plan.plan import CallRow, ModelPlan, Steps, adopt, check_fits
-from ..plan.weights import adopt_tags, pruned
-from ..record.kinds import KINDS, LAYERS, PRODUCTS, RECURRENT
-from ..record.place import Place
-from ..record.values import has_values, rms_of
-from .gradients import GradientScales
-from .install import (
+from ..install import (
     Args,
     Call,
     Given,
@@ -38,6 +32,12 @@ from .install import (
     is_sharded,
     warn_of_break,
 )
+from ..plan.plan import CallRow, ModelPlan, Steps, adopt, check_fits
+from ..plan.weights import adopt_tags, pruned
+from ..record.kinds import KINDS, LAYERS, PRODUCTS, RECURRENT
+from ..record.place import Place
+from ..record.values import has_values, rms_of
+from .gradients import GradientScales
 from .learn import KEPT, UNSEEN, Learned, learned, steps_by_rule
 from .ranks import agreed_once, fingerprint, is_alone, numbered
 from .replay import RUNNING, Replay
@@ -123,7 +123,7 @@ class UnitScale:
             return self._replay(call, module, path, given)
         if is_exported():
             raise RuntimeError(f"{UNSEEN}: call the model once before torch.export")
-        from .graph_break import outside_graph
+        from ..graph_break import outside_graph
 
         return outside_graph(lambda: self.run(call, module, path, given))
 
@@ -178,7 +178,7 @@ class UnitScale:
         arguments of the running call, whose branch it takes. A call that it does not make then
         takes the rule of its op."""
         if torch.compiler.is_dynamo_compiling():
-            from .graph_break import unknown_call
+            from ..graph_break import unknown_call
 
             self.running.items[-1][0]._tracing(False)  # the break is this transform's own
             unknown_call(lambda: None)

@@ -1,0 +1,205 @@
+"""The findings of `fp8.preflight`: plain data, for JSON, for tables and for the page."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..hardware import Estimate, LayerTime, Product
+
+__all__ = [
+    "Candidate",
+    "CastScore",
+    "Choice",
+    "Findings",
+    "OperandRange",
+    "Run",
+]
+
+
+@dataclass
+class Run:
+    """A training run. name: the candidate's, or "reference". losses: one per step. held_out: the
+    mean loss on the held-out batches at the end. seconds: its duration. data: a checksum of its
+    first weights and its batches, which runs that are compared share; 0: not known."""
+
+    name: str
+    seed: int
+    losses: list[float]
+    held_out: float
+    seconds: float = 0.0
+    data: int = 0
+
+
+@dataclass
+class Candidate:
+    """A policy, what its casts do to gradients, and how it trains.
+
+    Attributes:
+        name: "mxfp8", or "mxfp8 except lm_head".
+        recipe: the recipe's name.
+        policy: `fp8.Policy.to_dict`.
+        kept: the names of the layers it leaves in high precision.
+        share: the share of the FLOPs of all products that it casts.
+        bits: per operand, averaged over the FLOPs of all products; high precision counts as 16.
+        errors, slopes: snapshot step -> update error; <g_q, g> / <g, g>.
+        gap, low, high: the held-out loss minus the reference's: mean and 95 % interval over paired
+            seeds; None if not trained.
+        seeds: the number of paired runs.
+        outcome: "as the reference", "better", "worse", "diverges", "not decided", "not trained".
+    """
+
+    name: str
+    recipe: str
+    policy: dict[str, Any] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    share: float = 1.0
+    bits: float = 16.0
+    errors: dict[int, float] = field(default_factory=dict)
+    slopes: dict[int, float] = field(default_factory=dict)
+    gap: float | None = None
+    low: float | None = None
+    high: float | None = None
+    seeds: int = 0
+    outcome: str = "not trained"
+
+
+@dataclass(frozen=True)
+class CastScore:
+    """The squared update error of one cast alone: of an operand, in one product of a layer.
+
+    product: "forward", "grad_input", "grad_weight", or "" for all three. operand: "input",
+    "weight", "grad", or "" for all. share: of the FLOPs of all products.
+    """
+
+    layer: str
+    recipe: str
+    step: int
+    product: str
+    operand: str
+    squared_error: float
+    share: float = 0.0
+
+
+@dataclass(frozen=True)
+class OperandRange:
+    """The magnitudes of an operand, and what a cast loses.
+
+    Attributes:
+        layer, operand, recipe, format: which cast.
+        counts: the number of sampled elements in each binade, for exponents from ``lowest`` on,
+            after the cast's scale: as the format sees them.
+        zero, saturated: shares that become zero and that saturate.
+        sqnr: signal-to-quantization-noise ratio in dB; None if nothing was rounded.
+    """
+
+    layer: str
+    operand: str
+    recipe: str
+    format: str
+    lowest: int
+    counts: list[int]
+    zero: float
+    saturated: float
+    sqnr: float | None
+
+
+@dataclass
+class Choice:
+    """Which layers to keep in high precision: a point of the frontier, or a published selection.
+
+    share: of the product FLOPs that are cast. predicted: the update error by the sum of the squared
+    errors of the layers. measured: with all casts at once; None if not measured. published: a
+    published selection, not a point of the frontier.
+    """
+
+    name: str
+    recipe: str
+    kept: list[str]
+    share: float
+    predicted: float
+    measured: float | None = None
+    chosen: bool = False
+    published: bool = False
+
+
+@dataclass
+class Findings:
+    """All that a preflight found.
+
+    Attributes:
+        model: name, parameters, dtype, device.
+        settings: steps, held_out, target, budget, recipes, threads, peak_memory.
+        versions: fp8, torch, python, platform, date.
+        seconds: stage -> seconds.
+        verdict: sentences, cause first.
+        products: the trace.
+        runs: training runs, the reference's among them.
+        candidates: in order of their update error.
+        scores: of single casts.
+        ranges: of operands.
+        choices: the frontier of the search, and published selections beside it.
+        estimates: by hardware.
+        cache: of keys and values, as `fp8.adapters.transformers.cache_found` returns it; {} without
+            one.
+        policy: the recommended policy, `fp8.Policy.to_dict`; if none is, the first to try; {} if
+            there is none.
+        decided: whether the policy is recommended.
+        code: library -> lines to copy that apply the policy.
+        notes: what was not measured, and why.
+    """
+
+    model: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    verdict: list[str] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
+    scores: list[CastScore] = field(default_factory=list)
+    ranges: list[OperandRange] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    estimates: list[Estimate] = field(default_factory=list)
+    cache: dict[str, float] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
+    decided: bool = False
+    code: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for ``json.dumps``."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Findings:
+        """The findings that `to_dict` wrote, also after JSON, whose keys are strings and where null
+        stands for a number that is not finite."""
+        read = dict(values)
+        for name, kind in _KINDS.items():
+            read[name] = [kind(**row) for row in values.get(name, [])]
+        for row in read["candidates"]:
+            row.errors = {int(step): _number(e, math.inf) for step, e in row.errors.items()}
+            row.slopes = {int(step): _number(s) for step, s in row.slopes.items()}
+        for run in read["runs"]:
+            run.losses, run.held_out = list(map(_number, run.losses)), _number(run.held_out)
+        read["cache"] = {key: _number(x) for key, x in values.get("cache", {}).items()}
+        for estimate in read["estimates"]:
+            estimate.layers = [LayerTime(**row) for row in estimate.layers]
+        return Findings(**read)
+
+
+def _number(value: float | None, otherwise: float = math.nan) -> float:
+    return otherwise if value is None else value
+
+
+_KINDS: dict[str, Any] = {
+    "products": Product,
+    "runs": Run,
+    "candidates": Candidate,
+    "scores": CastScore,
+    "ranges": OperandRange,
+    "choices": Choice,
+    "estimates": Estimate,
+}

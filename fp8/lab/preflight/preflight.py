@@ -1,0 +1,224 @@
+"""`fp8.preflight`: will a model train in low precision, which layers stay high, what does it
+save?"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ...common.libraries import transforms as installed
+from ...common.report import as_table
+from ...common.step import Batch, Loss
+from ...common.validation import check_name
+from ...recipes.policy import Policy
+from ...recipes.recipe import Recipe, get_recipe
+from ..hardware import Hardware, get_hardware
+from .findings import Candidate, Findings
+from .stages import PreflightRun, Settings
+from .training import Setup
+
+__all__ = ["Preflight", "PreflightError", "preflight"]
+
+RECIPES_TRIED = ("bf16", "tensor", "static", "row", "block", "mxfp8", "nvfp4", "mxfp4", "unit")
+"""The recipes that a preflight compares by default."""
+
+
+class PreflightError(ValueError):
+    """A model or its data cannot be measured. report: what was measured before the error."""
+
+    def __init__(self, message: str, report: Preflight) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class Preflight:
+    """The result of `preflight`. It prints as the verdict and a table of the candidates.
+
+    findings: all figures, as plain data.
+    """
+
+    def __init__(self, findings: Findings) -> None:
+        self.findings = findings
+
+    @property
+    def policy(self) -> Policy | None:
+        """The recommended policy; None if none was shown to train as the reference."""
+        return self._policy(decided=True)
+
+    @property
+    def first_to_try(self) -> Policy | None:
+        """The policy to try first where none is recommended: of those whose update error is small,
+        and which were not trained and found worse, the one with the fewest bits per operand. None
+        if one is recommended, or nothing was measured."""
+        return self._policy(decided=False)
+
+    def _policy(self, decided: bool) -> Policy | None:
+        found = self.findings
+        return Policy.from_dict(found.policy) if found.policy and found.decided == decided else None
+
+    def table(self) -> str:
+        """The candidates as a text table, in order of their update error."""
+        heads = ("policy", "FLOPs cast", "update error", "held-out gap", "seeds", "outcome")
+        return as_table([heads, *map(_cells, self.findings.candidates)])
+
+    def to_json(self) -> str:
+        """All figures as JSON; numbers that are not finite are null."""
+        return json.dumps(_finite(self.findings.to_dict()), indent=1, allow_nan=False)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a page (a path that ends in .html) or all figures (.json).
+
+        Raises:
+            ValueError: for another suffix.
+            ImportError: for a page without the extra ``preflight`` (jinja2, matplotlib).
+        """
+        path = _checked(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".html":
+            from .page import page
+
+            text = page(self.findings)
+        else:
+            text = self.to_json()
+        temporary = path.with_name(f"{path.name}.tmp")
+        temporary.write_bytes(text.encode())
+        os.replace(temporary, path)  # an interrupted write leaves the old file
+
+    @staticmethod
+    def load(path: str | Path) -> Preflight:
+        """Reads the figures that `save` wrote as JSON."""
+        return Preflight(Findings.from_dict(json.loads(Path(path).read_text(encoding="utf-8"))))
+
+    def __str__(self) -> str:
+        return "\n".join([*self.findings.verdict, "", self.table(), *self.findings.notes])
+
+    __repr__ = __str__
+
+
+def preflight(
+    model: Any,
+    batches: Iterable[Batch] | None = None,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
+    recipes: Sequence[str | Recipe] = RECIPES_TRIED,
+    steps: int = 200,
+    held_out: int = 8,
+    budget: float = 600.0,
+    target: float = 0.01,
+    max_seeds: int = 8,
+    hardware: Sequence[str | Hardware] = ("h100", "b200"),
+    transforms: bool = True,
+    save: str | Path | None = None,
+    resume: str | Path | None = None,
+    progress: bool = True,
+) -> Preflight:
+    """Measures which low-precision recipes train a model as its own precision does.
+
+    It measures update errors of the recipes at snapshots of a reference run, searches the layers to
+    keep in high precision, and trains the best policies beside the reference, from the same weights
+    on the same batches. The model is not changed. All random numbers are seeded.
+
+    Args:
+        model: a model; or a function that returns ``(model, batches[, loss[, optimizer]])``, called
+            once per seed with ``seed=`` if it takes that; or a `fp8.lab.preflight.training.Setup`.
+        batches: with a model: an iterable of batches, each a tensor, a tuple or list of positional
+            arguments, or a mapping of keyword arguments. ``steps + held_out`` of them are drawn.
+        loss: a function of the output that returns a scalar. None: the output's ``loss``.
+        optimizer: built on the model's parameters; copied with it. None: torch's AdamW.
+        recipes: names or Recipes to compare.
+        steps: of each training run; reduced to what batches and budget allow.
+        held_out: the number of batches for the held-out loss, after those for training.
+        budget: seconds for everything.
+        target: in units of the loss: a gap below it counts as none, and the half-width at which an
+            interval is narrow enough.
+        max_seeds: the largest number of paired seeds.
+        hardware: names in `fp8.lab.hardware.HARDWARE`, or rows of your own.
+        transforms: whether to try the transforms of installed packages, as unit scaling.
+        save: a path ending in .json or .html, written after each stage.
+        resume: a JSON file of an interrupted preflight, whose stages and runs are not repeated.
+        progress: whether to show progress on stderr.
+
+    Returns:
+        A `Preflight`. After Ctrl-C it holds what was measured until then.
+
+    Raises:
+        PreflightError: a ValueError with the partial report: for a model without products, a loss
+            that is not a scalar or not finite, batches that run out.
+        ValueError: for an unknown recipe or hardware, or a file to resume of another preflight.
+        TypeError: for arguments of another type.
+    """
+    settings = Settings(
+        recipes=tuple(map(get_recipe, recipes)),
+        steps=steps,
+        held_out=held_out,
+        budget=budget,
+        target=target,
+        max_seeds=max_seeds,
+        hardware=tuple(map(get_hardware, hardware)),
+        transforms=installed() if transforms else {},
+    )
+    before = Findings() if resume is None else Preflight.load(resume).findings
+    run = PreflightRun(_source(model, batches, loss, optimizer), settings, before)
+    run.shows_progress = progress
+    return _completed(run, None if save is None else _checked(save))
+
+
+def _completed(run: PreflightRun, path: Path | None) -> Preflight:
+    """The report of a run, which is written to ``path`` after each stage."""
+    result = Preflight(run.findings)
+    if path is not None:
+        run.on_stage = partial(result.save, path)
+    try:
+        run.run()
+    except KeyboardInterrupt:
+        run.findings.notes.append("interrupted: what follows the last stage was not measured")
+        run.conclude()
+    except (ValueError, TypeError) as error:
+        run.findings.notes.append(f"stopped: {error}")
+        raise PreflightError(str(error), result) from error
+    finally:
+        run.on_stage()
+    return result
+
+
+def _checked(path: str | Path) -> Path:
+    check_name("suffix of a preflight's file", Path(path).suffix, (".html", ".json"))
+    return Path(path)
+
+
+def _source(model: Any, batches: Any, loss: Any, optimizer: Any) -> Any:
+    if isinstance(model, nn.Module):
+        if batches is None:
+            raise TypeError("preflight needs batches with a model, or a function that returns both")
+        return Setup(model, batches, loss, optimizer)
+    if any(value is not None for value in (batches, loss, optimizer)):
+        raise TypeError("batches, loss and optimizer go with a model; a setup returns its own")
+    return model
+
+
+def _cells(row: Candidate) -> tuple[str, ...]:
+    errors = " / ".join(f"{error:.3g}" for error in row.errors.values()) or "-"
+    gap = "-"
+    if row.gap is not None:
+        gap = f"{row.gap:+.4f}"
+        if row.low is not None and row.high is not None:
+            gap += f" ({row.low:+.4f} to {row.high:+.4f})"
+    return row.name, f"{row.share:.0%}", errors, gap, str(row.seeds), row.outcome
+
+
+def _finite(value: Any) -> Any:
+    """The value with None in place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

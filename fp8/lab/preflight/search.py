@@ -1,0 +1,102 @@
+"""Which layers to keep in high precision: squared update errors add, so the choice is a knapsack.
+
+Each layer alone under the recipe gives its squared error and its share of the FLOPs. Keeping the
+layers with the largest error per FLOP first is the optimal order of the fractional knapsack
+(Dantzig 1957, "Discrete-variable extremum problems"); its points are the frontier of FLOPs cast
+against error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from torch import nn
+
+from ...recipes.policy import Policy, Rule
+from ...recipes.recipe import Recipe
+from ...selection.policies import resolve
+from ..hardware import Product
+from .findings import CastScore, Choice
+from .update_error import Probe
+
+
+def shares(products: Iterable[Product]) -> dict[str, float]:
+    """Layer -> its share of the FLOPs of all products. Layers that cannot be cast count in the
+    total and are not listed."""
+    products = list(products)
+    total = sum(product.flops for product in products)
+    found: dict[str, float] = {}
+    for product in products:
+        if not product.why_not:
+            found[product.layer] = found.get(product.layer, 0.0) + product.flops / total
+    return found
+
+
+def keeping(recipe: Recipe | str, kept: Sequence[str]) -> Policy:
+    """The policy that casts all layers but those in ``kept``."""
+    return Policy(recipe, rules=tuple(Rule(name) for name in kept))
+
+
+def score(
+    probe: Probe, recipe: Recipe, layer: str, share: float, cast: str | None = None
+) -> CastScore:
+    """The squared update error of a layer alone, or of one of its casts. cast: as `Rule.product`. A
+    rotation, which both operands of a product share, is left out for a single one."""
+    alone = recipe if cast is None else recipe.unrotated()
+    error = probe(Policy(None, rules=(Rule(layer, alone, cast),))).error
+    product, operand = ("", "") if cast is None else cast.split(".")
+    return CastScore(layer, recipe.name, probe.step, product, operand, error**2, share)
+
+
+def frontier(recipe: str, scores: Sequence[CastScore]) -> list[Choice]:
+    """All prefixes of the order by squared error per FLOP: from all layers cast to none."""
+    order = sorted(scores, key=lambda s: s.squared_error / max(s.share, 1e-12), reverse=True)
+    choices = []
+    for count in range(len(order) + 1):
+        kept = [s.layer for s in order[:count]]
+        choices.append(choice(name_of(recipe, kept), recipe, kept, order[count:]))
+    return choices
+
+
+def choice(name: str, recipe: str, kept: Sequence[str], cast: Sequence[CastScore]) -> Choice:
+    """The choice that keeps some layers; its error is predicted from the scores of those cast."""
+    error = math.sqrt(sum(s.squared_error for s in cast))
+    return Choice(name, recipe, list(kept), sum(s.share for s in cast), error)
+
+
+def name_of(recipe: str, kept: Sequence[str]) -> str:
+    """The name of a policy that keeps some layers: "mxfp4 except lm_head"."""
+    if not kept:
+        return recipe
+    if len(kept) > 2:
+        return f"{recipe} except {kept[0]} and {len(kept) - 1} more"
+    return f"{recipe} except {' and '.join(kept)}"
+
+
+def knee(choices: Sequence[Choice]) -> Choice:
+    """The point farthest from the line between the ends of a frontier of FLOPs against squared
+    error, both from 0 to 1 (Satopaa et al. 2011, "Finding a kneedle in a haystack"). The squared
+    error is convex along the frontier; the error itself is not."""
+    first = choices[0]
+    height, width = first.predicted**2 or 1.0, first.share or 1.0
+    return max(choices, key=lambda c: c.share / width - c.predicted**2 / height)
+
+
+def published(model: nn.Module) -> dict[str, list[str]]:
+    """Selections of papers and of Megatron-LM's flags (the first and the last block) that the model
+    has the blocks for: name -> the layers that they keep."""
+    found = {}
+    policies = {
+        "hidden": Policy.hidden("bf16"),
+        "umup": Policy.umup("bf16"),
+        "first block": Policy("bf16", first=1),
+        "last block": Policy("bf16", last=1),
+        "first and last block": Policy("bf16", first=1, last=1),
+    }
+    for name, policy in policies.items():
+        with suppress(ValueError):  # the model has not these blocks
+            decided = resolve(policy, model)
+            found[name] = [layer for layer, d in decided.items() if d.recipe is None]
+    return {name: [layer or "(model)" for layer in kept] for name, kept in found.items()}

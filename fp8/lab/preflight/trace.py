@@ -1,0 +1,199 @@
+"""Lists the matrix products of a model: their sizes, their layers, and whether they can be cast."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from ...common.step import Batch, call, copied, tensors, untouched
+from ...products.grouped import MULTIPLY_GROUPS
+from ..hardware import Product
+
+aten = torch.ops.aten
+
+
+def _linear(m: int, k: int, n: int, calls: int = 1) -> Product:
+    return Product("", "", "linear", m, k, n, calls)
+
+
+def _of_matrices(a: Tensor, b: Tensor) -> Product:
+    calls = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
+    return _linear(a.shape[-2], a.shape[-1], b.shape[-1], calls)
+
+
+def _of_convolution(x: Tensor, w: Tensor, output: Tensor, transposed: bool, groups: int) -> Product:
+    """A convolution is the product of unfolded patches and the kernel, once per group."""
+    pixels = (x if transposed else output)[:, 0].numel()
+    k, n = w[0].numel(), w.shape[0] // groups
+    k, n = (n, k) if transposed else (k, n)
+    inputs = x.numel() // groups
+    return Product("", "", "convolution", pixels, k, n, groups, input_elements=inputs)
+
+
+_MATRICES: dict[Any, int] = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
+"""ATen product -> the position of its first factor; the second one follows."""
+
+_GROUPED = (aten._grouped_mm, MULTIPLY_GROUPS)
+"""Grouped products: torch's, and that of layers that are converted."""
+
+
+_OF_PARAMETRIZATION = re.compile(r"\.?parametrizations\..*")
+"""What follows the name of the layer in the name of a parameter that its weight is computed of."""
+
+
+class _Weights:
+    """The layer of a weight, by its storage; of tied layers the one that is running. What is
+    computed of weights alone (a copy by autocast, a parametrization) belongs to their layers too.
+    On the meta device, where storages have no address, a weight is known by its size."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._by_storage: dict[int, list[str]] = {}
+        self._sizes: dict[str, set[int]] = {}
+        self._neutral = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+        self._computed: list[Tensor] = []  # kept, so that no other tensor gets their storage
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            layer = _OF_PARAMETRIZATION.sub("", name)
+            layer = layer if layer != name else name.rpartition(".")[0]
+            self._by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(layer)
+            self._sizes.setdefault(layer, set()).add(parameter.numel())
+
+    def compute(self, arguments: Any, output: Any) -> None:
+        """Notes the result of an operation."""
+        given = [_address(x) for x in tensors(arguments)]
+        owned = [self._by_storage[x] for x in given if x in self._by_storage]
+        if owned and all(x in self._by_storage or x in self._neutral for x in given):
+            layers = list(dict.fromkeys(layer for layers in owned for layer in layers))
+            for x in tensors(output):
+                if _address(x) and _address(x) not in self._by_storage:
+                    self._by_storage[_address(x)] = layers
+                    self._computed.append(x)
+
+    def owner(self, weight: Tensor, running: str) -> str | None:
+        """The name of the layer, or None if it is no weight."""
+        if weight.is_meta:
+            return running if weight.numel() in self._sizes.get(running, ()) else None
+        layers = self._by_storage.get(_address(weight), [])
+        return running if running in layers else next(iter(layers), None)
+
+
+def _address(x: Tensor) -> int:
+    """The address of the storage of a tensor; 0 if it has none. Raises ValueError for a tensor of
+    other tensors: of a library for low precision, or sharded."""
+    try:
+        return x.untyped_storage().data_ptr() if x.layout == torch.strided else 0
+    except RuntimeError:
+        raise ValueError(
+            f"a {type(x).__name__} cannot be traced: pass the model with plain tensors, as it is "
+            "before another library converts or shards its layers"
+        ) from None
+
+
+class _Trace(TorchDispatchMode):
+    """Collects the products of a forward pass. running: the names of the modules that are
+    running."""
+
+    def __init__(self, weights: _Weights, running: Sequence[str]) -> None:
+        super().__init__()
+        self.products: Counter[Product] = Counter()
+        self._weights = weights
+        self._running = running
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        op = function.overloadpacket
+        if op in _MATRICES:
+            a, b = args[_MATRICES[op] :][:2]
+            self._add(_of_matrices(a, b), b)
+        elif op is aten.convolution:
+            x, w, _bias, _stride, _padding, _dilation, transposed, _output_padding, groups = args
+            self._add(_of_convolution(x, w, output, transposed, groups), w)
+        elif op in _GROUPED:
+            a, b = args[:2]  # each row of a matrix is multiplied by the weight of one group
+            if a.dim() == 3 and b.dim() == 2:
+                a, b = b.mT, a.mT
+            self._add(_linear(a.shape[:-1].numel(), a.shape[-1], b.shape[-1]), b)
+        else:
+            self._weights.compute(args, output)
+        return output
+
+    def _add(self, product: Product, weight: Tensor) -> None:
+        """weight: the tensor that may be one."""
+        path = self._running[-1] if self._running else ""
+        owner = self._weights.owner(weight, path)
+        found = replace(product, layer=owner or path or "(model)", role="hidden", calls=1)
+        if owner is not None:
+            found = replace(found, weight_elements=weight.numel())
+        else:
+            kind = "matmul" if found.kind == "linear" else found.kind
+            found = replace(found, role="activations", kind=kind)
+        self.products[found] += product.calls
+
+
+def trace(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    roles: Mapping[str, str] | None = None,
+    why_not: Mapping[str, str] | None = None,
+) -> list[Product]:
+    """The matrix products of one forward pass, as ATen computes them.
+
+    The pass runs on a copy of the model, in training mode: in evaluation torch computes encoder
+    layers by one kernel, which shows none. Scaled dot product attention is decomposed into its two
+    products; recurrent layers may be one kernel, which shows none. Products of the same sizes and
+    layer are one row, in the order of their first call.
+
+    roles: layer -> role, for layers that are neither "hidden" nor products of activations. why_not:
+    layer -> why it is not cast.
+    """
+    roles, why_not = roles or {}, why_not or {}
+    model = copy.deepcopy(model).train()
+    with untouched(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _running(model) as names:
+        mode = _Trace(_Weights(model), names)
+        with mode:
+            call(model, copied(batch))
+    return [
+        replace(
+            product,
+            calls=calls,
+            role=roles.get(product.layer, product.role),
+            why_not=why_not.get(product.layer, "")
+            if product.weight_elements
+            else "no weight: cast under fp8.autocast only",
+        )
+        for product, calls in mode.products.items()
+    ]
+
+
+@contextmanager
+def _running(model: nn.Module) -> Iterator[list[str]]:
+    """Within the block, the names of the modules that are running, outermost first."""
+    names: list[str] = []
+
+    def leave(*_: Any) -> None:
+        names.pop()
+
+    handles: list[RemovableHandle] = []
+    for name, module in model.named_modules():
+        handles += [
+            module.register_forward_pre_hook(lambda *_, name=name: names.append(name)),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+    try:
+        yield names
+    finally:
+        for handle in handles:
+            handle.remove()

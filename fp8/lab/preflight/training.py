@@ -1,0 +1,410 @@
+"""Paired training runs: the same weights and batches under different policies."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...common.mixin import check_module
+from ...common.step import (
+    Batch,
+    Loss,
+    call,
+    copied,
+    evaluating,
+    loss_value,
+    seeded,
+    tensors_within,
+    unwrapped,
+)
+from ...optim.encodings import decode
+from ...optim.state import SECOND, has, read
+from ...recipes.policy import Policy
+from ...surgery.convert import convert, report, revert_layers
+from ...tensors.scaled_tensor import ScaledTensor
+from .findings import Run
+
+__all__ = [
+    "FullSize",
+    "Prepare",
+    "Problem",
+    "Setup",
+    "Snapshot",
+    "as_setup",
+    "loss_of",
+    "train",
+    "under",
+]
+
+EVALUATIONS = 4
+"""The held-out loss is averaged over this many evaluations, evenly spaced in the last fifth of the
+run. Paired runs differ by chance from step to step; the mean differs less."""
+
+
+Prepare = Callable[[nn.Module, Optimizer], "tuple[nn.Module, Optimizer]"]
+"""Changes a model and its optimizer before a run, in place or not."""
+
+
+class FullSize(NamedTuple):
+    """A model on the meta device and a batch for it: the shapes that estimates are made for, where
+    the model that is trained is smaller."""
+
+    model: nn.Module
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a preflight trains.
+
+    Attributes:
+        model: with its initial or pretrained weights. It is copied, never changed. Layers that
+            `fp8.convert` converted are reverted in the copy, and wrappers of torch.compile are
+            left out.
+        batches: an iterable of batches; each is a tensor, a tuple or list of positional arguments,
+            or a mapping of keyword arguments of the model. Each pass has a copy of its batch.
+        loss: a function of the model's output that returns a scalar; a module is copied with the
+            model. None: the output's ``loss``, or its first 0-dim tensor that requires a gradient.
+        optimizer: built on the model's parameters. None: torch's AdamW with its default arguments.
+        full_size: the model whose products the estimates are for. None: ``model``.
+    """
+
+    model: nn.Module
+    batches: Iterable[Batch]
+    loss: Loss | None = None
+    optimizer: Optimizer | None = None
+    full_size: FullSize | None = None
+
+    def __post_init__(self) -> None:
+        check_module("preflight", self.model)
+        for name, parameter in self.model.named_parameters():
+            if isinstance(parameter, ScaledTensor):
+                raise ValueError(
+                    f"preflight compares with a model in high precision, but {name} is stored in "
+                    f"{parameter.format}: pass the model as it is before fp8.initialize or "
+                    "fp8.store_frozen"
+                )
+        if not isinstance(self.batches, Iterable):
+            raise TypeError(f"batches must be an iterable, got {type(self.batches).__name__}")
+        if self.loss is not None and not callable(self.loss):
+            raise TypeError(f"loss must be a function of the output, got {self.loss!r}")
+        if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, got {type(self.optimizer).__name__}"
+            )
+        if self.optimizer is not None:
+            own = {id(p) for p in self.model.parameters()}
+            if not any(id(p) in own for g in self.optimizer.param_groups for p in g["params"]):
+                raise ValueError("the optimizer has none of the model's parameters")
+
+
+def as_setup(value: Any) -> Setup:
+    """A `Setup` from a Setup, a mapping, or a tuple (model, batches[, loss[, optimizer]]).
+
+    Raises TypeError for other values.
+    """
+    if isinstance(value, Setup):
+        return value
+    if isinstance(value, Mapping):
+        return Setup(**value)
+    if isinstance(value, tuple | list) and 2 <= len(value) <= 4:
+        return Setup(*value)
+    raise TypeError(
+        "a setup is (model, batches), (model, batches, loss) or (model, batches, loss, "
+        f"optimizer), got {type(value).__name__}"
+    )
+
+
+@dataclass
+class Snapshot:
+    """The weights and second moments of a run at a step, and the batch that comes next.
+
+    second_moments: name of a parameter -> its second moment, of its shape, as the optimizer has it;
+    without those of an optimizer that has none. beta2: their decay rate. seen: the share of a mean
+    square that they hold after the steps of the optimizer so far, 1 - beta2 ** steps. trained: the
+    names of the parameters that the optimizer steps; None: all.
+    """
+
+    step: int
+    weights: dict[str, Any]
+    second_moments: dict[str, Tensor]
+    batch: Batch
+    beta2: float = 0.999
+    seen: float = 1.0
+    trained: frozenset[str] | None = None
+
+
+@dataclass
+class _Start:
+    """The beginning of a run: a fresh copy of the model, its optimizer and its batches."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Loss | None
+    batches: Sequence[Batch]
+    held_out: Sequence[Batch]
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What a seed trains on: a setup whose batches are a list. weights: their checksum. sums: the
+    checksum of each batch when it was drawn."""
+
+    setup: Setup
+    weights: int
+    sums: list[int]
+
+    def first(self, count: int) -> _Drawn:
+        """The same with the first ``count`` batches only."""
+        batches = list(self.setup.batches)[:count]
+        return _Drawn(replace(self.setup, batches=batches), self.weights, self.sums[:count])
+
+
+class Problem:
+    """Gives every run of a seed the same weights and batches.
+
+    A function is called once for each seed, after ``torch.manual_seed(seed)``, with ``seed=`` if it
+    takes that argument. What it returns is stored, because another call may return something else:
+    of a function that continues an iterator or draws from a generator of its own. A `Setup` is used
+    for all seeds: seed 0 takes the batches in their order, others in a random order of their own.
+
+    Args:
+        source: a Setup, or a function that returns a setup.
+        steps: the number of training batches.
+        held_out: the number of batches after those, for the held-out loss.
+    """
+
+    def __init__(self, source: Any, steps: int, held_out: int) -> None:
+        self.steps = steps
+        self.held_out = held_out
+        self._source = source
+        self._drawn: dict[int, _Drawn] = {}
+        self._draw(0)
+
+    @property
+    def setup(self) -> Setup:
+        """What seed 0 trains."""
+        return self._draw(0).setup
+
+    @property
+    def batch(self) -> Batch:
+        """The first batch of seed 0."""
+        return next(iter(self.setup.batches))
+
+    def shortened(self, steps: int) -> Problem:
+        """The problem with its first batches only."""
+        short = copy.copy(self)
+        short.steps = min(steps, self.steps)
+        count = short.steps + self.held_out
+        short._drawn = {seed: drawn.first(count) for seed, drawn in self._drawn.items()}
+        return short
+
+    def data(self, seed: int) -> int:
+        """A checksum of the weights and batches of a seed."""
+        drawn = self._draw(seed)
+        return zlib.crc32(repr((drawn.weights, drawn.sums)).encode())
+
+    def start(self, seed: int, prepare: Prepare | None = None) -> _Start:
+        """A fresh copy of everything. prepare: changes the copy before its first step. Raises
+        ValueError for a batch that has other values than when it was drawn."""
+        drawn = self._draw(seed)
+        batches = list(drawn.setup.batches)
+        if drawn.sums != list(map(_checksum, batches)):
+            raise ValueError(
+                f"a batch of seed {seed} was overwritten after it was drawn: batches must not be "
+                "in memory that is written again, as runs are compared on the same batches"
+            )
+        made = _copies(drawn.setup)
+        model, optimizer = made.model, made.optimizer
+        if optimizer is None:
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            if not parameters:
+                raise ValueError(f"no parameter of {type(model).__name__} requires a gradient")
+            optimizer = torch.optim.AdamW(parameters)
+        if prepare is not None:
+            model, optimizer = prepare(model, optimizer)
+        train, held_out = batches[: -self.held_out], batches[-self.held_out :]
+        if seed and not callable(self._source):
+            order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+            train = [train[i] for i in order.tolist()]
+        return _Start(model, optimizer, made.loss, train, held_out)
+
+    def _draw(self, seed: int) -> _Drawn:
+        """What a seed trains on. It is drawn once."""
+        if not callable(self._source):
+            seed = 0
+        if seed not in self._drawn:
+            with seeded(seed):
+                value = self._source
+                if callable(value):
+                    takes_seed = "seed" in inspect.signature(value).parameters
+                    value = value(seed=seed) if takes_seed else value()
+                setup = _own(as_setup(value), anew=callable(self._source))
+                batches, sums = self._take(setup.batches)
+            weights = _checksum(setup.model.state_dict())
+            self._drawn[seed] = _Drawn(replace(setup, batches=batches), weights, sums)
+        return self._drawn[seed]
+
+    def _take(self, batches: Iterable[Batch]) -> tuple[list[Batch], list[int]]:
+        """The first batches, and the checksum of each when it was drawn."""
+        drawn, sums = list[Batch](), list[int]()
+        for batch in islice(batches, self.steps + self.held_out):
+            drawn.append(batch)
+            sums.append(_checksum(batch))
+        if len(drawn) < self.held_out + 2:
+            raise ValueError(
+                f"batches ran out after {len(drawn)}: a preflight needs at least 2 to train and "
+                f"{self.held_out} to hold out"
+            )
+        self.steps = len(drawn) - self.held_out
+        return drawn, sums
+
+
+def _checksum(value: Any) -> int:
+    """Of the bytes of all tensors in a value, in order; of tensors without bytes (sparse, on the
+    meta device) their shapes."""
+    found = 0
+    for tensor in tensors_within(value):
+        try:
+            flat = tensor.detach().cpu().resolve_conj().resolve_neg().flatten()
+            data: Any = flat.view(torch.uint8).numpy()
+        except (RuntimeError, TypeError, NotImplementedError):
+            data = repr(tuple(tensor.shape)).encode()
+        found = zlib.crc32(data, found)
+    return found
+
+
+def _own(setup: Setup, anew: bool) -> Setup:
+    """The setup with a model that is not compiled, and whose layers compute in its own precision.
+    It is a copy if ``anew`` is true, as the next call of a function may initialize the same model
+    again, or if `fp8.convert` changed that of the user."""
+    setup = replace(setup, model=unwrapped(setup.model))
+    converted = any(row.done == "converted" for row in report(setup.model))
+    if anew or converted:
+        setup = _copies(setup)
+    if converted:
+        revert_layers(setup.model)
+    return setup
+
+
+def _copies(setup: Setup) -> Setup:
+    """The setup with copies of the model, its optimizer, and its loss if that is a module. What
+    torch leaves out of the copy of an optimizer, the attributes of its class, is copied too: the
+    optimizer that it wraps, say."""
+    memo: dict[int, Any] = {}
+    model, optimizer = copy.deepcopy((setup.model, setup.optimizer), memo)
+    for name, value in vars(setup.optimizer).items() if optimizer is not None else ():
+        if not hasattr(optimizer, name):
+            setattr(optimizer, name, copy.deepcopy(value, memo))
+    loss = copy.deepcopy(setup.loss, memo) if isinstance(setup.loss, nn.Module) else setup.loss
+    return replace(setup, model=model, optimizer=optimizer, loss=loss)
+
+
+def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
+    """The loss of the model on a batch, 0-dim. Raises ValueError if it is no scalar."""
+    value = loss_value(call(model, copied(batch)), loss)
+    if value is None:
+        raise ValueError(
+            "the loss must be a tensor of one element: the model returns it, or loss= computes it "
+            "from the output; got None"
+        )
+    return value.reshape(())
+
+
+def under(policy: Policy) -> Prepare:
+    """Converts a model with ``policy``, in simulation."""
+    return lambda model, optimizer: (convert(model, policy, backend="simulate"), optimizer)
+
+
+def train(
+    problem: Problem,
+    name: str,
+    seed: int = 0,
+    prepare: Prepare | None = None,
+    *,
+    snapshots: Sequence[int] = (),
+    on_step: Callable[[], None] | None = None,
+) -> tuple[Run, list[Snapshot]]:
+    """Trains on the problem's batches and evaluates the held-out ones.
+
+    A run ends at the first loss that is not finite; its held-out loss is then NaN.
+
+    Args:
+        problem: the weights and batches.
+        name: of the run.
+        seed: of weights, batches and random numbers.
+        prepare: converts the model before its first step.
+        snapshots: the numbers of steps after which to copy weights and second moments.
+        on_step: called after each step.
+
+    Returns:
+        The run, and the snapshots.
+    """
+    start = problem.start(seed, prepare)
+    model, optimizer = start.model, start.optimizer
+    run, kept, held = Run(name, seed, [], math.nan, data=problem.data(seed)), [], []
+    steps = len(start.batches)
+    evaluated = {steps - max(steps // 5, 1) * i // EVALUATIONS for i in range(EVALUATIONS)}
+    begun = time.perf_counter()
+    with seeded(seed):
+        model.train()
+        for step, batch in enumerate(start.batches, 1):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch, start.loss)
+            run.losses.append(float(loss.detach()))
+            if not math.isfinite(run.losses[-1]):
+                break
+            loss.backward()
+            optimizer.step()
+            if step in snapshots:
+                kept.append(_snapshot(step, model, optimizer, start.batches[step % steps]))
+            if step in evaluated:
+                held.append(_evaluate(start))
+            if on_step is not None:
+                on_step()
+        else:
+            run.held_out = sum(held) / len(held)
+    run.seconds = time.perf_counter() - begun
+    return run, kept
+
+
+def _evaluate(start: _Start) -> float:
+    with evaluating(start.model), seeded(None):
+        losses = [
+            float(loss_of(start.model, batch, start.loss).detach()) for batch in start.held_out
+        ]
+    return sum(losses) / len(losses)
+
+
+def _snapshot(step: int, model: nn.Module, optimizer: Optimizer, batch: Batch) -> Snapshot:
+    weights = {
+        name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in model.state_dict().items()
+    }
+    groups = optimizer.param_groups
+    stepped = {id(p) for group in groups for p in group["params"]}
+    trained = {name: p for name, p in model.named_parameters() if id(p) in stepped}
+    found = {name: _second_moment(optimizer.state.get(p, {}), p) for name, p in trained.items()}
+    moments = {name: moment for name, moment in found.items() if moment is not None}
+    beta2 = float(next((group["betas"][1] for group in groups if "betas" in group), 0.999))
+    steps = max((float(state.get("step", 0)) for state in optimizer.state.values()), default=0.0)
+    seen = 1 - beta2 ** max(steps, 1)
+    return Snapshot(step, weights, moments, batch, beta2, seen, frozenset(trained))
+
+
+def _second_moment(state: dict[str, Any], parameter: Tensor) -> Tensor | None:
+    """The second moment of a parameter in float32, in whichever encoding of `fp8.optim` it is."""
+    if SECOND in state:
+        return state[SECOND].detach().float().clone()
+    return decode(read(state, SECOND)).view(parameter.shape) if has(state, SECOND) else None

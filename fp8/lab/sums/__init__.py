@@ -1,0 +1,2 @@
+"""Products whose sums are those of a tensor core: `Recipe.accumulate`. Imports `fp8.products` and
+below."""

@@ -1,0 +1,74 @@
+"""Sums of products as tensor cores compute them, `fp8.Recipe.accumulate`: what products know of
+`fp8.lab.sums`, which is imported when a recipe asks for it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..casts.operands import Casts
+from ..common.pitfalls import RecipeWarning, warn_once
+from ..recipes.recipe import Recipe
+
+Scales = tuple[float, float, float]
+"""Factors of the output and of the gradients of the first and second operand."""
+
+
+class Geometry(NamedTuple):
+    """The arguments of `aten.convolution`."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    transposed: bool
+    output_padding: list[int]
+    groups: int
+
+    @property
+    def turned(self) -> Geometry:
+        """That of the convolution which computes the input gradient."""
+        return self._replace(transposed=not self.transposed)
+
+    def along(self, axis: int) -> int:
+        """The axis of the weight, as a matrix, that is summed over where the maps sum over
+        ``axis``."""
+        return -3 - axis if self.transposed else axis
+
+
+class Settings(NamedTuple):
+    """The constants of a product and its gradients. sums: `fp8.Recipe.sums`. dtype: the name of
+    that of the output. split: the axis that the offsets of a grouped product split, or 0."""
+
+    scales: Scales
+    casts: Casts
+    sums: str
+    dtype: str
+    split: int = 0
+    convolution: Any = None
+
+
+def summed_product(*args: Any) -> Tensor:
+    """`fp8.lab.sums.product.product`."""
+    from ..lab.sums.product import product
+
+    return product(*args)
+
+
+def summed_convolution(*args: Any) -> Tensor:
+    """`fp8.lab.sums.product.convolution`."""
+    from ..lab.sums.product import convolution
+
+    return convolution(*args)
+
+
+def warn_unsummed(recipe: Recipe, product: str) -> None:
+    """Warns, once per process, that a kind of product has torch's sums under ``recipe``."""
+    if recipe.accumulate is not None:
+        warn_once(RecipeWarning, _UNSUMMED.format(product, recipe.accumulate), key=product)
+
+
+_UNSUMMED = (
+    "{} has no sums of accumulate={!r}: its operands are cast, and its sums are torch's. Linear "
+    "layers, matrix products, and convolutions with one scale for each operand have them"
+)

@@ -1,0 +1,43 @@
+"""Small problems for tests of studies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fp8.lab.preflight.training import Setup
+
+
+class Classifier(nn.Module):
+    """An MLP with blocks that returns its cross entropy."""
+
+    def __init__(self, width: int = 32, blocks: int = 2) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + F.gelu(block(x))
+        return F.cross_entropy(self.head(x), y)
+
+
+def batches(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Points around 16 centres, and the index of the centre."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(16, 16, generator=torch.Generator().manual_seed(99))
+    found = []
+    for _ in range(count):
+        y = torch.randint(16, (32,), generator=generator)
+        noise = torch.randn(32, 16, generator=generator)
+        found.append((centres[y] + 0.5 * noise, y))
+    return found
+
+
+def setup(seed: int = 0) -> Setup:
+    """A classifier with its own weights and data for each seed."""
+    model = Classifier()
+    return Setup(model, batches(64, seed), optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3))

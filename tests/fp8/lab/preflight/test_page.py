@@ -1,0 +1,417 @@
+"""The page of a preflight: one file, complete, labelled, escaped, the same for equal findings."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from fp8.lab.preflight.findings import Candidate, Choice, Findings, OperandRange, Run
+from fp8.lab.preflight.page import page
+from tests.fp8.lab.preflight.example_findings import HOSTILE, LAYERS, SNAPSHOTS, interrupted, rich
+
+pytest.importorskip("jinja2")
+matplotlib = pytest.importorskip("matplotlib")
+bs4 = pytest.importorskip("bs4")
+
+STATES = {"rich": rich, "empty": Findings, "interrupted": interrupted}
+SECTIONS = "policies map frontier losses estimates code how notes versions".split()
+
+
+def soup(findings: Findings) -> Any:
+    return bs4.BeautifulSoup(page(findings), "html.parser")
+
+
+@pytest.fixture(scope="module", params=STATES)
+def each(request: pytest.FixtureRequest) -> Any:
+    return soup(STATES[request.param]())
+
+
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    return soup(rich())
+
+
+def text(element: Any) -> str:
+    """Its text on one line, with a plain minus sign and plain spaces."""
+    return " ".join(element.get_text().replace("−", "-").split())
+
+
+def row(table: Any, name: str) -> list[str]:
+    """The cells of the table's row of that name."""
+    (found,) = [
+        line
+        for line in table.tbody.find_all("tr", recursive=False)
+        if line.th and text(line.th).split(" details")[0].startswith(name)
+    ]
+    return [text(cell) for cell in found.find_all("td", recursive=False)]
+
+
+# The document
+
+
+def test_nothing_is_loaded(each):
+    assert not each.find_all(["link", "img", "iframe", "object", "embed", "base"])
+    assert not each.find_all(src=True)
+    assert not each.find_all(style=re.compile(r"url\((?!#)"))
+    assert "@import" not in each.style.string
+    assert "url(" not in each.style.string
+    links = {element[name] for name in ("href", "xlink:href") for element in each.select("*")
+             if element.has_attr(name)}  # fmt: skip
+    identifiers = [element["id"] for element in each.find_all(id=True)]
+    assert links <= {f"#{name}" for name in identifiers}
+    assert len(identifiers) == len(set(identifiers))
+    references = re.findall(r"url\(#([^)]*)\)", str(each))
+    assert set(references) <= set(identifiers)
+
+
+def test_headings_are_in_order(each):
+    levels = [int(heading.name[1]) for heading in each.find_all(re.compile("^h[1-6]$"))]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    assert [section.get("id") for section in each.main.find_all("section")] == [None, *SECTIONS]
+
+
+def test_figures_and_tables_are_labelled(each):
+    for svg in each.find_all("svg"):
+        image = svg if svg.get("role") == "img" else svg.find_parent(role="img")
+        assert len(image["aria-label"]) > 10
+    for table in each.find_all("table"):
+        assert text(table.caption)
+        assert all(cell.get("scope") for cell in table.find_all("th"))
+        region = table.find_parent(role="region")
+        assert region["tabindex"] == "0"
+        assert each.find(id=region["aria-labelledby"]) is table.caption
+    assert each.html["lang"] == "en"
+    assert each.find("a", class_="skip")["href"] == "#main"
+
+
+def test_rows_of_a_table_have_equal_widths(each):
+    def width(line: Any) -> int:
+        return sum(
+            int(cell.get("colspan", 1)) for cell in line.find_all(["td", "th"], recursive=False)
+        )
+
+    for table in each.find_all("table"):
+        first, *others = table.thead.find_all("tr")
+        for line in table.tbody.find_all("tr", recursive=False):
+            assert width(line) == width(first)
+        tall = sum(1 for cell in first.find_all("th") if cell.get("rowspan"))
+        assert all(width(line) + tall == width(first) for line in others)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_equal_findings_give_equal_pages(state):
+    findings = STATES[state]()
+    copy = Findings.from_dict(json.loads(json.dumps(findings.to_dict())))
+    with matplotlib.rc_context({"lines.linewidth": 9, "font.size": 30, "svg.hashsalt": "x"}):
+        assert page(copy) == page(findings)
+
+
+def test_a_missing_library_names_the_extra(monkeypatch):
+    for name in ("jinja2", "matplotlib"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, None)
+            with pytest.raises(ImportError, match=rf"{name} is not installed.*\[preflight\]"):
+                page(rich())
+
+
+# What it shows
+
+
+def test_all_findings_appear(whole):
+    findings, shown = rich(), text(whole)
+    names = set(LAYERS) | {run.name for run in findings.runs}
+    names |= {value for item in findings.candidates for value in (item.name, item.outcome)}
+    names |= {choice.name for choice in findings.choices}
+    names |= {estimate.hardware for estimate in findings.estimates}
+    names |= {product.why_not for product in findings.products}
+    names |= {level for estimate in findings.estimates for level in estimate.memory}
+    names |= {*findings.code, *findings.seconds, *findings.settings, *findings.model}
+    names |= {*findings.versions, *findings.versions.values()}
+    names |= {line.replace("−", "-") for line in [*findings.verdict, *findings.notes]}
+    assert not {name for name in names if name not in shown}
+    codes = [code.get_text() for code in whole.find_all("code")]
+    assert codes[: len(findings.code)] == list(findings.code.values())
+    assert json.loads(codes[-1]) == findings.policy
+
+
+def test_ranking(whole):
+    table = whole.find(id="policies").table
+    headings = [text(cell) for cell in table.thead.find_all("th")]
+    assert [int(h) for h in headings if h.isdigit()] == [*SNAPSHOTS, *SNAPSHOTS]
+    cells = row(table, "mxfp8 except lm_head")
+    assert cells == [
+        "as the reference", "72 %", "0.0280", "0.0336", "0.0392", "1.000", "1.000", "1.000",
+        "-0.0012[-0.0050, +0.0026]", "", "3",
+    ]  # fmt: skip
+    assert row(table, "unit")[-2:] == ["not trained", "0"]
+    assert row(table, "e4m3")[-3:] == ["∞", "∞ →", "3"]
+    badges = table.find_all(class_="badge")
+    assert [text(badge) for badge in badges] == ["recommended"]
+    undecided = soup(dataclasses.replace(rich(), decided=False))
+    assert text(undecided.find(class_="badge")) == "first to try"
+
+
+def test_intervals_are_drawn_about_their_gap(whole):
+    svgs = whole.find(id="policies").tbody.find_all("svg", class_="whisker")
+    findings = rich()
+    trained = [row for row in findings.candidates if row.gap is not None]
+    assert len(svgs) == len(trained)
+    order = {}
+    for svg, candidate in zip(svgs, trained, strict=True):
+        assert svg["aria-label"].startswith(f"Gap of {candidate.name}: ")
+        zero = float(svg.find("line", class_="zero")["x1"])
+        if math.isinf(candidate.gap):
+            assert svg.circle is None
+            continue
+        line, dot = svg.find("line", class_="interval"), float(svg.circle["cx"])
+        low, high = float(line["x1"]), float(line["x2"])
+        assert 10 <= low <= dot <= high <= 170
+        assert (low < zero) == (candidate.low < 0)
+        assert (high > zero) == (candidate.high > 0)
+        order[candidate.gap] = dot
+    assert [order[gap] for gap in sorted(order)] == sorted(order.values())
+
+
+def test_map_shows_shares_of_the_squared_error(whole):
+    table = whole.find(id="map").table
+    scores = [row for row in rich().scores if row.recipe == "mxfp8"]
+    total = sum(row.squared_error for row in scores if not row.product)
+    (head,) = [row for row in scores if row.layer == "lm_head" and not row.product]
+    cells = row(table, "lm_head")
+    assert cells[-1] == f"{100 * head.squared_error / total:.0f} %"
+    assert len(cells) == 8
+    groups = [text(cell) for cell in table.thead.tr.find_all("th")]
+    assert groups == [
+        "Layer", "FLOPs", "forward", "input gradient", "weight gradient", "whole layer",
+    ]  # fmt: skip
+    dark = list(table.find_all("td", class_="h6"))
+    assert all(float(text(cell).split()[0]) >= 30 for cell in dark)
+    assert dark
+    assert "squared update error" in dark[0]["title"]
+    assert row(table, "attention 1")[1].startswith("not cast: attention stays")
+    infinite = whole.find(id="map-2").find_parent("table")
+    assert "∞" in row(infinite, "layers.0.qkv")
+
+
+def test_every_row_of_the_map_opens(whole):
+    lines = whole.find(id="map").tbody.find_all("tr", recursive=False)
+    names = [text(line.summary) for line in lines if line.th]
+    assert names == [*LAYERS, "attention 1"]
+    panels = [line for line in lines if "opened" in line.get("class", [])]
+    assert len(panels) == len(LAYERS)
+    captions = [text(caption) for caption in panels[11].find_all("figcaption")]
+    assert text(lines[22].summary) == HOSTILE
+    assert captions[2].startswith("gradient, e5m2: zero 94 %, saturated < 0.1 %, SQNR 27.7 dB.")
+    assert captions[2].endswith("min subnormal 2⁻¹⁶, min normal 2⁻¹⁴, max 57344.")
+
+
+def test_histogram_marks_what_the_format_loses():
+    """e4m3: below 2**-10 values round to zero, from 2**9 on they saturate."""
+    counts = [0, 1, 2, 4, *[8] * 18, 4, 2, 0]
+    ranges = [OperandRange("a", "input", "r", "e4m3", -13, counts, 0.1, 0.1, None)]
+    svg = soup(Findings(ranges=ranges)).find("svg")
+    bars = svg.find_all("rect", class_="bar")
+    assert len(bars) == sum(1 for count in counts if count)
+    lost = [i for i, bar in enumerate(bars) if "lost" in bar["class"]]
+    exponents = [-13 + i for i, count in enumerate(counts) if count]
+    assert [exponents[i] for i in lost] == [-12, -11, 9, 10]
+    assert [float(bar["height"]) for bar in bars[:4]] == [10, 20, 40, 80]
+    subnormal, normal = (svg.find("rect", class_=name) for name in ("subnormal", "normal"))
+    per_binade = float(subnormal["width"]) / 3
+    assert float(normal["width"]) == pytest.approx(15 * per_binade, abs=0.6)
+    first = bars[exponents.index(-9)]
+    assert float(first["x"]) == pytest.approx(float(subnormal["x"]), abs=0.1)
+
+
+def test_histogram_without_elements_or_of_an_unknown_format():
+    ranges = [
+        OperandRange("a", "input", "r", "e4m3", 0, [], 0.0, 0.0, None),
+        OperandRange("a", "weight", "r", "posit8", 0, [1, 2], 0.0, 0.0, math.nan),
+        OperandRange("a", "grad", "r", "bf16", -20, [1, 2], 0.0, 0.0, math.inf),
+    ]
+    captions = [text(c) for c in soup(Findings(ranges=ranges)).find_all("figcaption")]
+    assert "posit8: zero 0 %, saturated 0 %, SQNR NaN dB." in captions[1]
+    assert "Range" not in captions[1]
+    assert "SQNR ∞ dB" in captions[2]
+
+
+def test_estimates_are_called_estimates(whole):
+    section = whole.find(id="estimates")
+    assert "Estimates from a roofline model, not measurements." in text(section)
+    assert all("stimate" in text(table.caption) for table in section.find_all("table"))
+    table = section.table
+    h100 = rich().estimates[0]
+    cells = row(table, "h100")
+    assert cells[-2:] == [f"{h100.speedup:.2f}×", "3 of 13"]
+    assert row(table, "mi300x")[-1] == "not run: it has no MX formats"
+    memory = section.find_all("table")[-1]
+    elements = sum(product.weight_elements for product in rich().products)
+    assert row(memory, "bf16")[0] == f"{elements * 4 / 2**20:.1f} MiB"
+
+
+def test_frontier_marks_what_was_measured(whole):
+    section = whole.find(id="frontier")
+    keys = [text(key) for key in section.find_all("li")]
+    assert keys[4:] == ["○ chosen", *(f"{m} {n}" for m, n in zip("△□◇▽", PUBLISHED, strict=True))]
+    assert keys[:2] == ["mxfp8: predicted", "● mxfp8: measured"]
+    assert "Chosen: keep 1 (mxfp8), which casts 72 % of the FLOPs" in text(section)
+    assert "var(--series-1)" in str(section.svg)
+    assert not re.search(r"#0[0-9]0[0-9]0[0-9]", str(section.svg))
+
+
+PUBLISHED = ("first/last 1", "first/last 2", "hidden", "umup")
+
+
+# Text from outside
+
+
+ATTACK = "\"'><script>alert(1)</script><b onclick=x>&x"
+
+
+def spoiled(value: Any, key: str = "") -> Any:
+    """The value with `ATTACK` behind every string, but for names that the page knows."""
+    if isinstance(value, dict):
+        closed = ("errors", "slopes", "settings")
+        names = {k: k if key in ("", *closed) else spoiled(k) for k in value}
+        return {names[k]: spoiled(v, k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [spoiled(item) if isinstance(item, str) else _fields(item) for item in value]
+    return value + ATTACK if isinstance(value, str) else value
+
+
+def _fields(item: Any) -> Any:
+    known = ("product", "operand", "format")
+    if not isinstance(item, dict):
+        return item
+    return {
+        k: v if k in known else {a: b if k != "memory" else spoiled(b, k) for a, b in v.items()}
+        if isinstance(v, dict) else spoiled(v, k)
+        for k, v in item.items()
+    }  # fmt: skip
+
+
+def test_names_are_escaped(whole):
+    shown = text(whole)
+    assert shown.count(HOSTILE) > 5
+    assert not whole.main.find_all("b")
+    findings = Findings.from_dict(spoiled(rich().to_dict()))
+    attacked = soup(findings)
+    assert len(attacked.find_all("script")) == 1
+    assert not attacked.find_all("b")
+    assert not attacked.find_all(onclick=True)
+    count = attacked.get_text().count(ATTACK)
+    assert count > 300
+    assert len(attacked.find_all("svg")) == len(whole.find_all("svg"))
+
+
+# What is not there
+
+
+def test_empty_findings_say_what_was_not_measured():
+    empty = soup(Findings())
+    assert not empty.find_all(["svg", "table", "figure", "pre"])
+    for name in SECTIONS:
+        assert re.search(r"Not measured|None|No ", text(empty.find(id=name))), name
+    assert "No verdict" in text(empty.main.section)
+
+
+def test_interrupted_findings_show_what_there_is():
+    ended = soup(interrupted())
+    assert "Interrupted in the reference run." in text(ended.find(id="notes"))
+    table = ended.find(id="policies").table
+    assert row(table, "mxfp8 except")[-2:] == ["not trained", "0"]
+    assert [text(key) for key in ended.find(id="losses").find_all("li")] == ["reference"]
+    for name in ("map", "frontier", "estimates"):
+        assert "Not measured" in text(ended.find(id=name))
+
+
+def test_values_that_are_not_finite():
+    nan, inf = math.nan, math.inf
+    findings = Findings(
+        candidates=[Candidate("a", "r", errors={1: nan, 2: inf}, slopes={1: -inf}, gap=nan)],
+        choices=[Choice("a", "r", [], 0.5, inf, nan), Choice("b", "r", [], 0.5, 0.0)],
+        runs=[Run("reference", 0, [nan, inf], nan), Run("a", 0, [], inf)],
+    )
+    shown = soup(findings)
+    cells = row(shown.find(id="policies").table, "a")
+    assert cells == ["not trained", "100 %", "NaN", "∞", "-inf", "–", "NaN", "0"]
+    assert not shown.find_all("svg")
+    assert "no run has a finite loss" in text(shown.find(id="losses"))
+    assert row(shown.find(id="losses").table, "reference")[1:4] == ["2", "∞", "NaN"]
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        {"reference": [2.0], "a": [1.0]},
+        {"reference": [2.0, 2.0], "a": [2.0, 2.0]},
+        {"a": [2.0, 1.0]},
+        {"reference": [2.0, 1.0, math.nan], "a": [math.nan, 1.0]},
+        {"reference": [3.0] * 5000, "a": [2.0] * 300},
+    ],
+    ids=["one step", "equal", "no reference", "unequal lengths", "long"],
+)
+def test_losses_of_any_length_are_drawn(losses):
+    runs = [Run(name, 0, values, values[-1]) for name, values in losses.items()]
+    shown = soup(Findings(runs=runs)).find(id="losses")
+    assert [text(key) for key in shown.find_all("li")] == list(losses)
+    assert "NaN" not in str(shown.svg)
+    assert len(str(shown.svg)) < 60_000
+
+
+# Colours
+
+
+def style(dark: bool) -> dict[str, str]:
+    """The colours of a theme, by the names of their variables."""
+    light, night = page(Findings()).split("prefers-color-scheme: dark", 1)
+    both = [dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in (light, night)]
+    assert both[0].keys() == both[1].keys()
+    return both[dark]
+
+
+def contrast(one: str, other: str) -> float:
+    """Web Content Accessibility Guidelines 2.2, definition of contrast ratio."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_and_lines_stand_out(dark):
+    """WCAG 2.2, success criteria 1.4.3 (text, 4.5) and 1.4.11 (graphics, 3)."""
+    colours = style(dark)
+    for name in ("ink", "soft", "link"):
+        assert contrast(colours[name], colours["paper"]) >= 4.5, name
+    assert contrast(colours["ink"], colours["panel"]) >= 4.5
+    for name in ("normal", "subnormal"):  # the words of the legend, the bars before them
+        assert contrast(colours["soft"], colours[name]) >= 4.5, name
+        assert contrast(colours["series-0"], colours[name]) >= 3, name
+    for name in [name for name in colours if name.startswith("series-")]:
+        assert contrast(colours[name], colours["paper"]) >= 3, name
+    heat = [colours[f"heat-{level}"] for level in range(7)]
+    for level, colour in enumerate(heat):
+        ink = "heat-ink-strong" if level > 3 else "heat-ink"
+        assert contrast(colours[ink], colour) >= 4.5, level
+    from_paper = [contrast(colour, colours["paper"]) for colour in heat]
+    assert from_paper == sorted(from_paper)  # lightness alone tells the levels apart
+
+
+def test_the_example_fills_every_part():
+    """A new part of the findings needs a place on the page, and one in the example."""
+    filled = rich()
+    assert all(getattr(filled, field.name) for field in dataclasses.fields(Findings))

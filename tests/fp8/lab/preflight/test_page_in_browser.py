@@ -1,0 +1,139 @@
+"""The page of a preflight in headless Chromium: what fits, what opens, what the themes colour."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8.lab.preflight.findings import Findings
+from fp8.lab.preflight.page import page
+from tests.fp8.lab.preflight.example_findings import LAYERS, interrupted, rich
+
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
+
+THEMES = {"light": 1, "dark": 0}
+
+#: A document with the page in a frame of a given width; it writes what it sees of it as JSON.
+FRAME = """
+<!DOCTYPE html><body style="margin: 0">
+<iframe style="border: 0; width: {width}px; height: 800px" srcdoc="{page}"></iframe>
+<pre id="seen"></pre>
+<script>
+const frame = document.querySelector("iframe");
+frame.addEventListener("load", () => {{
+  const seen = {{}}, page = frame.contentDocument, view = frame.contentWindow;
+  try {{ {look} }} catch (error) {{ seen.error = String(error); }}
+  document.getElementById("seen").textContent = JSON.stringify(seen);
+}});
+</script>
+"""
+
+WIDTHS = """
+  const root = page.documentElement;
+  const widths = () => [root.scrollWidth, root.clientWidth];
+  seen.closed = widths();
+  for (const element of page.querySelectorAll("details")) element.open = true;
+  seen.open = widths();
+  const inside = (element) => element.closest(".scroll, pre, svg") !== null;
+  seen.outside = [...page.querySelectorAll("main *, header *")].filter((element) =>
+    !inside(element) && element.getBoundingClientRect().right > root.clientWidth + 1
+  ).map((element) => element.outerHTML.slice(0, 80));
+  seen.clipped = [...page.querySelectorAll("th, td, figcaption, button, li")].filter((element) =>
+    element.scrollWidth > element.clientWidth + 1 && !element.querySelector("svg, pre")
+    && element.clientWidth > 0 && !element.classList.contains("skip")
+  ).map((element) => element.outerHTML.slice(0, 80));
+  seen.panels = [...page.querySelectorAll(".panel")].map((e) => e.getBoundingClientRect().width);
+"""
+
+OPENING = """
+  const rows = [...page.querySelectorAll("#map table")[0].tBodies[0].rows];
+  const shown = () => rows.filter((row) => row.classList.contains("opened")
+    && view.getComputedStyle(row).display !== "none").length;
+  seen.before = shown();
+  rows[0].querySelector("summary").click();
+  seen.after = shown();
+  seen.buttons = [...page.querySelectorAll("button")].filter((button) => !button.hidden).length;
+  page.querySelector("button").click();
+  seen.selected = view.getSelection().toString();
+  seen.focusable = [...page.querySelectorAll("a, summary, button, [tabindex='0']")].every(
+    (element) => element.tabIndex === 0);
+"""
+
+COLOURS = """
+  const colour = (selector, name) => view.getComputedStyle(page.querySelector(selector))[name];
+  seen.paper = colour("html", "backgroundColor") + colour("body", "backgroundColor");
+  seen.ink = colour("body", "color");
+  seen.plot = colour("svg.plot text", "fill");
+  seen.line = colour("svg.plot path[style*='series-0']", "stroke");
+  seen.bar = colour(".histogram .bar:not(.lost)", "fill");
+"""
+
+
+def seen(
+    look: str, findings: Findings, folder: Path, width: int = 375, theme: str = "light"
+) -> Any:
+    """What the script ``look`` records of the page, in a frame of this width."""
+    file = folder / "frame.html"
+    inner = html.escape(page(findings), quote=True)
+    file.write_text(FRAME.format(width=width, page=inner, look=look), encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'user'}"]
+    flags += ["--virtual-time-budget=5000", "--window-size=1400,1000"]
+    flags += [f"--blink-settings=preferredColorScheme={THEMES[theme]}", "--dump-dom"]
+    command = [str(BROWSER), *flags, file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found is not None, done.stderr[-2000:]
+    values = json.loads(html.unescape(found[1]))
+    assert "error" not in values, values
+    return values
+
+
+def long_names() -> Findings:
+    """A layer whose name has no place to break it, wherever it is named."""
+    text = json.dumps(rich().to_dict()).replace("lm_head", "x" * 150)
+    return Findings.from_dict(json.loads(text))
+
+
+STATES = [rich, long_names, interrupted, Findings]
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+@pytest.mark.parametrize("findings", STATES, ids=lambda findings: findings.__name__)
+def test_the_body_does_not_scroll_sideways(findings, width, tmp_path):
+    """Nor with all details open; only tables and code do, each in its own box."""
+    values = seen(WIDTHS, findings(), tmp_path, width)
+    for state in ("closed", "open"):
+        scroll, client = values[state]
+        assert scroll <= client <= width
+    assert values["outside"] == []
+    assert values["clipped"] == []
+    assert all(panel <= width for panel in values["panels"])
+    assert len(values["panels"]) == (len(LAYERS) if findings in (rich, long_names) else 0)
+
+
+def test_a_row_opens_and_code_is_selected(tmp_path):
+    values = seen(OPENING, rich(), tmp_path, 1280)
+    assert (values["before"], values["after"]) == (0, 1)
+    assert values["buttons"] == len(rich().code) + 1
+    assert values["selected"].strip() == rich().code["fp8"].strip()
+    assert values["focusable"]
+
+
+def test_figures_follow_the_theme(tmp_path):
+    light, dark = (seen(COLOURS, rich(), tmp_path, theme=theme) for theme in THEMES)
+    assert all(light[name] != dark[name] for name in light)
+    for values in (light, dark):
+        assert values["plot"] == values["ink"]
+        assert values["line"] == values["bar"]

@@ -1,0 +1,473 @@
+"""`fp8.preflight` from model to verdict, and what it says of problems it cannot measure."""
+
+import json
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from fp8.lab.hardware import Estimate
+from fp8.lab.preflight import stages
+from fp8.lab.preflight.findings import Candidate, Choice, Findings
+from fp8.lab.preflight.paired_runs import REFERENCE, finalists, recommended
+from fp8.lab.preflight.preflight import Preflight, PreflightError
+from fp8.lab.preflight.training import FullSize, Setup
+from fp8.lab.preflight.update_error import UpdateError
+from unit_scaling.transforms import simulate_fp8
+
+from .problems import Classifier, batches, setup
+
+QUICK = {
+    "recipes": ("bf16", "tensor", "mxfp4", "unit"),
+    "steps": 12,
+    "held_out": 2,
+    "budget": 1000.0,
+    "target": 0.05,
+    "max_seeds": 3,
+    "transforms": False,
+    "progress": False,
+}
+
+
+@pytest.fixture(scope="module")
+def report():
+    return fp8.preflight(setup, **QUICK)
+
+
+@pytest.mark.proves("the field", "which precision a model takes, measured before", how="own")
+def test_every_stage_leaves_its_findings(report):
+    found = report.findings
+    assert [p.layer for p in found.products] == ["first", "blocks.0", "blocks.1", "head"]
+    assert {c.name for c in found.candidates} >= {"bf16", "tensor", "mxfp4", "unit"}
+    assert all(sorted(c.errors) == [3, 12] for c in found.candidates)
+    assert {s.recipe for s in found.scores} >= {"mxfp4"}
+    assert any(choice.chosen for choice in found.choices)
+    assert {e.hardware for e in found.estimates} == {"h100", "b200"}
+    assert {"tensor", "unit"} <= {r.recipe for r in found.ranges} | {"tensor"}
+    assert found.model["parameters"] == sum(p.numel() for p in Classifier().parameters())
+    assert found.verdict
+
+
+def test_update_errors_are_in_the_order_of_precision(report):
+    errors = {c.name: max(c.errors.values()) for c in report.findings.candidates}
+    assert errors["bf16"] < errors["tensor"] < errors["mxfp4"]
+
+
+def test_runs_are_paired_and_the_reference_has_every_seed(report):
+    seeds = {}
+    for run in report.findings.runs:
+        seeds.setdefault(run.name, set()).add(run.seed)
+    assert all(found <= seeds[REFERENCE] for found in seeds.values())
+    assert all(len(run.losses) == 12 for run in report.findings.runs)
+
+
+def test_the_policy_converts_the_model(report):
+    assert report.policy is not None
+    model = fp8.convert(Classifier(), report.policy, backend="simulate")
+    assert any(row.done == "converted" for row in fp8.report(model))
+    assert "policy = fp8.Policy(" in report.findings.code["fp8"]
+
+
+def test_json_and_table(report, tmp_path):
+    report.save(tmp_path / "new folder" / "a.json")
+    again = Preflight.load(tmp_path / "new folder" / "a.json")
+    assert again.to_json() == report.to_json()
+    assert again.policy == report.policy
+    assert str(report).startswith(report.findings.verdict[0])
+    assert report.table().splitlines()[0].split()[:2] == ["policy", "FLOPs"]
+    json.loads(report.to_json())
+
+
+def test_it_is_seeded(report):
+    again = fp8.preflight(setup, **QUICK)
+    keep = lambda found: [(r.name, r.seed, r.losses, r.held_out) for r in found.findings.runs]  # noqa: E731
+    assert keep(again) == keep(report)
+    assert [c.errors for c in again.findings.candidates] == [
+        c.errors for c in report.findings.candidates
+    ]
+
+
+def test_nothing_of_the_users_changes():
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = [p.clone() for p in model.parameters()]
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    fp8.preflight(model, batches(20), optimizer=optimizer, **QUICK | {"max_seeds": 1})
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(row.done == "converted" for row in fp8.report(model))
+
+
+def test_the_page_is_written(report, tmp_path):
+    report.save(tmp_path / "a.html")
+    assert "<title>" in (tmp_path / "a.html").read_text(encoding="utf-8")
+
+
+def test_resume_repeats_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    first = fp8.preflight(setup, save=path, **QUICK | {"max_seeds": 1})
+    seen = []
+    real = stages.train
+    monkeypatch.setattr(
+        stages,
+        "train",
+        lambda problem, name, *a, **k: seen.append(name) or real(problem, name, *a, **k),
+    )
+    again = fp8.preflight(setup, resume=path, **QUICK | {"max_seeds": 1})
+    assert seen == []
+    assert again.table() == first.table()
+    more = fp8.preflight(setup, resume=path, **QUICK | {"max_seeds": 2})
+    assert len(more.findings.runs) > len(first.findings.runs)
+    other = lambda seed: setup(seed + 1)  # noqa: E731
+    with pytest.raises(ValueError, match="seed 0 has other weights or batches than the run of ref"):
+        fp8.preflight(other, resume=path, **QUICK | {"max_seeds": 2})
+    with pytest.raises(ValueError, match="of another preflight: its parameters is"):
+        fp8.preflight(Classifier(64), batches(20), resume=path, **QUICK)
+    with pytest.raises(ValueError, match=r"its recipes is .*, not \['row'\]"):
+        fp8.preflight(setup, resume=path, **QUICK | {"recipes": ("row",)})
+
+
+def test_a_resumed_preflight_trains_what_the_budget_did_not_allow(tmp_path, monkeypatch):
+    path, note = tmp_path / "a.json", "the budget did not allow a training run of"
+    monkeypatch.setattr(stages.PreflightRun, "_has_time", lambda self, name: False)
+    found = fp8.preflight(setup, save=path, **QUICK).findings
+    assert any(text.startswith(note) for text in found.notes)
+    monkeypatch.undo()
+    found = fp8.preflight(setup, resume=path, **QUICK).findings
+    assert not any(text.startswith(note) for text in found.notes)
+
+
+def test_resumed_runs_have_the_steps_that_the_budget_allowed(tmp_path):
+    path = tmp_path / "a.json"
+    first = fp8.preflight(setup, save=path, **QUICK | {"steps": 50, "budget": 1e-3})
+    steps = first.findings.settings["steps"]
+    assert steps < 50
+    again = fp8.preflight(setup, resume=path, **QUICK | {"steps": 50, "max_seeds": 1})
+    assert {len(run.losses) for run in again.findings.runs} == {steps}
+    assert len(again.findings.runs) > 1
+
+
+@pytest.mark.parametrize("recipes", [("static",), ("delayed",), ("static", "bf16")])
+def test_recipes_that_store_scales(recipes):
+    """One scale serves both products of an operand: there are no single casts of it."""
+    found = fp8.preflight(setup, **QUICK | {"recipes": recipes}).findings
+    assert {score.recipe for score in found.scores if score.product} == set(recipes) - {
+        "static",
+        "delayed",
+    }
+    assert any("no single casts" in note for note in found.notes) == (len(recipes) == 1)
+
+
+def test_a_recipe_that_saves_nothing_alone():
+    found = fp8.preflight(setup, **QUICK | {"recipes": ("bf16",)})
+    assert found.policy is None
+    assert [c.outcome for c in found.findings.candidates] == ["not trained"]
+
+
+def test_ctrl_c_keeps_what_is_there(monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "prove", interrupted)
+    found = fp8.preflight(setup, **QUICK).findings
+    assert found.candidates
+    assert "interrupted" in found.notes[-1]
+    assert found.verdict[0].startswith("No policy was trained")
+
+
+@pytest.mark.parametrize("name", ["keeping", "estimate", "score"])
+def test_an_interrupted_stage_is_repeated_as_a_whole(name, tmp_path, monkeypatch, report):
+    calls, path = [], tmp_path / "a.json"
+    real = getattr(stages, name)
+
+    def interrupted(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(stages, name, interrupted)
+    assert "interrupted" in fp8.preflight(setup, save=path, **QUICK).findings.notes[-1]
+    monkeypatch.undo()
+    again = fp8.preflight(setup, resume=path, **QUICK).findings
+    for field in ("candidates", "scores", "choices", "estimates", "ranges", "notes", "verdict"):
+        assert getattr(again, field) == getattr(report.findings, field), field
+
+
+class Silent(nn.Module):
+    def forward(self, x, y):
+        return (x.relu().sum() + nn.functional.relu(y.float()).sum()) * torch.ones(
+            (), requires_grad=True
+        )
+
+
+class Vector(Classifier):
+    def forward(self, x, y):
+        return self.first(x)
+
+
+class Broken(Classifier):
+    def forward(self, x, y):
+        return super().forward(x, y) * math.nan
+
+
+class Unseen(Classifier):
+    def forward(self, x, y):
+        return super().forward(x, y) * (1 if self.training else math.nan)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        (Silent(), batches(20), "of this Silent can be cast: it computes none"),
+        (Vector(), batches(20), "one element"),
+        (Broken(), batches(20), "the loss of the reference became nan at step 1"),
+        (Unseen(), batches(20), "the held-out loss of the reference is not finite"),
+        (Classifier(), batches(3), "batches ran out after 3"),
+        (nn.LSTM(16, 16), [torch.randn(2, 3, 16)] * 20, "one kernel computes all its products"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_with_what_was_measured(model, data, message):
+    with pytest.raises(PreflightError, match=message) as error:
+        fp8.preflight(model, data, **QUICK)
+    assert error.value.report.findings.notes[-1].startswith("stopped: ")
+
+
+def test_a_loss_that_does_not_fall_and_batches_that_run_out_are_noted():
+    model = Classifier()
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    notes = fp8.preflight(
+        model, batches(1) * 10, optimizer=still, **QUICK | {"max_seeds": 1}
+    ).findings.notes
+    assert any("the batches last for 8 of 12 steps" in note for note in notes)
+    assert any("did not fall" in note for note in notes)
+    assert any("learning rate is 0" in note for note in notes)
+    assert any("no second moments" in note for note in notes)
+
+
+def test_several_losses_are_noted():
+    class Two(Classifier):
+        def forward(self, x, y):
+            return {"penalty": self.head.weight.square().mean(), "main": super().forward(x, y)}
+
+    notes = fp8.preflight(Two(), batches(20), **QUICK | {"max_seeds": 1}).findings.notes
+    assert any("has 2 scalars that require a gradient" in note for note in notes)
+
+    def total(output):
+        return output["penalty"] + output["main"]
+
+    report = fp8.preflight(Two(), batches(20), loss=total, **QUICK | {"max_seeds": 1})
+    assert not any("scalars" in note for note in report.findings.notes)
+
+
+def test_without_a_recommendation_there_is_a_policy_to_try_first():
+    report = fp8.preflight(setup, **QUICK | {"max_seeds": 1})  # one seed decides nothing
+    assert report.policy is None
+    assert report.first_to_try.recipe == "tensor"  # of the first device, the H100
+    assert report.findings.verdict[0].startswith("Not decided. By its update error of ")
+    assert "Policy" in report.findings.code["fp8"]
+
+
+def test_a_full_size_that_cannot_be_traced_is_noted():
+    """The estimates are those of the model that was trained."""
+    wrong = FullSize(nn.Linear(3, 3), torch.ones(1))
+    whole = Setup(Classifier(), batches(12), full_size=wrong)
+    given = QUICK | {"recipes": ["tensor"], "max_seeds": 1}
+    found = fp8.preflight(lambda: whole, **given).findings
+    assert any("its full size cannot be traced: RuntimeError" in note for note in found.notes)
+    own = fp8.preflight(lambda: Setup(Classifier(), batches(12)), **given).findings
+    of_all = {estimate.candidate: estimate for estimate in own.estimates}
+    of_whole = {estimate.candidate: estimate for estimate in found.estimates}
+    assert of_all["tensor"] == of_whole["tensor"]
+
+
+def test_a_budget_reduces_steps_and_says_so():
+    found = fp8.preflight(Classifier(), iter(batches(14)), **QUICK | {"budget": 0.01}).findings
+    assert not any(run.name != REFERENCE for run in found.runs)
+    assert any("budget" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"recipes": ("mxfp5",)}, "unknown recipe 'mxfp5'"),
+        ({"recipes": ()}, "at least one recipe"),
+        ({"hardware": ("h1000",)}, "unknown hardware"),
+        ({"steps": 1}, "steps"),
+        ({"budget": 0}, "budget must be a positive number"),
+        ({"target": "a"}, "target must be a positive number"),
+        ({"save": "a.txt"}, "suffix"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        fp8.preflight(setup, **QUICK | arguments)
+
+
+def test_a_model_needs_batches_and_a_setup_has_its_own():
+    with pytest.raises(TypeError, match="needs batches"):
+        fp8.preflight(Classifier())
+    with pytest.raises(TypeError, match="go with a model"):
+        fp8.preflight(setup, batches(3))
+    with pytest.raises(PreflightError, match="a setup is"):
+        fp8.preflight(lambda: 3, **QUICK)
+
+
+def test_strict_does_not_stop_it_and_is_kept():
+    with fp8.strict():
+        assert fp8.preflight(setup, **QUICK | {"max_seeds": 1}).findings.candidates
+
+
+def test_transforms_are_found_and_trained_with_the_users_optimizer(monkeypatch):
+    seen = []
+
+    def transform(model):
+        import copy
+
+        seen.append(model)
+        return copy.deepcopy(model)
+
+    transform.recipe = "tensor"
+    monkeypatch.setattr("fp8.lab.preflight.preflight.installed", lambda: {"copied": transform})
+    found = fp8.preflight(setup, **QUICK | {"transforms": True, "max_seeds": 1}).findings
+    runs = {run.name: run for run in found.runs}
+    assert seen
+    assert runs["copied"].losses == runs["tensor"].losses  # its parameters were trained
+
+
+@pytest.mark.parametrize(
+    ("errors", "kept"), [((0.8, 0.4, 0.2, 0.1), 3), ((0.1,) * 4, 1), ((0.8,) * 4, None)]
+)
+def test_the_choice_is_the_first_that_is_measured_to_be_fine(errors, kept):
+    """Along a frontier that keeps one layer more at each point; a snapshot is worse than all."""
+
+    def probe(factor):
+        return lambda policy: UpdateError(factor * errors[len(policy.rules) - 1], 1.0)
+
+    settings = stages.Settings(
+        recipes=(fp8.RECIPES["row"],),
+        steps=2,
+        held_out=1,
+        budget=1.0,
+        target=0.01,
+        max_seeds=1,
+        hardware=(),
+    )
+    trip = stages.PreflightRun(setup, settings, Findings())
+    trip._probes = [probe(0.5), probe(1.0)]
+    choices = [Choice("", "row", list("abcd"[:n]), 1 - n / 5, 0.0) for n in (1, 2, 3, 4)]
+    found = trip._first_fine(fp8.RECIPES["row"], choices)
+    assert (None if found is None else len(found.kept)) == kept
+
+
+def candidate(name, bits, error, outcome="as the reference"):
+    return Candidate(name, name, {"recipe": "row"}, bits=bits, errors={1: error}, outcome=outcome)
+
+
+def runs_on(device, *names):
+    return [Estimate(device, name, 1.0, 1.0) for name in names]
+
+
+def names(found):
+    return list(dict.fromkeys(c.name for c in found.values()))
+
+
+def test_finalists_are_the_fine_ones_with_the_fewest_bits_of_each_device():
+    found = [candidate("row", 8, 0.1), candidate("mx", 8, 0.05), candidate("four", 4, 0.2)]
+    found += [candidate("coarse", 4, 0.9), candidate("bf16", 16, 0.001)]
+    on = runs_on("old", "row", "bf16") + runs_on("new", "row", "mx", "four", "coarse", "bf16")
+    assert names(finalists(found, on)) == ["row", "four"]
+    found[0].outcome = "worse"
+    assert names(finalists(found, on)) == ["four"]
+    found[2].outcome = "worse"
+    assert names(finalists(found, on)) == ["mx"]
+    only_coarse = runs_on("x", "coarse")
+    assert names(finalists(found, only_coarse)) == ["coarse"]
+
+
+def test_without_hardware_all_candidates_can_be_finalists():
+    found = [candidate("row", 8, 0.1), candidate("four", 4, 0.2, "worse"), candidate("mx", 8, 0.2)]
+    assert names(finalists(found, [])) == ["row"]
+    assert names(recommended(found, [])) == ["row"]
+
+
+def test_recommended_is_for_each_device_what_trains_with_the_fewest_bits():
+    found = [candidate("row", 8, 0.1), candidate("four", 4, 0.2, "worse")]
+    on = runs_on("old", "row") + runs_on("new", "row", "four") + runs_on("none", "four")
+    assert {d: c.name for d, c in recommended(found, on).items()} == {"old": "row", "new": "row"}
+
+
+def test_if_all_finalists_are_worse_the_next_ones_are_trained(monkeypatch):
+    """mxfp4, said to be fine and 1 worse, is the finalist; "tensor" comes after it."""
+    monkeypatch.setattr("fp8.lab.preflight.paired_runs.FINE", 10.0)
+    monkeypatch.setattr(stages, "FINE", 10.0)
+    real = stages.train
+
+    def worse(problem, name, *args, **kwargs):
+        run, snapshots = real(problem, name, *args, **kwargs)
+        run.held_out += name == "mxfp4"
+        return run, snapshots
+
+    data, seeds = iter(batches(100)), []
+
+    def read_on(seed):
+        seeds.append(seed)
+        return Setup(Classifier(), data)
+
+    monkeypatch.setattr(stages, "train", worse)
+    arguments = QUICK | {"recipes": ("tensor", "mxfp4"), "hardware": ("b200",), "max_seeds": 3}
+    report = fp8.preflight(read_on, **arguments | {"target": 0.2})
+    outcomes = {c.name: c.outcome for c in report.findings.candidates}
+    assert outcomes == {"tensor": "as the reference", "mxfp4": "worse"}
+    assert report.policy.recipe == "tensor"
+    runs = report.findings.runs
+    assert len(seeds) == len(set(seeds)) == len({run.seed for run in runs}) > 1
+    assert {(run.seed, run.data) for run in runs} == {
+        (run.seed, run.data) for run in runs if run.name == REFERENCE
+    }
+
+
+@pytest.mark.parametrize("wrapped", [lambda model: fp8.convert(model, "mxfp4"), torch.compile])
+def test_a_converted_or_compiled_model_is_measured_in_its_own_precision(wrapped):
+    model = Classifier()
+    arguments = QUICK | {"max_seeds": 1, "recipes": ("tensor", "mxfp4")}
+    plain = fp8.preflight(model, batches(20), **arguments)
+    again = fp8.preflight(wrapped(model), batches(20), **arguments)
+    assert again.table() == plain.table()
+    assert [p.layer for p in again.findings.products][:2] == ["first", "blocks.0"]
+
+
+class Inside(Classifier):
+    def forward(self, x, y):
+        with fp8.autocast("mxfp4"):
+            return super().forward(x, y)
+
+
+CAST = "the reference is in low precision already: it casts the {} of first to {}"
+REFERENCES = {
+    "simulated": (lambda: simulate_fp8(Classifier()), nullcontext(), CAST.format("input", "e4m3")),
+    "gradients": (
+        Classifier,
+        fp8.autocast(fp8.Recipe(name="gradients", grad=fp8.Cast(format="e5m2"))),
+        CAST.format("grad", "e5m2").replace("first", "head"),
+    ),
+    "inside": (Inside, nullcontext(), CAST.format("input", "e2m1")),
+    "open": (Classifier, fp8.autocast("mxfp8"), CAST.format("input", "e4m3")),
+    "torch": (
+        Classifier,
+        torch.autocast("cpu", torch.bfloat16),
+        r"inside torch\.autocast, which reuses its copies of weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_a_reference_in_low_precision_is_refused(kind):
+    make, block, message = REFERENCES[kind]
+    with block, pytest.raises(PreflightError, match=message):
+        fp8.preflight(make(), batches(20), **QUICK)

@@ -1,0 +1,89 @@
+"""The frontier against all subsets, its knee, and the selections of others."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from fp8.lab.hardware import Product
+from fp8.lab.preflight.demo import GPT
+from fp8.lab.preflight.findings import CastScore
+from fp8.lab.preflight.search import frontier, keeping, knee, name_of, published, shares
+
+
+def scores(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    errors = torch.rand(count, generator=generator).square().tolist()
+    parts = torch.rand(count, generator=generator)
+    parts = (parts / parts.sum()).tolist()
+    rows = zip(errors, parts, strict=True)
+    return [CastScore(f"l{i}", "r", 1, "", "", e, p) for i, (e, p) in enumerate(rows)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_subset_of_layers_is_better_than_a_point_of_the_frontier(seed):
+    given = scores(8, seed)
+    points = frontier("r", given)
+    assert len(points) == 9
+    for kept in itertools.product([False, True], repeat=8):
+        cast = [s for s, keep in zip(given, kept, strict=True) if not keep]
+        share, error = sum(s.share for s in cast), sum(s.squared_error for s in cast)
+        assert not any(share >= p.share - 1e-12 and error < p.predicted**2 - 1e-12 for p in points)
+
+
+def test_the_ends_cast_all_and_nothing():
+    first, *_, last = frontier("r", scores(5, 0))
+    assert (first.kept, first.name) == ([], "r")
+    assert first.share == pytest.approx(1.0)
+    assert (len(last.kept), last.share, last.predicted) == (5, 0, 0)
+
+
+def test_the_knee_keeps_the_one_bad_layer():
+    given = [CastScore("bad", "r", 1, "", "", 1.0, 0.1)]
+    given += [CastScore(f"good{i}", "r", 1, "", "", 1e-4, 0.1) for i in range(9)]
+    assert knee(frontier("r", given)).kept == ["bad"]
+
+
+def test_the_knee_is_inside_if_no_layer_is_much_worse():
+    """Errors 2, 1, 1: all FLOPs but the first layer's leave half of the squared error."""
+    given = [
+        CastScore(name, "r", 1, "", "", e, 0.3) for name, e in zip("abc", (2, 1, 1), strict=True)
+    ]
+    assert knee(frontier("r", given)).kept == ["a"]
+
+
+def test_shares_leave_out_what_cannot_be_cast_but_count_it():
+    rows = [
+        Product("a", "hidden", "linear", 2, 3, 4),
+        Product("a", "hidden", "linear", 2, 3, 4),
+        Product("b", "attention", "matmul", 2, 3, 4, why_not="no weight"),
+        Product("c", "hidden", "linear", 2, 3, 4),
+    ]
+    assert shares(rows) == {"a": 0.5, "c": 0.25}
+
+
+def test_names():
+    assert name_of("r", []) == "r"
+    assert name_of("r", ["a", "b"]) == "r except a and b"
+    assert name_of("r", ["a", "b", "c"]) == "r except a and 2 more"
+
+
+def test_selections_of_others_by_hand():
+    found = published(GPT(layers=3))
+    inner = ["qkv", "out", "up", "down"]
+    assert found["hidden"] == ["head"]
+    assert sorted(found["umup"]) == sorted(
+        ["head", *(f"blocks.{i}.{n}" for i in range(3) for n in ("out", "down"))]
+    )
+    assert found["last block"] == [f"blocks.2.{name}" for name in inner]
+    assert found["first and last block"] == [f"blocks.{i}.{n}" for i in (0, 2) for n in inner]
+    assert "first block" not in published(nn.Linear(2, 2))
+
+
+def test_keeping_is_a_policy_that_converts_the_others():
+    model = fp8.convert(GPT(), keeping("row", ["head", "blocks.0.up"]), backend="simulate")
+    left = {row.path for row in fp8.report(model).left_alone}
+    assert {"head", "blocks.0.up"} <= left
+    assert "blocks.1.up" not in left

@@ -1,0 +1,201 @@
+"""Problems from files and from configurations of transformers, and the command line."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from fp8.__main__ import main
+from fp8.lab.preflight.sources import (
+    BASE_LR,
+    BASE_WIDTH,
+    _thinned,
+    from_function,
+    from_transformers,
+    shrunk,
+)
+from fp8.lab.preflight.trace import trace
+
+transformers = pytest.importorskip("transformers")
+
+SOURCE = """
+import torch
+from helper_of_train import width
+
+
+def setup(seed):
+    model = torch.nn.Linear(width, 16)
+    data = [torch.randn(64, width) for _ in range(30)]
+    return model, data, lambda y: (y - 1).square().mean()
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def train_py(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "helper_of_train.py").write_text("width = 16\n", encoding="utf-8")
+    (tmp_path / "train_of_user.py").write_text(SOURCE, encoding="utf-8")
+    return tmp_path
+
+
+def test_a_function_of_a_file_that_imports_its_neighbours(train_py):
+    model, data, _ = from_function("train_of_user.py:setup")(seed=0)
+    assert model.in_features == 16
+    assert len(data) == 30
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("train_of_user.py", ValueError, "give a file and a function"),
+        (":setup", ValueError, "give a file and a function"),
+        ("missing.py:setup", ValueError, "no file"),
+        ("no_such_module:setup", ValueError, "no module"),
+        ("train_of_user.py:other", ValueError, "has no 'other'"),
+        ("train_of_user.py:number", TypeError, "is a int, not a function"),
+    ],
+)
+def test_bad_names(train_py, name, error, message):
+    with pytest.raises(error, match=message):
+        from_function(name)
+
+
+def test_the_command_writes_a_page_and_figures(train_py, capsys):
+    code = main(
+        "preflight train_of_user.py:setup --steps 6 --budget 100 --seeds 1 --recipes row mxfp4 "
+        "--out out/a.html --quiet".split()
+    )
+    assert code == 0
+    assert "written: out/a.json, out/a.html" in capsys.readouterr().out
+    figures = json.loads((train_py / "out" / "a.json").read_text(encoding="utf-8"))
+    assert figures["products"][0]["layer"] == "(model)"
+    again = "preflight train_of_user.py:setup --steps 6 --resume --out out/a.html --quiet"
+    assert main([*again.split(), "--recipes", "row", "mxfp4"]) == 0
+    assert main(again.split()) == 1
+    assert "of another preflight: its recipes is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ("", 2, "give one of"),
+        ("a.py:setup --demo", 2, "give one of"),
+        ("missing.py:setup", 2, "no file"),
+        ("--transformers a.json", 2, "--text FILE"),
+        ("--demo --recipes mxfp5", 2, "unknown recipe"),
+        ("broken.py:setup --quiet", 1, "batches ran out"),
+        ("raising.py:setup --quiet", 1, "preflight: boom (ValueError at "),
+    ],
+)
+def test_bad_commands(train_py, capsys, arguments, code, message):
+    broken = "import torch\ndef setup():\n    return torch.nn.Linear(4, 4), []\n"
+    (train_py / "broken.py").write_text(broken, encoding="utf-8")
+    raising = "def setup():\n    raise ValueError('boom')\n"
+    (train_py / "raising.py").write_text(raising, encoding="utf-8")
+    assert main(["preflight", *arguments.split()]) == code
+    assert message in capsys.readouterr().err
+
+
+LLAMA_7B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+CONFIGURATIONS = {
+    "llama": LLAMA_7B,
+    "gpt2": {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25},
+    "mixtral": {"model_type": "mixtral", "num_hidden_layers": 32},
+    "qwen2": {"model_type": "qwen2", "num_hidden_layers": 28},
+    "gemma2": {"model_type": "gemma2"},
+    "deepseek_v3": {"model_type": "deepseek_v3"},
+    "gemma3": {"model_type": "gemma3"},  # its language model
+    "qwen3_next": {"model_type": "qwen3_next"},  # two kinds of layers
+    "bamba": {"model_type": "bamba", "attn_layer_indices": [9, 18, 27]},
+    "mamba2": {"model_type": "mamba2"},  # heads of a fixed size
+    "roberta": {"model_type": "roberta", "is_decoder": True},
+    "bart": {"model_type": "bart"},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_shrunk_configurations_train(name):
+    values = dict(CONFIGURATIONS[name])
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    small = shrunk(config)
+    assert small.hidden_size <= 256
+    assert small.num_hidden_layers <= 4
+    model = transformers.AutoModelForCausalLM.from_config(small)
+    ids = torch.randint(256, (2, 16))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert sum(p.numel() for p in model.parameters()) < 5e7
+
+
+def test_kinds_of_layers_stay():
+    kinds = ["linear"] * 20 + ["full"] + ["linear"] * 11
+    assert _thinned(kinds) == ["linear", "linear", "full", "linear"]
+    small = shrunk(transformers.AutoConfig.for_model("qwen3_next"))
+    assert set(small.layer_types) == {"linear_attention", "full_attention"}
+
+
+def test_a_configuration_that_is_not_made_smaller():
+    with pytest.raises(ValueError, match="'blt' is not made smaller by rule"):
+        shrunk(transformers.AutoConfig.for_model("blt"))
+
+
+@pytest.mark.parametrize(("heads", "built"), [(64, 1), (32, 2)])
+def test_a_refused_configuration_is_built_once_for_each_size(monkeypatch, heads, built):
+    """Of 64 heads and a width of 4096 both shares are 1/16."""
+    refused = []
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", refused.append)
+    values = {**LLAMA_7B, "hidden_size": 4096, "num_attention_heads": heads}
+    with pytest.raises(ValueError, match="not made smaller by rule"):
+        shrunk(transformers.AutoConfig.for_model(**values))
+    assert len(refused) == built
+
+
+def test_the_trial_draws_no_numbers_of_the_caller():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    shrunk(transformers.AutoConfig.for_model("gpt2"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_7b_configuration_is_traced_at_full_size_without_memory(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B), encoding="utf-8")
+    (tmp_path / "text.txt").write_text("some text to train on. " * 100, encoding="utf-8")
+    setup = from_transformers(tmp_path / "config.json", tmp_path / "text.txt")(0)
+    full = setup.full_size.model
+    assert sum(p.numel() for p in full.parameters()) > 6.7e9
+    assert all(p.is_meta for p in full.parameters())
+    width = setup.model.config.hidden_size
+    assert setup.optimizer.param_groups[0]["lr"] == BASE_LR * BASE_WIDTH / width
+    assert isinstance(setup.model, nn.Module)
+    assert setup.batches[0]["input_ids"].max() < 256
+
+
+def test_experts_are_traced_at_full_size(tmp_path):
+    values = {"model_type": "mixtral", "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    (tmp_path / "text.txt").write_text("some text to train on. " * 100, encoding="utf-8")
+    full = from_transformers(tmp_path / "config.json", tmp_path / "text.txt")(0).full_size
+    found = [p for p in trace(*full) if "experts" in p.layer]
+    tokens, active, hidden, inner = 8192, 2, 4096, 14336
+    assert sum(p.flops for p in found) == 2 * tokens * active * hidden * 3 * inner
+
+
+def test_a_file_that_is_no_configuration(tmp_path):
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match="has no model_type"):
+        from_transformers(tmp_path / "config.json", tmp_path / "config.json")

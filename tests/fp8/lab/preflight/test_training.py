@@ -1,0 +1,304 @@
+"""Paired runs: the same weights and batches, and steps equal to a loop by hand."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from fp8.common.step import seeded
+from fp8.lab.preflight.training import Problem, Setup, as_setup, loss_of, train
+
+from .problems import Classifier, batches, setup
+
+
+def by_hand(seed, steps, held_out, recipe=None):
+    torch.manual_seed(seed)
+    made = setup(seed)
+    model, optimizer = made.model, made.optimizer
+    if recipe:
+        fp8.convert(model, recipe, backend="simulate")
+    losses = []
+    for batch in made.batches[:steps]:
+        optimizer.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    held = [model(*batch).item() for batch in made.batches[steps : steps + held_out]]
+    return losses, sum(held) / len(held)
+
+
+@pytest.mark.parametrize("recipe", [None, "tensor", "row"])
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_run_is_a_plain_loop(recipe, seed):
+    problem = Problem(setup, 4, 2)
+
+    def prepare(model, optimizer):
+        return fp8.convert(model, recipe, backend="simulate"), optimizer
+
+    run, _ = train(problem, "x", seed, prepare if recipe else None)
+    losses, held_out = by_hand(seed, 4, 2, recipe)
+    assert run.losses == losses
+    assert run.held_out == pytest.approx(held_out, abs=1e-12)
+
+
+def test_the_held_out_loss_is_a_mean_over_the_last_fifth():
+    seen = []
+    for steps in (40, 38, 36, 34):
+        run, _ = train(Problem(lambda: setup(0), 40, 2), "x")
+        made = setup(0)
+        _, held = by_hand_at(steps, made.batches[40:42])
+        seen.append(held)
+    assert run.held_out == pytest.approx(sum(seen) / 4, abs=1e-6)
+
+
+def by_hand_at(steps, held_out):
+    torch.manual_seed(0)
+    made = setup(0)
+    for batch in made.batches[:steps]:
+        made.optimizer.zero_grad()
+        made.model(*batch).backward()
+        made.optimizer.step()
+    return made, sum(made.model(*batch).item() for batch in held_out) / len(held_out)
+
+
+def test_a_model_is_copied_and_seeds_reorder_its_batches():
+    model = Classifier()
+    before = [p.clone() for p in model.parameters()]
+    data = batches(12)
+    problem = Problem(Setup(model, data), 8, 4)
+    first, second = problem.start(0), problem.start(1)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert [id(b) for b in first.batches] == [id(b) for b in data[:8]]
+    assert {id(b) for b in second.batches} == {id(b) for b in data[:8]}
+    assert [id(b) for b in second.batches] != [id(b) for b in data[:8]]
+    assert [id(b) for b in second.held_out] == [id(b) for b in data[8:]]
+    assert first.optimizer.param_groups[0]["params"][0] is next(first.model.parameters())
+
+
+def test_an_optimizer_is_copied_with_its_model_and_settings():
+    model = Classifier()
+    groups = [{"params": [p], "lr": 0.1 * i} for i, p in enumerate(model.parameters())]
+    start = Problem(Setup(model, batches(6), None, torch.optim.SGD(groups)), 2, 2).start(0)
+    own = {id(p) for p in start.model.parameters()}
+    assert [g["lr"] for g in start.optimizer.param_groups] == [g["lr"] for g in groups]
+    assert all(id(p) in own for g in start.optimizer.param_groups for p in g["params"])
+
+
+def test_a_function_is_called_once_per_seed_with_its_seed():
+    seen = []
+
+    def make(seed):
+        seen.append((seed, torch.initial_seed()))
+        return setup(seed)
+
+    problem = Problem(make, 2, 2)
+    for seed in (0, 1, 1, 0):
+        problem.start(seed)
+    assert seen == [(0, 0), (1, 1)]
+
+
+def from_an_iterator():
+    data = iter(batches(100))
+    return lambda: Setup(Classifier(), data)
+
+
+def from_its_own_generator():
+    generator = np.random.default_rng()
+
+    def make():
+        noise = torch.from_numpy(generator.normal(size=(6, 32, 16))).float()
+        return Setup(Classifier(), [(x, y) for x, (_, y) in zip(noise, batches(6), strict=True)])
+
+    return make
+
+
+def from_one_model():
+    model = Classifier()
+
+    def make(seed):
+        for layer in model.modules():
+            getattr(layer, "reset_parameters", lambda: None)()
+        return Setup(model, batches(6, seed))
+
+    return make
+
+
+@pytest.mark.parametrize("source", [from_an_iterator, from_its_own_generator, from_one_model])
+def test_runs_of_a_seed_are_paired_in_whichever_order_they_come(source):
+    problem = Problem(source(), 4, 2)
+    first = {seed: train(problem, "x", seed)[0] for seed in (0, 1, 2)}
+    again = {seed: train(problem, "x", seed)[0] for seed in (2, 0, 1)}
+    for seed, run in first.items():
+        assert (run.losses, run.held_out) == (again[seed].losses, again[seed].held_out)
+        assert run.data == again[seed].data
+    assert len({tuple(run.losses) for run in first.values()}) == 3
+    assert len({run.data for run in first.values()}) == 3
+
+
+def test_batches_that_share_memory_are_refused():
+    x, y = torch.empty(32, 16), torch.empty(32, dtype=torch.int64)
+
+    def refilled():
+        for values, labels in batches(6):
+            yield x.copy_(values), y.copy_(labels)
+
+    with pytest.raises(ValueError, match="a batch of seed 0 was overwritten after it was drawn"):
+        train(Problem(Setup(Classifier(), refilled()), 4, 2), "x")
+
+
+def test_a_loss_with_weights_is_copied_with_its_model():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output):
+            return output * self.scale.exp()
+
+    model, loss = Classifier(), Scaled()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    problem = Problem(Setup(model, batches(6), loss, optimizer), 4, 2)
+    runs = [train(problem, "x")[0] for _ in range(2)]
+    assert runs[0].losses == runs[1].losses
+    assert loss.scale.grad is None
+    start = problem.start(0)
+    assert any(p is start.loss.scale for g in start.optimizer.param_groups for p in g["params"])
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
+def test_random_numbers_of_every_generator_are_those_of_the_seed(draw):
+    """Models drop layers and mask inputs, and data is made, by any of the three."""
+
+    class Masked(Classifier):
+        def forward(self, x, y):
+            return super().forward(x, y) * (1 + draw())
+
+    def made(seed):
+        return Setup(Masked(), [(x * draw(), y) for x, y in batches(6, seed)])
+
+    with seeded(7):
+        expected = [draw() for _ in range(3)]
+    with seeded(7):
+        problem = Problem(made, 3, 2)
+        first = train(problem, "x", 1)[0]
+        train(problem, "x", 0)
+        again = train(problem, "x", 1)[0]
+        assert (first.losses, first.held_out) == (again.losses, again.held_out)
+        assert [draw() for _ in range(3)] == expected
+
+
+def test_a_model_that_writes_into_its_batch_sees_the_same_one_in_every_pass():
+    class Writes(Classifier):
+        def forward(self, parts):
+            return super().forward(parts.pop("x").mul_(2), parts.pop("y"))
+
+    data = [({"x": x, "y": y},) for x, y in batches(6)]
+    problem = Problem(Setup(Writes(), data), 3, 2)
+    first, second = train(problem, "x")[0], train(problem, "x")[0]
+    assert (first.losses, first.held_out) == (second.losses, second.held_out)
+    assert torch.equal(data[0][0]["x"], batches(6)[0][0])
+
+
+def test_an_optimizer_is_copied_with_the_attributes_of_its_class():
+    class Wrapping(torch.optim.Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, {"lr": lr})
+            self.inner = torch.optim.SGD(self.param_groups, lr=lr)
+
+        def step(self, closure=None):
+            self.inner.step()
+
+    def run(kind):
+        model = made.model
+        return train(
+            Problem(Setup(model, batches(6), None, kind(model.parameters(), lr=0.1)), 3, 2), "x"
+        )
+
+    made = setup(0)
+    before = made.model.head.weight.detach().clone()
+    assert run(Wrapping)[0].losses == run(torch.optim.SGD)[0].losses
+    assert torch.equal(made.model.head.weight, before)
+
+
+@pytest.mark.parametrize("second_moment", ["float16", "bfloat16", "e5m3_block"])
+def test_snapshots_hold_moments_of_any_encoding_and_name_what_is_stepped(second_moment):
+    model = Classifier()
+    optimizer = fp8.optim.AdamW(
+        model.blocks.parameters(), second_moment=second_moment, min_size=0, betas=(0.9, 0.5)
+    )
+    _, (snapshot,) = train(
+        Problem(Setup(model, batches(6), None, optimizer), 3, 2), "x", snapshots=(3,)
+    )
+    wide = torch.optim.AdamW(model.blocks.parameters(), betas=(0.9, 0.5))
+    _, (exact,) = train(Problem(Setup(model, batches(6), None, wide), 3, 2), "x", snapshots=(3,))
+    names = {f"blocks.{name}" for name, _ in model.blocks.named_parameters()}
+    assert snapshot.trained == exact.trained == names == snapshot.second_moments.keys()
+    assert snapshot.beta2 == 0.5
+    for name in names:
+        given, expected = snapshot.second_moments[name], exact.second_moments[name]
+        assert (given - expected).norm() < 0.1 * expected.norm()
+
+
+def test_a_run_ends_at_a_loss_that_is_not_finite():
+    class Broken(Classifier):
+        steps = 0
+
+        def forward(self, x, y):
+            Broken.steps += 1
+            return super().forward(x, y) * (math.nan if Broken.steps == 3 else 1)
+
+    run, _ = train(Problem(Setup(Broken(), batches(8)), 5, 2), "x")
+    assert len(run.losses) == 3
+    assert math.isnan(run.held_out)
+
+
+def test_snapshots_hold_weights_moments_and_the_next_batch():
+    problem = Problem(setup, 4, 2)
+    _, (first, last) = train(problem, "x", snapshots=(2, 4))
+    made, _ = by_hand_at(2, batches(1))
+    assert first.step == 2
+    for name, parameter in made.model.named_parameters():
+        assert torch.equal(first.weights[name], parameter)
+        moment = made.optimizer.state[parameter]["exp_avg_sq"]
+        assert torch.equal(first.second_moments[name], moment)
+    assert torch.equal(first.batch[0], made.batches[2][0])
+    assert torch.equal(last.batch[0], made.batches[0][0])
+
+
+BAD = {
+    "a setup is": (lambda: as_setup(3), TypeError),
+    "preflight needs an nn.Module": (lambda: Setup(3, []), TypeError),
+    "batches must be an iterable": (lambda: Setup(Classifier(), 3), TypeError),
+    "loss must be a function": (lambda: Setup(Classifier(), [], 3), TypeError),
+    "optimizer must be": (lambda: Setup(Classifier(), [], None, 3), TypeError),
+    "none of the model's parameters": (
+        lambda: Setup(Classifier(), [], None, torch.optim.SGD(Classifier().parameters(), lr=0.1)),
+        ValueError,
+    ),
+    "batches ran out after 3": (
+        lambda: Problem(Setup(Classifier(), batches(3)), 9, 4),
+        ValueError,
+    ),
+    r"high precision, but first.weight is stored in e4m3: .* before fp8.initialize": (
+        lambda: Setup(fp8.initialize(Classifier(), None, "O3")[0], batches(3)),
+        ValueError,
+    ),
+    "one element": (
+        lambda: loss_of(nn.Linear(4, 4), torch.randn(2, 4), lambda y: y),
+        ValueError,
+    ),
+    "the model returns it": (lambda: loss_of(nn.Linear(4, 4), torch.randn(2, 4), None), ValueError),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message):
+    call, error = BAD[message]
+    with pytest.raises(error, match=message):
+        call()

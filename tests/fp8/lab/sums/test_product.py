@@ -1,0 +1,283 @@
+"""Products whose sums are those of a tensor core, forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8
+from fp8.casts.casting import codes, spec_of
+from fp8.lab.sums.arithmetic import Matrix
+from fp8.lab.sums.dot import dot
+from fp8.products import matmul
+from fp8.products.matmul import linear
+from fp8.recipes.cast import Cast
+from fp8.recipes.recipe import Recipe
+from fp8.recipes.tensor_cores import instruction
+
+ROWS, IN, OUT = 24, 96, 48
+
+
+def on(name: str, chip: str, promote: int = 0) -> Recipe:
+    return dataclasses.replace(fp8.RECIPES[name], accumulate=chip, promote=promote)
+
+
+def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x, w, g = (torch.randn(shape) for shape in ((ROWS, IN), (OUT, IN), (ROWS, OUT)))
+    return x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_(), g.to(dtype)
+
+
+def three(recipe: Recipe | None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The output and both gradients of a linear layer."""
+    x, w, g = operands(dtype)
+    y = linear(x, w, recipe=recipe)
+    y.backward(g)
+    return [y.detach(), x.grad, w.grad]
+
+
+SUMMED = [
+    ("tensor", "hopper"),
+    ("tensor", "ada"),
+    ("tensor", "blackwell"),
+    ("unit", "hopper"),
+    ("row", "ada"),
+    ("block", "hopper"),
+    ("mxfp8", "hopper"),
+    ("mxfp8", "blackwell"),
+    ("mxfp6", "blackwell"),
+    ("mxfp4", "blackwell"),
+    ("nvfp4", "blackwell"),
+    ("row_gw_hp", "hopper"),
+]
+
+
+@pytest.mark.parametrize(("name", "chip"), SUMMED)
+def test_only_the_sums_differ(name, chip):
+    """A step of ``kept`` bits moves a sum of positive and negative terms of its size by less than
+    2**-kept of the largest term, for each of its steps and terms."""
+    exact, found = three(fp8.RECIPES[name]), three(on(name, chip))
+    kept = 13 if chip in ("ada", "hopper") else 25
+    for got, want, terms in zip(found, exact, (IN, OUT, ROWS), strict=True):
+        bound = 4 * (terms + terms // 16 + 1) * 2.0**-kept * 16  # products up to 4 * 4
+        assert (got - want).abs().max() <= bound + 2e-6 * want.abs().max()
+    if chip in ("ada", "hopper") and name != "row_gw_hp":
+        assert all(not torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+
+
+def test_rotated_operands_have_these_sums_too():
+    """Blackwell's differ from torch's by the bound of `test_only_the_sums_differ`."""
+    how = Cast(format="e4m3", scaling="tensor", hadamard=32)
+    eden = Cast(format="e2m1", scaling="nv", rule="e4m3_eden", hadamard=32)
+    turned = Recipe(name="turned", input=how, weight=how, grad=how)
+    forward = Recipe(name="eden", input=eden, weight=eden, grad=eden)
+    for recipe, count in ((turned, 3), (forward, 1)):  # backward draws random bits in another order
+        exact = three(recipe)
+        found = three(dataclasses.replace(recipe, accumulate="blackwell"))
+        for got, want, terms in list(zip(found, exact, (IN, OUT, ROWS), strict=True))[:count]:
+            bound = 4 * (terms + terms // 16 + 1) * 2.0**-25 * 16
+            assert (got - want).abs().max() <= bound + 2e-6 * want.abs().max()
+
+
+def test_the_products_are_those_of_the_instruction():
+    x, w, g = operands()
+    recipe = on("tensor", "hopper")
+    y, dx, dw = three(recipe)
+    kinds = [spec_of(cast) for cast in (recipe.input, recipe.weight, recipe.grad)]
+
+    def product(a: Tensor, b: Tensor, of_a: int, of_b: int) -> Tensor:
+        first, second = codes(a.detach(), kinds[of_a]), codes(b.detach(), kinds[of_b])
+        how = instruction("hopper", (kinds[of_a].format, kinds[of_b].format))
+        low = {"e4m3": -6, "e5m2": -14}
+        left = Matrix(first.values, low[kinds[of_a].format])
+        right = Matrix(second.values, low[kinds[of_b].format])
+        return dot(left, right, how) * (first.scale * second.scale)
+
+    assert torch.equal(y, product(x, w, 0, 1))
+    assert torch.equal(dx, product(g, w.mT, 2, 1))
+    assert torch.equal(dw, product(g.mT, x.mT, 2, 0))
+
+
+def test_promotion_ends_a_sum_after_so_many_products():
+    x, w, _ = operands()
+    recipe = on("unit", "hopper", promote=32)
+    y = linear(x, w, recipe=recipe)
+    parts = [
+        linear(x[:, i : i + 32], w[:, i : i + 32], recipe=on("unit", "hopper")) for i in (0, 32, 64)
+    ]
+    assert torch.equal(y, parts[0] + parts[1] + parts[2])
+
+
+def test_scales_that_the_instruction_does_not_apply_end_a_sum():
+    x, w, _ = operands()
+    y = linear(x, w, recipe=on("mxfp8", "hopper"))
+    parts = [
+        linear(x[:, i : i + 32], w[:, i : i + 32], recipe=on("mxfp8", "hopper"))
+        for i in (0, 32, 64)
+    ]
+    want = torch.zeros_like(parts[0], dtype=torch.float64)
+    for part in parts:  # one rounding for each: scale and sum
+        want = (want + part.double()).float().double()
+    assert torch.equal(y.double(), want)
+
+
+def test_batches_are_single_products():
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 8, 64), torch.randn(3, 64, 16)
+    recipe = on("unit", "ada")
+    batched = matmul.matmul(a, b, recipe=recipe)
+    single = torch.stack([matmul.matmul(a[i], b[i], recipe=recipe) for i in range(3)])
+    assert torch.equal(batched, single)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype):
+    for got, want in zip(three(on("tensor", "blackwell"), dtype), three(None, dtype), strict=True):
+        assert got.dtype == dtype
+        assert (got - want).norm() < 0.1 * want.norm()
+
+
+def test_the_gradient_of_a_bias_is_scaled():
+    x, w, g = operands()
+    gradients = []
+    for recipe in (on("tensor", "hopper"), None):
+        bias = torch.zeros(OUT, requires_grad=True)
+        linear(x, w, bias, scales=(1, 1, 0.5), recipe=recipe).backward(g)
+        gradients.append(bias.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_product_of_an_uncast_operand_is_torchs():
+    """In the dtype of the operands, as without these sums."""
+    cast = Cast(format="e4m3", scaling="tensor", rule="up")
+    recipe = Recipe(name="half", weight=cast, grad=cast, accumulate="hopper")
+    got = three(recipe, torch.bfloat16)
+    want = three(dataclasses.replace(recipe, accumulate=None), torch.bfloat16)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[2], want[2])
+
+
+def test_under_autocast_and_bias():
+    layer = nn.Linear(IN, OUT)
+    with torch.autocast("cpu", torch.bfloat16), fp8.autocast(on("tensor", "hopper")):
+        y = layer(torch.randn(4, IN))
+    assert y.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["delayed", "static"])
+def test_histories_are_recorded(name):
+    torch.manual_seed(0)
+    layers = [nn.Linear(IN, OUT) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x, g = torch.randn(2, 8, IN), torch.randn(2, 8, OUT)
+    results = []
+    for layer, recipe in zip(layers, (fp8.RECIPES[name], on(name, "blackwell")), strict=True):
+        fp8.convert(layer, recipe)
+        for batch, grad in zip(x, g, strict=True):
+            layer.zero_grad()
+            y = layer(batch)
+            y.backward(grad)
+        results.append([y.detach(), layer.weight.grad, *layer.buffers()])
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "width", "backend"),
+    [("tensor", 24, 40, "inductor"), ("block", 384, 256, "aot_eager")],
+)
+def test_compiled_is_eager(name, rows, width, backend):
+    """In blocks of (1, 128), a gradient is cast along both of its axes."""
+    layer = fp8.convert(nn.Linear(width, width), on(name, "hopper"))
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    x, g = torch.randn(2, rows, width)
+    x.requires_grad_()
+    results = []
+    for each in (layer, compiled):
+        layer.zero_grad()
+        x.grad = None
+        y = each(x)
+        y.backward(g)
+        results.append((y.detach(), x.grad, layer.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["tensor", "block"])
+def test_empty_products(name):
+    recipe = on(name, "hopper")
+    assert linear(torch.randn(0, IN), torch.randn(OUT, IN), recipe=recipe).shape == (0, OUT)
+    y = linear(torch.randn(4, 0), torch.randn(OUT, 0), recipe=recipe)
+    assert torch.equal(y, torch.zeros(4, OUT))
+
+
+def test_recipes_say_what_an_accelerator_lacks():
+    with pytest.raises(ValueError, match=r"'hopper' multiplies e4m3, e5m2, not e2m1 by e2m1"):
+        on("nvfp4", "hopper")
+    with pytest.raises(ValueError, match=r"'cdna3' multiplies e4m3fnuz, e5m2fnuz, not e4m3"):
+        on("tensor", "cdna3")
+    with pytest.raises(ValueError, match="accumulate"):
+        on("tensor", "volta")
+    with pytest.raises(ValueError, match="promote needs accumulate"):
+        dataclasses.replace(fp8.RECIPES["tensor"], promote=128)
+    with pytest.raises(ValueError, match="promote must be 0"):
+        on("tensor", "hopper", promote=-1)
+    fnuz = Cast(format="e4m3fnuz", scaling="tensor")
+    amd = Recipe(name="amd", input=fnuz, weight=fnuz, grad=fnuz, accumulate="cdna3")
+    for got, want in zip(three(amd), three(None), strict=True):
+        assert (got - want).norm() < 0.1 * want.norm()
+
+
+def test_json_and_policies():
+    recipe = on("block", "hopper", promote=128)
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    policy = fp8.Policy(recipe, last=1)
+    assert fp8.Policy.from_json(policy.to_json()) == policy
+
+
+def test_no_kernel_computes_them():
+    with pytest.raises(ValueError, match="'hopper' are simulated"):
+        fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), on("tensor", "hopper"), backend="native")
+
+
+def test_a_second_derivative_is_refused():
+    x, w, _ = operands()
+    y = linear(x, w, recipe=on("tensor", "hopper"))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_stats_count_their_casts():
+    layer, seen = nn.Linear(IN, OUT), {}
+    for recipe in (on("tensor", "hopper"), fp8.RECIPES["tensor"]):
+        with fp8.stats(layer) as counted, fp8.autocast(recipe):
+            layer(operands()[0])
+        seen[recipe.accumulate] = counted.rows()
+    assert seen["hopper"] == seen[None]
+    assert len(seen["hopper"]) == 2
+
+
+def test_rules_keep_the_sums_of_a_recipe():
+    policy = fp8.Policy(on("tensor", "hopper"), rules=[("*", "grad_weight", None)])
+    layer = fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), policy)[0]
+    assert layer.fp8_recipe.accumulate == "hopper"
+    mixed = fp8.Policy(on("tensor", "hopper"), rules=[("*", "grad_weight", "row")])
+    with pytest.raises(ValueError, match="different sums"):
+        fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), mixed)
+
+
+@pytest.mark.parametrize("kind", ["attention", "einsum", "bilinear"])
+def test_products_without_these_sums_warn(kind):
+    q = torch.randn(1, 2, 4, 16)
+    m = torch.randn(4, 4)
+    functions = {
+        "einsum": lambda: torch.einsum("ii,ij->j", m, m),
+        "bilinear": lambda: nn.functional.bilinear(m, m, torch.randn(2, 4, 4)),
+        "attention": lambda: nn.functional.scaled_dot_product_attention(q, q, q),
+    }
+    raised = pytest.raises(fp8.RecipeWarning, match=kind)  # each is shown once per process
+    with fp8.strict(), fp8.autocast(on("tensor", "hopper")), raised:
+        functions[kind]()

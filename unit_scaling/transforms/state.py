@@ -1,0 +1,173 @@
+"""What the state_dict of a unit-scaled model has besides weights: a marker, and the plan.
+
+The weights of ``unit_scale(init="unit")`` have the names and shapes of the plain class, but compute
+something else in it. Their state_dict has an additional key that strict loading into the plain
+class rejects; its name says what to do. Conversely, a unit-scaled model misses the key in a plain
+checkpoint. It is neither parameter nor buffer, so averages and optimizers do not see it.
+
+The plan makes a resumed process compute the same bit for bit, and the optimizer's state match the
+gradients. It is stored as extra state (`nn.Module.get_extra_state`), which is saved by torch.save,
+safetensors and torch.distributed.checkpoint, and broadcast by the latter from the first process.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from fp8.common.mixin import Gained
+from fp8.common.pitfalls import CheckpointWarning, warn_once
+
+from ..parameter import TaggedModule, restore_own_tags
+
+MARKER = "unit_scaled_load_into_unit_scale_or_save_uu_fold"
+"""The last part of the key, after the name of the transformed module."""
+
+VERSION = torch.tensor(1)
+"""The value of the key: a tensor of fixed size, which all checkpoint formats support."""
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "module.")
+
+
+def scaling(module: Any) -> tuple[Any, str]:
+    """The scope that has scaled the weights of a transformed module, and the module's name in it;
+    (None, "") if none has."""
+    scopes = (item for item in module._scopes if getattr(item[0], "unit_scaled", False))
+    return next(scopes, (None, ""))
+
+
+class Marked(TaggedModule):
+    """A module whose state_dict has the marker if its weights are scaled."""
+
+    _scopes: tuple[tuple[Any, str], ...] = ()
+
+    def _own_weights(self, prefix: str) -> list[str]:
+        """The names of the weights that a scope has scaled, if the module is its model or the
+        state_dict is that of a submodule alone, which has submodules: peft looks for the names of
+        a layer (`modules_to_save`) in the state_dict of the model. Otherwise none."""
+        scope, path = scaling(self)
+        if scope is None or (path and (prefix or not self._modules)):
+            return []
+        restore_own_tags(self)
+        types = ("weight", "output")
+        return [n for n, p in self.named_parameters() if getattr(p, "mup_type", "") in types]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self._own_weights(prefix):  # the first missing key explains the error
+            destination[prefix + MARKER] = VERSION.clone()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *rest: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+        unexpected, weights = rest[0], self._own_weights(prefix)
+        marked = bool(weights) and _accepted(prefix, unexpected)
+        if not marked and _is_plain(state_dict, prefix, weights):  # whether strict or not
+            missing.append(prefix + MARKER)
+            self._warn_of_plain()
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As in torch. For weights of the plain model, raises RuntimeError before anything is
+        loaded if ``strict``, and warns otherwise."""
+        if _is_plain(state_dict, "", self._own_weights("")):
+            if strict:
+                raise RuntimeError(_PLAIN.format(type(self).__name__))
+            self._warn_of_plain()
+            state_dict = {**state_dict, MARKER: VERSION}
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _warn_of_plain(self) -> None:
+        warn_once(CheckpointWarning, _PLAIN.format(type(self).__name__), self, "plain weights")
+
+
+setattr(Marked, MARKER, VERSION)  # the key is looked up as an attribute
+
+_PLAIN = (
+    f"{{}} is unit-scaled and these are the weights of the plain model: the key {MARKER!r} is "
+    "missing. Load a plain checkpoint before unit_scale(model), or use "
+    "unit_scale(model, init='preserve')"
+)
+
+
+def _is_plain(state: Mapping[str, Any], prefix: str, weights: Collection[str]) -> bool:
+    """Whether a state_dict has some of these scaled weights and no marker. False except on the
+    first process of a group: others may receive only the weights, later."""
+    grouped = distributed.is_available() and distributed.is_initialized()
+    if prefix + MARKER in state or (grouped and distributed.get_rank() > 0):
+        return False
+    return any(prefix + name in state for name in weights)
+
+
+def _accepted(prefix: str, unexpected: list[str]) -> bool:
+    """Removes the marker from the unexpected keys; whether it was there. DCP strips the names of
+    wrappers from all keys, and restores them for parameters and buffers alone."""
+    inner = prefix
+    for wrapper in _WRAPPERS:
+        inner = inner.replace(wrapper, "")
+    found = {prefix + MARKER, inner + MARKER}.intersection(unexpected)
+    for key in found:
+        unexpected.remove(key)
+    return bool(found)
+
+
+EXTRA_STATE = "_extra_state"
+"""The last part of the key of an extra state in torch."""
+
+_PAGE = 2**18
+"""The state is padded to a multiple of this many bytes: torch.distributed.checkpoint loads tensors
+only into tensors of the same size. Most plans are smaller.
+"""
+
+
+class PlanState(Gained):
+    """A model whose weights are scaled; its extra state holds its plan."""
+
+    def get_extra_state(self) -> Any:
+        """The plan as compressed JSON in a uint8 tensor, with the class's extra state if any."""
+        plan = _packed(scaling(self)[0].saved(self))
+        own = _own_class(self)
+        return plan if own is None else {"module": own.get_extra_state(self), "unit_scale": plan}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Adopts the plan of a checkpoint, if it has one for the same model."""
+        own = _own_class(self)
+        if own is not None and isinstance(state, dict) and "unit_scale" in state:
+            own.set_extra_state(self, state["module"])
+            state = state["unit_scale"]
+        plan = _unpacked(state) if isinstance(state, Tensor) else ""
+        if plan:
+            scaling(self)[0].adopt_saved(self, plan)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *rest: Any
+    ) -> None:
+        load = super()._load_from_state_dict  # type: ignore[misc]
+        load(state_dict, prefix, metadata, strict, missing, *rest)
+        if prefix + EXTRA_STATE in missing:  # the marker tells whether weights are scaled
+            missing.remove(prefix + EXTRA_STATE)
+
+
+def _own_class(module: PlanState) -> Any:
+    """The original class of the module, if it has an extra state."""
+    own = module._original
+    return None if own.get_extra_state is nn.Module.get_extra_state else own
+
+
+def _packed(plan: str) -> Tensor:
+    data = zlib.compress(plan.encode())
+    data = len(data).to_bytes(8, "little") + data
+    data += bytes(-len(data) % _PAGE)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _unpacked(state: Tensor) -> str:
+    data = bytes(state.cpu().tolist())
+    size = int.from_bytes(data[:8], "little")
+    return zlib.decompress(data[8 : 8 + size]).decode()
