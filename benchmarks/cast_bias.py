@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fp8
 from benchmarks.common import Row, report
-from fp8.casts.casting import rotated, rounded, spec_of, turn_of
+from fp8.casts.casting import lowered, rotated, rounded, turn_of
 
 SHAPE, DRAWS = (128, 1024), 64
 QUESTION = (
@@ -39,7 +39,7 @@ def heavy() -> Tensor:
 def draws(cast: fp8.Cast, data: Callable[[], Tensor]) -> tuple[list[float], list[float]]:
     """The bias of each draw, and its relative squared error."""
     torch.manual_seed(0)
-    spec, biases, errors = spec_of(cast), [], []
+    spec, biases, errors = lowered(cast), [], []
     for _ in range(DRAWS):
         x = data()
         turn = turn_of(spec, x)

@@ -32,7 +32,7 @@ from torch import nn
 
 import fp8
 from benchmarks.common import Row, compare, fix_allocator, report, show
-from fp8.casts.casting import spec_of
+from fp8.casts.casting import lowered
 from fp8.native.kernels import kernel_of, multiply, store
 from fp8.native.product import why_not_here
 
@@ -158,7 +158,7 @@ def hardware_row(
     for unit, name in MEASURED.items():
         recipe = fp8.RECIPES[name]
         if not why_not_here(recipe, x.device, DTYPE):
-            a, b = (spec_of(cast) for cast in recipe.forward if cast is not None)
+            a, b = (lowered(cast) for cast in recipe.forward if cast is not None)
             kind, _ = kernel_of(a, b)
             calls[unit] = partial(multiply, kind, store(x, a), store(x, b), 1.0, DTYPE)
     peak = {unit: 2 * size**3 / seconds(call) for unit, call in calls.items()}

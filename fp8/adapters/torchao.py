@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..common.libraries import need
-from ..common.mixin import bare_class, gain
+from ..common.mixin import add_mixin, bare_class
 from ..formats.format import get_format
 from ..native.kernels import ALIGNMENT, why_not_device
 from ..recipes.cast import Cast
@@ -176,7 +176,7 @@ def _layer(module: nn.Linear, config: Any) -> nn.Module:
         scale_calculation_mode=config.scale_calculation_mode,
         wgrad_with_hp=config.wgrad_with_hp,
     )
-    gain(layer, Padded)
+    add_mixin(layer, Padded)
     layer.fp8_multiple = _MX_BLOCK
     return layer
 

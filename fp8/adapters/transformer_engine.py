@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.libraries import need
-from ..common.mixin import Gained, bare_class, gain, lose
+from ..common.mixin import Mixin, add_mixin, bare_class, remove_mixin
 from ..common.removed import refuses_removed
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
@@ -240,7 +240,7 @@ def its_recipe(recipe: Any) -> Any:
     return te_recipe(recipe) if isinstance(recipe, str | Recipe) else recipe
 
 
-class _Autocast(Gained):
+class _Autocast(Mixin):
     """A model that runs under TransformerEngine's autocast."""
 
     fp8_te_recipe: Any
@@ -252,7 +252,7 @@ class _Autocast(Gained):
             return forward(*args, **kwargs)
 
 
-class _Layer(Gained):
+class _Layer(Mixin):
     """A layer of TransformerEngine with only its weights in checkpoints."""
 
     get_extra_state = nn.Module.get_extra_state
@@ -306,7 +306,7 @@ def convert(
     how = f"TransformerEngine, {kind}"
     layers = layers_for(model, _TYPES, where, make, "TransformerEngine has no such layer")
     model = swap(model, layers, adapter="transformer_engine", how=how)
-    gain(model, _Autocast)
+    add_mixin(model, _Autocast)
     model.fp8_te_recipe = chosen
     model.fp8_in_eval = in_eval  # type: ignore[assignment]
     return model
@@ -331,7 +331,7 @@ def _te_layer(te: Any, module: nn.Module, multiple: int) -> nn.Module:
         layer = te.Linear(*sizes, bias=bias, params_dtype=weight.dtype, device="meta")
         if not bias:  # an empty tensor that is not a parameter
             layer.bias = weight.detach().new_empty(0)
-        gain(layer, _Linear)
+        add_mixin(layer, _Linear)
         layer.fp8_multiple = multiple
         return layer
     eps = torch.finfo(weight.dtype).eps if module.eps is None else module.eps
@@ -339,7 +339,7 @@ def _te_layer(te: Any, module: nn.Module, multiple: int) -> nn.Module:
     shape = tuple(weight.shape)
     layer = norm(shape, eps=eps, device="meta", dtype=weight.dtype)
     vars(layer)[_EPS] = module.eps
-    gain(layer, _Layer)
+    add_mixin(layer, _Layer)
     return layer
 
 
@@ -360,7 +360,7 @@ def revert(model: nn.Module) -> nn.Module:
     te = need("transformer_engine")
     for module in model.modules():
         if isinstance(module, _Autocast):
-            lose(module, _Autocast)
+            remove_mixin(module, _Autocast)
             del module.fp8_te_recipe, module.fp8_in_eval
     return swap(model, lambda name, module: _torch_layer(te, module))
 

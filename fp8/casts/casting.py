@@ -1,8 +1,8 @@
 """Casts an operand of a product, or its gradient: rotates it, scales it by tiles and rounds it.
 
-A `Cast` is passed to autograd functions as a `Spec` of strings and numbers; None means no cast. A
-kernel reads the numbers of the format and the scales apart, as `codes` returns them. An operand is
-a matrix or a batch of matrices. The product sums over axis -1 (the operand's rows are
+A `Cast` is passed to autograd functions as a `LoweredCast` of strings and numbers; None means no
+cast. A kernel reads the numbers of the format and the scales apart, as `codes` returns them. An
+operand is a matrix or a batch of matrices. The product sums over axis -1 (the operand's rows are
 multiplied) or -2 (its columns are).
 
 Of an operand that processes divide (a DTensor) each process rounds its part, by the scales of the
@@ -50,7 +50,7 @@ from .measuring import measuring
 aten = torch.ops.aten
 
 
-class Spec(NamedTuple):
+class LoweredCast(NamedTuple):
     """A `Cast` as strings and numbers, which autograd functions and compiled graphs accept as
     arguments. Fields without a description are those of `Cast`.
 
@@ -73,7 +73,7 @@ class Spec(NamedTuple):
     """The operand's label for `fp8.stats`; "": not sampled."""
 
     @property
-    def settings(self) -> Spec:
+    def settings(self) -> LoweredCast:
         """The spec without its label. Casts with equal settings compute the same, but for random
         bits."""
         return self._replace(label="")
@@ -84,10 +84,10 @@ class Spec(NamedTuple):
         return json.dumps(self[:-1])
 
     @staticmethod
-    def from_text(text: str, label: str = "") -> Spec:
+    def from_text(text: str, label: str = "") -> LoweredCast:
         """The spec with this `text`."""
         format, rule, tile, *others = json.loads(text)
-        return Spec._make([format, rule, tuple(tile), *others, label])
+        return LoweredCast._make([format, rule, tuple(tile), *others, label])
 
     @property
     def is_random(self) -> bool:
@@ -96,17 +96,17 @@ class Spec(NamedTuple):
         return random or self.rule in CORRECTED
 
 
-def spec_of(cast: Cast) -> Spec:
-    """``cast`` as a `Spec`."""
+def lowered(cast: Cast) -> LoweredCast:
+    """``cast`` as a `LoweredCast`."""
     return _spec_of(cast.text)
 
 
 def _known(
     text: str, exponent: int = 0, name: str = "", operand: str = "", rotated: bool = True
-) -> Spec:
-    """The spec with a `Spec.text`, `shifted` by ``exponent``, `labelled`, and `unrotated` unless
-    ``rotated``."""
-    read = Spec.from_text(text)
+) -> LoweredCast:
+    """The cast with a `LoweredCast.text`, `shifted` by ``exponent``, `labelled`, and `unrotated`
+    unless ``rotated``."""
+    read = LoweredCast.from_text(text)
     spec = labelled(shifted(read if rotated else unrotated(read), exponent), name, operand)
     assert spec is not None
     return spec
@@ -117,10 +117,10 @@ def _fields(*key: Any) -> tuple[Any, ...]:
     return tuple(_known(*key))
 
 
-_spec_of = compiled_as(lambda *key: Spec(*_fields(*key)))(cache(_known))
+_spec_of = compiled_as(lambda *key: LoweredCast(*_fields(*key)))(cache(_known))
 
 
-def shifted(spec: Spec | None, exponent: int) -> Spec | None:
+def shifted(spec: LoweredCast | None, exponent: int) -> LoweredCast | None:
     """The spec with its static scale factor multiplied by ``2**exponent``; unchanged if it computes
     its scale by a rule."""
     if spec is None or spec.rule is not None:
@@ -128,12 +128,12 @@ def shifted(spec: Spec | None, exponent: int) -> Spec | None:
     return spec._replace(margin=spec.margin + exponent)
 
 
-def labelled(spec: Spec | None, name: str, operand: str) -> Spec | None:
+def labelled(spec: LoweredCast | None, name: str, operand: str) -> LoweredCast | None:
     """The spec with the label of an operand of the product ``name``."""
     return spec._replace(label=f"{name}|{operand}") if name and spec is not None else spec
 
 
-def unrotated(spec: Spec | None) -> Spec | None:
+def unrotated(spec: LoweredCast | None) -> LoweredCast | None:
     """The spec without its rotation."""
     return spec and spec._replace(hadamard=0, signs="fixed")
 
@@ -178,18 +178,18 @@ def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: st
 
 
 @in_graph
-def _round_gradient(x: Tensor, history: Tensor | None, spec: Spec | None) -> Tensor:
+def _round_gradient(x: Tensor, history: Tensor | None, spec: LoweredCast | None) -> Tensor:
     return apply(_RoundGradient, x, history, spec, written=history)
 
 
 @in_graph
-def _in_one_call(x: Tensor, spec: Spec, axis: int, history: Tensor | None) -> Tensor:
+def _in_one_call(x: Tensor, spec: LoweredCast, axis: int, history: Tensor | None) -> Tensor:
     return rounded(x, spec, axis, history)[0]
 
 
 def rounded(
     x: Tensor,
-    spec: Spec | None,
+    spec: LoweredCast | None,
     axis: int = -1,
     history: Tensor | None = None,
     record: bool | None = None,
@@ -224,7 +224,7 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def whole_scale(
-    x: Tensor, spec: Spec, history: Tensor | None = None, record: bool | None = None
+    x: Tensor, spec: LoweredCast, history: Tensor | None = None, record: bool | None = None
 ) -> Tensor | None:
     """The scale factor of all of ``x``, as `rounded` returns it."""
     rule, margin = spec.rule, spec.margin
@@ -247,19 +247,19 @@ def static_scale(exponent: int, x: Tensor) -> Tensor:
     return torch.full((), 2.0**exponent, dtype=dtype, device=x.device)
 
 
-def format_of(spec: Spec) -> Format:
+def format_of(spec: LoweredCast) -> Format:
     """The format of a spec."""
     if "|" in spec.format:
         return Format.from_text(spec.format)
     return get_format(FORMATS[spec.format])
 
 
-def rounding_of(cast: Spec | Cast) -> dict[str, Any]:
+def rounding_of(cast: LoweredCast | Cast) -> dict[str, Any]:
     """The keyword arguments of `fp8.formats.quantize.quantize_operand` for a cast."""
     return {"rounding": cast.rounding, "overflow": cast.overflow}
 
 
-def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
+def _rounded(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int) -> Tensor:
     """``x`` rounded to the spec's format and multiplied by its scale factors again. scale: that of
     all of x; None if each tile has its own. Not differentiable."""
     if is_dtensor(x):
@@ -267,7 +267,7 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
     return _round_part(x, scale, spec, axis, None)
 
 
-def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any) -> Tensor:
+def _round_part(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int, of: Any) -> Tensor:
     """`_rounded` for a tensor. of: the DTensor of which it is the local part; None for none."""
     rule, label, format, blocks = spec.rule, spec.label, format_of(spec), None
     if rule is None or scale is not None or x.numel() == 0:
@@ -289,7 +289,7 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any)
 
 
 def by_tiles(
-    x: Tensor, spec: Spec, axis: int, of: Any = None
+    x: Tensor, spec: LoweredCast, axis: int, of: Any = None
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """The numbers of the format in ``x``, by one scale for each tile; these scales; `scaled_tiles`
     of x, and the dimensions of a tile. of: as in `_round_part`."""
@@ -343,7 +343,9 @@ def _scales_of(
     return scale_of(tiles, dims, format, rule)
 
 
-def tensor_unit(tiles: Tensor, dims: tuple[int, ...] | None, spec: Spec, of: Any = None) -> Tensor:
+def tensor_unit(
+    tiles: Tensor, dims: tuple[int, ...] | None, spec: LoweredCast, of: Any = None
+) -> Tensor:
     """The unit of the scales of a rule in UNITS. of: as in `_round_part`."""
     assert spec.rule is not None
     of_all = (tiles, dims) if of is None else (_amax_of(of), None)
@@ -370,7 +372,7 @@ class _Round(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
+    def forward(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int) -> Tensor:
         return own(_rounded(x, scale, spec, axis))
 
     @staticmethod
@@ -386,7 +388,7 @@ class _RoundGradient(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, history: Tensor | None, spec: Spec) -> Tensor:
+    def forward(x: Tensor, history: Tensor | None, spec: LoweredCast) -> Tensor:
         return same(x)
 
     @staticmethod
@@ -410,7 +412,7 @@ def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
     return signed.to(like.dtype) * (1 / math.sqrt(size))
 
 
-def turn_of(spec: Spec | None, like: Tensor) -> Tensor | None:
+def turn_of(spec: LoweredCast | None, like: Tensor) -> Tensor | None:
     """Random signs for the rotation of both operands of a product, one of which has this spec:
     (hadamard,), 1 or -1, float32; None if the signs are fixed.
 
@@ -468,7 +470,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 # Numbers of the format, and the scales apart
 
 
-class Codes(NamedTuple):
+class QuantizedOperand(NamedTuple):
     """values: numbers of the format, float32, (..., outer, inner), the sum runs over inner. scale:
     float32: 0-dim; (outer, 1) for rows; (..., outer / across, inner / along) for tiles. unit: the
     tensor-level factor of scales in e4m3, 0-dim; None for others."""
@@ -478,20 +480,20 @@ class Codes(NamedTuple):
     unit: Tensor | None = None
 
     @property
-    def mT(self) -> Codes:
+    def mT(self) -> QuantizedOperand:
         """The transpose of an operand with one scale, or one for each square tile."""
         scale = self.scale.mT if self.scale.ndim else self.scale
-        return Codes(self.values.mT, scale, self.unit)
+        return QuantizedOperand(self.values.mT, scale, self.unit)
 
 
 def codes(
     x: Tensor,
-    spec: Spec,
+    spec: LoweredCast,
     axis: int = -1,
     history: Tensor | None = None,
     record: bool = False,
     turn: Tensor | None = None,
-) -> Codes:
+) -> QuantizedOperand:
     """Casts ``x``, or with axis -2 its transpose, under a spec.
 
     axis: the axis that the product sums over. history, record, turn: as in `rounded`.
@@ -506,18 +508,20 @@ def codes(
         has_unit = scale_format(spec.rule) == "e4m3"
         unit = tensor_unit(tiles, dims, spec) if has_unit else None
         scale = scale.squeeze(dims) if spec.tile[1] else scale
-        found = Codes(untiled(values, x, spec.tile, axis), scale, unit)
+        found = QuantizedOperand(untiled(values, x, spec.tile, axis), scale, unit)
     return found.mT if axis == -2 else found
 
 
-def _of_whole(x: Tensor, spec: Spec, scale: Tensor | None, observed: bool) -> Codes:
+def _of_whole(
+    x: Tensor, spec: LoweredCast, scale: Tensor | None, observed: bool
+) -> QuantizedOperand:
     """By one scale; None is the scale 1. Only casts without a rule are observed."""
     format = format_of(spec)
     units = x if scale is None else _in_units(x, scale, spec.rule)
     values = quantize_operand(units, format, **rounding_of(spec))
     if spec.label and spec.rule is None and observed:
         observe(spec.label, Observed(units, values, None, format))
-    return Codes(values, static_scale(0, x) if scale is None else scale)
+    return QuantizedOperand(values, static_scale(0, x) if scale is None else scale)
 
 
 def widened(scale: Tensor, shape: Sequence[int], tile: tuple[int, int]) -> Tensor:

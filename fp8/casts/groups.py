@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..common.compiler import updates_states
 from ..tensors.scaled_tensor import plain
-from .casting import Codes, Spec, codes, rounded, widened
+from .casting import LoweredCast, QuantizedOperand, codes, rounded, widened
 
 
 class Groups(NamedTuple):
@@ -64,7 +64,7 @@ def group_states(history: Tensor) -> list[Tensor]:
     return [state if float(state) else state.view(1) for state in history.unbind()]
 
 
-def aligned(offs: Tensor | None, spec: Spec | None) -> Tensor | None:
+def aligned(offs: Tensor | None, spec: LoweredCast | None) -> Tensor | None:
     """The ends of groups along a summed axis, as its rotation under a spec fills them up."""
     if offs is None or spec is None or not spec.hadamard:
         return offs
@@ -105,7 +105,7 @@ def _cast_groups(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The cast operand, its scale factors, the units of groups, and the history afterwards. apart:
     as in `cast_groups`. text, label: of the spec."""
-    spec, groups = Spec.from_text(text, label), Groups(offs, split, axis)
+    spec, groups = LoweredCast.from_text(text, label), Groups(offs, split, axis)
     y, scales, units, after = _results(x, groups, history, apart, spec.hadamard)
     states: list[Tensor] = [] if history is None else group_states(after)
     ends = aligned(offs, spec) if split == axis else offs
@@ -125,10 +125,10 @@ def _cast_groups(
 @_cast_groups.register_fake
 def _(x, offs, history, turn, split, axis, record, apart, text, label):  # type: ignore[no-untyped-def]
     groups = Groups(offs, split, axis)
-    return _results(x, groups, history, apart, Spec.from_text(text).hadamard)
+    return _results(x, groups, history, apart, LoweredCast.from_text(text).hadamard)
 
 
-def _codes(x: Tensor, spec: Spec, axis: int, *given: Any) -> Codes:
+def _codes(x: Tensor, spec: LoweredCast, axis: int, *given: Any) -> QuantizedOperand:
     """`codes` with the scale of each element, in the orientation of ``x``."""
     y = codes(x, spec, axis, *given)
     y = y._replace(scale=widened(y.scale, y.values.shape, spec.tile))
@@ -158,7 +158,7 @@ def _no_scales(x: Tensor, split: int) -> Tensor:
 def cast_groups(
     x: Tensor,
     groups: Groups,
-    spec: Spec | None,
+    spec: LoweredCast | None,
     history: Tensor | None = None,
     record: bool | None = None,
     turn: Tensor | None = None,
@@ -181,7 +181,7 @@ def cast_groups(
         with torch.no_grad():
             history.copy_(after)
     if apart:
-        found = Codes(y, scales, units)
+        found = QuantizedOperand(y, scales, units)
         return found if axis == -1 else found.mT
     scaled = spec.tile == (0, 0) and (spec.rule is not None or spec.margin or history is not None)
     return y, scales if scaled else None, None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..common.compiler import compiled_as, taken_as_constant
-from .casting import Spec, labelled, shifted, unrotated
+from .casting import LoweredCast, labelled, shifted, unrotated
 
 Exponents = tuple[int, ...]
 """The base-2 logarithms of the static scale factors of operands; 0 for none."""
@@ -24,12 +24,12 @@ class Casts(NamedTuple):
     """The specs of the six operands of a layer's three products. An operand of the backward
     products is None if it needs no cast, or no second one."""
 
-    a: Spec | None = None
-    b: Spec | None = None
-    grad_for_a: Spec | None = None
-    b_again: Spec | None = None
-    grad_for_b: Spec | None = None
-    a_again: Spec | None = None
+    a: LoweredCast | None = None
+    b: LoweredCast | None = None
+    grad_for_a: LoweredCast | None = None
+    b_for_grad_a: LoweredCast | None = None
+    grad_for_b: LoweredCast | None = None
+    a_for_grad_b: LoweredCast | None = None
 
 
 def static_exponent(weight: object) -> int:
@@ -52,17 +52,17 @@ def _casts_of(
     the gradient that it is multiplied by. name, operands: of the product and of a and b, for
     `fp8.stats`. rotated: False leaves rotations out.
     """
-    specs = [Spec.from_text(line) if line else None for line in text.split("\n")]
-    a, b, grad_for_a, b_again, grad_for_b, a_again = specs
+    specs = [LoweredCast.from_text(line) if line else None for line in text.split("\n")]
+    a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b = specs
     if not layer:
-        b, b_again = a, unrotated(a)
+        b, b_for_grad_a = a, unrotated(a)
         if a is not None and grad_for_a is not None:
-            b_again = a._replace(hadamard=grad_for_a.hadamard, signs=grad_for_a.signs)
+            b_for_grad_a = a._replace(hadamard=grad_for_a.hadamard, signs=grad_for_a.signs)
         grad_for_a = unrotated(grad_for_a) if a is None else grad_for_a
     if any(static):
-        a, a_again = (shifted(spec, static[0]) for spec in (a, a_again))
-        b, b_again = (shifted(spec, static[1]) for spec in (b, b_again))
-    casts = Casts(a, b, grad_for_a, b_again, grad_for_b, a_again)
+        a, a_for_grad_b = (shifted(spec, static[0]) for spec in (a, a_for_grad_b))
+        b, b_for_grad_a = (shifted(spec, static[1]) for spec in (b, b_for_grad_a))
+    casts = Casts(a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b)
     casts = casts if rotated else Casts(*map(unrotated, casts))
     if not name:
         return casts
@@ -77,13 +77,13 @@ def _fields(*key: Any) -> tuple[Any, ...]:
 
 
 def _in_graph(*key: Any) -> Casts:
-    return Casts(*[fields and Spec(*fields) for fields in _fields(*key)])
+    return Casts(*[fields and LoweredCast(*fields) for fields in _fields(*key)])
 
 
 casts_of = compiled_as(_in_graph)(cache(_casts_of))
 
 
-def one_copy(first: Spec | None, second: Spec | None) -> bool:
+def one_copy(first: LoweredCast | None, second: LoweredCast | None) -> bool:
     """Whether an operand cast under ``first`` can be reused where ``second`` applies, along the
     other axis."""
     if first is None or second is None:
@@ -96,8 +96,9 @@ def one_copy(first: Spec | None, second: Spec | None) -> bool:
 def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Tensor | None, Tensor | None, Casts]:
     """The operands that backward casts again, and the specs it needs. Where it reuses the cast one,
     the operand is None, and its second spec too."""
-    keep_a, keep_b = one_copy(casts.a, casts.a_again), one_copy(casts.b, casts.b_again)
+    keep_a, keep_b = one_copy(casts.a, casts.a_for_grad_b), one_copy(casts.b, casts.b_for_grad_a)
     needed = casts._replace(
-        a_again=None if keep_a else casts.a_again, b_again=None if keep_b else casts.b_again
+        a_for_grad_b=None if keep_a else casts.a_for_grad_b,
+        b_for_grad_a=None if keep_b else casts.b_for_grad_a,
     )
     return None if keep_a else a, None if keep_b else b, needed

@@ -25,9 +25,9 @@ from ..common.compiler import (
 )
 from ..formats.quantize import convertible
 from ..recipes.scaling import inverse_of
-from .casting import Spec, format_of
+from .casting import LoweredCast, format_of
 
-Operand = tuple[Tensor, Spec | None, Tensor | None]
+Operand = tuple[Tensor, LoweredCast | None, Tensor | None]
 """A tensor, the spec it was cast under, and its scale factor if it has one for the whole tensor."""
 
 
@@ -106,7 +106,7 @@ _RECOMPUTED = (
 )
 
 
-def _dtype(x: Tensor, spec: Spec | None) -> torch.dtype | None:
+def _dtype(x: Tensor, spec: LoweredCast | None) -> torch.dtype | None:
     """The dtype in which ``x`` is saved; None for its own, as on devices without FP8 dtypes."""
     if spec is None or spec.tile != (0, 0) or x.device.type == "mps":
         return None
@@ -114,7 +114,9 @@ def _dtype(x: Tensor, spec: Spec | None) -> torch.dtype | None:
     return dtype if dtype is not None and dtype.itemsize < x.element_size() else None
 
 
-def _bytes(x: Tensor, dtype: torch.dtype, scale: Tensor | None, spec: Spec) -> tuple[Tensor, ...]:
+def _bytes(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | None, spec: LoweredCast
+) -> tuple[Tensor, ...]:
     if scale is None:
         return (_stored(x, dtype),)
     inverse = inverse_of(scale, spec.rule)

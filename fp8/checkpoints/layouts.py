@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..casts.casting import spec_of, widened
+from ..casts.casting import lowered, widened
 from ..formats.format import get_format
 from ..formats.quantize import quantize_operand
 from ..native.kernels import in_pairs
@@ -191,7 +191,7 @@ def rounded(
     """
     format, (down, along) = get_format(cast.format), cast.tile or (0, 0)
     if scale is None:
-        rule = spec_of(cast).rule
+        rule = lowered(cast).rule
         assert rule is not None
         tiles, dims = scaled_tiles(weight, (down, along), -1)
         scale = scale_of(tiles, dims, format, rule, unit)

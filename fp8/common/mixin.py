@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 
-class Gained:
+class Mixin:
     """Base class of all behaviours: a mixin placed before the module's own class in the MRO. A
     behaviour that wraps the forward defines ``around``."""
 
-    #: The module's original class, and the behaviours added to it, in order. Set by `gain`.
+    #: The module's original class, and the behaviours added to it, in order. Set by `add_mixin`.
     _original: ClassVar[type[nn.Module]]
-    _gained: ClassVar[tuple[type[Gained], ...]]
+    _gained: ClassVar[tuple[type[Mixin], ...]]
     #: The behaviours that define ``around``.
-    _active: ClassVar[tuple[type[Gained], ...]]
+    _active: ClassVar[tuple[type[Mixin], ...]]
     #: Instance attributes that a class's own copy method (einops layers, GraphModule) would drop.
     _attributes: ClassVar[tuple[str, ...]] = ()
 
@@ -65,7 +65,7 @@ _NO_TORCHSCRIPT = (
 
 
 def _restore(
-    original: type[nn.Module], gained: tuple[type[Gained], ...], kept: dict[str, Any]
+    original: type[nn.Module], gained: tuple[type[Mixin], ...], kept: dict[str, Any]
 ) -> nn.Module:
     cls = _subclass(original, gained)
     module = cls.__new__(cls)
@@ -76,7 +76,7 @@ def _restore(
 def _regain(
     make: Callable[..., Any],
     args: tuple[Any, ...],
-    gained: tuple[type[Gained], ...],
+    gained: tuple[type[Mixin], ...],
     kept: dict[str, Any],
 ) -> nn.Module:
     module: nn.Module = make(*args)
@@ -106,7 +106,7 @@ def _bare(module: Any) -> Any:
 _SUBCLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
-def _subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) -> type[nn.Module]:
+def _subclass(original: type[nn.Module], gained: tuple[type[Mixin], ...]) -> type[nn.Module]:
     """The subclass for a class and its behaviours; one for each combination."""
     if not gained:
         return original
@@ -116,7 +116,7 @@ def _subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) -> ty
     return _SUBCLASSES[key]
 
 
-def _make_subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) -> type[nn.Module]:
+def _make_subclass(original: type[nn.Module], gained: tuple[type[Mixin], ...]) -> type[nn.Module]:
     base, behaviour = _subclass(original, gained[:-1]), gained[-1]
 
     @functools.wraps(base.forward)
@@ -126,7 +126,7 @@ def _make_subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) 
             return inner(self, *args, **kwargs)
         return behaviour.around(self, functools.partial(inner, self), args, kwargs)
 
-    active = tuple(b for b in gained if b.around is not Gained.around)
+    active = tuple(b for b in gained if b.around is not Mixin.around)
     names = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -168,38 +168,38 @@ def check_not_scripted(path: str, module: nn.Module) -> None:
 
 
 def bare_class(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module`` without the behaviours added by `gain`."""
-    return module._original if isinstance(module, Gained) else type(module)
+    """The class of ``module`` without the behaviours added by `add_mixin`."""
+    return module._original if isinstance(module, Mixin) else type(module)
 
 
 def gained_attributes(module: nn.Module) -> tuple[str, ...]:
-    """The names of the attributes that belong to behaviours added by `gain`."""
-    return module._attributes if isinstance(module, Gained) else ()
+    """The names of the attributes that belong to behaviours added by `add_mixin`."""
+    return module._attributes if isinstance(module, Mixin) else ()
 
 
-def _become(module: nn.Module, gained: tuple[type[Gained], ...]) -> None:
+def _become(module: nn.Module, gained: tuple[type[Mixin], ...]) -> None:
     module.__class__ = _below(type(module), _subclass(bare_class(module), gained))
 
 
 def _below(cls: Any, base: type[nn.Module]) -> Any:
     """``base``, with the classes that others (parametrizations, FSDP2) derived from ours applied on
     top. Those classes are created at run time and their methods do not refer to a class."""
-    if not issubclass(cls, Gained) or "_original" in vars(cls):
+    if not issubclass(cls, Mixin) or "_original" in vars(cls):
         return base
-    bases = tuple(_below(b, base) if issubclass(b, Gained) else b for b in cls.__bases__)
+    bases = tuple(_below(b, base) if issubclass(b, Mixin) else b for b in cls.__bases__)
     own = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
     return type(cls)(cls.__name__, bases, own)
 
 
-def gain(module: nn.Module, behaviour: type[Gained], *, inside: bool = False) -> None:
+def add_mixin(module: nn.Module, behaviour: type[Mixin], *, inside: bool = False) -> None:
     """Adds a behaviour to ``module`` unless it has it, outside of the others or, as one that
     computes the forward itself must be, inside."""
-    has = module._gained if isinstance(module, Gained) else ()
+    has = module._gained if isinstance(module, Mixin) else ()
     if behaviour not in has:
         _become(module, (behaviour, *has) if inside else (*has, behaviour))
 
 
-def lose(module: nn.Module, behaviour: type[Gained]) -> None:
+def remove_mixin(module: nn.Module, behaviour: type[Mixin]) -> None:
     """Removes a behaviour from ``module``; does nothing if it does not have it."""
     if isinstance(module, behaviour):
         _become(module, tuple(b for b in module._gained if b is not behaviour))

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..casts.casting import rounding_of, spec_of, static_scale
+from ..casts.casting import lowered, rounding_of, static_scale
 from ..casts.operands import static_exponent
 from ..casts.saved_operands import restored
 from ..common.dtensor import as_shard, part_of
@@ -199,7 +199,7 @@ def _why_not_sent(recipe: Recipe | None) -> str:
             f"recipe {recipe.name!r} has weights with scaling {cast.scaling!r}, which goes along "
             f"what FSDP2 cuts; gather_in_fp8 takes {' and '.join(map(repr, SCALINGS))}"
         )
-    if spec_of(cast).is_random or cast.hadamard or recipe.grad_input[1] != cast:
+    if lowered(cast).is_random or cast.hadamard or recipe.grad_input[1] != cast:
         return (
             f"recipe {recipe.name!r} casts weights anew for each product; what is gathered is one "
             "copy for all"

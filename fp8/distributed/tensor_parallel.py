@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
-from ..casts.casting import Spec, format_of, rounding_of, spec_of, whole_scale
+from ..casts.casting import LoweredCast, format_of, lowered, rounding_of, whole_scale
 from ..casts.saved_operands import restored
 from ..common.dtensor import as_shard, whole
 from ..common.mixin import bare_class, check_module
@@ -79,11 +79,11 @@ def gather_input_in_fp8(module: nn.Module, mesh: DeviceMesh, *, dim: int = 1) ->
             f"{kind} casts its input as {cast}, and as {again} for the gradient of the weight; "
             "what is gathered is one copy for both"
         )
-    spec = spec_of(cast)
+    spec = lowered(cast)
     return module.register_forward_pre_hook(partial(_gathered, mesh, dim, spec), prepend=True)
 
 
-def _gathered(mesh: DeviceMesh, dim: int, spec: Spec, module: Any, args: Any) -> Any:
+def _gathered(mesh: DeviceMesh, dim: int, spec: LoweredCast, module: Any, args: Any) -> Any:
     """The forward pre-hook."""
     if not args:
         kind = bare_class(module).__name__
@@ -98,7 +98,7 @@ class _Gather(Function):
     """A divided DTensor -> the whole, rounded under a spec, with a straight-through gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, spec: Spec) -> Any:
+    def forward(ctx: Any, x: DTensor, spec: LoweredCast) -> Any:
         ctx.placements = x.placements
         format, scale = format_of(spec), whole_scale(x, spec)
         assert format.dtype is not None

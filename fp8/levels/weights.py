@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.dtensor import is_dtensor
-from ..common.mixin import Gained, check_module, gain, lose
+from ..common.mixin import Mixin, add_mixin, check_module, remove_mixin
 from ..common.pitfalls import ConvertWarning, warn_once
 from ..common.validation import check_name
 from ..selection.layers import LAYERS, Where, checked_where, is_transposed, why_quantized
@@ -25,7 +25,7 @@ SHARDED = (
 )
 
 
-class _ScaledWeights(Gained):
+class _ScaledWeights(Mixin):
     """A module with parameters that are ScaledTensors. Their entries in its state_dict share their
     memory and are of float32, which represents them exactly."""
 
@@ -121,7 +121,7 @@ def scale_weights(
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter in new:
-                gain(module, _ScaledWeights)
+                add_mixin(module, _ScaledWeights)
                 setattr(module, name, new[parameter])
     return new
 
@@ -138,7 +138,7 @@ def plain_weights(model: nn.Module) -> None:
                     vars(new[old]).pop("grad_format")
                 setattr(module, name, new[old])
         if not _own(module):
-            lose(module, _ScaledWeights)
+            remove_mixin(module, _ScaledWeights)
 
 
 def store_frozen(model: M, format: str | None = "e4m3", *, where: Where | None = None) -> M:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import Codes, Spec, codes, format_of, widened
+from ..casts.casting import LoweredCast, QuantizedOperand, codes, format_of, widened
 from ..formats.quantize import in_dtype
 from ..recipes.rules import CORRECTED, UNITS, scale_format
 
@@ -68,7 +68,7 @@ _BLOCK_ROWS = 16
 scales start at multiples of 16 bytes, which are 4 scales."""
 
 
-def kernel_of(a: Spec | None, b: Spec | None) -> tuple[str, str]:
+def kernel_of(a: LoweredCast | None, b: LoweredCast | None) -> tuple[str, str]:
     """The kernel that multiplies operands under these specs, or "", and the reason why there is
     none."""
     if a is None or b is None:
@@ -95,7 +95,7 @@ def kernel_of(a: Spec | None, b: Spec | None) -> tuple[str, str]:
     return kind, ""
 
 
-def _kind(spec: Spec) -> str:
+def _kind(spec: LoweredCast) -> str:
     """The row of KERNELS for operands under this spec; "" for none."""
     rule, (across, along) = spec.rule, spec.tile
     if not along:
@@ -132,8 +132,12 @@ def why_not_kernel(kind: str, device: torch.device) -> str:
 
 
 def store(
-    x: Tensor, spec: Spec, axis: int = -1, history: Tensor | None = None, record: bool = False
-) -> Codes:
+    x: Tensor,
+    spec: LoweredCast,
+    axis: int = -1,
+    history: Tensor | None = None,
+    record: bool = False,
+) -> QuantizedOperand:
     """`codes` of the matrix ``x`` as a kernel reads them, under a spec that `kernel_of` supports.
 
     values: in an FP8 dtype; e2m1 as uint8 (outer, inner / 2), the first value of a pair in the
@@ -145,10 +149,10 @@ def store(
     found = codes(x, spec, axis, history, record)
     if spec.tile[1]:
         return _tiled(found.values, found.scale, found.unit, spec)
-    return Codes(in_dtype(found.values, format_of(spec).dtype), found.scale)
+    return QuantizedOperand(in_dtype(found.values, format_of(spec).dtype), found.scale)
 
 
-def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Codes:
+def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: LoweredCast) -> QuantizedOperand:
     """Values (outer, inner) of a format and the scales of their tiles, in the layout of the
     kernels."""
     across, along = spec.tile
@@ -160,17 +164,17 @@ def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Codes:
         data = in_dtype(y, format_of(spec).dtype)
         if across == 1:
             columns = F.pad(scale.mT, (0, y.shape[0] - scale.shape[0]), value=1.0)
-            return Codes(data, columns.contiguous())
-        return Codes(data, F.pad(scale, (0, -scale.shape[1] % 4), value=1.0))
+            return QuantizedOperand(data, columns.contiguous())
+        return QuantizedOperand(data, F.pad(scale, (0, -scale.shape[1] % 4), value=1.0))
     scale = widened(scale, (y.shape[0], scale.shape[1]), (across, 1))
     scale = F.pad(scale, (0, y.shape[1] // along - scale.shape[1]), value=1.0)
     if unit is None:
         data = in_dtype(y, format_of(spec).dtype)
-        return Codes(data, swizzled(scale.to(torch.float8_e8m0fnu)))
+        return QuantizedOperand(data, swizzled(scale.to(torch.float8_e8m0fnu)))
     # Restores the e4m3 values of the rule; a value above their range occurs only for all-zero
     # tiles.
     scale = (scale / unit).clamp(max=448.0).to(torch.float8_e4m3fn)
-    return Codes(in_pairs(y), swizzled(scale), unit)
+    return QuantizedOperand(in_pairs(y), swizzled(scale), unit)
 
 
 def in_pairs(y: Tensor) -> Tensor:
@@ -192,7 +196,9 @@ def swizzled(scale: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
 
 
-def multiply(kind: str, a: Codes, b: Codes, factor: float, dtype: torch.dtype) -> Tensor:
+def multiply(
+    kind: str, a: QuantizedOperand, b: QuantizedOperand, factor: float, dtype: torch.dtype
+) -> Tensor:
     """``factor * a b^T`` in ``dtype``, by a kernel of KERNELS. The factor is folded into a's scale;
     with e8m0 scales it multiplies the result."""
     x, y = _filled(a.values), _filled(b.values)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import Codes, Spec, shifted, spec_of
+from ..casts.casting import LoweredCast, QuantizedOperand, lowered, shifted
 from ..casts.operands import one_copy
 from ..casts.saved_operands import saved_tensors
 from ..common.compiler import apply, is_differentiated_again, is_plain, own, updates_states
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.recipe import Recipe
-from . import selftest as proof
+from . import selftest
 from .kernels import (
     ALIGNMENT,
     KERNELS,
@@ -28,12 +28,12 @@ from .kernels import (
     why_not_device,
 )
 
-Pairs = tuple[tuple[Spec | None, Spec | None], ...]
+Pairs = tuple[tuple[LoweredCast | None, LoweredCast | None], ...]
 """The specs of both operands of each of the three products."""
 
 
 def _pairs(recipe: Recipe) -> Pairs:
-    specs = [None if cast is None else spec_of(cast) for cast in recipe.casts]
+    specs = [None if cast is None else lowered(cast) for cast in recipe.casts]
     return tuple(zip(specs[::2], specs[1::2], strict=True))
 
 
@@ -49,7 +49,7 @@ def why_not_here(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> st
     ``recipe``; "" if kernels compute them. Runs the self-test if it has not run yet
     (`fp8.native.selftest`)."""
     why = why_not_device(device) or why_not_recipe(recipe)
-    return why or proof.why_not(_pairs(recipe), str(device), dtype_name(dtype))
+    return why or selftest.why_not(_pairs(recipe), str(device), dtype_name(dtype))
 
 
 def alignment(recipe: Recipe) -> int:
@@ -67,7 +67,7 @@ def devices(recipe: Recipe) -> str:
 
 
 def kernels(
-    backend: str, a: Tensor, b: Tensor, casts: tuple[Spec | None, ...], dtype: torch.dtype
+    backend: str, a: Tensor, b: Tensor, casts: tuple[LoweredCast | None, ...], dtype: torch.dtype
 ) -> tuple[str, ...]:
     """The kernels (rows of KERNELS) of a product of a (m, k) and b (n, k), which `takes` accepts,
     with a result of ``dtype``, and of its gradients; () if they are to be simulated. Warns if a
@@ -75,7 +75,7 @@ def kernels(
     # The self-test does not depend on static scales.
     a_y, b_y, a_da, b_da, a_db, b_db = (spec and shifted(spec, -spec.margin) for spec in casts)
     pairs = ((a_y, b_y), (a_da, b_da), (a_db, b_db))
-    kinds = proof.kernels(backend, pairs, str(a.device), dtype_name(dtype))
+    kinds = selftest.kernels(backend, pairs, str(a.device), dtype_name(dtype))
     return kinds if all(fits(a, b, KERNELS[kind].multiple) for kind in kinds) else ()
 
 
@@ -108,14 +108,14 @@ class _Settings(NamedTuple):
 
     kinds: tuple[str, ...]
     scales: tuple[float, float, float]
-    specs: tuple[Spec, Spec]
+    specs: tuple[LoweredCast, LoweredCast]
     dtype: str
 
 
 class _Native(Function):
     """`product`. a and b are passed to receive gradients. The last arguments are four operands of
-    three tensors each (`Codes`): a and b for this product, then for the backward ones, None
-    if the transposed forward operands serve."""
+    three tensors each (`QuantizedOperand`): a and b for this product, then for the backward ones,
+    None if the transposed forward operands serve."""
 
     @staticmethod
     def forward(
@@ -164,15 +164,17 @@ class _Native(Function):
         return da, db, dbias, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
-def _stored(tensors: Sequence[Any]) -> list[Codes]:
-    return [Codes(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
+def _stored(tensors: Sequence[Any]) -> list[QuantizedOperand]:
+    return [QuantizedOperand(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
 
 
-def _flat(operands: Iterable[Codes | None]) -> list[Tensor | None]:
+def _flat(operands: Iterable[QuantizedOperand | None]) -> list[Tensor | None]:
     return [tensor for operand in operands for tensor in operand or (None, None, None)]
 
 
-def _again(x: Tensor, stored: Codes, spec: Spec, other: Spec) -> Codes | None:
+def _again(
+    x: Tensor, stored: QuantizedOperand, spec: LoweredCast, other: LoweredCast
+) -> QuantizedOperand | None:
     """``x`` for a product along its other axis; None if ``stored``, which has one scale, can be
     reused."""
     one = one_copy(spec, other) and not stored.scale.dim()
@@ -184,7 +186,7 @@ def product(
     b: Tensor,
     bias: Tensor | None,
     scales: tuple[float, float, float],
-    casts: tuple[Spec | None, ...],
+    casts: tuple[LoweredCast | None, ...],
     histories: list[Tensor | None],
     kinds: tuple[str, ...],
     dtype: torch.dtype,
@@ -195,15 +197,17 @@ def product(
     casts: as in `fp8.casts.operands.Casts`. histories: of a, b and the output's gradient; None if
     the recipe has none. The gradient of the bias is s_b times the sum of the output's gradient.
     """
-    for_a, for_b, grad_for_a, b_again, grad_for_b, a_again = [c for c in casts if c is not None]
+    for_a, for_b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b = [
+        c for c in casts if c is not None
+    ]
     of_a, of_b, of_grad = histories
     record = updates_states()
     with torch.no_grad():
         left = store(a, for_a, -1, of_a, record)
         right = store(b, for_b, -1, of_b, record)
-        again: list[Codes | None] = [None, None]
+        again: list[QuantizedOperand | None] = [None, None]
         if record:
-            again = [_again(a, left, for_a, a_again), _again(b, right, for_b, b_again)]
+            again = [_again(a, left, for_a, a_for_grad_b), _again(b, right, for_b, b_for_grad_a)]
     operands = _flat([left, right, *again])
     how = _Settings(kinds, scales, (grad_for_a, grad_for_b), dtype_name(dtype))
     return apply(_Native, a, b, bias, of_grad, how, *operands, written=of_grad)

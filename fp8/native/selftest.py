@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..casts.casting import Spec, rounded, spec_of
+from ..casts.casting import LoweredCast, lowered, rounded
 from ..common.compiler import compiled_as, taken_as_constant
 from ..recipes.cast import Cast
 from .kernels import kernel_of, multiply, store, why_not_kernel
 
-Pair = tuple[Spec | None, Spec | None]
+Pair = tuple[LoweredCast | None, LoweredCast | None]
 
 _PRODUCTS = {
     "output": (-1, -1),
@@ -100,7 +100,7 @@ def why_not_compiled(device: str) -> str:
         return thread.submit(_tried_compiled, device).result()
 
 
-_CASTS = [spec_of(Cast(format=name)) for name in ("e4m3", "e5m2")]
+_CASTS = [lowered(Cast(format=name)) for name in ("e4m3", "e5m2")]
 
 
 def _casts(x: Tensor) -> list[Tensor]:
@@ -145,13 +145,15 @@ def _why_not_expected(pairs: tuple[Pair, ...], device: str) -> str:
     return next(filter(None, whys), "")
 
 
-def _at_rest(spec: Spec) -> Spec:
+def _at_rest(spec: LoweredCast) -> LoweredCast:
     """The spec without what precedes the kernel: rotation, random bits and label."""
     return spec._replace(rounding="nearest", hadamard=0, label="")
 
 
 @cache
-def _disproof(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: str) -> str:
+def _disproof(
+    a: LoweredCast, b: LoweredCast, axes: tuple[int, int], device: str, dtype: str
+) -> str:
     """How the kernel for these operands fails; "" if it passes. In a new thread, which has none of
     the caller's modes."""
     with ThreadPoolExecutor(1) as thread:
@@ -159,7 +161,9 @@ def _disproof(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: str) 
 
 
 @torch.no_grad()
-def _tried(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: torch.dtype) -> str:
+def _tried(
+    a: LoweredCast, b: LoweredCast, axes: tuple[int, int], device: str, dtype: torch.dtype
+) -> str:
     kind, _ = kernel_of(a, b)
     x = _sample(_ROWS, a, seed=0).to(device)
     y = _sample(_OUTER, b, seed=1).to(device)
@@ -178,7 +182,7 @@ def _tried(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: torch.dt
     return "" if excess <= 1 else f"the kernel is off by {excess:.2g} times what rounding explains"
 
 
-def _sample(rows: int, spec: Spec, seed: int) -> Tensor:
+def _sample(rows: int, spec: LoweredCast, seed: int) -> Tensor:
     """Values 0, 1 and -1 times a power of two per tile, which the cast does not change."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [by or size for size, by in zip((rows, _INNER), spec.tile, strict=True)]

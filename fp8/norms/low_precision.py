@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..common.compiler import FIRST_LOOK, called
-from ..common.mixin import Gained, bare_class, check_module, gain, lose
+from ..common.mixin import Mixin, add_mixin, bare_class, check_module, remove_mixin
 from ..common.pitfalls import ConvertWarning, warn_once
 from ..common.report import CHANGES, LEFT_ALONE, Change, Row
 from ..formats.format import dtype_name
@@ -60,7 +60,7 @@ PRECISIONS: dict[str, torch.dtype | None] = {
 in the dtype of their input."""
 
 
-class _LowPrecision(Gained):
+class _LowPrecision(Mixin):
     """A norm in ``norm_dtype`` (None: the dtype of the enclosing autocast)."""
 
     norm_dtype: torch.dtype | None
@@ -168,7 +168,7 @@ def apply_low_precision_layernorm(
     chosen = where or (lambda _, module: isinstance(module, nn.LayerNorm))
     norms = [m for name, m in _norms(model) if _kind(m) in NORMS and chosen(name, m)]
     for module in norms:
-        gain(module, _LowPrecision, inside=True)
+        add_mixin(module, _LowPrecision, inside=True)
         module.norm_dtype = dtype  # type: ignore[assignment]
     if not norms:
         warn_once(ConvertWarning, "the model has no such norm to change", model, "norms")
@@ -179,7 +179,7 @@ def revert_norms(model: nn.Module) -> None:
     """Undoes `apply_low_precision_layernorm` in place."""
     for module in model.modules():
         if isinstance(module, _LowPrecision):
-            lose(module, _LowPrecision)
+            remove_mixin(module, _LowPrecision)
             del module.norm_dtype
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from ..casts.casting import Spec, rounded, spec_of
+from ..casts.casting import LoweredCast, lowered, rounded
 from ..casts.saved_operands import save_operands, saved_operands
 from ..common.compiler import apply, in_graph
 from ..recipes.cast import Cast
@@ -79,7 +79,7 @@ class _Activation(Function):
         scale_b: Tensor | None,
         name: str,
         settings: tuple[Any, ...],
-        spec: Spec | None,
+        spec: LoweredCast | None,
     ) -> Tensor:
         return KERNELS[name].function(*((a,) if b is None else (a, b)), *settings)
 
@@ -145,7 +145,7 @@ def _applies(*tensors: object) -> bool:
 
 @in_graph
 def _activated(
-    a: Tensor, b: Tensor | None, name: str, settings: tuple[Any, ...], spec: Spec
+    a: Tensor, b: Tensor | None, name: str, settings: tuple[Any, ...], spec: LoweredCast
 ) -> Tensor:
     kept_a, scale_a = rounded(a, spec)
     kept_b, scale_b = (None, None) if b is None else rounded(b, spec)
@@ -156,20 +156,20 @@ def _activated(
 def _gelu(cast: Cast, input: Tensor, *, approximate: str = "none") -> Any:
     if not _applies(input) or approximate not in ("none", "tanh"):
         return NotImplemented
-    return _activated(input, None, "gelu", (approximate,), spec_of(cast))
+    return _activated(input, None, "gelu", (approximate,), lowered(cast))
 
 
 def _silu(cast: Cast, input: Tensor, inplace: bool = False) -> Any:
     if not _applies(input):
         return NotImplemented
-    output = _activated(input, None, "silu", (), spec_of(cast))
+    output = _activated(input, None, "silu", (), lowered(cast))
     return input.copy_(output) if inplace else output
 
 
 def _glu(cast: Cast, input: Tensor, dim: int = -1) -> Any:
     if not _applies(input):
         return NotImplemented
-    return _activated(input, None, "glu", (dim,), spec_of(cast))
+    return _activated(input, None, "glu", (dim,), lowered(cast))
 
 
 def _relu(cast: Cast, input: Tensor, inplace: bool = False) -> Any:
@@ -186,7 +186,7 @@ def _gate(cast: Cast, input: Tensor, other: Any, *, out: Tensor | None = None) -
         return NotImplemented
     if input.shape != other.shape or input.dtype != other.dtype:
         return NotImplemented
-    return _activated(input, other, "gate", (), spec_of(cast))
+    return _activated(input, other, "gate", (), lowered(cast))
 
 
 ACTIVATIONS: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -130,13 +130,13 @@ class _Grouped(Function):
         if needs_a:
             turn = turn_of(casts.grad_for_a, grad)
             for_a, *_ = cast_groups(grad, along, casts.grad_for_a, history, True, turn)
-            again, *_ = cast_groups(b, across, casts.b_again, turn=turn)
+            again, *_ = cast_groups(b, across, casts.b_for_grad_a, turn=turn)
             da = MULTIPLY_GROUPS(for_a, again, offs, s_a)
         if needs_b:
             for_b, turn = for_a, turn_of(casts.grad_for_b, grad)
             if for_b is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
                 for_b, *_ = cast_groups(grad, across, casts.grad_for_b, history, True, turn)
-            again, *_ = cast_groups(a, across, casts.a_again, turn=turn)
+            again, *_ = cast_groups(a, across, casts.a_for_grad_b, turn=turn)
             ends = aligned(offs, casts.grad_for_b) if how.split == -2 else offs
             if ctx.turned:
                 db = MULTIPLY_GROUPS(again.mT, for_b, ends, s_b).mT

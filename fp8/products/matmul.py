@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import Spec, rounded, turn_of
+from ..casts.casting import LoweredCast, rounded, turn_of
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import Measurement, measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
@@ -50,7 +50,7 @@ cast as the input, that of a "linear" as the weight."""
 
 def _cast(
     x: Tensor,
-    spec: Spec | None,
+    spec: LoweredCast | None,
     axis: int,
     geometry: Geometry | None,
     history: Tensor | None = None,
@@ -164,20 +164,22 @@ class _Product(Function):
         for_b: Any = None
         turns = turn_of(casts.grad_for_a, grad), turn_of(casts.grad_for_b, grad)
 
-        def second(x: Tensor, spec: Spec | None, turn: Tensor | None, weight: bool) -> Tensor:
+        def second(
+            x: Tensor, spec: LoweredCast | None, turn: Tensor | None, weight: bool
+        ) -> Tensor:
             return _cast(x, spec, -2, of, turn=turn, weight=weight)[0].to(grad.dtype)
 
         if needs_a:
             for_a, _ = _cast(grad, casts.grad_for_a, -1, of, history, True, turns[0])
             if of is not None:
-                again_b = second(b, casts.b_again, turns[0], True)
+                again_b = second(b, casts.b_for_grad_a, turns[0], True)
         if needs_b:
             for_b = for_a
             if for_a is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
                 for_b, _ = _cast(grad, casts.grad_for_b, -2, of, history, True, turns[1])
-            again_a = second(a, casts.a_again, turns[1], False)
+            again_a = second(a, casts.a_for_grad_b, turns[1], False)
         if needs_a and of is None:  # in this order stochastic casts draw their bits
-            again_b = second(b, casts.b_again, turns[0], True)
+            again_b = second(b, casts.b_for_grad_a, turns[0], True)
         if of is None:
             da, db = _both(ctx.turned, fuses, again_a, again_b, for_a, for_b, scales)
         else:

@@ -142,7 +142,7 @@ class Cast:
             )
 
     def _text(self) -> str:
-        """As JSON, in the order of `fp8.casts.casting.Spec`."""
+        """As JSON, in the order of `fp8.casts.casting.LoweredCast`."""
         format = self.format.text if isinstance(self.format, Format) else self.format
         rule = f"{self.rule}{E8M0}" if self.scaling == "mx" else self.rule
         scale = (rule, self.tile, self.margin)

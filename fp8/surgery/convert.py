@@ -14,7 +14,14 @@ from torch.nn.parameter import is_lazy
 from ..casts.casting import is_whole
 from ..casts.counts import forget_looks
 from ..common.compiler import FIRST_LOOK, eager_only, taken_as_constant
-from ..common.mixin import Gained, bare_class, check_module, check_not_scripted, gain, lose
+from ..common.mixin import (
+    Mixin,
+    add_mixin,
+    bare_class,
+    check_module,
+    check_not_scripted,
+    remove_mixin,
+)
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..common.removed import refuses_removed
 from ..common.report import CHANGES, LEFT_ALONE, Report, Row, notes_on
@@ -59,7 +66,7 @@ def adapter(name: str) -> Any:
     return importlib.import_module(f"fp8.adapters.{name}")
 
 
-class Converted(Gained):
+class Converted(Mixin):
     """A layer whose products run under its ``fp8_recipe``."""
 
     fp8_recipe: Recipe
@@ -152,7 +159,7 @@ def _linear(layer: Any, weight: Tensor, input: Tensor) -> Tensor:
     return linear(input, weight, layer.bias, **given)
 
 
-class _Expanded(Gained):
+class _Expanded(Mixin):
     """A container that calls its layers in evaluation mode too."""
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -160,7 +167,7 @@ class _Expanded(Gained):
             return forward(*args, **kwargs)
 
 
-class _OfParameters(Gained):
+class _OfParameters(Mixin):
     """The computation of a parametrized weight: its products are not those of the layer."""
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -173,7 +180,7 @@ def _leave_parametrizations(layer: nn.Module) -> None:
     """Leaves the products that compute the weights of a layer in high precision."""
     computed: Any = layer._modules.get("parametrizations") or {}
     for part in computed.values():
-        gain(part, _OfParameters)
+        add_mixin(part, _OfParameters)
 
 
 @refuses_removed("fp8.convert")
@@ -321,7 +328,7 @@ def _adapt(model: M, policy: Policy, adapter: Any, where: Where | None) -> M:
 
 
 def _begin(module: nn.Module, sources: tuple[Source, ...], backend: str, why: str) -> None:
-    gain(module, Converted)
+    add_mixin(module, Converted)
     vars(module).update(fp8_sources=sources, fp8_asked=backend, fp8_why=why)
     vars(module).update(fp8_transposed=is_transposed(module), fp8_ragged=0)
     _leave_parametrizations(module)
@@ -464,7 +471,7 @@ def expand(model: M) -> M:
     for module in model.modules():
         changed = (isinstance(m, Converted) or is_replacement(m) for m in module.modules())
         if isinstance(module, _FAST_PATHS) and any(changed):
-            gain(module, _Expanded)
+            add_mixin(module, _Expanded)
     return model
 
 
@@ -490,10 +497,10 @@ def revert_layers(model: M) -> M:
     for name in {note.adapter for note in notes}:
         model = adapter(name).revert(model)
     for module in model.modules():
-        lose(module, _Expanded)
-        lose(module, _OfParameters)
+        remove_mixin(module, _Expanded)
+        remove_mixin(module, _OfParameters)
         if isinstance(module, Converted):
-            lose(module, Converted)
+            remove_mixin(module, Converted)
             history.forget(module)
         for key in _SET:
             vars(module).pop(key, None)

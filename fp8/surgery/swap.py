@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn import functional as F
 
-from ..common.mixin import Gained, bare_class
+from ..common.mixin import Mixin, bare_class
 from ..common.pitfalls import ConvertWarning, warn_once
 from ..common.report import LEFT_ALONE, Report, Row
 from ..selection.layers import Where, inside_attention, why_quantized
@@ -123,7 +123,7 @@ def layers_for(
             return f"computed by {owners[id(module)]}"
         if where is not None and not where(name, module):
             return "not chosen"
-        if isinstance(module, Gained):
+        if isinstance(module, Mixin):
             return "transformed: its scales would be lost"
         exact = type(module) in kinds
         why = why_quantized(module) or ("" if exact else "a subclass: its forward may be its own")
@@ -141,7 +141,7 @@ def why_not_fit(module: nn.Module, multiple: int) -> str:
     return f"{odd[0]} is no multiple of {multiple}" if odd and isinstance(module, nn.Linear) else ""
 
 
-class Padded(Gained):
+class Padded(Mixin):
     """A linear layer that pads its input with rows of zeros to the multiple that its kernels need;
     they do not change other rows, maxima or gradients."""
 

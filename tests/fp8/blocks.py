@@ -8,7 +8,7 @@ from torch import nn
 
 import fp8
 from fp8 import Recipe
-from fp8.common.mixin import gain
+from fp8.common.mixin import add_mixin
 from fp8.modes.autocast import LayerBlock
 from fp8.recipes.history import LayerState, remember
 from fp8.recipes.recipe import get_recipe
@@ -18,7 +18,7 @@ from fp8.surgery.convert import Converted
 def keeper(recipe: str | Recipe) -> Any:
     """A layer of several products, whose buffers keep the scales of each by its order."""
     layer = nn.Identity()
-    gain(layer, Converted)
+    add_mixin(layer, Converted)
     recipe = get_recipe(recipe)
     vars(layer).update(fp8_recipe=recipe, fp8_sources=(recipe,))
     remember(layer, recipe, by_call=True)

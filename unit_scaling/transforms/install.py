@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from fp8.common.compiler import eager_only, taken_as_constant
 from fp8.common.dtensor import is_dtensor
-from fp8.common.mixin import Gained, bare_class, check_not_scripted, gain, lose
+from fp8.common.mixin import Mixin, add_mixin, bare_class, check_not_scripted, remove_mixin
 from fp8.common.pitfalls import PitfallWarning, warn_once
 from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
@@ -55,7 +55,7 @@ class Scope(Protocol):
         return call()
 
 
-class _Transformed(Gained, Marked):
+class _Transformed(Mixin, Marked):
     """Base of the generated classes. Each instance holds its scopes and its name in each."""
 
     _attributes = ("_scopes", "mup_tags")
@@ -224,7 +224,7 @@ def install(model: nn.Module, scope: Scope, prefix: str = "", only_new: bool = F
         check_not_scripted(path, module)
         while path in taken:
             path += "'"
-        gain(module, _Transformed)
+        add_mixin(module, _Transformed)
         gained: Any = module
         kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]
         gained._scopes = tuple(sorted([*kept, (scope, path)], key=lambda item: item[0].order))
@@ -234,7 +234,8 @@ def install(model: nn.Module, scope: Scope, prefix: str = "", only_new: bool = F
 def _keep_plan(module: Any) -> None:
     """Stores the plan in the state_dict of a model whose weights are scaled, not of submodules."""
     scope, path = scaling(module)
-    (gain if scope is not None and not path else lose)(module, PlanState)
+    store = scope is not None and not path
+    (add_mixin if store else remove_mixin)(module, PlanState)
 
 
 def uninstall(model: nn.Module, kind: type) -> None:
@@ -246,7 +247,7 @@ def uninstall(model: nn.Module, kind: type) -> None:
         module._scopes = tuple(item for item in module._scopes if not isinstance(item[0], kind))
         _keep_plan(module)
         if not module._scopes:
-            lose(module, _Transformed)
+            remove_mixin(module, _Transformed)
             del module._scopes
             forget_tags(module)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from fp8.common.mixin import Gained
+from fp8.common.mixin import Mixin
 from fp8.common.pitfalls import CheckpointWarning, warn_once
 
 from ..parameter import TaggedModule, restore_own_tags
@@ -126,7 +126,7 @@ only into tensors of the same size. Most plans are smaller.
 """
 
 
-class PlanState(Gained):
+class PlanState(Mixin):
     """A model whose weights are scaled; its extra state holds its plan."""
 
     def get_extra_state(self) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8.common.mixin import check_module, lose
+from fp8.common.mixin import check_module, remove_mixin
 from fp8.common.report import Report
 from fp8.common.step import unwrapped
 
@@ -119,7 +119,7 @@ def fold(module: M) -> M:
         tensors[name].mul_(factor)
     uninstall(result, UnitScale)
     for part in result.modules():
-        lose(part, Pretrained)
+        remove_mixin(part, Pretrained)
     return result
 
 

@@ -23,7 +23,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from ...casts.casting import Codes, Spec, codes, format_of, narrowed, turn_of, widened
+from ...casts.casting import (
+    LoweredCast,
+    QuantizedOperand,
+    codes,
+    format_of,
+    narrowed,
+    turn_of,
+    widened,
+)
 from ...casts.groups import Groups, aligned, cast_groups, pieces, product_shape
 from ...casts.operands import one_copy
 from ...casts.saved_operands import saved_tensors
@@ -107,7 +115,7 @@ class _Summed(Function):
         how: Settings,
         *operands: Tensor | None,
     ) -> Tensor:
-        left, right = Codes(*operands[:3]), Codes(*operands[3:])  # type: ignore[arg-type]
+        left, right = QuantizedOperand(*operands[:3]), QuantizedOperand(*operands[3:])  # type: ignore[arg-type]
         y = _output(left, right, how.casts.a, how.casts.b, offs, how)
         y = (y * how.scales[0]).to(getattr(torch, how.dtype))
         return y if bias is None else y + bias.view(-1, *[1] * (y.ndim - 2))
@@ -116,8 +124,8 @@ class _Summed(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, _, offs, ctx.history, ctx.how, *operands = inputs
         casts, ctx.dtypes = ctx.how.casts, (a.dtype, b.dtype)
-        of_a = operands[:3] if one_copy(casts.a, casts.a_again) else (a, None, None)
-        of_b = operands[3:] if one_copy(casts.b, casts.b_again) else (b, None, None)
+        of_a = operands[:3] if one_copy(casts.a, casts.a_for_grad_b) else (a, None, None)
+        of_b = operands[3:] if one_copy(casts.b, casts.b_for_grad_a) else (b, None, None)
         ctx.save_for_backward(offs, *of_a, *of_b)
 
     @staticmethod
@@ -133,8 +141,8 @@ class _Summed(Function):
         if ctx.needs_input_grad[0]:
             turn = turn_of(casts.grad_for_a, grad)
             g = operand(grad, casts.grad_for_a, along, history, True, turn)
-            b = _second(saved[3:], casts.b_again, across, turn)
-            da = _grad_a(g, b, casts.grad_for_a, casts.b_again, offs, how) * s_a
+            b = _second(saved[3:], casts.b_for_grad_a, across, turn)
+            da = _grad_a(g, b, casts.grad_for_a, casts.b_for_grad_a, offs, how) * s_a
             da = da.to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             turn = turn_of(casts.grad_for_b, grad)
@@ -142,43 +150,50 @@ class _Summed(Function):
                 g = g.mT
             else:
                 g = operand(grad, casts.grad_for_b, across, history, True, turn)
-            a = _second(saved[:3], casts.a_again, across, turn)
-            db = _grad_b(g, a, casts.grad_for_b, casts.a_again, offs, how) * s_b
+            a = _second(saved[:3], casts.a_for_grad_b, across, turn)
+            db = _grad_b(g, a, casts.grad_for_b, casts.a_for_grad_b, offs, how) * s_b
             db = db.to(ctx.dtypes[1])
         if ctx.needs_input_grad[2]:
             dbias = grad.sum([d for d in range(grad.ndim) if d != 1]) * s_b
         return da, db, dbias, *[None] * 9
 
 
-def _second(saved: Sequence[Any], spec: Spec | None, groups: Groups, turn: Tensor | None) -> Codes:
+def _second(
+    saved: Sequence[Any], spec: LoweredCast | None, groups: Groups, turn: Tensor | None
+) -> QuantizedOperand:
     """The codes of an operand for its second product, along its other axis. saved: its codes, or
     itself without them."""
     if saved[1] is not None:
-        return Codes(*saved).mT
+        return QuantizedOperand(*saved).mT
     return operand(saved[0], spec, groups, turn=turn)
 
 
 def operand(
     x: Tensor,
-    spec: Spec | None,
+    spec: LoweredCast | None,
     groups: Groups,
     history: Tensor | None = None,
     record: bool = False,
     turn: Tensor | None = None,
-) -> Codes:
+) -> QuantizedOperand:
     """`codes`, those of groups if these split an axis; of an operand that is not cast its values,
     with scale 1."""
     if spec is not None:
         check_dtype(plain(x))
     if spec is not None and groups.split:
-        return Codes(*cast_groups(x, groups, spec, history, record, turn, apart=True))
+        return QuantizedOperand(*cast_groups(x, groups, spec, history, record, turn, apart=True))
     if spec is not None and x.numel():
         return codes(x, spec, groups.axis, history, record, turn)
-    return Codes(x if groups.axis == -1 else x.mT, x.new_ones((), dtype=torch.float32))
+    return QuantizedOperand(x if groups.axis == -1 else x.mT, x.new_ones((), dtype=torch.float32))
 
 
 def multiply(
-    a: Codes, b: Codes, of_a: Spec | None, of_b: Spec | None, offs: Tensor | None, how: Settings
+    a: QuantizedOperand,
+    b: QuantizedOperand,
+    of_a: LoweredCast | None,
+    of_b: LoweredCast | None,
+    offs: Tensor | None,
+    how: Settings,
 ) -> Tensor:
     """``a b^T``; float32 if both are cast, otherwise in the dtype of one that is not."""
     if of_a is None or of_b is None:
@@ -197,7 +212,7 @@ def multiply(
     return _summed(left, a.scale, a.unit, right, b.scale, b.unit, offs, *settings)
 
 
-def _decoded(x: Codes, spec: Spec | None, split: int) -> Tensor:
+def _decoded(x: QuantizedOperand, spec: LoweredCast | None, split: int) -> Tensor:
     """The values of an operand."""
     scale = x.scale
     if spec is not None and not split:
@@ -230,8 +245,8 @@ def _summed(
     groups. of_a, of_b: the texts of their specs. Those that are ``turned`` are given as transposes:
     in the order of their memory, as the compiler fails on casts of one tensor in two orders."""
     a, b = _as_used(a, b, turned)
-    left, right = Codes(a, a_scale, a_unit), Codes(b, b_scale, b_unit)
-    specs = Spec.from_text(of_a), Spec.from_text(of_b)
+    left, right = QuantizedOperand(a, a_scale, a_unit), QuantizedOperand(b, b_scale, b_unit)
+    specs = LoweredCast.from_text(of_a), LoweredCast.from_text(of_b)
     if not grouped:
         return _product(left, right, *specs, sums)
     y = torch.zeros(product_shape(a, b.mT, offs), device=a.device)
@@ -256,7 +271,9 @@ def _(a, a_scale, a_unit, b, b_scale, b_unit, offs, of_a, of_b, sums, grouped, t
     return a.new_empty(shape, dtype=torch.float32)
 
 
-def _product(a: Codes, b: Codes, of_a: Spec, of_b: Spec, sums: str) -> Tensor:
+def _product(
+    a: QuantizedOperand, b: QuantizedOperand, of_a: LoweredCast, of_b: LoweredCast, sums: str
+) -> Tensor:
     """The product of a (..., m, k) and b (..., n, k), float32."""
     if a.values.ndim == 3:
         pairs = zip(_each(a), _each(b), strict=True)
@@ -285,22 +302,24 @@ def _product(a: Codes, b: Codes, of_a: Spec, of_b: Spec, sums: str) -> Tensor:
     return total * (x.whole * w.whole.mT)
 
 
-def _groups(x: Codes, offs: Tensor | None, axis: int, spec: Spec) -> list[Codes | None]:
+def _groups(
+    x: QuantizedOperand, offs: Tensor | None, axis: int, spec: LoweredCast
+) -> list[QuantizedOperand | None]:
     """The codes of each group as `codes` has them; None for one that is empty."""
     assert x.unit is not None
     has_units = scale_format(spec.rule) == "e4m3"
     units = x.unit.unbind() if has_units else [None] * x.unit.shape[0]
     parts = zip(pieces(x.values, offs, axis), pieces(x.scale, offs, axis), units, strict=True)
     return [
-        Codes(values, narrowed(scale, spec.tile), unit) if values.numel() else None
+        QuantizedOperand(values, narrowed(scale, spec.tile), unit) if values.numel() else None
         for values, scale, unit in parts
     ]
 
 
-def _each(x: Codes) -> list[Codes]:
+def _each(x: QuantizedOperand) -> list[QuantizedOperand]:
     """The matrices of a batch."""
     scales = x.scale if x.scale.ndim == 3 else [x.scale] * len(x.values)
-    return [Codes(*each, x.unit) for each in zip(x.values, scales, strict=True)]
+    return [QuantizedOperand(*each, x.unit) for each in zip(x.values, scales, strict=True)]
 
 
 def _product_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -323,7 +342,7 @@ class _Operand(NamedTuple):
     scale_format: str
 
     @staticmethod
-    def of(operand: Codes, spec: Spec) -> _Operand:
+    def of(operand: QuantizedOperand, spec: LoweredCast) -> _Operand:
         values, scale, unit = operand
         x, low, stored = values.float(), format_of(spec).min_exponent, scale_format(spec.rule)
         across, along = spec.tile
@@ -356,7 +375,12 @@ class _Operand(NamedTuple):
 
 
 def _output(
-    a: Codes, b: Codes, of_a: Spec | None, of_b: Spec | None, offs: Tensor | None, how: Settings
+    a: QuantizedOperand,
+    b: QuantizedOperand,
+    of_a: LoweredCast | None,
+    of_b: LoweredCast | None,
+    offs: Tensor | None,
+    how: Settings,
 ) -> Tensor:
     if (of := how.convolution) is None:
         return multiply(a, b, of_a, of_b, offs, how)
@@ -364,7 +388,12 @@ def _output(
 
 
 def _grad_a(
-    g: Codes, b: Codes, of_g: Spec | None, of_b: Spec | None, offs: Tensor | None, how: Settings
+    g: QuantizedOperand,
+    b: QuantizedOperand,
+    of_g: LoweredCast | None,
+    of_b: LoweredCast | None,
+    offs: Tensor | None,
+    how: Settings,
 ) -> Tensor:
     if (of := how.convolution) is None:
         return multiply(g, b, of_g, of_b, offs, how)
@@ -372,7 +401,12 @@ def _grad_a(
 
 
 def _grad_b(
-    g: Codes, a: Codes, of_g: Spec | None, of_a: Spec | None, offs: Tensor | None, how: Settings
+    g: QuantizedOperand,
+    a: QuantizedOperand,
+    of_g: LoweredCast | None,
+    of_a: LoweredCast | None,
+    offs: Tensor | None,
+    how: Settings,
 ) -> Tensor:
     if how.convolution is None:
         return multiply(g, a, of_g, of_a, offs, how)
@@ -389,10 +423,10 @@ def _grad_b(
 
 
 def _convolved(
-    maps: Codes,
-    kernels: Codes,
-    of_maps: Spec | None,
-    of_kernels: Spec | None,
+    maps: QuantizedOperand,
+    kernels: QuantizedOperand,
+    of_maps: LoweredCast | None,
+    of_kernels: LoweredCast | None,
     geometry: Geometry,
     size: Sequence[int],
     how: Settings,

@@ -14,7 +14,7 @@ from torch import nn
 import fp8
 import unit_scaling as uu
 from fp8 import Cast, Recipe
-from fp8.casts.casting import rounded, spec_of
+from fp8.casts.casting import lowered, rounded
 from tests.fp8.checkpoints.reading import loaded
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
@@ -227,7 +227,7 @@ def test_mxfp8(scaled, tmp_path):
         plain = uu.fold(plain)
         for layer in plain.model.layers.modules():
             if isinstance(layer, nn.Linear):
-                spec = spec_of(fp8.RECIPES["mxfp8"].weight)
+                spec = lowered(fp8.RECIPES["mxfp8"].weight)
                 layer.weight.data = rounded(layer.weight.detach(), spec)[0]
         plain = plain.bfloat16()
     plain = fp8.convert(plain, fp8.Policy.hidden("mxfp8"))
@@ -313,7 +313,7 @@ def test_weights_are_read_bit_for_bit(name, tmp_path):
     for path, layer in model.model.layers.named_modules():
         if isinstance(layer, nn.Linear):
             cast = layer.fp8_recipe.weight
-            want = rounded(layer.weight.detach(), spec_of(cast))[0].to(dtype)
+            want = rounded(layer.weight.detach(), lowered(cast))[0].to(dtype)
             assert torch.equal(reader.model.layers.get_submodule(path).weight, want), path
 
 

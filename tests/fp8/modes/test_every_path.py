@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8 import Cast, Recipe
-from fp8.casts.casting import spec_of
+from fp8.casts.casting import lowered
 from tests.fp8.blocks import block, keeper
 
 WIDTH = 32
@@ -129,7 +129,7 @@ OWN_SUMS = {name: r for name, r in fp8.RECIPES.items() if r.accumulate is None}
 
 def is_random(recipe: Recipe) -> bool:
     """Whether the numbers that it draws depend on the order of the backward pass."""
-    return any(spec_of(cast).is_random for cast in recipe.casts if cast is not None)
+    return any(lowered(cast).is_random for cast in recipe.casts if cast is not None)
 
 
 def in_float16(cast: Cast | str | None) -> Cast | str | None:

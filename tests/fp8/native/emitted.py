@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 
-from fp8.casts.casting import spec_of
+from fp8.casts.casting import lowered
 from fp8.casts.saved_operands import _stored
 from fp8.native.kernels import _filled, store
 from fp8.recipes.cast import Cast
@@ -70,7 +70,7 @@ def kernels_of(argument: str) -> list[str]:
     """The PTX of the kernels of a cast of a bfloat16 matrix and of its transpose, as the backward
     pass of a product casts a gradient; or of an e5m2 operand that is saved."""
     EMITTED.clear()
-    spec = None if argument == "saved" else spec_of(Cast(**json.loads(argument)))
+    spec = None if argument == "saved" else lowered(Cast(**json.loads(argument)))
 
     def cast(x: Tensor) -> Any:
         if spec is None:

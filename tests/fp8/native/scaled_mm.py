@@ -15,8 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from fp8.native import kernels
-from fp8.native import selftest as proof
+from fp8.native import kernels, selftest
 
 TYPES, SWIZZLES = F.ScalingType, F.SwizzleType
 REAL = F.scaled_mm
@@ -123,7 +122,12 @@ def checked_by_torch(*given) -> None:
 
 def forget() -> None:
     """What is known of the devices."""
-    for known in (proof._kernels, proof.why_not, proof._disproof, proof.why_not_compiled):
+    for known in (
+        selftest._kernels,
+        selftest.why_not,
+        selftest._disproof,
+        selftest.why_not_compiled,
+    ):
         known.cache_clear()
 
 

@@ -8,7 +8,7 @@ import torch
 import fp8
 from fp8 import RECIPES, Cast
 from fp8.casts import casting
-from fp8.casts.casting import spec_of
+from fp8.casts.casting import lowered
 from fp8.casts.operands import casts_of
 from fp8.native import kernels
 from fp8.native.kernels import KERNELS, kernel_of, store, swizzled
@@ -19,7 +19,7 @@ TILED = ["block", "mxfp8", "nvfp4"]
 SHAPES = [(16, 32), (5, 48), (130, 600), (257, 16), (300, 130)]
 
 
-def pairs_of(recipe: fp8.Recipe) -> tuple[tuple[casting.Spec, casting.Spec], ...]:
+def pairs_of(recipe: fp8.Recipe) -> tuple[tuple[casting.LoweredCast, casting.LoweredCast], ...]:
     """The specs of the two operands of each of the three products."""
     casts = casts_of(recipe.text)
     return tuple(casts)[0:2], tuple(casts)[2:4], tuple(casts)[4:6]
@@ -75,7 +75,7 @@ def test_mx_operands_are_torchaos_to_the_byte(rule):
     modes = {"up": mx.ScaleCalculationMode.RCEIL, "floor": mx.ScaleCalculationMode.FLOOR}
     x = (randn(130, 96, seed=1) * torch.logspace(-9, 5, 130)[:, None]).detach()
     theirs = mx.MXTensor.to_mx(x, torch.float8_e4m3fn, 32, modes[rule], is_swizzled_scales=True)
-    ours = store(x, spec_of(Cast(format="e4m3", scaling="mx", rule=rule)))
+    ours = store(x, lowered(Cast(format="e4m3", scaling="mx", rule=rule)))
     assert torch.equal(ours.values.view(torch.uint8), theirs.qdata.view(torch.uint8))
     got, want = (unswizzled(scale.flatten(), 130, 3) for scale in (ours.scale, theirs.scale))
     assert torch.equal(got, want)
@@ -84,7 +84,7 @@ def test_mx_operands_are_torchaos_to_the_byte(rule):
 def test_nvfp4_operands_are_torchaos_to_the_byte():
     nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     x = (randn(130, 96, seed=1) * torch.logspace(-2, 1, 130)[:, None]).detach()
-    ours = store(x, spec_of(RECIPES["nvfp4"].input))
+    ours = store(x, lowered(RECIPES["nvfp4"].input))
     theirs = nv.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=ours.unit, is_swizzled_scales=True)
     assert torch.equal(ours.unit, nv.per_tensor_amax_to_scale(x.abs().max()))
     assert torch.equal(ours.scale.view(torch.uint8), theirs.scale.flatten().view(torch.uint8))
@@ -98,7 +98,7 @@ def test_tiles_of_zero_nan_inf_tiny_and_huge(recipe):
     x = torch.ones(4, 128)
     x[0], x[1, 5], x[2, 7], x[3] = 0, torch.nan, torch.inf, 1e-14
     kind, _ = kernel_of(*pairs_of(RECIPES[recipe])[0])
-    spec = spec_of(RECIPES[recipe].input)
+    spec = lowered(RECIPES[recipe].input)
     got, want = decode(store(x, spec), kind)[:4], casting.rounded(x, spec)[0]
     lost = got.isnan()
     assert lost[1, 5]
@@ -110,7 +110,7 @@ def test_tiles_of_zero_nan_inf_tiny_and_huge(recipe):
 
 def test_which_kernel_multiplies_what():
     def kernel(a: Cast, b: Cast) -> tuple[str, str]:
-        return kernel_of(spec_of(a), spec_of(b))
+        return kernel_of(lowered(a), lowered(b))
 
     tensor, row = (Cast(format="e4m3", scaling=name) for name in ("tensor", "row"))
     wide = Cast(format="e5m2")
@@ -135,7 +135,7 @@ def test_which_kernel_multiplies_what():
         Cast(format="e2m1", scaling="mx"): "e4m3 by e2m1 with scales by mx",
     }.items():
         assert why in kernel(mx, other)[1]
-    assert kernel_of(None, spec_of(mx)) == ("", "an operand stays in high precision")
+    assert kernel_of(None, lowered(mx)) == ("", "an operand stays in high precision")
 
 
 def test_what_each_device_is_expected_to_have(monkeypatch):

@@ -17,7 +17,7 @@ from fp8.casts import casting
 from fp8.common import traced
 from fp8.lab import doctor
 from fp8.native import product as native
-from fp8.native import selftest as proof
+from fp8.native import selftest
 from tests.fp8.native.scaled_mm import emulated, forget, scaled_mm
 from tests.fp8.products.test_matmul import randn
 
@@ -204,7 +204,7 @@ def test_the_answer_is_known_to_a_compiler(monkeypatch):
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     y = compiled(x)
-    assert proof._kernels.cache_info().currsize == 1
+    assert selftest._kernels.cache_info().currsize == 1
     torch.testing.assert_close(y, layer(x))
     torch._dynamo.reset()
     forget()
@@ -281,7 +281,7 @@ def test_what_is_compiled_wrongly_is_simulated_in_graphs_alone(fault, monkeypatc
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("spec", proof._CASTS, ids=lambda spec: spec.format)
+@pytest.mark.parametrize("spec", selftest._CASTS, ids=lambda spec: spec.format)
 def test_every_byte_of_a_compiled_cast_is_compared(spec):
     """A value in place of another one is wrong, one that is not finite in place of another not."""
     numbers = torch.arange(256, dtype=torch.uint8).view(casting.format_of(spec).dtype)
@@ -290,11 +290,11 @@ def test_every_byte_of_a_compiled_cast_is_compared(spec):
     for number, value in zip(numbers.view(torch.uint8), want, strict=True):
         got = torch.full((256,), int(number), dtype=torch.uint8).view(numbers.dtype)
         expected = 255 if value.isfinite() else int(finite.sum())
-        assert proof._wrong(got, want) == expected
+        assert selftest._wrong(got, want) == expected
 
 
 def test_auto_on_the_cpu_proves_nothing(monkeypatch):
     monkeypatch.setattr(F, "scaled_mm", refuses)
     layer = fp8.convert(nn.Linear(48, 64), "unit")
     layer(torch.ones(16, 48)).sum().backward()
-    assert proof._kernels.cache_info().currsize == 0
+    assert selftest._kernels.cache_info().currsize == 0

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8
-from fp8.casts.casting import spec_of
+from fp8.casts.casting import lowered
 from fp8.casts.groups import Groups, cast_groups
 from fp8.lab.preflight.trace import trace
 from fp8.products.grouped import grouped_mm
@@ -518,7 +518,7 @@ def test_scales_by_column_of_a_group_are_torchaos():
     x = randn(TOKENS, K).detach()
     offs = torch.tensor([3, 41, 90, 96], dtype=torch.int32)
     values, scales = ao.torch_to_float8_per_group_colwise(x, offs, round_scales_to_power_of_2=True)
-    spec = spec_of(fp8.Cast(format="e4m3", scaling="row", rule="up"))
+    spec = lowered(fp8.Cast(format="e4m3", scaling="row", rule="up"))
     ours, _, _ = cast_groups(x, Groups(offs, split=-2, axis=-2), spec)
     inverse = scales.view(4, K).repeat_interleave(torch.diff(offs, prepend=offs.new_zeros(1)), 0)
     assert torch.equal(ours, values.float() / inverse)

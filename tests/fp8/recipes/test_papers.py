@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fp8
-from fp8.casts.casting import cast_forward, rotated, rounded, spec_of, turn_of
+from fp8.casts.casting import cast_forward, lowered, rotated, rounded, turn_of
 from fp8.casts.casting import codes as quantized
 from fp8.lab.sums.arithmetic import Matrix
 from fp8.lab.sums.dot import dot
@@ -28,7 +28,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def e4m3(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Codes of tiles of (rows, 128), and their scales: the largest magnitude / 448."""
+    """QuantizedOperand of tiles of (rows, 128), and their scales: the largest magnitude / 448."""
     tiles = x.unflatten(1, (-1, 128)).unflatten(0, (-1, rows))
     scale = tiles.abs().amax((1, 3), keepdim=True) / 448
     codes = (tiles / scale).to(torch.float8_e4m3fn).float()
@@ -147,7 +147,7 @@ def test_the_published_errors_of_normal_data(cast, published):
     torch.manual_seed(0)
     errors = []
     for seed in range(ROW_OF_TENSORS):
-        x, spec = randn(128, 256, seed=seed), spec_of(cast)
+        x, spec = randn(128, 256, seed=seed), lowered(cast)
         turn = turn_of(spec, x)
         y, _ = rounded(x, spec, turn=turn)
         x = rotated(x, spec.hadamard, -1, turn) if spec.hadamard else x
@@ -184,7 +184,7 @@ def test_products_of_unbiased_casts_average_out():
     assert last - one < 2.9
 
 
-STOCHASTIC = [n for n, r in fp8.RECIPES.items() if r.grad and spec_of(r.grad).is_random]
+STOCHASTIC = [n for n, r in fp8.RECIPES.items() if r.grad and lowered(r.grad).is_random]
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
@@ -196,7 +196,7 @@ def test_stochastic_gradients_are_unbiased(name, data):
         x = x / randn(3, 64, 256, seed=1).square().sum(0).sqrt()
     elif data == "decades":  # the last scales are subnormal in e4m3
         x = x * torch.logspace(0, -6, 64)[:, None]
-    spec, slopes = spec_of(cast), []
+    spec, slopes = lowered(cast), []
     torch.manual_seed(0)
     for _ in range(100):
         turn = turn_of(spec, x)
@@ -213,7 +213,7 @@ def test_stochastic_gradients_are_unbiased(name, data):
 
 def saturates(x: Tensor, cast: fp8.Cast) -> bool:
     """Whether a value is beyond the format by more than float32 rounds."""
-    found = quantized(x, spec_of(dataclasses.replace(cast, rounding="nearest")))
+    found = quantized(x, lowered(dataclasses.replace(cast, rounding="nearest")))
     scale = found.scale.repeat_interleave(cast.tile[1], 1)
     return bool((x.abs() > 6 * scale * (1 + 2.0**-21)).any())
 
@@ -229,8 +229,8 @@ def draws(x: Tensor, cast: fp8.Cast, count: int) -> Tensor:
     torch.manual_seed(0)
     found = []
     for _ in range(count):
-        signs = turn_of(spec_of(cast), x)
-        y = rounded(x, spec_of(cast), turn=signs)[0].double()
+        signs = turn_of(lowered(cast), x)
+        y = rounded(x, lowered(cast), turn=signs)[0].double()
         back = y.unflatten(-1, (-1, cast.hadamard)) @ rotation(cast.hadamard)
         found.append((back * signs).flatten(-2))
     return torch.stack(found)
@@ -271,7 +271,7 @@ def test_ms_eden_corrects_the_scales_of_what_is_rotated_together():
     """The identity behind it, for each rotated block: <x, Q(x)> = <x, x>, if scales are not rounded
     again. They are e4m3 values, two neighbours of the corrected one."""
     x = randn(8, 256)
-    spec = spec_of(dataclasses.replace(EDEN, signs="fixed"))
+    spec = lowered(dataclasses.replace(EDEN, signs="fixed"))
     turned = rotated(x, 128, -1)
     codes = [quantized(x, spec, axis=-1) for _ in range(200)]
     steps = torch.stack([c.scale / c.unit for c in codes]).unflatten(-1, (2, 8))

@@ -19,7 +19,7 @@ from torch import nn
 
 from fp8.adapters.transformers import is_pretrained
 from fp8.common.libraries import need
-from fp8.common.mixin import Gained, gain
+from fp8.common.mixin import Mixin, add_mixin
 
 from ..plan.plan import ModelPlan
 from ..state import EXTRA_STATE, MARKER, scaling
@@ -40,7 +40,7 @@ _STOP = (
 """Replaces the file name that transformers shows in its error."""
 
 
-class Pretrained(Gained):
+class Pretrained(Mixin):
     """A model that saves its transform."""
 
     def save_pretrained(
@@ -72,7 +72,7 @@ def keep_transform(model: nn.Module, restore: Restore) -> None:
     ``from_pretrained`` restore it. Its submodules cannot be saved on their own."""
     for module in model.modules():
         if is_pretrained(module):
-            gain(module, Pretrained)
+            add_mixin(module, Pretrained)
             register(restore)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8
-from fp8.casts.casting import codes, spec_of
+from fp8.casts.casting import codes, lowered
 from fp8.lab.sums.arithmetic import Matrix
 from fp8.lab.sums.dot import dot
 from fp8.products import matmul
@@ -87,7 +87,7 @@ def test_the_products_are_those_of_the_instruction():
     x, w, g = operands()
     recipe = on("tensor", "hopper")
     y, dx, dw = three(recipe)
-    kinds = [spec_of(cast) for cast in (recipe.input, recipe.weight, recipe.grad)]
+    kinds = [lowered(cast) for cast in (recipe.input, recipe.weight, recipe.grad)]
 
     def product(a: Tensor, b: Tensor, of_a: int, of_b: int) -> Tensor:
         first, second = codes(a.detach(), kinds[of_a]), codes(b.detach(), kinds[of_b])
