@@ -55,10 +55,12 @@ __all__ = [
     "calibration",
     "checkpoint_contexts",
     "convert",
+    "eject",
     "export",
     "initialize",
     "optim",
     "override",
+    "parity",
     "preflight",
     "quantize",
     "reduce_amax",
@@ -76,9 +78,11 @@ LATE = {
     "LayerNorm2d": "fp8.norms.norm",
     "Level": "fp8.levels.initialize",
     "apply_low_precision_layernorm": "fp8.norms.low_precision",
+    "eject": "fp8.surgery.eject",
     "export": "fp8.checkpoints.weights",
     "initialize": "fp8.levels.initialize",
     "optim": "fp8.optim",
+    "parity": "fp8.lab.parity",
     "preflight": "fp8.lab.preflight.preflight",
     "stats": "fp8.lab.stats",
     "store_frozen": "fp8.levels.weights",
@@ -89,12 +93,14 @@ LATE = {
 if TYPE_CHECKING:
     from . import optim
     from .checkpoints.weights import export, weights
+    from .lab.parity import parity
     from .lab.preflight.preflight import preflight
     from .lab.stats import stats
     from .levels.initialize import LEVELS, Level, initialize
     from .levels.weights import store_frozen
     from .norms.low_precision import apply_low_precision_layernorm
     from .norms.norm import LayerNorm2d
+    from .surgery.eject import eject
 else:
     __getattr__ = attributes_of("fp8", LATE)
 

@@ -1,27 +1,33 @@
-"""``python -m fp8``: preflight, tables (formats, recipes, levels), and what this machine can run
-(doctor)."""
+"""``python -m fp8``: preflight, parity, tables (formats, recipes, levels), and what this machine
+can run (doctor)."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from .common.libraries import need
 from .common.pitfalls import OWN
 from .common.report import as_table
+from .common.step import seeded
 from .formats.format import FORMATS, Format
 from .lab import doctor
 from .lab.hardware import HARDWARE
+from .lab.parity import ENGINES, parity, read_prompts
 from .lab.preflight.demo import setup as demo
 from .lab.preflight.preflight import RECIPES_TRIED, Preflight, PreflightError, preflight
 from .lab.preflight.sources import from_function, from_transformers
 from .levels.initialize import LEVELS, Level
 from .recipes.cast import Cast
+from .recipes.policy import Policy
 from .recipes.recipe import RECIPES, Recipe
 from .version import __version__
 
@@ -85,10 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. arguments: None uses those of the process. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="fp8",
-        description="Whether a model trains in FP8 (preflight), the tables of the fp8 package, and "
-        "what this machine can run (doctor).",
-        epilog="Exit code: 0; 1 if doctor finds a library that is installed and broken, or "
-        "preflight cannot measure the model.",
+        description="Whether a model trains in FP8 (preflight), whether a trainer and an inference "
+        "engine agree (parity), the tables of the fp8 package, and what this machine can run "
+        "(doctor).",
+        epilog="Exit code: 0; 1 if doctor finds a library that is installed and broken, preflight "
+        "cannot measure the model, or parity finds a difference beyond the bound.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="what", required=True, metavar="COMMAND")
@@ -99,9 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_arguments(
         commands.add_parser("preflight", help="whether a model trains in FP8, and what that saves")
     )
+    _add_parity_arguments(
+        commands.add_parser("parity", help="whether a trainer and an inference engine agree")
+    )
     given = parser.parse_args(arguments)
     if given.what == "preflight":
         return _preflight(given)
+    if given.what == "parity":
+        return _parity(given)
     if given.what == "doctor":
         findings = doctor.examine()
         _print(json.dumps(findings, indent=2) if given.json else doctor.as_text(findings))
@@ -233,6 +245,80 @@ def _write(result: Preflight, out: Path, figures: Path) -> None:
     except ImportError as error:
         print(f"no page: {error}, then repeat the command with --resume", file=sys.stderr)
     print(f"\nwritten: {', '.join(map(str, written))}")
+
+
+# Parity
+
+PROMPTS = 8
+"""The number of batches of a setup that are prompts, without a file of prompts."""
+
+
+def _add_parity_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fp8 parity``."""
+    policies = f"a recipe, {', '.join(ENGINES)}, none (high precision), or a policy's .json file"
+    parser.add_argument(
+        "setup",
+        help="as for preflight; the model maps ids to logits, and may be returned alone",
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help=f"a prompt a line: text, or ids separated by spaces (the first {PROMPTS} batches)",
+    )
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="of transformers (bytes of the text)")
+    parser.add_argument("--length", type=int, help="tokens of a line, at most")
+    parser.add_argument("--train", help=f"{policies} (the model as it is)")
+    parser.add_argument("--rollout", default="engine_row", help=f"{policies} (%(default)s)")
+    parser.add_argument("--cache", help="scaling of the engine's cache in FP8: tensor, head, token")
+    parser.add_argument("--bound", type=float, required=True, help="of KL(rollout || train)")
+    parser.add_argument("--total", action="store_true", help="no figures for single layers")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--save", metavar="PAGE.html", help="also write a page")
+
+
+def _parity(given: argparse.Namespace) -> int:
+    """Runs `fp8.parity` and prints its result. Returns the exit code."""
+    try:
+        function = from_function(given.setup)
+        seed = {"seed": 0} if "seed" in inspect.signature(function).parameters else {}
+        with seeded(0):
+            made = function(**seed)
+        model, *batches = made if isinstance(made, tuple | list) else [made]
+        result = parity(
+            model,
+            _prompts(given, batches),
+            train=_policy(given.train),
+            rollout=_policy(given.rollout),
+            bound=given.bound,
+            cache=given.cache,
+            by_layer=not given.total,
+        )
+        if given.save:
+            result.save(given.save)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        print(f"fp8 parity: {error}{_place(error)}", file=sys.stderr)
+        return 2
+    _print(json.dumps(result.to_dict(), indent=2) if given.json else str(result))
+    return int(not result.ok)
+
+
+def _prompts(given: argparse.Namespace, batches: Sequence[Any]) -> list[Any]:
+    """The prompts of the file, or of the batches of a setup."""
+    if given.prompts:
+        encode = None
+        if given.tokenizer:
+            encode = need("transformers").AutoTokenizer.from_pretrained(given.tokenizer).encode
+        return read_prompts(given.prompts, encode, given.length)
+    if not batches:
+        raise ValueError("the setup returns no batches: give --prompts FILE")
+    return [b["input_ids"] if isinstance(b, dict) else b for b in islice(batches[0], PROMPTS)]
+
+
+def _policy(text: str | None) -> Any:
+    """The policy that an argument names."""
+    if text == "none":
+        return Policy(None)
+    return Policy.from_json(Path(text)) if text and text.endswith(".json") else text
 
 
 if __name__ == "__main__":

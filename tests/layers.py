@@ -32,6 +32,7 @@ LAYERS = {
         hardware
         stats
         doctor
+        parity
         preflight
     """,
     "unit_scaling": """

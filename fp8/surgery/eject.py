@@ -1,0 +1,245 @@
+"""`eject`: writes the FP8 layers of a converted model as one file that needs torch alone."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from importlib import resources
+from itertools import groupby
+from pathlib import Path
+from string import Template
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..common.mixin import bare_class, check_module
+from ..common.report import CHANGES
+from ..common.step import unwrapped
+from ..recipes.cast import Cast
+from ..recipes.recipe import SAME, Recipe
+from ..selection.layers import is_unit_scaled
+from ..version import __version__
+from .calibrate import calibration
+from .convert import Converted
+from .swap import is_replacement
+
+MAX_LINES, WIDTH = 150, 100
+"""Of the file that `eject` writes."""
+
+FORMATS = ("e4m3", "e5m2")
+SCALINGS = {"unit": "fixed", "static": "fixed", "tensor": "tensor", "row": "row"}
+"""Scaling of a cast -> the word of the file for it."""
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a dotted name that is a number."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Layer(NamedTuple):
+    """exponents: of the fixed scales of input, weight and gradient; None: not set."""
+
+    name: str
+    layer: Any
+    recipe: Recipe
+    exponents: tuple[int | None, ...]
+
+
+def eject(model: nn.Module, path: str | Path) -> Path:
+    """Writes the FP8 layers of a converted model as one Python file of at most 150 lines.
+
+    The file needs torch, and nothing of this package. Its ``convert(model)`` gives the linear
+    layers of a plain model of the same structure the products that they have here: the same
+    operands, casts, scales and sums, bit for bit on a CPU. Recipes and static scales are literals
+    of the file. On GPUs with FP8 it calls ``torch._scaled_mm``, also for a recipe that casts the
+    operands of some products only, such as "row_gw_hp". Inf becomes NaN in both formats.
+
+    Args:
+        model: a model that `fp8.convert` has converted and, with scaling "static", `fp8.calibrate`
+            has calibrated. Its layers are linear layers (exactly `torch.nn.Linear`, in float32,
+            bfloat16 or float16), and their casts "e4m3" or "e5m2" with scaling "unit", "static",
+            "tensor" or "row" (rule "up"), or none.
+        path: the file to write: a name that can be imported, with the suffix ".py".
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError: if ``model`` is not a module.
+        ValueError: if nothing in the model is converted; for all that the file does not have, with
+            the layers concerned: other layers, casts, sums and dtypes, scales that are not set, a
+            switch, norms in low precision, unit scaling; for static scales of more layers than fit;
+            for a path that cannot be imported.
+
+    >>> import torch, fp8, tempfile, pathlib
+    >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "tensor")
+    >>> path = fp8.eject(model, pathlib.Path(tempfile.mkdtemp()) / "my_fp8.py")
+    >>> len(path.read_text().splitlines()) <= 150
+    True
+    """
+    check_module("eject", model)
+    path = Path(path)
+    if path.suffix != ".py" or not path.stem.isidentifier():
+        raise ValueError(f"eject writes a module, such as my_fp8.py, got {str(path)!r}")
+    model = unwrapped(model)
+    layers = _layers(model)
+    if refused := [(name or "(model)", why) for name, why in _refused(model, layers) if why]:
+        whys = {why: ", ".join(n for n, w in refused if w == why) for _, why in refused}
+        listed = "".join(f"\n  {names}: {why}" for why, names in whys.items())
+        raise ValueError(f"eject has no code for these parts of the model:{listed}")
+    if not layers:
+        raise ValueError("eject: no layer of the model is converted; call fp8.convert before")
+    text = _text(layers, path.stem)
+    if (lines := text.count("\n")) > MAX_LINES:
+        raise ValueError(
+            f"the file would have {lines} lines, eject writes at most {MAX_LINES}: the scales of "
+            f"{len(layers)} layers do not fit; use a recipe without static scales"
+        )
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _layers(model: nn.Module) -> list[_Layer]:
+    scales, found = calibration(model), []
+    for name, module in model.named_modules():
+        if isinstance(module, Converted):
+            roles = (f"{name}.{role}".lstrip(".") for role in ("input", "weight", "grad"))
+            exponents = tuple(scales.get(role, 0) for role in roles)
+            found.append(_Layer(name, module, module.fp8_recipe, exponents))
+    return found
+
+
+# What has no code
+
+
+def _refused(model: nn.Module, layers: list[_Layer]) -> Iterator[tuple[str, str]]:
+    """(name, why) of everything in the model that the file cannot express, and others with ""."""
+    if hasattr(model, "fp8_planned_scales"):
+        yield "", "transformed by unit_scale"
+    for change in CHANGES:
+        yield from ((row.path, row.done) for row in change.rows(model) if not row.left_alone)
+    for name, module in model.named_modules():
+        policy = vars(module).get("fp8_policy")
+        yield name, "its policy has a switch" if policy and policy.switch else ""
+        yield name, "a layer of another library" if is_replacement(module) else ""
+    for name, layer, recipe, exponents in layers:
+        unset = "its static scales are not set: call fp8.calibrate" if None in exponents else ""
+        yield name, _why_layer(layer) or _why_recipe(recipe) or unset
+
+
+def _why_layer(layer: nn.Module) -> str:
+    """Why the file has no code for a converted layer; "" if it has."""
+    kind = bare_class(layer)
+    if is_unit_scaled(layer):
+        return "unit-scaled"
+    if parametrize.is_parametrized(layer):
+        return "its weight is computed by a parametrization"
+    if kind is not nn.Linear:
+        return f"a {kind.__name__}, not an nn.Linear"
+    for weight in layer.parameters(recurse=False):
+        if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
+            return f"its weight is a {type(weight.data).__name__}"
+        if weight.dtype not in DTYPES:
+            return f"its weight is {weight.dtype}"
+    return ""
+
+
+def _why_recipe(recipe: Recipe) -> str:
+    """Why the file has no code for the products of a recipe; "" if it has."""
+    if recipe.accumulate is not None:
+        return f"recipe {recipe.name!r} has the sums of accumulate={recipe.accumulate!r}"
+    for cast in filter(None, recipe.casts):
+        scaling = cast.scaling if cast.scaling in SCALINGS else "unit"
+        if cast.format not in FORMATS or cast != Cast(format=cast.format, scaling=scaling):
+            return f"recipe {recipe.name!r} casts to {cast}"
+    for first, second in (recipe.forward, recipe.grad_input, recipe.grad_weight):
+        if first and second and first.format == second.format == "e5m2":
+            return f"recipe {recipe.name!r} multiplies e5m2 by e5m2, for which there is no kernel"
+    for field, other in recipe.overrides.items():
+        main = getattr(recipe, field.rpartition("_")[2])
+        if other and other.scaling == "unit" and main and main.scaling == "static":
+            return f"recipe {recipe.name!r} has a scale for {main} and none for {field}"
+    return ""
+
+
+# The text
+
+
+def _text(layers: list[_Layer], stem: str) -> str:
+    """The file. stem: its name, for the docstring."""
+    names: dict[str, str] = {}  # Recipe.text -> the name in the file
+    entries = []
+    for recipe in {layer.recipe.text: layer.recipe for layer in layers}.values():
+        name = re.sub(r"\W+", "_", recipe.name).strip("_")
+        while not name or name in names.values():
+            name += "_"
+        names[recipe.text] = name
+        entries.append(_entry(name, recipe))
+    template = resources.files(__package__).joinpath("eject.txt").read_text(encoding="utf-8")
+    rows = "\n".join(_rows(layers, names))
+    tables = {"recipes": "\n".join(entries), "layers": rows}
+    return Template(template).substitute(version=__version__, stem=stem, **tables)
+
+
+def _entry(name: str, recipe: Recipe) -> str:
+    """An entry of RECIPES: the casts of each product in words."""
+    x, w, g = recipe.input, recipe.weight, recipe.grad
+    pairs = [
+        (_word(x), _word(w)),
+        (_word(g), _word(recipe.grad_input[1], w)),
+        (_word(recipe.grad_weight[0], g), _word(recipe.grad_weight[1], x)),
+    ]
+    shown = [f'("{first}", "{second}")' for first, second in pairs]
+    line = f'    "{name}": ({", ".join(shown)}),'
+    if len(line) <= WIDTH:
+        return line
+    return "\n        ".join([f'    "{name}": (', *(f"{pair}," for pair in shown)]) + "\n    ),"
+
+
+def _word(cast: Cast | None, first: Cast | None = None) -> str:
+    """first: of the first product of the operand, whose copy is used if the cast is the same."""
+    if cast is None:
+        return "none"
+    reused = cast == first and cast.scaling != "row"
+    return SAME if reused else f"{cast.format} {SCALINGS[cast.scaling]}"
+
+
+def _rows(layers: list[_Layer], names: dict[str, str]) -> Iterator[str]:
+    """The rows of LAYERS. Layers of one recipe whose names differ by consecutive numbers share a
+    row."""
+    numbers: dict[str, list[list[str]]] = {}  # name with "*" for numbers -> the numbers of each
+    for layer in layers:
+        numbers.setdefault(_NUMBER.sub("*", layer.name), []).append(_NUMBER.findall(layer.name))
+    groups: dict[tuple[str, str], list[tuple[int, _Layer]]] = {}
+    for layer in layers:
+        columns = list(zip(*numbers[_NUMBER.sub("*", layer.name)], strict=True))
+        at = max(range(len(columns)), key=lambda i: len(set(columns[i])), default=0)
+        own = list(_NUMBER.finditer(layer.name))[at : at + 1]  # the number that varies most
+        start, end = own[0].span() if own else (0, 0)
+        pattern = f"{layer.name[:start]}*{layer.name[end:]}"
+        member = int(layer.name[start:end] or 0), layer
+        groups.setdefault((pattern, layer.recipe.text), []).append(member)
+    rows: list[tuple[str, list[_Layer]]] = []
+    for (pattern, _), members in groups.items():
+        consecutive = groupby(enumerate(members), lambda item: item[1][0] - item[0])
+        for run in (list(run) for _, run in consecutive):
+            start, of_run = run[0][1][0], [layer for _, (_, layer) in run]
+            span = pattern.replace("*", f"[{start}:{start + len(run)}]")
+            rows.append((span if len(run) > 1 else of_run[0].name or "(model)", of_run))
+    width = max(len(span) for span, _ in rows)
+    for span, of_run in rows:
+        words = [span.ljust(width), names[of_run[0].recipe.text], *_exponents(of_run)]
+        line = " ".join(words)
+        yield from textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _exponents(layers: list[_Layer]) -> Iterator[str]:
+    """Those of input/weight/gradient of layers with one recipe, and the number of equal ones in a
+    row; none without static scales."""
+    if any(cast and cast.scaling == "static" for cast in layers[0].recipe.casts):
+        for exponents, run in groupby(layer.exponents for layer in layers):
+            count = len(list(run))
+            yield "/".join(map(str, exponents)) + (f"*{count}" if count > 1 else "")

@@ -1,0 +1,282 @@
+"""`fp8.parity`: a trainer's and an engine's policy on one checkpoint, and the command for it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8
+from fp8.__main__ import main
+from fp8.lab.parity import ENGINES, read_prompts
+
+WORDS = 32
+
+
+class Model(nn.Module):
+    """Ids to logits, by two blocks; the second one occurs twice."""
+
+    def __init__(self, named: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.named = named
+        self.tokens = nn.Embedding(WORDS, 64)
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(2)]
+        self.blocks = nn.ModuleList([*blocks, blocks[1]])
+        self.head = nn.Linear(64, WORDS)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = x + self.dropout(block(x))
+        logits = 4 * self.head(x)
+        return SimpleNamespace(logits=logits) if self.named else logits
+
+
+def prompts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randint(WORDS, shape, generator=generator) for shape in ((3, 8), (5,), (2, 2, 4)[1:])
+    ]
+
+
+def logits(model: nn.Module, recipe: Any, ids: Tensor) -> Tensor:
+    own = copy.deepcopy(model).eval()
+    own = own if recipe is None else fp8.convert(own, recipe)
+    with torch.no_grad():
+        return own(ids).double()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_figures_are_those_of_the_distributions(named: bool):
+    """By the definitions, from models that are converted here."""
+    model, ids = Model(), prompts()
+    found = fp8.parity(Model(named), ids, train="tensor", rollout="engine_row", bound=1.0)
+    divergences, squares, changed, differences = [], [], [], []
+    for each in ids:
+        log_q = logits(model, "tensor", each).log_softmax(-1)
+        log_p = logits(model, ENGINES["engine_row"], each).log_softmax(-1)
+        divergences += F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).flatten()
+        squares += (log_q.exp() ** 2 / log_p.exp()).sum(-1).flatten()
+        changed += (log_q.argmax(-1) != log_p.argmax(-1)).double().flatten()
+        of_tokens = (log_p - log_q)[..., :-1, :].gather(-1, each[..., 1:, None])[..., 0]
+        differences += of_tokens.reshape(-1, each.shape[-1] - 1).tolist()
+    assert found.kl == pytest.approx(float(torch.stack(divergences).mean()), rel=1e-12)
+    assert found.ess == pytest.approx(1 / float(torch.stack(squares).mean()), rel=1e-12)
+    assert found.changed == float(torch.stack(changed).mean())
+    assert [len(row) for row in found.differences] == [7, 7, 7, 4, 3, 3]
+    for row, wanted in zip(found.differences, differences, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+    assert 1e-6 < found.kl < 1
+    assert found.ess < 1
+
+
+@pytest.mark.parametrize("recipe", ["row", "nvfp4", fp8.Policy(None)])
+def test_equal_policies_agree_to_the_bit(recipe: Any):
+    """Also with stochastic casts, whose bits have a seed."""
+    found = fp8.parity(Model(), prompts(), train=recipe, rollout=recipe, bound=0.0)
+    assert (found.kl, found.ess, found.changed, found.layers) == (0.0, 1.0, 0.0, [])
+    assert found.ok
+
+
+def test_two_runs_are_equal_and_change_nothing():
+    model = Model()
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    first, again = (
+        fp8.parity(model, prompts(), train="static", rollout="engine_static", bound=1e-9)
+        for _ in range(2)
+    )
+    assert first == again
+    assert first.kl > 0
+    assert not first.ok
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert {row.done for row in fp8.report(model)} == {"left alone"}
+
+
+def test_the_trainer_s_model_as_it_is():
+    """A converted and calibrated model keeps its scales, and its engine has none of them."""
+    model, ids = fp8.convert(Model(), "static"), prompts()
+    fp8.calibrate(model, ids[0], lambda y: y.square().mean())
+    found = fp8.parity(model, ids, rollout=fp8.Policy(None), bound=1.0)
+    named = fp8.parity(Model(), ids, train=fp8.Policy(None), rollout="engine_row", bound=1.0)
+    assert found.train == "as it is"
+    assert found.kl > 0
+    assert fp8.parity(model, ids, rollout="engine_row", bound=1.0).kl != named.kl
+
+
+def test_the_layers_that_make_it():
+    """With one layer in the recipe all of the difference is that layer's; with two, a lower one is
+    left without the first of the list than without the second."""
+    model, ids = Model(), prompts()
+    high = fp8.Policy(None)
+
+    def study(*layers: str) -> fp8.lab.parity.Parity:
+        rollout = fp8.Policy(None, rules=[(layer, None, "mxfp4") for layer in layers])
+        return fp8.parity(model, ids, train=high, rollout=rollout, bound=1.0)
+
+    alone = {name: study(name) for name in ("head", "blocks.1.0")}
+    for name, found in alone.items():
+        assert found.layers == [(name, 0.0, 1.0)]
+    both = study("head", "blocks.1.0")
+    for row in both.layers:
+        (other,) = alone.keys() - {row.name}
+        assert row.kl == alone[other].kl
+        assert row.share == (both.kl - row.kl) / both.kl
+    assert both.layers[0].kl <= both.layers[1].kl
+    assert not fp8.parity(
+        model, ids, train=high, rollout="engine_row", bound=1.0, by_layer=False
+    ).layers
+
+
+class Fixed(nn.Module):
+    """Logits of which some are -Inf, or NaN."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.head = nn.Embedding(WORDS, 64), nn.Linear(64, WORDS)
+        self.value = value
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = self.head(self.tokens(ids))
+        return torch.cat([y[..., :-1], torch.full_like(y[..., :1], self.value)], -1)
+
+
+def test_words_that_are_masked_do_not_count():
+    ids = torch.arange(16)
+    found = fp8.parity(Fixed(-math.inf), ids, rollout="engine_row", bound=1.0)
+    plain = fp8.parity(Fixed(-1e4), ids, rollout="engine_row", bound=1.0)
+    assert 0 < found.kl == plain.kl
+    assert found.ess == plain.ess
+
+
+def test_nan_is_beyond_every_bound():
+    found = fp8.parity(Fixed(math.nan), torch.arange(16), rollout="engine_row", bound=math.inf)
+    assert math.isnan(found.kl)
+    assert not found.ok
+    values = found.to_dict()
+    assert values["kl"] is None
+    json.dumps(values, allow_nan=False)
+
+
+def test_a_cache_in_fp8():
+    """Its part is what is left without it, and the layers' that without each."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        initializer_range=0.1,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.arange(24).reshape(2, 12)
+    high = fp8.Policy(None)
+    found = fp8.parity(model, ids, rollout=high, bound=1.0, cache="token")
+    assert found.kl > 0
+    assert found.layers == [("(cache)", 0.0, 1.0)]
+    both = fp8.parity(model, ids, rollout="engine_row", bound=1.0, cache="token")
+    alone = fp8.parity(model, ids, rollout="engine_row", bound=1.0)
+    assert {row.name: row.kl for row in both.layers}["(cache)"] == alone.kl
+    assert "cache by token" in str(both)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"bound": -1.0}, ValueError, "bound must be 0 or larger, got -1.0"),
+        ({"bound": math.nan}, ValueError, "bound must be 0 or larger, got nan"),
+        ({"bound": "1"}, TypeError, "bound must be a number"),
+        ({"rollout": "engine_rwo"}, ValueError, "did you mean 'engine_row'"),
+        ({"prompts": []}, ValueError, "needs prompts, got none"),
+        ({"prompts": [[1, 2]]}, TypeError, "int64, got list"),
+        ({"prompts": torch.ones(4)}, TypeError, "int64, got torch.float32"),
+        ({"prompts": torch.ones(4, 1).long()}, ValueError, r"two tokens or more, got \(4, 1\)"),
+        ({"model": nn.Embedding(WORDS, 4).weight}, TypeError, "parity"),
+        ({"model": nn.Flatten(0)}, ValueError, r"must return logits of shape .* got \(24,\)"),
+        ({"cache": "token"}, ValueError, "cache is for models of transformers, not a Model"),
+        ({"by_layer": 1}, TypeError, "by_layer"),
+    ],
+)
+def test_bad_arguments(changes: dict[str, Any], error: type[Exception], message: str):
+    given = {"model": Model(), "prompts": prompts()[0], "bound": 1.0} | changes
+    given.setdefault("rollout", fp8.Policy(None))
+    with pytest.raises(error, match=message):
+        fp8.parity(given.pop("model"), given.pop("prompts"), **given)
+
+
+def test_prompts_of_a_file(tmp_path: Path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("1 2 3\n\n7\n4 5 6 7\n", encoding="utf-8")
+    assert [p.tolist() for p in read_prompts(path)] == [[1, 2, 3], [4, 5, 6, 7]]
+    assert [p.tolist() for p in read_prompts(path, length=2)] == [[1, 2], [4, 5]]
+    path.write_text("1 2 3\nab é\n", encoding="utf-8")
+    assert [bytes(p.tolist()).decode() for p in read_prompts(path)] == ["1 2 3", "ab é"]
+    sizes = read_prompts(path, lambda line: [len(line)] * 2)
+    assert [p.tolist() for p in sizes] == [[5, 5], [4, 4]]
+    path.write_text("7\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="no line of two tokens or more"):
+        read_prompts(path)
+
+
+SETUP = """
+import torch
+from tests.fp8.lab.test_parity import Model, prompts
+
+def model():
+    return Model()
+
+def setup(seed):
+    return Model(), [{"input_ids": ids} for ids in prompts()], None
+"""
+
+
+@pytest.fixture
+def setup_file(tmp_path: Path) -> str:
+    (tmp_path / "setup_of_parity.py").write_text(SETUP, encoding="utf-8")
+    return str(tmp_path / "setup_of_parity.py")
+
+
+def test_the_command(setup_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page, policy = tmp_path / "page.html", tmp_path / "policy.json"
+    fp8.Policy("tensor", name="mine").to_json(policy)
+    common = [f"{setup_file}:setup", "--train", str(policy)]
+    assert main(["parity", *common, "--bound", "1", "--json", "--save", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    wanted = fp8.parity(Model(), prompts(), train="tensor", bound=1.0)
+    assert found == wanted.to_dict() | {"train": "mine"}
+    assert "<h1>mine and engine_row: within the bound</h1>" in page.read_text(encoding="utf-8")
+    assert "http" not in page.read_text(encoding="utf-8")
+    assert main(["parity", *common, "--bound", "1e-9", "--total"]) == 1
+    shown = capsys.readouterr().out
+    assert f"{wanted.kl:.3g} per token, beyond 1e-09" in shown
+    assert "without" not in shown
+
+
+def test_the_command_with_a_file_of_prompts(
+    setup_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "prompts.txt"
+    file.write_text("1 2 3 4\n5 6\n", encoding="utf-8")
+    common = ["parity", f"{setup_file}:model", "--train", "none", "--bound", "1"]
+    assert main([*common, "--prompts", str(file), "--length", "3", "--json"]) == 0
+    assert [len(row) for row in json.loads(capsys.readouterr().out)["differences"]] == [2, 1]
+    assert main(common) == 2
+    assert "give --prompts FILE" in capsys.readouterr().err
+    assert main([*common, "--prompts", str(file), "--save", "page.txt"]) == 2
+    assert "suffix of a page" in capsys.readouterr().err

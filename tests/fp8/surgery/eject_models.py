@@ -1,0 +1,49 @@
+"""The model of test_eject.py, and its step: imported in a process without this package."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+WIDTH, HIDDEN, TOKENS = 48, 64, 32
+
+
+class Model(nn.Module):
+    """Blocks with and without biases, a frozen layer, an embedding that is the head's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, WIDTH)
+        self.tokens = nn.Embedding(TOKENS, WIDTH)
+        blocks = [
+            nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH, bias=False))
+            for _ in range(3)
+        ]
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.tokens.weight
+        self.blocks[1][0].weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        h = self.first(x) + self.tokens(ids)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(h)
+
+
+def batch(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of 2 x 3 x 5; some rows of x are zero, others large and small."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 3, 5, 16, generator=generator)
+    x[0] *= torch.tensor([0.0, 1e-30, 1e-3, 1.0, 1e4])[:, None]
+    return x.to(dtype).requires_grad_(), torch.randint(TOKENS, (2, 3, 5), generator=generator)
+
+
+def step(model: nn.Module, dtype: torch.dtype, autocast: bool = False) -> list[torch.Tensor]:
+    """The output, and the gradients of the input and of all parameters that have one."""
+    x, ids = batch(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = model(x, ids)
+    y.float().square().mean().backward()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    return [y.detach(), x.grad, *gradients]
