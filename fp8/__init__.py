@@ -57,6 +57,7 @@ __all__ = [
     "convert",
     "eject",
     "export",
+    "forecast",
     "initialize",
     "optim",
     "override",
@@ -80,6 +81,7 @@ LATE = {
     "apply_low_precision_layernorm": "fp8.norms.low_precision",
     "eject": "fp8.surgery.eject",
     "export": "fp8.checkpoints.weights",
+    "forecast": "fp8.lab.forecast.forecast",
     "initialize": "fp8.levels.initialize",
     "optim": "fp8.optim",
     "parity": "fp8.lab.parity",
@@ -93,6 +95,7 @@ LATE = {
 if TYPE_CHECKING:
     from . import optim
     from .checkpoints.weights import export, weights
+    from .lab.forecast.forecast import forecast
     from .lab.parity import parity
     from .lab.preflight.preflight import preflight
     from .lab.stats import stats

@@ -1,5 +1,5 @@
-"""``python -m fp8``: preflight, parity, tables (formats, recipes, levels), and what this machine
-can run (doctor)."""
+"""``python -m fp8``: preflight, forecast, parity, tables (formats, recipes, levels), and what this
+machine can run (doctor)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .common.report import as_table
 from .common.step import seeded
 from .formats.format import FORMATS, Format
 from .lab import doctor
+from .lab.forecast import command as forecast
 from .lab.hardware import HARDWARE
 from .lab.parity import ENGINES, parity, read_prompts
 from .lab.preflight.demo import setup as demo
@@ -91,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. arguments: None uses those of the process. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="fp8",
-        description="Whether a model trains in FP8 (preflight), whether a trainer and an inference "
-        "engine agree (parity), the tables of the fp8 package, and what this machine can run "
+        description="Whether a model trains in FP8 (preflight), how fast a GPU would train it "
+        "(forecast), whether a trainer and an inference engine agree (parity), the tables of the fp8 package, and what this machine can run "
         "(doctor).",
         epilog="Exit code: 0; 1 if doctor finds a library that is installed and broken, preflight "
         "cannot measure the model, or parity finds a difference beyond the bound.",
@@ -106,12 +107,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_arguments(
         commands.add_parser("preflight", help="whether a model trains in FP8, and what that saves")
     )
+    forecast.add_arguments(
+        commands.add_parser("forecast", help="how long a training step takes on a GPU")
+    )
     _add_parity_arguments(
         commands.add_parser("parity", help="whether a trainer and an inference engine agree")
     )
     given = parser.parse_args(arguments)
     if given.what == "preflight":
         return _preflight(given)
+    if given.what == "forecast":
+        return _forecast(given)
     if given.what == "parity":
         return _parity(given)
     if given.what == "doctor":
@@ -245,6 +251,16 @@ def _write(result: Preflight, out: Path, figures: Path) -> None:
     except ImportError as error:
         print(f"no page: {error}, then repeat the command with --resume", file=sys.stderr)
     print(f"\nwritten: {', '.join(map(str, written))}")
+
+
+def _forecast(given: argparse.Namespace) -> int:
+    """Prints the forecast. Returns the exit code."""
+    try:
+        _print(forecast.run(given))
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        print(f"fp8 forecast: {error}{_place(error)}", file=sys.stderr)
+        return 2
+    return 0
 
 
 # Parity

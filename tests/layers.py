@@ -34,6 +34,7 @@ LAYERS = {
         doctor
         parity
         preflight
+        forecast
     """,
     "unit_scaling": """
         version

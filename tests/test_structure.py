@@ -43,6 +43,23 @@ PRIVATE = {
     "fp8/products/spellings.py": {
         "torch._grouped_mm": "what a mode sees of torch.nn.functional.grouped_mm",
     },
+    "fp8/lab/forecast/card.py": {
+        "torch._C": "functions that start CUDA",
+        "torch._dynamo": "the compiler's questions about a device",
+        "torch._functorch": "whether a backward pass is compiled with its forward pass",
+        "torch._inductor": "one thread, no cache; constants on the CPU",
+        "torch._subclasses": "FakeTensorMode: tensors of a device that is absent",
+        "torch.autograd._engine_run_backward": "torch's engine asks the driver for streams",
+        "torch.ops.aten._scaled_dot_product_attention_math": "attention with a mask",
+        "torch.ops.aten._scaled_dot_product_flash_attention": "torch's choice asks the driver",
+        "torch.utils._python_dispatch": "TorchDispatchMode: constants on the CPU",
+    },
+    "fp8/lab/forecast/compiled.py": {
+        "torch._inductor": "the kernels that it generates, and their arguments",
+    },
+    "fp8/lab/forecast/forecast.py": {
+        "torch.utils._pytree": "the tensors of a batch",
+    },
     "fp8/lab/preflight/trace.py": {
         "torch.utils._python_dispatch": "TorchDispatchMode: what sees the operations of ATen",
     },

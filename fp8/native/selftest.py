@@ -15,10 +15,13 @@ processor time, once in a process.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -202,3 +205,21 @@ def _excess(got: Tensor, a: Tensor, b: Tensor) -> float:
     allowed = 0.5 * (a.abs() @ b.abs().T) * (terms * _BITS + 2.0**-8 + 2.0**-22)
     error = (got - 0.5 * a @ b.T).abs()
     return float((error / allowed.clamp(min=2.0**-40)).nan_to_num(nan=torch.inf).amax())
+
+
+@contextmanager
+def trusted() -> Iterator[None]:
+    """Takes all kernels for right, without a test: for code that is compiled and not run."""
+    passes = {name: (lambda *_: "") for name in ("_disproof", "_tried_compiled")}
+    verdicts = (_kernels, why_not, why_not_compiled)
+    try:
+        with patch.multiple(__name__, **passes):
+            _forget(verdicts)
+            yield
+    finally:
+        _forget(verdicts)
+
+
+def _forget(verdicts: Iterable[Any]) -> None:
+    for verdict in verdicts:
+        verdict.cache_clear()

@@ -1,0 +1,138 @@
+"""What a training step takes on an H100, from the compiler's code: `fp8.forecast`.
+
+``python -m benchmarks.forecast [block] [published]`` needs a CUDA build of torch, and no GPU.
+block: a Llama block under every recipe with kernels and torchao's. published: steps whose times
+were published, beside the forecast. Minutes for each variant, on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8
+from benchmarks.common import Row, report, show
+from fp8.lab.forecast.card import why_not
+from fp8.lab.forecast.forecast import HIGH
+
+WIDTH, INNER, HEADS, BATCH, LENGTH = 2048, 5632, 16, 2, 2048
+HARDWARE = "h100"
+
+OURS = ("unit", "static", "tensor", "row", "delayed", "block")
+TORCHAO = ("torchao tensorwise", "torchao rowwise", "torchao rowwise_with_gw_hp")
+
+QUESTION = f"""\
+forward and backward pass of a bf16 model on an {HARDWARE}, by the roofline of what torch.compile
+generates for it; nothing was measured. block: a Llama block, width {WIDTH}, MLP {INNER},
+{BATCH * LENGTH} tokens. published: the ratio of a recipe's time to bf16's that others have measured
+beside the forecast"""
+
+
+class Block(nn.Module):
+    """A pre-norm block: attention with causal mask, and a SwiGLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False)
+
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.q, self.k, self.v, self.o = (linear(WIDTH, WIDTH) for _ in range(4))
+        self.gate, self.up = linear(WIDTH, INNER), linear(WIDTH, INNER)
+        self.down = linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        heads = (*x.shape[:2], HEADS, WIDTH // HEADS)
+        q, k, v = (layer(y).view(heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.o(y.reshape(x.shape))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class MLP(nn.Module):
+    """nanochat's: a squared ReLU between two linear layers."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in _pair(width, inner))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)).square())
+
+
+def _pair(width: int, inner: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (width, inner), (inner, width)
+
+
+PUBLISHED: dict[str, tuple[tuple[int, int, int], str, float]] = {
+    # nanochat, dev/LOG.md (2026-01): H100, compiled, forward and backward.
+    "nanochat MLP, torchao tensorwise": ((65536, 1664, 6656), "torchao tensorwise", 4.06 / 4.79),
+    "nanochat MLP, torchao rowwise": ((65536, 1664, 6656), "torchao rowwise", 1 / 1.05),
+}
+"""Case -> tokens, width and inner width; recipe; its time relative to bf16's."""
+
+
+def block_rows() -> Iterator[Row]:
+    with torch.device("meta"):
+        model = Block().to(torch.bfloat16)
+        x = torch.empty(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    recipes = (*OURS, *TORCHAO)
+    result = fp8.forecast(model, x, recipes=recipes, hardware=HARDWARE, layers=False)
+    for v in result.variants:
+        yield {
+            "case": "block",
+            "recipe": v.recipe,
+            "kernels": v.kernels,
+            "fp8": v.fp8,
+            "high": v.high,
+            "MB_moved": round(v.moved / 1e6),
+            "MB_saved": round(v.saved / 1e6),
+            "us": round(1e6 * v.seconds),
+            "ratio": round(result.ratio(v.recipe), 3),
+            "ratio_at_peak": round(v.peak / result[HIGH].peak, 3),
+        }
+
+
+def published_rows() -> Iterator[Row]:
+    for name, ((tokens, width, inner), recipe, measured) in PUBLISHED.items():
+        with torch.device("meta"):
+            model = MLP(width, inner).to(torch.bfloat16)
+            x = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        result = fp8.forecast(model, x, recipes=[recipe], hardware=HARDWARE, layers=False)
+        ratio = result.ratio(recipe)
+        yield {
+            "case": name,
+            "recipe": recipe,
+            "bf16_ms": round(1e3 * result[HIGH].seconds, 2),
+            "ratio": round(ratio, 3),
+            "published": round(measured, 3),
+            "off": round(abs(ratio / measured - 1), 3),
+        }
+
+
+PARTS = {"block": block_rows, "published": published_rows}
+
+
+def main(parts: list[str]) -> None:
+    if reason := why_not():
+        raise SystemExit(reason)
+    rows = [row for part in parts for row in PARTS[part]()]
+    known = [row["off"] for row in rows if "off" in row]
+    if known:
+        rows.append({"case": "median of published", "off": median(known)})
+    write = report if parts == list(PARTS) else show
+    write("forecast", QUESTION, rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    main(parser.parse_args().parts)

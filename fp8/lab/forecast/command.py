@@ -1,0 +1,50 @@
+"""``fp8 forecast``: the command line of `fp8.forecast`."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from typing import Any
+
+from ...common.step import seeded
+from ..preflight.sources import from_function
+from .card import CARDS
+from .forecast import RECIPES, forecast
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fp8 forecast``."""
+    parser.add_argument(
+        "setup",
+        help="FILE.py:FUNCTION or MODULE:FUNCTION that returns (model, batches[, loss]); the model "
+        "may be on the meta device",
+    )
+    default = " ".join(RECIPES)
+    parser.add_argument(
+        "--recipes", nargs="+", default=list(RECIPES), metavar="NAME", help=f"({default})"
+    )
+    parser.add_argument("--hardware", default="h100", choices=CARDS, help="(%(default)s)")
+    parser.add_argument("--total", action="store_true", help="no figures for single layers")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """The result as text. Raises as `fp8.forecast` and
+    `fp8.lab.preflight.sources.from_function`."""
+    function = from_function(arguments.setup)
+    seed = {"seed": 0} if "seed" in inspect.signature(function).parameters else {}
+    with seeded(0):
+        made: Any = function(**seed)
+    if not isinstance(made, tuple | list) or len(made) < 2:
+        raise ValueError(
+            f"{arguments.setup} must return (model, batches[, loss]), got {made!r:.80}"
+        )
+    result = forecast(
+        made[0],
+        next(iter(made[1])),
+        loss=made[2] if len(made) > 2 else None,
+        recipes=arguments.recipes,
+        hardware=arguments.hardware,
+        layers=not arguments.total,
+    )
+    return result.to_json() if arguments.json else str(result)

@@ -1,0 +1,186 @@
+"""`fp8.forecast`: what the compiler makes for a GPU, and the estimate without such a compiler."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8
+from fp8.__main__ import main
+from fp8.lab.forecast import forecast as module
+from fp8.lab.forecast.card import gradients, why_not
+from fp8.lab.forecast.compiled import OTHER, TRITON, Kernel
+from fp8.lab.forecast.forecast import HIGH, kernel_seconds
+from fp8.lab.hardware import HARDWARE, LAUNCH
+
+H100 = HARDWARE["h100"]
+compiles = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+def mlp(width: int = 1024, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Without memory, as a model of any size may be."""
+    with torch.device("meta"):
+        up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        return nn.Sequential(up, nn.GELU(), down).to(dtype)
+
+
+def batch(tokens: int = 4096, width: int = 1024) -> Tensor:
+    return torch.empty(tokens, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+
+# The walk over autograd's graph
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float, y: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.factor = factor
+        return x * factor, y + x
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, None, Tensor]:
+        return a * ctx.factor + b, None, b
+
+
+def branching(x: Tensor, w: Tensor) -> Tensor:
+    a, b = Doubled.apply(F.silu(x @ w), 3.0, x[:, :1].expand(-1, 4))
+    return (a.softmax(-1) * b + torch.cat([x, x], 1)[:, 2:6]).sum(0) + w.mean(0)
+
+
+def test_gradients_are_those_of_torch():
+    generator = torch.Generator().manual_seed(0)
+    x, w, g = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((5, 4), (4, 4), (4,))
+    )
+    unused = torch.zeros(3, requires_grad=True, dtype=torch.float64)
+    x.requires_grad_(), w.requires_grad_()
+    y, others = branching(x, w), (unused * 2).sum()
+    got = gradients([y, others], [g, None], [x, w, unused])
+    want = torch.autograd.grad([branching(x, w), (unused * 2).sum()], [x, w, unused], [g, None])
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+
+
+def test_an_input_that_the_output_does_not_need_has_no_gradient():
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    assert gradients([x.sum()], [None], [y]) == (None,)
+
+
+# Times
+
+
+def test_time_is_the_longer_of_arithmetic_and_memory():
+    product = Kernel("fp8", "mm", 10**12, 1, 1)
+    assert kernel_seconds(product, H100, peak=True) == 1e12 / H100.peak["fp8"]
+    assert kernel_seconds(product, H100) == 1e12 / H100.rate("fp8")
+    copy = Kernel(TRITON, "copy", 0, 10**9, 10**9)
+    assert kernel_seconds(copy, H100) == 2e9 / H100.stream
+    assert kernel_seconds(Kernel(OTHER, "fill", 0, 0, 4), H100) == LAUNCH
+
+
+# Without a compiler for GPUs
+
+
+def test_without_a_cuda_build_shapes_give_an_estimate(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "why_not", lambda: "torch is a build without CUDA")
+    result = fp8.forecast(mlp(), batch(), recipes=("unit", "tensor"))
+    assert result.source == "estimate"
+    assert result.notes == ("torch is a build without CUDA",)
+    assert [variant.recipe for variant in result.variants] == [HIGH, "unit", "tensor"]
+    assert result.ratio("unit") < result.ratio("tensor") < 1
+    assert "an estimate from the shapes" in str(result)
+    assert json.loads(result.to_json())["variants"][1]["recipe"] == "unit"
+
+
+def test_layers_that_get_slower_stay_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "why_not", lambda: "no")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 64), nn.Linear(64, 64))
+        tokens = torch.empty(8192, 4096)
+    result = fp8.forecast(model, tokens, recipes=("tensor",))
+    assert result.slower("tensor") == ["1", "2"]
+    rows = fp8.report(fp8.convert(model, result.policy("tensor")))
+    assert [row.path for row in rows if row.left_alone] == ["1", "2"]
+
+
+def test_a_device_that_the_compiler_does_not_know_is_estimated():
+    result = fp8.forecast(mlp(64), batch(64, 64), hardware="mi300x")
+    assert result.source == "estimate"
+    assert "mi300x" in result.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"model": 3}, TypeError, "forecast"),
+        ({"hardware": "h1000"}, ValueError, "h1000"),
+        ({"recipes": ["e4m3"]}, ValueError, "e4m3"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        fp8.forecast(**{"model": mlp(64), "batch": batch(64, 64), **arguments})
+
+
+def test_an_unknown_variant_names_those_that_there_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "why_not", lambda: "no")
+    result = fp8.forecast(mlp(64), batch(64, 64), recipes=("unit",))
+    with pytest.raises(KeyError, match="bf16, unit"):
+        result["row"]
+
+
+# The command line
+
+
+SETUP = """
+import torch
+from torch import nn
+
+
+def setup(seed):
+    with torch.device("meta"):
+        return nn.Linear(64, 64), [torch.empty(32, 64, requires_grad=True)]
+
+
+def alone():
+    return nn.Linear(2, 2)
+"""
+
+
+def test_the_command_prints_the_table_or_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(module, "why_not", lambda: "no")
+    (tmp_path / "forecast_setup.py").write_text(SETUP)
+    setup = f"{tmp_path / 'forecast_setup.py'}:setup"
+    assert main(["forecast", setup, "--recipes", "unit"]) == 0
+    assert "of bf16" in capsys.readouterr().out
+    assert main(["forecast", setup, "--recipes", "unit", "--json", "--hardware", "b200"]) == 0
+    assert json.loads(capsys.readouterr().out)["hardware"] == "b200"
+    assert main(["forecast", setup.replace(":setup", ":alone")]) == 2
+    assert "(model, batches[, loss])" in capsys.readouterr().err
+
+
+# From the compiler's code
+
+
+@compiles
+def test_kernels_are_those_of_the_recipe():
+    model, before = mlp(), torch.cuda.is_available()
+    result = fp8.forecast(model, batch(), recipes=("unit",))
+    high, low = result.variants
+    assert result.source == "compiler"
+    assert (high.fp8, high.high, low.fp8, low.high) == (0, 6, 6, 0)
+    assert high.flops == low.flops == 6 * 2 * 4096 * 1024 * 4096
+    assert low.saved < high.saved
+    assert low.layers.keys() == {"0", "2"}
+    assert result.ratio("unit") < 1
+    assert torch.cuda.is_available() == before
+    assert all(p.is_meta for p in model.parameters())
+    assert "not measured" in str(result)
