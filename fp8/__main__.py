@@ -93,8 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="fp8",
         description="Whether a model trains in FP8 (preflight), how fast a GPU would train it "
-        "(forecast), whether a trainer and an inference engine agree (parity), the tables of the fp8 package, and what this machine can run "
-        "(doctor).",
+        "(forecast), whether a trainer and an inference engine agree (parity), the tables of the "
+        "fp8 package, and what this machine can run (doctor).",
         epilog="Exit code: 0; 1 if doctor finds a library that is installed and broken, preflight "
         "cannot measure the model, or parity finds a difference beyond the bound.",
     )

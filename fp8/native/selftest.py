@@ -14,6 +14,7 @@ processor time, once in a process.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -210,10 +211,12 @@ def _excess(got: Tensor, a: Tensor, b: Tensor) -> float:
 @contextmanager
 def trusted() -> Iterator[None]:
     """Takes all kernels for right, without a test: for code that is compiled and not run."""
-    passes = {name: (lambda *_: "") for name in ("_disproof", "_tried_compiled")}
-    verdicts = (_kernels, why_not, why_not_compiled)
+    verdicts, module = (_kernels, why_not, why_not_compiled), sys.modules[__name__]
     try:
-        with patch.multiple(__name__, **passes):
+        with (
+            patch.object(module, "_disproof", lambda *_: ""),
+            patch.object(module, "_tried_compiled", lambda *_: ""),
+        ):
             _forget(verdicts)
             yield
     finally:

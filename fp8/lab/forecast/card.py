@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterator, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -75,9 +77,7 @@ def why_not() -> str:
     """Why this installation of torch cannot compile for a GPU; "" if it can."""
     if torch.version.cuda is None:
         return "torch is a build without CUDA; `pip install torch` installs one with it on Linux"
-    try:
-        import triton  # noqa: F401
-    except ImportError:
+    if find_spec("triton") is None:
         return "triton is not installed; it comes with torch's CUDA builds on Linux"
     return ""
 
@@ -186,10 +186,7 @@ class _OnCpu(TorchDispatchMode):
 @contextlib.contextmanager
 def _driver(card: Card) -> Iterator[None]:
     """Triton's driver: one that knows the card and launches nothing."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    target = GPUTarget("cuda", card.arch, 32)
+    target = import_module("triton.backends.compiler").GPUTarget("cuda", card.arch, 32)
     properties = {
         "max_shared_mem": card.shared,
         "multiprocessor_count": card.processors,
@@ -207,7 +204,7 @@ def _driver(card: Card) -> Iterator[None]:
         get_device_interface=lambda: torch.cuda,
         is_active=lambda: True,
     )
-    with mock.patch.object(triton.runtime.driver, "_active", driver):
+    with mock.patch.object(import_module("triton").runtime.driver, "_active", driver):
         yield
 
 
@@ -249,7 +246,7 @@ def _attention(
 
 # Autograd
 
-_ENGINE: Any = torch.autograd._engine_run_backward
+_ENGINE: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
 
 def _run_backward(

@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +117,7 @@ class Forecast:
     def table(self) -> str:
         """The variants as a text table."""
         heads = ("recipe", "ms", "of bf16", "at peak", "kernels", "products FP8 / other")
-        rows = [(*heads, "MB moved", "MB saved", "layers slower")]
+        rows: list[tuple[str, ...]] = [(*heads, "MB moved", "MB saved", "layers slower")]
         for v in self.variants:
             slower = f"{len(self.slower(v.recipe))} of {len(v.layers)}" if v.layers else "-"
             ratios = (v.seconds / self[HIGH].seconds, v.peak / self[HIGH].peak)
@@ -216,10 +217,10 @@ class _Converter(NamedTuple):
 
     def __call__(self, model: nn.Module) -> nn.Module:
         if self.torchao:
-            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-            config = Float8LinearConfig.from_recipe_name(self.torchao)
-            return convert_to_float8_training(model, config=config)
+            float8 = import_module("torchao.float8")
+            config = float8.Float8LinearConfig.from_recipe_name(self.torchao)
+            converted: nn.Module = float8.convert_to_float8_training(model, config=config)
+            return converted
         if self.recipe is not None:
             model = convert(model, self.recipe)
             _calibrated(model)
