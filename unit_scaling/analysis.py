@@ -112,15 +112,15 @@ def _text(text: str | Path | None, dataset_path: str) -> str:
 def _encoded(tokenizer: Any, text: str, length: int) -> Tensor:
     """The token ids of the text; some tokenizers return at most ``length``."""
     if hasattr(tokenizer, "encode"):
-        found = tokenizer.encode(text)
+        ids = tokenizer.encode(text)
     elif _takes_lists(tokenizer):
-        found = tokenizer(
+        ids = tokenizer(
             [text], max_length=length, truncation=True, return_tensors="pt", padding=True
         )
     else:
-        found = tokenizer(text)
-    found = found["input_ids"] if isinstance(found, Mapping) else getattr(found, "ids", found)
-    return torch.as_tensor(found, dtype=torch.long).flatten()
+        ids = tokenizer(text)
+    ids = ids["input_ids"] if isinstance(ids, Mapping) else getattr(ids, "ids", ids)
+    return torch.as_tensor(ids, dtype=torch.long).flatten()
 
 
 def _takes_lists(tokenizer: Any) -> bool:
@@ -150,7 +150,7 @@ def graph_to_dataframe(g: Graph) -> pandas.DataFrame:
     """
     pandas = _need("pandas", "graph_to_dataframe")
     rows = []
-    for node in (node for node in g.nodes if "metrics" in node.meta):
+    for node in _measured(g):
         kind = "w" if node.meta["requires_grad"] else "x"
         for direction, prefix in (("fwd", ""), ("bwd", "grad_")):
             data = getattr(node.meta["metrics"], direction)
@@ -159,6 +159,10 @@ def graph_to_dataframe(g: Graph) -> pandas.DataFrame:
             rows.append([*about, *numbers])
     columns = ["layer", "weight tensor", "direction", "tensor type", *Metrics.full_names()]
     return pandas.DataFrame(rows, columns=columns)
+
+
+def _measured(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if "metrics" in node.meta]
 
 
 def plot(
@@ -200,14 +204,13 @@ def plot(
     Metrics.get_full_name(metric)  # raises for an unknown name
     g = prune_non_float_tensors(g)
     g = prune_same_scale_tensors(g) if prune_same_scale else g
-    nodes = [n for n in g.nodes if "metrics" in n.meta and n.meta["metrics"].fwd.numel]
+    nodes = [node for node in _measured(g) if node.meta["metrics"].fwd.numel]
     if not nodes:
         raise ValueError("the graph has no tensors: run the model first")
     _, axes = pyplot.subplots(figsize=(10, 2 + len(nodes) / 4), layout="constrained")
     axes.set_xscale("log", base=2)
     axes.set_xlim(*_limits(nodes, metric, show_error_bars, xmin, xmax))
-    options = {"bars": show_error_bars, "arrows": show_arrows, "zeros": show_zero_tensors}
-    _draw(axes, nodes, metric, **options)
+    _draw(axes, nodes, metric, show_error_bars, show_arrows, show_zero_tensors)
     _decorate(axes, nodes, title, metric)
     return axes
 
@@ -229,9 +232,7 @@ def _data(node: Node) -> dict[str, Metrics.Data]:
     return {d: data for d in _NAMES if (data := getattr(metrics, d)) is not None}
 
 
-def _draw(
-    axes: Any, nodes: list[Node], metric: str, *, bars: bool, arrows: bool, zeros: bool
-) -> None:
+def _draw(axes: Any, nodes: list[Node], metric: str, bars: bool, arrows: bool, zeros: bool) -> None:
     """Draws tensors, one row each. Zeros and NaN are at the left end if shown."""
     left = axes.get_xlim()[0]
     rows = {node: row for row, node in enumerate(nodes)}
@@ -243,11 +244,11 @@ def _draw(
                 at[node, direction] = value if 0 < value < math.inf else left
     for direction, colour in _COLOURS.items():
         for node, row in rows.items():
-            known = _data(node).get(direction)
-            if bars and known is not None and known.abs_max > 0:
+            drawn = _data(node).get(direction)
+            if bars and drawn is not None and drawn.abs_max > 0:
                 y = row + (-0.12 if direction == "fwd" else 0.12)
                 style = {"color": colour, "alpha": 0.35, "linewidth": 1}
-                ends = [max(known.abs_min, left), known.abs_max]
+                ends = [max(drawn.abs_min, left), drawn.abs_max]
                 axes.plot(ends, [y, y], marker="|", markersize=4, **style)
             if (node, direction) in at:
                 marker = "v" if node.meta["requires_grad"] else "o"

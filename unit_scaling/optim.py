@@ -21,8 +21,7 @@ docs/learning-rates.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -65,15 +64,6 @@ __all__ = [
 LrScale = Callable[[ParameterData], float]
 
 
-def _as_function(rule: LrScale | str) -> LrScale:
-    if not (callable(rule) or isinstance(rule, str)):
-        raise TypeError(f"a learning-rate rule must be a name or a function, got {rule!r}")
-    if callable(rule):
-        return rule
-    check_name("learning-rate rule", rule, LR_RULES)
-    return partial(lr_scale, rule)
-
-
 def lr_scale_func_adam(param: ParameterData) -> float:
     """Returns the learning-rate factor of a parameter under Adam and AdamW."""
     return lr_scale("adam", param)
@@ -93,10 +83,10 @@ def lr_scale_func_sgd(readout_constraint: str | None) -> LrScale:
         ValueError: ``readout_constraint`` is anything else.
     """
     check_name("readout_constraint", readout_constraint, _SGD_RULES)
-    return _as_function(_SGD_RULES[readout_constraint])
+    return partial(lr_scale, _SGD_RULES[readout_constraint])
 
 
-_OWN_KEYS = ("params", "lr", "weight_decay", "mup_lr_scale")
+_SET_KEYS = ("params", "lr", "weight_decay", "mup_lr_scale")
 
 
 def scaled_parameters(
@@ -143,8 +133,8 @@ def scaled_parameters(
     """
     rule, factors = lr_scale_func, _factors(lr_scale_func, lr_mult)
     groups = [{**group, "params": _entries(group["params"])} for group in _as_groups(params)]
-    rest = [_tensor(e) for g in groups if g.get("lr", lr) is None for e in g["params"]]
-    default = _default_rate(rule, rest) if rest else lr
+    without_lr = [_tensor(e) for g in groups if g.get("lr", lr) is None for e in g["params"]]
+    default = _default_rate(rule, without_lr) if without_lr else lr
     result = []
     for group in groups:
         base: Any = group.get("lr", default)
@@ -153,7 +143,7 @@ def scaled_parameters(
         check_number("weight_decay", decay)
         if independent_weight_decay:
             _warn_of_decay(float(decay))
-        others = {k: v for k, v in group.items() if k not in _OWN_KEYS}
+        others = {k: v for k, v in group.items() if k not in _SET_KEYS}
         for scale, entries in _by_scale(group, factors, allow_non_unit_scaling_params):
             rate = base if scale == 1.0 else base * scale
             divide = independent_weight_decay and float(rate) != 0.0
@@ -184,14 +174,13 @@ def _warn_of_decay(decay: float) -> None:
         )
 
 
-def _default_rate(rule: LrScale | str, parameters: Iterable[Any]) -> float:
+def _default_rate(rule: LrScale | str, parameters: Sequence[Any]) -> float:
     """The rate of a rule. Raises ValueError for parameters that it is not for."""
     if not isinstance(rule, str):
         raise ValueError("lr: a function has no default rate; pass lr, or an 'lr' in every group")
-    found = list(parameters)
-    start = any(getattr(p, "mup_divisor", None) for p in found)
-    for p in found:
-        if has_parameter_data(p) and (start or p.mup_scale == 1.0):
+    is_start = any(getattr(p, "mup_divisor", None) for p in parameters)
+    for p in parameters:
+        if has_parameter_data(p) and (is_start or p.mup_scale == 1.0):
             continue  # in a model of init="unit" some weights keep their values
         why = "keeps its values" if has_parameter_data(p) else "has no mup_type"
         raise ValueError(
@@ -212,15 +201,18 @@ def _tensor(entry: Any) -> Any:
 
 def _factors(rule: LrScale | str, lr_mult: LrMult | None) -> LrScale:
     """The factor of a rule, times that of the parameter's kind: its default, or that of lr_mult."""
-    default = LR_MULT.get(rule, {}) if isinstance(rule, str) else {}
-    mult = {**default, **(lr_mult or {})}
+    if not (callable(rule) or isinstance(rule, str)):
+        raise TypeError(f"a learning-rate rule must be a name or a function, got {rule!r}")
+    if not callable(rule):
+        check_name("learning-rate rule", rule, LR_RULES)
+    mult = {**({} if callable(rule) else LR_MULT[rule]), **(lr_mult or {})}
     for kind, factor in mult.items():
         check_name("kind in lr_mult", kind, get_args(Kind))
         if not 0 <= factor < math.inf:
             raise ValueError(
                 f"lr_mult must be finite and not negative, got {factor!r} for {kind!r}"
             )
-    return partial(_multiplied, _as_function(rule), mult)
+    return partial(_multiplied, rule if callable(rule) else partial(lr_scale, rule), mult)
 
 
 def _multiplied(scale: LrScale, mult: LrMult, param: ParameterData) -> float:
@@ -240,9 +232,8 @@ def _by_scale(
     group: dict[str, Any], lr_scale_func: LrScale, allow_untagged: bool
 ) -> Iterable[tuple[float, list[Any]]]:
     """The entries of a group by their learning-rate factor, in order of appearance."""
-    params = group["params"]
-    found: dict[float, list[Any]] = {}
-    for index, entry in enumerate(_entries(params)):
+    by_scale: dict[float, list[Any]] = {}
+    for index, entry in enumerate(group["params"]):
         name, parameter = entry if isinstance(entry, tuple) else (f"number {index}", entry)
         if getattr(parameter, "_fsdp_flattened", False):
             raise ValueError(
@@ -261,8 +252,8 @@ def _by_scale(
                 "unit_scaling.Parameter, unit_scaling.parameter.restore_tags(model) if it has "
                 "replaced one that had, or pass allow_non_unit_scaling_params=True"
             )
-        found.setdefault(scale, []).append(entry)
-    return found.items()
+        by_scale.setdefault(scale, []).append(entry)
+    return by_scale.items()
 
 
 _TORCHS_EPS = 1e-8
@@ -273,60 +264,58 @@ gradients are the true ones, which a mean over many tokens and classes makes as 
 square of 1e-16 is still a normal number of float32."""
 
 
-def _is_scaled(group: dict[str, Any]) -> bool:
-    """Whether `unit_scale` divided one of the parameters by its RMS."""
-    return any(getattr(_tensor(entry), "mup_divisor", None) for entry in group["params"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Scaling:
-    """What an optimizer passes to `scaled_parameters` for each group that is added."""
-
-    lr_scale_func: str
-    independent_weight_decay: bool
-    allow_non_unit_scaling_params: bool
-    lr_mult: LrMult | None
-
-
 class _UnitScaled(torch.optim.Optimizer):
-    """Scales every group that is added, including those of the constructor."""
+    """Scales every group that is added, including those of the constructor.
+
+    rule: a key of `LR_RULES`. numbers: further arguments of torch's optimizer, in order.
+    """
 
     def __init__(
         self,
-        scaling: _Scaling,
+        rule: str,
         params: ParamsT,
         lr: float | Tensor | None,
-        *args: Any,
+        *numbers: Any,
+        independent_weight_decay: bool,
+        allow_non_unit_scaling_params: bool,
+        lr_mult: LrMult | None,
         **kwargs: Any,
     ) -> None:
-        self._scaling = scaling
+        self._scaled = partial(
+            scaled_parameters,
+            lr_scale_func=rule,
+            independent_weight_decay=independent_weight_decay,
+            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
+            lr_mult=lr_mult,
+        )
         self._rates: set[float] = set()
-        self._begun = False
-        self._given: list[Tensor] = []
-        rule = scaling.lr_scale_func
-        self._late = LateRates(tags_of, _factors(rule, scaling.lr_mult))
-        torchs: Any = super().__init__
-        torchs(params, RATES[rule] if lr is None else lr, *args, **kwargs)
+        self._has_stepped = False
+        self._parameters: list[Tensor] = []
+        self._late = LateRates(tags_of, _factors(rule, lr_mult))
+        init: Any = super().__init__
+        init(params, RATES[rule] if lr is None else lr, *numbers, **kwargs)
         if lr is None:
-            _default_rate(rule, self._given)
+            _default_rate(rule, self._parameters)
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds the parameters of the group, as one group for each learning rate."""
         entries = _entries(param_group["params"])
-        groups = scaled_parameters(
+        groups = self._scaled(
             [{**param_group, "params": entries}],
             lr=self.defaults["lr"],
             weight_decay=self.defaults["weight_decay"],
-            **vars(self._scaling),
         )
         for group in groups:
-            if group.get("eps", self.defaults.get("eps")) == _TORCHS_EPS and _is_scaled(group):
+            parameters = [_tensor(entry) for entry in group["params"]]
+            if group.get("eps", self.defaults.get("eps")) == _TORCHS_EPS and any(
+                getattr(p, "mup_divisor", None) for p in parameters
+            ):
                 group["eps"] = SMALL_EPS
             super().add_param_group(group)
             self._rates.add(float(group["lr"]))
-        self._given += map(_tensor, entries)
+        self._parameters += map(_tensor, entries)
         self._late.add(map(_tensor, entries))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -344,8 +333,8 @@ class _UnitScaled(torch.optim.Optimizer):
         super().load_state_dict(_grouped_as(self, state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_scaling", "_rates", "_begun", "_given", "_late")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+        names = ("_scaled", "_rates", "_has_stepped", "_parameters", "_late")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
 
 def _grouped_as(opt: _UnitScaled, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -354,32 +343,28 @@ def _grouped_as(opt: _UnitScaled, state_dict: dict[str, Any]) -> dict[str, Any]:
     if all("mup_lr_scale" in group for group in groups):
         return state_dict
     saved = [(index, group) for group in groups for index in group["params"]]
-    if len(saved) != len(opt._given):
+    if len(saved) != len(opt._parameters):
         raise ValueError(
-            f"the state_dict is of {len(saved)} parameters, this optimizer has {len(opt._given)}"
+            f"the state_dict is of {len(saved)} parameters, this optimizer has "
+            f"{len(opt._parameters)}"
         )
-    for number, (parameter, (index, _)) in enumerate(zip(opt._given, saved, strict=True)):
+    for number, (parameter, (index, _)) in enumerate(zip(opt._parameters, saved, strict=True)):
         for name, value in state_dict["state"].get(index, {}).items():
             if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                 raise ValueError(
                     f"{name} of parameter number {number} has shape {tuple(value.shape)}, the "
                     f"parameter {tuple(parameter.shape)}: give the parameters in the same order"
                 )
-    of = {id(parameter): entry for parameter, entry in zip(opt._given, saved, strict=True)}
-    scaled = _has_own_rates(opt, groups)
+    saved_of = {id(p): entry for p, entry in zip(opt._parameters, saved, strict=True)}
+    rates, here = ({float(g["lr"]) for g in each} for each in (groups, opt.param_groups))
+    # Whether each parameter has its own rate, as in unit-scaling 0.3.5.
+    has_rates = (len(rates) > 1 or len(here) == 1) and all(len(g["params"]) == 1 for g in groups)
     result = []
-    for number, own in enumerate(opt.param_groups):
-        members = [of[id(parameter)] for parameter in own["params"]]
-        settings = _common([group for _, group in members], number) if scaled else {}
-        result.append({**own, **settings, "params": [index for index, _ in members]})
+    for number, group in enumerate(opt.param_groups):
+        members = [saved_of[id(parameter)] for parameter in group["params"]]
+        settings = _common([theirs for _, theirs in members], number) if has_rates else {}
+        result.append({**group, **settings, "params": [index for index, _ in members]})
     return {**state_dict, "param_groups": result}
-
-
-def _has_own_rates(opt: _UnitScaled, groups: list[dict[str, Any]]) -> bool:
-    """Whether each parameter has its own rate, as in unit-scaling 0.3.5."""
-    rates, here = ({float(g["lr"]) for g in found} for found in (groups, opt.param_groups))
-    flat = len(rates) == 1 and len(here) > 1
-    return not flat and all(len(group["params"]) == 1 for group in groups)
 
 
 def _common(groups: list[dict[str, Any]], number: int) -> dict[str, Any]:
@@ -420,15 +405,15 @@ def _refuse_flat_rates(opt: Any) -> None:
     """Raises ValueError for equal rates before the first step with a nonzero rate; warns later, as
     a schedule may end in one rate. Tensors, whose values may be on a device, are not read then."""
     groups = opt.param_groups
-    if len(opt._rates) < 2 or (opt._begun and isinstance(groups[0]["lr"], Tensor)):
+    if len(opt._rates) < 2 or (opt._has_stepped and isinstance(groups[0]["lr"], Tensor)):
         return
     rates = {float(group["lr"]) for group in groups}
-    flat = len(rates) == 1 and rates != {0.0}
-    if flat and not opt._begun:
-        raise ValueError(_FLAT.format(len(groups), *rates))
-    if flat:
-        warn_once(OptimizerWarning, _FLAT.format(len(groups), *rates), about=opt, key="flat")
-    opt._begun = opt._begun or rates != {0.0}
+    if len(rates) == 1 and rates != {0.0}:
+        message = _FLAT.format(len(groups), *rates)
+        if not opt._has_stepped:
+            raise ValueError(message)
+        warn_once(OptimizerWarning, message, about=opt, key="flat")
+    opt._has_stepped = opt._has_stepped or rates != {0.0}
 
 
 def _check_numbers(lr: float | Tensor | None, **others: float) -> None:
@@ -468,13 +453,13 @@ class SGD(_UnitScaled, torch.optim.SGD):
     ) -> None:
         _check_numbers(lr=lr, momentum=momentum, weight_decay=weight_decay)
         check_name("readout_constraint", readout_constraint, _SGD_RULES)
-        scaling = _Scaling(
-            lr_scale_func=_SGD_RULES[readout_constraint],
-            independent_weight_decay=independent_weight_decay,
-            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
-            lr_mult=lr_mult,
-        )
-        super().__init__(scaling, params, lr, momentum, dampening, weight_decay, nesterov, **kwargs)
+        kwargs |= {
+            "independent_weight_decay": independent_weight_decay,
+            "allow_non_unit_scaling_params": allow_non_unit_scaling_params,
+            "lr_mult": lr_mult,
+        }
+        rule = _SGD_RULES[readout_constraint]
+        super().__init__(rule, params, lr, momentum, dampening, weight_decay, nesterov, **kwargs)
 
 
 class Adam(_UnitScaled, torch.optim.Adam):
@@ -499,13 +484,12 @@ class Adam(_UnitScaled, torch.optim.Adam):
         **kwargs: Any,
     ) -> None:
         _check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
-        scaling = _Scaling(
-            lr_scale_func="adam",
-            independent_weight_decay=independent_weight_decay,
-            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
-            lr_mult=lr_mult,
-        )
-        super().__init__(scaling, params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
+        kwargs |= {
+            "independent_weight_decay": independent_weight_decay,
+            "allow_non_unit_scaling_params": allow_non_unit_scaling_params,
+            "lr_mult": lr_mult,
+        }
+        super().__init__("adam", params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
 
 
 class AdamW(Adam, torch.optim.AdamW):

@@ -19,7 +19,7 @@ restores them itself; `remember_tags` and `restore_tags` do so for other modules
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, get_args
@@ -145,10 +145,7 @@ def tag(
         # torch copies and pickles a plain Parameter without its attributes. These methods replace
         # its own on this instance. The reference is weak, so that they keep nothing alive.
         self = TensorWeakRef(parameter)
-        attributes |= {
-            "__deepcopy__": partial(_deepcopy, self),
-            "__reduce_ex__": partial(_reduce, self),
-        }
+        attributes |= {name: partial(method, self) for name, method in _METHODS.items()}
     for name, value in attributes.items():
         setattr(parameter, name, value)
     return parameter
@@ -156,8 +153,8 @@ def tag(
 
 def tags_of(parameter: Tensor | ParameterData) -> Tags:
     """Returns the tags of a parameter; missing ones have the values of a weight."""
-    found = {name: getattr(parameter, name) for name in Tags._fields if hasattr(parameter, name)}
-    return Tags(**{"mup_type": "weight", **found})
+    tags = {name: getattr(parameter, name) for name in Tags._fields if hasattr(parameter, name)}
+    return Tags(**{"mup_type": "weight", **tags})
 
 
 def retag(parameter: nn.Parameter, tags: Tags) -> None:
@@ -166,9 +163,10 @@ def retag(parameter: nn.Parameter, tags: Tags) -> None:
     parameter.mup_divisor = tags.mup_divisor  # type: ignore[attr-defined]
 
 
-def _untag(parameter: nn.Parameter) -> None:
-    for name in (*Tags._fields, "__deepcopy__", "__reduce_ex__"):
-        parameter.__dict__.pop(name, None)
+def _untag(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        for name in (*Tags._fields, *_METHODS):
+            parameter.__dict__.pop(name, None)
 
 
 def has_parameter_data(parameter: nn.Parameter) -> TypeGuard[ParameterData]:  # type: ignore[type-var, unused-ignore]
@@ -241,8 +239,7 @@ def forget_tags(module: nn.Module) -> None:
     """Removes the tags of a module's own parameters, unless it is a `TaggedModule`."""
     if not isinstance(module, TaggedModule):
         vars(module).pop("mup_tags", None)
-        for parameter in module.parameters(recurse=False):
-            _untag(parameter)
+        _untag(module)
 
 
 def set_depth(stack: nn.Module, depth: int) -> None:
@@ -265,7 +262,7 @@ def set_depth(stack: nn.Module, depth: int) -> None:
         if not has_parameter_data(parameter):
             raise ValueError(f"set_depth: parameter {name!r} has no mup_type; tag it first")
     for parameter in stack.parameters():
-        tag(parameter, parameter.mup_type, depth)  # type: ignore[attr-defined]
+        tag(parameter, tags_of(parameter).mup_type, depth)
     remember_tags(stack)
 
 
@@ -294,20 +291,20 @@ def restore_tags(model: nn.Module) -> None:
     restore_own_tags(model)
     for module in model.modules():
         tags: dict[str, Tags] = getattr(module, "mup_tags", {})
-        for name, known in tags.items():
+        for name, before in tags.items():
             if parametrize.is_parametrized(module, name):
                 shape = getattr(module, name).shape
                 parts = module.get_submodule(f"parametrizations.{name}")
                 for part in parts.parameters(recurse=False):
                     if not has_parameter_data(part):
-                        kind = known.mup_type if part.shape == shape else "norm"
-                        tag(part, kind, known.mup_scaling_depth, known.mup_scale)
+                        kind = before.mup_type if part.shape == shape else "norm"
+                        tag(part, kind, before.mup_scaling_depth, before.mup_scale)
 
 
 def _tags(module: nn.Module) -> dict[str, Tags]:
     """The current tags of the module's own parameters."""
-    own = module.named_parameters(recurse=False)
-    return {n: tags_of(p) for n, p in own if has_parameter_data(p)}
+    parameters = module.named_parameters(recurse=False)
+    return {n: tags_of(p) for n, p in parameters if has_parameter_data(p)}
 
 
 def _restore(module: nn.Module, tags: dict[str, Tags]) -> None:
@@ -321,28 +318,21 @@ def _keeping_tags(module: nn.Module) -> Iterator[None]:
     """Restores the current tags of the module's parameters when the block ends."""
     tags = _tags(module)
     if torch.__future__.get_swap_module_params_on_conversion():
-        for parameter in module.parameters(recurse=False):
-            _untag(parameter)  # torch cannot swap a tensor that has a weak reference
+        _untag(module)  # torch cannot swap a tensor that has a weak reference
     try:
         yield
     finally:
         _restore(module, tags)
 
 
-def _alive(reference: TensorWeakRef) -> Any:
-    parameter = reference()
-    assert parameter is not None, "a parameter's own method outlived it"
-    return parameter
-
-
 def _deepcopy(reference: TensorWeakRef, memo: dict[int, Any]) -> nn.Parameter:
-    parameter = _alive(reference)
+    parameter: Any = reference()
     copy: nn.Parameter = nn.Parameter.__deepcopy__(parameter, memo)
     return tag(copy, *tags_of(parameter))
 
 
 def _reduce(reference: TensorWeakRef, protocol: Any) -> tuple[Any, ...]:
-    p = _alive(reference)
+    p: Any = reference()
     return _rebuild, (p.data, p.requires_grad, *tags_of(p))
 
 
@@ -350,6 +340,9 @@ def _rebuild(data: Tensor, requires_grad: bool, *tags: Any) -> nn.Parameter:
     """Unpickles a tagged parameter. Hooks are not pickled, as in torch."""
     return tag(nn.Parameter(data, requires_grad), *tags)
 
+
+#: Methods of a tagged parameter; the first argument is a weak reference to it.
+_METHODS: dict[str, Callable[..., Any]] = {"__deepcopy__": _deepcopy, "__reduce_ex__": _reduce}
 
 # Allows torch.load(weights_only=True) to read what torch.save wrote.
 torch.serialization.add_safe_globals([_rebuild])

@@ -472,7 +472,7 @@ def test_state_of_torch_keeps_the_rates(cls, groups: str):
     stepped(plain, there)
     opt = cls(here, lr=0.5, weight_decay=1e-3)
     opt = pickle.loads(pickle.dumps(opt))  # the order of the parameters too
-    here = opt._given
+    here = opt._parameters
     settings = [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups]
     opt.load_state_dict(plain.state_dict())
     assert [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups] == settings

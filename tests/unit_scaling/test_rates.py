@@ -59,7 +59,7 @@ def test_default_factors():
 def by_order(opt: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer with its groups' parameters as one group each, in the order given."""
     rates = {id(p): g["lr"] for g in opt.param_groups for p in g["params"]}
-    return torch.optim.SGD([{"params": [p], "lr": rates[id(p)]} for p in opt._given])
+    return torch.optim.SGD([{"params": [p], "lr": rates[id(p)]} for p in opt._parameters])
 
 
 @pytest.mark.parametrize("cls", OPTIMIZERS)

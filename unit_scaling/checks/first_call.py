@@ -16,7 +16,7 @@ from fp8.common.compiler import eager_only
 from fp8.common.pitfalls import ScaleWarning, warn_once
 from fp8.common.threads import in_shape_inference
 
-from ..common.constant import aside
+from ..common.constant import in_own_thread
 
 LOW_GRADIENT = 2.0**-6
 """A gradient at the output with an RMS below this is reported.
@@ -61,13 +61,13 @@ def skip_checks(model: nn.Module) -> None:
 @eager_only()
 def _at_first_call(module: nn.Module, args: Any) -> None:
     model = _outermost() or module
-    pending = [(path, part) for path, part in model.named_modules() if skip_weight_check(part)]
-    found = aside(lambda: [(p, m, rms) for p, m in pending for rms in _rms_outside(m)])
-    if not found:
+    unchecked = [(path, part) for path, part in model.named_modules() if skip_weight_check(part)]
+    wrong = [(path, part, rms) for path, part in unchecked if (rms := _rms_outside(part))]
+    if not wrong:
         return
-    path, part, rms = found[0]
+    path, part, rms = wrong[0]
     layer = f"{path or 'the model'} ({type(part).__name__})"
-    others = f", and of {len(found) - 1} more layers not 1" if len(found) > 1 else ""
+    others = f", and of {len(wrong) - 1} more layers not 1" if len(wrong) > 1 else ""
     warn_once(
         ScaleWarning,
         f"the RMS of the weight of {layer} is {rms:.3g} instead of 1{others}: something has "
@@ -81,40 +81,40 @@ def _at_first_call(module: nn.Module, args: Any) -> None:
 
 def _outermost() -> nn.Module | None:
     """The outermost module that is being called."""
-    found, frame = None, sys._getframe(1)
+    module, frame = None, sys._getframe(1)
     while frame is not None:
         if frame.f_code is nn.Module.__call__.__code__:
-            found = frame.f_locals.get("self")
+            module = frame.f_locals.get("self")
         frame = frame.f_back  # type: ignore[assignment]
-    return found if isinstance(found, nn.Module) else None
+    return module if isinstance(module, nn.Module) else None
 
 
-def _rms_outside(module: nn.Module) -> list[float]:
-    """The RMS of the module's first own weight that is far from 1; [] if there is none."""
+def _rms_outside(module: nn.Module) -> float | None:
+    """The RMS of the module's first weight that is far from 1."""
     for parameter in module.parameters(recurse=False):
         kind = getattr(parameter, "mup_type", "")
         if kind in ("weight", "output") and parameter.dim() > 1 and parameter.numel() >= _FEW:
             rms = known_rms(parameter)
-            if rms is not None and not RANGE[0] <= rms <= RANGE[1]:
-                return [rms]
-    return []
+            if rms is not None and not is_near_one(rms):
+                return rms
+    return None
+
+
+def is_near_one(rms: float | None) -> bool:
+    """Whether an RMS is that of a unit-scaled weight; False if it is unknown."""
+    return rms is not None and RANGE[0] <= rms <= RANGE[1]
 
 
 def known_rms(tensor: Tensor) -> float | None:
     """The RMS; None if it is zero or unknown (meta tensors, sharded tensors, inside vmap)."""
-    if type(tensor) not in (Tensor, nn.Parameter):
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
+    norm = torch.linalg.vector_norm
     try:
-        return aside(_rms, tensor)
+        total = in_own_thread(lambda: norm(tensor.detach(), dtype=torch.float64).item())
     except RuntimeError:  # no values inside torch.func transforms
         return None
-
-
-def _rms(tensor: Tensor) -> float | None:
-    if tensor.is_meta or not tensor.numel():
-        return None
-    norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).item()
-    return norm * tensor.numel() ** -0.5 or None
+    return total * tensor.numel() ** -0.5 or None
 
 
 @eager_only()
@@ -123,23 +123,18 @@ def check_gradient(owner: Any, output: Tensor) -> None:
 
     owner: its attribute ``gradient_seen`` says whether this was done; it is set here.
     """
-    if owner.gradient_seen:
+    if owner.gradient_seen or not (output.requires_grad and output.dim()):
         return
-    if not (output.requires_grad and output.dim() and torch.is_grad_enabled()):
-        return
-    if in_shape_inference():
+    if not torch.is_grad_enabled() or in_shape_inference():
         return
 
     @eager_only()
     def check(grad: Tensor) -> None:
-        if owner.gradient_seen:
-            return
-        rms = known_rms(grad)
-        if rms is None:
-            return
-        owner.gradient_seen = True
-        if rms < LOW_GRADIENT:
-            warn_once(ScaleWarning, _LOW.format(rms), about=owner, key="gradient")
+        rms = None if owner.gradient_seen else known_rms(grad)
+        if rms is not None:
+            owner.gradient_seen = True
+            if rms < LOW_GRADIENT:
+                warn_once(ScaleWarning, _LOW.format(rms), about=owner, key="gradient")
 
     output.register_hook(check)
 

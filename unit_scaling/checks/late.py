@@ -10,7 +10,6 @@ proportion to the rate under SGD, Adam and AdamW.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,15 +22,6 @@ SHARE = 0.1
 """The share of an optimizer's numbers, of which a step needs a copy, from which it is reported."""
 
 
-@dataclass
-class Late:
-    """A parameter, the factor of its steps, and its values before the running step."""
-
-    parameter: Tensor
-    factor: float
-    before: Tensor | None = None
-
-
 class LateRates:
     """The parameters of an optimizer whose tags have changed. tags: reads those of a parameter.
     rate: the factor of a learning rate, of anything with tags and a shape."""
@@ -39,20 +29,21 @@ class LateRates:
     def __init__(self, tags: Callable[[Any], Any], rate: Callable[[Any], float]) -> None:
         self._tags, self._rate = tags, rate
         self._added: list[tuple[Tensor, Any]] = []  # since the last step
-        self._late: list[Late] = []
+        self._late: list[tuple[Tensor, float]] = []  # with the factor of their steps
+        self._before: list[Tensor] = []  # their values before the running step
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Remembers the tags that the rates of parameters are for."""
         self._added += [(p, self._tags(p)) for p in parameters]
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Finds the changes since parameters were added, and keeps what the step is taken from."""
-        for parameter, known in self._added:
+        """Compares the tags of added parameters, and copies what the step is multiplied of."""
+        for parameter, then in self._added:
             now = self._tags(parameter)
-            if now._replace(mup_divisor=known.mup_divisor) != known:
+            if now._replace(mup_divisor=then.mup_divisor) != then:
                 old, new = (
                     self._rate(SimpleNamespace(**tags._asdict(), shape=parameter.shape))
-                    for tags in (known, now)
+                    for tags in (then, now)
                 )
                 if old == 0.0 != new:
                     raise ValueError(
@@ -61,24 +52,22 @@ class LateRates:
                         f"whose learning rate is 0: make it after that call"
                     )
                 if old != new:
-                    self._late.append(Late(parameter, new / old))
+                    self._late.append((parameter, new / old))
         if self._added and self._late:
             self._warn(optimizer)
         self._added.clear()
-        for late in self._late:
-            late.before = late.parameter.detach().clone()
+        self._before = [parameter.detach().clone() for parameter, _ in self._late]
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Multiplies the steps that were taken."""
-        for late in self._late:
-            if late.before is not None:
-                late.parameter.copy_(torch.lerp(late.before, late.parameter, late.factor))
-                late.before = None
+        for (parameter, factor), before in zip(self._late, self._before, strict=False):
+            parameter.copy_(torch.lerp(before, parameter, factor))
+        self._before = []
 
     def _warn(self, optimizer: torch.optim.Optimizer) -> None:
         total = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-        if sum(late.parameter.numel() for late in self._late) <= SHARE * total:
+        if sum(parameter.numel() for parameter, _ in self._late) <= SHARE * total:
             return
         name = type(optimizer).__name__
         warn_once(

@@ -29,10 +29,14 @@ from fp8.common.compiler import eager_only
 from fp8.common.pitfalls import OptimizerWarning, warn_once
 
 from ..rules.rates import RATES, default_rate
-from .first_call import RANGE, known_rms
+from .first_call import is_near_one, known_rms
 
 OFF = 3.0
 """The octaves between a learning rate and that of its rule from which it is reported."""
+
+EPS_MARGIN = 100.0
+"""An eps above the RMS of the gradients divided by this is reported: it changes each step of Adam
+by more than 1 %."""
 
 
 class _Copied(NamedTuple):
@@ -42,10 +46,6 @@ class _Copied(NamedTuple):
     parameters: WeakTensorKeyDictionary
     copies: weakref.WeakSet[nn.Module]
 
-
-EPS_MARGIN = 100.0
-"""An eps above the RMS of the gradients divided by this is reported: it changes each step of Adam
-by more than 1 %."""
 
 _COPIED: list[_Copied] = []
 _CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -79,7 +79,7 @@ def remember_copy(model: nn.Module, copy: nn.Module, transform: str) -> None:
 
 @eager_only()
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer not in _CHECKED and _steps_its_own(optimizer):
+    if optimizer not in _CHECKED and _is_copy_checked(optimizer):
         _CHECKED.add(optimizer)
     if optimizer not in _RATE_CHECKED:
         _RATE_CHECKED.add(optimizer)
@@ -87,23 +87,18 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_eps(optimizer)
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _steps_its_own(optimizer: Optimizer) -> bool:
+def _is_copy_checked(optimizer: Optimizer) -> bool:
     """Whether no further step needs a check. Warns if parameters of copied models are stepped that
     have no gradients, while those of a copy have."""
-    steps = list(_parameters(optimizer))
-    models = [each for each in _COPIED if any(p in each.parameters for p in steps)]
-    if not models or any(_has_gradient(p) for p in steps):
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    models = [each for each in _COPIED if any(p in each.parameters for p in stepped)]
+    if not models or any(map(_has_gradient, stepped)):
         return True
-    own = {id(p) for p in steps}
+    ids = set(map(id, stepped))
     for model in models:
         for copy in model.copies:
             parameters = list(copy.parameters())
-            if any(id(p) in own for p in parameters) or not any(map(_has_gradient, parameters)):
+            if any(id(p) in ids for p in parameters) or not any(map(_has_gradient, parameters)):
                 continue
             name = type(optimizer).__name__
             warn_once(
@@ -122,24 +117,6 @@ def _has_gradient(parameter: Tensor) -> bool:
     return parameter.grad is not None and bool(parameter.grad.any())
 
 
-def _check_rate(optimizer: Optimizer) -> None:
-    """Warns of a learning rate that is far from the rule's for most of the weights of RMS 1."""
-    rule = next((r for cls, r in _RULES.items() if isinstance(optimizer, cls)), "adam")
-    rates = list(_rates(optimizer, rule))
-    total = sum(each.weight.numel() for each in rates)
-    if 4 * sum(each.weight.numel() for each in rates if abs(each.octaves) > OFF) <= total:
-        return  # they are no half of those of RMS 1, which are to be more than half of all
-    near = sorted((r for r in rates if _is_near_one(r.weight)), key=lambda each: each.octaves)
-    numbers = list(accumulate(each.weight.numel() for each in near))
-    if not near or 2 * numbers[-1] <= total:
-        return  # weights with their own scales, as with init="preserve"
-    median = near[bisect_left(numbers, numbers[-1] / 2)]
-    swept = rule == "sgd" and "mup_lr_scale" in optimizer.param_groups[0]  # no rate suits all
-    above = median.octaves > OFF and _is_like_adam(optimizer)
-    if not swept and (median.octaves < -OFF or above):
-        _warn_of_rate(optimizer, rule, len(near), median)
-
-
 class _Rate(NamedTuple):
     """A weight, its learning rate without the factor of a rule, and how far that is above what the
     rule gives."""
@@ -149,45 +126,56 @@ class _Rate(NamedTuple):
     octaves: float
 
 
+#: The rules of `unit_scaling.optim.LR_RULES` for optimizers that are not like Adam.
+_RULES: dict[type[Optimizer], str] = {torch.optim.SGD: "sgd", torch.optim.Muon: "muon"}
+
+
+def _check_rate(optimizer: Optimizer) -> None:
+    """Warns of a learning rate that is far from the rule's for most of the weights of RMS 1."""
+    rule = next((r for cls, r in _RULES.items() if isinstance(optimizer, cls)), "adam")
+    rates = list(_rates(optimizer, rule))
+    total = sum(each.weight.numel() for each in rates)
+    if 4 * sum(each.weight.numel() for each in rates if abs(each.octaves) > OFF) <= total:
+        return  # they are no half of those of RMS 1, which are to be more than half of all
+    near = [each for each in rates if is_near_one(known_rms(each.weight))]
+    near.sort(key=lambda each: each.octaves)
+    numbers = list(accumulate(each.weight.numel() for each in near))
+    if not near or 2 * numbers[-1] <= total:
+        return  # weights with their own scales, as with init="preserve"
+    median = near[bisect_left(numbers, numbers[-1] / 2)]
+    name, ours = type(optimizer).__name__, "mup_lr_scale" in optimizer.param_groups[0]
+    if rule == "sgd" and ours:  # no rate suits all models
+        return
+    # Only updates of Adam are known to have entries of about the rate.
+    if median.octaves < -OFF or (median.octaves > OFF and "Adam" in name):
+        times = f"{2 ** abs(median.octaves):.0f} times {'above' if median.octaves > 0 else 'below'}"
+        if ours:
+            rate = f"lr={median.rate:.4g}, {times} that of the rule"
+            advice = "Leave lr out, or find another by a sweep"
+        else:
+            rate = f"{median.rate:.4g}, {times} that of the rule for most of them"
+            cls = name if name in ("SGD", "Adam", "AdamW") else "AdamW"
+            advice = (
+                f"Use unit_scaling.optim.{cls}(model.parameters()), whose rates follow the shapes; "
+                "or, for another optimizer, the groups of "
+                f"unit_scaling.optim.scaled_parameters(model.parameters(), {rule!r})"
+            )
+        what = f"{name} steps {len(near)} unit-scaled weights, of RMS about 1, at a learning rate"
+        warn_once(OptimizerWarning, f"{what} of {rate}. {advice}", about=optimizer, key="rate")
+
+
 def _rates(optimizer: Optimizer, rule: str) -> Iterator[_Rate]:
-    """Those of the weights of an optimizer; a rate of 0 is not judged."""
+    """Those of the weights of an optimizer: what a group was created with or a schedule starts
+    from, ignoring warm-up. A rate of 0 is not judged."""
     for group in optimizer.param_groups:
-        own = group.get("mup_lr_scale")
-        rate = _rate(optimizer, group, own)
+        scale = group.get("mup_lr_scale")
+        rates = [(group.get(key), scale or 1.0) for key in ("lr", "initial_lr")]
+        rates.append((optimizer.defaults.get("lr"), 1.0))
+        rate = max([float(lr) / factor for lr, factor in rates if lr is not None], default=0.0)
         for p in group["params"]:
             if getattr(p, "mup_type", "") in ("weight", "output") and p.dim() > 1:
-                wanted = RATES[rule] if own else default_rate(rule, p)
-                octaves = math.log2(rate / wanted) if rate > 0 else 0.0
-                yield _Rate(p, rate, octaves)
-
-
-_RULES: dict[type[Optimizer], str] = {torch.optim.SGD: "sgd", torch.optim.Muon: "muon"}
-"""The rules of `unit_scaling.optim.LR_RULES` for optimizers that are not like Adam."""
-
-
-def _is_like_adam(optimizer: Optimizer) -> bool:
-    """Whether its updates have entries of about the learning rate. Others may take a factor."""
-    return "Adam" in type(optimizer).__name__
-
-
-def _warn_of_rate(optimizer: Optimizer, rule: str, count: int, median: _Rate) -> None:
-    name = type(optimizer).__name__
-    ours = "mup_lr_scale" in optimizer.param_groups[0]
-    rate, octaves = median.rate, median.octaves
-    times = f"{2 ** abs(octaves):.0f} times {'above' if octaves > 0 else 'below'}"
-    what = f"{name} steps {count} unit-scaled weights, of RMS about 1, at a learning rate of "
-    if ours:
-        advice = "Leave lr out, or find another by a sweep"
-        what += f"lr={rate:.4g}, {times} that of the rule"
-    else:
-        cls = name if name in ("SGD", "Adam", "AdamW") else "AdamW"
-        advice = (
-            f"Use unit_scaling.optim.{cls}(model.parameters()), whose rates follow the shapes; or, "
-            "for another optimizer, the groups of "
-            f"unit_scaling.optim.scaled_parameters(model.parameters(), {rule!r})"
-        )
-        what += f"{rate:.4g}, {times} that of the rule for most of them"
-    warn_once(OptimizerWarning, f"{what}. {advice}", about=optimizer, key="rate")
+                wanted = RATES[rule] if scale else default_rate(rule, p)
+                yield _Rate(p, rate, math.log2(rate / wanted) if rate > 0 else 0.0)
 
 
 def _check_eps(optimizer: Optimizer) -> None:
@@ -195,9 +183,7 @@ def _check_eps(optimizer: Optimizer) -> None:
     near = []
     for group in optimizer.param_groups:
         eps = group.get("eps")
-        if not isinstance(eps, float):
-            continue
-        for p in group["params"]:
+        for p in group["params"] if isinstance(eps, float) else ():
             if getattr(p, "mup_divisor", None) and p.grad is not None:
                 rms = known_rms(p.grad)
                 near += [(rms, eps)] if rms is not None and rms < EPS_MARGIN * eps else []
@@ -214,18 +200,3 @@ def _check_eps(optimizer: Optimizer) -> None:
         about=optimizer,
         key="eps",
     )
-
-
-def _rate(optimizer: Optimizer, group: dict[str, Any], own: float | None) -> float:
-    """The rate that the group was created with or that a schedule starts from, ignoring warm-up;
-    without the factor of its rule."""
-    given = [group.get("lr"), group.get("initial_lr")]
-    rates = [float(rate) / (own or 1.0) for rate in given if rate is not None]
-    default = optimizer.defaults.get("lr")
-    return max([*rates, *([] if default is None else [float(default)])], default=0.0)
-
-
-def _is_near_one(parameter: Tensor) -> bool:
-    """Whether the RMS is near 1; False if unknown, as for sharded or quantized tensors."""
-    rms = known_rms(parameter)
-    return rms is not None and RANGE[0] <= rms <= RANGE[1]

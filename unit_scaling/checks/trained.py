@@ -16,9 +16,9 @@ ERRORS = 4.0
 initialization; see `_spread`. Those of torch are at most 0, up to chance: entries are independent,
 or rows have equal norms (orthogonal)."""
 
-
 FEWEST = 32
-"""Rows and columns of a weight that is judged."""
+"""Rows and columns of a weight that is judged: the errors of `_spread` are those of normal values.
+"""
 
 
 def warn_if_trained(model: nn.Module, name: str) -> None:
@@ -39,32 +39,23 @@ def signs_of_training(model: nn.Module) -> str:
     """What no initialization gives: gains that differ within a layer, or rows and columns of
     different sizes in most of the weights; "" if there is nothing of that kind."""
     for path, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        gain = own.get("weight")  # not as an attribute: that may be computed
-        if gain is not None and gain.dim() == 1 and _readable(gain) and _has_moved(gain):
+        parameters = dict(module.named_parameters(recurse=False))
+        gain = parameters.get("weight")  # not as an attribute: that may be computed
+        if gain is None or gain.dim() != 1 or len(gain) < 2 or not _is_readable(gain):
+            continue
+        if gain.mean().abs() > gain.std() > 0:  # gains that are random at first have both signs
             return f"the gains of {path or type(module).__name__} differ"
-    weights = [p for p in model.parameters() if p.dim() > 1 and _readable(p) and _is_large(p)]
+    weights = [p for p in model.parameters() if p.dim() > 1 and _is_readable(p)]
+    weights = [p for p in weights if min(len(p), p[0].numel()) >= FEWEST]
     uneven = sum(p.numel() for p in weights if _spread(p) > ERRORS)
     if 2 * uneven > sum(p.numel() for p in weights):
         return "the rows or columns of most weights differ in size"
     return ""
 
 
-def _has_moved(gain: Tensor) -> bool:
-    """Whether numbers that were equal at first differ; random numbers are of both signs."""
-    return len(gain) > 1 and bool(gain.mean().abs() > gain.std() > 0)
-
-
-def _is_large(weight: Tensor) -> bool:
-    """Whether the errors of `_spread` are those of normal numbers."""
-    return min(len(weight), weight[0].numel()) >= FEWEST
-
-
-def _readable(parameter: Tensor) -> bool:
-    dense = parameter.layout is torch.strided and type(parameter.data) is Tensor
-    return (
-        dense and not parameter.is_meta and parameter.numel() > 0 and parameter.is_floating_point()
-    )
+def _is_readable(p: Tensor) -> bool:
+    dense = p.layout is torch.strided and type(p.data) is Tensor and not p.is_meta
+    return dense and p.numel() > 0 and p.is_floating_point()
 
 
 def _spread(weight: Tensor) -> float:

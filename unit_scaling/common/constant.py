@@ -20,23 +20,21 @@ def constant(fn: Callable[..., T], *args: Any) -> T:
     thread, where no mode, autocast or torch.func transform of the caller is active; the compiler
     treats the result as a constant. Raises what ``fn`` raises.
     """
-    return _kept(fn, *[specialised(value) for value in args])
+    return _constant(fn, *[specialised(value) for value in args])
 
 
 @taken_as_constant
-def _kept(fn: Callable[..., T], *args: Any) -> T:
-    return _worked_out(fn, *args)
+def _constant(fn: Callable[..., T], *args: Any) -> T:
+    return _cached(fn, *args)
 
 
 @lru_cache(maxsize=4096, typed=True)
-def _worked_out(fn: Callable[..., T], *args: Any) -> T:
-    return aside(fn, *args)
+def _cached(fn: Callable[..., T], *args: Any) -> T:
+    return in_own_thread(fn, *args)
 
 
-def aside(fn: Callable[..., T], *args: Any) -> T:
-    """Runs ``fn(*args)`` in its own thread, without the modes and transforms active in the
-    caller's.
-    """
+def in_own_thread(fn: Callable[..., T], *args: Any) -> T:
+    """Runs ``fn(*args)`` in its own thread, without the modes and transforms of the caller's."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(fn, *args).result()
 

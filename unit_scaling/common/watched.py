@@ -10,6 +10,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from reprlib import repr as short
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -44,9 +45,7 @@ def watched(body: Fn) -> Fn:
     return cast("Fn", fn)
 
 
-#: A type -> the method of values that are accepted for it.
-_METHODS = {Tensor: "__torch_function__", int: "__index__", float: "__float__"}
-
+#: A type -> its name in errors.
 _NAMES: dict[Any, str] = {
     Tensor: "a Tensor",
     int: "an int",
@@ -55,6 +54,8 @@ _NAMES: dict[Any, str] = {
     str: "a str",
     type(None): "None",
 }
+#: A type -> the method of other values that are accepted for it.
+_METHODS = {Tensor: "__torch_function__", int: "__index__", float: "__float__"}
 
 
 def check_arguments(
@@ -71,11 +72,11 @@ def check_arguments(
     TypeError: half: x must be an int or None, got str 'a'
     """
     try:
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     except TypeError:  # Python's own error names missing and unknown arguments
         return
     hints = _hints(function)
-    for argument, value in given.items():
+    for argument, value in arguments.items():
         by_plan = argument == "constraint" and isinstance(value, tuple)
         hint = Any if by_plan else hints.get(argument, Any)
         if not _fits(value, hint):
@@ -100,52 +101,45 @@ def named_in_errors(cls: Any) -> None:
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotated types of the arguments; for a class, those of every inherited ``__init__``."""
-    if not isinstance(function, type):
-        return _types(function)
-    found: dict[str, Any] = {}
-    for base in reversed(function.__mro__):
-        if inspect.isfunction(init := vars(base).get("__init__")):
-            found |= _types(init)
-    return found
+    bases = reversed(function.__mro__) if isinstance(function, type) else [function]
+    hints: dict[str, Any] = {}
+    for base in bases:
+        called = vars(base).get("__init__") if isinstance(base, type) else base
+        if called is base or inspect.isfunction(called):
+            with suppress(NameError):  # a type imported only for type checkers
+                hints |= get_type_hints(called)
+    return hints
 
 
-def _types(function: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return get_type_hints(function)
-    except NameError:  # a type imported only for type checkers
-        return {}
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The generic type and its arguments: Union, tuple (a type for each item) or Sequence."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Size or origin is list or (origin is tuple and Ellipsis in args):
+        return Sequence, args[:1] or (int,)
+    return Union if origin is types.UnionType else origin or hint, args
 
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value fits a type; True for unsupported types."""
-    hint = Sequence[int] if hint is Size else hint
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, choice) for choice in get_args(hint))
-    if origin in (Sequence, list, tuple):
+    kind, args = _parts(hint)
+    if kind is Union:
+        return any(_fits(value, choice) for choice in args)
+    if kind in (Sequence, tuple):
         if not isinstance(value, Sequence) or isinstance(value, str):
             return isinstance(value, Tensor)  # its rows
-        each = get_args(hint)
-        if _is_fixed(hint):
-            return all(map(_fits, value, each))
-        return all(_fits(item, kind) for item in value for kind in each[:1])
-    if hint in _METHODS:
-        return isinstance(value, hint) or hasattr(value, _METHODS[hint])
-    return hint not in _NAMES or isinstance(value, hint)
+        each = args if kind is tuple else args * len(value)
+        return all(map(_fits, value, each))
+    if kind in _METHODS and hasattr(value, _METHODS[kind]):
+        return True
+    return kind not in _NAMES or isinstance(value, kind)
 
 
 def _named(hint: Any) -> str:
-    hint = Sequence[int] if hint is Size else hint
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(_named, get_args(hint))))
-    if _is_fixed(hint):
-        return f"({', '.join(map(_named, get_args(hint)))})"
-    if origin in (Sequence, list, tuple):
-        return f"a sequence, each {_named(get_args(hint)[0])}"
-    return _NAMES.get(hint, str(hint))
-
-
-def _is_fixed(hint: Any) -> bool:
-    """Whether it is a tuple type with one type for each item."""
-    return get_origin(hint) is tuple and Ellipsis not in get_args(hint)
+    kind, args = _parts(hint)
+    if kind is Union:
+        return " or ".join(dict.fromkeys(map(_named, args)))
+    if kind is tuple:
+        return f"({', '.join(map(_named, args))})"
+    if kind is Sequence:
+        return f"a sequence, each {_named(args[0])}"
+    return _NAMES.get(kind, str(hint))

@@ -142,8 +142,8 @@ def transformer_residual_scaling_rule(
     >>> [round(tau(i, 4), 3) for i in range(4)]
     [0.707, 0.577, 0.5, 0.447]
     """
-    given = {"residual_mult": residual_mult, "residual_attn_ratio": residual_attn_ratio}
-    for name, value in given.items():
+    weights = {"residual_mult": residual_mult, "residual_attn_ratio": residual_attn_ratio}
+    for name, value in weights.items():
         check_number(name, value)
         if not value >= 0:
             raise ValueError(f"{name} is at least 0, got {value!r}")

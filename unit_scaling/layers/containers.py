@@ -29,10 +29,10 @@ def _multiply_depth(root: nn.Module, old: int | None, new: int | None) -> None:
             )
         depth = (parameter.mup_scaling_depth or 1) // (old or 1) * (new or 1)
         inside = None if new is None and depth == 1 else depth
-        found = tags_of(parameter)._replace(mup_scaling_depth=inside)
-        tags[cast("nn.Parameter", parameter)] = found
-    for parameter, found in tags.items():
-        tag(parameter, *found)
+        multiplied = tags_of(parameter)._replace(mup_scaling_depth=inside)
+        tags[cast("nn.Parameter", parameter)] = multiplied
+    for parameter, multiplied in tags.items():
+        tag(parameter, *multiplied)
     for module in root.modules():
         if isinstance(module, TaggedModule):
             for name, parameter in module.named_parameters(recurse=False):

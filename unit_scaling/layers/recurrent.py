@@ -28,8 +28,8 @@ class _Recurrent(Normal):
     forward = Normal.substituted
 
     def _kinds(self) -> dict[str, MupType]:
-        own = self.named_parameters(recurse=False)
-        return {name: "weight" if p.dim() > 1 else "bias" for name, p in own}
+        parameters = self.named_parameters(recurse=False)
+        return {name: "weight" if p.dim() > 1 else "bias" for name, p in parameters}
 
 
 class LSTM(_Recurrent, nn.LSTM, op=U.lstm, like=_LSTM):

@@ -60,15 +60,15 @@ class Scaled(nn.Module):
             if cls.forward in (Scaled.forward, Weighted.substituted):
                 cls.forward = _with_signature(torch_class.forward, cls.forward)  # type: ignore[method-assign]
         elif "__init__" in vars(cls):
-            _, *own = signature(cls.__init__).parameters.values()
-            cls.__signature__ = Signature(own)  # type: ignore[attr-defined]
+            _, *parameters = signature(cls.__init__).parameters.values()
+            cls.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bound = self._arguments.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
-        ours = {p.name: given.pop(p.name) for p in (*self._first, *self._last)}
-        super().__init__(**given)
+        arguments = bound.arguments
+        ours = {p.name: arguments.pop(p.name) for p in (*self._first, *self._last)}
+        super().__init__(**arguments)
         for name, value in ours.items():
             setattr(self, name, checked_constraint(value) if name == "constraint" else value)
         of_op = signature(self.op).parameters
@@ -77,13 +77,13 @@ class Scaled(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Returns ``op`` of the inputs; settings that follow them are given by position."""
-        given = {**{name: getattr(self, name) for name in self._settings}, **named}
+        arguments = {**{name: getattr(self, name) for name in self._settings}, **named}
         args = [*inputs]
         for name in self._places[len(inputs) :]:
-            if name not in given:
+            if name not in arguments:
                 break
-            args.append(given.pop(name))
-        return type(self).op(*args, **given)
+            args.append(arguments.pop(name))
+        return type(self).op(*args, **arguments)
 
 
 def _with_signature(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ from ..rules.batch import row_scale
 from ..rules.elementwise import elementwise_scales, scaled_elementwise
 from ..rules.table import Adapter, Scales, positional, row, tie
 from ..scale import kept_in, scale_each, scale_output
-from .generated import REQUIRED, described
+from .generated import CONSTRAINT, REQUIRED, by_name, described
 
 # u-muP's fitted factors: between the limits of an op for a small and a large mult
 
@@ -57,7 +57,7 @@ def _gated_scale(weight: float, mult: float, limit: float) -> float:
 
 # Elementwise functions
 
-_OURS = {"mult": 1.0, "constraint": "to_output_scale"}
+_OURS = {"mult": 1.0, **CONSTRAINT}
 
 _RULE = "1/RMS of {name} and of its derivative for a standard normal variable, by quadrature."
 
@@ -85,18 +85,6 @@ def _spellings(names: Sequence[str], arguments: str) -> dict[Callable[..., Any],
     }
 
 
-def _given(
-    name: str, defaults: dict[str, Any], args: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[float, str | None, bool, dict[str, Any]]:
-    """Returns mult, constraint, inplace and settings of a call, specialised as constants in
-    graphs."""
-    if len(args) > len(defaults):
-        raise TypeError(f"{name} takes {len(defaults) + 1} arguments by position")
-    given = {**defaults, **dict(zip(defaults, args, strict=False)), **named}
-    given = {key: specialised(value) for key, value in given.items()}
-    return given.pop("mult"), given.pop("constraint"), given.pop("inplace"), given
-
-
 def _activation(
     name: str,
     fn: Callable[..., Tensor],
@@ -113,6 +101,7 @@ def _activation(
     """
     settings, spelled = settings or {}, (name,) if spelled is None else spelled
     defaults = {**_OURS, **settings, "inplace": False}
+    names = tuple(defaults)
 
     def computed(
         mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any
@@ -120,17 +109,21 @@ def _activation(
         return elementwise_scales(fn, (), named, mult, constraint)
 
     def op(input: Tensor, *args: Any, **named: Any) -> Tensor:
-        mult, inplace = 1.0, False
-        constraint: str | None = "to_output_scale"
-        given: dict[str, Any] = {}
+        mult, constraint, inplace, extra = 1.0, "to_output_scale", False, {}
         if args or named:
-            mult, constraint, inplace, given = _given(name, defaults, args, named)
+            extra = {**defaults, **by_name(name, names, args, named)}
+            extra = {key: specialised(value) for key, value in extra.items()}
+            mult, constraint, inplace = (
+                extra.pop("mult"),
+                extra.pop("constraint"),
+                extra.pop("inplace"),
+            )
         if not (input.dtype.is_floating_point or input.dtype.is_complex):
-            return kept_in(input if inplace else None, fn(input, **given))
-        s = rule(mult, constraint) if rule else elementwise_scales(fn, (), given, mult, constraint)
+            return kept_in(input if inplace else None, fn(input, **extra))
+        s = rule(mult, constraint) if rule else elementwise_scales(fn, (), extra, mult, constraint)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
         x = x if mult == 1.0 else x * mult
-        output = scale_output(fn(x, **given), s["output"] / mult, s["input"] / mult)
+        output = scale_output(fn(x, **extra), s["output"] / mult, s["input"] / mult)
         return input.copy_(output) if inplace else output
 
     about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
@@ -237,13 +230,16 @@ def prelu(input: Tensor, weight: Tensor, constraint: str | None = "to_output_sca
     return scale_output(output, s["output"], s["input"])
 
 
-# Gated units: a value times an activation of another one
+# Gated units: a value times an activation of another one. Their gradients are tied.
+
+
+def _gated(scale: float) -> Scales:
+    return {"output": scale, "input": scale, "gate": scale}
 
 
 def silu_glu_scales(mult: float = 1.0) -> Scales:
     """One scale for all: input and gate are multiplied, so their gradients are tied."""
-    scale = _gated_scale(1, mult, _RELU_GRAD_RMS)
-    return {"output": scale, "input": scale, "gate": scale}
+    return _gated(_gated_scale(1, mult, _RELU_GRAD_RMS))
 
 
 @row(silu_glu_scales)
@@ -258,8 +254,7 @@ def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
     Returns:
         The broadcast shape.
     """
-    s = silu_glu_scales(mult)
-    scale = s["output"] / mult
+    scale = silu_glu_scales(mult)["output"] / mult
     gate = gate if mult == 1.0 else gate * mult
     return (input * F.silu(gate)).mul_(scale)
 
@@ -290,9 +285,7 @@ def glu(input: Tensor, dim: int = -1, constraint: str | None = "to_output_scale"
 
 def geglu_scales(mult: float = 1.0, approximate: str = "none") -> Scales:
     """One scale for all, 1/RMS of gelu: input and gate are multiplied."""
-    named = {"approximate": approximate}
-    scale = elementwise_scales(F.gelu, (), named, mult)["output"]
-    return {"output": scale, "input": scale, "gate": scale}
+    return _gated(elementwise_scales(F.gelu, (), {"approximate": approximate}, mult)["output"])
 
 
 @row(geglu_scales)
@@ -314,8 +307,7 @@ def geglu(input: Tensor, gate: Tensor, mult: float = 1.0, approximate: str = "no
 
 def reglu_scales() -> Scales:
     """One scale for all, 1/RMS of relu: sqrt(2)."""
-    scale = math.sqrt(2)
-    return {"output": scale, "input": scale, "gate": scale}
+    return _gated(math.sqrt(2))
 
 
 @row(reglu_scales)
@@ -336,9 +328,7 @@ def reglu(input: Tensor, gate: Tensor) -> Tensor:
 
 def _softmax_dim(input: Tensor, dim: int | None) -> int:
     """The dimension, with the default of `torch.nn.functional.softmax`."""
-    if dim is not None:
-        return dim
-    return 0 if input.ndim in (0, 1, 3) else 1
+    return dim if dim is not None else 0 if input.ndim in (0, 1, 3) else 1
 
 
 def softmax_scales(

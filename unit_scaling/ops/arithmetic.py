@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -41,16 +41,16 @@ def scaled_terms(fn: Callable[..., Tensor], operands: dict[str, Tensor], s: Scal
 
 def _broadcast(operands: dict[str, Tensor], weights: Sequence[float]) -> Scales:
     """The factors of the gradients of weighted operands, of which some are broadcast."""
-    found = zip(operands, shares(*operands.values()), weights, strict=True)
-    return {name: share / (weight or 1.0) for name, share, weight in found}
+    factors = zip(operands, shares(*operands.values()), weights, strict=True)
+    return {name: share / (weight or 1.0) for name, share, weight in factors}
 
 
 # Sums and differences
 
 
 def add_scales(
-    input: Tensor | float,
-    other: Tensor | float,
+    input: Number,
+    other: Number,
     constraint: str | None = "to_output_scale",
     alpha: float = 1,
 ) -> Scales:
@@ -59,10 +59,8 @@ def add_scales(
     Sums with a number, sums of integers, and tensors added to a one-element tensor (a number with a
     gradient) are not scaled.
     """
-    if not _is_float(input) or not _is_float(other):
+    if not (_is_float(input) and _is_float(other)):
         return {"output": 1.0, "input": 1.0, "other": 1.0}
-    assert isinstance(input, Tensor)
-    assert isinstance(other, Tensor)
     grads, number = {"input": 1.0, "other": 1 / (abs(alpha) or 1.0)}, False
     if input.shape != other.shape:
         grads = _broadcast({"input": input, "other": other}, (1.0, abs(alpha)))
@@ -70,7 +68,7 @@ def add_scales(
     return tie(constraint, output=1.0 if number else (1 + alpha * alpha) ** -0.5, **grads)
 
 
-def _is_float(value: Tensor | complex) -> bool:
+def _is_float(value: Number) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
@@ -78,34 +76,38 @@ def _is_float(value: Tensor | complex) -> bool:
 BINARY = positional("input other")
 
 
-def _sum_written(input: Tensor, other: Tensor | float, **named: Any) -> dict[str, Any]:
-    """Adapts torch's in-place form of addition and subtraction."""
+def _in_place_sum(input: Tensor, other: Number, **named: Any) -> dict[str, Any]:
     return {"input": input, "other": other, "out": input, **named}
 
 
-def _operators(names: str, symbol: str, plain: Adapter, in_place: Adapter) -> dict[Any, Adapter]:
+def _in_place_product(input: Tensor, other: Number, **named: Any) -> dict[str, Any]:
+    """Copies the input, which autograd saves."""
+    return {"input": input.clone(), "other": other, "out": input, **named}
+
+
+def _operators(names: str, symbol: str, in_place: Adapter) -> dict[Any, Adapter]:
     """Every spelling of a binary operation, by torch's names and Python's symbol, with its
     adapter."""
-    found: dict[Any, Adapter] = {
+    spellings = [(space, n) for n in names.split() for space in (torch, Tensor)]
+    spelled: dict[Any, Adapter] = {
         getattr(space, name + mark): adapter
-        for mark, adapter in (("", plain), ("_", in_place))
-        for name in names.split()
-        for space in (torch, Tensor)
+        for mark, adapter in (("", BINARY), ("_", in_place))
+        for space, name in spellings
         if hasattr(space, name + mark)
     }
-    for mark, adapter in (("", plain), ("i", in_place)):
-        found[getattr(Tensor, f"__{mark}{symbol}__")] = adapter
-        found[getattr(operator, mark + symbol)] = adapter
-    return found
+    for mark, adapter in (("", BINARY), ("i", in_place)):
+        spelled[getattr(Tensor, f"__{mark}{symbol}__")] = adapter
+        spelled[getattr(operator, mark + symbol)] = adapter
+    return spelled
 
 
 @row(
     add_scales,
-    adapters={**_operators("add", "add", BINARY, _sum_written), torch.Tensor.__radd__: BINARY},
+    adapters={**_operators("add", "add", _in_place_sum), torch.Tensor.__radd__: BINARY},
 )
 def add(
-    input: Tensor | float,
-    other: Tensor | float,
+    input: Number,
+    other: Number,
     constraint: str | None = "to_output_scale",
     alpha: float = 1,
     out: Tensor | None = None,
@@ -130,7 +132,7 @@ def add(
 @row(
     add_scales,
     adapters={
-        **_operators("sub subtract", "sub", BINARY, _sum_written),
+        **_operators("sub subtract", "sub", _in_place_sum),
         **dict.fromkeys((torch.Tensor.__rsub__, torch.rsub), positional("other input")),
     },
 )
@@ -163,15 +165,10 @@ def mul_scales(input: Number, other: Number, constraint: str | None = "to_output
     return tie(constraint, **scales)
 
 
-def _written(input: Tensor, other: Number, **named: Any) -> dict[str, Any]:
-    """Adapts torch's in-place form of products and quotients; autograd saves the factors."""
-    return {"input": input.clone(), "other": other, "out": input, **named}
-
-
 @row(
     mul_scales,
     adapters={
-        **_operators("mul multiply", "mul", BINARY, _written),
+        **_operators("mul multiply", "mul", _in_place_product),
         torch.Tensor.__rmul__: BINARY,
     },
 )
@@ -204,7 +201,7 @@ def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output
     return mul_scales(input, other, constraint)
 
 
-@row(div_scales, adapters=_operators("div divide true_divide", "truediv", BINARY, _written))
+@row(div_scales, adapters=_operators("div divide true_divide", "truediv", _in_place_product))
 def div(
     input: Tensor,
     other: Number,
@@ -259,11 +256,10 @@ def lerp_scales(
 ) -> Scales:
     """Uncorrelated terms of weights 1 - w and w; for a tensor w, of RMS sqrt(2) and 1."""
     a, b = (math.sqrt(2), 1.0) if isinstance(weight, Tensor) else (abs(1 - weight), abs(weight))
-    operands, weights = {"input": input, "end": end}, [a, b]
+    operands = {"input": input, "end": end}
     if isinstance(weight, Tensor):
         operands["weight"] = weight
-        weights.append(math.sqrt(2))
-    grads = _broadcast(operands, weights)
+    grads = _broadcast(operands, [a, b, math.sqrt(2)][: len(operands)])
     return tie(constraint, output=(a * a + b * b) ** -0.5, **grads)
 
 

@@ -91,14 +91,14 @@ def scaled_dot_product_attention(
     settings = (dropout_p, is_causal, mult, scale, context_length)
     temperature = mult * (1 / query.shape[-1] if scale is None else scale)
     causal = is_causal and attn_mask is None
-    given = (dropout_p, causal, temperature, enable_gqa)
+    options = (dropout_p, causal, temperature, enable_gqa)
     s = scaled_dot_product_attention_scales(query, value, *settings)
     if is_fused(query, key, value, attn_mask, dropout_p, enable_gqa):
-        output = attention(query, key, value, attn_mask, *given, unit=True)
+        output = attention(query, key, value, attn_mask, *options, unit=True)
     else:
         grad_scale = _score_grad_scale(s, value, context_length)
         mask = _divided(attn_mask, grad_scale)
-        output = attention(query, key, value, mask, *given, unit=True, grad_scale=grad_scale)
+        output = attention(query, key, value, mask, *options, unit=True, grad_scale=grad_scale)
     return scale_output(output, s["output"], s["value"])
 
 
@@ -136,10 +136,10 @@ def attention_with_weights(
     settings = (dropout_p, is_causal, mult, None, context_length)
     s = scaled_dot_product_attention_scales(query, value, *settings)
     grad_scale = _score_grad_scale(s, value, context_length)
-    given = (dropout_p, False, mult / query.shape[-1])
+    options = (dropout_p, False, mult / query.shape[-1])
     mask = _divided(attn_mask, grad_scale)
     how: Any = {"unit": True, "grad_scale": grad_scale}
-    output, weights = by_products(query, key, value, mask, *given, **how)
+    output, weights = by_products(query, key, value, mask, *options, **how)
     output = scale_output(output, s["output"], s["value"])
     return output, weights if grad_scale == 1.0 else scale_bwd(weights, grad_scale)
 

@@ -19,29 +19,13 @@ from .generated import P, R, with_first
 _DROPPED_SQUARE = 1.7580993408473766**2
 
 
-#: torch's form of dropout.
-_DROPOUT = positional("input p train", train="training")
-
-
-def _op(
-    body: Callable[Concatenate[Callable[..., Tensor], P], R],
-    rule: Callable[..., Scales],
-    fn: Callable[..., Tensor],
-    about: str,
-    *plain: Callable[..., Tensor],
-) -> Callable[P, R]:
-    """Adds the row of ``fn`` of torch.nn.functional. plain: the function of torch, if any."""
-    op = with_first(body, fn, fn.__name__, about)
-    return row(rule, replaces=(fn, *plain), adapters=dict.fromkeys(plain, _DROPOUT))(op)
-
-
 def dropout_scales(input: Tensor, p: float = 0.5, training: bool = True) -> Scales:
     """Zeroing a fraction p and dividing by 1 - p multiplies the RMS by 1/sqrt(1 - p)."""
     scale = math.sqrt(1 - p) if training and p < 1 else 1.0
     return {"output": scale, "input": scale}
 
 
-def _scaled(
+def _dropout(
     fn: Callable[..., Tensor],
     input: Tensor,
     p: float = 0.5,
@@ -51,6 +35,42 @@ def _scaled(
     output = fn(input, p, training, inplace)
     scale = dropout_scales(input, p, training)["output"]
     return output.mul_(scale) if scale != 1.0 else output
+
+
+def alpha_dropout_scales(
+    p: float = 0.5, training: bool = True, constraint: str | None = "to_output_scale"
+) -> Scales:
+    """Torch's op keeps mean 0 and variance 1; only the gradient of the kept fraction 1 - p is
+    scaled.
+    """
+    gradient = math.sqrt(1 + p * _DROPPED_SQUARE) if training and p < 1 else 1.0
+    return tie(constraint, output=1.0, input=gradient)
+
+
+def _alpha_dropout(
+    fn: Callable[..., Tensor],
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = False,
+    inplace: bool = False,
+    constraint: str | None = "to_output_scale",
+) -> Tensor:
+    output = fn(input, p, training, inplace)
+    scale = alpha_dropout_scales(p, training, constraint)["input"]
+    return output if scale == 1.0 else scale_each(output, 1.0, scale)
+
+
+def _op(
+    body: Callable[Concatenate[Callable[..., Tensor], P], R],
+    rule: Callable[..., Scales],
+    name: str,
+    about: str,
+) -> Callable[P, R]:
+    """Adds the row of torch.nn.functional's function ``name``, and of torch's, if any."""
+    theirs = [getattr(torch, name)] if hasattr(torch, name) else []
+    adapters = dict.fromkeys(theirs, positional("input p train", train="training"))
+    op = with_first(body, getattr(F, name), name, about)
+    return row(rule, replaces=(getattr(F, name), *theirs), adapters=adapters)(op)
 
 
 _ABOUT = """Computes ``s * dropout(input, p)``; the identity if not training.
@@ -67,37 +87,7 @@ Returns:
 Raises:
     ValueError: p is outside [0, 1].
 """
-_CHANNELS = "`dropout` of whole channels, for input ({})."
-
-dropout = _op(_scaled, dropout_scales, F.dropout, _ABOUT, torch.dropout)
-dropout1d = _op(_scaled, dropout_scales, F.dropout1d, _CHANNELS.format("batch, channels, length"))
-dropout2d = _op(_scaled, dropout_scales, F.dropout2d, _CHANNELS.format("batch, channels, h, w"))
-dropout3d = _op(_scaled, dropout_scales, F.dropout3d, _CHANNELS.format("batch, channels, d, h, w"))
-
-
-def alpha_dropout_scales(
-    p: float = 0.5, training: bool = True, constraint: str | None = "to_output_scale"
-) -> Scales:
-    """Torch's op keeps mean 0 and variance 1; only the gradient of the kept fraction 1 - p is
-    scaled.
-    """
-    gradient = math.sqrt(1 + p * _DROPPED_SQUARE) if training and p < 1 else 1.0
-    return tie(constraint, output=1.0, input=gradient)
-
-
-def _alpha(
-    fn: Callable[..., Tensor],
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = False,
-    inplace: bool = False,
-    constraint: str | None = "to_output_scale",
-) -> Tensor:
-    output = fn(input, p, training, inplace)
-    scale = alpha_dropout_scales(p, training, constraint)["input"]
-    return output if scale == 1.0 else scale_each(output, 1.0, scale)
-
-
+_CHANNELS = "`dropout` of whole channels, for input (batch, channels, {})."
 _ALPHA = """`torch.nn.functional.alpha_dropout`, for use with selu, with a unit-scaled gradient.
 
 Raises:
@@ -105,7 +95,11 @@ Raises:
 """
 _FEATURES = "`alpha_dropout` of whole channels, for input (batch, channels, ...)."
 
-alpha_dropout = _op(_alpha, alpha_dropout_scales, F.alpha_dropout, _ALPHA, torch.alpha_dropout)
+dropout = _op(_dropout, dropout_scales, "dropout", _ABOUT)
+dropout1d = _op(_dropout, dropout_scales, "dropout1d", _CHANNELS.format("length"))
+dropout2d = _op(_dropout, dropout_scales, "dropout2d", _CHANNELS.format("h, w"))
+dropout3d = _op(_dropout, dropout_scales, "dropout3d", _CHANNELS.format("d, h, w"))
+alpha_dropout = _op(_alpha_dropout, alpha_dropout_scales, "alpha_dropout", _ALPHA)
 feature_alpha_dropout = _op(
-    _alpha, alpha_dropout_scales, F.feature_alpha_dropout, _FEATURES, torch.feature_alpha_dropout
+    _alpha_dropout, alpha_dropout_scales, "feature_alpha_dropout", _FEATURES
 )

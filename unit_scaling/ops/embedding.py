@@ -84,9 +84,9 @@ def embedding_bag_scales(
     rows, lookups = weight.shape[0] or 1, input.numel() or 1
     output = {"sum": size**-0.5, "mean": size**0.5}.get(mode, 1.0)
     each = {"sum": 1.0, "mean": size}.get(mode, size**0.5)
-    own = (weight.shape[1] or 1) ** -0.5
+    entry_scale = (weight.shape[1] or 1) ** -0.5
     grad = each * row_scale(lookups / rows)
-    return {"output": output, "weight": grad, "per_sample_weights": own}
+    return {"output": output, "weight": grad, "per_sample_weights": entry_scale}
 
 
 @row(embedding_bag_scales, replaces=(F.embedding_bag,))
@@ -118,14 +118,14 @@ def embedding_bag(
         (bags, width).
     """
     s = embedding_bag_scales(input, weight, offsets, mode, include_last_offset)
-    plain = not sparse and max_norm is None and per_sample_weights is None
+    is_dense = not sparse and max_norm is None and per_sample_weights is None
     bag_size = _bag_size(input, offsets, include_last_offset)
-    on_weight = plain and weight.shape[0] * bag_size < input.numel()  # fewer rows than bags
+    on_weight = is_dense and weight.shape[0] * bag_size < input.numel()  # fewer rows than bags
     if on_weight:
         weight = scale_each(weight, s["output"], s["weight"])
     if per_sample_weights is not None:  # on top of the output's gradient factor
-        own = s["per_sample_weights"] / s["weight"]
-        per_sample_weights = scale_each(per_sample_weights, 1.0, own)
+        entry_scale = s["per_sample_weights"] / s["weight"]
+        per_sample_weights = scale_each(per_sample_weights, 1.0, entry_scale)
     output = F.embedding_bag(
         input,
         weight,

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fp8.common.validation import check_name
+
 from ..rules.table import Scales, row
 from ..scale import scale_each, value_with_gradient
 from .activations import softmax_scales
@@ -23,6 +25,8 @@ from .arithmetic import shares
 from .generated import P
 
 _REDUCTIONS = ("mean", "none", "sum")
+
+_ABOUT = "`torch.nn.functional.{name}` with a unit-scaled gradient; see `mse_loss`."
 
 
 def _reduction_of(
@@ -32,20 +36,19 @@ def _reduction_of(
     allowed: Sequence[str] = _REDUCTIONS,
 ) -> str:
     """The reduction, considering torch's two legacy arguments."""
+    if reduce is False:
+        return "none"
     if size_average is not None or reduce is not None:
-        if reduce is False:
-            return "none"
         return "sum" if size_average is False else "mean"
-    if reduction not in allowed:
-        names = ", ".join(map(repr, allowed))
-        raise ValueError(f"unknown reduction {reduction!r}; choose one of {names}")
+    if reduction not in allowed:  # compiled code guards on a call
+        check_name("reduction", reduction, allowed)
     return reduction
 
 
 def _loss_row(
     theirs: Callable[P, Tensor],
     rule: Callable[..., Scales],
-    documentation: str,
+    documentation: str = _ABOUT,
     allowed: Sequence[str] = _REDUCTIONS,
 ) -> Callable[P, Tensor]:
     """Adds a loss to `OPS`, with the name, arguments and value of torch's loss ``theirs``, and the
@@ -54,33 +57,32 @@ def _loss_row(
 
     @wraps(theirs)
     def loss(*args: P.args, **kwargs: P.kwargs) -> Tensor:
-        given = arguments.bind(*args, **kwargs).arguments
-        s = rule(**{name: given[name] for name in read if name in given})
-        return _unit_loss(theirs, given, s, allowed)
+        bound = arguments.bind(*args, **kwargs).arguments
+        s = rule(**{name: bound[name] for name in read if name in bound})
+        return _unit_loss(theirs, bound, s, allowed)
 
-    loss.__module__, loss.__doc__ = rule.__module__, documentation
+    loss.__module__ = rule.__module__
+    loss.__doc__ = documentation.format(name=theirs.__name__)
     return row(rule, replaces=(theirs,))(loss)
 
 
 def _unit_loss(
     loss: Callable[..., Tensor],
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     s: Scales,
     allowed: Sequence[str] = _REDUCTIONS,
 ) -> Tensor:
-    """Returns ``loss(**given)`` with the gradients of the sum, times the factors."""
-    legacy = given.pop("size_average", None), given.pop("reduce", None)
-    kind = _reduction_of(given.pop("reduction", "mean"), *legacy, allowed)
+    """Returns ``loss(**arguments)`` with the gradients of the sum, times the factors."""
+    legacy = arguments.pop("size_average", None), arguments.pop("reduce", None)
+    kind = _reduction_of(arguments.pop("reduction", "mean"), *legacy, allowed)
     _, scale, *others = s.values()
     if any(other != scale for other in others):
-        scaled = {name: scale_each(given[name], 1.0, s[name]) for name in s if name != "output"}
-        given, scale = {**given, **scaled}, 1.0
-    if kind == "none":
-        return scale_each(loss(**given, reduction="none"), 1.0, scale)
-    total = loss(**given, reduction="sum")
-    if kind == "sum":
-        return scale_each(total, 1.0, scale)
-    constants = {k: v.detach() if isinstance(v, Tensor) else v for k, v in given.items()}
+        scaled = {n: scale_each(arguments[n], 1.0, s[n]) for n in s if n != "output"}
+        arguments, scale = {**arguments, **scaled}, 1.0
+    if kind in ("none", "sum"):
+        return scale_each(loss(**arguments, reduction=kind), 1.0, scale)
+    total = loss(**arguments, reduction="sum")
+    constants = {k: v.detach() if isinstance(v, Tensor) else v for k, v in arguments.items()}
     with torch.no_grad():
         value = loss(**constants, reduction=kind)
     return value_with_gradient(value, total, scale)
@@ -131,7 +133,7 @@ def cross_entropy(
     """
     scale = cross_entropy_scales(input, label_smoothing)["input"]
     logits = input if mult == 1.0 else input * mult
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "target": target,
         "weight": weight,
         "size_average": size_average,
@@ -141,11 +143,11 @@ def cross_entropy(
     }
     s = {"output": 1.0, "input": scale / mult if mult else scale}
     if target.dtype.is_floating_point or label_smoothing:
-        given |= {"input": logits, "label_smoothing": label_smoothing}
-        return _unit_loss(F.cross_entropy, given, s)
+        arguments |= {"input": logits, "label_smoothing": label_smoothing}
+        return _unit_loss(F.cross_entropy, arguments, s)
     # As F.cross_entropy; value and sum share the softmax.
-    scores = F.log_softmax(logits, _class_dim(logits))
-    return _unit_loss(F.nll_loss, {**given, "input": scores}, s)
+    arguments["input"] = F.log_softmax(logits, _class_dim(logits))
+    return _unit_loss(F.nll_loss, arguments, s)
 
 
 def nll_loss_scales(input: Tensor) -> Scales:
@@ -215,10 +217,8 @@ def ctc_loss(
     loss: Any = F.ctc_loss  # accepts sequences, unlike its annotation
     lengths = (input_lengths, target_lengths)
     losses = loss(log_probs, targets, *lengths, blank, "none", zero_infinity)
-    if kind == "none":
-        return scale_each(losses, 1.0, scale)
-    if kind == "sum":
-        return scale_each(losses.sum(), 1.0, scale)
+    if kind != "mean":
+        return scale_each(losses if kind == "none" else losses.sum(), 1.0, scale)
     divisors = torch.as_tensor(target_lengths).clamp_min(1).to(losses)
     return value_with_gradient((losses.detach() / divisors).mean(), losses.sum(), scale)
 
@@ -228,8 +228,7 @@ def ctc_loss(
 
 def _pair(input: Tensor, target: Tensor, rms: float) -> Scales:
     """1/rms for both operands; a broadcast one sums the gradients of its copies."""
-    same = input.shape == target.shape
-    first, second = (1.0, 1.0) if same else shares(input, target)
+    first, second = (1.0, 1.0) if input.shape == target.shape else shares(input, target)
     return {"output": 1.0, "input": first / rms, "target": second / rms}
 
 
@@ -275,11 +274,7 @@ def l1_loss_scales(input: Tensor, target: Tensor) -> Scales:
     return _pair(input, target, 1.0)
 
 
-l1_loss = _loss_row(
-    F.l1_loss,
-    l1_loss_scales,
-    """`torch.nn.functional.l1_loss` with a unit-scaled gradient; see `mse_loss`.""",
-)
+l1_loss = _loss_row(F.l1_loss, l1_loss_scales)
 
 
 def smooth_l1_loss_scales(input: Tensor, target: Tensor, beta: float = 1.0) -> Scales:
@@ -288,11 +283,7 @@ def smooth_l1_loss_scales(input: Tensor, target: Tensor, beta: float = 1.0) -> S
     return _pair(input, target, _clipped_rms(beta) / beta if beta else 1.0)
 
 
-smooth_l1_loss = _loss_row(
-    F.smooth_l1_loss,
-    smooth_l1_loss_scales,
-    """`torch.nn.functional.smooth_l1_loss` with a unit-scaled gradient; see `mse_loss`.""",
-)
+smooth_l1_loss = _loss_row(F.smooth_l1_loss, smooth_l1_loss_scales)
 
 
 def huber_loss_scales(input: Tensor, target: Tensor, delta: float = 1.0) -> Scales:
@@ -300,11 +291,7 @@ def huber_loss_scales(input: Tensor, target: Tensor, delta: float = 1.0) -> Scal
     return _pair(input, target, _clipped_rms(delta) if delta > 0 else 1.0)  # torch rejects 0
 
 
-huber_loss = _loss_row(
-    F.huber_loss,
-    huber_loss_scales,
-    """`torch.nn.functional.huber_loss` with a unit-scaled gradient; see `mse_loss`.""",
-)
+huber_loss = _loss_row(F.huber_loss, huber_loss_scales)
 
 
 def binary_cross_entropy_with_logits_scales() -> Scales:

@@ -21,9 +21,10 @@ from ..rules.quadrature import absolute_moment, largest_square
 from ..rules.table import Scales, row, tie
 from ..scale import scale_output
 from .convolution import each
-from .generated import REQUIRED, described
+from .generated import CONSTRAINT, REQUIRED, by_name, described
 
 Sizes = int | Sequence[int]
+Wanted = int | Sequence[int | None] | None
 Constraint = str | None
 
 
@@ -38,11 +39,9 @@ def _outputs_per_input(
 ) -> float:
     kernel = each(kernel_size, dims)
     steps = each(stride, dims) if stride else kernel  # None and () are the kernel
-    pads, dilations = each(padding, dims), each(dilation, dims)
+    settings = (input.shape[-dims:], kernel, steps, each(padding, dims), each(dilation, dims))
     ratio = 1.0
-    for size, k, step, pad, d in zip(
-        input.shape[-dims:], kernel, steps, pads, dilations, strict=True
-    ):
+    for size, k, step, pad, d in zip(*settings, strict=True):
         room = size + 2 * pad - d * (k - 1) - 1
         step = step or 1  # torch rejects 0
         count = (room + step - 1 if ceil_mode else room) // step + 1
@@ -136,10 +135,7 @@ def _adaptive_window(dims: int, input: Tensor, output_size: Any) -> tuple[float,
 
 
 def adaptive_avg_pool_scales(
-    dims: int,
-    input: Tensor,
-    output_size: int | Sequence[int | None] | None,
-    constraint: Constraint = "to_output_scale",
+    dims: int, input: Tensor, output_size: Wanted, constraint: Constraint = "to_output_scale"
 ) -> Scales:
     """As `avg_pool_scales`, with windows of input size over output size."""
     window, ratio = _adaptive_window(dims, input, output_size)
@@ -147,10 +143,7 @@ def adaptive_avg_pool_scales(
 
 
 def adaptive_max_pool_scales(
-    dims: int,
-    input: Tensor,
-    output_size: int | Sequence[int | None] | None,
-    constraint: Constraint = "to_output_scale",
+    dims: int, input: Tensor, output_size: Wanted, constraint: Constraint = "to_output_scale"
 ) -> Scales:
     """As `max_pool_scales`, with windows of input size over output size."""
     window, ratio = _adaptive_window(dims, input, output_size)
@@ -161,7 +154,6 @@ _WINDOW = {"kernel_size": REQUIRED, "stride": None, "padding": 0}
 _AVERAGE = {**_WINDOW, "ceil_mode": False, "count_include_pad": True}
 _LARGEST = {**_WINDOW, "dilation": 1, "ceil_mode": False, "return_indices": False}
 _NORM = {"norm_type": REQUIRED, "kernel_size": REQUIRED, "stride": None, "ceil_mode": False}
-
 _SIZE = {"output_size": REQUIRED}
 
 #: torch's name, with or without the number of dimensions -> the rule; torch's arguments after the
@@ -174,6 +166,9 @@ _KINDS: dict[str, tuple[Callable[..., Scales], dict[str, Any]]] = {
     "adaptive_avg_pool": (adaptive_avg_pool_scales, _SIZE),
     "adaptive_max_pool": (adaptive_max_pool_scales, {**_SIZE, "return_indices": False}),
 }
+
+#: torch's arguments that no rule reads.
+_UNREAD = ("return_indices", "count_include_pad")
 
 _DOCUMENTATION = """Computes ``s * {name}(input)``, with torch's arguments; indices are torch's.
 
@@ -188,29 +183,25 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
     name = f"{kind}{dims}d"
     fn = getattr(F, name)
     rule_of, settings = _KINDS.get(name) or _KINDS[kind]
-    unread = ("return_indices", "count_include_pad")  # the rule's, by not being in its signature
+    arguments = {"input": REQUIRED, **settings, **CONSTRAINT}
+    names = tuple(arguments)
 
-    def rule(input: Tensor, **given: Any) -> Scales:
-        return rule_of(dims, input, **{k: v for k, v in given.items() if k not in unread})
+    def rule(input: Tensor, **bound: Any) -> Scales:
+        return rule_of(dims, input, **{k: v for k, v in bound.items() if k not in _UNREAD})
 
     def op(input: Tensor, *args: Any, **named: Any) -> Any:
-        names = (*settings, "constraint")
-        if len(args) > len(names):
-            raise TypeError(f"{name} takes {len(names) + 1} arguments by position")
-        given = {**dict(zip(names, args, strict=False)), **named}
-        given = {key: specialised(value) for key, value in given.items()}
-        s = rule(input, **given)
-        given.pop("constraint", None)
-        output = fn(input, **given)
+        bound = by_name(name, names[1:], args, named)
+        bound = {key: specialised(value) for key, value in bound.items()}
+        s = rule(input, **bound)
+        bound.pop("constraint", None)
+        output = fn(input, **bound)
         values = output[0] if isinstance(output, tuple) else output
         scaled = scale_output(values, s["output"], s["input"])
         return (scaled, output[1]) if isinstance(output, tuple) else scaled
 
-    read = {k: v for k, v in settings.items() if k not in unread}
-    ours = {"constraint": "to_output_scale"}
-    described(rule, f"{name}_scales", rule_of.__doc__, {"input": REQUIRED, **read, **ours})
-    about = _DOCUMENTATION.format(name=name, dims=dims)
-    described(op, name, about, {"input": REQUIRED, **settings, **ours})
+    read = {k: v for k, v in arguments.items() if k not in _UNREAD}
+    described(rule, f"{name}_scales", rule_of.__doc__, read)
+    described(op, name, _DOCUMENTATION.format(name=name, dims=dims), arguments)
     op.__annotations__ |= {k: v for k, v in rule_of.__annotations__.items() if k in settings}
     same = [getattr(space, name) for space in (F, torch) if hasattr(space, name)]
     return row(rule, replaces=same)(op)
@@ -221,14 +212,12 @@ def _three(kind: str) -> list[Callable[..., Any]]:
 
 
 # These have no return_indices and return one tensor.
-_without_indices: Callable[[str], list[Callable[..., Tensor]]] = _three
+_averages: Callable[[str], list[Callable[..., Tensor]]] = _three
 
-adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = _without_indices(
-    "adaptive_avg_pool"
-)
+adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = _averages("adaptive_avg_pool")
 adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = _three("adaptive_max_pool")
-avg_pool1d, avg_pool2d, avg_pool3d = _without_indices("avg_pool")
-lp_pool1d, lp_pool2d, lp_pool3d = _without_indices("lp_pool")
+avg_pool1d, avg_pool2d, avg_pool3d = _averages("avg_pool")
+lp_pool1d, lp_pool2d, lp_pool3d = _averages("lp_pool")
 max_pool1d, max_pool2d, max_pool3d = _three("max_pool")
 
 
@@ -237,40 +226,38 @@ max_pool1d, max_pool2d, max_pool3d = _three("max_pool")
 # Larger sizes are approximated by this one, with the same ratio.
 _LARGE = 256
 
-# Modes that act on one dimension; 2D modes are measured with the other dimension of size 1.
-_FLAT = ("nearest", "nearest-exact", "area", "linear")
+# Modes of one dimension; 2D modes are measured with the other dimension of size 1.
+_LINES = ("nearest", "nearest-exact", "area", "linear")
 _ALONG = {"bilinear": "linear", "trilinear": "linear"}
 
 
 def _energy(size: int, wanted: int, mode: str, align_corners: bool | None) -> float:
     """The sum of the squared weights of ``wanted`` elements interpolated from ``size``."""
     eye = torch.eye(size, dtype=torch.float64, device="cpu")[:, None]
-    if mode in _FLAT:
-        weights = F.interpolate(eye, wanted, mode=mode, align_corners=align_corners)
-    else:
-        shape = (1, wanted)
-        weights = F.interpolate(eye[:, None], shape, mode=mode, align_corners=align_corners)
+    line = mode in _LINES
+    shape = (wanted,) if line else (1, wanted)
+    values = eye if line else eye[:, None]
+    weights = F.interpolate(values, shape, mode=mode, align_corners=align_corners)
     return float(weights.square().sum())
 
 
 def interpolate_scales(
     input: Tensor,
-    size: int | Sequence[int] | None = None,
+    size: Sizes | None = None,
     scale_factor: float | Sequence[float] | None = None,
     mode: str = "nearest",
     align_corners: bool | None = None,
-    constraint: str | None = "to_output_scale",
+    constraint: Constraint = "to_output_scale",
 ) -> Scales:
     """1/RMS of weighted sums with torch's weights; inputs that are copied sum their gradients."""
     dims = max(1, input.ndim - 2)
     sizes = input.shape[-dims:]
     if size is not None:
-        wanted = [size] * dims if isinstance(size, int) else list(size)
+        wanted = each(size, dims)
     else:
-        factors = (
-            scale_factor if isinstance(scale_factor, Sequence) else [scale_factor or 1.0] * dims
-        )
-        wanted = [max(1, math.floor(n * f)) for n, f in zip(sizes, factors, strict=True)]
+        ratios = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor or 1.0]
+        pairs = zip(sizes, [*ratios] * (dims // len(ratios)), strict=True)
+        wanted = [max(1, math.floor(n * ratio)) for n, ratio in pairs]
     output = gradient = 1.0
     for n, m in zip(map(index, sizes), map(index, wanted), strict=True):  # may be symbolic
         if n > _LARGE:
@@ -284,13 +271,13 @@ def interpolate_scales(
 @row(interpolate_scales, replaces=(F.interpolate,))
 def interpolate(
     input: Tensor,
-    size: int | Sequence[int] | None = None,
+    size: Sizes | None = None,
     scale_factor: float | Sequence[float] | None = None,
     mode: str = "nearest",
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
-    constraint: str | None = "to_output_scale",
+    constraint: Constraint = "to_output_scale",
 ) -> Tensor:
     """Computes ``s * interpolate(input)``, with torch's arguments.
 
@@ -301,13 +288,5 @@ def interpolate(
         constraint: see `unit_scaling.constraints`.
     """
     s = interpolate_scales(input, size, scale_factor, mode, align_corners, constraint)
-    output = F.interpolate(
-        input,
-        size,
-        scale_factor,
-        mode,
-        align_corners,
-        recompute_scale_factor,
-        antialias,
-    )
-    return scale_output(output, s["output"], s["input"])
+    settings: Any = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+    return scale_output(F.interpolate(input, *settings), s["output"], s["input"])

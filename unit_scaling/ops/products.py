@@ -45,9 +45,12 @@ def linear_scales(
         raise ValueError(f"linear needs a weight of shape (out, in), got {tuple(weight.shape)}")
     fan_out, fan_in = weight.shape
     grad = row_scale(math.prod(input.shape[:-1]), scale_power[2]) * weight_grad_mult
-    output, backward, _ = scale_power
-    sums = {"output": (fan_in or 1) ** -output, "input": (fan_out or 1) ** -backward}
-    return {"weight": grad, "bias": grad, **tie(constraint, **sums)}
+    tied = tie(
+        constraint,
+        output=inverse(fan_in, scale_power[0]),
+        input=inverse(fan_out, scale_power[1]),
+    )
+    return {"weight": grad, "bias": grad, **tied}
 
 
 def inverse(size: int, power: float = 0.5) -> float:
@@ -248,8 +251,8 @@ def addmm_scales(
     )
     # Each element of input receives product elements / input elements gradients.
     size = mat1.numel() // (mat1.shape[-1] or 1) * (mat2.shape[-1] if mat2.ndim > 1 else 1)
-    own = ((input.numel() or 1) / (size or 1)) ** 0.5 / b
-    return {"input": 1 / norm if constraint else own, **tied}
+    share = ((input.numel() or 1) / (size or 1)) ** 0.5 / b
+    return {"input": 1 / norm if constraint else share, **tied}
 
 
 def is_bias(input: Tensor, mat2: Tensor) -> bool:
@@ -263,9 +266,9 @@ def _added(first: str, second: str) -> Adapter:
 
 
 def _torch_addbmm(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    given = _added("batch1", "batch2")(*args, **kwargs)
-    left, right = given["mat1"], given["mat2"]  # a sum of products is one product
-    return {**given, "mat1": left.transpose(0, 1).flatten(1), "mat2": right.flatten(0, 1)}
+    arguments = _added("batch1", "batch2")(*args, **kwargs)
+    left, right = arguments["mat1"], arguments["mat2"]  # a sum of products is one product
+    return {**arguments, "mat1": left.transpose(0, 1).flatten(1), "mat2": right.flatten(0, 1)}
 
 
 @row(
@@ -424,20 +427,20 @@ def _factors(
     every = math.prod(list(sizes.values()))
     factors = {"output": inverse(every // (math.prod([sizes[c] for c in output]) or 1))}
     for name, term, x in zip(("left", "right"), terms, operands, strict=False):
-        own = math.prod([size for i, size in enumerate(x.shape) if term.index(term[i]) == i])
-        factors[name] = inverse(every // (own or 1))
+        elements = math.prod([size for i, size in enumerate(x.shape) if term.index(term[i]) == i])
+        factors[name] = inverse(every // (elements or 1))
     if constraint and len(operands) > 2:  # the table has no factors for further operands
         constraint = "to_output_scale"
     return tie(constraint, **factors)
 
 
 def _torch_einsum(*args: Any) -> dict[str, Any]:
-    equation, (left, *rest) = as_equation(args)
+    equation, (left, *others) = as_equation(args)
     return {
         "equation": equation,
         "left": left,
-        "right": rest[0] if rest else None,
-        "more": tuple(rest[1:]),
+        "right": others[0] if others else None,
+        "more": tuple(others[1:]),
     }
 
 

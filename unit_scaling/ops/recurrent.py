@@ -128,9 +128,11 @@ def _layer(
         outputs = []
         for direction in range(directions):
             i = layer * directions + direction
-            given = sequence.flip(0) if direction else sequence
+            ordered = sequence.flip(0) if direction else sequence
             weights = params[i * count : (i + 1) * count]
-            output, final = _direction(step, given, [s[i] for s in states], weights, weight_factor)
+            output, final = _direction(
+                step, ordered, [s[i] for s in states], weights, weight_factor
+            )
             outputs.append(output.flip(0) if direction else output)
             last.append(final)
         sequence = torch.cat(outputs, dim=-1) if bidirectional else outputs[0]
@@ -175,8 +177,8 @@ def _cell(
     inner, outer = _scales(w_ih, w_hh, weight_factor)
     states = _all_states(step, hx)
     h = linear(states[0], w_hh, b_hh, outer)
-    found = step(linear(input, w_ih, b_ih, inner), h, states)
-    return tuple(found) if step is _lstm_step else found[0]
+    states = step(linear(input, w_ih, b_ih, inner), h, states)
+    return tuple(states) if step is _lstm_step else states[0]
 
 
 class _Kind(NamedTuple):

@@ -161,10 +161,10 @@ def var_scales(
 
 def _torch_var(input: Tensor, *args: Any, **named: Any) -> dict[str, Any]:
     names = ("unbiased",) if args and isinstance(args[0], bool) else ("dim", "unbiased", "keepdim")
-    given = {**dict(zip(names, args, strict=False)), **named}
-    if "unbiased" in given:
-        given["correction"] = int(given.pop("unbiased"))
-    return {"input": input, **given}
+    arguments = {**dict(zip(names, args, strict=False)), **named}
+    if "unbiased" in arguments:
+        arguments["correction"] = int(arguments.pop("unbiased"))
+    return {"input": input, **arguments}
 
 
 @row(var_scales, adapters={torch.var: _torch_var, torch.Tensor.var: _torch_var})

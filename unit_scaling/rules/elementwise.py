@@ -144,8 +144,8 @@ def _check_elementwise(f: Elementwise, name: str) -> None:
         raise ValueError(f"{name} is not an elementwise function: {error}") from error
     same = value.shape == parts.shape == x.shape and shaped.shape == (5, 1, 6)
     if same:
-        found = torch.stack([parts, shaped.flatten().flip(0)])
-        same = torch.allclose(found, value, rtol=1e-9, atol=1e-12, equal_nan=True)
+        values = torch.stack([parts, shaped.flatten().flip(0)])
+        same = torch.allclose(values, value, rtol=1e-9, atol=1e-12, equal_nan=True)
     if not same:
         raise ValueError(
             f"{name} is not an elementwise function: its value at a point depends on the other "

@@ -68,20 +68,20 @@ class Op:
         """
         func = self.replaces[0] if func is None else func
         names = _SIGNATURES[self.fn]
-        own = {name: value for name, value in kwargs.items() if name != "out" or name in names}
+        named = {name: value for name, value in kwargs.items() if name != "out" or name in names}
         adapter = self.adapters.get(func)
         if adapter is not None:
-            given = adapter(*args, **own)
+            arguments = adapter(*args, **named)
         elif len(args) > len(names):
             raise TypeError(f"{self.name} takes {len(names)} arguments but {len(args)} were given")
         else:
-            given = {**dict(zip(names, args, strict=False)), **own}
+            arguments = {**dict(zip(names, args, strict=False)), **named}
         if "out" in names:
-            return given
-        by_name, by_position = kwargs.get("out"), given.pop("out", None)
+            return arguments
+        by_name, by_position = kwargs.get("out"), arguments.pop("out", None)
         if by_name is not None or by_position is not None:
             raise TypeError(f"unit-scaled {self.name} has no out= argument")
-        return given
+        return arguments
 
     def call(
         self,
@@ -115,8 +115,10 @@ class Op:
         **settings: Any,
     ) -> Scales:
         """Returns the factors that `call` applies, without computing the op."""
-        given = {**self.bind(args, kwargs, func), **settings}
-        return self.rule(**{name: given[name] for name in _SIGNATURES[self.rule] if name in given})
+        arguments = {**self.bind(args, kwargs, func), **settings}
+        return self.rule(
+            **{name: arguments[name] for name in _SIGNATURES[self.rule] if name in arguments}
+        )
 
 
 #: All unit-scaled operations by name.
@@ -163,8 +165,8 @@ def positional(
     def adapter(*args: Any, **kwargs: Any) -> dict[str, Any]:
         if len(args) > len(order):
             raise TypeError(f"at most {len(order)} arguments are allowed, {len(args)} were given")
-        given = {**dict(zip(order, args, strict=False)), **kwargs}
-        ours = {renamed.get(name, name): value for name, value in given.items()}
+        arguments = {**dict(zip(order, args, strict=False)), **kwargs}
+        ours = {renamed.get(name, name): value for name, value in arguments.items()}
         return {**(defaults or {}), **{n: value for n, value in ours.items() if n is not None}}
 
     return adapter
