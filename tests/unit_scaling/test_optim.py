@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 import unit_scaling as uu
 from fp8.common.pitfalls import OptimizerWarning
 from unit_scaling.optim import (
+    LR_MULT,
     RATES,
     SGD,
     UMUP,
@@ -20,50 +21,43 @@ from unit_scaling.optim import (
     lr_scale_func_sgd,
     scaled_parameters,
 )
-from unit_scaling.parameter import Parameter
+from unit_scaling.parameter import Parameter, tag
+from unit_scaling.rules.rates import default_rate
 
 OPTIMIZERS = [SGD, Adam, AdamW]
 each_optimizer = pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda c: c.__name__)
 
 
 def parameters() -> list[nn.Parameter]:
-    shapes = [
-        ((8, 16), "weight", None),
-        ((16,), "bias", 4),
-        ((16,), "norm", None),
-        ((8, 32), "output", None),
-        ((8, 4, 3), "weight", 9),
-        ((8, 16), "weight", None),
-        ((8, 4, 3, 5), "weight", None),
-    ]
-    return [Parameter(torch.ones(shape), kind, depth) for shape, kind, depth in shapes]
+    vectors = [((16,), "bias", 4), ((16,), "norm", None)]
+    matrices = [((8, 32), "output", None), ((8, 4, 3), "weight", 9), ((8, 16), "weight", None)]
+    rows = [((8, 16), "weight", None), *vectors, *matrices, ((8, 4, 3, 5), "weight", None)]
+    return [Parameter(torch.ones(shape), kind, depth) for shape, kind, depth in rows]
 
 
-def lrs(opt) -> list[float]:
-    """The learning rate of every parameter, in the order of `parameters`."""
+def lrs(opt, given: bool = False) -> list[float]:
+    """The learning rate of every parameter, by group or in the order that they were given in."""
     by_id = {id(p): g["lr"] for g in opt.param_groups for p in g["params"]}
-    return list(by_id.values())
+    return [by_id[id(p)] for p in opt._parameters] if given else list(by_id.values())
 
 
-@pytest.mark.parametrize(
-    ("shape", "fan_in"),
-    [((), 1), ((6,), 6), ((2, 6), 6), ((2, 3, 5), 15), ((2, 3, 5, 7), 105), ((2, 3, 1, 4, 2), 24)],
-    ids=str,
-)
-def test_fan_in(shape: tuple[int, ...], fan_in: int):
-    """Of up to three dimensions it is that of the library this one replaces."""
-    p = Parameter(torch.ones(shape), "weight")
-    assert lr_scale_func_adam(p) == pytest.approx(fan_in**-0.5)
-    assert lr_scale_func_sgd("to_output_scale")(p) == pytest.approx(fan_in**0.5)
+FAN_INS = {(): 1, (6,): 6, (2, 6): 6, (2, 3, 5): 15, (2, 3, 5, 7): 105, (2, 3, 1, 4, 2): 24}
 
 
-def test_a_stack_has_the_rate_of_one_of_its_matrices():
-    one, stack = Parameter(torch.ones(3, 5), "weight"), torch.ones(7, 3, 5)
+@pytest.mark.parametrize("shape", FAN_INS, ids=str)
+def test_fan_in(shape: tuple[int, ...]):
+    """Of up to three dimensions it is that of the library this one replaces. A stack has the rate
+    of one of its matrices."""
+    p, stack = Parameter(torch.ones(shape), "weight"), torch.ones(7, *shape)
     many = Parameter(stack, "weight", mup_stacked=True)
-    for rule in (lr_scale_func_adam, lr_scale_func_sgd("to_output_scale")):
-        assert rule(many) == rule(one)
-        assert rule(copy.deepcopy(many)) == rule(one)
-    assert lr_scale_func_adam(Parameter(stack, "weight")) != lr_scale_func_adam(one)
+    for each in (p, many, copy.deepcopy(many)):
+        assert lr_scale_func_adam(each) == pytest.approx(FAN_INS[shape] ** -0.5)
+        assert lr_scale_func_sgd("to_output_scale")(each) == pytest.approx(FAN_INS[shape] ** 0.5)
+    for parameter, stacked in ((nn.Parameter(torch.ones(shape)), False), (many, True)):
+        tag(parameter, "weight", mup_divisor=0.5, mup_stacked=stacked)
+        assert default_rate("sgd", parameter) == pytest.approx(
+            RATES["sgd"] * 5 * FAN_INS[shape] * (2 if len(shape) > 2 else 1)
+        )
 
 
 def test_rules():
@@ -122,6 +116,19 @@ def test_lr_mult(cls):
             assert group["lr"] * group["weight_decay"] == pytest.approx(1e-3)
 
 
+def test_default_factors():
+    """Those of LR_MULT, unless another is given for the kind; u-muP's by UMUP or as a function."""
+    umup = [lr_scale_func_adam(p) for p in parameters()]
+    kinds = ["weight", "bias", "norm", "output", "kernel", "weight", "kernel"]
+    factors = [LR_MULT["adam"].get(kind, 1.0) for kind in kinds]
+    expected = [u * f for u, f in zip(umup, factors, strict=True)]
+    assert lrs(AdamW(parameters(), lr=1.0), given=True) == pytest.approx(expected)
+    assert lrs(AdamW(parameters(), lr=1.0, lr_mult=UMUP), given=True) == pytest.approx(umup)
+    other = lrs(AdamW(parameters(), lr=1.0, lr_mult={"norm": 1.0}), given=True)
+    assert other == pytest.approx([*expected[:2], 1.0, *expected[3:]])
+    assert set(LR_MULT["adam"]) == set(UMUP)
+
+
 def test_lr_mult_that_cannot_be():
     with pytest.raises(ValueError, match=r"kind in lr_mult.*'gain'"):
         AdamW(parameters(), lr_mult={"gain": 0.1})
@@ -131,18 +138,13 @@ def test_lr_mult_that_cannot_be():
 
 
 @each_optimizer
-def test_one_group_for_each_learning_rate(cls):
-    opt = cls(parameters(), lr=0.5)
-    rates = [g["lr"] for g in opt.param_groups]
-    assert len(set(rates)) == len(rates) == (5 if cls is SGD else 6)
-    assert len(opt.param_groups[0]["params"]) == 2
-
-
-@each_optimizer
 def test_forms_of_params(cls):
-    expected = unit_lrs(cls)
-    module = nn.ParameterList(parameters())
-    assert lrs(cls(module.parameters(), lr=1.0)) == expected
+    """One group for each learning rate."""
+    expected, module = unit_lrs(cls), nn.ParameterList(parameters())
+    opt = cls(module.parameters(), lr=1.0)
+    assert lrs(opt) == expected
+    assert len(set(peaks(opt))) == len(opt.param_groups) == (5 if cls is SGD else 6)
+    assert len(opt.param_groups[0]["params"]) == 2
     named = cls(module.named_parameters(), lr=1.0)
     assert lrs(named) == expected
     assert named.param_groups[0]["param_names"] == ["0", "5"]
@@ -163,12 +165,18 @@ def test_added_groups_are_scaled(cls):
         opt.add_param_group({"params": opt.param_groups[0]["params"]})
 
 
-def test_weight_decay():
-    """Independent: lr * weight_decay is the same for all. Otherwise torch's."""
-    opt = AdamW(parameters(), 0.1, weight_decay=1e-3)
+@each_optimizer
+def test_weight_decay(cls):
+    """Independent: lr * weight_decay is the same for all. Otherwise torch's. One copied from torch
+    is named."""
+    opt = cls(parameters(), 0.1, weight_decay=1e-3)
     assert {round(g["lr"] * g["weight_decay"], 9) for g in opt.param_groups} == {1e-3}
-    opt = SGD(parameters(), 0.1, weight_decay=0.1, independent_weight_decay=False)
-    assert {g["weight_decay"] for g in opt.param_groups} == {0.1}
+    opt = cls(parameters(), 0.1, weight_decay=0.2, independent_weight_decay=False)
+    assert {g["weight_decay"] for g in opt.param_groups} == {0.2}
+    decay = {SGD: 0.011, Adam: 0.012, AdamW: 0.013}[cls]  # once per process and number
+    with pytest.warns(OptimizerWarning, match=f"weight_decay={decay} takes 1% off .* times the lr"):
+        cls(parameters(), lr=0.5, weight_decay=decay)
+    cls(parameters(), lr=0.5, weight_decay=0.009)
 
 
 @each_optimizer
@@ -442,7 +450,7 @@ def test_state_of_unit_scaling_0_3_5(cls):
     new.load_state_dict(copy.deepcopy(old.state_dict()))
     for source, target in zip(there, here, strict=True):
         target.data.copy_(source)
-    assert lrs(new) == pytest.approx([0.25 * scale for scale in scales_of(new)])
+    assert peaks(new) == pytest.approx([0.25 * scale for scale in scales])
     assert [g["mup_lr_scale"] for g in new.param_groups] == scales
     assert all(g["initial_lr"] == pytest.approx(2 * g["lr"]) for g in new.param_groups)
     assert all(g[k] == v for g in new.param_groups for k, v in settings.items())
@@ -451,10 +459,6 @@ def test_state_of_unit_scaling_0_3_5(cls):
         stepped(new, here)
     for a, b in zip(there, here, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def scales_of(opt: torch.optim.Optimizer) -> list[float]:
-    return [g["mup_lr_scale"] for g in opt.param_groups for _ in g["params"]]
 
 
 @each_optimizer
@@ -472,15 +476,16 @@ def test_state_of_torch_keeps_the_rates(cls, groups: str):
     stepped(plain, there)
     opt = cls(here, lr=0.5, weight_decay=1e-3)
     opt = pickle.loads(pickle.dumps(opt))  # the order of the parameters too
-    here = opt._parameters
-    settings = [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups]
+
+    def settings() -> list[dict]:
+        return [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups]
+
+    before = settings()
     opt.load_state_dict(plain.state_dict())
-    assert [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups] == settings
-    for a, b in zip(there, here, strict=True):
-        assert opt.state[b].keys() == plain.state[a].keys()
-        for key, value in plain.state[a].items():
-            torch.testing.assert_close(opt.state[b][key], value)
-    stepped(opt, here)
+    assert settings() == before
+    for a, b in zip(there, opt._parameters, strict=True):
+        torch.testing.assert_close(opt.state[b], plain.state[a])
+    stepped(opt, opt._parameters)
 
 
 def test_states_that_do_not_fit():

@@ -10,18 +10,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from fp8.common.pitfalls import OptimizerWarning
-from tests.unit_scaling.test_optim import OPTIMIZERS, each_optimizer, lrs, parameters
-from unit_scaling.optim import (
-    LR_MULT,
-    LR_RULES,
-    RATES,
-    SGD,
-    UMUP,
-    Adam,
-    AdamW,
-    lr_scale_func_adam,
-)
-from unit_scaling.parameter import tag
+from tests.unit_scaling.test_optim import each_optimizer
+from unit_scaling.optim import SGD, AdamW
 from unit_scaling.rules.rates import default_rate
 from unit_scaling.transforms import unit_scale
 
@@ -42,27 +32,7 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-def test_default_factors():
-    """Those of LR_MULT, unless another is given for the kind; u-muP's by UMUP or as a function."""
-    umup = [lr_scale_func_adam(p) for p in parameters()]
-    kinds = ["weight", "bias", "norm", "output", "kernel", "weight", "kernel"]
-    factors = [LR_MULT["adam"].get(kind, 1.0) for kind in kinds]
-    expected = [u * f for u, f in zip(umup, factors, strict=True)]
-    assert lrs(by_order(AdamW(parameters(), lr=1.0))) == pytest.approx(expected)
-    assert lrs(by_order(AdamW(parameters(), lr=1.0, lr_mult=UMUP))) == pytest.approx(umup)
-    other = lrs(by_order(AdamW(parameters(), lr=1.0, lr_mult={"norm": 1.0})))
-    assert other == pytest.approx([*expected[:2], 1.0, *expected[3:]])
-    assert set(LR_MULT["adam"]) == set(UMUP)
-    assert set(RATES) == set(LR_RULES)
-
-
-def by_order(opt: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer with its groups' parameters as one group each, in the order given."""
-    rates = {id(p): g["lr"] for g in opt.param_groups for p in g["params"]}
-    return torch.optim.SGD([{"params": [p], "lr": rates[id(p)]} for p in opt._parameters])
-
-
-@pytest.mark.parametrize("cls", OPTIMIZERS)
+@each_optimizer
 def test_no_default_rate_for_weights_that_are_not_at_an_initialization(cls):
     for model, why in (
         (unit_scale(nn.Linear(4, 4), init="preserve"), "keeps its values"),
@@ -105,16 +75,6 @@ def test_sgd_takes_the_steps_of_mup_on_weights_of_unit_scale(momentum: float):
         torch.testing.assert_close(scaled.weight / 4, w)
 
 
-def test_sgd_has_the_rate_of_one_of_stacked_matrices():
-    one = nn.Parameter(torch.ones(3, 5))
-    many = nn.Parameter(torch.ones(7, 3, 5))
-    rates = []
-    for parameter, stacked in ((one, False), (many, True)):
-        tag(parameter, "weight", mup_divisor=0.5, mup_stacked=stacked)
-        rates.append(default_rate("sgd", parameter))
-    assert rates[0] == rates[1] == RATES["sgd"] * 5 * 5
-
-
 def test_a_rate_of_zero_for_a_kind_that_changes_is_refused():
     torch.manual_seed(0)
     model = unit_scale(Net())
@@ -124,19 +84,7 @@ def test_a_rate_of_zero_for_a_kind_that_changes_is_refused():
         opt.step()
 
 
-@each_optimizer
-def test_a_decay_copied_from_torch_is_named(cls):
-    decay = {SGD: 0.011, Adam: 0.012, AdamW: 0.013}[cls]  # once per process and number
-    with pytest.warns(OptimizerWarning, match=f"weight_decay={decay} takes 1% off .* times the lr"):
-        opt = cls(parameters(), lr=0.5, weight_decay=decay)
-    assert len(opt.param_groups) > 1
-    cls(parameters(), lr=0.5, weight_decay=0.2, independent_weight_decay=False)
-    cls(parameters(), lr=0.5, weight_decay=0.009)
-
-
-@pytest.mark.filterwarnings("ignore:AdamW was made before:fp8.OptimizerWarning")
-@pytest.mark.filterwarnings("ignore:Adam was made before:fp8.OptimizerWarning")
-@pytest.mark.filterwarnings("ignore:SGD was made before:fp8.OptimizerWarning")
+@pytest.mark.filterwarnings("ignore:.* was made before:fp8.OptimizerWarning")
 @pytest.mark.parametrize("residual", ["completep", "umup"])
 @each_optimizer
 def test_an_optimizer_made_before_the_first_call_takes_the_steps_of_one_made_after(cls, residual):

@@ -1,7 +1,9 @@
-"""Tags stay with a model whose parameters are replaced."""
+"""Tags of parameters: what they are, and that they stay when parameters are copied or replaced."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,6 +19,7 @@ from unit_scaling.parameter import (
     remember_tags,
     restore_tags,
     set_depth,
+    tag,
     tags_of,
 )
 from unit_scaling.transforms import unit_scale
@@ -45,8 +48,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "own": Own,
 }
 
-each_model = pytest.mark.parametrize("name", MODELS)
-
 
 def tags(model: nn.Module) -> dict[str, Tags]:
     """Fails for a parameter without tags."""
@@ -54,12 +55,8 @@ def tags(model: nn.Module) -> dict[str, Tags]:
     return {n: tags_of(p) for n, p in model.named_parameters()}
 
 
-def load_assigned(model: nn.Module) -> None:
-    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-
-
-def load(model: nn.Module) -> None:
-    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+def load(model: nn.Module, **settings: bool) -> None:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, **settings)
 
 
 def assign(model: nn.Module) -> None:
@@ -68,58 +65,49 @@ def assign(model: nn.Module) -> None:
             setattr(module, name, nn.Parameter(parameter.detach().clone()))
 
 
-def meta(model: nn.Module) -> None:
-    model.to("meta")
-    model.to_empty(device="cpu")
-
-
 #: Name -> what happens to a model, in place.
 EVENTS: dict[str, Callable[[nn.Module], object]] = {
     "assign": assign,
     "dtype": lambda model: model.to(torch.bfloat16),
     "half": lambda model: model.half(),
     "load": load,
-    "load_assigned": load_assigned,
-    "meta": meta,
+    "load_assigned": lambda model: load(model, assign=True),
+    "meta": lambda model: model.to("meta").to_empty(device="cpu"),
+}
+COPIES = {
+    "itself": lambda model: model,
+    "deepcopy": copy.deepcopy,
+    "average": lambda model: torch.optim.swa_utils.AveragedModel(model).module,
 }
 
 
-@pytest.fixture
-def _swap() -> Iterator[None]:
-    """Conversions swap a parameter for another one, instead of putting new data into it."""
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    yield
+@pytest.fixture(params=[False, True], ids=["", "swapped"])
+def swaps(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether conversions swap a parameter for another one, and put no new data into it."""
+    torch.__future__.set_swap_module_params_on_conversion(request.param)
+    yield request.param
     torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-@pytest.mark.usefixtures("_swap")
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "own"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("event", EVENTS)
-def test_tags_survive_swaps(name: str, event: str):
-    test_tags_survive(name, event, lambda model: model)
-
-
-@each_model
-@pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy], ids=["itself", "deepcopy"])
-def test_tags_survive(name: str, event: str, copied: Callable[[nn.Module], nn.Module]):
+@pytest.mark.parametrize("copied", COPIES)
+def test_tags_survive(name: str, event: str, copied: str, swaps: bool):
     model = MODELS[name]()
     before = tags(model)
+    if swaps and name == "own":
+        # Not silent: torch cannot swap a parameter that has a weak reference.
+        with pytest.raises(RuntimeError, match=r"Couldn't swap Own\.gain"):
+            model.to(torch.bfloat16)
+        return
     if name == "own":
         remember_tags(model)
-    model = copied(model)
+    model = COPIES[copied](model)
     EVENTS[event](model)
     if name == "own":
         restore_tags(model)
     assert tags(model) == before
     assert tags(pickle.loads(pickle.dumps(model))) == before
-
-
-@pytest.mark.usefixtures("_swap")
-def test_swap_of_anyones_module():
-    """Not silent: torch cannot swap a parameter that has a weak reference."""
-    with pytest.raises(RuntimeError, match=r"Couldn't swap Own\.gain"):
-        Own().to(torch.bfloat16)
 
 
 def test_what_was_tagged_by_hand_stays():
@@ -134,33 +122,32 @@ def test_weight_norm(name: str):
     """The direction is the weight, the length a gain; a parametrization without parts is itself."""
     model = MODELS[name]()
     linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    known = {n: tags_of(model.get_submodule(n).weight) for n in linears}
+    before = {n: tags_of(model.get_submodule(n).weight) for n in linears}
     for path in linears:
         parametrizations.weight_norm(model.get_submodule(path))
     restore_tags(model)
     for path in linears:
         parts = model.get_submodule(path).parametrizations.weight
-        split = known[path]._replace(mup_divisor=None)
+        split = before[path]._replace(mup_divisor=None)
         assert tags(parts) == {"original0": split._replace(mup_type="norm"), "original1": split}
         parametrize.remove_parametrizations(model.get_submodule(path), "weight")
-        assert tags_of(model.get_submodule(path).weight) == known[path]
+        assert tags_of(model.get_submodule(path).weight) == before[path]
     layer = parametrizations.spectral_norm(uu.Linear(4, 3))
     assert tags(layer) == {"parametrizations.weight.original": Tags("weight")}
     uu.optim.AdamW(model.parameters(), lr=0.1)
 
 
 def test_transformed_model_that_is_parametrized_can_be_copied():
-    model = unit_scale(plain())
+    model, x = unit_scale(plain()), torch.ones(2, 4)
     parametrizations.weight_norm(model[0])
     restore_tags(model)
-    x = torch.ones(2, 4)
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
 def test_depth_of_a_stack_of_anyones():
     model = unit_scale(nn.Sequential(nn.Linear(4, 4), plain(), nn.Linear(4, 4)))
     set_depth(model[1], 9)
-    load_assigned(model)
+    load(model, assign=True)
     assert [p.mup_scaling_depth for p in model.parameters()] == [None] * 2 + [9] * 6 + [None] * 2
     assert model[1][0].weight.mup_type == "weight"
     with pytest.raises(ValueError, match=r"parameter '0\.weight' has no mup_type"):
@@ -175,3 +162,63 @@ def test_restoring_leaves_others_alone():
     restore_tags(model)
     assert not any(has_parameter_data(p) for p in model.parameters())
     assert not any("mup_tags" in vars(module) for module in model.modules())
+
+
+# One parameter
+
+
+def test_tags_of_a_parameter():
+    p = Parameter(torch.ones(2, 3), "weight", 4)
+    assert type(p) is nn.Parameter
+    assert (p.mup_type, p.mup_scaling_depth, p.requires_grad) == ("weight", 4, True)
+    assert not Parameter(torch.ones(2), "bias", requires_grad=False).requires_grad
+    assert has_parameter_data(p)
+    bare = nn.Parameter(torch.ones(2))
+    assert not has_parameter_data(bare)
+    assert tag(bare, "norm", mup_scale=0.25, mup_divisor=3.0) is bare
+    assert tag(bare, "norm", 2).mup_scale == 0.25
+    assert bare.mup_divisor == 3.0
+    with pytest.raises(ValueError, match=r"mup_scale must be a power of two: got 0\.3"):
+        tag(bare, "bias", mup_scale=0.3)
+    assert bare.mup_type == "norm"
+
+
+REFUSED = [  # the arguments of a Parameter, the error
+    ((torch.ones(2), "wieght"), ValueError, "unknown mup_type 'wieght'; choose one of 'weight'"),
+    ((torch.ones(2), "weight", 0), ValueError, "mup_scaling_depth must be .* from 1, got 0"),
+    (([1.0], "weight"), TypeError, "data must be a Tensor, not list"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), REFUSED)
+def test_bad_tags(arguments: tuple, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        Parameter(*arguments)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_copies_of_tied_parameters(requires_grad: bool):
+    """In modules of anyone's: the tags are the parameter's own. A copy of a copy, too."""
+    p = Parameter(torch.randn(2, 2), "output", 4, requires_grad)
+    module = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "ab"})
+    module["a"].weight = module["b"].weight = p
+    for again in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))) * 2:
+        module = again(module)
+        w = module["a"].weight
+        assert w is module["b"].weight
+        assert w is not p
+        assert type(w) is nn.Parameter
+        assert torch.equal(w, p)
+        assert (tags_of(w), w.requires_grad) == (Tags("output", 4), requires_grad)
+
+
+def test_tags_keep_nothing_alive():
+    """No reference cycle: memory is free as soon as the parameter is, without the collector."""
+    gc.disable()
+    try:
+        p = Parameter(torch.ones(2), "weight")
+        gone = weakref.ref(p)
+        del p
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -13,46 +13,77 @@ import torch
 from torch import Tensor, nn
 
 import unit_scaling as uu
-from tests.unit_scaling.ops import elementwise_calls
 from unit_scaling.modules import MODULES
 from unit_scaling.parameter import has_parameter_data
 
 SIGNAL, IMAGE, VOLUME = torch.randn(2, 4, 9), torch.randn(2, 4, 9, 8), torch.randn(2, 4, 5, 6, 7)
 SEQUENCE = torch.randn(5, 3, 8)
 
+X, Y, ONES = torch.randn(3, 6), torch.randn(3, 6), torch.ones(3).long()
+HALF, LOOKUPS = torch.full((3, 6), 0.5), torch.tensor([[1, 2], [8, 0]])
+
 #: Module of torch.nn -> (arguments, inputs).
 EXAMPLES: dict[type[nn.Module], tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = {
-    nn.Bilinear: ((6, 5, 4), {"bias": True}, (torch.randn(3, 6), torch.randn(3, 5))),
+    nn.BCELoss: ((), {}, (HALF, HALF)),
+    nn.BCEWithLogitsLoss: ((), {"reduction": "sum"}, (X, HALF)),
+    nn.Bilinear: ((6, 5, 4), {"bias": True}, (X, torch.randn(3, 5))),
+    nn.CTCLoss: ((), {"blank": 1}, (X[:, None], 2 * ONES[:1, None], (3,), (1,))),
     nn.Conv1d: ((4, 6, 3), {"bias": True, "stride": 2}, (SIGNAL,)),
     nn.Conv2d: ((4, 6, (3, 2)), {"bias": True, "padding": (1, 0), "groups": 2}, (IMAGE,)),
     nn.Conv3d: ((4, 6, 3), {"bias": True, "padding": "same"}, (VOLUME,)),
     nn.ConvTranspose1d: ((4, 6, 3), {"bias": True, "stride": 2}, (SIGNAL, [20])),
     nn.ConvTranspose2d: ((4, 6, 3), {"bias": True, "groups": 2}, (IMAGE,)),
     nn.ConvTranspose3d: ((4, 6, 3), {"bias": True, "dilation": 2}, (VOLUME,)),
-    nn.CrossEntropyLoss: ((), {}, (torch.randn(3, 6), torch.tensor([1, 5, 0]))),
-    nn.Embedding: ((9, 4), {"padding_idx": 2}, (torch.tensor([[1, 2], [8, 0]]),)),
-    nn.EmbeddingBag: ((9, 4), {"mode": "sum"}, (torch.tensor([[1, 2], [8, 0]]),)),
+    nn.CosineEmbeddingLoss: ((), {"margin": 0.1}, (X, Y, ONES)),
+    nn.CosineSimilarity: ((0,), {"eps": 1e-3}, (X, Y)),
+    nn.CrossEntropyLoss: ((), {}, (X, torch.tensor([1, 5, 0]))),
+    nn.Embedding: ((9, 4), {"padding_idx": 2}, (LOOKUPS,)),
+    nn.EmbeddingBag: ((9, 4), {"mode": "sum"}, (LOOKUPS,)),
     nn.GRU: ((8, 6), {"num_layers": 2}, (SEQUENCE,)),
     nn.GRUCell: ((8, 6), {}, (SEQUENCE[0],)),
+    nn.GroupNorm: ((2, 6), {}, (X,)),
+    nn.HuberLoss: ((), {"delta": 2.0}, (X, Y)),
+    nn.KLDivLoss: ((), {"reduction": "batchmean"}, (X, HALF)),
+    nn.L1Loss: ((), {}, (X, Y)),
     nn.LSTM: ((8, 6), {"bidirectional": True}, (SEQUENCE,)),
     nn.LSTMCell: ((8, 6), {"bias": False}, (SEQUENCE[0],)),
-    nn.LayerNorm: ((6,), {"elementwise_affine": True}, (torch.randn(3, 6),)),
+    nn.LayerNorm: ((6,), {"elementwise_affine": True}, (X,)),
     nn.Linear: ((6, 4), {"bias": True}, (torch.randn(2, 3, 6),)),
+    nn.LocalResponseNorm: ((2,), {}, (SIGNAL,)),
+    nn.LogSoftmax: ((-1,), {}, (X,)),
+    nn.MSELoss: ((), {}, (X, Y)),
     nn.MultiheadAttention: ((8, 2), {"add_bias_kv": True}, (SEQUENCE,) * 3),
-    nn.RMSNorm: ((6,), {"elementwise_affine": True, "eps": 1e-5}, (torch.randn(3, 6),)),
+    nn.NLLLoss: ((), {"ignore_index": 1}, (X, 2 * ONES)),
+    nn.PReLU: ((6,), {"init": 1.0}, (X,)),
+    nn.RMSNorm: ((6,), {"elementwise_affine": True, "eps": 1e-5}, (X,)),
     nn.RNN: ((8, 6), {"nonlinearity": "relu"}, (SEQUENCE,)),
     nn.RNNCell: ((8, 6), {}, (SEQUENCE[0],)),
-    nn.Softmax: ((-1,), {}, (torch.randn(3, 6),)),
+    nn.SmoothL1Loss: ((), {"beta": 0.5}, (X, Y)),
+    nn.Softmax: ((-1,), {}, (X,)),
+    nn.Softmin: ((), {"dim": -1}, (X,)),
+    nn.Upsample: ((), {"scale_factor": 2.0}, (SIGNAL,)),
+    **{
+        getattr(nn, f"{name}{dims}d"): (args, kwargs, (torch.randn(2, 4, *[8] * dims),))
+        for dims in (1, 2, 3)
+        for name, args, kwargs in (
+            ("AdaptiveAvgPool", (4,), {}),
+            ("AdaptiveMaxPool", (4,), {"return_indices": True}),
+            ("AvgPool", (2,), {"padding": 1}),
+            ("BatchNorm", (4,), {"momentum": None}),
+            ("Dropout", (0.2,), {}),
+            ("InstanceNorm", (4,), {"affine": True, "track_running_stats": True}),
+            ("LPPool", (2, 2), {}),
+            ("MaxPool", (2,), {"stride": 1}),
+        )
+    },
 }
-
-EXAMPLES |= elementwise_calls.MODULES
 
 each_row = pytest.mark.parametrize("plain", MODULES, ids=lambda cls: cls.__name__)
 
 
 def example(plain: type[nn.Module]) -> tuple[nn.Module, nn.Module, tuple[Any, ...]]:
     """torch's module, ours, and inputs for both."""
-    args, kwargs, inputs = EXAMPLES.get(plain, ((), {}, (torch.randn(3, 6),)))
+    args, kwargs, inputs = EXAMPLES.get(plain, ((), {}, (X,)))
     if plain is nn.Softmax or plain is nn.RMSNorm or plain is nn.LayerNorm:
         kwargs = {("normalized_shape" if plain is not nn.Softmax else "dim"): args[0], **kwargs}
         args = ()
@@ -65,6 +96,7 @@ def shapes(value: Any) -> Any:
     return [shapes(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+@pytest.mark.proves("unit-scaling", "uu for nn", how="own")
 @each_row
 def test_is_torchs_module(plain: type[nn.Module]):
     theirs, ours, inputs = example(plain)
@@ -109,12 +141,28 @@ def tags(module: nn.Module) -> list[tuple[str, Any, Any]]:
     return [(n, p.mup_type, p.mup_scaling_depth) for n, p in module.named_parameters()]
 
 
-@each_row
+each_row_with_parameters = pytest.mark.parametrize(
+    "plain",
+    [cls for cls in MODULES if list(example(cls)[0].parameters())],
+    ids=lambda c: c.__name__,
+)
+
+
+@each_row_with_parameters
+def test_device_and_dtype(plain: type[nn.Module]):
+    args, kwargs, inputs = EXAMPLES[plain]
+    ours = MODULES[plain](*args, **kwargs, dtype=torch.float64)
+    assert all(p.dtype == torch.float64 for p in ours.parameters())
+    inputs = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs]
+    output = ours(*inputs)
+    assert (output if isinstance(output, Tensor) else output[0]).dtype == torch.float64
+    assert all(p.is_meta for p in MODULES[plain](*args, **kwargs, device="meta").parameters())
+
+
+@each_row_with_parameters
 def test_tags_survive_copies_and_new_parameters(plain: type[nn.Module]):
     """deepcopy, pickle, load_state_dict(assign=True), and to_empty with reset_parameters."""
     _, ours, _ = example(plain)
-    if not list(ours.parameters()):
-        pytest.skip("has no parameters")
     stack = uu.DepthSequential(ours, copy.deepcopy(ours))
     before, values = tags(stack), stack.state_dict()
     assert {depth for *_, depth in before} == {2}
@@ -137,11 +185,7 @@ def gradients(module: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "plain",
-    [cls for cls in MODULES if list(example(cls)[0].parameters())],
-    ids=lambda c: c.__name__,
-)
+@each_row_with_parameters
 def test_gradients_of_parameters_follow_the_batch(plain: type[nn.Module]):
     """Over nine times the rows, the sum is divided by three times as much."""
     _, ours, inputs = example(plain)

@@ -31,6 +31,21 @@ def qkv(queries: int, keys: int, heads: int = 2, kv_heads: int = 2) -> list[Tens
 # --- the function --------------------------------------------------------------------------
 
 
+def test_attention_to_one_token_returns_its_value():
+    q = torch.randn(2, 1, 4)
+    assert torch.equal(U.scaled_dot_product_attention(q, q, q, is_causal=True), q)
+    assert ATTENTION.rule(q, q, is_causal=True)["output"] == 1.0
+
+
+def test_attention_scale_and_mult():
+    q, k, v = qkv(5, 5)
+    scaled = U.scaled_dot_product_attention(q, k, v, scale=0.5, mult=3.0)
+    torch.testing.assert_close(scaled, U.scaled_dot_product_attention(q, k, v, mult=3.0 * 0.5 * 4))
+    s = ATTENTION.rule(q, v, scale=0.5)["output"]
+    plain = F.scaled_dot_product_attention(q, k, v, scale=0.5)
+    torch.testing.assert_close(U.scaled_dot_product_attention(q, k, v, scale=0.5), plain * s)
+
+
 def test_a_given_context_length_fixes_the_scale():
     scales = {n: ATTENTION.scales(qkv(n, n), {}, context_length=64)["output"] for n in (1, 5, 64)}
     assert len(set(scales.values())) == 1
@@ -42,15 +57,15 @@ def test_a_given_context_length_fixes_the_scale():
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 def test_is_causal_beside_a_mask_says_that_the_mask_is_causal(kind: str):
     q, k, v = qkv(3, 7)
-    allowed = torch.ones(3, 7).bool().tril(diagonal=4)  # three new tokens after four
-    mask = allowed
+    mask = torch.ones(3, 7).bool().tril(diagonal=4)  # three new tokens after four
     if kind == "additive":
-        mask = torch.zeros(3, 7).double().masked_fill(~allowed, -math.inf)
-    s = ATTENTION.rule(q, v, is_causal=True)["output"]
-    assert s != ATTENTION.rule(q, v)["output"]
+        mask = torch.zeros(3, 7).double().masked_fill(~mask, -math.inf)
+    causal, whole = (ATTENTION.rule(q, v, is_causal=c)["output"] for c in (True, False))
+    assert causal != whole
     plain = F.scaled_dot_product_attention(q, k, v, mask, scale=1 / 4)
-    got = U.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
-    torch.testing.assert_close(got, plain * s)
+    for is_causal, s in ((True, causal), (False, whole)):
+        got = U.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
+        torch.testing.assert_close(got, plain * s)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -61,10 +76,7 @@ def test_grouped_heads_are_repeated_heads(causal: bool):
     got = U.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     torch.testing.assert_close(got, expected)
     grad = torch.randn_like(got)
-    for a, b in zip(
-        *(torch.autograd.grad(y, (q, k, v), grad) for y in (got, expected)), strict=True
-    ):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*(torch.autograd.grad(y, (q, k, v), grad) for y in (got, expected)))
 
 
 def test_dropout_keeps_the_scale():
@@ -119,8 +131,7 @@ def test_attention_that_torch_does_not_fuse(case: str):
     torch.testing.assert_close(ours, plain * s["output"])
     grad = torch.randn_like(plain)
     expected = torch.autograd.grad(plain, learns, grad * s["value"])
-    for one, other in zip(torch.autograd.grad(ours, learns, grad), expected, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(torch.autograd.grad(ours, learns, grad), expected)
 
 
 #: Sizes of query and key, of values if they differ, and of the mask.
@@ -161,8 +172,7 @@ def test_the_gradient_of_returned_probabilities_has_no_gauge():
     _, weights = attention_with_weights(q, k, v, *given)
     grad = torch.randn_like(weights)
     expected = torch.autograd.grad((q @ k.mT / 4).softmax(-1), (q, k), grad)
-    for one, other in zip(torch.autograd.grad(weights, (q, k), grad), expected, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(torch.autograd.grad(weights, (q, k), grad), expected)
 
 
 def test_rotary_depends_on_the_distance_alone():
@@ -198,38 +208,31 @@ each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 @each_variant
-def test_prefixes_do_not_depend_on_the_length(variant: str):
+def test_logits_do_not_depend_on_what_follows_or_on_a_cache(variant: str):
     model = uu.TransformerDecoder(32, 11, 2, 4, context_length=64, **VARIANTS[variant]).eval()
     tokens = torch.randint(11, (2, 24))
     whole = model(tokens)
     for length in (1, 2, 9):
         torch.testing.assert_close(model(tokens[:, :length]), whole[:, :length])
+    for steps in ([1] * 6, [4, 1, 1], [2, 3, 1], [6]):
+        cache = model.new_cache()
+        parts = [model(part, cache) for part in tokens[:, :6].split(steps, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole[:, :6])
+        assert [len(c) for c in cache] == [6, 6]
 
 
-def test_without_a_context_length_prefixes_do_depend_on_the_length():
+def test_without_a_context_length_logits_depend_on_the_length():
     model = uu.TransformerDecoder(32, 11, 2, 4).eval()
     tokens = torch.randint(11, (2, 24))
     assert (model(tokens[:, :8]) - model(tokens)[:, :8]).abs().max() > 1e-3
-
-
-@each_variant
-@pytest.mark.parametrize("steps", [[1] * 6, [4, 1, 1], [2, 3, 1], [6]], ids=str)
-def test_generation_from_a_cache_is_recomputation(variant: str, steps: list[int]):
-    model = uu.TransformerDecoder(32, 11, 2, 4, context_length=64, **VARIANTS[variant]).eval()
-    tokens, cache = torch.randint(11, (2, 6)), model.new_cache()
-    logits = torch.cat([model(part, cache) for part in tokens.split(steps, dim=1)], dim=1)
-    torch.testing.assert_close(logits, model(tokens))
-    assert [len(c) for c in cache] == [6, 6]
-
-
-def test_a_cache_needs_a_context_length():
     with pytest.raises(ValueError, match="a cache needs a context_length"):
         uu.MHSA(16, 4, is_causal=True)(torch.randn(2, 3, 16), uu.KeyValueCache())
 
 
-def test_numbers_of_heads_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="kv_heads must divide heads 4: got 3"):
-        uu.MHSA(16, 4, is_causal=True, kv_heads=3)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, None), (4, 3)])
+def test_numbers_of_heads_that_do_not_divide_are_refused(heads: int, kv_heads: int | None):
+    with pytest.raises(ValueError, match=r"heads must divide .*: got 3"):
+        uu.MHSA(16, heads, is_causal=True, kv_heads=kv_heads)
 
 
 @each_variant
@@ -263,42 +266,32 @@ ARGUMENTS = {
 }
 
 
-def oracle(ours: uu.MultiheadAttention, context: int, causal: bool) -> nn.MultiheadAttention:
+@torch.no_grad()
+def oracle(
+    ours: uu.MultiheadAttention, arguments: dict, context: int, causal: bool
+) -> nn.MultiheadAttention:
     """torch's module, in float64, with the weights that make it the same function.
 
     Projections are scaled by 1/sqrt(fan-in); torch divides logits by sqrt(width), we by width; the
     output of attention has the rule's factor.
     """
-    plain = nn.MultiheadAttention(
-        ours.embed_dim,
-        ours.num_heads,
-        bias=ours.in_proj_bias is not None,
-        add_bias_kv=ours.bias_k is not None,
-        add_zero_attn=ours.add_zero_attn,
-        kdim=ours.kdim,
-        vdim=ours.vdim,
-        batch_first=ours.batch_first,
-        dtype=torch.float64,
-    )
+    plain = nn.MultiheadAttention(8, 2, **arguments, dtype=torch.float64)
     plain.load_state_dict(ours.state_dict())
     head = torch.empty(1, 1, context, ours.head_dim)
     factor = ATTENTION.rule(head, head, is_causal=causal)["output"]
-    with torch.no_grad():
-        for p in plain.parameters(recurse=False):
-            if p.dim() == 2:
-                p /= p.shape[1] ** 0.5
-        if plain.in_proj_bias is not None:  # one vector for projections of different fan-ins
-            for part, fan_in in zip(
-                plain.in_proj_bias.chunk(3), (ours.embed_dim, ours.kdim, ours.vdim), strict=True
-            ):
-                part /= fan_in**0.5
-        query = plain.in_proj_weight if plain.in_proj_weight is not None else plain.q_proj_weight
-        query[: ours.embed_dim] /= ours.head_dim**0.5
-        if plain.in_proj_bias is not None:
-            plain.in_proj_bias[: ours.embed_dim] /= ours.head_dim**0.5
-        plain.out_proj.weight *= factor / ours.embed_dim**0.5
-        if plain.out_proj.bias is not None:
-            plain.out_proj.bias /= ours.embed_dim**0.5
+    for p in plain.parameters(recurse=False):
+        if p.dim() == 2:
+            p /= p.shape[1] ** 0.5
+    query = plain.in_proj_weight if plain.in_proj_weight is not None else plain.q_proj_weight
+    query[:8] /= ours.head_dim**0.5
+    plain.out_proj.weight *= factor / 8**0.5
+    if plain.in_proj_bias is not None:  # one vector for projections of different fan-ins
+        for part, fan_in in zip(
+            plain.in_proj_bias.chunk(3), (8, ours.kdim, ours.vdim), strict=True
+        ):
+            part /= fan_in**0.5
+        plain.in_proj_bias[:8] /= ours.head_dim**0.5
+        plain.out_proj.bias /= 8**0.5
     return plain
 
 
@@ -328,18 +321,14 @@ def test_multihead_attention(name: str, masked: str, need_weights: bool):
         "causal": {"attn_mask": torch.ones(length, keys).bool().triu(1), "is_causal": True},
     }[masked]
     extra = ("add_bias_kv" in arguments) + ("add_zero_attn" in arguments)
-    plain = oracle(module, keys + extra, masked == "causal")
+    plain = oracle(module, arguments, keys + extra, masked == "causal")
     for average in (True, False) if need_weights else (True,):
         settings = {"need_weights": need_weights, "average_attn_weights": average, **masks}
         got = module(*inputs, **settings)
         if extra:  # torch would drop the mask, and with it let no query see what is appended
             settings.pop("is_causal", None)
         expected = plain(*inputs, **settings)
-        for a, b in zip(got, expected, strict=True):
-            if b is None:
-                assert a is None
-            else:
-                torch.testing.assert_close(a, b)
+        torch.testing.assert_close(got, expected)
 
 
 def test_multihead_attention_without_a_batch():
@@ -371,13 +360,9 @@ def test_multihead_attention_at_initialisation():
     x = torch.randn(8, 64, 128)
     y, _ = module(x, x, x, need_weights=False)
     y.backward(torch.randn_like(y))
-    found = {
-        "output": y,
-        "out_proj": module.out_proj.weight.grad,
-        "value": module.in_proj_weight.grad[-128:],  # small for query and key
-    }
-    for name, t in found.items():
-        assert 1 / 1.5 < t.square().mean().sqrt() < 1.5, name
+    values = module.in_proj_weight.grad[-128:]  # small for query and key
+    for tensor in (y, module.out_proj.weight.grad, values):
+        assert 1 / 1.5 < tensor.square().mean().sqrt() < 1.5
     assert {p.mup_type for p in module.parameters()} == {"weight", "bias"}
 
 

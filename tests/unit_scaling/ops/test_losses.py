@@ -6,107 +6,135 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import unit_scaling.functional as U
-
-X = torch.linspace(-2, 2, 24, dtype=torch.float64).reshape(4, 6)
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-def gradient(loss: Tensor, x: Tensor) -> Tensor:
-    (grad,) = torch.autograd.grad(loss, x)
-    return grad
-
+from unit_scaling.rules.table import OPS, find_op
 
 GENERATOR = torch.Generator().manual_seed(0)
-LOGITS = torch.randn(12, 7, dtype=torch.float64, generator=GENERATOR)
-CLASSES = torch.randint(7, (12,), generator=GENERATOR)
-RULE = 7 / 6**0.5
 
-LOSSES = {
-    "plain": (LOGITS, CLASSES, {}),
-    "ignored": (LOGITS, torch.where(torch.arange(12) % 4 > 0, -100, CLASSES), {}),
-    "ignore_index": (LOGITS, CLASSES, {"ignore_index": int(CLASSES[0])}),
-    "weight": (LOGITS, CLASSES, {"weight": torch.linspace(0.1, 2, 7).double()}),
-    "smoothing": (LOGITS, CLASSES, {"label_smoothing": 0.1}),
-    "smoothing, weight, ignored": (
-        LOGITS,
-        torch.where(torch.arange(12) % 4 > 0, -100, CLASSES),
-        {"label_smoothing": 0.1, "weight": torch.linspace(0.1, 2, 7).double()},
-    ),
-    "probabilities": (LOGITS, torch.softmax(LOGITS.flip(0), 1), {}),
-    "pixels": (LOGITS.reshape(2, 7, 2, 3), CLASSES.reshape(2, 2, 3), {}),
-    "one": (LOGITS[0], CLASSES[0], {}),
-    "legacy sum": (LOGITS, CLASSES, {"size_average": False}),
-    "legacy none": (LOGITS, CLASSES, {"reduce": False}),
-}
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+
+
+X, Y, LOGITS = normal(4, 6), normal(4, 6), normal(12, 7)
+P, Q = X.softmax(-1), Y.softmax(-1)
+CTC = normal(9, 2, 6).log_softmax(-1)
+CLASSES = torch.tensor([0, 5, 2, 2])
+TOKENS = torch.randint(7, (12,), generator=GENERATOR)
+COUNTED = torch.arange(12) % 4 == 0
+SOME = torch.where(COUNTED, TOKENS, -100)
+WEIGHT = torch.linspace(0.1, 2, 7).double()
+
+LOSSES = [  # (torch's function, arguments, settings)
+    (F.cross_entropy, (LOGITS, TOKENS), {}),
+    (F.cross_entropy, (LOGITS, SOME), {}),
+    (F.cross_entropy, (LOGITS, TOKENS), {"ignore_index": int(TOKENS[0])}),
+    (F.cross_entropy, (LOGITS, TOKENS), {"weight": WEIGHT}),
+    (F.cross_entropy, (LOGITS, TOKENS), {"label_smoothing": 0.1}),
+    (F.cross_entropy, (LOGITS, SOME), {"label_smoothing": 0.1, "weight": WEIGHT}),
+    (F.cross_entropy, (LOGITS, torch.softmax(LOGITS.flip(0), 1)), {}),
+    (F.cross_entropy, (LOGITS.reshape(2, 7, 2, 3), TOKENS.reshape(2, 2, 3)), {}),
+    (F.cross_entropy, (LOGITS[0], TOKENS[0]), {}),
+    (F.cross_entropy, (LOGITS, TOKENS), {"size_average": False}),
+    (F.cross_entropy, (LOGITS, TOKENS), {"reduce": False}),
+    (F.nll_loss, (P.log(), CLASSES), {"ignore_index": 2}),
+    (F.nll_loss, (P.log(), CLASSES), {"weight": WEIGHT[1:]}),
+    (F.nll_loss, (P.log()[0], CLASSES[0]), {}),
+    (F.nll_loss, (P.log().reshape(2, 6, 2), CLASSES.reshape(2, 2)), {}),
+    *((F.mse_loss, (X, target), {}) for target in (Y, Y[0], Y[:1])),
+    (F.mse_loss, (X, Y), {"weight": P}),
+    (F.l1_loss, (X, Y), {}),
+    (F.l1_loss, (X, Y), {"weight": P}),
+    (F.smooth_l1_loss, (X, Y), {"beta": 0.3}),
+    (F.smooth_l1_loss, (X, Y), {"beta": 0.0}),
+    (F.huber_loss, (X, Y), {"delta": 2.0}),
+    (F.binary_cross_entropy_with_logits, (X, P), {"pos_weight": Q[0]}),
+    (F.binary_cross_entropy, (P, Q), {"weight": Q}),
+    (F.kl_div, (P.log(), Q), {}),
+    (F.kl_div, (P.log(), Q.log()), {"log_target": True}),
+    (F.ctc_loss, (CTC, CLASSES[:2, None], (9, 7), (1, 1)), {"blank": 1}),
+    (F.ctc_loss, (CTC[:, 0], CLASSES[1:], (9,), (3,)), {"zero_infinity": True}),
+    (F.cosine_embedding_loss, (X, Y, CLASSES.clamp(0, 1) * 2 - 1), {"margin": -0.5}),
+]
 
 
 @pytest.mark.proves("unit-scaling", "losses", how="own")
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("case", LOSSES)
-def test_cross_entropy(case: str, reduction: str):
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none", "batchmean"])
+@pytest.mark.parametrize("case", LOSSES, ids=lambda c: f"{c[0].__name__} {[*c[2]]}")
+def test_loss(case, reduction: str):
     """The value is torch's to the bit; the gradient is the sum's, times the rule."""
-    logits, target, settings = LOSSES[case]
-    x = logits.clone().requires_grad_()
-    loss = U.cross_entropy(x, target, reduction=reduction, **settings)
-    assert torch.equal(loss, F.cross_entropy(logits, target, reduction=reduction, **settings))
-    plain = logits.clone().requires_grad_()
-    settings = {k: v for k, v in settings.items() if k not in ("size_average", "reduce")}
-    total = F.cross_entropy(plain, target, reduction="sum", **settings)
-    rule = RULE / (1 - settings.get("label_smoothing", 0))
-    torch.testing.assert_close(gradient(loss.sum(), x), gradient(total, plain) * rule)
+    plain, args, settings = case
+    op = find_op(plain)
+    legacy = {"size_average", "reduce"} & settings.keys()
+    if reduction == "batchmean" and op.name != "kl_div":
+        if not legacy:
+            with pytest.raises(ValueError, match="unknown reduction 'batchmean'; choose one of"):
+                op.call(args, {**settings, "reduction": reduction})
+        return
+    ours, theirs = args[0].clone().requires_grad_(), args[0].clone().requires_grad_()
+    loss = op.call((ours, *args[1:]), {**settings, "reduction": reduction})
+    assert torch.equal(loss, plain(*args, **settings, reduction=reduction))
+    settings = {name: value for name, value in settings.items() if name not in legacy}
+    total = plain(theirs, *args[1:], **settings, reduction="sum")
+    (grad,) = torch.autograd.grad(loss.sum(), ours)
+    (expected,) = torch.autograd.grad(total, theirs)
+    scales = op.scales(args, settings)
+    torch.testing.assert_close(grad, expected * list(scales.values())[1])
+
+
+def test_rule_of_cross_entropy():
+    """That of uniform probabilities: the gradient 1/V - onehot has RMS sqrt(V - 1)/V."""
+    assert OPS["cross_entropy"].rule(LOGITS)["input"] == pytest.approx(7 / 6**0.5)
+    assert OPS["cross_entropy"].rule(LOGITS, 0.2)["input"] == pytest.approx(7 / 6**0.5 / 0.8)
+    assert OPS["mse_loss"].rule(X, Y)["input"] == pytest.approx(8**-0.5)
 
 
 def test_cross_entropy_ignores_tokens_in_value_and_gradient():
     """Three quarters ignored: the counted tokens have the loss and gradient they have alone."""
-    keep = torch.arange(12) % 4 == 0
-    target = torch.where(keep, CLASSES, -100)
-    x, alone = LOGITS.clone().requires_grad_(), LOGITS[keep].clone().requires_grad_()
-    loss, expected = U.cross_entropy(x, target), U.cross_entropy(alone, CLASSES[keep])
+    x, alone = LOGITS.clone().requires_grad_(), LOGITS[COUNTED].clone().requires_grad_()
+    loss, expected = U.cross_entropy(x, SOME), U.cross_entropy(alone, TOKENS[COUNTED])
     torch.testing.assert_close(loss, expected)
-    grad = gradient(loss, x)
-    torch.testing.assert_close(grad[keep], gradient(expected, alone))
-    assert not grad[~keep].any()
+    (grad,), (of_counted,) = torch.autograd.grad(loss, x), torch.autograd.grad(expected, alone)
+    torch.testing.assert_close(grad[COUNTED], of_counted)
+    assert not grad[~COUNTED].any()
 
 
 def test_cross_entropy_mult():
-    x = LOGITS.clone().requires_grad_()
-    plain = LOGITS.clone().requires_grad_()
-    loss, total = U.cross_entropy(x, CLASSES, mult=2.0), F.cross_entropy(2 * plain, CLASSES)
-    assert torch.equal(loss, total)
-    torch.testing.assert_close(gradient(loss, x), gradient(total, plain) * RULE * 12 / 2)
-
-
-@pytest.mark.parametrize("f", [U.cross_entropy, U.mse_loss], ids=lambda f: f.__name__)
-def test_unknown_reduction(f):
-    with pytest.raises(ValueError, match="unknown reduction 'max'; choose one of 'mean'"):
-        f(LOGITS, LOGITS, reduction="max")
+    x, plain = LOGITS.clone().requires_grad_(), LOGITS.clone().requires_grad_()
+    loss, mean = U.cross_entropy(x, TOKENS, mult=2.0), F.cross_entropy(2 * plain, TOKENS)
+    assert torch.equal(loss, mean)
+    (grad,), (expected,) = torch.autograd.grad(loss, x), torch.autograd.grad(mean, plain)
+    torch.testing.assert_close(grad, expected * 12 * 7 / 6**0.5 / 2)
 
 
 def test_cross_entropy_gradient_of_many_tokens_in_half_precision():
     """A gradient divided by 2**14 tokens would lose most of float16's bits: this one does not."""
     x = torch.zeros(2**14, 65, dtype=torch.float16, requires_grad=True)
-    grad = gradient(U.cross_entropy(x, torch.randint(65, (2**14,))), x)
+    target = torch.randint(65, (2**14,), generator=GENERATOR)
+    (grad,) = torch.autograd.grad(U.cross_entropy(x, target), x)
     assert grad.float().square().mean().sqrt().item() == pytest.approx(1, rel=2**-8)
 
 
-@pytest.mark.proves("unit-scaling", "losses", how="own")
 @pytest.mark.filterwarnings("ignore:Using a target size")
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("shape", [(4, 6), (6,), (1, 6)], ids=str)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_mse_loss(reduction: str, shape: tuple[int, ...], weighted: bool):
-    settings = {"weight": torch.rand(4, 6).double()} if weighted else {}
-    if weighted and shape != (4, 6):
-        pytest.skip("torch wants one shape for all three")
-    target = torch.randn(shape).double()
-    x, plain = X.clone().requires_grad_(), X.clone().requires_grad_()
-    loss = U.mse_loss(x, target, reduction=reduction, **settings)
-    expected = F.mse_loss(plain, target, reduction=reduction, **settings)
-    assert torch.equal(loss, expected)
-    total = F.mse_loss(plain, target, reduction="sum", **settings)
-    torch.testing.assert_close(gradient(loss.sum(), x), gradient(total, plain) * 8**-0.5)
+def test_broadcast_target_collects_gradients():
+    s = OPS["l1_loss"].rule(X, Y[:1])
+    assert (s["input"], s["target"]) == (1.0, 0.5)
+    y = Y[:1].clone().requires_grad_()
+    U.l1_loss(X, y, reduction="sum").backward()
+    torch.testing.assert_close(y.grad, (y.detach() - X).sign().sum(0, keepdim=True) / 2)
+
+
+def test_log_softmax_and_nll_make_cross_entropy():
+    """Up to sqrt(1 - 1/classes), in which cross_entropy knows more about the gradient."""
+    a, b = X.clone().requires_grad_(), X.clone().requires_grad_()
+    U.nll_loss(U.log_softmax(a, -1), CLASSES).backward()
+    U.cross_entropy(b, CLASSES).backward()
+    torch.testing.assert_close(a.grad, b.grad * (1 - 1 / 6) ** 0.5)
+
+
+def test_delta_of_zero_is_refused_as_in_torch():
+    for library in (F, U):
+        with pytest.raises(RuntimeError, match="non-positive values for delta"):
+            library.huber_loss(X, X, delta=0.0)

@@ -1,7 +1,7 @@
 """Properties of every row of OPS. A new row is tested by existing.
 
 Inputs that are not standard normal matrices, and statistics that a rule leaves aside on purpose,
-are listed in `CALLS`, `UNCHECKED` and `FITTED`.
+are listed in calls.py.
 """
 
 import inspect
@@ -14,197 +14,24 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import unit_scaling.functional as U
-from tests.unit_scaling.ops import elementwise_calls
+from tests.unit_scaling.ops.calls import (
+    FITTED,
+    PLAIN,
+    RANDOM,
+    SIZE,
+    SUMS,
+    TORCH_FORM,
+    TORCH_LACKS,
+    TUPLES,
+    UNCHECKED,
+    op_kwargs,
+    results,
+    with_gradients,
+)
 from unit_scaling.rules.table import OPS, Op, find_op, row, tie
 
 # torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-
-SIZE = 256
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
-
-
-def rotated(x: Tensor) -> Tensor:
-    """Rotary embedding as a product of complex numbers, in float64."""
-    a, b = x.double().chunk(2, dim=-1)
-    exponents = torch.arange(a.shape[-1], dtype=torch.float64) / a.shape[-1]
-    angles = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * 10000.0**-exponents
-    z = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat((z.real, z.imag), dim=-1).to(x.dtype)
-
-
-#: Arguments of the unit-scaled function, where standard normal matrices will not do.
-CALLS = {
-    "addmm": lambda: {
-        "input": normal(4, 64, 128),
-        "mat1": normal(4, 64, 96),
-        "mat2": normal(4, 96, 128),
-    },
-    "bilinear": lambda: {
-        "input1": normal(SIZE, 24),
-        "input2": normal(SIZE, 32),
-        "weight": normal(40, 24, 32),
-        "bias": normal(40) * 0,
-    },
-    "grouped_mm": lambda: {
-        "left": normal(4 * SIZE, 64),
-        "right": normal(4, 64, 96),
-        "offs": torch.arange(1, 5, dtype=torch.int32) * SIZE,
-    },
-    "conv2d": lambda: {"input": normal(8, 16, 48, 40), "weight": normal(32, 16, 3, 5)},
-    "conv3d": lambda: {"input": normal(2, 8, 16, 16, 16), "weight": normal(16, 8, 2, 3, 3)},
-    "conv_transpose1d": lambda: {
-        "input": normal(16, 32, 128),
-        "weight": normal(32, 48, 4),
-        "bias": normal(48) * 0,
-        "stride": 2,
-    },
-    "conv_transpose2d": lambda: {
-        "input": normal(8, 16, 32, 32),
-        "weight": normal(16, 24, 3, 4),
-        "stride": (1, 2),
-    },
-    "conv_transpose3d": lambda: {
-        "input": normal(2, 8, 12, 12, 12),
-        "weight": normal(8, 16, 2, 2, 2),
-        "stride": 2,
-    },
-    "einsum": lambda: {
-        "equation": "bhqd,bkhd->bhqk",
-        "left": normal(3, 4, 64, 48),
-        "right": normal(3, 80, 4, 48),
-    },
-    "embedding_bag": lambda: {"input": torch.randint(64, (128, 16)), "weight": normal(64, 32)},
-    "conv1d": lambda: {"input": normal(16, 32, 256), "weight": normal(64, 32, 5), "padding": 2},
-    "cross_entropy": lambda: {  # the rule is for uniform probabilities
-        "input": normal(SIZE, 32) * 1e-2,
-        "target": torch.randint(32, (SIZE,)),
-    },
-    "embedding": lambda: {"input": torch.randint(64, (32, 128)), "weight": normal(64, 32)},
-    "layer_norm": lambda: {
-        "input": normal(SIZE, 64),
-        "normalized_shape": (64,),
-        "weight": normal(64) * 0 + 1,
-        "bias": normal(64) * 0,
-    },
-    "linear": lambda: {
-        "input": normal(2, SIZE, 64),
-        "weight": normal(96, 64),
-        "bias": normal(96) * 0,
-    },
-    "linear_readout": lambda: {"input": normal(SIZE, 64), "weight": normal(96, 64)},
-    "matmul": lambda: {"left": normal(4, 64, 96), "right": normal(4, 96, 128)},
-    "rms_norm": lambda: {
-        "input": normal(SIZE, 64),
-        "normalized_shape": (64,),
-        "weight": normal(64) * 0 + 1,
-    },
-    "scaled_dot_product_attention": lambda: {
-        "query": normal(8, 4, 64, 16),
-        "key": normal(8, 4, 64, 16),
-        "value": normal(8, 4, 64, 16),
-    },
-    "softmax": lambda: {"input": normal(SIZE, SIZE), "dim": -1},
-}
-
-#: What is not meant to have RMS 1, and why.
-UNCHECKED = {
-    "cross_entropy": {"output"},  # a loss: the value is torch's
-    "linear_readout": {"output"},  # 1/fan-in, as muP asks
-    "mse_loss": {"output"},
-    # One factor for all three gradients, which is right for the values'.
-    "scaled_dot_product_attention": {"query", "key"},
-    "silu_glu": {"gate"},  # tied to the output, whose RMS it shares only roughly
-}
-
-#: Rules with a measured interpolation are right to this factor; the exact ones to sampling error.
-FITTED = {
-    "gelu": 1.06,
-    "scaled_dot_product_attention": 1.1,
-    "silu": 1.06,
-    "silu_glu": 1.1,
-    "softmax": 1.6,
-}
-
-
-#: What an op is compared with, where torch has no such function or calls its arguments otherwise.
-def by_group(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
-    """grouped_mm, of which torch has none in float64."""
-    if left.dtype != torch.float64:
-        return F.grouped_mm(left, right, offs=offs)
-    parts = left.tensor_split(offs[:-1].long())
-    return torch.cat([x @ w for x, w in zip(parts, right.unbind(), strict=True)])
-
-
-PLAIN = {
-    "grouped_mm": by_group,
-    "addmm": lambda input, mat1, mat2: torch.baddbmm(input, mat1, mat2),
-    "einsum": lambda equation, left, right: torch.einsum(equation, left, right),
-    "matmul": lambda left, right: left @ right,
-    "linear_readout": F.linear,
-    "rotary": lambda input: rotated(input),
-    "silu_glu": lambda input, gate: input * F.silu(gate),
-}
-
-#: What is not torch's up to a factor: a sum of two terms, each with its own (see test_products.py).
-SUMS = {"addmm": {"output"}}
-
-#: What torch cannot do with its own function.
-TORCH_LACKS = {
-    "embedding_bag": {"double backward", "vmap"},
-    "grouped_mm": {"vmap"},
-}
-
-#: Arguments of the torch function that make it the same function, where defaults differ.
-TORCH_FORM = {
-    "cross_entropy": {"reduction": "sum"},  # the mean's gradient is that of the sum, see losses.py
-    "mse_loss": {"reduction": "sum"},
-    "rms_norm": {"eps": 1e-5},
-    "scaled_dot_product_attention": {"scale": 1 / 16},
-}
-
-
-CALLS |= elementwise_calls.CALLS
-UNCHECKED |= elementwise_calls.UNCHECKED
-FITTED |= elementwise_calls.FITTED
-PLAIN |= elementwise_calls.PLAIN
-TORCH_LACKS |= elementwise_calls.TORCH_LACKS
-TORCH_FORM |= elementwise_calls.TORCH_FORM
-
-
-def op_kwargs(op: Op, dtype: torch.dtype = torch.float64) -> dict:
-    """Arguments of op.fn: from CALLS, else a standard normal matrix for each required one."""
-    torch.manual_seed(0)
-    if op.name in CALLS:
-        kwargs = CALLS[op.name]()
-    else:
-        required = [p for p in inspect.signature(op.fn).parameters.values() if p.default is p.empty]
-        kwargs = {p.name: normal(SIZE, SIZE) for p in required}
-    return {
-        k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
-        for k, v in kwargs.items()
-    }
-
-
-def with_gradients(kwargs: dict) -> dict:
-    return {
-        k: v.clone().requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v
-        for k, v in kwargs.items()
-    }
-
-
-def results(fn, kwargs: dict, *args) -> dict[str, Tensor]:
-    """Output and gradients by name, for a standard normal gradient of the output."""
-    kwargs = with_gradients(kwargs)
-    torch.manual_seed(1)
-    output = fn(*args, **kwargs)
-    torch.manual_seed(2)
-    output.backward(torch.randn(output.shape, dtype=output.dtype) if output.dim() else None)
-    grads = {k: v.grad for k, v in kwargs.items() if isinstance(v, Tensor) and v.grad is not None}
-    return {"output": output.detach(), **grads}
 
 
 def ideal(op: Op) -> dict:
@@ -214,11 +41,6 @@ def ideal(op: Op) -> dict:
 def rms(x: Tensor) -> float:
     return x.double().square().mean().sqrt().item()
 
-
-#: Their arguments or results are tuples: see test_recurrent.py and test_arithmetic.py.
-TUPLES = {"cat", "stack"} | {
-    name + cell for name in ("gru", "lstm", "rnn_relu", "rnn_tanh") for cell in ("", "_cell")
-}
 
 each_op = pytest.mark.parametrize(
     "op", [op for op in OPS.values() if op.name not in TUPLES], ids=lambda op: op.name
@@ -339,7 +161,7 @@ def test_func_grad_and_vmap(op: Op):
     x = kwargs[name].clone().requires_grad_()
     loss(x).backward()
     torch.testing.assert_close(torch.func.grad(loss)(kwargs[name]), x.grad)
-    if op.name not in elementwise_calls.RANDOM and "vmap" not in TORCH_LACKS.get(op.name, ()):
+    if op.name not in RANDOM and "vmap" not in TORCH_LACKS.get(op.name, ()):
         stacked = torch.stack([kwargs[name], 2 * kwargs[name]])
         both = torch.func.vmap(torch.func.grad(loss))(stacked)
         torch.testing.assert_close(both[0], x.grad)

@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit_scaling.ops.elementwise_calls import RANDOM
-from tests.unit_scaling.ops.test_ops import TORCH_LACKS, TUPLES, op_kwargs, results, with_gradients
+from tests.unit_scaling.ops.calls import (
+    RANDOM,
+    TORCH_LACKS,
+    TUPLES,
+    op_kwargs,
+    results,
+    with_gradients,
+)
 from unit_scaling.rules.table import OPS, Op
 
 # torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.

@@ -72,30 +72,15 @@ def test_addmm_with_a_bias_is_linear(beta: float, alpha: float):
         inputs, scales = [*inputs, b], [*scales, s["input"]]
     assert_parallel(ours, theirs, inputs, [s["output"], *scales])
     if beta == alpha == 1:
-        linear = OPS["linear"].rule(x, w.T, None)
-        assert [s["output"], s["mat1"], s["mat2"], s["input"]] == pytest.approx(
-            [linear[name] for name in ("output", "input", "weight", "bias")]
-        )
         linear_output = U.linear(x, w.T, b, constraint=None)
-        for got, expected in zip(
-            with_gradients(ours, x, w, b), with_gradients(linear_output, x, w, b), strict=True
-        ):
-            torch.testing.assert_close(got, expected)
+        assert_parallel(ours, linear_output, [x, w, b], [1.0] * 4)
 
 
 def test_addmm_without_beta_does_not_read_its_input():
-    nothing = torch.full((4, 3), float("nan"))
-    assert U.addmm(nothing, torch.ones(4, 2), torch.ones(2, 3), beta=0).isfinite().all()
-
-
-def test_calls_of_addmm_that_do_not_fit_are_refused():
-    op, x = OPS["addmm"], torch.ones(2, 2)
-    with pytest.raises(TypeError, match="no out= argument"):
-        op.call((x, x, x), {"out": x}, func=torch.addmm)
-    with pytest.raises(TypeError, match=r"missing .* 'mat2'"):
-        op.call((x, x), {}, func=torch.addmm)
+    nan, x = torch.full((2, 2), float("nan")), torch.ones(2, 2)
+    assert U.addmm(nan, x, x, beta=0).isfinite().all()
     named = {"batch1": x[None], "batch2": x[None]}
-    assert op.call((x,), named, func=torch.baddbmm).shape == (1, 2, 2)
+    assert OPS["addmm"].call((x,), named, func=torch.baddbmm).shape == (1, 2, 2)
 
 
 # --- einsum --------------------------------------------------------------------------------
@@ -144,7 +129,6 @@ def test_einsum_factors_are_counted():
 
 
 FORMS = [
-    (torch.einsum, ("ij , jk", [(4, 5), (5, 6)]), {}, 5),
     (torch.tensordot, ([(2, 4, 5), (4, 5, 6)],), {}, 20),
     (torch.tensordot, ([(4, 5, 2), (6, 2, 4)],), {"dims": ([0, 2], [2, 1])}, 8),
     (torch.tensordot, ([(4,), (5,)],), {"dims": 0}, 1),
@@ -161,28 +145,6 @@ def test_forms_of_einsum(form):
     args = [*equation, *(normal(*shape) for shape in shapes)]
     plain = func(*args, **kwargs)
     torch.testing.assert_close(OPS["einsum"].call(args, kwargs, func=func), plain / terms**0.5)
-
-
-def test_einsum_in_torchs_other_forms():
-    a, b = normal(4, 5), normal(5, 6)
-    expected = a @ b / 5**0.5
-    for args in (("ij,jk", [a, b]), (a, [0, 1], b, [1, 2]), (a, [0, 1], b, [1, 2], [0, 2])):
-        torch.testing.assert_close(OPS["einsum"].call(args, {}), expected)
-
-
-def test_equations_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="needs 2 operands, got 1"):
-        U.einsum("ij,jk", torch.ones(2, 2))
-    with pytest.raises(ValueError, match="'ij' does not fit an operand of 3 dimensions"):
-        U.einsum("ij->ij", torch.ones(2, 2, 2))
-
-
-def test_bilinear():
-    x, y, w, b = normal(4, 5), normal(4, 6), normal(3, 5, 6), normal(3)
-    s = OPS["bilinear"].rule(x, y, w)
-    scales = [s[name] for name in ("output", "input1", "input2", "weight", "bias")]
-    assert scales == pytest.approx([30**-0.5] * 3 + [0.5] * 2)
-    assert_parallel(U.bilinear(x, y, w, b), F.bilinear(x, y, w, b), [x, y, w, b], scales)
 
 
 OFFS = torch.tensor([0, 3, 12, 32], dtype=torch.int32)
@@ -215,24 +177,24 @@ SIZES = {1: (17,), 2: (9, 8), 3: (6, 5, 7)}
 KERNELS = {1: (3,), 2: (3, 2), 3: (2, 3, 1)}
 
 
-def settings(dims: int) -> list[dict]:
-    each = [
+SETTINGS = [
+    (dims, setting)
+    for dims in (1, 2, 3)
+    for setting in (
         {},
         {"stride": 2, "padding": 1},
         {"padding": "valid", "dilation": 2},
         {"padding": "same"},
         {"padding": tuple(range(dims)), "stride": (2,), "groups": 2},
         {"groups": 4, "dilation": tuple([1] * dims), "padding": (1,)},
-    ]
-    return [{"dims": dims, **setting} for setting in each]
+    )
+]
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("setting", [s for d in (1, 2, 3) for s in settings(d)], ids=str)
+@pytest.mark.parametrize(("dims", "setting"), SETTINGS)
 @pytest.mark.parametrize("batched", [True, False], ids=["batched", "one"])
-def test_convolution(setting: dict, batched: bool):
-    setting = dict(setting)
-    dims = setting.pop("dims")
+def test_convolution(dims: int, setting: dict, batched: bool):
     groups = setting.get("groups", 1)
     x, b = normal(*([3] if batched else []), 4, *SIZES[dims]), normal(8)
     w = normal(8, 4 // groups, *KERNELS[dims])
@@ -245,17 +207,12 @@ def test_convolution(setting: dict, batched: bool):
     assert s["output"] == pytest.approx(w[0].numel() ** -0.5)
 
 
+TRANSPOSED = [{}, {"stride": 2}, {"dilation": 2}]
+TRANSPOSED += [{"stride": 2, "padding": 1, "output_padding": 1, "groups": 2}]
+
+
 @pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {},
-        {"stride": 2},
-        {"stride": 2, "padding": 1, "output_padding": 1, "groups": 2},
-        {"dilation": 2},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("setting", TRANSPOSED, ids=str)
 def test_transposed_convolution(dims: int, setting: dict):
     groups = setting.get("groups", 1)
     x, b = normal(3, 4, *SIZES[dims]), normal(6)
@@ -329,18 +286,14 @@ def test_operands_are_cast_once(name: str):
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("form", ["matrix", "offsets"])
-def test_embedding_bag(mode: str, form: str):
+def test_embedding_bag_at_initialisation(mode: str):
     """RMS 1 within five standard errors for sums and means; a maximum of 4 has RMS 1.25."""
     rows, width, bags, size = 32, 64, 512, 4
-    w = torch.randn(rows, width, dtype=torch.float64, requires_grad=True)
+    w = normal(rows, width)
     entries = torch.stack([torch.randperm(rows)[:size] for _ in range(bags)])
-    offsets = None
-    if form == "offsets":
-        entries, offsets = entries.flatten(), torch.arange(0, bags * size, size)
-    y = U.embedding_bag(entries, w, offsets, mode=mode)
-    factor = {"sum": size**-0.5, "mean": size**0.5, "max": 1.0}[mode]
-    torch.testing.assert_close(y, F.embedding_bag(entries, w, offsets, mode=mode) * factor)
+    offsets = torch.arange(0, bags * size, size)
+    y = U.embedding_bag(entries, w, mode=mode)
+    torch.testing.assert_close(U.embedding_bag(entries.flatten(), w, offsets, mode=mode), y)
     # rows of the weight are shared by many bags: as many independent values as the weight has
     error = 5 / (2 * w.numel()) ** 0.5
     expected = 1.25 if mode == "max" else 1.0

@@ -79,17 +79,15 @@ def test_is_torchs_function(kind: str, form: str):
     batch = 3 if ours.batch_first else 7
     layers = ours.num_layers * (1 + ours.bidirectional)
     state = torch.randn(layers, batch, 5, dtype=torch.float64)
-    for given in (None, state):
+    for first in (None, state):
         if kind == "LSTM":
-            hx = None if given is None else (given * factor, given)
-            y, (h, c) = ours(x, hx)
-            expected, (last, cell) = plain(x, None if given is None else (given, given))
+            y, (h, c) = ours(x, None if first is None else (first * factor, first))
+            expected, (last, cell) = plain(x, None if first is None else (first, first))
             torch.testing.assert_close(c, cell)
         else:
-            y, h = ours(x, None if given is None else given * factor)
-            expected, last = plain(x, given)
-        torch.testing.assert_close(y, expected * factor)
-        torch.testing.assert_close(h, last * factor)
+            y, h = ours(x, None if first is None else first * factor)
+            expected, last = plain(x, first)
+        torch.testing.assert_close((y, h), (expected * factor, last * factor))
         g = torch.randn_like(y)
         (dx,) = torch.autograd.grad(y, x, g, retain_graph=True)
         (dx_plain,) = torch.autograd.grad(expected, x, g * factor)
@@ -125,10 +123,10 @@ def test_scales_at_initialisation(kind: str):
     x = torch.randn(60, 16, 128, requires_grad=True)
     y = module(x)[0]
     y.backward(torch.randn_like(y))
-    rms = lambda t: t.square().mean().sqrt().item()  # noqa: E731
-    found = {"output": rms(y[5:]), "first": rms(x.grad[0]), "last": rms(x.grad[-5:])}
-    found |= {name: rms(p.grad) for name, p in module.named_parameters()}
-    assert all(1 / 2 < value < 2 for value in found.values()), found
+    tensors = {"output": y[5:], "first": x.grad[0], "last": x.grad[-5:]}
+    tensors |= {name: p.grad for name, p in module.named_parameters()}
+    values = {name: t.square().mean().sqrt().item() for name, t in tensors.items()}
+    assert all(1 / 2 < value < 2 for value in values.values()), values
 
 
 def test_constants():
@@ -157,8 +155,9 @@ def test_one_sequence_and_the_transform(kind: str):
     ours.load_state_dict(plain.state_dict())
     model = unit_scale(plain)
     torch.testing.assert_close(model(x[:, None])[0], ours(x[:, None])[0])
-    report = uu.report(model)
-    assert not report.left_alone
+    assert not uu.report(model).left_alone
+    preserved = unit_scale(plain, init="preserve")
+    torch.testing.assert_close(preserved(x[:, None])[0], plain(x[:, None])[0])
 
 
 @each_kind
@@ -180,12 +179,6 @@ def test_a_loop_over_cells_is_the_layer(kind: str):
     torch.testing.assert_close(model(x[0]), cell(x[0]))
     assert not uu.report(model).left_alone
     assert {p.mup_type for p in model.parameters()} == {"weight", "bias"}
-
-
-@each_kind
-def test_the_transform_preserves(kind: str):
-    plain, x = getattr(nn, kind.split()[0])(6, 5, **KINDS[kind][0]), torch.randn(4, 3, 6)
-    torch.testing.assert_close(unit_scale(plain, init="preserve")(x)[0], plain(x)[0])
 
 
 def test_dropout_is_between_layers_in_training():
@@ -228,8 +221,8 @@ def test_compiled_and_in_low_precision(kind: str):
 
 @each_kind
 def test_products_under_fp8(kind: str):
-    """e4m3 has three bits: an operand is off by 1/16 at most and 0.036 in RMS, a product of two
-    by 0.05, and the steps pass on less than they add: twice that is a wide margin."""
+    """e4m3 has three bits: an operand is off by 0.036 in RMS, a product of two by 0.05, and the
+    steps pass on less than they add: twice that is a wide margin."""
     module, x = make(kind, 64, 64), torch.randn(8, 16, 64)
     with fp8.autocast("unit"):
         low = module(x)[0]
