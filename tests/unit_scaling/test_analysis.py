@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import UserDict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,8 @@ def test_batches_that_cannot_be():
     assert example_batch(encode, 2, 3, text="abcd")[0].tolist() == [[0, 1, 2]] * 2
     with pytest.raises(ValueError, match="seq_len must be a whole number from 1, got 0"):
         example_batch(encode, 2, 0, text="abcd")
+    with pytest.raises(TypeError, match="not list"):
+        example_batch(None, 2, 8, text=["a"])  # type: ignore[arg-type]
 
 
 def test_graph_to_dataframe(graph):
@@ -166,18 +169,40 @@ def test_plot_options(graph):
     assert plot(graph, xmin=2**-5, xmax=2.0).get_xlim() == (2**-5, 2.0)
 
 
-def test_tensors_of_zeros():
-    class Zero(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 0.0
+class Of(nn.Module):
+    """A model that is one function."""
 
-    model = track_scales(Zero())
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def drawn(function: Callable[[Tensor], Tensor], **options: bool):
+    """The axes of a model of a function, after its passes."""
+    model = track_scales(Of(function))
     model(torch.ones(4)).sum().backward()
-    hidden, shown = (plot(model.scales_graph(), show_zero_tensors=show) for show in (False, True))
+    axes = plot(model.scales_graph(), **options)
+    axes.figure.canvas.draw()
+    return axes
+
+
+def test_tensors_of_zeros():
+    hidden, shown = (drawn(lambda x: x * 0.0, show_zero_tensors=show) for show in (False, True))
     assert len(points(shown)) == len(points(hidden)) + 2  # the output, and the input's gradient
-    left = [x for x, _ in points(shown) if x == shown.get_xlim()[0]]
-    assert left
-    shown.figure.canvas.draw()
+    assert [x for x, _ in points(shown) if x == shown.get_xlim()[0]]
+
+
+def test_empty_tensors_have_no_line():
+    axes = drawn(lambda x: torch.cat([x[:0], x]), prune_same_scale=False)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["x", "cat"]
+
+
+def test_infinite_and_nan_values_do_not_break_the_axis():
+    axes = drawn(lambda x: torch.stack([x / 0, x / 0 - x / 0, x]), show_zero_tensors=True)
+    assert all(math.isfinite(end) for end in axes.get_xlim())
 
 
 class Named(nn.Module):
@@ -194,6 +219,11 @@ class Named(nn.Module):
         return {"logits": logits, "loss": loss}
 
 
+class Sum(nn.Module):
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        return inputs + labels
+
+
 def test_visualiser():
     for model in (tiny(), unit_scale(tiny()), Named()):
         axes = visualiser(model, encode, 2, 8, text=TEXT, metric="rms")
@@ -204,15 +234,8 @@ def test_visualiser():
         assert len(forward.get_yticklabels()) == len(points(forward))
         assert all(p.grad is None for p in model.parameters())
     assert len(points(visualiser(tiny(), OfLists(), 2, 8, text=TEXT))) > 40
-
-
-def test_visualiser_needs_a_loss():
-    class Plain(nn.Module):
-        def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-            return inputs + labels
-
     with pytest.raises(ValueError, match="the model's output has no loss"):
-        visualiser(Plain(), encode, 2, 8, text=TEXT)
+        visualiser(Sum(), encode, 2, 8, text=TEXT)
 
 
 def test_what_is_refused(graph, monkeypatch: pytest.MonkeyPatch):
@@ -225,31 +248,3 @@ def test_what_is_refused(graph, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setitem(sys.modules, f"{name}.pyplot", None)
         with pytest.raises(ImportError, match=rf"needs {name}: pip install .*\[analysis\]"):
             call(graph)
-
-
-def test_empty_tensors_have_no_line():
-    class Cache(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([x[:0], x])
-
-    model = track_scales(Cache())
-    model(torch.ones(4)).sum().backward()
-    axes = plot(model.scales_graph(), prune_same_scale=False)
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["x", "cat"]
-
-
-def test_infinite_and_nan_values_do_not_break_the_axis():
-    class Odd(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.stack([x / 0, x / 0 - x / 0, x])
-
-    model = track_scales(Odd())
-    model(torch.ones(4))
-    axes = plot(model.scales_graph(), show_zero_tensors=True)
-    assert all(math.isfinite(end) for end in axes.get_xlim())
-    axes.figure.canvas.draw()
-
-
-def test_a_list_of_texts_is_refused() -> None:
-    with pytest.raises(TypeError, match="not list"):
-        example_batch(None, 2, 8, text=["a"])  # type: ignore[arg-type]

@@ -116,20 +116,22 @@ def test_one_line_for_a_module():
     assert lines[4] == "    fc2 = self.fc2(masked_fill);  (_)"
 
 
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"double": 2 * x}
+
+
+class ReadsDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)["double"].relu()
+
+
 def test_one_line_for_a_module_that_returns_a_dict():
-    class Inner(nn.Module):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"double": 2 * x}
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Inner()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)["double"].relu()
-
-    code = analyse_module(Outer(), torch.ones(2), torch.ones(2), False, False)
+    code = analyse_module(ReadsDict(), torch.ones(2), torch.ones(2), False, False)
     assert without_scales(code)[1:] == [
         "    inner = self.inner(x)",
         "    getitem = inner['double'];  (_)",

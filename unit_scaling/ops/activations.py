@@ -24,7 +24,7 @@ from ..common.constant import specialised
 from ..core.functional import logarithmic_interpolation
 from ..rules.batch import row_scale
 from ..rules.elementwise import elementwise_scales, scaled_elementwise
-from ..rules.table import Adapter, Scales, positional, row, tie
+from ..rules.table import Scales, row, tie
 from ..scale import kept_in, scale_each, scale_output
 from .generated import CONSTRAINT, REQUIRED, by_name, described
 
@@ -74,15 +74,11 @@ Returns:
 """
 
 
-def _spellings(names: Sequence[str], arguments: str) -> dict[Callable[..., Any], Adapter]:
-    """Every torch function with one of these names, in place (with _) or not, with its adapter."""
-    return {
-        getattr(space, name + mark): positional(arguments, {"inplace": True} if mark else None)
-        for mark in ("", "_")
-        for name in names
-        for space in (F, torch, Tensor, torch.special)
-        if hasattr(space, name + mark)
-    }
+def _spellings(names: Sequence[str]) -> list[Callable[..., Any]]:
+    """Every torch function with one of these names, in place (with _) or not."""
+    spaces = (F, torch, Tensor, torch.special)
+    spelled = [(space, name + mark) for mark in ("", "_") for name in names for space in spaces]
+    return [getattr(space, name) for space, name in spelled if hasattr(space, name)]
 
 
 def _activation(
@@ -129,8 +125,7 @@ def _activation(
     about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
     described(op, name, about, {"input": REQUIRED, **defaults})
     described(computed, f"{name}_scales", _RULE.format(name=name), {**_OURS, **settings})
-    forms = _spellings(spelled, " ".join(["input", *settings, "inplace"]))
-    return row(rule or computed, adapters=forms)(op)
+    return row(rule or computed, replaces=_spellings(spelled))(op)
 
 
 def gelu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
@@ -348,15 +343,7 @@ def softmax_scales(
     return tie(constraint, output=size**power, input=(size / mult) ** power)
 
 
-#: torch.nn.functional's form of softmax, log_softmax and softmin.
-NN_SOFTMAX = positional("input dim _stacklevel dtype", _stacklevel=None)
-
-
-@row(
-    softmax_scales,
-    replaces=(F.softmax, torch.softmax, torch.Tensor.softmax),
-    adapters={F.softmax: NN_SOFTMAX},
-)
+@row(softmax_scales, replaces=(F.softmax, torch.softmax, Tensor.softmax))
 def softmax(
     input: Tensor,
     dim: int | None = None,
@@ -382,7 +369,7 @@ def softmax(
     return scale_output(output, s["output"], s["input"])
 
 
-@row(softmax_scales, adapters={F.softmin: NN_SOFTMAX})
+@row(softmax_scales, replaces=(F.softmin,))
 def softmin(
     input: Tensor,
     dim: int | None = None,
@@ -401,16 +388,10 @@ def log_softmax_scales() -> Scales:
     return {"output": 1.0, "input": 1.0}
 
 
-@row(
-    log_softmax_scales,
-    replaces=(
-        F.log_softmax,
-        torch.log_softmax,
-        torch.Tensor.log_softmax,
-        torch.special.log_softmax,
-    ),
-    adapters={F.log_softmax: NN_SOFTMAX},
-)
+_LOG_SOFTMAX = (F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax)
+
+
+@row(log_softmax_scales, replaces=_LOG_SOFTMAX)
 def log_softmax(
     input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, mult: float = 1.0
 ) -> Tensor:

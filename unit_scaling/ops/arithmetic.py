@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..common.watched import watched
-from ..rules.table import Adapter, Scales, positional, row, tie
+from ..rules.table import Scales, row, tie
 from ..scale import kept_in, scale_each, scale_output
 
 Number = Tensor | float
@@ -72,39 +72,18 @@ def _is_float(value: Number) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
-#: torch's form of addition and subtraction, which take further arguments by name.
-BINARY = positional("input other")
+def _spellings(names: str, symbol: str) -> list[Callable[..., Any]]:
+    """Every spelling of a binary operation, by torch's names and Python's symbol."""
+    spelled = [(space, n + mark) for mark in ("", "_") for n in names.split() for space in _SPACES]
+    spelled += [(Tensor, f"__{mark}{symbol}__") for mark in ("", "i")]
+    spelled += [(operator, mark + symbol) for mark in ("", "i")]
+    return [getattr(space, name) for space, name in spelled if hasattr(space, name)]
 
 
-def _in_place_sum(input: Tensor, other: Number, **named: Any) -> dict[str, Any]:
-    return {"input": input, "other": other, "out": input, **named}
+_SPACES = (torch, Tensor)
 
 
-def _in_place_product(input: Tensor, other: Number, **named: Any) -> dict[str, Any]:
-    """Copies the input, which autograd saves."""
-    return {"input": input.clone(), "other": other, "out": input, **named}
-
-
-def _operators(names: str, symbol: str, in_place: Adapter) -> dict[Any, Adapter]:
-    """Every spelling of a binary operation, by torch's names and Python's symbol, with its
-    adapter."""
-    spellings = [(space, n) for n in names.split() for space in (torch, Tensor)]
-    spelled: dict[Any, Adapter] = {
-        getattr(space, name + mark): adapter
-        for mark, adapter in (("", BINARY), ("_", in_place))
-        for space, name in spellings
-        if hasattr(space, name + mark)
-    }
-    for mark, adapter in (("", BINARY), ("i", in_place)):
-        spelled[getattr(Tensor, f"__{mark}{symbol}__")] = adapter
-        spelled[getattr(operator, mark + symbol)] = adapter
-    return spelled
-
-
-@row(
-    add_scales,
-    adapters={**_operators("add", "add", _in_place_sum), torch.Tensor.__radd__: BINARY},
-)
+@row(add_scales, replaces=[*_spellings("add", "add"), Tensor.__radd__])
 def add(
     input: Number,
     other: Number,
@@ -129,13 +108,7 @@ def add(
     return kept_in(out, scaled_terms(partial(torch.add, alpha=alpha), operands, s))
 
 
-@row(
-    add_scales,
-    adapters={
-        **_operators("sub subtract", "sub", _in_place_sum),
-        **dict.fromkeys((torch.Tensor.__rsub__, torch.rsub), positional("other input")),
-    },
-)
+@row(add_scales, replaces=[*_spellings("sub subtract", "sub"), Tensor.__rsub__, torch.rsub])
 def sub(
     input: Number,
     other: Number,
@@ -165,13 +138,7 @@ def mul_scales(input: Number, other: Number, constraint: str | None = "to_output
     return tie(constraint, **scales)
 
 
-@row(
-    mul_scales,
-    adapters={
-        **_operators("mul multiply", "mul", _in_place_product),
-        torch.Tensor.__rmul__: BINARY,
-    },
-)
+@row(mul_scales, replaces=[*_spellings("mul multiply", "mul"), Tensor.__rmul__])
 def mul(
     input: Number,
     other: Number,
@@ -201,7 +168,7 @@ def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output
     return mul_scales(input, other, constraint)
 
 
-@row(div_scales, adapters=_operators("div divide true_divide", "truediv", _in_place_product))
+@row(div_scales, replaces=_spellings("div divide true_divide", "truediv"))
 def div(
     input: Tensor,
     other: Number,
@@ -290,12 +257,7 @@ def cat_scales() -> Scales:
     return {"output": 1.0, "tensors": 1.0}
 
 
-@row(
-    cat_scales,
-    adapters=dict.fromkeys(
-        (torch.cat, torch.concat, torch.concatenate), positional("tensors dim", axis="dim")
-    ),
-)
+@row(cat_scales, replaces=(torch.cat, torch.concat, torch.concatenate))
 def cat(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> Tensor:
     """Concatenates tensors as `torch.cat`; no factor is needed.
 

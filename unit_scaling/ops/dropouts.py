@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..rules.table import Scales, positional, row, tie
+from ..rules.table import Scales, row, tie
 from ..scale import scale_each
 from .generated import P, R, with_first
 
@@ -67,10 +67,8 @@ def _op(
     about: str,
 ) -> Callable[P, R]:
     """Adds the row of torch.nn.functional's function ``name``, and of torch's, if any."""
-    theirs = [getattr(torch, name)] if hasattr(torch, name) else []
-    adapters = dict.fromkeys(theirs, positional("input p train", train="training"))
-    op = with_first(body, getattr(F, name), name, about)
-    return row(rule, replaces=(getattr(F, name), *theirs), adapters=adapters)(op)
+    theirs = [getattr(space, name) for space in (F, torch) if hasattr(space, name)]
+    return row(rule, replaces=theirs)(with_first(body, theirs[0], name, about))
 
 
 _ABOUT = """Computes ``s * dropout(input, p)``; the identity if not training.

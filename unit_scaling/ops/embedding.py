@@ -59,14 +59,6 @@ def _scale_gradient(output: Tensor, scale: float) -> Tensor:
     return output.view_as(output)
 
 
-def _bag_size(input: Tensor, offsets: Tensor | None, include_last_offset: bool = False) -> float:
-    """The average number of rows in a bag, at least 1."""
-    if offsets is None:
-        return max(input.shape[-1] if input.ndim > 1 else 1, 1)
-    bags = offsets.numel() - include_last_offset
-    return max(input.numel() / max(bags, 1), 1.0)
-
-
 def embedding_bag_scales(
     input: Tensor,
     weight: Tensor,
@@ -80,7 +72,10 @@ def embedding_bag_scales(
     of them. A row of the weight sums gradients of lookups/rows entries, divided by n for the mean;
     the weight of an entry sums over features.
     """
-    size = _bag_size(input, offsets, include_last_offset)
+    if offsets is None:
+        size = max(input.shape[-1] if input.ndim > 1 else 1, 1)
+    else:
+        size = max(input.numel() / max(offsets.numel() - include_last_offset, 1), 1.0)
     rows, lookups = weight.shape[0] or 1, input.numel() or 1
     output = {"sum": size**-0.5, "mean": size**0.5}.get(mode, 1.0)
     each = {"sum": 1.0, "mean": size}.get(mode, size**0.5)
@@ -118,11 +113,6 @@ def embedding_bag(
         (bags, width).
     """
     s = embedding_bag_scales(input, weight, offsets, mode, include_last_offset)
-    is_dense = not sparse and max_norm is None and per_sample_weights is None
-    bag_size = _bag_size(input, offsets, include_last_offset)
-    on_weight = is_dense and weight.shape[0] * bag_size < input.numel()  # fewer rows than bags
-    if on_weight:
-        weight = scale_each(weight, s["output"], s["weight"])
     if per_sample_weights is not None:  # on top of the output's gradient factor
         entry_scale = s["per_sample_weights"] / s["weight"]
         per_sample_weights = scale_each(per_sample_weights, 1.0, entry_scale)
@@ -139,4 +129,4 @@ def embedding_bag(
         include_last_offset,
         padding_idx,
     )
-    return output if on_weight else scale_each(output, s["output"], s["weight"])
+    return scale_each(output, s["output"], s["weight"])

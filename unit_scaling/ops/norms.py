@@ -254,7 +254,7 @@ def normalize_scales(
     return tie(constraint, output=norm, input=norm)
 
 
-@row(normalize_scales, adapters={F.normalize: positional("input p dim eps out")})
+@row(normalize_scales, replaces=(F.normalize,))
 def normalize(
     input: Tensor,
     p: float = 2.0,

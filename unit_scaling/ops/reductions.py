@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..rules.table import Scales, positional, row, tie
+from ..rules.table import Scales, row, tie
 from ..scale import scale_output
 from .arithmetic import scaled_terms, shares
 
@@ -26,7 +25,7 @@ def _summed(input: Tensor, dim: Dims) -> int:
     return math.prod([input.shape[d] for d in dim]) or 1 if input.ndim else 1
 
 
-def _is_value(input: Tensor, dim: Dims, keepdim: bool) -> bool:
+def _keeps_value(input: Tensor, dim: Dims, keepdim: bool) -> bool:
     """Whether a sum or mean keeps its value: over all elements (a loss), or a statistic."""
     return keepdim or dim is None or not (input.dtype.is_floating_point or input.dtype.is_complex)
 
@@ -42,7 +41,7 @@ def sum_scales(
     Not scaled over all elements (a loss) or with keepdim (a statistic that is combined with the
     input again).
     """
-    if _is_value(input, dim, keepdim):
+    if _keeps_value(input, dim, keepdim):
         return tie(constraint, output=1.0, input=1.0)
     return tie(constraint, output=_summed(input, dim) ** -0.5, input=1.0)
 
@@ -58,15 +57,12 @@ def mean_scales(
     Not scaled where `sum_scales` does not scale; the gradient of a loss is then that of the sum.
     """
     count = _summed(input, dim)
-    if _is_value(input, dim, keepdim):
+    if _keeps_value(input, dim, keepdim):
         return tie(constraint, output=1.0, input=count if dim is None else 1.0)
     return tie(constraint, output=count**0.5, input=count)
 
 
-_REDUCED = positional("input dim keepdim", axis="dim")
-
-
-@row(sum_scales, adapters={torch.sum: _REDUCED, torch.Tensor.sum: _REDUCED})
+@row(sum_scales, replaces=(torch.sum, Tensor.sum))
 def sum(
     input: Tensor,
     dim: Dims = None,
@@ -90,7 +86,7 @@ def sum(
     return scale_output(output, s["output"], s["input"])
 
 
-@row(mean_scales, adapters={torch.mean: _REDUCED, torch.Tensor.mean: _REDUCED})
+@row(mean_scales, replaces=(torch.mean, Tensor.mean))
 def mean(
     input: Tensor,
     dim: Dims = None,
@@ -116,7 +112,7 @@ def cumsum_scales(input: Tensor, dim: int, constraint: str | None = "to_output_s
     return tie(constraint, output=scale, input=scale)
 
 
-@row(cumsum_scales, replaces=(torch.cumsum, torch.Tensor.cumsum))
+@row(cumsum_scales, replaces=(torch.cumsum, Tensor.cumsum))
 def cumsum(
     input: Tensor,
     dim: int,
@@ -134,14 +130,6 @@ def cumsum(
 # Variances
 
 
-def _numbers(input: Tensor, dim: Dims, correction: int, keepdim: bool) -> tuple[int, int]:
-    """(number of values of each variance, its divisor); (0, 0) if it is not scaled."""
-    count = _summed(input, dim)
-    if _is_value(input, dim, keepdim) or count <= max(1, correction):
-        return 0, 0
-    return count, count - correction
-
-
 def var_scales(
     input: Tensor,
     dim: Dims = None,
@@ -152,22 +140,15 @@ def var_scales(
     """1/RMS for n normal values, (n - c)/sqrt(n^2 - 1), and of the gradient, which is twice the
     distance from the mean over n - c. Not scaled where `sum_scales` does not scale.
     """
-    count, free = _numbers(input, dim, correction, keepdim)
-    if not count:
+    count = _summed(input, dim)
+    if _keeps_value(input, dim, keepdim) or count <= max(1, correction):
         return tie(constraint, output=1.0, input=1.0)
+    free = count - correction
     gradient = free / 2 * (count / (count - 1)) ** 0.5
     return tie(constraint, output=free * (count**2 - 1) ** -0.5, input=gradient)
 
 
-def _torch_var(input: Tensor, *args: Any, **named: Any) -> dict[str, Any]:
-    names = ("unbiased",) if args and isinstance(args[0], bool) else ("dim", "unbiased", "keepdim")
-    arguments = {**dict(zip(names, args, strict=False)), **named}
-    if "unbiased" in arguments:
-        arguments["correction"] = int(arguments.pop("unbiased"))
-    return {"input": input, **arguments}
-
-
-@row(var_scales, adapters={torch.var: _torch_var, torch.Tensor.var: _torch_var})
+@row(var_scales, replaces=(torch.var, Tensor.var))
 def var(
     input: Tensor,
     dim: Dims = None,
@@ -202,13 +183,14 @@ def std_scales(
 
     Not scaled where `sum_scales` does not scale.
     """
-    count, free = _numbers(input, dim, correction, keepdim)
-    if not count:
+    count = _summed(input, dim)
+    if _keeps_value(input, dim, keepdim) or count <= max(1, correction):
         return tie(constraint, output=1.0, input=1.0)
+    free = count - correction
     return tie(constraint, output=(free / (count - 1)) ** 0.5, input=(count * free) ** 0.5)
 
 
-@row(std_scales, adapters={torch.std: _torch_var, torch.Tensor.std: _torch_var})
+@row(std_scales, replaces=(torch.std, Tensor.std))
 def std(
     input: Tensor,
     dim: Dims = None,

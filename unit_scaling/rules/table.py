@@ -42,7 +42,8 @@ class Op:
     rule: Callable[..., Scales]
     #: Every torch callable that ``fn`` replaces, the plainest first; () if torch has none.
     replaces: tuple[Callable[..., Any], ...]
-    #: For members of ``replaces`` whose arguments differ from those of ``fn``.
+    #: For members of ``replaces`` whose arguments differ from those of ``fn``, of products and
+    #: norms: what a model calls of other ops is not scaled.
     adapters: Mapping[Callable[..., Any], Adapter] = field(default_factory=dict)
 
     @property
@@ -99,8 +100,8 @@ class Op:
         >>> from unit_scaling.rules.table import OPS
         >>> import torch
         >>> x = torch.ones(2, 3)
-        >>> OPS["softmax"].call((x, -1), {}, func=torch.softmax, constraint=None).shape
-        torch.Size([2, 3])
+        >>> OPS["matmul"].call((x, x.T), {}, func=torch.mm, constraint=None).shape
+        torch.Size([2, 2])
         """
         names = _SIGNATURES[self.fn]
         extra = {name: value for name, value in settings.items() if name in names}

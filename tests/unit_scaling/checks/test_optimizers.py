@@ -207,10 +207,12 @@ def test_rates_far_from_the_rule_warn(of: str):
         step(model, torch.optim.NAdam(model.parameters(), lr=4.0))
     step(model, torch.optim.Adagrad(model.parameters(), lr=4.0))
     for lr, message in ((2**-5, "16 times below"), (2**4, "32 times above")):
+        model = MODELS[of]()
         with pytest.warns(fp8.OptimizerWarning, match=f"lr={lr:.4g}, {message}.* Leave lr out"):
             step(model, uu.optim.AdamW(model.parameters(), lr=lr))
     for settings in ({}, {"lr": 0.125}, {"lr": 2.0}, {"lr_mult": uu.optim.UMUP}):
-        step(MODELS[of](), uu.optim.AdamW(model.parameters(), **settings))
+        model = MODELS[of]()
+        step(model, uu.optim.AdamW(model.parameters(), **settings))
 
 
 class Container(torch.optim.Optimizer):

@@ -82,16 +82,32 @@ def test_integers_and_numbers_are_not_scaled(name: str) -> None:
     assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize("in_place", ["add_", "sub_", "mul_", "div_", "tanh_", "sigmoid_"])
-def test_what_integers_cannot_hold_is_not_written_to_them(in_place: str) -> None:
-    args = () if in_place in ("tanh_", "sigmoid_") else (0.5,)
-    op, method = OPS[in_place[:-1]], getattr(torch.Tensor, in_place)
-    with pytest.raises(RuntimeError, match="can't be cast"):
-        method(counts(3), *args)
+IN_PLACE = [
+    *(lambda x, op=op: op(x, 0.5, out=x) for op in (U.add, U.sub, U.mul, U.div)),
+    *(lambda x, op=op: op(x, inplace=True) for op in (U.tanh, U.sigmoid)),
+]
+
+
+@pytest.mark.parametrize("write", IN_PLACE)
+def test_what_integers_cannot_hold_is_not_written_to_them(write) -> None:
+    """As in torch."""
     x = counts(3)
     with pytest.raises(TypeError, match=r"torch.float32 cannot be written .* torch.int64"):
-        op.call((x, *args), {}, func=method)
+        write(x)
     assert torch.equal(x, counts(3))
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "div"])
+def test_out_is_written_and_may_require_gradients(name: str) -> None:
+    op, plain = getattr(U, name), getattr(torch, name)
+    x, y = X.clone().requires_grad_(), Y.clone().requires_grad_()
+    out = torch.empty_like(X)
+    assert op(x, y, constraint=None, out=out) is out
+    scales = OPS[name].rule(X, Y, constraint=None)
+    torch.testing.assert_close(out, plain(X, Y) * scales["output"])
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    (expected,) = torch.autograd.grad(plain(x, y).sum(), x)
+    torch.testing.assert_close(grad, expected * scales["input"])
 
 
 @pytest.mark.parametrize("constraint", ["to_output_scale", None])
@@ -229,12 +245,6 @@ def test_concatenation_keeps_values_and_gradients(name: str, dim: int):
     for function in (ours_of, plain):
         with pytest.raises(TypeError, match="tuple of Tensors"):
             function(torch.ones(2, 3))
-
-
-def test_concatenation_as_torch_is_called():
-    assert torch.equal(OPS["cat"].call(([X, Y],), {"axis": 1}), torch.cat([X, Y], 1))
-    out = torch.empty(8, 6, dtype=torch.float64)
-    assert OPS["cat"].call(((X, Y),), {"out": out}, func=torch.concat) is out
 
 
 # --- powers and bounds ---------------------------------------------------------------------

@@ -1,11 +1,15 @@
 """Every row of OPS compiled: several rows in one graph, with the results of eager mode."""
 
+import dataclasses
+import functools
 import inspect
 
 import pytest
 import torch
 from torch import Tensor
 
+import fp8
+import unit_scaling.functional as U
 from tests.unit_scaling.ops.calls import (
     RANDOM,
     TORCH_LACKS,
@@ -91,3 +95,43 @@ def test_random_op_compiles_whole(name: str):
     kwargs = op_kwargs(OPS[name], torch.float32)
     expected, got = results(OPS[name].fn, kwargs), results(compiled, kwargs)
     assert all(got[k].isfinite().all() and got[k].shape == x.shape for k, x in expected.items())
+
+
+def test_forward_mode_in_a_graph():
+    def derivatives(x: Tensor, tangent: Tensor) -> list[tuple[Tensor, Tensor]]:
+        ops = [U.exp, U.sigmoid, U.tanh, functools.partial(U.softmax, dim=-1)]
+        return [torch.func.jvp(op, (x,), (tangent,)) for op in ops]
+
+    x, tangent = torch.randn(2, 4, 8, dtype=torch.float64).unbind()
+    got = torch.compile(derivatives, backend="aot_eager", fullgraph=True)(x, tangent)
+    torch.testing.assert_close(got, derivatives(x, tangent))
+
+
+def test_a_saturated_number_has_the_gradient_zero():
+    """As in torch: the limit is a number of the dtype, and not beyond the factor as rounded."""
+    for op in (U.tanh, U.sigmoid):
+        x = torch.tensor([200.0, torch.inf], dtype=torch.bfloat16, requires_grad=True)
+        torch.compile(op, backend="aot_eager_decomp_partition")(x).sum().backward()
+        assert x.grad.tolist() == [0.0, 0.0]
+
+
+def test_a_cast_before_the_softmax_keeps_the_dtype_of_the_gradient():
+    x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    graph = torch.compile(lambda x: U.softmax(x, -1, torch.float32), backend="aot_eager")
+    y = graph(x)
+    y.square().sum().backward()
+    assert (y.dtype, x.grad.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_relu_keeps_what_a_recipe_says():
+    """A bit for each number."""
+    recipe = dataclasses.replace(fp8.RECIPES["unit"], saved_activations=fp8.Cast(format="e4m3"))
+
+    def call(x: Tensor) -> Tensor:
+        with fp8.autocast(recipe):
+            return U.relu(x)
+
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        torch.compile(call, backend="aot_eager")(torch.randn(4, 16, requires_grad=True))
+    assert [(t.dtype, t.numel()) for t in saved] == [(torch.uint8, 8)]

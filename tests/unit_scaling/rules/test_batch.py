@@ -111,17 +111,11 @@ def test_block():
 
 
 @pytest.mark.parametrize("argument", ["n", "averaged_over"])
-def test_bad_numbers(argument: str):
-    with (
-        pytest.raises(ValueError, match=f"{argument} must be a whole number from 1, got 0"),
-        uu.batch_multiplier(**{"n": 1, argument: 0}),
-    ):
-        pass
-    with (
-        pytest.raises(TypeError, match=rf"{argument} must be a whole number from 1, got 1\.5"),
-        uu.batch_multiplier(**{"n": 1, argument: 1.5}),
-    ):
-        pass
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (1.5, TypeError)])
+def test_bad_numbers(argument: str, value: float, error: type[Exception]):
+    block = uu.batch_multiplier(**{"n": 1, argument: value})
+    with pytest.raises(error, match=f"{argument} must be a whole number from 1, got {value}"):
+        block.__enter__()
 
 
 def test_a_block_belongs_to_its_thread():
