@@ -31,8 +31,9 @@ class Conv1d(_Convolution, nn.Conv1d, op=U.conv1d):
     """`unit_scaling.functional.conv1d` as a module.
 
     Input is (batch, in_channels, length) or (in_channels, length). The weight is initialised with a
-    standard normal, the bias with zero. Other arguments are those of `torch.nn.Conv1d`, including
-    padding "same" and "valid".
+    standard normal, the bias with zero. There is no bias by default, unlike in torch: the
+    state_dict of a module with one loads with ``bias=True``. Other arguments are those of
+    `torch.nn.Conv1d`, including padding "same" and "valid".
 
     Args:
         constraint: see `Linear`.
@@ -57,8 +58,8 @@ class Conv3d(_Convolution, nn.Conv3d, op=U.conv3d):
 class ConvTranspose1d(_Transposed, nn.ConvTranspose1d, op=U.conv_transpose1d):
     """`unit_scaling.functional.conv_transpose1d` as a module.
 
-    Input is (batch, in_channels, length), or without batch. Other arguments are those of
-    `torch.nn.ConvTranspose1d`.
+    Input is (batch, in_channels, length), or without batch. There is no bias by default, as in
+    `Conv1d`. Other arguments are those of `torch.nn.ConvTranspose1d`.
 
     Args:
         constraint: see `Linear`.

@@ -18,7 +18,8 @@ class Linear(Product, nn.Linear, op=U.linear):
     """`unit_scaling.functional.linear` as a module.
 
     Input is (..., in_features), output (..., out_features). The weight (out_features, in_features)
-    is initialised with a standard normal, the bias (out_features,) with zero.
+    is initialised with a standard normal, the bias (out_features,) with zero. There is no bias by
+    default, unlike in torch: the state_dict of an `nn.Linear` with one loads with ``bias=True``.
 
     Args:
         in_features: the size of the input.
@@ -86,5 +87,5 @@ class Bilinear(Product, nn.Bilinear, op=U.bilinear):
 
     Inputs are (..., in1_features) and (..., in2_features), the output is (..., out_features). The
     weight (out_features, in1_features, in2_features) is initialised with a standard normal, the
-    bias with zero. Other arguments are as in `Linear`.
+    bias with zero. Other arguments are as in `Linear`; there is no bias by default.
     """

@@ -26,13 +26,16 @@ __all__ = [
 
 
 class LayerNorm(Weighted, nn.LayerNorm, op=U.layer_norm):
-    """`unit_scaling.functional.layer_norm` as a module; by default without weight and bias."""
+    """`unit_scaling.functional.layer_norm` as a module; by default without weight and bias.
+
+    The state_dict of an `nn.LayerNorm` loads with ``elementwise_affine=True``.
+    """
 
     _defaults: ClassVar = {"elementwise_affine": False}
 
 
 class RMSNorm(Weighted, nn.RMSNorm, op=U.rms_norm):
-    """`unit_scaling.functional.rms_norm` as a module; by default without weight."""
+    """`unit_scaling.functional.rms_norm` as a module; by default without weight, as `LayerNorm`."""
 
     _defaults: ClassVar = {"elementwise_affine": False, "eps": 1e-5}
 

@@ -69,7 +69,7 @@ class Op:
         """
         func = self.replaces[0] if func is None else func
         names = _SIGNATURES[self.fn]
-        named = {name: value for name, value in kwargs.items() if name != "out" or name in names}
+        named = {name: value for name, value in kwargs.items() if name != "out"}
         adapter = self.adapters.get(func)
         if adapter is not None:
             arguments = adapter(*args, **named)
@@ -77,11 +77,9 @@ class Op:
             raise TypeError(f"{self.name} takes {len(names)} arguments but {len(args)} were given")
         else:
             arguments = {**dict(zip(names, args, strict=False)), **named}
-        if "out" in names:
-            return arguments
-        by_name, by_position = kwargs.get("out"), arguments.pop("out", None)
-        if by_name is not None or by_position is not None:
-            raise TypeError(f"unit-scaled {self.name} has no out= argument")
+        for out in (kwargs.get("out"), arguments.pop("out", None)):
+            if out is not None:
+                raise TypeError(f"unit-scaled {self.name} has no out= argument")
         return arguments
 
     def call(

@@ -1,4 +1,4 @@
-"""Calls of torch's functions: which op each spelling is of, and the arguments of products and norms."""
+"""Spellings of torch's functions, and the arguments of products and norms."""
 
 import inspect
 import operator

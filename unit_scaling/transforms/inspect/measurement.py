@@ -81,7 +81,11 @@ _LOSS = (
     "a loss outside of the model divides by the size of the batch: use that of "
     "unit_scaling.functional (U.cross_entropy), or compute it in the model's forward"
 )
-_HIDDEN = "see what unit_scaling.report says of it, and whether a function of torch stands for U's"
+_HIDDEN = (
+    "unit_scaling.transforms.track_scales shows the calls around it, and unit_scaling.report what "
+    "unit_scale did with them; a function of torch may stand for U's"
+)
+_FEW = ", or only some positions have a gradient, as of a class token or of a mean"
 
 
 def diagnosis(rows: Sequence[Measurement], loss: float | None) -> list[str]:
@@ -103,7 +107,7 @@ def diagnosis(rows: Sequence[Measurement], loss: float | None) -> list[str]:
         # In backward order. Weight gradients do not propagate and come after all others.
         backward = [row for row in reversed(outside) if row.kind.endswith("gradient")]
         backward.sort(key=lambda row: row.kind == "weight gradient")
-        found += _change("gradients", backward, "backward, ")
+        found += [f"{line}{_FEW}" for line in _change("gradients", backward, "backward, ")]
     return found or ["every tensor is in the range of its kind"]
 
 
