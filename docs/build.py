@@ -263,9 +263,9 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     ),
     (
         "Operations",
-        "`unit_scaling.rules.table.OPS`: what `unit_scaling.functional` (`U`) holds, and what "
-        "`unit_scale` puts in place of torch's.",
-        "operation | replaces | constraint= | the rule",
+        "`unit_scaling.rules.table.OPS`: what `unit_scaling.functional` (`U`) holds, and torch's "
+        "functions of the same name.",
+        "operation | of torch | constraint= | the rule",
         [ops(row) for row in OPS.values()],
     ),
     (

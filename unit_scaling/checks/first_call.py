@@ -62,7 +62,9 @@ def skip_checks(model: nn.Module) -> None:
 def _at_first_call(module: nn.Module, args: Any) -> None:
     model = _outermost() or module
     unchecked = [(path, part) for path, part in model.named_modules() if skip_weight_check(part)]
-    wrong = [(path, part, rms) for path, part in unchecked if (rms := _rms_outside(part))]
+    wrong = in_own_thread(  # no mode is to record what is read
+        lambda: [(path, part, rms) for path, part in unchecked if (rms := _rms_outside(part))]
+    )
     if not wrong:
         return
     path, part, rms = wrong[0]
@@ -107,14 +109,19 @@ def is_near_one(rms: float | None) -> bool:
 
 def known_rms(tensor: Tensor) -> float | None:
     """The RMS; None if it is zero or unknown (meta tensors, sharded tensors, inside vmap)."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+    if type(tensor) not in (Tensor, nn.Parameter):
         return None
-    norm = torch.linalg.vector_norm
     try:
-        total = in_own_thread(lambda: norm(tensor.detach(), dtype=torch.float64).item())
+        return in_own_thread(_rms, tensor)
     except RuntimeError:  # no values inside torch.func transforms
         return None
-    return total * tensor.numel() ** -0.5 or None
+
+
+def _rms(tensor: Tensor) -> float | None:
+    if tensor.is_meta or not tensor.numel():
+        return None
+    norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).item()
+    return norm * tensor.numel() ** -0.5 or None
 
 
 @eager_only()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,7 +13,7 @@ from fp8.products.convolution import conv, conv_transpose
 from ..rules.batch import row_scale
 from ..rules.table import Scales, row, tie
 from ..scale import scale_each
-from .generated import renamed
+from .generated import P, R, renamed
 from .products import SQRT, ScalePower, inverse
 
 Ints = int | Sequence[int]
@@ -23,6 +23,11 @@ def each(value: Ints, dims: int) -> list[int]:
     """One setting for each dimension; a number applies to all."""
     values = [value] if isinstance(value, int) else list(value)
     return values * dims if len(values) == 1 else values
+
+
+def _op(body: Callable[P, R], rule: Callable[..., Scales], name: str, about: str) -> Callable[P, R]:
+    """Adds the row of torch.nn.functional's function ``name``."""
+    return row(rule, replaces=(getattr(F, name),))(renamed(body, name, about))
 
 
 def conv_scales(
@@ -100,13 +105,9 @@ Returns:
 
 _ALSO = "{}D convolution: as `conv1d`, with weight (out, in / groups, {})."
 
-conv1d = row(conv_scales, replaces=(F.conv1d,))(renamed(_conv, "conv1d", _CONV))
-conv2d = row(conv_scales, replaces=(F.conv2d,))(
-    renamed(_conv, "conv2d", _ALSO.format(2, "height, width"))
-)
-conv3d = row(conv_scales, replaces=(F.conv3d,))(
-    renamed(_conv, "conv3d", _ALSO.format(3, "depth, height, width"))
-)
+conv1d = _op(_conv, conv_scales, "conv1d", _CONV)
+conv2d = _op(_conv, conv_scales, "conv2d", _ALSO.format(2, "height, width"))
+conv3d = _op(_conv, conv_scales, "conv3d", _ALSO.format(3, "depth, height, width"))
 
 
 def conv_transpose_scales(
@@ -173,16 +174,16 @@ Args:
 """
 _ALSO_TRANSPOSED = "As `conv_transpose1d` in {} dimensions, with weight (in, out / groups, {})."
 
-conv_transpose1d = row(conv_transpose_scales, replaces=(F.conv_transpose1d,))(
-    renamed(_conv_transpose, "conv_transpose1d", _TRANSPOSED)
+conv_transpose1d = _op(_conv_transpose, conv_transpose_scales, "conv_transpose1d", _TRANSPOSED)
+conv_transpose2d = _op(
+    _conv_transpose,
+    conv_transpose_scales,
+    "conv_transpose2d",
+    _ALSO_TRANSPOSED.format("two", "height, width"),
 )
-conv_transpose2d = row(conv_transpose_scales, replaces=(F.conv_transpose2d,))(
-    renamed(_conv_transpose, "conv_transpose2d", _ALSO_TRANSPOSED.format("two", "height, width"))
-)
-conv_transpose3d = row(conv_transpose_scales, replaces=(F.conv_transpose3d,))(
-    renamed(
-        _conv_transpose,
-        "conv_transpose3d",
-        _ALSO_TRANSPOSED.format("three", "depth, height, width"),
-    )
+conv_transpose3d = _op(
+    _conv_transpose,
+    conv_transpose_scales,
+    "conv_transpose3d",
+    _ALSO_TRANSPOSED.format("three", "depth, height, width"),
 )

@@ -29,15 +29,15 @@ def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
     return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
 
 
-@row(
-    layer_norm_scales,
-    replaces=(F.layer_norm, torch.layer_norm),
-    adapters={
-        torch.layer_norm: positional(
-            "input normalized_shape weight bias eps cudnn_enable", cudnn_enable=None
-        )
-    },
-)
+def _form(arguments: str) -> Adapter:
+    """The adapter of torch's norm with these arguments and a last one about cuDNN."""
+    return positional(f"{arguments} cudnn_enabled", cudnn_enabled=None, cudnn_enable=None)
+
+
+_ROWS = {torch.layer_norm: _form("input normalized_shape weight bias eps")}
+
+
+@row(layer_norm_scales, replaces=(F.layer_norm,), adapters=_ROWS)
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -64,13 +64,10 @@ def rms_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
     return {"output": 1.0, "input": 1.0, "weight": s["weight"]}
 
 
-@row(
-    rms_norm_scales,
-    adapters=dict.fromkeys(
-        (F.rms_norm, torch.rms_norm),
-        positional("input normalized_shape weight eps", {"eps": None}),
-    ),
-)
+_RMS = positional("input normalized_shape weight eps", {"eps": None})
+
+
+@row(rms_norm_scales, adapters=dict.fromkeys((F.rms_norm, torch.rms_norm), _RMS))
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -99,15 +96,10 @@ def channel_norm_scales(input: Tensor) -> Scales:
     return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
 
 
-@row(
-    channel_norm_scales,
-    replaces=(F.group_norm, torch.group_norm),
-    adapters={
-        torch.group_norm: positional(
-            "input num_groups weight bias eps cudnn_enabled", cudnn_enabled=None
-        )
-    },
-)
+_GROUPS = {torch.group_norm: _form("input num_groups weight bias eps")}
+
+
+@row(channel_norm_scales, replaces=(F.group_norm,), adapters=_GROUPS)
 def group_norm(
     input: Tensor,
     num_groups: int,
@@ -128,17 +120,12 @@ def group_norm(
     return F.group_norm(input, num_groups, weight, bias, eps)
 
 
-def _with_statistics(training: str) -> Adapter:
-    """Adapts torch's form of a norm with running statistics. training: the name of the argument."""
-    names = f"input weight bias running_mean running_var {training} momentum eps cudnn_enabled"
-    return positional(names, cudnn_enabled=None)
+_STATISTICS = "input weight bias running_mean running_var {} momentum eps"
+_BATCH = {torch.batch_norm: _form(_STATISTICS.format("training"))}
+_INSTANCE = {torch.instance_norm: _form(_STATISTICS.format("use_input_stats"))}
 
 
-@row(
-    channel_norm_scales,
-    replaces=(F.batch_norm, torch.batch_norm),
-    adapters={torch.batch_norm: _with_statistics("training")},
-)
+@row(channel_norm_scales, replaces=(F.batch_norm,), adapters=_BATCH)
 def batch_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -165,11 +152,7 @@ def batch_norm(
     return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
-@row(
-    channel_norm_scales,
-    replaces=(F.instance_norm, torch.instance_norm),
-    adapters={torch.instance_norm: _with_statistics("use_input_stats")},
-)
+@row(channel_norm_scales, replaces=(F.instance_norm,), adapters=_INSTANCE)
 def instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -190,11 +173,10 @@ def instance_norm(
     )
 
 
-@row(
-    channel_norm_scales,
-    replaces=(over_channels,),
-    adapters={over_channels: positional("input weight bias eps", {"eps": 1e-6})},
-)
+_CHANNELS = {over_channels: positional("input weight bias eps", {"eps": 1e-6})}
+
+
+@row(channel_norm_scales, adapters=_CHANNELS)
 def layer_norm2d(
     input: Tensor,
     weight: Tensor | None = None,

@@ -45,7 +45,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings(name: str):
-    assert {find_op(function) for function in SPELLINGS[name]} == {OPS[name]}
+    assert {find_op(function).name for function in SPELLINGS[name]} == {name}
 
 
 FORMS = [  # (torch function, args, kwargs), with the same results in each line
@@ -127,7 +127,7 @@ def test_products_and_norms_take_what_torch_hands_on(name: str):
     """torch.nn.functional hands all of its arguments on by name, defaults too, as out=None."""
     op = OPS[name]
     for function in op.replaces:
-        if function is F.normalize or function.__module__ != "torch.nn.functional":
+        if getattr(function, "__module__", "") != "torch.nn.functional":
             continue
         parameters = inspect.signature(function).parameters.values()
         required = [p for p in parameters if p.default is p.empty]
