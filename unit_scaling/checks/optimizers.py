@@ -183,7 +183,9 @@ def _check_eps(optimizer: Optimizer) -> None:
     near = []
     for group in optimizer.param_groups:
         eps = group.get("eps")
-        for p in group["params"] if isinstance(eps, float) else ():
+        if not isinstance(eps, float):
+            continue
+        for p in group["params"]:
             if getattr(p, "mup_divisor", None) and p.grad is not None:
                 rms = known_rms(p.grad)
                 near += [(rms, eps)] if rms is not None and rms < EPS_MARGIN * eps else []

@@ -72,9 +72,8 @@ def embedding_bag_scales(
     of them. A row of the weight sums gradients of lookups/rows entries, divided by n for the mean;
     the weight of an entry sums over features.
     """
-    if offsets is None:
-        size = max(input.shape[-1] if input.ndim > 1 else 1, 1)
-    else:
+    size: float = max(input.shape[-1] if input.ndim > 1 else 1, 1)
+    if offsets is not None:
         size = max(input.numel() / max(offsets.numel() - include_last_offset, 1), 1.0)
     rows, lookups = weight.shape[0] or 1, input.numel() or 1
     output = {"sum": size**-0.5, "mean": size**0.5}.get(mode, 1.0)
