@@ -87,7 +87,7 @@ def scale_output(output: Tensor, fwd: float, bwd: float) -> Tensor:
     return output * fwd  # not by other functions: compiled code guards on each
 
 
-def kept_in(out: Tensor | None, output: Tensor) -> Tensor:
+def written_to(out: Tensor | None, output: Tensor) -> Tensor:
     """Returns ``out`` with the values of ``output``, or ``output`` if ``out`` is None. Raises
     TypeError for a dtype that cannot hold them, as torch does."""
     if out is None:

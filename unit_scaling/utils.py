@@ -182,11 +182,11 @@ def _expression(node: fx.Node) -> str:
         return f"{args[0]}[{args[1]}]"
     if node.target is getattr:
         return f"{args[0]}.{node.args[1]}"
-    given = [f"{name}={value!r}" for name, value in node.kwargs.items()]
+    keywords = [f"{name}={value!r}" for name, value in node.kwargs.items()]
     if node.op == "call_method":
-        return f"{args[0]}.{node.target}({', '.join([*args[1:], *given])})"
+        return f"{args[0]}.{node.target}({', '.join([*args[1:], *keywords])})"
     function = f"self.{node.target}" if node.op == "call_module" else _function(node.target)
-    return f"{function}({', '.join([*args, *given])})"
+    return f"{function}({', '.join([*args, *keywords])})"
 
 
 def _function(target: Any) -> str:

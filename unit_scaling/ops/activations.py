@@ -25,7 +25,7 @@ from ..core.functional import logarithmic_interpolation
 from ..rules.batch import row_scale
 from ..rules.elementwise import elementwise_scales, scaled_elementwise
 from ..rules.table import Scales, row, tie
-from ..scale import kept_in, scale_each, scale_output
+from ..scale import scale_each, scale_output, written_to
 from .generated import CONSTRAINT, REQUIRED, by_name, described
 
 # u-muP's fitted factors: between the limits of an op for a small and a large mult
@@ -115,7 +115,7 @@ def _activation(
                 extra.pop("inplace"),
             )
         if not (input.dtype.is_floating_point or input.dtype.is_complex):
-            return kept_in(input if inplace else None, fn(input, **extra))
+            return written_to(input if inplace else None, fn(input, **extra))
         s = rule(mult, constraint) if rule else elementwise_scales(fn, (), extra, mult, constraint)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
         x = x if mult == 1.0 else x * mult

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..common.watched import watched
 from ..rules.table import Scales, row, tie
-from ..scale import kept_in, scale_each, scale_output
+from ..scale import scale_each, scale_output, written_to
 
 Number = Tensor | float
 
@@ -105,7 +105,7 @@ def add(
     """
     s = add_scales(input, other, constraint, alpha)
     operands: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
-    return kept_in(out, scaled_terms(partial(torch.add, alpha=alpha), operands, s))
+    return written_to(out, scaled_terms(partial(torch.add, alpha=alpha), operands, s))
 
 
 @row(add_scales, replaces=[*_spellings("sub subtract", "sub"), Tensor.__rsub__, torch.rsub])
@@ -157,7 +157,7 @@ def mul(
         The broadcast shape.
     """
     operands: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
-    return kept_in(out, scaled_terms(torch.mul, operands, mul_scales(input, other, constraint)))
+    return written_to(out, scaled_terms(torch.mul, operands, mul_scales(input, other, constraint)))
 
 
 def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output_scale") -> Scales:
@@ -185,7 +185,7 @@ def div(
     """
     operands: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
     divide = partial(torch.div, rounding_mode=rounding_mode)
-    return kept_in(out, scaled_terms(divide, operands, div_scales(input, other, constraint)))
+    return written_to(out, scaled_terms(divide, operands, div_scales(input, other, constraint)))
 
 
 def addcmul_scales(

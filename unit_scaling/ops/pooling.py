@@ -231,7 +231,7 @@ _LINES = ("nearest", "nearest-exact", "area", "linear")
 _ALONG = {"bilinear": "linear", "trilinear": "linear"}
 
 
-def _energy(size: int, wanted: int, mode: str, align_corners: bool | None) -> float:
+def _squared_weights(size: int, wanted: int, mode: str, align_corners: bool | None) -> float:
     """The sum of the squared weights of ``wanted`` elements interpolated from ``size``."""
     eye = torch.eye(size, dtype=torch.float64, device="cpu")[:, None]
     line = mode in _LINES
@@ -262,9 +262,11 @@ def interpolate_scales(
     for n, m in zip(map(index, sizes), map(index, wanted), strict=True):  # may be symbolic
         if n > _LARGE:
             n, m = _LARGE, max(1, round(m * _LARGE / n))
-        energy = constant(_energy, n, m, _ALONG.get(mode, mode), align_corners) if n else 1.0
-        output *= m / energy
-        gradient *= n / energy if n else 1.0
+        squares = (
+            constant(_squared_weights, n, m, _ALONG.get(mode, mode), align_corners) if n else 1.0
+        )
+        output *= m / squares
+        gradient *= n / squares if n else 1.0
     return tie(constraint, output=math.sqrt(output), input=math.sqrt(gradient))
 
 

@@ -184,49 +184,46 @@ def linears(n: int) -> list[nn.Module]:
     return [uu.Linear(2, 2) for _ in range(n)]
 
 
-@pytest.mark.parametrize(
+each_container = pytest.mark.parametrize(
     "make", [lambda m: uu.DepthSequential(*m), uu.DepthModuleList], ids=["Sequential", "ModuleList"]
 )
-class TestDepth:
-    def test_nesting_multiplies(self, make):
-        assert depths(make([make(linears(4)) for _ in range(3)])) == {12}
-        assert depths(make([make(linears(1))])) == {1}
 
-    def test_slices_keep_the_depth_of_the_whole(self, make):
-        stack = make(linears(4))
-        assert depths(stack[1:3]) == {4}
-        assert len(stack[1:3]) == 2
-        assert stack[1:3][0] is stack[1]
-        assert stack[-1] is stack[3]
-        assert depths(stack) == {4}
 
-    def test_resizing(self, make):
-        stack = make(linears(2))
-        stack.append(uu.Linear(2, 2))
-        assert depths(stack) == {3}
-        stack.extend(linears(2))
-        assert depths(stack) == {5}
-        stack.insert(0, uu.Linear(2, 2))
-        assert depths(stack) == {6}
-        removed = stack.pop(0)
-        assert (depths(stack), depths(removed)) == ({5}, {None})
-        old, stack[1] = stack[1], uu.Linear(2, 2)
-        assert (depths(stack), depths(old)) == ({5}, {None})
-        del stack[0]
-        assert depths(stack) == {4}
-        stack += make(linears(1))
-        assert depths(stack) == {5}
+@each_container
+def test_depths_multiply_and_stay_with_slices_and_copies(make):
+    assert depths(make([make(linears(4)) for _ in range(3)])) == {12}
+    assert depths(make([make(linears(1))])) == {1}
+    stack = make(linears(4))
+    assert depths(stack[1:3]) == {4}
+    assert len(stack[1:3]) == 2
+    assert stack[1:3][0] is stack[1]
+    assert stack[-1] is stack[3]
+    assert depths(stack) == {4}
+    for copied in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
+        assert depths(copied) == {4}
+        copied.append(uu.Linear(2, 2))
+        assert depths(copied) == {5}
+    with pytest.raises(ValueError, match=r"parameter '1\.weight' has no mup_type"):
+        make([uu.Linear(2, 2), nn.Linear(2, 2)])
 
-    def test_untagged_parameters_are_refused_by_name(self, make):
-        with pytest.raises(ValueError, match=r"parameter '1\.weight' has no mup_type"):
-            make([uu.Linear(2, 2), nn.Linear(2, 2)])
 
-    def test_copies(self, make):
-        stack = make(linears(3))
-        for copied in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
-            assert depths(copied) == {3}
-            copied.append(uu.Linear(2, 2))
-            assert depths(copied) == {4}
+@each_container
+def test_depths_follow_the_size(make):
+    stack = make(linears(2))
+    stack.append(uu.Linear(2, 2))
+    assert depths(stack) == {3}
+    stack.extend(linears(2))
+    assert depths(stack) == {5}
+    stack.insert(0, uu.Linear(2, 2))
+    assert depths(stack) == {6}
+    removed = stack.pop(0)
+    assert (depths(stack), depths(removed)) == ({5}, {None})
+    old, stack[1] = stack[1], uu.Linear(2, 2)
+    assert (depths(stack), depths(old)) == ({5}, {None})
+    del stack[0]
+    assert depths(stack) == {4}
+    stack += make(linears(1))
+    assert depths(stack) == {5}
 
 
 def test_depth_of_named_and_shared_layers():
