@@ -218,7 +218,6 @@ def plot(
 def _limits(
     nodes: list[Node], metric: str, bars: bool, xmin: float | None, xmax: float | None
 ) -> tuple[float, float]:
-    """The ends of the axis: powers of two around all data and the range of FP8."""
     names = [metric, "abs_min", "abs_max"] if bars else [metric]
     data = [d for node in nodes for d in _data(node).values()]
     values = [getattr(d, name) for d in data for name in names]

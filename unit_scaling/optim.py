@@ -417,7 +417,6 @@ def _refuse_flat_rates(opt: Any) -> None:
 
 
 def _check_numbers(lr: float | Tensor | None, **others: float) -> None:
-    """Raises TypeError for what is no number."""
     for name, number in ({} if lr is None else {"lr": lr}).items() | others.items():
         check_number(name, number)
 

@@ -302,7 +302,6 @@ def restore_tags(model: nn.Module) -> None:
 
 
 def _tags(module: nn.Module) -> dict[str, Tags]:
-    """The current tags of the module's own parameters."""
     parameters = module.named_parameters(recurse=False)
     return {n: tags_of(p) for n, p in parameters if has_parameter_data(p)}
 
@@ -315,7 +314,6 @@ def _restore(module: nn.Module, tags: dict[str, Tags]) -> None:
 
 @contextmanager
 def _keeping_tags(module: nn.Module) -> Iterator[None]:
-    """Restores the current tags of the module's parameters when the block ends."""
     tags = _tags(module)
     if torch.__future__.get_swap_module_params_on_conversion():
         _untag(module)  # torch cannot swap a tensor that has a weak reference

@@ -190,7 +190,6 @@ def _expression(node: fx.Node) -> str:
 
 
 def _function(target: Any) -> str:
-    """The usual qualified name of a function."""
     name = getattr(target, "__name__", str(target))
     if getattr(functional, name, None) is target:
         return f"U.{name}"

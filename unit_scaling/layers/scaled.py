@@ -95,17 +95,20 @@ def _with_signature(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Cal
 
 
 class _Substitute(TorchFunctionMode):
-    """Calls the row of OPS, with these settings, in place of a torch function that it replaces."""
+    """Calls a row of OPS, with these settings, in place of a torch function that it replaces.
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    file: the module of the row: other calls of torch are not scaled.
+    """
+
+    def __init__(self, file: str, settings: Mapping[str, Any]) -> None:
         super().__init__()
-        self.settings = settings
+        self.file, self.settings = file, settings
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         op = find_op(func)
-        if op is None:
+        if op is None or op.fn.__module__ != self.file:
             return func(*args, **(kwargs or {}))
         return op.call(args, kwargs or {}, func=func, **self.settings)
 
@@ -141,7 +144,7 @@ class Weighted(Scaled, TaggedModule):
         For modules whose ``forward`` does more than call one function.
         """
         ours = {p.name: getattr(self, p.name) for p in (*self._first, *self._last)}
-        with _Substitute(ours):
+        with _Substitute(type(self).op.__module__, ours):
             return super(TaggedModule, self).forward(*inputs, **named)
 
     def reset_parameters(self) -> None:

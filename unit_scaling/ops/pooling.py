@@ -179,7 +179,6 @@ Args:
 
 
 def _pool(kind: str, dims: int) -> Callable[..., Any]:
-    """Adds the row of a kind of pooling in ``dims`` dimensions and returns the op."""
     name = f"{kind}{dims}d"
     fn = getattr(F, name)
     rule_of, settings = _KINDS.get(name) or _KINDS[kind]

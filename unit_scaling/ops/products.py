@@ -258,7 +258,6 @@ def is_bias(input: Tensor, mat2: Tensor) -> bool:
 
 
 def _added(first: str, second: str) -> Adapter:
-    """The adapter of a torch function that adds the product of operands with these names."""
     return positional(f"input {first} {second}", None, **{first: "mat1", second: "mat2"})
 
 
