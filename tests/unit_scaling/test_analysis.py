@@ -52,10 +52,8 @@ class OfLists:
     def __call__(
         self, seqs: list[str], max_length: int, truncation: bool, return_tensors: str, padding: bool
     ) -> UserDict[str, Tensor]:
-        assert isinstance(seqs, list)
-        assert (truncation, return_tensors, padding) == (True, "pt", True)
-        ids = torch.tensor([encode(text)[:max_length] for text in seqs])
-        return UserDict(input_ids=ids, attention_mask=torch.ones_like(ids))
+        assert (type(seqs), truncation, return_tensors, padding) == (list, True, "pt", True)
+        return UserDict(input_ids=torch.tensor([encode(text)[:max_length] for text in seqs]))
 
 
 def of_keywords(seqs: list[str], **kwargs: object) -> dict[str, Tensor]:
