@@ -6,8 +6,7 @@ u-muP divides learning rates in a stack of layers by the square root of its dept
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from torch import nn
@@ -56,37 +55,24 @@ class _DepthContainer(nn.Module):
         _multiply_depth(self, self._factor, factor)
         self._factor = factor
 
-    @contextmanager
-    def _resized(self) -> Iterator[None]:
-        self._set_factor(None)
-        yield
-        self._set_factor(max(len(self), 1))  # type: ignore[arg-type]
-
-    def __setitem__(self, index: Any, module: nn.Module) -> None:
-        with self._resized():
-            super().__setitem__(index, module)  # type: ignore[misc]
-
-    def __delitem__(self, index: Any) -> None:
-        with self._resized():
-            super().__delitem__(index)  # type: ignore[misc]
-
-    def append(self, module: nn.Module) -> Any:
-        with self._resized():
-            super().append(module)  # type: ignore[misc]
-        return self
-
-    def insert(self, index: int, module: nn.Module) -> Any:
-        with self._resized():
-            super().insert(index, module)  # type: ignore[misc]
-        return self
-
     def __iadd__(self, modules: Iterable[nn.Module]) -> Any:
-        return self.extend(modules)
+        return self.extend(modules)  # type: ignore[operator]
 
-    def extend(self, modules: Iterable[nn.Module]) -> Any:
-        with self._resized():
-            super().extend(modules)  # type: ignore[misc]
-        return self
+
+def _resizing(name: str) -> Callable[..., Any]:
+    """A method of torch's container that changes its size."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._set_factor(None)
+        result = getattr(super(_DepthContainer, self), name)(*args, **kwargs)
+        self._set_factor(max(len(self), 1))
+        return result
+
+    return method
+
+
+for _name in ("__setitem__", "__delitem__", "append", "insert", "extend"):
+    setattr(_DepthContainer, _name, _resizing(_name))
 
 
 class DepthSequential(_DepthContainer, nn.Sequential):
