@@ -35,6 +35,7 @@ BENCHMARKS = (
     "zoo",
     "strangers",
     "norms",
+    "forecast",
 )
 """Scripts of this package; `python -m benchmarks.NAME` runs one and writes results/NAME.json."""
 

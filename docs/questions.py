@@ -274,7 +274,18 @@ def _sums(rows: list[Row]) -> str:
     )
 
 
+def _forecast(rows: list[Row]) -> str:
+    block = [row for row in rows if row["case"] == "block" and row["recipe"] != "bf16"]
+    times = ", ".join(f"{row['recipe']} {row['ratio']:.2f}" for row in block)
+    off = next(row["off"] for row in rows if row["case"].startswith("median"))
+    return (
+        f"A Llama block on an H100, of bf16's time: {times}. Nothing was measured; of published "
+        f"times the forecast is {off:.0%} off in the median, each too fast"
+    )
+
+
 QUESTIONS: dict[str, Question] = {
+    "forecast": Question(text="How long would a training step take on an H100?", answer=_forecast),
     "demo": Question(
         text="Which loss does a small GPT reach in FP32, BF16 and FP8 in `make demo`?", answer=_demo
     ),
