@@ -17,7 +17,8 @@ from torch import Tensor
 
 import fp8
 from benchmarks.common import Row, report
-from fp8.casts.casting import lowered, rotated, rounded, turn_of
+from fp8.casts.casting import lowered, rounded
+from fp8.casts.rotation import rotated, rotation_signs
 
 SHAPE, DRAWS = (128, 1024), 64
 QUESTION = (
@@ -42,9 +43,9 @@ def draws(cast: fp8.Cast, data: Callable[[], Tensor]) -> tuple[list[float], list
     spec, biases, errors = lowered(cast), [], []
     for _ in range(DRAWS):
         x = data()
-        turn = turn_of(spec, x)
-        y, _ = rounded(x, spec, turn=turn)
-        x = rotated(x, spec.hadamard, -1, turn) if spec.hadamard else x
+        signs = rotation_signs(spec, x)
+        y, _ = rounded(x, spec, signs=signs)
+        x = rotated(x, spec.hadamard, -1, signs) if spec.hadamard else x
         size = x.double().square().sum()
         biases.append(float((y - x).double().mul(x).sum() / size))
         errors.append(float((y - x).double().square().sum() / size))

@@ -19,7 +19,7 @@ from ..common.libraries import need
 from ..common.removed import refuses_removed
 from ..common.validation import check_name
 from ..context.active import checked_backend
-from ..recipes.history import add_initial_histories, histories, note_all
+from ..recipes.history import add_initial_histories, histories, note_scales
 from ..recipes.policy import Policy, as_policy, name_of, recipe_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, Recipe
 from ..selection.layers import ADAPTERS, Where
@@ -222,7 +222,7 @@ class _Converting:
             else:
                 history.zero_()
         for module in self._model.modules():
-            note_all(module)
+            note_scales(module)
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:

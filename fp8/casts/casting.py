@@ -1,20 +1,18 @@
 """Casts an operand of a product, or its gradient: rotates it, scales it by tiles and rounds it.
 
 A `Cast` is passed to autograd functions as a `LoweredCast` of strings and numbers; None means no
-cast. A kernel reads the numbers of the format and the scales apart, as `codes` returns them. An
+cast. A kernel reads the numbers of the format and the scales apart, as `quantized` returns them. An
 operand is a matrix or a batch of matrices. The product sums over axis -1 (the operand's rows are
 multiplied) or -2 (its columns are).
 
-Of an operand that processes divide (a DTensor) each process rounds its part, by the scales of the
-whole: the largest magnitude of what shares a scale is reduced over the processes that divide it.
+Each process rounds its part of a DTensor by the scales of the whole: the largest magnitude of the
+elements that share a scale is reduced over the processes that divide them.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,26 +26,24 @@ from ..common.compiler import (
     compiled_as,
     eager_only,
     in_graph,
-    own,
     same,
     taken_as_constant,
+    unaliased,
     updates_states,
 )
 from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, reduced, unreduced
 from ..formats.format import FORMATS, Format, get_format
 from ..formats.quantize import check_dtype, quantize_operand
-from ..formats.random_bits import KEY_START
 from ..formats.rounding import divided
 from ..recipes import scaling
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
 from ..recipes.rules import CORRECTED, POWERS, UNITS, scale_format
 from ..recipes.scaling import Tile, inverse_of, scale_of, scaled_tiles, with_margin
-from ..tensors.scaled_tensor import plain
+from ..tensors.scaled_tensor import dequantized
 from .counts import Blocks, Observed, observe
 from .measuring import measuring
-
-aten = torch.ops.aten
+from .rotation import rotated
 
 
 class LoweredCast(NamedTuple):
@@ -74,18 +70,18 @@ class LoweredCast(NamedTuple):
 
     @property
     def settings(self) -> LoweredCast:
-        """The spec without its label. Casts with equal settings compute the same, but for random
-        bits."""
+        """The cast without its label. Casts with equal settings have equal results, apart from
+        random bits."""
         return self._replace(label="")
 
     @property
     def text(self) -> str:
-        """The fields but the label as JSON, like `Cast.text`: an argument of operators."""
+        """The fields except the label as JSON, like `Cast.text`: an argument of operators."""
         return json.dumps(self[:-1])
 
     @staticmethod
     def from_text(text: str, label: str = "") -> LoweredCast:
-        """The spec with this `text`."""
+        """The cast with this `text`."""
         format, rule, tile, *others = json.loads(text)
         return LoweredCast._make([format, rule, tuple(tile), *others, label])
 
@@ -98,30 +94,30 @@ class LoweredCast(NamedTuple):
 
 def lowered(cast: Cast) -> LoweredCast:
     """``cast`` as a `LoweredCast`."""
-    return _spec_of(cast.text)
+    return _lowered(cast.text)
 
 
-def _known(
+def _from_text(
     text: str, exponent: int = 0, name: str = "", operand: str = "", rotated: bool = True
 ) -> LoweredCast:
     """The cast with a `LoweredCast.text`, `shifted` by ``exponent``, `labelled`, and `unrotated`
     unless ``rotated``."""
-    read = LoweredCast.from_text(text)
-    spec = labelled(shifted(read if rotated else unrotated(read), exponent), name, operand)
+    spec = LoweredCast.from_text(text)
+    spec = labelled(shifted(spec if rotated else unrotated(spec), exponent), name, operand)
     assert spec is not None
     return spec
 
 
 @taken_as_constant
 def _fields(*key: Any) -> tuple[Any, ...]:
-    return tuple(_known(*key))
+    return tuple(_from_text(*key))
 
 
-_spec_of = compiled_as(lambda *key: LoweredCast(*_fields(*key)))(cache(_known))
+_lowered = compiled_as(lambda *key: LoweredCast(*_fields(*key)))(cache(_from_text))
 
 
 def shifted(spec: LoweredCast | None, exponent: int) -> LoweredCast | None:
-    """The spec with its static scale factor multiplied by ``2**exponent``; unchanged if it computes
+    """The cast with its static scale factor multiplied by ``2**exponent``; unchanged if it computes
     its scale by a rule."""
     if spec is None or spec.rule is not None:
         return spec
@@ -129,12 +125,12 @@ def shifted(spec: LoweredCast | None, exponent: int) -> LoweredCast | None:
 
 
 def labelled(spec: LoweredCast | None, name: str, operand: str) -> LoweredCast | None:
-    """The spec with the label of an operand of the product ``name``."""
+    """The cast with the label of an operand of the product ``name``."""
     return spec._replace(label=f"{name}|{operand}") if name and spec is not None else spec
 
 
 def unrotated(spec: LoweredCast | None) -> LoweredCast | None:
-    """The spec without its rotation."""
+    """The cast without its rotation."""
     return spec and spec._replace(hadamard=0, signs="fixed")
 
 
@@ -164,7 +160,7 @@ def cast_forward(
     if (pass_ := measuring()) is not None:
         pass_.operand(history, x)
         return x
-    return _in_one_call(x, _spec_of(cast.text, exponent, name, operand, False), axis, history)
+    return _rounded_in_graph(x, _lowered(cast.text, exponent, name, operand, False), axis, history)
 
 
 def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: str) -> Tensor:
@@ -174,7 +170,7 @@ def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: st
         return x
     if (pass_ := measuring()) is not None:
         return pass_.gradient(history, x)
-    return _round_gradient(x, history, _spec_of(cast.text, 0, name, "grad", False))
+    return _round_gradient(x, history, _lowered(cast.text, 0, name, "grad", False))
 
 
 @in_graph
@@ -183,7 +179,7 @@ def _round_gradient(x: Tensor, history: Tensor | None, spec: LoweredCast | None)
 
 
 @in_graph
-def _in_one_call(x: Tensor, spec: LoweredCast, axis: int, history: Tensor | None) -> Tensor:
+def _rounded_in_graph(x: Tensor, spec: LoweredCast, axis: int, history: Tensor | None) -> Tensor:
     return rounded(x, spec, axis, history)[0]
 
 
@@ -193,23 +189,23 @@ def rounded(
     axis: int = -1,
     history: Tensor | None = None,
     record: bool | None = None,
-    turn: Tensor | None = None,
+    signs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``x`` rounded (and rotated, if specified) under a spec, with a straight-through gradient, and
+    """``x`` rounded (and rotated, if specified) under a cast, with a straight-through gradient, and
     the scale factor of all of it; None if that is 1 or if each tile has its own.
 
     history: the operand's history, for scaling "delayed" or "static". record: whether x is added to
-    it (None: if gradients are recorded). turn: the `turn_of` the product, which its other operand
-    has too.
+    it (None: if gradients are recorded). signs: the `rotation_signs` of the product, common to both
+    operands.
     """
     if spec is None:
         return x, None
-    x = plain(x)
+    x = dequantized(x)
     check_dtype(x)
     if is_dtensor(x):
         x = unreduced(x)
     if spec.hadamard:
-        x = rotated(x, spec.hadamard, axis, turn)
+        x = rotated(x, spec.hadamard, axis, signs)
     scale = whole_scale(x, spec, history, record)
     if not torch.is_grad_enabled() and not _has_tangent(x):
         return _rounded(x, scale, spec, axis), scale
@@ -248,7 +244,7 @@ def static_scale(exponent: int, x: Tensor) -> Tensor:
 
 
 def format_of(spec: LoweredCast) -> Format:
-    """The format of a spec."""
+    """The format of a cast."""
     if "|" in spec.format:
         return Format.from_text(spec.format)
     return get_format(FORMATS[spec.format])
@@ -260,7 +256,7 @@ def rounding_of(cast: LoweredCast | Cast) -> dict[str, Any]:
 
 
 def _rounded(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int) -> Tensor:
-    """``x`` rounded to the spec's format and multiplied by its scale factors again. scale: that of
+    """``x`` rounded to the format of the cast and multiplied by its scale factors again. scale: of
     all of x; None if each tile has its own. Not differentiable."""
     if is_dtensor(x):
         return as_shard(x, _round_part(part_of(x), scale, spec, axis, x))
@@ -306,8 +302,8 @@ def by_tiles(
     units = _in_units(wide, scale, rule) if inverse is None else wide * inverse
     values = quantize_operand(units, format, **rounding_of(spec))
     if rule in CORRECTED:
-        unit, together = tensor_unit(tiles, dims, spec, of), spec.hadamard // spec.tile[1]
-        scale = scaling.corrected(units, values, scale, unit, dims, max(together, 1))
+        unit, count = tensor_unit(tiles, dims, spec, of), spec.hadamard // spec.tile[1]
+        scale = scaling.corrected(units, values, scale, unit, dims, max(count, 1))
     return values, scale, tiles, dims
 
 
@@ -354,7 +350,7 @@ def tensor_unit(
 
 
 def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
-    """Restores the shape of ``x`` to a tensor of the shape that `scaled_tiles` returns."""
+    """``y``, of the shape that `scaled_tiles` returns, in the shape of ``x``."""
     if y.shape == x.shape:
         return y
     rows, columns = tile if axis == -1 else tile[::-1]
@@ -366,14 +362,14 @@ def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
 
 
 class _Round(Function):
-    """Saves an empty tensor, because activation checkpointing counts saved tensors. It thereby
-    detects that a segment cast inside of the block is recomputed outside of it."""
+    """Saves an empty tensor: activation checkpointing counts saved tensors, and so detects that a
+    segment with casts is recomputed outside of its block."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int) -> Tensor:
-        return own(_rounded(x, scale, spec, axis))
+        return unaliased(_rounded(x, scale, spec, axis))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -400,80 +396,13 @@ class _RoundGradient(Function):
         return rounded(grad, ctx.spec, -1, ctx.history, record=True)[0], None, None
 
 
-def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
-    """Sylvester's Hadamard matrix, orthogonal: (i, j) -> (-1)**popcount(i & j) * sign[j] /
-    sqrt(size). The signs are the first bits of the fraction of pi (arXiv:2509.25149, section 4.2).
-    """
-    index = torch.arange(size, device=like.device)
-    bits = (index[:, None] >> torch.arange(size.bit_length(), device=like.device) & 1).float()
-    negative = aten.matmul.default(bits, bits.mT).remainder(2)
-    signs = [1.0 - 2.0 * (KEY_START >> (62 - j % 63) & 1) for j in range(size)]
-    signed = (1 - 2 * negative) * torch.tensor(signs, device=like.device)
-    return signed.to(like.dtype) * (1 / math.sqrt(size))
-
-
-def turn_of(spec: LoweredCast | None, like: Tensor) -> Tensor | None:
-    """Random signs for the rotation of both operands of a product, one of which has this spec:
-    (hadamard,), 1 or -1, float32; None if the signs are fixed.
-
-    Raises ValueError for a DTensor: processes would draw signs of their own.
-    """
-    if spec is None or spec.signs == "fixed":
-        return None
-    if is_dtensor(like):
-        raise ValueError(
-            "random signs of a rotation differ between processes of tensor parallelism; take "
-            'signs="fixed"'
-        )
-    return _after(1.0 - 2.0 * torch.randint(2, (spec.hadamard,), device=like.device), like)
-
-
-@compiled_as(lambda x, like: x + like[:0].sum())
-def _after(x: Tensor, like: Tensor) -> Tensor:
-    """``x``; in a graph plus 0, the sum of no elements, computed after ``like``. Of the signs for
-    two gradients, torch's partitioner may move the rotation of a saved operand, which no gradient
-    enters, to the forward graph and draw other signs in the backward graph (torch 2.13)."""
-    return x
-
-
-def rotated(x: Tensor, size: int, axis: int, turn: Tensor | None = None) -> Tensor:
-    """Multiplies ``x`` by an orthogonal matrix along ``axis``, in blocks of ``size`` elements.
-
-    The product of two operands does not change if both are rotated along the summed axis, and the
-    rotation spreads an outlier over its block. The axis is padded with zeros to a multiple of
-    ``size``. turn: signs, one for each element of a block, which multiply it first.
-    """
-    if is_dtensor(x):
-        check_whole(x, axis, size)
-        divided: Any = x
-        return as_shard(x, rotated(divided.to_local(), size, axis, turn))
-    count = -(-x.shape[axis] // size)
-    missing = count * size - x.shape[axis]
-    if missing:
-        x = aten.constant_pad_nd.default(x, [0, missing] if axis == -1 else [0, 0, 0, missing])
-    blocks = torch.unflatten(x, axis, (count, size))
-    if turn is not None:
-        blocks = blocks * (turn if axis == -1 else turn[:, None]).to(x.dtype)
-    with without_autocast(x):
-        matrix = _hadamard_matrix(size, x)
-        if axis == -1:
-            return aten.matmul.default(blocks, matrix.mT).flatten(-2)
-        return aten.matmul.default(matrix, blocks).flatten(-3, -2)
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Context in which `torch.autocast` of the device of ``x`` is disabled. The meta device has
-    none."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
-
-
-# Numbers of the format, and the scales apart
+# Numbers of the format and scales, as kernels read them
 
 
 class QuantizedOperand(NamedTuple):
-    """values: numbers of the format, float32, (..., outer, inner), the sum runs over inner. scale:
-    float32: 0-dim; (outer, 1) for rows; (..., outer / across, inner / along) for tiles. unit: the
-    tensor-level factor of scales in e4m3, 0-dim; None for others."""
+    """values: numbers of the format, float32, (..., outer, inner); the product sums over inner.
+    scale: float32: 0-dim; (outer, 1) for rows; (..., outer / across, inner / along) for tiles.
+    unit: the tensor-level factor of scales in e4m3, 0-dim; None for others."""
 
     values: Tensor
     scale: Tensor
@@ -486,42 +415,34 @@ class QuantizedOperand(NamedTuple):
         return QuantizedOperand(self.values.mT, scale, self.unit)
 
 
-def codes(
+def quantized(
     x: Tensor,
     spec: LoweredCast,
     axis: int = -1,
     history: Tensor | None = None,
     record: bool = False,
-    turn: Tensor | None = None,
+    signs: Tensor | None = None,
 ) -> QuantizedOperand:
-    """Casts ``x``, or with axis -2 its transpose, under a spec.
+    """``x``, or with axis -2 its transpose, in numbers of the format.
 
-    axis: the axis that the product sums over. history, record, turn: as in `rounded`.
+    axis: the axis that the product sums over. history, record, signs: as in `rounded`.
     """
-    x = rotated(plain(x), spec.hadamard, axis, turn) if spec.hadamard else x
-    x = plain(x, torch.float32)
+    x = rotated(dequantized(x), spec.hadamard, axis, signs) if spec.hadamard else x
+    x = dequantized(x, torch.float32)
     scale = whole_scale(x, spec, history, record)
     if spec.rule is None or scale is not None:
-        found = _of_whole(x, spec, scale, observed=history is None)
+        format = format_of(spec)
+        units = x if scale is None else _in_units(x, scale, spec.rule)
+        values = quantize_operand(units, format, **rounding_of(spec))
+        if spec.label and spec.rule is None and history is None:
+            observe(spec.label, Observed(units, values, None, format))
+        result = QuantizedOperand(values, static_scale(0, x) if scale is None else scale)
     else:
         values, scale, tiles, dims = by_tiles(x, spec, axis)
-        has_unit = scale_format(spec.rule) == "e4m3"
-        unit = tensor_unit(tiles, dims, spec) if has_unit else None
+        unit = tensor_unit(tiles, dims, spec) if scale_format(spec.rule) == "e4m3" else None
         scale = scale.squeeze(dims) if spec.tile[1] else scale
-        found = QuantizedOperand(untiled(values, x, spec.tile, axis), scale, unit)
-    return found.mT if axis == -2 else found
-
-
-def _of_whole(
-    x: Tensor, spec: LoweredCast, scale: Tensor | None, observed: bool
-) -> QuantizedOperand:
-    """By one scale; None is the scale 1. Only casts without a rule are observed."""
-    format = format_of(spec)
-    units = x if scale is None else _in_units(x, scale, spec.rule)
-    values = quantize_operand(units, format, **rounding_of(spec))
-    if spec.label and spec.rule is None and observed:
-        observe(spec.label, Observed(units, values, None, format))
-    return QuantizedOperand(values, static_scale(0, x) if scale is None else scale)
+        result = QuantizedOperand(untiled(values, x, spec.tile, axis), scale, unit)
+    return result.mT if axis == -2 else result
 
 
 def widened(scale: Tensor, shape: Sequence[int], tile: tuple[int, int]) -> Tensor:

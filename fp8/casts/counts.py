@@ -1,11 +1,11 @@
 """Statistics of casts, for `fp8.stats` and for a check of the first pass without scales.
 
 A recorder is open while a sampled pass runs. The products of that pass get a name, which is stored
-as a string in the specs of their casts, including those of the backward pass. A cast whose spec has
-a name reports to the recorder.
+as a string in their lowered casts, including those of the backward pass. A cast with a name reports
+to the recorder.
 
-A `Look` is a recorder for recipes that cast without scales. It observes the first product of each
-weight that is recorded for a backward pass, and the weightless products that follow it.
+A `CastLossCheck` is a recorder for recipes that cast without scales. It observes the first product
+of each weight that is recorded for a backward pass, and the weightless products that follow it.
 """
 
 from __future__ import annotations
@@ -44,17 +44,19 @@ format; the casts, and the sum of the base-2 logarithms of their units, the leve
 
 class _Open(threading.local):
     """The recorders whose pass runs in this thread, innermost last, each with a counter of unnamed
-    products by kind; and the `Look` at products without a weight."""
+    products by kind; and the `CastLossCheck` of products without a weight."""
 
     def __init__(self) -> None:
         self.recorders: list[tuple[CastRecorder, Counter[str]]] = []
-        self.look: Look | None = None
+        self.check: CastLossCheck | None = None
 
 
 OPEN = _Open()
 
 _TOKENS = itertools.count()
-_RECORDERS: weakref.WeakValueDictionary[str, CastRecorder | Look] = weakref.WeakValueDictionary()
+_RECORDERS: weakref.WeakValueDictionary[str, CastRecorder | CastLossCheck] = (
+    weakref.WeakValueDictionary()
+)
 """Token -> recorder. The backward pass may run after the recorded pass is closed."""
 
 
@@ -98,6 +100,11 @@ def stride(x: Tensor, sample: int) -> int:
     return -(-x.numel() // sample) | 1
 
 
+def _sampled(x: Tensor, step: int) -> Tensor:
+    """Every ``step``-th element, float64; 0-dim if ``x`` is, as the scale of all elements."""
+    return (x.detach() if x.ndim == 0 else x.detach().flatten()[::step]).double()
+
+
 class CastRecorder:
     """Sums of COUNTS for each operand: (layer, operand, format) -> float64."""
 
@@ -112,30 +119,30 @@ class CastRecorder:
     def layers(self) -> dict[int, str]:
         """id of a parameter -> the name of the module that owns it; its own name, if it is one of
         several stacks of weights."""
-        found: dict[int, str] = {}
-        for name, parameter in self._model.named_parameters():
-            module, _, own = name.rpartition(".")
-            stack = parameter.ndim == 3 and own != "weight"
-            found.setdefault(id(parameter), name if stack else module or "(model)")
-        return found
+        names: dict[int, str] = {}
+        for path, parameter in self._model.named_parameters():
+            module, _, attribute = path.rpartition(".")
+            stack = parameter.ndim == 3 and attribute != "weight"
+            names.setdefault(id(parameter), path if stack else module or "(model)")
+        return names
 
     def layer_of(self, weight: Tensor | None) -> str | None:
         """The name in `layers` of a weight or a view of it."""
         if weight is None:
             return None
-        found = self.layers()
-        return found.get(id(weight)) or found.get(id(weight._base))
+        names = self.layers()
+        return names.get(id(weight)) or names.get(id(weight._base))
 
-    def count(self, layer: str, operand: str, seen: Observed) -> None:
+    def count(self, layer: str, operand: str, cast: Observed) -> None:
         """Adds the statistics of a cast operand."""
-        x, y, scale, format, static, blocks = seen
+        x, y, scale, format, static, blocks = cast
         step = stride(x, self.sample)
-        xs, ys = (t.detach().flatten()[::step].double() for t in (x, y))
         low, high = torch.ops.aten.aminmax.default(x.detach())
         clean = bool((low.isfinite() & high.isfinite()).item())  # fast check; the usual case
+        xs, ys = (_sampled(t.flatten(), step) for t in (x, y))
         finite = xs.isfinite() & ys.isfinite()  # a NaN E8M0 scale makes its whole tile NaN
         xs, ys = torch.where(finite, xs, 0.0), torch.where(finite, ys, 0.0)
-        unit: Any = 1.0 if scale is None else _at(scale, step)
+        unit: Any = 1.0 if scale is None else _sampled(scale, step)
         counts = (
             torch.full((), x.numel(), device=x.device),
             torch.full((), xs.numel(), device=x.device),
@@ -153,11 +160,6 @@ class CastRecorder:
             _check_scale(layer, operand, xs / unit, self._model)
         with self.lock:
             self.sums[key] = self.sums[key] + total if key in self.sums else total
-
-
-def _at(scale: Tensor, step: int) -> Tensor:
-    """The scale, float64, of every ``step``-th element; 0-dim if all have the same."""
-    return (scale if scale.ndim == 0 else scale.flatten()[::step]).double()
 
 
 def _check_scale(layer: str, operand: str, units: Tensor, about: Any) -> None:
@@ -184,17 +186,17 @@ _DRIFTED = (
 
 LOST = 0.1
 """The lost share of an operand, beyond that of a standard normal one (e4m3: 0.0008 become zero,
-e5m2: 0.000006), above which a `Look` warns. Half of the smallest number of e4m3 is 2**-10, of e5m2
-2**-17: a normal operand loses this share if its RMS is below 2**-7 or 2**-14. In unit-scaled models
-a GELU or the product of two standard normals loses less than 0.01 in e4m3. The gradients of queries
-and keys, the smallest at initialization, lose up to 0.06 in e5m2.
+e5m2: 0.000006), above which a `CastLossCheck` warns. Half of the smallest number of e4m3 is 2**-10,
+of e5m2 2**-17: a normal operand loses this share if its RMS is below 2**-7 or 2**-14. In
+unit-scaled models a GELU or the product of two standard normals loses less than 0.01 in e4m3. The
+gradients of queries and keys, the smallest at initialization, lose up to 0.06 in e5m2.
 """
 LEAST = 1024
 """The minimum number of nonzero elements for a share."""
 _SAMPLE = 1 << 14
 
 
-class Look:
+class CastLossCheck:
     """Warns once about values lost by operands that are cast without a scale, when their first
     gradient is cast, and about an operand far from its static scale. recipe: its name."""
 
@@ -207,29 +209,31 @@ class Look:
         _RECORDERS[self.token] = self
         _LATEST.append(self)
 
-    def count(self, layer: str, operand: str, seen: Observed) -> None:
+    def count(self, layer: str, operand: str, cast: Observed) -> None:
         """As `CastRecorder.count`. Does nothing for values that cannot be read (fake tensors)."""
-        x, y, scale, format, static, _ = seen
+        x, y, scale, format, static, _ = cast
         if x.is_meta:
             return
+        step = stride(x, _SAMPLE)
         if static and scale is not None:
-            step = stride(x, _SAMPLE)
-            xs = x.detach().flatten()[::step].double()
-            _check_scale(layer, operand, xs / _at(scale, step), self)
+            _check_scale(layer, operand, _sampled(x, step) / _sampled(scale, step), self)
         if self.warned or scale is not None:
             return
+        xs, ys = (t.detach().flatten()[::step].float() for t in (x, y))
+        used = xs.isfinite() & (xs != 0)
+        lost = (used, used & (ys == 0), used & (xs.abs() > format.max))
         try:
-            used, zero, saturated = _lost(x, y, format)
+            elements, zero, saturated = torch.stack([mask.sum() for mask in lost]).tolist()
         except RuntimeError:
             return
-        if used >= LEAST:
+        if elements >= LEAST:
             usual = math.erf(format.min_subnormal / 2 / math.sqrt(2))
+            name = operand.removesuffix(" again")
             for share, beyond, what in (
-                (zero / used, zero / used - usual, "become zero"),
-                (saturated / used, saturated / used, "saturate"),
+                (zero / elements, zero / elements - usual, "become zero"),
+                (saturated / elements, saturated / elements, "saturate"),
             ):
-                which = operand.removesuffix(" again")
-                text = f"{share:.0%} of the {which} of {layer} {what} in {format}"
+                text = f"{share:.0%} of the {name} of {layer} {what} in {format}"
                 self.worst, self.what = max((self.worst, self.what), (beyond, text))
         if operand.startswith("grad") and self.worst > LOST:
             self.warned = True
@@ -241,66 +245,55 @@ _FLUSHED = (
     'recipe "tensor" has a scale for each tensor, and fp8.stats counts what is lost of each'
 )
 
-_LATEST: deque[Look] = deque(maxlen=64)
+_LATEST: deque[CastLossCheck] = deque(maxlen=64)
 """Keeps the latest ones alive: the backward pass runs after the block."""
-_OF_MODELS: weakref.WeakKeyDictionary[nn.Module, Look | None] = weakref.WeakKeyDictionary()
-"""Models whose layers have names -> the `Look` at them."""
-_PLACES: set[tuple[str, int, str]] = set()
-"""(file, line, recipe) of the blocks that were already observed for products without a weight."""
-_LOOKED = "fp8_looked"
+_CHECK_OF: weakref.WeakKeyDictionary[nn.Module, CastLossCheck | None] = weakref.WeakKeyDictionary()
+"""Models whose layers have names -> the check of these."""
+_CHECKED_LINES: set[tuple[str, int, str]] = set()
+"""(file, line, recipe) of the blocks whose products without a weight were already observed."""
+_CHECKED = "fp8_checked"
 """The parameter attribute that holds the recipes under which its product was observed."""
-_OWN = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[1])
 
 
-def _lost(x: Tensor, y: Tensor, format: Format) -> list[float]:
-    """The numbers of sampled elements that are finite and nonzero; of these, become zero;
-    saturate."""
-    step = stride(x, _SAMPLE)
-    xs, ys = (t.detach().flatten()[::step].float() for t in (x, y))
-    used = xs.isfinite() & (xs != 0)
-    counts = (used, used & (ys == 0), used & (xs.abs() > format.max))
-    return torch.stack([count.sum() for count in counts]).tolist()
-
-
-def forget_looks(model: nn.Module) -> None:
+def forget_checks(model: nn.Module) -> None:
     """Registers ``model``, so that warnings use its layer names, and observes its layers again."""
-    _OF_MODELS[model] = None
+    _CHECK_OF[model] = None
     for parameter in model.parameters():
-        vars(parameter).pop(_LOOKED, None)
+        vars(parameter).pop(_CHECKED, None)
 
 
-def look_here(recipe: Recipe | None) -> Look | None:
-    """The `Look` at products without a weight for a block that is being opened. None if that line
-    of the caller's code was already observed, or if the recipe's scales follow the operands."""
+def check_block(recipe: Recipe | None) -> CastLossCheck | None:
+    """The check of products without a weight in a block that is being opened. None if that line of
+    the caller's code was already observed, or if the recipe's scales follow the operands."""
     if recipe is None or not recipe.fixed:
         return None
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    place = (frame.f_code.co_filename, frame.f_lineno, recipe.name)
-    if place in _PLACES or not torch.is_grad_enabled() or in_shape_inference():
+    line = (frame.f_code.co_filename, frame.f_lineno, recipe.name)
+    if line in _CHECKED_LINES or not torch.is_grad_enabled() or in_shape_inference():
         return None
-    _PLACES.add(place)
-    return Look(recipe.name)
+    _CHECKED_LINES.add(line)
+    return CastLossCheck(recipe.name)
 
 
-def _look_at(weight: Tensor | None, recipe: str) -> tuple[Look | None, str]:
-    """The `Look` at the product of a weight, or None, and the name of the layer or ""."""
+def _check_of(weight: Tensor | None, recipe: str) -> tuple[CastLossCheck | None, str]:
+    """The check of the product of a weight, or None, and the name of the layer or ""."""
     if not isinstance(weight, nn.Parameter):
-        return OPEN.look, ""
-    seen = vars(weight).get(_LOOKED, ())
-    if recipe in seen or not torch.is_grad_enabled() or in_shape_inference():
-        OPEN.look = None
+        return OPEN.check, ""
+    checked = vars(weight).get(_CHECKED, ())
+    if recipe in checked or not torch.is_grad_enabled() or in_shape_inference():
+        OPEN.check = None
         return None, ""
-    setattr(weight, _LOOKED, (*seen, recipe))
-    for model in list(_OF_MODELS):
-        for name, parameter in model.named_parameters():
+    setattr(weight, _CHECKED, (*checked, recipe))
+    for model in list(_CHECK_OF):
+        for path, parameter in model.named_parameters():
             if parameter is weight:
-                look = _OF_MODELS[model] = _OF_MODELS[model] or Look(recipe)
-                OPEN.look = look
-                return look, repr(name.rpartition(".")[0] or type(model).__name__)
-    OPEN.look = OPEN.look or Look(recipe)
-    return OPEN.look, ""
+                OPEN.check = _CHECK_OF[model] = _CHECK_OF[model] or CastLossCheck(recipe)
+                return OPEN.check, repr(path.rpartition(".")[0] or type(model).__name__)
+    OPEN.check = OPEN.check or CastLossCheck(recipe)
+    return OPEN.check, ""
 
 
 def is_sampled(name: str) -> bool:
@@ -319,41 +312,41 @@ def product_name(kind: str, weight: Tensor | None = None, recipe: Recipe | None 
         return f"{recorder.token}|{layer}"
     if recipe is None or not recipe.fixed:
         return ""
-    return _counted_name(kind, weight, recipe)
+    return _checked_name(kind, weight, recipe)
 
 
 @eager_only("")
-def _counted_name(kind: str, weight: Tensor | None, recipe: Recipe) -> str:
-    look, layer = _look_at(weight, recipe.name)
-    if look is None or look.warned:
+def _checked_name(kind: str, weight: Tensor | None, recipe: Recipe) -> str:
+    check, layer = _check_of(weight, recipe.name)
+    if check is None or check.warned:
         return ""
     if not layer:
-        look.unnamed[kind] += 1
-        layer = f"{kind} {look.unnamed[kind]}"
+        check.unnamed[kind] += 1
+        layer = f"{kind} {check.unnamed[kind]}"
         layer += "" if weight is None else f" (weight {tuple(weight.shape)})"
-    return f"{look.token}|{layer}"
+    return f"{check.token}|{layer}"
 
 
-def observe(label: str, seen: Observed) -> None:
-    """Reports a cast to its recorder. Inf and NaN are counted in all elements of the operand, the
-    rest in a sample of evenly spaced ones."""
-    x, y, scale, format, static, blocks = seen
+def observe(label: str, cast: Observed) -> None:
+    """Reports a cast to its recorder. Inf and NaN are counted in all elements of the operand, other
+    counts in a sample of evenly spaced ones."""
+    x, y, scale, format, static, blocks = cast
     if label.split("|")[0] in _RECORDERS and x.numel():
-        parts = [None if t is None else t.detach() for t in (x, y, scale, *(blocks or ()))]
-        _Seen.apply(label, format, static, *parts)
+        tensors = [None if t is None else t.detach() for t in (x, y, scale, *(blocks or ()))]
+        _Report.apply(label, format, static, *tensors)
 
 
-class _Seen(Function):
+class _Report(Function):
     """Reports a cast to its recorder: under `torch.vmap` once, with the operands of all samples."""
 
     @staticmethod
     def forward(
-        label: str, format: Format, static: bool, x: Tensor, y: Tensor, *rest: Tensor | None
+        label: str, format: Format, static: bool, x: Tensor, y: Tensor, *scales: Tensor | None
     ) -> Tensor:
         token, layer, operand = label.split("|")
-        scale, *blocks = rest
-        two_levels = Blocks(*blocks) if blocks else None  # type: ignore[arg-type]
-        _RECORDERS[token].count(layer, operand, Observed(x, y, scale, format, static, two_levels))
+        scale, *levels = scales
+        blocks = Blocks(*levels) if levels else None  # type: ignore[arg-type]
+        _RECORDERS[token].count(layer, operand, Observed(x, y, scale, format, static, blocks))
         return x.new_empty(0)
 
     @staticmethod
@@ -362,17 +355,17 @@ class _Seen(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Tensor, None]:
-        def of_all(t: Tensor, dim: int | None) -> Tensor:
-            return t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+        def of_all(t: Tensor | None, dim: int | None) -> Any:
+            if t is None or dim is not None:
+                return t if t is None else t.movedim(dim, 0)
+            return t.expand(info.batch_size, *t.shape)
 
-        given = zip(inputs[3:], in_dims[3:], strict=True)
-        found: list[Any] = [t if t is None else of_all(t, dim) for t, dim in given]
-        x, y, scale, *blocks = found
+        x, y, scale, *levels = map(of_all, inputs[3:], in_dims[3:])
         if scale is not None:
             scale = _beside(scale, x).expand_as(x)
-        if blocks:
-            blocks[2] = _beside(blocks[2], blocks[0])
-        return _Seen.apply(*inputs[:3], x, y, scale, *blocks), None
+        if levels:
+            levels[2] = _beside(levels[2], levels[0])
+        return _Report.apply(*inputs[:3], x, y, scale, *levels), None
 
 
 def _beside(scale: Tensor, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Casts of grouped operands: every group is cast as the matrix that it is.
+"""Casts of grouped operands: every group is cast as a matrix of its own.
 
 A grouped operand is a stack of matrices (groups, rows, columns), or one matrix whose rows (axis
 -2) or columns (axis -1) are split into groups by the offsets of their ends. A group may be empty.
-As the sizes of groups are data, a compiled graph holds the casts of an operand as one opaque
+The sizes of groups are data, so a compiled graph holds the casts of an operand as one opaque
 operator.
 """
 
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from ..common.compiler import updates_states
-from ..tensors.scaled_tensor import plain
-from .casting import LoweredCast, QuantizedOperand, codes, rounded, widened
+from ..tensors.scaled_tensor import dequantized
+from .casting import LoweredCast, QuantizedOperand, quantized, rounded, widened
 
 
 class Groups(NamedTuple):
-    """How the groups of an operand lie, and the axis that the product sums over. offs: (groups,),
-    int32, their ends along the axis ``split`` of a matrix; None for a stack. Axes: -2 or -1."""
+    """The layout of the groups of an operand, and the axis that the product sums over. offs:
+    (groups,), int32, their ends along the axis ``split`` of a matrix; None for a stack. Axes: -2 or
+    -1."""
 
     offs: Tensor | None
     split: int
@@ -57,7 +58,7 @@ def product_shape(a: Tensor, b: Tensor, offs: Tensor | None) -> list[int]:
 
 
 def group_states(history: Tensor) -> list[Tensor]:
-    """The state of each group, as one matrix has it: the amax history, or a static scale of shape
+    """The state of each group, as that of a matrix: the amax history, or a static scale, of shape
     (1,) if it is not set."""
     if history.ndim > 1:
         return list(history.unbind())
@@ -65,7 +66,7 @@ def group_states(history: Tensor) -> list[Tensor]:
 
 
 def aligned(offs: Tensor | None, spec: LoweredCast | None) -> Tensor | None:
-    """The ends of groups along a summed axis, as its rotation under a spec fills them up."""
+    """The ends of groups along a summed axis after rotation, which pads each group."""
     if offs is None or spec is None or not spec.hadamard:
         return offs
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
@@ -73,8 +74,8 @@ def aligned(offs: Tensor | None, spec: LoweredCast | None) -> Tensor | None:
 
 
 def _zeros(x: Tensor, groups: Groups, hadamard: int) -> Tensor:
-    """Zeros for the cast operand: `rotated` fills the summed axis up to a multiple of its size, of
-    each group if it splits that axis."""
+    """Zeros for the cast operand: `rotated` pads the summed axis, or each group along it, to a
+    multiple of its size."""
     if not hadamard:
         return torch.zeros_like(x)
     shape, axis = list(x.shape), groups.axis
@@ -88,14 +89,14 @@ def _zeros(x: Tensor, groups: Groups, hadamard: int) -> Tensor:
 @torch.library.custom_op(
     "fp8::cast_groups",
     mutates_args=(),
-    schema="(Tensor x, Tensor? offs, Tensor? history, Tensor? turn, int split, int axis, "
+    schema="(Tensor x, Tensor? offs, Tensor? history, Tensor? signs, int split, int axis, "
     "bool record, bool apart, str text, str label) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _cast_groups(
     x: Tensor,
     offs: Tensor | None,
     history: Tensor | None,
-    turn: Tensor | None,
+    signs: Tensor | None,
     split: int,
     axis: int,
     record: bool,
@@ -104,7 +105,7 @@ def _cast_groups(
     label: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The cast operand, its scale factors, the units of groups, and the history afterwards. apart:
-    as in `cast_groups`. text, label: of the spec."""
+    as in `cast_groups`. text, label: of the cast."""
     spec, groups = LoweredCast.from_text(text, label), Groups(offs, split, axis)
     y, scales, units, after = _results(x, groups, history, apart, spec.hadamard)
     states: list[Tensor] = [] if history is None else group_states(after)
@@ -112,8 +113,8 @@ def _cast_groups(
     parts = (pieces(x, offs, split), pieces(y, ends, split), pieces(scales, ends, split))
     for i, (part, values, scaled) in enumerate(zip(*parts, strict=True)):
         if part.numel():
-            given = (part, spec, axis, states[i] if states else None, record, turn)
-            cast, scale, unit = _codes(*given) if apart else (*rounded(*given), None)
+            arguments = (part, spec, axis, states[i] if states else None, record, signs)
+            cast, scale, unit = _quantized(*arguments) if apart else (*rounded(*arguments), None)
             values.copy_(cast)
             if scale is not None:
                 scaled.copy_(scale)
@@ -123,14 +124,14 @@ def _cast_groups(
 
 
 @_cast_groups.register_fake
-def _(x, offs, history, turn, split, axis, record, apart, text, label):  # type: ignore[no-untyped-def]
+def _(x, offs, history, signs, split, axis, record, apart, text, label):  # type: ignore[no-untyped-def]
     groups = Groups(offs, split, axis)
     return _results(x, groups, history, apart, LoweredCast.from_text(text).hadamard)
 
 
-def _codes(x: Tensor, spec: LoweredCast, axis: int, *given: Any) -> QuantizedOperand:
-    """`codes` with the scale of each element, in the orientation of ``x``."""
-    y = codes(x, spec, axis, *given)
+def _quantized(x: Tensor, spec: LoweredCast, axis: int, *options: Any) -> QuantizedOperand:
+    """`quantized` with the scale of each element, in the orientation of ``x``."""
+    y = quantized(x, spec, axis, *options)
     y = y._replace(scale=widened(y.scale, y.values.shape, spec.tile))
     return y if axis == -1 else y.mT
 
@@ -141,12 +142,12 @@ def _results(
     """What `_cast_groups` returns if all groups are empty."""
     y = _zeros(x, groups, hadamard)
     y = y.float() if apart else y
-    scales = torch.ones_like(y) if apart else _no_scales(y, groups.split)
+    scales = torch.ones_like(y) if apart else _ones(y, groups.split)
     units = scales.new_ones(x.shape[0] if groups.offs is None else groups.offs.shape[0])
     return y, scales, units, x.new_empty((0,)) if history is None else history.clone()
 
 
-def _no_scales(x: Tensor, split: int) -> Tensor:
+def _ones(x: Tensor, split: int) -> Tensor:
     """Scale factors of 1, one for each group of a stack or for each row or column that is split."""
     shape = [x.shape[0], 1, 1] if x.ndim == 3 else [1, 1]
     if x.ndim == 2:
@@ -161,27 +162,28 @@ def cast_groups(
     spec: LoweredCast | None,
     history: Tensor | None = None,
     record: bool | None = None,
-    turn: Tensor | None = None,
+    signs: Tensor | None = None,
     apart: bool = False,
 ) -> tuple[Tensor, Any, Tensor | None]:
     """`fp8.casts.casting.rounded` of every group of ``x``, not differentiable, and the scale factor
     of each group in a shape that broadcasts to ``x``; None if all are 1, or if each tile has its
-    own. apart: `codes` of every group, with the scale of each element and the unit of each group.
+    own. apart: `quantized` of every group, with the scale of each element and the unit of each
+    group.
 
-    What lies outside of all groups becomes zero. An empty group leaves its history, (groups,
+    Elements outside of all groups become zero. An empty group leaves its history, (groups,
     length) or (groups,), unchanged. If rotated along the axis that groups split, the groups of the
     result end at `aligned`.
     """
     if spec is None:
         return x, None, None
     (offs, split, axis), record = groups, updates_states() if record is None else record
-    arguments = (offs, history, turn, split, axis, record, apart, spec.text, spec.label)
-    y, scales, units, after = torch.ops.fp8.cast_groups(plain(x).detach(), *arguments)
+    arguments = (offs, history, signs, split, axis, record, apart, spec.text, spec.label)
+    y, scales, units, after = torch.ops.fp8.cast_groups(dequantized(x).detach(), *arguments)
     if history is not None and record:
         with torch.no_grad():
             history.copy_(after)
     if apart:
-        found = QuantizedOperand(y, scales, units)
-        return found if axis == -1 else found.mT
+        result = QuantizedOperand(y, scales, units)
+        return result if axis == -1 else result.mT
     scaled = spec.tile == (0, 0) and (spec.rule is not None or spec.margin or history is not None)
     return y, scales if scaled else None, None

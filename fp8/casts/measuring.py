@@ -13,7 +13,7 @@ from ..common.dtensor import is_dtensor, unreduced
 from ..common.threads import Stack
 from ..common.validation import refuse_transformed
 from ..recipes.scaling import second_moment
-from ..tensors.scaled_tensor import plain
+from ..tensors.scaled_tensor import dequantized
 
 Parts = Callable[[Tensor], Iterable[Tensor]]
 
@@ -48,7 +48,7 @@ class Measurement:
             return
         if state is None or state.ndim > 1 or state.numel() != 1:
             return
-        total = second_moment(unreduced(x) if is_dtensor(x) else plain(x))
+        total = second_moment(unreduced(x) if is_dtensor(x) else dequantized(x))
         refuse_transformed(total)
         moment = self.moments.setdefault(state.data_ptr(), Moment(state))
         moment.total = moment.total + total

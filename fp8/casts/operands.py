@@ -21,7 +21,7 @@ Exponents = tuple[int, ...]
 
 
 class Casts(NamedTuple):
-    """The specs of the six operands of a layer's three products. An operand of the backward
+    """The lowered casts of the six operands of a layer's three products. An operand of the backward
     products is None if it needs no cast, or no second one."""
 
     a: LoweredCast | None = None
@@ -46,11 +46,11 @@ def _casts_of(
     operands: tuple[str, str] | None = None,
     rotated: bool = True,
 ) -> Casts:
-    """The specs of a recipe, given as its `Recipe.text`.
+    """The lowered casts of the recipe with this `Recipe.text`.
 
     layer: whether b is a weight; otherwise it is cast like a, and in the backward pass rotated like
     the gradient that it is multiplied by. name, operands: of the product and of a and b, for
-    `fp8.stats`. rotated: False leaves rotations out.
+    `fp8.stats`. rotated: False omits rotations.
     """
     specs = [LoweredCast.from_text(line) if line else None for line in text.split("\n")]
     a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b = specs
@@ -93,12 +93,13 @@ def one_copy(first: LoweredCast | None, second: LoweredCast | None) -> bool:
     return equal and across == along and not first.hadamard
 
 
-def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Tensor | None, Tensor | None, Casts]:
-    """The operands that backward casts again, and the specs it needs. Where it reuses the cast one,
-    the operand is None, and its second spec too."""
-    keep_a, keep_b = one_copy(casts.a, casts.a_for_grad_b), one_copy(casts.b, casts.b_for_grad_a)
-    needed = casts._replace(
-        a_for_grad_b=None if keep_a else casts.a_for_grad_b,
-        b_for_grad_a=None if keep_b else casts.b_for_grad_a,
-    )
-    return None if keep_a else a, None if keep_b else b, needed
+def with_copies(
+    a: Tensor | None, b: Tensor | None, casts: Casts
+) -> tuple[Tensor | None, Tensor | None, Casts]:
+    """The operands that backward casts again, and the casts it needs. Where it reuses the cast
+    operand, the operand and its second cast are None."""
+    if one_copy(casts.a, casts.a_for_grad_b):
+        a, casts = None, casts._replace(a_for_grad_b=None)
+    if one_copy(casts.b, casts.b_for_grad_a):
+        b, casts = None, casts._replace(b_for_grad_a=None)
+    return a, b, casts

@@ -1,11 +1,11 @@
 """Operands saved for the backward pass, in the bytes of their format.
 
-An operand whose values are those of a format, times one scale factor, is saved in the dtype of the
-format and restored bit for bit, in eager and in compiled code. In compiled code a parameter, which
-is in memory anyway, may be cast a second time instead, and layers with the same input (query, key
-and value; gate and up) save its bytes once; in eager mode each saves its own. A backward pass that
-is differentiated itself (``create_graph=True``) reads them with the gradient of the operand,
-straight through its cast. Under torch.func operands are saved unchanged.
+An operand with values of a format times one scale factor is saved in the dtype of the format and
+restored bit for bit. In compiled code a parameter, which is in memory anyway, may be cast a second
+time instead, and layers with the same input (query, key and value; gate and up) save its bytes
+once; in eager mode each saves a copy. A backward pass that is differentiated itself
+(``create_graph=True``) reads them with the gradient of the operand, straight through its cast.
+Under torch.func operands are saved unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 from ..common.compiler import (
     compiled_as,
     is_differentiated_again,
-    is_plain,
+    is_recorded,
     reads_values,
 )
 from ..formats.quantize import convertible
@@ -28,27 +28,27 @@ from ..recipes.scaling import inverse_of
 from .casting import LoweredCast, format_of
 
 Operand = tuple[Tensor, LoweredCast | None, Tensor | None]
-"""A tensor, the spec it was cast under, and its scale factor if it has one for the whole tensor."""
+"""A tensor, its cast, and its scale factor if one is for the whole tensor."""
 
 
 def save_operands(ctx: Any, *operands: Operand) -> None:
     """Saves operands for the backward pass, as bytes where that is smaller."""
     saved: list[Tensor] = []
-    notes = []
-    in_bytes = torch.compiler.is_compiling() or is_plain(ctx)
+    encodings = []
+    in_bytes = torch.compiler.is_compiling() or is_recorded(ctx)
     for x, spec, scale in operands:
         dtype = _dtype(x, spec) if in_bytes else None
         if dtype is None or spec is None:
             saved.append(x)
         else:
             saved += _bytes(x, dtype, scale, spec)
-        notes.append((dtype is not None, dtype is not None and scale is not None))
-    ctx.kept = tuple(notes)
+        encodings.append((dtype is not None, dtype is not None and scale is not None))
+    ctx.encodings = tuple(encodings)
     ctx.save_for_backward(*saved)
-    if is_plain(ctx):  # not saved: hooks on saved tensors would store zeros of the full size
+    if is_recorded(ctx):  # not saved: hooks on saved tensors would store zeros of the full size
         ctx.zeros = [
-            _zeros_of(x) if bytes_ else None
-            for (x, _, _), (bytes_, _) in zip(operands, notes, strict=True)
+            _zeros_of(x) if in_bytes else None
+            for (x, _, _), (in_bytes, _) in zip(operands, encodings, strict=True)
         ]
 
 
@@ -58,17 +58,16 @@ def saved_operands(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
     saved = iter(saved_tensors(ctx))
     operands = [
         restored(next(saved), next(saved) if scaled else None, dtype) if in_bytes else next(saved)
-        for in_bytes, scaled in ctx.kept
+        for in_bytes, scaled in ctx.encodings
     ]
-    if not is_plain(ctx) or not is_differentiated_again():
+    if not is_recorded(ctx) or not is_differentiated_again():
         return operands
     pairs = zip(operands, ctx.zeros, strict=True)
     return [x if zeros is None else x + zeros.to(dtype) for x, zeros in pairs]
 
 
 class _Zeros(Function):
-    """Negative zeros, one in memory, that have the gradient of ``x``. Added to a number they leave
-    it as it is."""
+    """Negative zeros, one in memory, with the gradient of ``x``. Adding them changes no number."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -80,18 +79,17 @@ class _Zeros(Function):
 
 
 def _zeros_of(x: Tensor) -> Tensor | None:
-    """`_Zeros` of an operand inside of the forward of an autograd function; None if it needs no
-    gradient."""
+    """`_Zeros` of an operand; None if it needs no gradient."""
     if not x.requires_grad:
         return None
-    with torch.enable_grad():
+    with torch.enable_grad():  # in the forward of an autograd function
         return _Zeros.apply(x)
 
 
 @compiled_as(lambda ctx: ctx.saved_tensors)
 def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
-    """``ctx.saved_tensors``, which an activation checkpoint recomputes; its error, if the
-    recomputation saved others, names the remedy."""
+    """``ctx.saved_tensors``, which an activation checkpoint recomputes. If the recomputation saved
+    other tensors, the error names the remedy."""
     try:
         return ctx.saved_tensors
     except CheckpointError as error:
@@ -107,7 +105,7 @@ _RECOMPUTED = (
 
 
 def _dtype(x: Tensor, spec: LoweredCast | None) -> torch.dtype | None:
-    """The dtype in which ``x`` is saved; None for its own, as on devices without FP8 dtypes."""
+    """The FP8 dtype in which ``x`` is saved; None to save it unchanged."""
     if spec is None or spec.tile != (0, 0) or x.device.type == "mps":
         return None
     dtype = format_of(spec).dtype
@@ -125,8 +123,8 @@ def _bytes(
 
 @compiled_as(lambda x, dtype: torch.zeros_like(x, dtype=dtype).copy_(convertible(x, dtype)))
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in ``dtype``. While compiling it is copied, because the partitioner counts a conversion
-    with twice its bytes and would save the 16-bit tensor instead."""
+    """``x`` in ``dtype``; in a graph by a copy, because the partitioner counts twice the bytes of a
+    conversion and would save the 16-bit tensor instead."""
     return x.to(dtype)
 
 
@@ -135,8 +133,8 @@ def restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     broadcastable to ``data``."""
     one_scale = scale is None or not scale.ndim
     lookup = one_scale and type(data) is Tensor and data.dtype.itemsize == 1 and reads_values(data)
-    codes = torch.arange(256, dtype=torch.uint8).view(data.dtype) if lookup else data
-    values = codes.to(torch.promote_types(dtype, torch.float32))
+    source = torch.arange(256, dtype=torch.uint8).view(data.dtype) if lookup else data
+    values = source.to(torch.promote_types(dtype, torch.float32))
     values = (values if scale is None else values * scale).to(dtype)
     if not lookup:
         return values

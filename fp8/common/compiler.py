@@ -18,8 +18,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .graph_functions import GRAPH_FUNCTIONS
-from .threads import Stack, refuse_split_graphs
+from .threads import GRAPH_FUNCTIONS, Stack, refuse_split_graphs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,9 +47,9 @@ class FirstLook(TorchFunctionMode):
 
 def taken_as_constant(fn: Fn) -> Fn:
     """Decorator: torch.compile evaluates the function during tracing and stores the result as a
-    constant, without guards on what it reads. It takes constants, and a method also its own object,
-    and returns a number, a string or a tuple of these.
-    `torch.compiler.assume_constant_result` sets the same mark, but imports the compiler."""
+    constant, without guards on what it reads. The arguments are constants; the result is a number,
+    a string or a tuple of these. `torch.compiler.assume_constant_result` sets the same mark, but
+    imports the compiler."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
@@ -72,29 +71,20 @@ def compiled_as(graph: Callable[..., Any]) -> Callable[[Fn], Fn]:
 
 def eager_only(otherwise: Any = None) -> Callable[[Fn], Fn]:
     """Decorator: compiled code skips the function, whose result is ``otherwise`` there. For checks
-    that read values, and for what is recorded or cached between calls."""
-
-    def decorate(function: Fn) -> Fn:
-        @wraps(function)
-        def chosen(*args: Any, **kwargs: Any) -> Any:
-            return otherwise if torch.compiler.is_compiling() else function(*args, **kwargs)
-
-        return cast("Fn", chosen)
-
-    return decorate
+    that read values, and for state between calls."""
+    return compiled_as(lambda *args, **kwargs: otherwise)
 
 
 #: Torch functions that a mode intercepts in eager code but not under torch.compile, which shows a
-#: mode only the functions that torch lists as overridable. These are not listed, although hardswish
-#: and hardsigmoid check for overrides, and the others call an overridable method or a C function. A
-#: compiled model would silently compute them without a recipe or plan.
+#: mode only the functions that torch lists as overridable. A compiled model would silently compute
+#: these, which are not listed, without a recipe or plan.
 HIDDEN: list[Callable[..., Any]] = [F.hardsigmoid, F.hardswish, F.sigmoid, F.tanh]
 
 
 @taken_as_constant
 def reveal() -> bool:
     """Moves `HIDDEN` to torch's list, for the whole process; torch has no public way to extend it.
-    Called where a mode is entered: as a constant, a graph executes it and does not trace it."""
+    Called when a mode is entered. The tracer executes it, because it is a constant."""
     if HIDDEN:
         torch.overrides.get_overridable_functions()[F].extend(HIDDEN)
         HIDDEN.clear()
@@ -132,8 +122,8 @@ def reads_values(x: Tensor) -> bool:
 
 
 def updates_states() -> bool:
-    """Whether a pass updates what a recipe keeps between passes: if gradients are recorded. An
-    exported program has none, and so the scales of the model at its export."""
+    """Whether a pass updates the state of a recipe: if gradients are recorded. An exported program
+    records none, and has the scales of the model at its export."""
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         return False  # in torch 2.11, every graph that the compiler traces counts as exported
     return torch.is_grad_enabled()
@@ -149,16 +139,16 @@ def apply(function: type[Function], *args: Any, written: Tensor | None = None) -
     """``function.apply(*args)``, for a function with ``forward(*args)`` and ``setup_context``.
 
     Inside, no torch-function mode sees a call: an autocast and the plan of a unit-scaled model have
-    seen the product as a whole. The class of a tensor that has one of its own sees the whole too. A
-    graph compiled without gradients contains only ``forward``, without guards on what ``backward``
-    needs. written: the argument that ``backward`` writes into.
+    seen the product as a whole, and so does the class of a tensor subclass. A graph compiled
+    without gradients contains only ``forward``, without guards on what ``backward`` needs. written:
+    the argument that ``backward`` writes into.
     """
     if not torch.compiler.is_compiling():
         return apply_eagerly(function, *args)
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         refuse_split_graphs()
     if not torch.is_grad_enabled():
-        call, seen = function.forward, list(args)
+        call, inputs = function.forward, list(args)
     else:
         # The compiler assumes that an argument which `torch.func.grad` differentiates needs no
         # gradient (torch 2.13), and would differentiate ``forward`` instead of calling
@@ -167,25 +157,25 @@ def apply(function: type[Function], *args: Any, written: Tensor | None = None) -
             from .traced import marked  # imports the compiler
 
             function = marked(function)
-        call, seen = function.apply, []
+        call, inputs = function.apply, []
         for arg in args:
-            known = not isinstance(arg, Tensor) or arg is written or arg.requires_grad
-            seen.append(arg if known or not arg.is_floating_point() else arg[...])
+            as_is = not isinstance(arg, Tensor) or arg is written or arg.requires_grad
+            inputs.append(arg if as_is or not arg.is_floating_point() else arg[...])
     for arg in args:
         if isinstance(arg, Tensor) and type(arg) is not Tensor and type(arg) is not Parameter:
-            return call(*seen)
+            return call(*inputs)
     with torch.DisableTorchFunction():
-        return call(*seen)
+        return call(*inputs)
 
 
 def apply_eagerly(function: type[Function], *args: Any) -> Any:
     """`apply` in eager mode.
 
     torch's ``apply`` of a function with ``setup_context`` binds the arguments to the signature of
-    ``forward``, which takes 30 to 40 microseconds, more than a small product. An equivalent
-    function in the older form ``forward(ctx, *args)`` does not. Under a torch.func transform torch
-    rejects that form with a RuntimeError before it computes anything. A RuntimeError of ``forward``
-    itself is raised again by the second call.
+    ``forward``, which takes 30 to 40 microseconds, more than a small product. The older form
+    ``forward(ctx, *args)`` does not. Under a torch.func transform torch rejects that form with a
+    RuntimeError before it computes anything, and the second call computes the function; a
+    RuntimeError of ``forward`` itself is raised again.
     """
     for arg in args:  # as in `apply`, without a call: a small product has time for 18
         if isinstance(arg, Tensor) and type(arg) is not Tensor and type(arg) is not Parameter:
@@ -208,26 +198,26 @@ def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def same(x: Tensor) -> Tensor:
-    """``x``, for the forward of an autograd function that changes its gradient alone: a view, with
-    every stride (unlike ``x.view_as(x)``), or a copy in a graph. Of results of a graph that share
-    memory, the compiler makes one from the other, outside of the autograd functions between them,
-    whose backward is then not called (torch 2.13). Inductor leaves out copies it does not need."""
+    """``x``, for the forward of an autograd function that changes its gradient alone: a view (for
+    all strides, unlike ``x.view_as(x)``), or a copy in a graph. The compiler (torch 2.13) derives
+    results of a graph that share memory from each other, outside of the autograd functions between
+    them, whose backward is then not called. Inductor omits copies that it does not need."""
     return x.clone() if torch.compiler.is_compiling() else x[...]
 
 
 _LOSES_GRADIENTS = torch.__version__ < "2.12"
 
 
-def own(output: Tensor) -> Tensor:
-    """``output``, which the forward of an autograd function changed in place, or a copy while torch
+def unaliased(output: Tensor) -> Tensor:
+    """``output``, which the forward of an autograd function changed in place; a copy while torch
     2.11 compiles: that version compiles such a function to one whose gradient is zero."""
     return output.clone() if _LOSES_GRADIENTS and torch.compiler.is_compiling() else output
 
 
-def is_plain(ctx: Any) -> bool:
+def is_recorded(ctx: Any) -> bool:
     """Whether ``ctx`` belongs to an eager call by `apply` that autograd records, outside of any
     torch.func transform."""
-    return getattr(ctx, "is_plain", False)
+    return getattr(ctx, "is_recorded", False)
 
 
 _OF_BATCHES = ("Batching rule not implemented", "vmap: ")
@@ -241,7 +231,7 @@ _NO_BATCHES = (
 @cache
 def _without_binding(function: type[Function], records: bool) -> type[Function]:
     def forward(ctx: Any, *args: Any) -> Any:
-        ctx.is_plain = records and any(ctx.needs_input_grad)
+        ctx.is_recorded = records and any(ctx.needs_input_grad)
         output = function.forward(*args)
         function.setup_context(ctx, args, output)
         return output

@@ -38,14 +38,14 @@ def unreduced(x: Any) -> Tensor:
 
 
 def _divides(x: Any, placement: Any) -> int | None:
-    """The dimension of ``x`` that a placement divides, if any: also of one with strides, which
-    flattening a divided inner dimension gives, and for which torch's ``is_shard`` is False."""
+    """The dimension of ``x`` that a placement divides, if any. That includes strided placements,
+    which result from flattening a divided inner dimension; torch's ``is_shard`` excludes them."""
     return placement.dim % x.dim() if hasattr(placement, "dim") else None
 
 
 def as_shard(x: Any, local: Tensor) -> Tensor:
-    """A DTensor like ``x`` with ``local`` as the part of this process. A dimension that is not
-    divided may have another size."""
+    """A DTensor like ``x`` with ``local`` as the part of this process. The sizes of dimensions that
+    are not divided may differ."""
     from torch.distributed.tensor import DTensor
 
     divided = {_divides(x, p) for p in x.placements}
@@ -53,8 +53,8 @@ def as_shard(x: Any, local: Tensor) -> Tensor:
     stride = x.stride()
     if shape != list(x.shape):
         stride = torch.empty(shape, device="meta").stride()
-    given: Any = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
-    return DTensor.from_local(local, x.device_mesh, x.placements, **given)
+    options: Any = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
+    return DTensor.from_local(local, x.device_mesh, x.placements, **options)
 
 
 def reduced(x: Any, part: Tensor, dims: Iterable[int], how: str) -> Tensor:

@@ -107,11 +107,11 @@ def need(name: str) -> Any:
     loaded = sys.modules.get(LIBRARIES[name].module)
     if loaded is not None:  # `need` runs in every pass of a model
         return loaded
-    found = probe(name)
-    if found.module is None:
-        state = "is not installed" if found.status == "missing" else f"is broken ({found.why})"
-        raise ImportError(f"{name} {state}: {LIBRARIES[name].get}") from found.error
-    return found.module
+    result = probe(name)
+    if result.module is None:
+        state = "is not installed" if result.status == "missing" else f"is broken ({result.why})"
+        raise ImportError(f"{name} {state}: {LIBRARIES[name].get}") from result.error
+    return result.module
 
 
 def transforms() -> dict[str, Callable[[Any], Any]]:

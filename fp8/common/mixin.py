@@ -1,13 +1,14 @@
-"""Adds behaviours to a module in place.
+"""Adds mixins to a module in place.
 
-The instance's class becomes a subclass whose ``forward`` runs through the added behaviour. The
-module keeps its type, name, parameters, hooks, signature and identity, so an optimizer that holds
-its parameters stays valid.
+The class of the instance becomes a subclass whose ``forward`` runs through the mixin. The module
+keeps its type, name, parameters, hooks, signature and identity, so an optimizer that holds its
+parameters stays valid.
 """
 
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import types
 from collections.abc import Callable
@@ -18,13 +19,13 @@ from torch import nn
 
 
 class Mixin:
-    """Base class of all behaviours: a mixin placed before the module's own class in the MRO. A
-    behaviour that wraps the forward defines ``around``."""
+    """Base class of all mixins, which precede the module's class in the MRO. A mixin that wraps the
+    forward defines ``around``."""
 
-    #: The module's original class, and the behaviours added to it, in order. Set by `add_mixin`.
+    #: The module's original class, and the mixins added to it, in order. Set by `add_mixin`.
     _original: ClassVar[type[nn.Module]]
-    _gained: ClassVar[tuple[type[Mixin], ...]]
-    #: The behaviours that define ``around``.
+    _mixins: ClassVar[tuple[type[Mixin], ...]]
+    #: The mixins that define ``around``.
     _active: ClassVar[tuple[type[Mixin], ...]]
     #: Instance attributes that a class's own copy method (einops layers, GraphModule) would drop.
     _attributes: ClassVar[tuple[str, ...]] = ()
@@ -46,15 +47,17 @@ class Mixin:
         raise TypeError(_NO_TORCHSCRIPT.format(self._original.__name__, "traced"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as the original class, which can be imported, with the behaviours to add."""
+        """Pickles as the original class, which can be imported, with the mixins to add."""
         if self._original.__reduce__ is not object.__reduce__:
-            make, args, *rest = _bare(self).__reduce_ex__(protocol)
-            return (_regain, (make, args, self._gained, self._kept(())), *rest)
-        reduced = super().__reduce_ex__(protocol)
-        kept = self._kept(reduced[2])
-        return (_restore, (self._original, self._gained, kept), *reduced[2:])
+            make, args, *state = _bare(self).__reduce_ex__(protocol)
+            attributes = self._missing_from(())
+        else:
+            make, args = copyreg.__newobj__, (self._original,)  # type: ignore[attr-defined]
+            _, _, *state = super().__reduce_ex__(protocol)
+            attributes = self._missing_from(state[0])
+        return (_restore, (make, args, self._mixins, attributes), *state)
 
-    def _kept(self, state: Any) -> dict[str, Any]:
+    def _missing_from(self, state: Any) -> dict[str, Any]:
         """The attributes of ``_attributes`` that ``state`` does not contain."""
         return {n: vars(self)[n] for n in self._attributes if n in vars(self) and n not in state}
 
@@ -65,33 +68,24 @@ _NO_TORCHSCRIPT = (
 
 
 def _restore(
-    original: type[nn.Module], gained: tuple[type[Mixin], ...], kept: dict[str, Any]
-) -> nn.Module:
-    cls = _subclass(original, gained)
-    module = cls.__new__(cls)
-    vars(module).update(kept)
-    return module
-
-
-def _regain(
-    make: Callable[..., Any],
+    make: Callable[..., nn.Module],
     args: tuple[Any, ...],
-    gained: tuple[type[Mixin], ...],
-    kept: dict[str, Any],
+    mixins: tuple[type[Mixin], ...],
+    attributes: dict[str, Any],
 ) -> nn.Module:
-    module: nn.Module = make(*args)
-    vars(module).update(kept)
-    _become(module, gained)
+    module = make(*args)
+    vars(module).update(attributes)
+    _become(module, mixins)
     return module
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    """For a class with its own ``__deepcopy__``: that runs, and the copy gets the behaviours."""
+    """Calls the ``__deepcopy__`` of the original class, and adds the mixins to the copy."""
     bare = _bare(self)
     memo.setdefault(id(memo), []).append(bare)  # keep it alive: the memo refers to it by id
     result = bare.__deepcopy__(memo)
-    vars(result).update(copy.deepcopy(self._kept(()), memo))
-    _become(result, self._gained)
+    vars(result).update(copy.deepcopy(self._missing_from(()), memo))
+    _become(result, self._mixins)
     return result
 
 
@@ -106,38 +100,38 @@ def _bare(module: Any) -> Any:
 _SUBCLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
-def _subclass(original: type[nn.Module], gained: tuple[type[Mixin], ...]) -> type[nn.Module]:
-    """The subclass for a class and its behaviours; one for each combination."""
-    if not gained:
+def _subclass(original: type[nn.Module], mixins: tuple[type[Mixin], ...]) -> type[nn.Module]:
+    """The subclass for a class and its mixins; one for each combination."""
+    if not mixins:
         return original
-    key = (original, gained)
+    key = (original, mixins)
     if key not in _SUBCLASSES:  # if two threads both make one, the first is kept
-        _SUBCLASSES.setdefault(key, _make_subclass(original, gained))
+        _SUBCLASSES.setdefault(key, _make_subclass(original, mixins))
     return _SUBCLASSES[key]
 
 
-def _make_subclass(original: type[nn.Module], gained: tuple[type[Mixin], ...]) -> type[nn.Module]:
-    base, behaviour = _subclass(original, gained[:-1]), gained[-1]
+def _make_subclass(original: type[nn.Module], mixins: tuple[type[Mixin], ...]) -> type[nn.Module]:
+    base, mixin = _subclass(original, mixins[:-1]), mixins[-1]
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = base.forward  # looked up per call: it may have been replaced
-        if not isinstance(self, behaviour):  # removed since; a wrapper still holds this forward
+        if not isinstance(self, mixin):  # removed since; a wrapper still holds this forward
             return inner(self, *args, **kwargs)
-        return behaviour.around(self, functools.partial(inner, self), args, kwargs)
+        return mixin.around(self, functools.partial(inner, self), args, kwargs)
 
-    active = tuple(b for b in gained if b.around is not Mixin.around)
+    active = tuple(b for b in mixins if b.around is not Mixin.around)
     names = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "_original": original,
-        "_gained": gained,
+        "_mixins": mixins,
         "_active": active,
-        **({"forward": forward} if behaviour in active else {}),
+        **({"forward": forward} if mixin in active else {}),
         **({"__deepcopy__": _deepcopy} if hasattr(original, "__deepcopy__") else {}),
     }
-    return type(base.__name__, (*_layout(base), behaviour, base), names)
+    return type(base.__name__, (*_layout(base), mixin, base), names)
 
 
 def _layout(cls: type) -> tuple[type, ...]:
@@ -168,38 +162,38 @@ def check_not_scripted(path: str, module: nn.Module) -> None:
 
 
 def bare_class(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module`` without the behaviours added by `add_mixin`."""
+    """The class of ``module`` without the mixins added by `add_mixin`."""
     return module._original if isinstance(module, Mixin) else type(module)
 
 
-def gained_attributes(module: nn.Module) -> tuple[str, ...]:
-    """The names of the attributes that belong to behaviours added by `add_mixin`."""
+def mixin_attributes(module: nn.Module) -> tuple[str, ...]:
+    """The names of the attributes that belong to mixins added by `add_mixin`."""
     return module._attributes if isinstance(module, Mixin) else ()
 
 
-def _become(module: nn.Module, gained: tuple[type[Mixin], ...]) -> None:
-    module.__class__ = _below(type(module), _subclass(bare_class(module), gained))
+def _become(module: nn.Module, mixins: tuple[type[Mixin], ...]) -> None:
+    module.__class__ = _below(type(module), _subclass(bare_class(module), mixins))
 
 
 def _below(cls: Any, base: type[nn.Module]) -> Any:
-    """``base``, with the classes that others (parametrizations, FSDP2) derived from ours applied on
-    top. Those classes are created at run time and their methods do not refer to a class."""
+    """``base`` below the classes that parametrizations and FSDP2 have derived from a subclass with
+    mixins. These are created at run time, and their methods do not refer to a class."""
     if not issubclass(cls, Mixin) or "_original" in vars(cls):
         return base
     bases = tuple(_below(b, base) if issubclass(b, Mixin) else b for b in cls.__bases__)
-    own = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
-    return type(cls)(cls.__name__, bases, own)
+    namespace = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, bases, namespace)
 
 
-def add_mixin(module: nn.Module, behaviour: type[Mixin], *, inside: bool = False) -> None:
-    """Adds a behaviour to ``module`` unless it has it, outside of the others or, as one that
-    computes the forward itself must be, inside."""
-    has = module._gained if isinstance(module, Mixin) else ()
-    if behaviour not in has:
-        _become(module, (behaviour, *has) if inside else (*has, behaviour))
+def add_mixin(module: nn.Module, mixin: type[Mixin], *, inside: bool = False) -> None:
+    """Adds a mixin to ``module`` unless it has it: outside of the others or, for a mixin that
+    replaces the forward, inside."""
+    has = module._mixins if isinstance(module, Mixin) else ()
+    if mixin not in has:
+        _become(module, (mixin, *has) if inside else (*has, mixin))
 
 
-def remove_mixin(module: nn.Module, behaviour: type[Mixin]) -> None:
-    """Removes a behaviour from ``module``; does nothing if it does not have it."""
-    if isinstance(module, behaviour):
-        _become(module, tuple(b for b in module._gained if b is not behaviour))
+def remove_mixin(module: nn.Module, mixin: type[Mixin]) -> None:
+    """Removes a mixin from ``module``; does nothing if it does not have it."""
+    if isinstance(module, mixin):
+        _become(module, tuple(b for b in module._mixins if b is not mixin))

@@ -11,11 +11,24 @@ from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_BY_LAYER = "a scale belongs to a layer: fp8.convert(model, 'delayed') gives each layer its own"
+_BY_POLICY = (
+    'give a policy, which names the recipe of the other layers: fp8.Policy.umup("unit", '
+    'others="bf16")'
+)
+_REDUCE = "fp8.reduce_amax(model, group) makes the scales of processes equal"
+_TE = "call transformer_engine.pytorch.autocast, which it calls"
+_ATTENTION = 'leave it out; attention is one product, cast as "input" and "grad"'
+_CAST_FIELDS = {
+    "mean": "leave it out; the mean of an operand is cast with the rest",
+    "random_bits": "leave it out; stochastic rounding in casts draws 31 random bits",
+    "residual": "leave it out; rounding errors are not cast again",
+}
+_RECIPE_FIELDS = {"attention_scores": _ATTENTION, "attention_values": _ATTENTION}
+
 INSTEAD: dict[str, dict[str, str]] = {
     "fp8": {
-        "AmaxHistory": (
-            "a scale belongs to a layer: fp8.convert(model, 'delayed') gives each layer its own"
-        ),
+        "AmaxHistory": _BY_LAYER,
         "NoEffectWarning": "it is a ConvertWarning",
         "Preflight": "it is in fp8.lab.preflight.preflight",
         "PreflightError": "it is in fp8.lab.preflight.preflight",
@@ -42,37 +55,15 @@ INSTEAD: dict[str, dict[str, str]] = {
             "and p.nbytes those of one parameter"
         ),
     },
-    "fp8.Cast": {
-        "mean": "leave it out; the mean of an operand is cast with the rest",
-        "random_bits": "leave it out; stochastic rounding in casts draws 31 random bits",
-        "residual": "leave it out; rounding errors are not cast again",
-    },
-    "fp8.Recipe": {
-        "attention_scores": 'leave it out; attention is one product, cast as "input" and "grad"',
-        "attention_values": 'leave it out; attention is one product, cast as "input" and "grad"',
-    },
-    "fp8.adapters.lightning.FP8FabricPrecision": {
-        "rest": (
-            'give a policy, which names the recipe of the other layers: fp8.Policy.umup("unit", '
-            'others="bf16")'
-        ),
-    },
-    "fp8.adapters.lightning.FP8Precision": {
-        "rest": (
-            'give a policy, which names the recipe of the other layers: fp8.Policy.umup("unit", '
-            'others="bf16")'
-        ),
-    },
-    "fp8.adapters.torchtitan.FP8Converter": {
-        "rest": (
-            'give a policy, which names the recipe of the other layers: fp8.Policy.umup("unit", '
-            'others="bf16")'
-        ),
-    },
+    "fp8.Cast": _CAST_FIELDS,
+    "fp8.Recipe": _RECIPE_FIELDS,
+    "fp8.adapters.lightning.FP8FabricPrecision": {"rest": _BY_POLICY},
+    "fp8.adapters.lightning.FP8Precision": {"rest": _BY_POLICY},
+    "fp8.adapters.torchtitan.FP8Converter": {"rest": _BY_POLICY},
     "fp8.adapters.transformer_engine.autocast": {
-        "amax_reduction_group": "call transformer_engine.pytorch.autocast, which it calls",
-        "calibrating": "call transformer_engine.pytorch.autocast, which it calls",
-        "fp8_group": "call transformer_engine.pytorch.autocast, which it calls",
+        "amax_reduction_group": _TE,
+        "calibrating": _TE,
+        "fp8_group": _TE,
         "fp8_recipe": "it is recipe=, a name, a Recipe or a recipe of TransformerEngine's",
     },
     "fp8.adapters.transformers": {
@@ -82,18 +73,14 @@ INSTEAD: dict[str, dict[str, str]] = {
         ),
     },
     "fp8.autocast": {
-        "amax_reduction_group": (
-            "fp8.reduce_amax(model, group) makes the scales of processes equal"
-        ),
+        "amax_reduction_group": _REDUCE,
         "calibrating": "fp8.calibrate(model, batch) sets the scales of a converted model",
-        "fp8_group": "fp8.reduce_amax(model, group) makes the scales of processes equal",
+        "fp8_group": _REDUCE,
         "fp8_recipe": (
             "it is recipe=, a name in fp8.RECIPES; docs/migration.md has the names for "
             "TransformerEngine's recipes"
         ),
-        "history": (
-            "a scale belongs to a layer: fp8.convert(model, 'delayed') gives each layer its own"
-        ),
+        "history": _BY_LAYER,
     },
     "fp8.checkpoints": {
         "files": (
@@ -101,12 +88,7 @@ INSTEAD: dict[str, dict[str, str]] = {
             "torch.distributed.checkpoint"
         ),
     },
-    "fp8.convert": {
-        "rest": (
-            'give a policy, which names the recipe of the other layers: fp8.Policy.umup("unit", '
-            'others="bf16")'
-        ),
-    },
+    "fp8.convert": {"rest": _BY_POLICY},
     "fp8.distributed": {
         "all_to_all": (
             "send tokens by torch.distributed.all_to_all_single in high precision, or by an "
@@ -136,15 +118,8 @@ INSTEAD: dict[str, dict[str, str]] = {
     "first_moment": {
         "int8_block": "use 'e4m3_block', which takes as many bytes",
     },
-    "key of a Cast": {
-        "mean": "leave it out; the mean of an operand is cast with the rest",
-        "random_bits": "leave it out; stochastic rounding in casts draws 31 random bits",
-        "residual": "leave it out; rounding errors are not cast again",
-    },
-    "key of a Recipe": {
-        "attention_scores": 'leave it out; attention is one product, cast as "input" and "grad"',
-        "attention_values": 'leave it out; attention is one product, cast as "input" and "grad"',
-    },
+    "key of a Cast": _CAST_FIELDS,
+    "key of a Recipe": _RECIPE_FIELDS,
     "recipe": {
         "coat": "use Recipe.saved_activations of a recipe of your own",
         "fog": 'use "delayed", or casts with history=1024',

@@ -1,6 +1,6 @@
-"""One step of a user's model: its wrappers, how a batch calls it, where its backward pass starts.
+"""One step of a user's model: its wrappers, its call on a batch, the start of its backward pass.
 
-Used by everything that measures a model: calibration, `verify`, the recordings of `unit_scale`.
+Used to measure models: by calibration, `verify`, and the recordings of `unit_scale`.
 """
 
 from __future__ import annotations
@@ -84,22 +84,22 @@ def plain(output: Any) -> Any:
     return dict(vars(output))
 
 
-def unfolded(value: Any, known: set[int] | None = None) -> Any:
-    """A value as dicts, lists and tensors, also where objects hold objects: a distribution, a
-    cache. Modules, and containers that come again, are None. known: the ids of containers seen.
-    """
+def unfolded(value: Any, visited: set[int] | None = None) -> Any:
+    """A value as dicts, lists and tensors, including those of objects within objects: a
+    distribution, a cache. Modules, and repeated containers, are None. visited: the ids of
+    containers."""
     if isinstance(value, Tensor):
         return value
     if value is None or isinstance(value, str | int | float):
         return None
-    known = set() if known is None else known
+    visited = set() if visited is None else visited
     items = None if isinstance(value, (nn.Module, type)) else plain(value)
-    if not isinstance(items, (dict, list, tuple)) or id(value) in known:
+    if not isinstance(items, (dict, list, tuple)) or id(value) in visited:
         return None
-    known.add(id(value))
+    visited.add(id(value))
     if isinstance(items, dict):
-        return {name: unfolded(item, known) for name, item in items.items()}
-    return [unfolded(item, known) for item in items]
+        return {name: unfolded(item, visited) for name, item in items.items()}
+    return [unfolded(item, visited) for item in items]
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -114,8 +114,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def tensors_within(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """As `tensors`, and those of objects within objects: a distribution, a cache; no modules. seen:
-    the ids of containers that are left out; those of ``value`` are added."""
+    """As `tensors`, including those of objects within objects: a distribution, a cache; no modules.
+    seen: the ids of containers to omit; those of ``value`` are added."""
     return tensors(unfolded(value, seen))
 
 
@@ -123,16 +123,16 @@ def find_loss(output: Any) -> Tensor | None:
     """The ``loss`` of a model's output; else its first 0-dim tensor that requires a gradient,
     unless that does not train every parameter that the other results are computed from: an
     auxiliary loss (of a router, of a codebook)."""
-    found = scalars(output)
-    if not found or _named_loss(output) is not None:
-        return found[0] if found else None
-    rest = _leaves(t for t in tensors(output) if t.requires_grad and t.dim())
-    return found[0] if not rest or rest <= _leaves(found[:1]) else None
+    candidates = scalars(output)
+    if not candidates or _named_loss(output) is not None:
+        return candidates[0] if candidates else None
+    leaves = _leaves(t for t in tensors(output) if t.requires_grad and t.dim())
+    return candidates[0] if not leaves or leaves <= _leaves(candidates[:1]) else None
 
 
 def _named_loss(output: Any) -> Any:
-    given = plain(output)
-    return given.get("loss") if isinstance(given, dict) else getattr(given, "loss", None)
+    results = plain(output)
+    return results.get("loss") if isinstance(results, dict) else getattr(results, "loss", None)
 
 
 def _leaves(results: Iterable[Tensor]) -> set[Node]:
@@ -150,21 +150,21 @@ def _leaves(results: Iterable[Tensor]) -> set[Node]:
 
 
 def scalars(output: Any) -> list[Tensor]:
-    """What `find_loss` chooses from. Of an output with a ``loss`` that requires a gradient, that
-    alone."""
+    """The candidates of `find_loss`: the ``loss`` of an output if it requires a gradient, else all
+    0-dim tensors that do."""
     named = _named_loss(output)
     for parts in (named, plain(output)):
-        if found := [t for t in tensors([parts]) if t.dim() == 0 and t.requires_grad]:
-            return found[:1] if parts is named else found
+        if losses := [t for t in tensors([parts]) if t.dim() == 0 and t.requires_grad]:
+            return losses[:1] if parts is named else losses
     return []
 
 
 def loss_value(output: Any, loss: Loss | None) -> Tensor | None:
-    """What ``loss`` computes from a model's output, or without it `find_loss`. Raises ValueError if
-    ``loss`` returns anything but a tensor of one element."""
+    """``loss(output)``, or without a loss `find_loss`. Raises ValueError if ``loss`` returns
+    anything but a tensor of one element."""
     if loss is None:
         return find_loss(output)
-    value = loss(output)
+    value: Any = loss(output)
     if not isinstance(value, Tensor) or value.numel() != 1:
         shaped = isinstance(value, Tensor)
         got = f"a tensor of shape {tuple(value.shape)}" if shaped else type(value).__name__
@@ -187,7 +187,7 @@ def starts(
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Evaluation mode. Each module has its own mode again on exit."""
+    """Evaluation mode; restores the mode of each module on exit."""
     modes = {module: module.training for model in models for module in model.modules()}
     try:
         for model in models:
@@ -243,8 +243,8 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
 
 
 class Writes:
-    """The values of some tensors before torch calls wrote into them, of those alone. Tensors
-    without storage of their own (inside torch.vmap, sharded) are left alone."""
+    """The values that tensors had before torch calls wrote into them. Tensors without storage
+    (inside torch.vmap, sharded) are ignored."""
 
     def __init__(self, of: Iterable[Tensor]) -> None:
         self._of = of
@@ -253,7 +253,7 @@ class Writes:
         self._at: dict[int, Tensor] | None = None
 
     def note(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        """Keeps what a call is about to overwrite."""
+        """Stores the values that a call is about to overwrite."""
         if function == _SET_DATA:
             self._data.append((args[0], args[0].detach()))
             return
@@ -264,18 +264,18 @@ class Writes:
             for tensor in tensors([args, kwargs]):
                 key = _storage(tensor)
                 if key in self._at and key not in self._values:
-                    known = self._at[key].detach()
-                    self._values[key] = known, known.clone()
+                    values = self._at[key].detach()
+                    self._values[key] = values, values.clone()
 
     def changed(self, tensor: Tensor) -> bool:
         """Whether calls have changed the values of one of the tensors."""
         if any(owner is tensor for owner, _ in self._data):
             return True
-        known, before = self._values.get(_storage(tensor) or 0, (tensor, None))
-        return before is not None and not torch.equal(known, before)
+        values, before = self._values.get(_storage(tensor) or 0, (tensor, None))
+        return before is not None and not torch.equal(values, before)
 
     def undo(self) -> None:
-        """Writes back what was kept."""
+        """Writes the stored values back."""
         for tensor, before in reversed(self._data):
             tensor.data = before
         for tensor, before in self._values.values():
@@ -283,8 +283,8 @@ class Writes:
 
 
 class restored(TorchFunctionMode):
-    """Gives the parameters, on exit, the values that they have now: a momentum encoder updates its
-    own in its forward pass, through ``.data`` or under `torch.no_grad`."""
+    """Restores the values of parameters on exit: a momentum encoder updates its parameters in the
+    forward pass, through ``.data`` or under `torch.no_grad`."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ _STATISTICS = ("batch_norm", "instance_norm")
 
 
 def _renorms(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call looks up rows with a max_norm, to which it renorms them in place."""
+    """Whether a call looks up rows with a max_norm, and so rescales them in place."""
     max_norm = args[3] if len(args) > 3 else kwargs.get("max_norm")
     return name in ("embedding", "embedding_bag") and max_norm is not None
 

@@ -1,5 +1,5 @@
-"""State that belongs to the running thread, or to the process as a whole; and what of torch is
-running in this thread, by its frames."""
+"""State of the running thread and of the process, and the calls of torch that are running in this
+thread, by their frames."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
+
+
+GRAPH_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+"""Qualified name -> a function that compiled graphs call by name: see `compiler.in_graph`. A graph
+can hold a string where it cannot hold a class."""
 
 
 class Stack(threading.local):
@@ -30,9 +35,9 @@ class Stack(threading.local):
 
 
 class Setting(ContextDecorator):
-    """A process-wide setting that is changed while at least one thread holds it: a thread that
-    restored it by itself could restore the value of another one. change: changes the setting and
-    returns a context manager whose exit restores it."""
+    """A process-wide setting that is changed while at least one thread holds it; a thread that
+    restored it separately could restore the value of another thread. change: changes the setting
+    and returns a context manager whose exit restores it."""
 
     def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
         self._change = change
@@ -77,7 +82,7 @@ def _runs(function: Any) -> bool:
 
 
 def refuse_split_graphs() -> None:
-    """Raises RuntimeError where `torch.distributed.pipelining.pipeline` exports a model to train
+    """Raises RuntimeError while `torch.distributed.pipelining.pipeline` exports a model, to train
     its parts: an exported program has no backward pass of an autograd function."""
     library = sys.modules.get(_PIPELINING)
     if library is not None and _runs(library.pipeline):
@@ -89,9 +94,8 @@ def refuse_split_graphs() -> None:
 
 
 def in_shape_inference() -> bool:
-    """Whether `torch.distributed.pipelining` is finding the shapes that stages exchange: before its
-    first step it runs each stage, in training also backward, on tensors that nothing has written.
-    """
+    """Whether `torch.distributed.pipelining` is inferring the shapes that stages exchange: before
+    its first step it runs each stage, in training also backward, on uninitialized tensors."""
     if torch.compiler.is_dynamo_compiling():
         return False
     stage = sys.modules.get(f"{_PIPELINING}.stage")
@@ -102,41 +106,33 @@ def in_shape_inference() -> bool:
 
 
 def in_reentrant() -> bool:
-    """Whether the forward pass of a checkpoint with ``use_reentrant=True`` is running: without
-    gradients, inside an autograd function."""
+    """Whether the forward pass of a checkpoint with ``use_reentrant=True`` is running, without
+    gradients."""
     return not torch.is_grad_enabled() and _runs(CheckpointFunction.forward)
 
 
 def in_recomputation() -> bool:
     """Whether a checkpoint with ``use_reentrant=False`` is recomputing in the backward pass."""
-    return _in_checkpoint("recompute_fn")
+    return _checkpoint_calls("recompute_fn") > 0
 
 
 def checkpoints() -> int:
     """The number of checkpoints whose forward pass or recomputation is running."""
-    if torch.compiler.is_dynamo_compiling():
-        return 0
-    file, names = CheckpointFunction.forward.__code__.co_filename, ("checkpoint", *_AGAIN)
-    codes = (frame.f_code for frame in frames())
-    return sum(code.co_filename == file and code.co_name in names for code in codes)
-
-
-_AGAIN = ("recompute_fn", "backward")
-"""The functions of `torch.utils.checkpoint` that recompute, without and with reentry."""
+    return _checkpoint_calls("checkpoint", "recompute_fn", "backward")
 
 
 def apart() -> AbstractContextManager[Any]:
-    """Context in which a checkpoint with ``use_reentrant=False`` that is running neither sees nor
-    counts the tensors that are saved."""
-    if _in_checkpoint("checkpoint", "recompute_fn"):
+    """Context in which a running checkpoint with ``use_reentrant=False`` neither sees nor counts
+    saved tensors."""
+    if _checkpoint_calls("checkpoint", "recompute_fn"):
         return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     return nullcontext()
 
 
-def _in_checkpoint(*names: str) -> bool:
-    """Whether one of these functions of `torch.utils.checkpoint` is running."""
+def _checkpoint_calls(*names: str) -> int:
+    """The number of running calls of these functions of `torch.utils.checkpoint`."""
     if torch.compiler.is_dynamo_compiling():  # which traces no frames
-        return False
+        return 0
     file = CheckpointFunction.forward.__code__.co_filename
     codes = (frame.f_code for frame in frames())
-    return any(code.co_name in names and code.co_filename == file for code in codes)
+    return sum(code.co_name in names and code.co_filename == file for code in codes)

@@ -12,8 +12,7 @@ from torch import Tensor, _inductor
 from torch.autograd import Function
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .graph_functions import GRAPH_FUNCTIONS
-from .threads import refuse_split_graphs
+from .threads import GRAPH_FUNCTIONS, refuse_split_graphs
 
 _UNMARKED = torch.__version__ < "2.13"
 """Whether `torch.compiler.is_compiling` is false while the compiler calls `apply`, or the backward
@@ -23,7 +22,7 @@ of an autograd function."""
 @contextmanager
 def _marked(sets: bool = _UNMARKED) -> Iterator[None]:
     """Sets the private flag of `torch.compiler.is_compiling`, which torch sets by itself from 2.13
-    on: without it, `same` and `own` would return views whose gradients are lost."""
+    on: without it, `same` and `unaliased` would return views whose gradients are lost."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = before or sets
     try:

@@ -37,15 +37,11 @@ def nearest(got: object, names: tuple[object, ...]) -> str | None:
         return None
     lower = {name.lower(): name for name in names if isinstance(name, str)}
     short = got.lower()
-    begun = [name for name in lower if name.startswith(short) or _initials(name) == short]
-    found = [short] if short in lower else begun if len(begun) == 1 else []
-    found = found or get_close_matches(short, lower, n=1)
-    return lower[found[0]] if found else None
-
-
-def _initials(name: str) -> str:
-    """The first letters of the words of a snake_case name."""
-    return "".join(word[0] for word in name.split("_") if word)
+    initials = {name: "".join(word[:1] for word in name.split("_")) for name in lower}
+    matches = [name for name in lower if name.startswith(short) or initials[name] == short]
+    if short in lower or len(matches) != 1:
+        matches = get_close_matches(short, lower, n=1)
+    return lower[matches[0]] if matches else None
 
 
 def check_number(what: str, got: Any) -> None:
@@ -103,7 +99,7 @@ def check_keys(
 @eager_only()
 def refuse_transformed(value: torch.Tensor) -> None:
     """Raises NotImplementedError if ``value``, which becomes state, was computed under a transform
-    of `torch.func`: it is valid inside of the transform alone."""
+    of `torch.func`, outside of which it is not valid."""
     if torch.func.debug_unwrap(value) is not value:
         raise NotImplementedError(
             "a recipe that keeps scales between passes, or fp8.calibrate, would store a value that "

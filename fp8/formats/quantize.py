@@ -14,9 +14,9 @@ from ..common.compiler import (
     compiled_as,
     eager_only,
     is_differentiated_again,
-    own,
     reads_values,
     same,
+    unaliased,
 )
 from ..common.validation import check_between, check_name
 from .format import Format, dtype_name, get_format
@@ -175,7 +175,7 @@ class _Forward(torch.autograd.Function):
     def forward(
         x: Tensor, scale: Tensor | None, key: Key | None, rounding: str, grid: tuple[Any, ...]
     ) -> Tensor:
-        return own(_quantize(x, Grid(*grid), rounding, scale, key))
+        return unaliased(_quantize(x, Grid(*grid), rounding, scale, key))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

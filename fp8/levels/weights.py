@@ -82,7 +82,7 @@ def _own(module: Any) -> dict[str, Any]:
 
 def _attributes(parameter: Tensor) -> dict[str, Any]:
     """The attributes that others, such as tags, have set on a parameter."""
-    own = (*scaled_tensor.OWN, "_is_param", "__deepcopy__", "__reduce_ex__")
+    own = (*scaled_tensor.STATE, "_is_param", "__deepcopy__", "__reduce_ex__")
     return {k: v for k, v in vars(parameter).items() if k not in own}
 
 

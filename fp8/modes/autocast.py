@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ..casts.counts import OPEN, look_here
+from ..casts.counts import OPEN, check_block
 from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_constant
 from ..common.pitfalls import RecipeWarning, show
 from ..common.removed import refuses_removed
@@ -253,9 +253,9 @@ class autocast:
         if self.recipe is not None and self.recipe.changes_scales and in_recomputation():
             _check_recomputes(self.recipe)
         reveal()
-        outer_look = OPEN.look if eager else None
+        outer_check = OPEN.check if eager else None
         if eager and not self.reenters:
-            OPEN.look = look_here(self.recipe)
+            OPEN.check = check_block(self.recipe)
         modes = (_Mode(), *FIRST_LOOK.items)
         again = self.reenters or in_reentrant()  # opened inside of a recomputed segment
         ACTIVE.blocks.append(
@@ -271,7 +271,7 @@ class autocast:
                 off=self.off,
                 checkpoints=checkpoints() if self.off else 0,
                 task=running_task() if eager else None,
-                outer_look=outer_look,
+                outer_check=outer_check,
             )
         )
         for mode in modes:
@@ -290,7 +290,7 @@ class autocast:
         if torch.compiler.is_dynamo_compiling():
             return
         if block.opened is not None and not self.reenters:
-            OPEN.look = block.outer_look
+            OPEN.check = block.outer_check
         if index < len(ACTIVE.blocks):
             raise RuntimeError(_NOT_NESTED)
 

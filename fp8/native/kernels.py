@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast, QuantizedOperand, codes, format_of, widened
+from ..casts.casting import LoweredCast, QuantizedOperand, format_of, quantized, widened
 from ..formats.quantize import in_dtype
 from ..recipes.rules import CORRECTED, UNITS, scale_format
 
@@ -69,21 +69,19 @@ scales start at multiples of 16 bytes, which are 4 scales."""
 
 
 def kernel_of(a: LoweredCast | None, b: LoweredCast | None) -> tuple[str, str]:
-    """The kernel that multiplies operands under these specs, or "", and the reason why there is
+    """The kernel that multiplies operands under these casts, or "", and the reason why there is
     none."""
     if a is None or b is None:
         return "", "an operand stays in high precision"
-    known = {name for row in KERNELS.values() for pair in row.formats for name in pair}
+    formats = {name for row in KERNELS.values() for pair in row.formats for name in pair}
     for spec in (a, b):
         if spec.signs == "random":
             return "", "random signs of a rotation are simulated"
-        if spec.format not in known:
+        if spec.format not in formats:
             return "", f"the kernels have no format {format_of(spec).name!r}"
         if not _kind(spec):
-            return (
-                "",
-                f"no kernel has tiles of {spec.tile[0]} x {spec.tile[1]} by rule {spec.rule!r}",
-            )
+            tile = "{} x {}".format(*spec.tile)
+            return "", f"no kernel has tiles of {tile} by rule {spec.rule!r}"
     kinds = {_kind(a), _kind(b)}
     if len(kinds) > 1 and kinds != {"tensor", "row"}:
         return "", "no kernel multiplies scales by {} by scales by {}".format(*sorted(kinds))
@@ -96,7 +94,7 @@ def kernel_of(a: LoweredCast | None, b: LoweredCast | None) -> tuple[str, str]:
 
 
 def _kind(spec: LoweredCast) -> str:
-    """The row of KERNELS for operands under this spec; "" for none."""
+    """The row of KERNELS for operands under this cast; "" for none."""
     rule, (across, along) = spec.rule, spec.tile
     if not along:
         return "row" if across else "tensor"
@@ -115,8 +113,8 @@ def why_not_device(device: torch.device) -> str:
         return f"torch {torch.__version__} has no FP8 product for CPUs, 2.12 has"
     if device.type not in ("cpu", "cuda"):
         return f"no FP8 product is known for {device.type}"
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
-        return "compute capability {}.{}, FP8 needs 8.9".format(*found)
+    if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < (8, 9):
+        return "compute capability {}.{}, FP8 needs 8.9".format(*has)
     return ""
 
 
@@ -125,10 +123,10 @@ def why_not_kernel(kind: str, device: torch.device) -> str:
     row = KERNELS[kind]
     if device.type == "cpu":
         return "" if row.cpu else f"scales by {kind} need {row.devices}"
-    found = torch.cuda.get_device_capability(device)
-    if row.least <= found and (row.below is None or found < row.below):
+    capability = torch.cuda.get_device_capability(device)
+    if row.least <= capability and (row.below is None or capability < row.below):
         return ""
-    return "scales by {} need {}, not {}.{}".format(kind, row.devices, *found)
+    return "scales by {} need {}, not {}.{}".format(kind, row.devices, *capability)
 
 
 def store(
@@ -138,7 +136,8 @@ def store(
     history: Tensor | None = None,
     record: bool = False,
 ) -> QuantizedOperand:
-    """`codes` of the matrix ``x`` as a kernel reads them, under a spec that `kernel_of` supports.
+    """`quantized` of the matrix ``x`` in the layout of a kernel, under a cast that `kernel_of`
+    supports.
 
     values: in an FP8 dtype; e2m1 as uint8 (outer, inner / 2), the first value of a pair in the
     lower four bits. scale: float32, 0-dim, or (outer, 1) for rows; otherwise in the layout of the
@@ -146,31 +145,23 @@ def store(
     multiple of 4); "mx" and "nv" `swizzled`, in e8m0 and e4m3. Operands with scales by tiles are
     padded with zeros to the sizes that the kernel needs.
     """
-    found = codes(x, spec, axis, history, record)
-    if spec.tile[1]:
-        return _tiled(found.values, found.scale, found.unit, spec)
-    return QuantizedOperand(in_dtype(found.values, format_of(spec).dtype), found.scale)
-
-
-def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: LoweredCast) -> QuantizedOperand:
-    """Values (outer, inner) of a format and the scales of their tiles, in the layout of the
-    kernels."""
+    y, scale, unit = quantized(x, spec, axis, history, record)
     across, along = spec.tile
-    kind = _kind(spec)
-    multiple = KERNELS[kind].multiple
+    dtype, kind = format_of(spec).dtype, _kind(spec)
+    if not along:
+        return QuantizedOperand(in_dtype(y, dtype), scale)
     rows = max(across, _BLOCK_ROWS) if kind == "block" else 1
-    y = F.pad(y, (0, -y.shape[1] % multiple, 0, -y.shape[0] % rows))
+    y = F.pad(y, (0, -y.shape[1] % KERNELS[kind].multiple, 0, -y.shape[0] % rows))
     if kind == "block":
-        data = in_dtype(y, format_of(spec).dtype)
         if across == 1:
-            columns = F.pad(scale.mT, (0, y.shape[0] - scale.shape[0]), value=1.0)
-            return QuantizedOperand(data, columns.contiguous())
-        return QuantizedOperand(data, F.pad(scale, (0, -scale.shape[1] % 4), value=1.0))
+            scale = F.pad(scale.mT, (0, y.shape[0] - scale.shape[0]), value=1.0).contiguous()
+        else:
+            scale = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0)
+        return QuantizedOperand(in_dtype(y, dtype), scale)
     scale = widened(scale, (y.shape[0], scale.shape[1]), (across, 1))
     scale = F.pad(scale, (0, y.shape[1] // along - scale.shape[1]), value=1.0)
     if unit is None:
-        data = in_dtype(y, format_of(spec).dtype)
-        return QuantizedOperand(data, swizzled(scale.to(torch.float8_e8m0fnu)))
+        return QuantizedOperand(in_dtype(y, dtype), swizzled(scale.to(torch.float8_e8m0fnu)))
     # Restores the e4m3 values of the rule; a value above their range occurs only for all-zero
     # tiles.
     scale = (scale / unit).clamp(max=448.0).to(torch.float8_e4m3fn)

@@ -14,22 +14,15 @@ from torch.autograd import Function
 from ..casts.casting import LoweredCast, QuantizedOperand, lowered, shifted
 from ..casts.operands import one_copy
 from ..casts.saved_operands import saved_tensors
-from ..common.compiler import apply, is_differentiated_again, is_plain, own, updates_states
+from ..common.compiler import apply, is_differentiated_again, is_recorded, unaliased, updates_states
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.recipe import Recipe
 from . import selftest
-from .kernels import (
-    ALIGNMENT,
-    KERNELS,
-    kernel_of,
-    multiply,
-    store,
-    why_not_device,
-)
+from .kernels import ALIGNMENT, KERNELS, kernel_of, multiply, store, why_not_device
 
 Pairs = tuple[tuple[LoweredCast | None, LoweredCast | None], ...]
-"""The specs of both operands of each of the three products."""
+"""The casts of both operands of each of the three products."""
 
 
 def _pairs(recipe: Recipe) -> Pairs:
@@ -103,8 +96,8 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
 
 
 class _Settings(NamedTuple):
-    """The constants of a product. kinds: the kernels of the three products. specs: of the gradient,
-    for a and for b."""
+    """The constants of a product. kinds: the kernels of the three products. specs: the casts of the
+    gradient, for a and for b."""
 
     kinds: tuple[str, ...]
     scales: tuple[float, float, float]
@@ -129,25 +122,25 @@ class _Native(Function):
         left, right, *_ = _stored(operands)
         y = multiply(how.kinds[0], left, right, how.scales[0], getattr(torch, how.dtype))
         y = y[: a.shape[0]]  # without padding rows
-        return y if bias is None else own(y.add_(bias))
+        return y if bias is None else unaliased(y.add_(bias))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, _, _, ctx.history, ctx.how, *operands = inputs
-        used, again = _stored(operands[:6]), _stored(operands[6:])
-        pairs = list(zip(used, again, strict=True))
+        first, second = _stored(operands[:6]), _stored(operands[6:])
+        pairs = list(zip(first, second, strict=True))
         ctx.save_for_backward(*_flat(x if y.values is None else y for x, y in pairs))
-        ctx.turn = tuple(y.values is None for _, y in pairs)
+        ctx.is_transposed = tuple(y.values is None for _, y in pairs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if is_differentiated_again() and is_plain(ctx):
+        if is_differentiated_again() and is_recorded(ctx):
             raise RuntimeError(
                 "create_graph=True: products of backend='native' have no second derivative; those "
                 "of backend='simulate' have"
             )
-        saved = zip(_stored(saved_tensors(ctx)), ctx.turn, strict=True)
-        a, b = (x.mT if turn else x for x, turn in saved)
+        saved = zip(_stored(saved_tensors(ctx)), ctx.is_transposed, strict=True)
+        a, b = (x.mT if is_transposed else x for x, is_transposed in saved)
         (_, for_da, for_db), (_, s_a, s_b), (for_a, for_b), _ = ctx.how
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
@@ -157,7 +150,7 @@ class _Native(Function):
             if g is None:
                 g = store(grad, for_b, -2, ctx.history, record=True)
             else:
-                g = _again(grad, g, for_a, for_b) or g.mT
+                g = _second(grad, g, for_a, for_b) or g.mT
             db = multiply(for_db, g, a, s_b, grad.dtype)
         if ctx.needs_input_grad[2]:
             dbias = grad.sum(0) * s_b
@@ -172,13 +165,13 @@ def _flat(operands: Iterable[QuantizedOperand | None]) -> list[Tensor | None]:
     return [tensor for operand in operands for tensor in operand or (None, None, None)]
 
 
-def _again(
-    x: Tensor, stored: QuantizedOperand, spec: LoweredCast, other: LoweredCast
+def _second(
+    x: Tensor, stored: QuantizedOperand, spec: LoweredCast, second: LoweredCast
 ) -> QuantizedOperand | None:
-    """``x`` for a product along its other axis; None if ``stored``, which has one scale, can be
-    reused."""
-    one = one_copy(spec, other) and not stored.scale.dim()
-    return None if one else store(x, other, -2)
+    """``x`` for its product along the other axis; None if ``stored`` has one scale and serves both
+    products."""
+    one = one_copy(spec, second) and not stored.scale.dim()
+    return None if one else store(x, second, -2)
 
 
 def product(
@@ -205,9 +198,9 @@ def product(
     with torch.no_grad():
         left = store(a, for_a, -1, of_a, record)
         right = store(b, for_b, -1, of_b, record)
-        again: list[QuantizedOperand | None] = [None, None]
+        second: list[QuantizedOperand | None] = [None, None]
         if record:
-            again = [_again(a, left, for_a, a_for_grad_b), _again(b, right, for_b, b_for_grad_a)]
-    operands = _flat([left, right, *again])
+            second = [_second(a, left, for_a, a_for_grad_b), _second(b, right, for_b, b_for_grad_a)]
+    operands = _flat([left, right, *second])
     how = _Settings(kinds, scales, (grad_for_a, grad_for_b), dtype_name(dtype))
     return apply(_Native, a, b, bias, of_grad, how, *operands, written=of_grad)

@@ -50,11 +50,11 @@ to the largest and keep 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."
 
 
 @taken_as_constant
-def _of_graph(*given: Any) -> tuple[str, ...]:
-    return _kernels(*given, compiled=True)
+def _kernels_in_graph(*key: Any) -> tuple[str, ...]:
+    return _kernels(*key, compiled=True)
 
 
-@compiled_as(_of_graph)
+@compiled_as(_kernels_in_graph)
 def kernels(backend: str, pairs: tuple[Pair, ...], device: str, dtype: str) -> tuple[str, ...]:
     """The kernels that compute the products; () if they are to be simulated. Arguments as in
     `why_not`."""
@@ -83,7 +83,7 @@ def why_not(pairs: tuple[Pair, ...], device: str, dtype: str) -> str:
     """Why kernels do not compute these products on a device that has FP8 products; "" if they do.
     Runs the self-test if it has not run yet.
 
-    pairs: the specs of both operands of the output and of the two gradients. device, dtype: names
+    pairs: the casts of both operands of the output and of the two gradients. device, dtype: names
     of the device and of the results' dtype, like "cuda:0" and "bfloat16".
     """
     if why := _why_not_expected(pairs, device):
@@ -91,29 +91,29 @@ def why_not(pairs: tuple[Pair, ...], device: str, dtype: str) -> str:
     for (name, axes), (a, b) in zip(_PRODUCTS.items(), pairs, strict=True):
         assert a is not None
         assert b is not None
-        if why := _disproof(_at_rest(a), _at_rest(b), axes, device, dtype):
+        if why := _failure(_deterministic(a), _deterministic(b), axes, device, dtype):
             return f"{name}: {why}"
     return ""
 
 
 @cache
 def why_not_compiled(device: str) -> str:
-    """Why casts in compiled code are not to be trusted on a device; "" if they are. Compiles and
-    runs some if that has not been done yet, in a new thread, as `why_not`."""
+    """Why casts in compiled code are wrong on a device; "" if they are right. Runs the self-test in
+    a new thread, as `why_not`."""
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_tried_compiled, device).result()
+        return thread.submit(_compiled_failure, device).result()
 
 
 _CASTS = [lowered(Cast(format=name)) for name in ("e4m3", "e5m2")]
 
 
 def _casts(x: Tensor) -> list[Tensor]:
-    """By each of _CASTS ``x`` and its transpose."""
+    """``x`` and its transpose under each of _CASTS."""
     stored = (store(x, spec, axis).values for spec in _CASTS for axis in (-1, -2))
     return [values.contiguous() for values in stored]
 
 
-def _tried_compiled(device: str) -> str:
+def _compiled_failure(device: str) -> str:
     from ..common.traced import run_compiled  # imports the compiler
 
     generator = torch.Generator().manual_seed(0)
@@ -124,17 +124,18 @@ def _tried_compiled(device: str) -> str:
         stored = run_compiled(_casts, x)
     except Exception as error:
         return f"the compiler raised {_named(error)}"
-    for got, (spec, turned) in zip(stored, product(_CASTS, (False, True)), strict=True):
+    cases = product(_CASTS, (False, True))
+    for got, (spec, is_transposed) in zip(stored, cases, strict=True):
         want = rounded(x, spec)[0]
-        if wrong := _wrong(got, want.T if turned else want):
-            what = "the transpose of a cast" if turned else "a cast"
+        if wrong := _wrong(got, want.T if is_transposed else want):
+            what = "the transpose of a cast" if is_transposed else "a cast"
             return f"{what} to {spec.format} has {wrong} wrong bytes of {got.numel()}"
     return ""
 
 
 def _wrong(got: Tensor, want: Tensor) -> int:
-    """How many bytes of ``got`` are not those of ``want``, which may be any that are not finite
-    where ``want`` is not."""
+    """The number of wrong bytes of ``got``. Where ``want`` is not finite, any byte that is not
+    finite is right."""
     differs = got.view(torch.uint8) != want.to(got.dtype).contiguous().view(torch.uint8)
     return int(torch.where(want.isfinite(), differs, got.float().isfinite()).sum())
 
@@ -144,28 +145,26 @@ def _named(error: Exception) -> str:
 
 
 def _why_not_expected(pairs: tuple[Pair, ...], device: str) -> str:
-    found = [kernel_of(*pair) for pair in pairs]
-    whys = (why or why_not_kernel(kind, torch.device(device)) for kind, why in found)
+    rows = [kernel_of(*pair) for pair in pairs]
+    whys = (why or why_not_kernel(kind, torch.device(device)) for kind, why in rows)
     return next(filter(None, whys), "")
 
 
-def _at_rest(spec: LoweredCast) -> LoweredCast:
-    """The spec without what precedes the kernel: rotation, random bits and label."""
+def _deterministic(spec: LoweredCast) -> LoweredCast:
+    """The cast without rotation, random bits and label."""
     return spec._replace(rounding="nearest", hadamard=0, label="")
 
 
 @cache
-def _disproof(
-    a: LoweredCast, b: LoweredCast, axes: tuple[int, int], device: str, dtype: str
-) -> str:
+def _failure(a: LoweredCast, b: LoweredCast, axes: tuple[int, int], device: str, dtype: str) -> str:
     """How the kernel for these operands fails; "" if it passes. In a new thread, which has none of
     the caller's modes."""
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_tried, a, b, axes, device, getattr(torch, dtype)).result()
+        return thread.submit(_kernel_failure, a, b, axes, device, getattr(torch, dtype)).result()
 
 
 @torch.no_grad()
-def _tried(
+def _kernel_failure(
     a: LoweredCast, b: LoweredCast, axes: tuple[int, int], device: str, dtype: torch.dtype
 ) -> str:
     kind, _ = kernel_of(a, b)
@@ -199,8 +198,8 @@ def _sample(rows: int, spec: LoweredCast, seed: int) -> Tensor:
 
 
 def _excess(got: Tensor, a: Tensor, b: Tensor) -> float:
-    """The largest error of ``got``, 0.5 * a b^T, relative to what rounding explains: n terms lose
-    at most n * 2**-13 of the largest term. Scales and the result are rounded three times to float32
+    """The largest error of ``got``, 0.5 * a b^T, relative to the bound of rounding: n terms lose at
+    most n * 2**-13 of the largest term. Scales and the result are rounded three times to float32
     and once to a dtype of at least 8 bits, which is at most 2**-8 of the sum."""
     terms = (a != 0).double() @ (b != 0).double().T
     allowed = 0.5 * (a.abs() @ b.abs().T) * (terms * _BITS + 2.0**-8 + 2.0**-22)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.types import Device
 
-from ..casts.casting import without_autocast
+from ..casts.rotation import without_autocast
 from ..products.matmul import to_autocast_dtype
 from .layer_norm2d import layer_norm2d as over_channels
 from .layer_norm2d import permuted, wide

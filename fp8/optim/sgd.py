@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd
 
 from ..common.dtensor import part_of
 from ..common.validation import check_number
-from ..tensors.scaled_tensor import plain, store
+from ..tensors.scaled_tensor import dequantized, store
 from .base import LowPrecision, check_group, refuse
 from .encodings import decode
 from .state import MASTER, MOMENTUM, Group, State, everywhere, keep, parameters_of, prepare, read
@@ -74,7 +74,7 @@ class SGD(LowPrecision):
         trained = [
             (p, group) for group in self.param_groups for p in group["params"] if p.grad is not None
         ]
-        finite = [plain(part_of(p.grad)).isfinite().all().cpu() for p, _ in trained]
+        finite = [dequantized(part_of(p.grad)).isfinite().all().cpu() for p, _ in trained]
         if not everywhere(all(map(bool, finite)), parameters_of(self)):
             return False
         for parameter, group in trained:
@@ -85,12 +85,12 @@ class SGD(LowPrecision):
 def _step(parameter: Any, state: State, group: Group) -> None:
     master, here = prepare(state, parameter, group).get(MASTER), part_of(parameter)
     if master is None:
-        weight = plain(here.detach(), torch.float32)
+        weight = dequantized(here.detach(), torch.float32)
     else:
         weight = decode(read(state, MASTER)).view(here.shape)
     buffers = [state.get(MOMENTUM)]
     arguments = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-    gradient = plain(part_of(parameter.grad), torch.float32)
+    gradient = dequantized(part_of(parameter.grad), torch.float32)
     sgd([weight], [gradient], buffers, foreach=False, **{k: group[k] for k in arguments})
     if buffers[0] is not None:
         state[MOMENTUM] = buffers[0]

@@ -16,7 +16,7 @@ from ..formats.format import FORMATS, Format
 from ..formats.quantize import quantize
 from ..formats.random_bits import Seed
 from ..recipes.scaling import scale_of, scale_of_number
-from ..tensors.scaled_tensor import ScaledTensor, plain, store
+from ..tensors.scaled_tensor import ScaledTensor, dequantized, store
 from .encodings import ENCODINGS, WEIGHTS, Encoded, Encoding, decode, write, zeros
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
@@ -110,7 +110,7 @@ def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding
 
 def numbers_of(parameter: Tensor) -> Tensor:
     """The values of a weight, float32, of its local shape."""
-    return plain(part_of(parameter).detach(), torch.float32)
+    return dequantized(part_of(parameter).detach(), torch.float32)
 
 
 def rounds_to(numbers: Tensor, parameter: Tensor) -> bool:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import cast_backward, cast_forward, without_autocast
+from ..casts.casting import cast_backward, cast_forward
 from ..casts.counts import product_name
+from ..casts.rotation import without_autocast
 from ..context.active import histories, product_recipe, static_exponents
 from ..recipes.recipe import Recipe
 from .matmul import matmul, to_autocast_dtype, uncast_matmul

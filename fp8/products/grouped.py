@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import turn_of, without_autocast
 from ..casts.counts import is_sampled, product_name
 from ..casts.groups import Groups, aligned, bounds, cast_groups, pieces, product_shape
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
+from ..casts.rotation import rotation_signs, without_autocast
 from ..casts.saved_operands import save_operands, saved_operands
 from ..common.compiler import apply, eager_only, in_graph, is_differentiated_again
 from ..context.active import chosen, layer_histories, static_exponents
@@ -128,15 +128,15 @@ class _Grouped(Function):
         needs_a, needs_b, *_ = ctx.needs_input_grad
         da = db = for_a = None
         if needs_a:
-            turn = turn_of(casts.grad_for_a, grad)
-            for_a, *_ = cast_groups(grad, along, casts.grad_for_a, history, True, turn)
-            again, *_ = cast_groups(b, across, casts.b_for_grad_a, turn=turn)
+            signs = rotation_signs(casts.grad_for_a, grad)
+            for_a, *_ = cast_groups(grad, along, casts.grad_for_a, history, True, signs)
+            again, *_ = cast_groups(b, across, casts.b_for_grad_a, signs=signs)
             da = MULTIPLY_GROUPS(for_a, again, offs, s_a)
         if needs_b:
-            for_b, turn = for_a, turn_of(casts.grad_for_b, grad)
+            for_b, signs = for_a, rotation_signs(casts.grad_for_b, grad)
             if for_b is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
-                for_b, *_ = cast_groups(grad, across, casts.grad_for_b, history, True, turn)
-            again, *_ = cast_groups(a, across, casts.a_for_grad_b, turn=turn)
+                for_b, *_ = cast_groups(grad, across, casts.grad_for_b, history, True, signs)
+            again, *_ = cast_groups(a, across, casts.a_for_grad_b, signs=signs)
             ends = aligned(offs, casts.grad_for_b) if how.split == -2 else offs
             if ctx.turned:
                 db = MULTIPLY_GROUPS(again.mT, for_b, ends, s_b).mT
@@ -184,9 +184,9 @@ def _simulated(
     """Casts the operands and multiplies their values. split: as in `cast_groups`, of a."""
     first, second, needed = with_copies(a, b, casts)
     of_a, of_b, of_grad = histories
-    turn, along = turn_of(casts.a, a), Groups(offs, split, -1)
-    cast_a, scale_a, _ = cast_groups(a, along, casts.a, of_a, turn=turn)
-    cast_b, scale_b, _ = cast_groups(b, along, casts.b, of_b, turn=turn)
+    signs, along = rotation_signs(casts.a, a), Groups(offs, split, -1)
+    cast_a, scale_a, _ = cast_groups(a, along, casts.a, of_a, signs=signs)
+    cast_b, scale_b, _ = cast_groups(b, along, casts.b, of_b, signs=signs)
     operands = (a, b, offs, cast_a.detach(), cast_b.detach(), scale_a, scale_b)
     settings = _Settings(scales, needed, split, first is not None, second is not None)
     return apply(_Grouped, *operands, of_grad, settings, written=of_grad)

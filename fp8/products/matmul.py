@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import LoweredCast, rounded, turn_of
+from ..casts.casting import LoweredCast, rounded
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import Measurement, measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
+from ..casts.rotation import rotation_signs
 from ..casts.saved_operands import save_operands, saved_operands
 from ..common.compiler import apply, apply_eagerly, compiled_as, in_graph
 from ..common.dtensor import is_dtensor, unreduced
@@ -33,7 +34,7 @@ from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
-from ..tensors.scaled_tensor import plain
+from ..tensors.scaled_tensor import dequantized
 from .sums import Geometry, Scales, Settings, summed_product
 
 aten = torch.ops.aten
@@ -55,14 +56,14 @@ def _cast(
     geometry: Geometry | None,
     history: Tensor | None = None,
     record: bool | None = None,
-    turn: Tensor | None = None,
+    signs: Tensor | None = None,
     *,
     weight: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`rounded`. In a convolution, feature maps (batch, channels, *size) and its weight are cast as
     matrices: see `fp8.products.convolution`."""
     if geometry is None or spec is None or spec.tile == (0, 0):
-        return rounded(x, spec, axis, history, record, turn)
+        return rounded(x, spec, axis, history, record, signs)
     last = x.movedim(1, -1)
     matrix, axis = (
         (last.flatten(1), geometry.along(axis)) if weight else (last.flatten(0, -2), axis)
@@ -162,24 +163,24 @@ class _Product(Function):
         history, again_a, again_b = ctx.history, None, None
         for_a: Any = None
         for_b: Any = None
-        turns = turn_of(casts.grad_for_a, grad), turn_of(casts.grad_for_b, grad)
+        signs = rotation_signs(casts.grad_for_a, grad), rotation_signs(casts.grad_for_b, grad)
 
         def second(
-            x: Tensor, spec: LoweredCast | None, turn: Tensor | None, weight: bool
+            x: Tensor, spec: LoweredCast | None, signs: Tensor | None, weight: bool
         ) -> Tensor:
-            return _cast(x, spec, -2, of, turn=turn, weight=weight)[0].to(grad.dtype)
+            return _cast(x, spec, -2, of, signs=signs, weight=weight)[0].to(grad.dtype)
 
         if needs_a:
-            for_a, _ = _cast(grad, casts.grad_for_a, -1, of, history, True, turns[0])
+            for_a, _ = _cast(grad, casts.grad_for_a, -1, of, history, True, signs[0])
             if of is not None:
-                again_b = second(b, casts.b_for_grad_a, turns[0], True)
+                again_b = second(b, casts.b_for_grad_a, signs[0], True)
         if needs_b:
             for_b = for_a
             if for_a is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
-                for_b, _ = _cast(grad, casts.grad_for_b, -2, of, history, True, turns[1])
-            again_a = second(a, casts.a_for_grad_b, turns[1], False)
+                for_b, _ = _cast(grad, casts.grad_for_b, -2, of, history, True, signs[1])
+            again_a = second(a, casts.a_for_grad_b, signs[1], False)
         if needs_a and of is None:  # in this order stochastic casts draw their bits
-            again_b = second(b, casts.b_for_grad_a, turns[0], True)
+            again_b = second(b, casts.b_for_grad_a, signs[0], True)
         if of is None:
             da, db = _both(ctx.turned, fuses, again_a, again_b, for_a, for_b, scales)
         else:
@@ -336,9 +337,9 @@ def simulated(
     """Casts the operands and multiplies their values, or convolves them."""
     of_a, of_b, of_grad = histories
     first, second, casts = with_copies(a, b, casts)
-    turn = turn_of(casts.a, a)
-    x, scale_x = _cast(a, casts.a, -1, geometry, of_a, turn=turn)
-    w, scale_w = _cast(b, casts.b, -1, geometry, of_b, turn=turn, weight=True)
+    signs = rotation_signs(casts.a, a)
+    x, scale_x = _cast(a, casts.a, -1, geometry, of_a, signs=signs)
+    w, scale_w = _cast(b, casts.b, -1, geometry, of_b, signs=signs, weight=True)
     x, w, bias = to_autocast_dtype(x, w, bias)
     if geometry is not None:
         check_bias(bias, x.dtype)
@@ -351,7 +352,7 @@ def simulated(
 
 def _unreduced(x: Tensor) -> Tensor:
     """``x`` as a cast reads it."""
-    x = plain(x)
+    x = dequantized(x)
     return unreduced(x) if is_dtensor(x) else x
 
 

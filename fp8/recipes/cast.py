@@ -34,18 +34,18 @@ class Cast:
         tile: the number of elements that share a scale (across, along) the axis that the product
             sums over, for scalings with a free tile. None: the default of the scaling.
         margin: the scale is multiplied by 2**margin, which leaves headroom for that many doublings.
-        history: for scaling "delayed", the number of passes considered; 1 is the last one only,
-            None is 16. For other scalings 0; "static" stores one scale.
+        history: for scaling "delayed", the number of passes considered; None is 16. For other
+            scalings 0; "static" stores one scale.
         rounding, overflow: as in `fp8.quantize`, except that Inf does not saturate: it stays Inf if
             the format has Inf, and becomes NaN otherwise. Stochastic rounding uses a new seed each
             time. It is unbiased where no value saturates: not with rules that may round a scale
             down ("floor", "even", "e4m3", "e4m3_4_6"), and without a scale up to the largest value.
         hadamard: 2 to 128, a power of two: the operand is first rotated by a random Hadamard matrix
             of this size along the axis that the product sums over, which cancels in the product. 0:
-            no rotation. Both operands of a product need the same value. Only products of matrices
-            have rotations; convolutions, attention and what is no single product leave them out.
-        signs: of the rotation: "fixed", the same ones everywhere (arXiv:2509.25149, section 4.2);
-            "random": drawn anew for each product, the same ones for both operands.
+            no rotation. Both operands of a product need the same value. Only products of two
+            matrices have rotations; convolutions and attention omit them.
+        signs: of the rotation: "fixed": the same signs in all products (arXiv:2509.25149, section
+            4.2); "random": drawn for each product, the same signs for both operands.
 
     Raises:
         ValueError: for an unknown name, an unsigned format, a rule or tile that the scaling does
@@ -66,7 +66,7 @@ class Cast:
     signs: str = "fixed"
 
     text: ClassVar[str]
-    """Set per instance: what its rounding depends on, in one string, for the reason given at
+    """Set per instance: the settings of its rounding, in one string, for the reason given at
     `Format.text`."""
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class Cast:
             raise ValueError("random signs need a rotation: give hadamard too")
         if self.hadamard and self.keeps_history:
             raise ValueError(
-                f"scaling {self.scaling!r} has no rotation: its state is that of the plain operand"
+                f"scaling {self.scaling!r} has no rotation: its state is that of the operand itself"
             )
 
     def _text(self) -> str:
@@ -169,7 +169,7 @@ class Cast:
 
     @property
     def keeps_history(self) -> bool:
-        """Whether state of the operand is kept between passes: largest magnitudes, or its scale."""
+        """Whether the operand has state between passes: largest magnitudes, or its scale."""
         return self.scaling in ("delayed", "static")
 
     def __str__(self) -> str:
@@ -180,7 +180,7 @@ class Cast:
             scaling += " {}x{}".format(*self.tile or ())
         if self.rule is not None and self.rule != row.rules[0]:
             scaling += f" by {self.rule}"
-        unusual = [
+        differences = [
             self.rounding if self.rounding != "nearest" else "",
             self.overflow if self.overflow != "saturate" else "",
             f"margin {self.margin}" if self.margin else "",
@@ -188,7 +188,7 @@ class Cast:
             f"rotated by {self.hadamard}" if self.hadamard else "",
             "random signs" if self.signs == "random" else "",
         ]
-        return ", ".join(filter(None, [str(self.format), scaling, *unusual]))
+        return ", ".join(filter(None, [str(self.format), scaling, *differences]))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for JSON."""
@@ -205,15 +205,14 @@ class Cast:
 
         Raises as Cast, and ValueError for an unknown or missing key.
         """
-        names = (field.name for field in fields(Cast))
-        check_keys("Cast", values, names, ("format", "scaling"))
+        check_keys("Cast", values, (field.name for field in fields(Cast)), ("format", "scaling"))
         values = dict(values)
         if isinstance(values.get("format"), Mapping):
-            given = dict(values["format"])
-            check_keys("Format", given, (field.name for field in fields(Format)))
-            dtype = given.get("dtype")
-            given["dtype"] = None if dtype is None else getattr(torch, str(dtype), dtype)
-            values["format"] = Format(**given)
+            format = dict(values["format"])
+            check_keys("Format", format, (field.name for field in fields(Format)))
+            dtype = format.get("dtype")
+            format["dtype"] = None if dtype is None else getattr(torch, str(dtype), dtype)
+            values["format"] = Format(**format)
         return Cast(**values)
 
 

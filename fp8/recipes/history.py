@@ -1,5 +1,5 @@
-"""State that a recipe keeps between passes, in buffers of the layers that `fp8.convert` gives it:
-the amax history of each operand (scaling "delayed"), or its scale (scaling "static")."""
+"""The state of recipes, in buffers of the layers that `fp8.convert` converts: the amax history of
+each operand (scaling "delayed"), or its scale (scaling "static")."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ from ..common.pitfalls import PitfallWarning, show
 
 _AMAX, _SCALE = "fp8_amax_", "fp8_scale_"
 _ROLES = ("input", "weight", "grad")
-_KNOWN = "fp8_known"
-"""The attribute of a layer that says which of its static scales are set."""
-_BY_CALL = "fp8_by_call"
-"""The attribute of a layer that says whether it computes several products."""
 
 
-class Known:
+class MeasuredScales:
     """Whether each static scale of a layer is set, as attributes: a graph reads an item of a dict
     as it was when the trace first read the dict, and an attribute as it is."""
 
@@ -32,7 +28,7 @@ class LayerState:
     operands.
 
     A call that records gradients adds one entry per operand (for the gradient, a backward pass
-    does), other calls only read. An operand without entries is scaled by its own largest magnitude.
+    does); other calls only read. An operand without entries is scaled by its largest magnitude.
     Zero, Inf and NaN are not recorded. With scaling "static", the first pass in which an operand is
     finite and not all zeros sets its scale permanently, to the power of two nearest to its RMS.
 
@@ -46,7 +42,8 @@ class LayerState:
         self._layer, self._products = layer, 0
 
     def name_of(self, product: str, *operands: Tensor) -> str:
-        """The name of the next product in those of its buffers; "" if it is the only one."""
+        """The name of the next product, as a part of the names of its buffers; "" if it is the only
+        product."""
         if not self._layer.fp8_by_call:
             return ""
         stacks = {n: p for n, p in self._layer.named_parameters(recurse=False) if p.dim() == 3}
@@ -59,10 +56,10 @@ class LayerState:
         return f"{str(self._products).zfill(3)}_{product}_"
 
     def buffer(self, name: str, length: int, device: torch.device, groups: int = 0) -> Tensor:
-        """The state of an operand: float32, (length,), or () for a static scale, which has the
-        shape (1,) if it is to be measured; with another first dimension of a grouped product of
-        this number of groups. name: that of its product and its role. Raises ValueError if the
-        layer has another length."""
+        """The state of an operand: float32, (length,) for a history; () for a static scale, or (1,)
+        if it is not set. A grouped product adds a first dimension, its number of groups. name: of
+        the product, and the role of the operand. Raises ValueError if the layer has another
+        length."""
         layer, buffer = self._layer, (_AMAX if length else _SCALE) + name
         shape = _shape(length, groups)
         if buffer not in layer._buffers:
@@ -76,7 +73,7 @@ class LayerState:
                 f"{buffer} has the shape {tuple(state.shape)}, and the recipe and the product need "
                 f"{tuple(shape)}"
             )
-        return state if shape or getattr(layer.fp8_known, buffer) else state.view(1)
+        return state if shape or getattr(layer.fp8_measured, buffer) else state.view(1)
 
 
 def role_of(operand: int) -> str:
@@ -108,36 +105,32 @@ _EAGER = (
 )
 
 
-def note(layer: Any, name: str) -> None:
+def note_scale(layer: Any, name: str) -> None:
     """Notes whether a buffer of a layer is a static scale that is set. Reads the value, which
     synchronizes, only if it was written."""
-    known = vars(layer.fp8_known)
-    if not known.get(name):
+    measured = vars(layer.fp8_measured)
+    if not measured.get(name):
         state = part_of(layer._buffers[name])
         written = not state.is_inference() and state._version > 0
-        known[name] = written and not torch.compiler.is_exporting() and _is_positive(state)
+        measured[name] = written and not torch.compiler.is_exporting() and _is_positive(state)
 
 
-def note_all(layer: nn.Module) -> None:
+def note_scales(layer: nn.Module) -> None:
     """Checks again which static scales of a layer are set, after they were written."""
-    if _KNOWN in vars(layer):
-        known = vars(vars(layer)[_KNOWN])
-        known.clear()
-        known.update({name: _is_positive(state) for name, state in _own(layer).items()})
+    if "fp8_measured" in vars(layer):
+        measured = vars(vars(layer)["fp8_measured"])
+        measured.clear()
+        states = histories(layer, recurse=False)
+        measured.update({name: _is_positive(state) for name, state in states.items()})
 
 
 def _is_positive(scale: Tensor) -> bool:
     return not scale.dim() and not scale.is_meta and bool(scale > 0)
 
 
-def _own(layer: nn.Module) -> dict[str, Tensor]:
-    """The state of a layer, by name; of replicated DTensors the part."""
-    return {n: part_of(b) for n, b in layer.named_buffers(recurse=False) if is_history(n)}
-
-
-def remember(layer: Any, recipe: Any, by_call: bool = False) -> None:
-    """Adds the buffers that ``recipe`` needs to ``layer``, zeros; those that it has stay. by_call:
-    the layer computes several products, and its first pass creates the buffers."""
+def add_buffers(layer: Any, recipe: Any, by_call: bool = False) -> None:
+    """Adds the buffers of ``recipe`` to ``layer``, zeros, unless it has them. by_call: the layer
+    computes several products, and its first pass creates the buffers."""
     for role in () if by_call else _ROLES:
         cast = getattr(recipe, role)
         if cast is not None and cast.keeps_history:
@@ -145,58 +138,59 @@ def remember(layer: Any, recipe: Any, by_call: bool = False) -> None:
             name = (_AMAX if cast.history else _SCALE) + role
             if getattr(layer, name, zeros[..., None]).shape != zeros.shape:
                 layer.register_buffer(name, zeros)
-    vars(layer).update({_KNOWN: Known(), _BY_CALL: by_call})
+    vars(layer).update(fp8_measured=MeasuredScales(), fp8_by_call=by_call)
 
 
-def forget(layer: nn.Module) -> None:
-    """Removes the buffers that `remember` adds."""
-    for name in _own(layer):
+def remove_buffers(layer: nn.Module) -> None:
+    """Removes the buffers that `add_buffers` adds."""
+    for name in histories(layer, recurse=False):
         delattr(layer, name)
-    for attribute in (_KNOWN, _BY_CALL):
+    for attribute in ("fp8_measured", "fp8_by_call"):
         vars(layer).pop(attribute, None)
 
 
 def has_scales(layer: nn.Module) -> bool:
-    """Whether `remember` has added buffers of static scales."""
+    """Whether `add_buffers` has added buffers of static scales."""
     return any(name.startswith(_SCALE) for name in layer._buffers)
 
 
 def add_initial_histories(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Adds initial histories to a state_dict of the layer that has none, so that a checkpoint of
     the unconverted model loads. (A safetensors file has nothing under a module's second name.)"""
-    own = {prefix + name: b for name, b in layer.named_buffers(recurse=False) if is_history(name)}
-    if vars(layer).get(_BY_CALL):
+    buffers = {prefix + n: b for n, b in layer.named_buffers(recurse=False) if is_history(n)}
+    if vars(layer).get("fp8_by_call"):
         for key in state:
             name = key.removeprefix(prefix)
             if key.startswith((prefix + _AMAX, prefix + _SCALE)) and name not in layer._buffers:
                 layer.register_buffer(name, torch.zeros_like(state[key]))
-    known = any(prefix + name in state for name, _ in layer.named_parameters())
-    if known and own.keys().isdisjoint(state):
+    has_parameters = any(prefix + name in state for name, _ in layer.named_parameters())
+    if has_parameters and buffers.keys().isdisjoint(state):
         weight = state.get(prefix + "weight")
-        for name, buffer in own.items():
+        for name, buffer in buffers.items():
             device = buffer.device if weight is None else weight.device
             state[name] = torch.zeros_like(buffer, device=device)
 
 
 def static_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The static scales among the tensors, 0-dim; of a grouped product, one for each group."""
-    found: dict[str, Tensor] = {}
+    scales: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        groups = tensor.dim() == 1 and "grouped_mm" in name and _AMAX not in name
-        parts = tensor.unbind() if groups else ()
-        found |= {f"{name}.{i}": part for i, part in enumerate(parts)}
-        found |= {name: tensor} if not tensor.dim() else {}
-    return found
+        if not tensor.dim():
+            scales[name] = tensor
+        elif tensor.dim() == 1 and "grouped_mm" in name and _AMAX not in name:
+            scales |= {f"{name}.{i}": scale for i, scale in enumerate(tensor.unbind())}
+    return scales
 
 
 def is_history(name: str) -> bool:
-    """Whether a buffer of this name is one that `remember` adds."""
+    """Whether a buffer of this name is one that `add_buffers` adds."""
     return name.rpartition(".")[2].startswith((_AMAX, _SCALE))
 
 
-def histories(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that `remember` added to a model, by name; of replicated DTensors the part."""
-    return {name: part_of(b) for name, b in model.named_buffers() if is_history(name)}
+def histories(model: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+    """The buffers that `add_buffers` added to a model, by name; the local parts of DTensors."""
+    buffers = model.named_buffers(recurse=recurse)
+    return {name: part_of(buffer) for name, buffer in buffers if is_history(name)}
 
 
 def reduce_amax(model: nn.Module, group: torch.distributed.ProcessGroup | None = None) -> None:

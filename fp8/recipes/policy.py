@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ..common.validation import check_keys, check_name, check_whole
-from .cast import Cast
 from .recipe import AUTO, OPERANDS, PLAIN, PRODUCTS, RECIPES, SAME, Recipe, given_recipe
 
 CASTS = tuple(f"{name}.{operand}" for name, operands in PRODUCTS.items() for operand in operands)
@@ -38,18 +37,16 @@ Source = Recipe | str | None
 """What a cast is taken from: a `Recipe`, "auto", or None for high precision."""
 
 
-def _stored(recipe: Any) -> str | Recipe | None:
+def _stored(recipe: Any) -> Source:
     """``recipe``, by its name if it is registered. Raises as `get_recipe`."""
-    if recipe is None:
-        return None
-    found = given_recipe(recipe)
-    if found is None:
-        return AUTO
-    return found.name if RECIPES.get(found.name) == found else found
+    source = source_of(recipe)
+    if isinstance(source, Recipe) and RECIPES.get(source.name) == source:
+        return source.name
+    return source
 
 
 def source_of(recipe: str | Recipe | None) -> Source:
-    """The `Source` that a recipe of a policy stands for."""
+    """The `Source` that a recipe of a policy stands for. Raises as `get_recipe`."""
     return recipe if recipe is None or recipe == AUTO else given_recipe(recipe)
 
 
@@ -93,16 +90,15 @@ class Rule:
         object.__setattr__(self, "recipe", _stored(self.recipe))
 
     @staticmethod
-    def of(given: Any) -> Rule:
-        """``given`` as a Rule. given: a Rule, or a tuple (layers, product or None, recipe or
-        None)."""
-        if isinstance(given, Rule):
-            return given
-        if not isinstance(given, tuple | list) or len(given) != 3:
+    def of(rule: Any) -> Rule:
+        """The Rule of a Rule, or of a tuple (layers, product or None, recipe or None)."""
+        if isinstance(rule, Rule):
+            return rule
+        if not isinstance(rule, tuple | list) or len(rule) != 3:
             raise TypeError(
-                f"a rule is a fp8.Rule or a tuple (layers, product, recipe), not {given!r}"
+                f"a rule is a fp8.Rule or a tuple (layers, product, recipe), not {rule!r}"
             )
-        layers, product, recipe = given
+        layers, product, recipe = rule
         return Rule(layers, recipe, product)
 
     @property
@@ -251,13 +247,13 @@ class Policy:
         """The policy as plain values, for JSON. A recipe in `fp8.RECIPES` is stored by name."""
         return {
             "name": self.name,
-            "recipe": _plain(self.recipe),
-            "rules": [vars(rule) | {"recipe": _plain(rule.recipe)} for rule in self.rules],
+            "recipe": _as_json(self.recipe),
+            "rules": [vars(rule) | {"recipe": _as_json(rule.recipe)} for rule in self.rules],
             "first": self.first,
             "last": self.last,
             "keep": list(self.keep),
-            "others": _plain(self.others),
-            "switch": [{"from": start, "recipe": _plain(r)} for start, r in self.switch],
+            "others": _as_json(self.others),
+            "switch": [{"from": start, "recipe": _as_json(r)} for start, r in self.switch],
         }
 
     @staticmethod
@@ -318,7 +314,7 @@ def _switches(pairs: tuple[Any, ...]) -> tuple[Start, ...]:
     return tuple(zip(starts, recipes, strict=True))
 
 
-def _plain(recipe: str | Recipe | None) -> Any:
+def _as_json(recipe: str | Recipe | None) -> Any:
     return recipe.to_dict() if isinstance(recipe, Recipe) else recipe
 
 
@@ -337,63 +333,57 @@ def _read_switch(values: Any) -> tuple[Any, Any]:
     return values["from"], _read(values["recipe"])
 
 
-def as_policy(given: Any) -> Policy:
-    """A Policy of a policy, a `Recipe` or the name of one. Raises as `get_recipe`."""
-    if isinstance(given, Policy):
-        return given
-    given_recipe(given)
-    return Policy(given)
+def as_policy(policy: Any) -> Policy:
+    """The Policy of a policy, a `Recipe` or the name of one. Raises as `get_recipe`."""
+    if isinstance(policy, Policy):
+        return policy
+    given_recipe(policy)
+    return Policy(policy)
 
 
 def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
     """The recipe of a layer whose casts, in the order of `CASTS`, come from ``sources``; None if
     nothing is cast. auto: what "auto" stands for. Saved activations are those of the first source.
     Raises ValueError for a combination that no `Recipe` has."""
-    found = [auto if isinstance(source, str) else source for source in sources]
-    if all(recipe == found[0] for recipe in found):
-        return found[0]
-    x, w, g, w_again, g_again, x_again = [
-        _cast(recipe, name) for recipe, name in zip(found, CASTS, strict=True)
+    recipes = [auto if isinstance(source, str) else source for source in sources]
+    if all(recipe == recipes[0] for recipe in recipes):
+        return recipes[0]
+    x, w, g, w_second, g_second, x_second = [
+        None if recipe is None else recipe.casts[i] for i, recipe in enumerate(recipes)
     ]
-    sums = {(recipe.accumulate, recipe.promote) for recipe in found if recipe is not None}
+    sums = {(recipe.accumulate, recipe.promote) for recipe in recipes if recipe is not None}
     if len(sums) > 1:
         raise ValueError(
-            f"the casts of a layer come from recipes with different sums, {_name(found)}: "
+            f"the casts of a layer come from recipes with different sums, {_name(recipes)}: "
             "accumulate and promote must be equal"
         )
     accumulate, promote = sums.pop()
     return Recipe(
-        name=_name(found),
+        name=_name(recipes),
         input=x,
         weight=w,
         grad=g,
-        saved_activations=found[0].saved_activations if found[0] else None,
-        grad_input_weight=SAME if w_again == w else w_again,
-        grad_weight_grad=SAME if g_again == g else g_again,
-        grad_weight_input=SAME if x_again == x else x_again,
+        saved_activations=recipes[0].saved_activations if recipes[0] else None,
+        grad_input_weight=SAME if w_second == w else w_second,
+        grad_weight_grad=SAME if g_second == g else g_second,
+        grad_weight_input=SAME if x_second == x else x_second,
         accumulate=accumulate,
         promote=promote,
     )
 
 
-def _cast(recipe: Recipe | None, name: str) -> Cast | None:
-    if recipe is None:
-        return None
-    product, operand = name.split(".")
-    casts: tuple[Cast | None, Cast | None] = getattr(recipe, product)
-    return casts[PRODUCTS[product].index(operand)]
-
-
-def _name(found: list[Recipe | None]) -> str:
+def _name(recipes: list[Recipe | None]) -> str:
     """ "mxfp8 (grad_weight: high precision)": the most frequent recipe, and the others by cast."""
-    names = [name_of(recipe) for recipe in found]
-    base = max((r.name for r in found if r), key=names.count)
+    names = dict(zip(CASTS, map(name_of, recipes), strict=True))
+    base = max((r.name for r in recipes if r), key=[*names.values()].count)
     others = []
     for product, operands in PRODUCTS.items():
-        of = [names[CASTS.index(f"{product}.{operand}")] for operand in operands]
-        if of[0] == of[1]:
-            others += [] if of[0] == base else [f"{product}: {of[0]}"]
+        of_product = {names[f"{product}.{operand}"] for operand in operands}
+        if len(of_product) == 1:
+            others += [f"{product}: {name}" for name in of_product if name != base]
         else:
-            pairs = zip(operands, of, strict=True)
-            others += [f"{product}.{operand}: {n}" for operand, n in pairs if n != base]
+            of_casts = {f"{product}.{operand}" for operand in operands}
+            others += [
+                f"{c}: {name}" for c, name in names.items() if c in of_casts and name != base
+            ]
     return f"{base} ({', '.join(others)})"

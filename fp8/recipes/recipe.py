@@ -87,23 +87,19 @@ class Recipe:
     text: ClassVar[str]
     """Set per instance: the `Cast.text` of `casts`, a line for each, for the reason given there."""
     keeps_history: ClassVar[bool] = False
-    """Set per instance: whether state of an operand of a layer is kept between passes."""
-    unscaled: ClassVar[bool] = False
-    """Set per instance: whether it casts an operand without a scale."""
+    """Set per instance: whether an operand of a layer has state between passes."""
     fixed: ClassVar[bool] = False
-    """Set per instance: whether it casts an operand without a scale, or at that of calibration."""
+    """Set per instance: whether the scale of an operand is 1, or that of calibration."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"Recipe.name must be a name, not {self.name!r}")
         for field in (*OPERANDS, "saved_activations", *_OVERRIDES):
-            cast = getattr(self, field)
-            if not (
-                cast is None or isinstance(cast, Cast) or (field in _OVERRIDES and cast == SAME)
-            ):
-                same = ', None or "same"' if field in _OVERRIDES else " or None"
-                raise TypeError(f"Recipe.{field} must be a Cast{same}, not {cast!r}")
-            if field in _OVERRIDES and isinstance(cast, Cast) and cast.keeps_history:
+            cast, is_second = getattr(self, field), field in _OVERRIDES
+            if not (cast is None or isinstance(cast, Cast) or (is_second and cast == SAME)):
+                others = ', None or "same"' if is_second else " or None"
+                raise TypeError(f"Recipe.{field} must be a Cast{others}, not {cast!r}")
+            if is_second and isinstance(cast, Cast) and cast.keeps_history:
                 raise ValueError(
                     f'{field} cannot have scaling "{cast.scaling}": one history, one cast'
                 )
@@ -111,10 +107,9 @@ class Recipe:
         self._check_rotations()
         self._check_sums()
         scalings = {cast.scaling for cast in self.casts if cast is not None}
-        object.__setattr__(self, "unscaled", "unit" in scalings)
         object.__setattr__(self, "fixed", bool(scalings & {"unit", "static"}))
-        kept = any(c is not None and c.keeps_history for c in (*self.forward, self.grad))
-        object.__setattr__(self, "keeps_history", kept)
+        stateful = any(c is not None and c.keeps_history for c in (*self.forward, self.grad))
+        object.__setattr__(self, "keeps_history", stateful)
         text = "\n".join("" if cast is None else cast.text for cast in self.casts)
         object.__setattr__(self, "text", text)
 
@@ -128,10 +123,11 @@ class Recipe:
     def _check_rotations(self) -> None:
         for product in PRODUCTS:
             casts = getattr(self, product)
-            turns = [(cast.hadamard, cast.signs) if cast else (0, "fixed") for cast in casts]
-            if turns[0] != turns[1]:
+            rotations = [(cast.hadamard, cast.signs) if cast else (0, "fixed") for cast in casts]
+            if rotations[0] != rotations[1]:
                 raise ValueError(
-                    f"{product} needs both operands rotated alike, got (hadamard, signs)={turns}"
+                    f"{product} needs both operands rotated alike, got (hadamard, signs)="
+                    f"{rotations}"
                 )
 
     def _check_sums(self) -> None:
@@ -167,6 +163,11 @@ class Recipe:
         return {field: cast for field, cast in values.items() if cast != SAME}
 
     @property
+    def unscaled(self) -> bool:
+        """Whether it casts an operand without a scale."""
+        return any(cast is not None and cast.scaling == "unit" for cast in self.casts)
+
+    @property
     def changes_scales(self) -> bool:
         """Whether a pass changes the scales of later passes: scaling "delayed"."""
         return any(cast is not None and cast.history for cast in (*self.forward, self.grad))
@@ -197,12 +198,12 @@ class Recipe:
     def unrotated(self) -> Recipe:
         """The recipe without rotations."""
         casts = {field: getattr(self, field) for field in (*OPERANDS, *_OVERRIDES)}
-        plain: dict[str, Any] = {
+        unrotated: dict[str, Any] = {
             field: replace(cast, hadamard=0, signs="fixed")
             for field, cast in casts.items()
             if isinstance(cast, Cast)
         }
-        return replace(self, **plain)
+        return replace(self, **unrotated)
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as a dict of plain values, for ``json.dumps``."""
@@ -216,11 +217,8 @@ class Recipe:
 
         Raises as Recipe, and ValueError for an unknown or missing key.
         """
-        names = (field.name for field in fields(Recipe))
-        check_keys("Recipe", values, names, ("name", *OPERANDS))
-        read: dict[str, Any] = {
-            k: Cast.from_dict(v) if isinstance(v, Mapping) else v for k, v in values.items()
-        }
+        check_keys("Recipe", values, (f.name for f in fields(Recipe)), ("name", *OPERANDS))
+        read = {k: Cast.from_dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
         return Recipe(**read)
 
 
@@ -240,10 +238,10 @@ def _all(
     grad: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Recipe:
-    """A recipe with one cast for every operand. weight, grad: what differs in theirs."""
+    """A recipe with one cast for every operand. weight, grad: fields that differ in their casts."""
     cast = Cast(format=format, scaling=scaling, **options)
-    own = replace(cast, **weight or {}), replace(cast, **grad or {})
-    return Recipe(name=name, input=cast, weight=own[0], grad=own[1])
+    of_weight, of_grad = replace(cast, **weight or {}), replace(cast, **grad or {})
+    return Recipe(name=name, input=cast, weight=of_weight, grad=of_grad)
 
 
 def _nvfp4(name: str, rule: str, back: str) -> Recipe:
@@ -264,8 +262,8 @@ def _nvfp4(name: str, rule: str, back: str) -> Recipe:
 
 def _one_way_each(name: str, forward: Cast, back: Cast) -> Recipe:
     """One cast for both operands of the output, another one for all operands of both gradients."""
-    again: dict[str, Any] = {"grad_input_weight": back, "grad_weight_input": back}
-    return Recipe(name=name, input=forward, weight=forward, grad=back, **again)
+    second: dict[str, Any] = {"grad_input_weight": back, "grad_weight_input": back}
+    return Recipe(name=name, input=forward, weight=forward, grad=back, **second)
 
 
 _E5M2 = {"format": "e5m2"}
@@ -320,7 +318,7 @@ RECIPES: dict[str, Recipe] = {
         # Cook et al. (arXiv:2512.02010), section 3: "nvfp4" with scales chosen by error in all
         # casts.
         _nvfp4("four_over_six", "e4m3_4_6", "e4m3_4_6_up"),
-        # Of papers; docs/recipes.md has what differs, and what else they do.
+        # Of papers; docs/recipes.md lists the differences, and what else they do.
         # Quartet (arXiv:2505.14669) and its published code: MX blocks by the standard deviation;
         # for gradients stochastic rounding of 3/4 of the operands, products divided by 9/16.
         _one_way_each(
@@ -387,15 +385,15 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
             'recipe "auto" is "unit" or "tensor", as the model is unit-scaled or not: give it to '
             f"a function that takes a model; here choose one of {', '.join(map(repr, RECIPES))}"
         )
-    return _known(recipe, RECIPES)
+    return _look_up(recipe, RECIPES)
 
 
 def given_recipe(recipe: str | Recipe) -> Recipe | None:
-    """`get_recipe`; None for "auto", which is resolved where the product is known."""
-    return None if recipe == AUTO else _known(recipe, (AUTO, *RECIPES))
+    """`get_recipe`; None for "auto", which is resolved at the product."""
+    return None if recipe == AUTO else _look_up(recipe, (AUTO, *RECIPES))
 
 
-def _known(recipe: str | Recipe, names: Iterable[str]) -> Recipe:
+def _look_up(recipe: str | Recipe, names: Iterable[str]) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):

@@ -19,23 +19,7 @@ from ..formats.format import Format, get_format
 from ..formats.quantize import in_dtype, quantize_operand
 from .rules import BY_ERROR, BY_SPREAD, E8M0, LARGEST, RULES, SMALLEST, UNITS, defined
 
-__all__ = [
-    "SCALINGS",
-    "Scaling",
-    "Tile",
-    "corrected",
-    "delayed_scale",
-    "history_scale",
-    "in_format",
-    "inverse_of",
-    "largest_finite",
-    "nearest_power",
-    "scale_of",
-    "scaled_tiles",
-    "second_moment",
-    "unit_of",
-    "with_margin",
-]
+__all__ = ["SCALINGS", "Scaling", "Tile"]
 
 aten = torch.ops.aten
 
@@ -107,8 +91,8 @@ def _largest(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
 def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     """The largest magnitude of the finite values over ``dims`` (kept); 0 if there are none.
 
-    If it can be checked without a device synchronization, the extra pass that excludes Inf and NaN
-    runs only if there are any.
+    On a CPU in eager mode, where the check needs no synchronization, the pass that excludes Inf and
+    NaN runs only if there are any.
     """
     if type(x) is Tensor and reads_values(x):
         amax = _largest(x, dims)
@@ -145,8 +129,8 @@ def scale_of(
     5.1); torchao treats Inf as a large number. E8M0 goes down to 2**-127.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    name, stored, _ = rule.partition(E8M0)
-    x, in_eight_bits = x.detach(), bool(stored) or rule in UNITS
+    name, x = rule.removesuffix(E8M0), x.detach()
+    in_eight_bits = rule != name or rule in UNITS
     if in_eight_bits:
         amax = _largest(x, dims).to(dtype)
         finite = amax < torch.inf
@@ -159,8 +143,8 @@ def scale_of(
     size = _spread(x, dims, amax) if name in BY_SPREAD else amax
     scale = _by_rule(size, format, rule, unit)
     if name in BY_ERROR:
-        more = BY_ERROR[name](amax).clamp(max=torch.finfo(dtype).max)
-        other = _by_rule(more, format, rule, unit)
+        larger = BY_ERROR[name](amax).clamp(max=torch.finfo(dtype).max)
+        other = _by_rule(larger, format, rule, unit)
         better = _error(x, dims, format, other, scale) < _error(x, dims, format, scale, scale)
         scale = torch.where(better, other, scale)
     return torch.where(finite, scale, torch.nan) if in_eight_bits else scale
@@ -174,8 +158,7 @@ def unit_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) 
 
 
 def _spread(x: Tensor, dims: tuple[int, ...] | None, amax: Tensor) -> Tensor:
-    """The standard deviation over ``dims`` of what has these largest magnitudes, and these where it
-    is zero."""
+    """The standard deviation of ``x`` over ``dims``; where it is zero, the largest magnitude."""
     unit = torch.where(amax > 0, amax, 1.0)
     square = torch.var(x.to(amax.dtype) / unit, dims, correction=0, keepdim=dims is not None)
     return torch.where(square > 0, square.sqrt() * unit, amax)
@@ -183,11 +166,9 @@ def _spread(x: Tensor, dims: tuple[int, ...] | None, amax: Tensor) -> Tensor:
 
 def _by_rule(amax: Tensor, format: Format, rule: str, unit: Tensor | None) -> Tensor:
     """The scale of tiles with these amax, all finite. unit: of a rule in UNITS, else None."""
-    name, stored, _ = rule.partition(E8M0)
-    if stored:
-        return torch.where(amax > 0, RULES[name](amax, format), 1.0)
+    name = rule.removesuffix(E8M0)
     scale = RULES[name](amax, format) if unit is None else RULES[name](amax, format, unit)
-    return defined(scale, amax)
+    return defined(scale, amax) if rule == name else torch.where(amax > 0, scale, 1.0)
 
 
 def corrected(
@@ -196,7 +177,7 @@ def corrected(
     scale: Tensor,
     unit: Tensor,
     dims: tuple[int, ...],
-    together: int,
+    count: int,
 ) -> Tensor:
     """The scales of rule "e4m3_eden", which multiply the rounded values: unbiased along ``x``.
 
@@ -210,21 +191,21 @@ def corrected(
         x: divided by the scales; tiles in ``dims``, one dimension.
         values: ``x`` rounded to the format.
         scale, unit: of rule "e4m3_eden".
-        together: the number of adjacent tiles that share c.
+        count: the number of adjacent tiles that share c, those of one rotation.
 
     Returns:
         As ``scale``; NaN in tiles where ``scale`` is NaN.
     """
-    steps = scale / unit
-    pairs = [(y * x).sum(dims, keepdim=True) * steps.square() for y in (x, values)]
-    if together > 1:
-        (dim,) = dims
-        along = dim - 1
-        groups = [p.unflatten(along, (-1, together)) for p in pairs]
-        pairs = [
-            g.nansum(along, keepdim=True).expand_as(g).flatten(along - 1, along) for g in groups
-        ]
-    whole, projected = pairs
+    steps, along = scale / unit, dims[0] - 1
+
+    def inner_product(y: Tensor) -> Tensor:
+        products = (y * x).sum(dims, keepdim=True) * steps.square()
+        if count == 1:
+            return products
+        groups = products.unflatten(along, (-1, count))
+        return groups.nansum(along, keepdim=True).expand_as(groups).flatten(along - 1, along)
+
+    whole, projected = inner_product(x), inner_product(values)
     factor = torch.where(projected > 0, whole / projected, 1.0)
     return quantize_operand(steps * factor, get_format("e4m3"), rounding="stochastic") * unit
 
@@ -281,7 +262,7 @@ def in_format(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     return in_dtype(units, format.dtype), scale
 
 
-def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record: bool) -> Tensor:
+def _delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record: bool) -> Tensor:
     """The scale factor from the largest entry of ``history``; from ``x`` itself if that is zero or
     not finite.
 
@@ -290,9 +271,9 @@ def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record:
     updated in place.
     """
     now = largest_finite(x.detach(), None).float() if x.numel() else history.new_zeros(()).float()
-    known = history.amax().float()
-    used = torch.where((known > 0) & (known < torch.inf), known, now)
-    scale = defined(RULES[rule](used, format), used)
+    past = history.amax().float()
+    amax = torch.where((past > 0) & (past < torch.inf), past, now)
+    scale = defined(RULES[rule](amax, format), amax)
     if record:
         now = torch.where(now < torch.inf, now, 0.0)
         newest = torch.cat([now[None], history[:-1]])
@@ -342,8 +323,8 @@ def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
 
 @eager_only(False)
 def _is_set_outside(state: Tensor, stored: Tensor) -> bool:
-    """Whether a transform of `torch.func` computes ``stored``, for a state that is set outside of
-    it, as that of each model in `torch.func.stack_module_state`."""
+    """Whether ``stored`` is computed under a transform of `torch.func` outside of which ``state``
+    was set, as for each model in `torch.func.stack_module_state`."""
     if torch.func.debug_unwrap(stored) is stored:
         return False
     return bool((torch.func.debug_unwrap(state) > 0).all())
@@ -358,7 +339,7 @@ def history_scale(
     """
     if rule is None:
         return _static_scale(x, history, record)
-    return with_margin(delayed_scale(x, history, format, rule, record), margin, rule)
+    return with_margin(_delayed_scale(x, history, format, rule, record), margin, rule)
 
 
 def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, ...] | None]:
@@ -370,17 +351,17 @@ def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, .
     """
     if tile == (0, 0):
         return x, None
-    turned = tile if axis == -1 else tile[::-1]
+    sides = tile if axis == -1 else tile[::-1]
     # At least 2 if a tile has more than one element, because the set of dimensions depends on it.
-    rows, columns = [min(by, max(size, 2)) for size, by in zip(x.shape[-2:], turned, strict=True)]
+    rows, columns = [min(by, max(size, 2)) for size, by in zip(x.shape[-2:], sides, strict=True)]
     # As counts times sizes: a compiler can then prove divisibility under dynamic shapes.
     down, across = [
         -(-size // by) if by else 0 for size, by in zip(x.shape[-2:], (rows, columns), strict=True)
     ]
-    below = down * rows - x.shape[-2] if rows else 0
-    beside = across * columns - x.shape[-1] if columns else 0
-    if below or beside:
-        x = aten.constant_pad_nd.default(x, [0, beside, 0, below])
+    more_rows = down * rows - x.shape[-2] if rows else 0
+    more_columns = across * columns - x.shape[-1] if columns else 0
+    if more_rows or more_columns:
+        x = aten.constant_pad_nd.default(x, [0, more_columns, 0, more_rows])
     dims: list[int] = []
     if columns > 1:
         x = torch.unflatten(x, -1, (across, columns))

@@ -13,7 +13,7 @@ from ..casts.measuring import MEASURING, Measurement, Moment
 from ..common.mixin import check_module
 from ..common.step import Batch, Loss, call, restored, starts, untouched, unwrapped
 from ..modes.autocast import autocast, outside_compiler
-from ..recipes.history import histories, note_all, static_scales
+from ..recipes.history import histories, note_scales, static_scales
 from ..recipes.recipe import UNIT
 from ..recipes.rules import LARGEST, SMALLEST
 from ..recipes.scaling import nearest_power
@@ -87,7 +87,7 @@ def calibrate(
     else:
         _set(states, scales)
     for module in model.modules():
-        note_all(module)
+        note_scales(module)
     return calibration(model)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..casts.casting import is_whole
-from ..casts.counts import forget_looks
+from ..casts.counts import forget_checks
 from ..common.compiler import FIRST_LOOK, eager_only, taken_as_constant
 from ..common.mixin import (
     Mixin,
@@ -85,7 +85,7 @@ class Converted(Mixin):
     #: The last number of tokens seen in eager mode that is not such a multiple.
     fp8_ragged: int
     #: Buffer of a static scale -> whether it is set.
-    fp8_known: history.Known
+    fp8_measured: history.MeasuredScales
     #: The block around the `fp8.override` that the layer is under, if any: see `is_off`.
     fp8_over: Any = None
 
@@ -114,8 +114,8 @@ class Converted(Mixin):
 
     @taken_as_constant
     def fp8_note(self: Any, buffer: str) -> bool:
-        """`note` for a buffer, in eager mode and while a graph that reads it is traced."""
-        history.note(self, buffer)
+        """`note_scale` for a buffer, in eager mode and while a graph that reads it is traced."""
+        history.note_scale(self, buffer)
         return True
 
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -124,7 +124,7 @@ class Converted(Mixin):
         if "fp8_apart" not in vars(self):
             history.add_initial_histories(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-        history.note_all(self)
+        history.note_scales(self)
 
     def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Leaves the state of scales in float32; zero where the meta device had no values, as
@@ -275,7 +275,7 @@ def convert(
             vars(module)["fp8_switches"] = not decided.kept
     if isinstance(recipe, Policy):
         vars(model)["fp8_policy"] = policy
-    forget_looks(model)
+    forget_checks(model)
     _warn(model)
     return expand(model)
 
@@ -342,7 +342,7 @@ def set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
     runs = "simulate" if why_not_recipe(composed(sources, PLAIN) or _HIGH) else backend
     vars(module).update(fp8_recipe=recipe, fp8_backend=runs, fp8_multiple=alignment(recipe))
     if recipe.keeps_history and not isinstance(module, ACTIVATIONS):
-        history.remember(module, recipe, not has_one_product(module))
+        history.add_buffers(module, recipe, not has_one_product(module))
 
 
 def keep_apart(model: nn.Module) -> None:
@@ -415,7 +415,7 @@ def _advance(owner: nn.Module, policy: Policy, fraction: float) -> bool:
             set_recipe(module, now)
             shown = "" if since is None else f"since {since:g} of the training"
             vars(module)["fp8_since"] = f"not switched: {why}" if why else shown
-    forget_looks(owner)
+    forget_checks(owner)
     return True
 
 
@@ -425,8 +425,8 @@ def choose_recipes(model: nn.Module) -> None:
         if isinstance(module, Converted) and AUTO in module.fp8_sources:
             vars(module)["fp8_recipe"] = composed(module.fp8_sources, auto_of(module))
             if not module.fp8_recipe.keeps_history:
-                history.forget(module)
-    forget_looks(model)
+                history.remove_buffers(module)
+    forget_checks(model)
 
 
 def choose_static(model: nn.Module) -> None:
@@ -440,7 +440,7 @@ def _choose_static(module: Any) -> None:
     auto = set(module.fp8_sources) == {AUTO}
     if auto and module.fp8_recipe == PLAIN and not _unfit(module, STATIC):
         vars(module)["fp8_recipe"] = STATIC
-        history.remember(module, STATIC, not has_one_product(module))
+        history.add_buffers(module, STATIC, not has_one_product(module))
 
 
 def _warn(model: nn.Module) -> None:
@@ -501,7 +501,7 @@ def revert_layers(model: M) -> M:
         remove_mixin(module, _OfParameters)
         if isinstance(module, Converted):
             remove_mixin(module, Converted)
-            history.forget(module)
+            history.remove_buffers(module)
         for key in _SET:
             vars(module).pop(key, None)
     return model

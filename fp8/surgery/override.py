@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..casts.counts import forget_looks
+from ..casts.counts import forget_checks
 from ..common.compiler import eager_only
 from ..common.mixin import check_module
 from ..common.threads import frames
@@ -20,7 +20,7 @@ from .convert import Converted, check_fits, set_recipe
 
 _KEPT = (
     *("fp8_recipe", "fp8_backend", "fp8_multiple", "fp8_since"),
-    *("fp8_known", "fp8_by_call", "fp8_over", "_buffers"),
+    *("fp8_measured", "fp8_by_call", "fp8_over", "_buffers"),
 )
 
 
@@ -93,7 +93,7 @@ class override:
             vars(layer).update(fp8_since="override", fp8_over=over)
             self._hooks.append(layer.register_forward_pre_hook(self._check_checkpoint))
         self._before.append(before)
-        forget_looks(self._model)
+        forget_checks(self._model)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -102,7 +102,7 @@ class override:
             for key in _KEPT:
                 vars(layer).pop(key, None)
             vars(layer).update(kept)
-        forget_looks(self._model)
+        forget_checks(self._model)
 
     @eager_only()
     def _check_checkpoint(self, layer: nn.Module, args: Any) -> None:

@@ -2,10 +2,10 @@
 
     x = stored * scale
 
-For weights and gradients that take one or two bytes per element and otherwise behave like any
-tensor: views, ``.data`` and entries of a state_dict share their memory. What an in-place operation
-writes is kept in float32, so that no small step is lost, until `ScaledTensor.store` rounds it to
-the format, as each step of an optimizer of `fp8.optim` does for the weights it trains.
+Weights and gradients take one or two bytes per element and otherwise behave like any tensor:
+views, ``.data`` and entries of a state_dict share their memory. In-place operations store their
+results in float32, so that no small step is lost, until `ScaledTensor.store` rounds them to the
+format, as each step of an optimizer of `fp8.optim` does for the weights it trains.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ STORED = ("e4m3", "e5m2", "fp16")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that a ScaledTensor can have."""
 
-OWN = ("memory", "_stored", "_of")
-"""The attributes of a ScaledTensor itself."""
+STATE = ("memory", "_stored", "_of")
+"""The attributes that hold the values of a ScaledTensor."""
 
 _WRITES = itertools.count(1)
 
 
 @dataclass(eq=False)
 class Memory:
-    """What a ScaledTensor shares with its views."""
+    """The storage that a ScaledTensor shares with its views."""
 
     values: Tensor
-    """In the dtype of the format, to be multiplied by ``scale``; without a scale, as they are."""
+    """In the dtype of the format, to be multiplied by ``scale``; without a scale, in any dtype."""
     scale: Tensor | None
     """0-dim float32."""
     format: str
@@ -57,7 +57,7 @@ class Memory:
     """A number that no other memory has, and no earlier state of this one."""
 
     def view(self, x: Tensor) -> Tensor:
-        """The part of the values that ``x`` stands for, whose offsets begin with the values."""
+        """The part of the values that ``x``, with offsets from the first value, represents."""
         offset = x.storage_offset() + self.values.storage_offset()
         return self.values.as_strided(x.size(), x.stride(), offset)
 
@@ -81,7 +81,7 @@ class ScaledTensor(Tensor):
     transposing, reshaping, conversion to another supported dtype, and multiplication or division by
     one number, which only changes the scale. Any other result is a plain tensor.
 
-    In-place operations are exact: they keep the values in float32, of the whole tensor, with a
+    In-place operations are exact: they store the values of the whole tensor in float32, with a
     scale of None. `store` rounds them to the format again. ``copy_`` does so at once if no value
     changes, and for gradients that `keep_gradients_in` stores. ``.data = y`` shares the memory of
     y, in its dtype.
@@ -89,8 +89,8 @@ class ScaledTensor(Tensor):
     NaN stays NaN. Inf stays Inf in e5m2 and fp16, and becomes NaN in e4m3, which has no Inf. Checks
     for nonfinite gradients (GradScaler, ``clip_grad_norm_(error_if_nonfinite=True)``) detect it.
     `copy.deepcopy` copies it without its gradient, as any parameter. `pickle` and `torch.save`
-    write a parameter as it is, and what is none (an entry of a state_dict) as a plain float32
-    tensor, which represents it exactly.
+    write parameters unchanged, and other tensors (entries of a state_dict) as float32 tensors,
+    which represent them exactly.
 
     Args:
         memory: the values, the scale and the format.
@@ -129,8 +129,8 @@ class ScaledTensor(Tensor):
 
     @property
     def stored(self) -> Tensor:
-        """The values before they are multiplied by the scale: in the dtype of the format, or in
-        that of what was written."""
+        """The values before multiplication by the scale: in the dtype of the format, or in that of
+        the last write."""
         if self._of is not self.memory.values:
             self._share(self.memory, self.memory.view(self))
         return self._stored
@@ -138,7 +138,7 @@ class ScaledTensor(Tensor):
     @property
     def scale(self) -> Tensor | None:
         """0-dim float32: a power of two when stored, so that every value is exact in float32 (in
-        bfloat16 too for 8-bit formats). None: what was written is not rounded."""
+        bfloat16 too for 8-bit formats). None after a write that is not rounded."""
         return self.memory.scale
 
     @property
@@ -157,14 +157,14 @@ class ScaledTensor(Tensor):
         return self.stored.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A copy of the values as a plain tensor of ``dtype`` (default: its own). Not
-        differentiable."""
+        """A copy of the values as a `torch.Tensor` of ``dtype`` (None: that of the ScaledTensor).
+        Not differentiable."""
         numbers = self.stored.detach().to(torch.float32)
         numbers = numbers.clone() if self.scale is None else numbers * self.scale
         return numbers.to(self.dtype if dtype is None else dtype)
 
     def store(self, numbers: Tensor | None = None) -> ScaledTensor:
-        """Stores ``numbers``, by default its own values, in the format, rounded as by `scaled`."""
+        """Stores ``numbers`` (None: its values) in the format, rounded as by `scaled`."""
         if numbers is None and self.scale is not None:
             return self
         new = self.dequantize(torch.float32) if numbers is None else numbers
@@ -172,7 +172,7 @@ class ScaledTensor(Tensor):
         return self._take(*in_format(new.to(torch.float32), FORMATS[self.format]))
 
     def _take(self, stored: Tensor, scale: Tensor) -> ScaledTensor:
-        """Copies values of the format and their scale; unscaled into a view of a part."""
+        """Copies values of the format and their scale; into a view of a part, their product."""
         if not self._is_whole():
             self.written().copy_(stored.to(torch.float32) * scale)
             return self
@@ -200,8 +200,8 @@ class ScaledTensor(Tensor):
 
     @property
     def data(self) -> Any:
-        """As for any tensor, an alias without gradient. Assigning it shares the memory of the
-        assigned tensor, and takes its shape and dtype."""
+        """An alias without gradient, as for any tensor. Assignment shares the memory of the new
+        tensor, and takes its shape and dtype."""
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
@@ -222,7 +222,7 @@ class ScaledTensor(Tensor):
         return self.memory.values.is_shared()
 
     def data_ptr(self) -> int:
-        """The address of its values, which are then of its dtype, as if something was written."""
+        """The address of its values. Like a write, it converts them to float32."""
         return self._raw().data_ptr()
 
     def storage(self) -> Any:
@@ -265,7 +265,7 @@ class ScaledTensor(Tensor):
         return f"ScaledTensor {self.dtype} {self.format}"
 
     def requires_grad_(self, requires_grad: bool = True) -> ScaledTensor:
-        """As for any tensor. A weight that was frozen then stores its gradients in
+        """As for any tensor. A weight that is no longer frozen stores its gradients in
         ``grad_format``."""
         frozen = not self.requires_grad
         super().requires_grad_(requires_grad)
@@ -287,12 +287,12 @@ class ScaledTensor(Tensor):
         # As plain bytes, because pickle cannot read torch's tensors of 8-bit formats.
         stored = self.stored
         bits = stored.view(torch.uint8) if stored.itemsize == 1 else stored
-        rest = (self.dtype, self.format, self.requires_grad, self._attributes(), stored.dtype)
-        return _rebuild, (bits, self.scale, *rest)
+        settings = (self.dtype, self.format, self.requires_grad, self._attributes(), stored.dtype)
+        return _rebuild, (bits, self.scale, *settings)
 
     def _attributes(self) -> dict[str, Any]:
-        """The attributes that are not its own."""
-        return {k: v for k, v in vars(self).items() if k not in OWN}
+        """The attributes that users and other classes have set."""
+        return {k: v for k, v in vars(self).items() if k not in STATE}
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -349,14 +349,14 @@ def scaled(x: Tensor, format: str | Format, dtype: torch.dtype | None = None) ->
     if dtype not in DTYPES:
         allowed = ", ".join(map(dtype_name, DTYPES))
         raise TypeError(f"a ScaledTensor stands for {allowed}, not {dtype}")
-    stored, scale = in_format(plain(x.detach(), torch.float32), spec)
+    stored, scale = in_format(dequantized(x.detach(), torch.float32), spec)
     return ScaledTensor(Memory(stored, scale, spec.name), dtype)
 
 
-def plain(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``x`` as a plain tensor of ``dtype`` (default: its own). The gradient passes unchanged."""
+def dequantized(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``x`` as a `torch.Tensor` of ``dtype`` (None: that of x). The gradient passes unchanged."""
     if isinstance(x, ScaledTensor):
-        return apply(_Plain, x, x.dtype if dtype is None else dtype)
+        return apply(_Dequantize, x, x.dtype if dtype is None else dtype)
     return x if dtype is None else x.to(dtype)
 
 
@@ -365,7 +365,7 @@ def store(x: Tensor, numbers: Tensor) -> None:
     x.store(numbers) if isinstance(x, ScaledTensor) else x.copy_(numbers)
 
 
-class _Plain(Function):
+class _Dequantize(Function):
     generate_vmap_rule = True
 
     @staticmethod
@@ -383,16 +383,16 @@ class _Plain(Function):
 
 def keep_gradients_in(parameter: Any, grad_format: str | None) -> None:
     """Stores the gradient of the leaf ``parameter`` in ``grad_format`` (None: unchanged), after a
-    backward pass has summed all contributions. What later passes add to it is not rounded, and the
-    sum is float32. A gradient that requires a gradient stays plain."""
+    backward pass has summed all contributions. Later passes add to it without rounding; the sum is
+    float32. A gradient that requires a gradient is not stored in a format."""
     parameter.grad_format = grad_format
     if grad_format is not None and parameter.requires_grad:
         parameter.register_hook(_Rounding(grad_format))
 
 
 class _Rounding:
-    """The hook of `keep_gradients_in`. It has no reference to the parameter, which would be a
-    cycle: the gradient is the first one if the memory of the last one that it stored is gone."""
+    """The hook of `keep_gradients_in`. A reference to the parameter would be a cycle: the gradient
+    is the first one if the memory of the last one that the hook stored is gone."""
 
     def __init__(self, format: str) -> None:
         self.format = format
@@ -403,16 +403,16 @@ class _Rounding:
             return grad
         if self.last() is not None:
             return ScaledTensor(Memory(grad.to(torch.float32), None, self.format), grad.dtype)
-        kept = gradient(grad, self.format)
-        self.last = weakref.ref(kept.memory)
-        return kept
+        stored = gradient(grad, self.format)
+        self.last = weakref.ref(stored.memory)
+        return stored
 
 
 def gradient(grad: Tensor, format: str, dtype: torch.dtype | None = None) -> ScaledTensor:
     """`scaled`, as a gradient."""
-    kept = scaled(grad, format, dtype)
-    kept.memory.rounds = True
-    return kept
+    stored = scaled(grad, format, dtype)
+    stored.memory.rounds = True
+    return stored
 
 
 def _rebuild(
@@ -422,10 +422,10 @@ def _rebuild(
     format: str,
     requires_grad: bool,
     attributes: dict[str, Any],
-    kept_in: torch.dtype,
+    stored_dtype: torch.dtype,
 ) -> ScaledTensor:
     """Restores a pickled ScaledTensor. Hooks are not pickled, as in torch."""
-    x = ScaledTensor(Memory(bits.view(kept_in), scale, format), dtype)
+    x = ScaledTensor(Memory(bits.view(stored_dtype), scale, format), dtype)
     vars(x).update(attributes)
     return x.requires_grad_(requires_grad)
 
@@ -435,39 +435,38 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Computes any operation on the values. What it writes is kept in float32."""
-    written = [
+    """Computes any operation on the values, and stores results that it writes in float32."""
+    outputs = [
         args[i] if i < len(args) else kwargs.get(argument.name)
         for i, argument in enumerate(func._schema.arguments)
         if argument.is_write
     ]
-    kept = {id(x): x for x in tree_leaves(written) if isinstance(x, ScaledTensor)}
+    written = {id(x): x for x in tree_leaves(outputs) if isinstance(x, ScaledTensor)}
     numbers: dict[int, Tensor] = {}
 
     def opened(x: Any) -> Any:
         if not isinstance(x, ScaledTensor):
             return x
         if id(x) not in numbers:
-            raw = x.written() if id(x) in kept else None
+            raw = x.written() if id(x) in written else None
             numbers[id(x)] = x.dequantize() if raw is None or raw.dtype != x.dtype else raw
         return numbers[id(x)]
 
     result = func(*tree_map(opened, args), **tree_map(opened, kwargs))
-    for key, x in kept.items():
+    for key, x in written.items():
         if numbers[key] is not x.stored:
             x.stored.copy_(numbers[key])
-    changed = {id(numbers[key]): x for key, x in kept.items()}
+    changed = {id(numbers[key]): x for key, x in written.items()}
     return tree_map(lambda x: changed.get(id(x), x), result)
 
 
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view of the same memory."""
-    x = args[0]
-    rest = args[1:]
+    x, *options = args
     if func is aten.as_strided.default:
-        size, stride, offset = (*rest, x.storage_offset())[:3]
-        rest = (size, stride, offset + x.memory.values.storage_offset())
-    parts = func(x.stored, *rest, **kwargs)
+        size, stride, offset = (*options, x.storage_offset())[:3]
+        options = [size, stride, offset + x.memory.values.storage_offset()]
+    parts = func(x.stored, *options, **kwargs)
     with torch.inference_mode(x.is_inference()):
         result = tree_map(lambda stored: ScaledTensor(x.memory, x.dtype, stored), parts)
     return return_and_correct_aliasing(func, args, kwargs, result)
@@ -491,11 +490,11 @@ def _to_copy(func: Any, x: ScaledTensor, **kwargs: Any) -> Any:
 def _copy_(func: Any, x: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     # From float32, whatever the dtype.
     if not isinstance(x, ScaledTensor):
-        return func(x, plain(source, torch.float32), non_blocking)
+        return func(x, dequantized(source, torch.float32), non_blocking)
     narrow = isinstance(source, ScaledTensor) and source.scale is not None
     if narrow and x._is_whole() and (source.shape, source.format) == (x.shape, x.format):
         return x._take(source.stored, source.scale)
-    numbers = plain(source, torch.float32).to(x.device).expand_as(x)
+    numbers = dequantized(source, torch.float32).to(x.device).expand_as(x)
     if x.memory.rounds or _represents(x, numbers):
         return x.store(numbers)
     func(x.written(), numbers)
@@ -507,8 +506,8 @@ def _represents(x: ScaledTensor, numbers: Tensor) -> bool:
     """Whether ``x`` is stored in its format, and ``numbers`` can be, without rounding."""
     if x.scale is None or not x._is_whole():
         return False
-    kept = scaled(numbers, x.format).dequantize()
-    return torch.allclose(kept, numbers, rtol=0, atol=0, equal_nan=True)
+    stored = scaled(numbers, x.format).dequantize()
+    return torch.allclose(stored, numbers, rtol=0, atol=0, equal_nan=True)
 
 
 def _new_empty_strided(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
@@ -558,18 +557,20 @@ def _add_(func: Any, x: Any, y: Any, **kwargs: Any) -> Any:
     return x
 
 
-def _unscale(func: Any, tensors: Sequence[Tensor], found: Tensor, inverse_scale: Tensor) -> None:
-    """GradScaler's check and unscaling; for a ScaledTensor with a scale only that changes."""
+def _unscale(
+    func: Any, tensors: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor
+) -> None:
+    """GradScaler's check and unscaling, which changes only the scale of a ScaledTensor."""
     others = []
     for x in tensors:
         if isinstance(x, ScaledTensor) and x.scale is not None:
             x.mul_(inverse_scale)
             finite = x.dequantize(torch.float32).isfinite().all()
-            found.copy_(torch.maximum(found, (~finite).to(found.dtype)))
+            found_inf.copy_(torch.maximum(found_inf, (~finite).to(found_inf.dtype)))
         else:
             others.append(x.written() if isinstance(x, ScaledTensor) else x)
     if others:
-        func(others, found, inverse_scale)
+        func(others, found_inf, inverse_scale)
 
 
 SHORTCUTS: dict[Any, Callable[..., Any]] = {
@@ -584,5 +585,5 @@ SHORTCUTS: dict[Any, Callable[..., Any]] = {
     aten.add_.Tensor: _add_,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
-"""Operation -> its implementation for a ScaledTensor, instead of `_computed`. It returns
-NotImplemented for unsupported arguments."""
+"""Operation -> its implementation for a ScaledTensor in place of `_computed`; NotImplemented for
+unsupported arguments."""

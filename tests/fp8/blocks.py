@@ -10,7 +10,7 @@ import fp8
 from fp8 import Recipe
 from fp8.common.mixin import add_mixin
 from fp8.modes.autocast import LayerBlock
-from fp8.recipes.history import LayerState, remember
+from fp8.recipes.history import LayerState, add_buffers
 from fp8.recipes.recipe import get_recipe
 from fp8.surgery.convert import Converted
 
@@ -21,7 +21,7 @@ def keeper(recipe: str | Recipe) -> Any:
     add_mixin(layer, Converted)
     recipe = get_recipe(recipe)
     vars(layer).update(fp8_recipe=recipe, fp8_sources=(recipe,))
-    remember(layer, recipe, by_call=True)
+    add_buffers(layer, recipe, by_call=True)
     return layer
 
 

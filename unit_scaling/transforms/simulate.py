@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8.casts.counts import forget_looks
+from fp8.casts.counts import forget_checks
 from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
@@ -121,5 +121,5 @@ def _simulate(model: M, transform: str, name: str, forward: Cast, backward: Cast
     recipe = Recipe(name=name, input=forward, weight=forward, grad=backward)
     result = copied(model, transform)
     install(unwrapped(result), Simulate(recipe))
-    forget_looks(unwrapped(result))
+    forget_checks(unwrapped(result))
     return result

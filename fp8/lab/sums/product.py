@@ -26,14 +26,14 @@ from torch.nn import functional as F
 from ...casts.casting import (
     LoweredCast,
     QuantizedOperand,
-    codes,
     format_of,
     narrowed,
-    turn_of,
+    quantized,
     widened,
 )
 from ...casts.groups import Groups, aligned, cast_groups, pieces, product_shape
 from ...casts.operands import one_copy
+from ...casts.rotation import rotation_signs
 from ...casts.saved_operands import saved_tensors
 from ...common.compiler import in_graph, is_differentiated_again, updates_states
 from ...formats.format import get_format
@@ -41,7 +41,7 @@ from ...formats.quantize import check_dtype
 from ...products.sums import Geometry, Settings
 from ...recipes.rules import scale_format
 from ...recipes.tensor_cores import instruction_for
-from ...tensors.scaled_tensor import plain
+from ...tensors.scaled_tensor import dequantized
 from .arithmetic import Matrix
 from .dot import dot
 
@@ -75,9 +75,9 @@ def product(
     of_a, of_b, of_grad = histories
     casts, record = how.casts, updates_states()
     with torch.no_grad():
-        turn, groups = turn_of(casts.a, a), Groups(offs, how.split, -1)
-        left = operand(a, casts.a, groups, of_a, record, turn)
-        right = operand(b, casts.b, groups, of_b, record, turn)
+        signs, groups = rotation_signs(casts.a, a), Groups(offs, how.split, -1)
+        left = operand(a, casts.a, groups, of_a, record, signs)
+        right = operand(b, casts.b, groups, of_b, record, signs)
     return _Summed.apply(a, b, bias, offs, of_grad, how, *left, *right)
 
 
@@ -139,18 +139,18 @@ class _Summed(Function):
         along, across = Groups(offs, how.split, -1), Groups(offs, how.split, -2)
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
-            turn = turn_of(casts.grad_for_a, grad)
-            g = operand(grad, casts.grad_for_a, along, history, True, turn)
-            b = _second(saved[3:], casts.b_for_grad_a, across, turn)
+            signs = rotation_signs(casts.grad_for_a, grad)
+            g = operand(grad, casts.grad_for_a, along, history, True, signs)
+            b = _second(saved[3:], casts.b_for_grad_a, across, signs)
             da = _grad_a(g, b, casts.grad_for_a, casts.b_for_grad_a, offs, how) * s_a
             da = da.to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
-            turn = turn_of(casts.grad_for_b, grad)
+            signs = rotation_signs(casts.grad_for_b, grad)
             if g is not None and one_copy(casts.grad_for_a, casts.grad_for_b):
                 g = g.mT
             else:
-                g = operand(grad, casts.grad_for_b, across, history, True, turn)
-            a = _second(saved[:3], casts.a_for_grad_b, across, turn)
+                g = operand(grad, casts.grad_for_b, across, history, True, signs)
+            a = _second(saved[:3], casts.a_for_grad_b, across, signs)
             db = _grad_b(g, a, casts.grad_for_b, casts.a_for_grad_b, offs, how) * s_b
             db = db.to(ctx.dtypes[1])
         if ctx.needs_input_grad[2]:
@@ -159,13 +159,13 @@ class _Summed(Function):
 
 
 def _second(
-    saved: Sequence[Any], spec: LoweredCast | None, groups: Groups, turn: Tensor | None
+    saved: Sequence[Any], spec: LoweredCast | None, groups: Groups, signs: Tensor | None
 ) -> QuantizedOperand:
     """The codes of an operand for its second product, along its other axis. saved: its codes, or
     itself without them."""
     if saved[1] is not None:
         return QuantizedOperand(*saved).mT
-    return operand(saved[0], spec, groups, turn=turn)
+    return operand(saved[0], spec, groups, signs=signs)
 
 
 def operand(
@@ -174,16 +174,15 @@ def operand(
     groups: Groups,
     history: Tensor | None = None,
     record: bool = False,
-    turn: Tensor | None = None,
+    signs: Tensor | None = None,
 ) -> QuantizedOperand:
-    """`codes`, those of groups if these split an axis; of an operand that is not cast its values,
-    with scale 1."""
+    """`quantized`, by groups if these split an axis; the values and scale 1 if it is not cast."""
     if spec is not None:
-        check_dtype(plain(x))
+        check_dtype(dequantized(x))
     if spec is not None and groups.split:
-        return QuantizedOperand(*cast_groups(x, groups, spec, history, record, turn, apart=True))
+        return QuantizedOperand(*cast_groups(x, groups, spec, history, record, signs, apart=True))
     if spec is not None and x.numel():
-        return codes(x, spec, groups.axis, history, record, turn)
+        return quantized(x, spec, groups.axis, history, record, signs)
     return QuantizedOperand(x if groups.axis == -1 else x.mT, x.new_ones((), dtype=torch.float32))
 
 
@@ -305,7 +304,7 @@ def _product(
 def _groups(
     x: QuantizedOperand, offs: Tensor | None, axis: int, spec: LoweredCast
 ) -> list[QuantizedOperand | None]:
-    """The codes of each group as `codes` has them; None for one that is empty."""
+    """The codes of each group as `quantized` has them; None for one that is empty."""
     assert x.unit is not None
     has_units = scale_format(spec.rule) == "e4m3"
     units = x.unit.unbind() if has_units else [None] * x.unit.shape[0]

@@ -22,7 +22,7 @@ import fp8
 import unit_scaling as uu
 from fp8.adapters import accelerate
 from fp8.adapters.lightning import FP8Precision
-from fp8.tensors.scaled_tensor import plain
+from fp8.tensors.scaled_tensor import dequantized
 from tests.fp8.adapters.accelerate_loop import accelerated
 from tests.launch import as_rank
 from unit_scaling.transforms import unit_scale
@@ -50,7 +50,7 @@ def check_equal(model: nn.Module) -> None:
     """Both processes have the same weights."""
     for p in model.parameters():
         weights = [torch.empty(p.shape) for _ in range(WORLD)]
-        dist.all_gather(weights, plain(p.detach()))
+        dist.all_gather(weights, dequantized(p.detach()))
         assert torch.equal(*weights)
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import fp8
-from fp8.tensors.scaled_tensor import plain
+from fp8.tensors.scaled_tensor import dequantized
 
 DECAY = 0.999
 
@@ -354,7 +354,7 @@ def at_level(level):
 
 def plain_of(model):
     other = Model()
-    other.load_state_dict({k: plain(v).clone() for k, v in model.state_dict().items()})
+    other.load_state_dict({k: dequantized(v).clone() for k, v in model.state_dict().items()})
     return other, torch.optim.SGD(other.parameters(), lr=0.1)
 
 
@@ -367,7 +367,7 @@ def leaves(found):
     if isinstance(found, nn.Module):
         found = found.state_dict().values()
     if isinstance(found, torch.Tensor):
-        yield plain(found.detach(), torch.float32)
+        yield dequantized(found.detach(), torch.float32)
     elif isinstance(found, (bool, torch.dtype)):
         yield found
     else:

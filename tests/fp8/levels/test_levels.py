@@ -10,7 +10,7 @@ from torch import nn
 import fp8
 import unit_scaling as uu
 from fp8.levels.initialize import LEVELS
-from fp8.tensors.scaled_tensor import ScaledTensor, plain
+from fp8.tensors.scaled_tensor import ScaledTensor, dequantized
 
 OPTIMIZERS = {
     "Adam": torch.optim.Adam,
@@ -56,7 +56,7 @@ def steps(model, optimizer, count, start=0):
 
 
 def numbers(model):
-    return [plain(p).detach().clone() for p in model.parameters()]
+    return [dequantized(p).detach().clone() for p in model.parameters()]
 
 
 def same(one, other):
@@ -200,7 +200,7 @@ def test_models_in_16_bits(level, dtype):
         model(batch(0)[0].to(dtype)).square().mean().backward()
         optimizer.step()
     assert {p.dtype for p in model.parameters()} == {dtype}
-    assert all(plain(p).isfinite().all() for p in model.parameters())
+    assert all(dequantized(p).isfinite().all() for p in model.parameters())
 
 
 # --- gradients ----------------------------------------------------------------------------------

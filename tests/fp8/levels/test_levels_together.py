@@ -18,7 +18,7 @@ import fp8
 import unit_scaling as uu
 from fp8.distributed.gradient_hook import all_reduce_hook
 from fp8.levels.initialize import LEVELS
-from fp8.tensors.scaled_tensor import ScaledTensor, plain, scaled
+from fp8.tensors.scaled_tensor import ScaledTensor, dequantized, scaled
 from unit_scaling.transforms import unit_scale
 
 unit_adamw = partial(uu.optim.AdamW, allow_non_unit_scaling_params=True)
@@ -153,7 +153,7 @@ def test_ddp_adds_up_micro_batches(view):
         for i in range(32):
             with parallel.no_sync() if i < 31 else nullcontext():
                 parallel(x).square().mean().backward()
-        error = plain(model[0].weight.grad) - expected
+        error = dequantized(model[0].weight.grad) - expected
         assert error.norm() < 2**-4 * expected.norm()
         model.zero_grad()
 
@@ -309,6 +309,6 @@ def test_what_is_written_to_a_weight_is_its_master(kind, optimizer):
         for _ in range(3):
             weight.grad = torch.full((64, 64), 1e-2).to(kind)
             opt.step()
-        assert (plain(weight, torch.float32) - value).abs().max() < 0.1
+        assert (dequantized(weight, torch.float32) - value).abs().max() < 0.1
         (master,) = (x for name, x in opt.state[weight].items() if name.startswith("master"))
         assert 0 < (master - value).abs().max() < 0.01

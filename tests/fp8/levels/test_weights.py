@@ -8,7 +8,7 @@ from torch import nn
 
 import fp8
 from fp8.levels.weights import scale_weights
-from fp8.tensors.scaled_tensor import ScaledTensor, plain, scaled
+from fp8.tensors.scaled_tensor import ScaledTensor, dequantized, scaled
 
 
 class Model(nn.Module):
@@ -47,7 +47,7 @@ def ids(seed=0):
 def plain_model(model, recipe=None):
     other = Model()
     for one, same in zip(model.parameters(), other.parameters(), strict=True):
-        same.data.copy_(plain(one.detach()))
+        same.data.copy_(dequantized(one.detach()))
     return fp8.convert(other, recipe) if recipe else other
 
 
@@ -68,7 +68,7 @@ def test_it_computes_what_plain_weights_of_the_same_numbers_do(format, recipe):
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         kinds.add(type(p.grad))
         expected = scaled(q.grad, "e4m3") if isinstance(p.grad, ScaledTensor) else q.grad
-        assert torch.equal(plain(p.grad), plain(expected))
+        assert torch.equal(dequantized(p.grad), dequantized(expected))
     assert kinds == {torch.Tensor, ScaledTensor}
 
 
@@ -91,7 +91,7 @@ def test_what_stays():
     assert model.conv.weight.mup_type == "weight"
     assert not model.attention.in_proj_weight.requires_grad
     assert isinstance(model.conv, nn.Conv1d)
-    assert torch.equal(plain(model.conv.weight.grad), plain(scaled(gradient, "e4m3")))
+    assert torch.equal(dequantized(model.conv.weight.grad), dequantized(scaled(gradient, "e4m3")))
     model(ids()).backward()
     assert calls == ["grad", ScaledTensor]
     assert model.attention.in_proj_weight.grad is None
@@ -120,7 +120,13 @@ def test_files_are_plain_and_exact(format, tmp_path):
         assert {type(value) for value in read.values()} == {torch.Tensor}
         other.load_state_dict(read, strict=len(read) > len(state))
         assert isinstance(other.head.weight, ScaledTensor)
-        assert all(map(torch.equal, map(plain, model.parameters()), map(plain, other.parameters())))
+        assert all(
+            map(
+                torch.equal,
+                map(dequantized, model.parameters()),
+                map(dequantized, other.parameters()),
+            )
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -135,7 +141,7 @@ def test_checkpoints_of_plain_models(dtype, assign):
         if isinstance(parameter, ScaledTensor):
             expected = scaled(expected.detach(), "fp16").dequantize()
         assert parameter.dtype == (dtype if assign else torch.float32)
-        assert torch.equal(plain(parameter), expected.to(parameter.dtype))
+        assert torch.equal(dequantized(parameter), expected.to(parameter.dtype))
     model(ids()).backward()
     assert model.head.weight is model.embed.weight
     other.load_state_dict(model.state_dict())
@@ -185,7 +191,7 @@ def test_compiled(recipe):
         assert type(one) is type(other)
         # Sums in another order may round to the other neighbour.
         step = 2.0**-3 if isinstance(one, ScaledTensor) else 1e-5
-        torch.testing.assert_close(plain(one), plain(other), rtol=step, atol=1e-6)
+        torch.testing.assert_close(dequantized(one), dequantized(other), rtol=step, atol=1e-6)
 
 
 def test_gradients_in_high_precision_are_there_one_at_a_time():

@@ -125,7 +125,7 @@ def forget() -> None:
     for known in (
         selftest._kernels,
         selftest.why_not,
-        selftest._disproof,
+        selftest._failure,
         selftest.why_not_compiled,
     ):
         known.cache_clear()

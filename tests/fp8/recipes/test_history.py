@@ -138,7 +138,7 @@ def test_a_buffer_of_another_length_is_refused():
 def test_a_graph_does_not_measure_scales_that_a_pass_has_set():
     torch._dynamo.reset()
     layer, x = fp8.convert(nn.Linear(8, 4), "static"), randn(5, 8).detach()
-    known = vars(layer.fp8_known)
+    known = vars(layer.fp8_measured)
     layer(x).sum().backward()
     scales = {name: b.clone() for name, b in layer.named_buffers()}
     assert not any(known.values())  # nothing has read them

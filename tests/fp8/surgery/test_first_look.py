@@ -161,7 +161,7 @@ def test_later_passes_count_nothing(way, monkeypatch):
     model, around = WAYS[way]()
     seen_in(lambda: step(model, around=around), times=1)
     calls = []
-    monkeypatch.setattr(tally.Look, "count", lambda *given: calls.append(given))
+    monkeypatch.setattr(tally.CastLossCheck, "count", lambda *given: calls.append(given))
     step(model, around=around)
     assert not calls
 
@@ -172,7 +172,7 @@ def test_it_changes_no_number():
         model, x = converted(net()), batch()
         for parameter in model.parameters():
             if not looked:
-                parameter.fp8_looked = ("unit",)
+                parameter.fp8_checked = ("unit",)
         y = model(x)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

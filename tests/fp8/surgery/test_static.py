@@ -309,7 +309,7 @@ def test_state_dict_json_copies_and_pickles(tmp_path: Path):
     written.load_state_dict(model.state_dict())
     for other in (loaded, written, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert fp8.calibration(other) == scales
-        assert [n for n, known in vars(other.conv.fp8_known).items() if known] == [
+        assert [n for n, known in vars(other.conv.fp8_measured).items() if known] == [
             f"fp8_scale_{role}" for role in ROLES
         ]
         for one, two in zip(step(other.eval(), x), expected, strict=True):
@@ -318,7 +318,7 @@ def test_state_dict_json_copies_and_pickles(tmp_path: Path):
     assert list(plain.state_dict()) == list(net().state_dict())
     model.load_state_dict(net().state_dict())  # of the plain model: they begin anew
     assert set(fp8.calibration(model).values()) == {None}
-    assert not any(vars(model.conv.fp8_known).values())
+    assert not any(vars(model.conv.fp8_measured).values())
 
 
 def test_auto_is_static_where_it_was_calibrated():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fp8
-from fp8.tensors.scaled_tensor import STORED, ScaledTensor, keep_gradients_in, plain, scaled
+from fp8.tensors.scaled_tensor import STORED, ScaledTensor, dequantized, keep_gradients_in, scaled
 
 #: Half a step of each format, as a share of the number.
 HALF_STEP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "fp16": 2.0**-11}
@@ -151,7 +151,7 @@ def test_other_operations_are_those_of_its_numbers(format, name):
     x = scaled(numbers(6, 4), format)
     before = x.dequantize()
     result, expected = FUNCTIONS[name](x), FUNCTIONS[name](before)
-    assert torch.equal(plain(result), expected)
+    assert torch.equal(dequantized(result), expected)
     assert (result.dtype, result.stride()) == (expected.dtype, expected.stride())
     assert torch.equal(x.dequantize(), before)
 
@@ -226,7 +226,7 @@ def weight(*shape: int) -> nn.Parameter:
 
 
 def mean_square(x, w, open):
-    return torch.nn.functional.linear(x, plain(w) if open else w).square().mean()
+    return torch.nn.functional.linear(x, dequantized(w) if open else w).square().mean()
 
 
 def loss(w, seed=0, open=False, step=mean_square):

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 
-from fp8.common.mixin import bare_class, gained_attributes
+from fp8.common.mixin import bare_class, mixin_attributes
 from fp8.common.step import tensors_within
 
 M = TypeVar("M", bound=nn.Module)
@@ -102,7 +102,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The attributes of a module beside those of every module and those of transforms."""
-    others = _OF_MODULES.union(gained_attributes(module))
+    others = _OF_MODULES.union(mixin_attributes(module))
     return ((name, value) for name, value in vars(module).items() if name not in others)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8
-from fp8.casts.casting import codes, lowered
+from fp8.casts.casting import lowered, quantized
 from fp8.lab.sums.arithmetic import Matrix
 from fp8.lab.sums.dot import dot
 from fp8.products import matmul
@@ -90,7 +90,7 @@ def test_the_products_are_those_of_the_instruction():
     kinds = [lowered(cast) for cast in (recipe.input, recipe.weight, recipe.grad)]
 
     def product(a: Tensor, b: Tensor, of_a: int, of_b: int) -> Tensor:
-        first, second = codes(a.detach(), kinds[of_a]), codes(b.detach(), kinds[of_b])
+        first, second = quantized(a.detach(), kinds[of_a]), quantized(b.detach(), kinds[of_b])
         how = instruction("hopper", (kinds[of_a].format, kinds[of_b].format))
         low = {"e4m3": -6, "e5m2": -14}
         left = Matrix(first.values, low[kinds[of_a].format])

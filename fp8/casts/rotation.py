@@ -1,0 +1,84 @@
+"""Random Hadamard rotations of the operands of a product."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common.compiler import compiled_as
+from ..common.dtensor import as_shard, check_whole, is_dtensor
+from ..formats.random_bits import KEY_START
+
+aten = torch.ops.aten
+
+
+def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
+    """Sylvester's Hadamard matrix, orthogonal: (i, j) -> (-1)**popcount(i & j) * sign[j] /
+    sqrt(size). The signs are the first bits of the fraction of pi (arXiv:2509.25149, section 4.2).
+    """
+    index = torch.arange(size, device=like.device)
+    bits = (index[:, None] >> torch.arange(size.bit_length(), device=like.device) & 1).float()
+    negative = aten.matmul.default(bits, bits.mT).remainder(2)
+    signs = [1.0 - 2.0 * (KEY_START >> (62 - j % 63) & 1) for j in range(size)]
+    signed = (1 - 2 * negative) * torch.tensor(signs, device=like.device)
+    return signed.to(like.dtype) * (1 / math.sqrt(size))
+
+
+def rotation_signs(spec: Any, like: Tensor) -> Tensor | None:
+    """Random signs for the rotation of both operands of a product: (hadamard,), 1 or -1, float32;
+    None if the signs are fixed.
+
+    spec: the `LoweredCast` of one of the operands, or None. Raises ValueError for a DTensor, for
+    which each process would draw other signs.
+    """
+    if spec is None or spec.signs == "fixed":
+        return None
+    if is_dtensor(like):
+        raise ValueError(
+            "random signs of a rotation differ between processes of tensor parallelism; take "
+            'signs="fixed"'
+        )
+    return _after(1.0 - 2.0 * torch.randint(2, (spec.hadamard,), device=like.device), like)
+
+
+@compiled_as(lambda x, like: x + like[:0].sum())
+def _after(x: Tensor, like: Tensor) -> Tensor:
+    """``x``; in a graph plus 0, the sum of no elements of ``like``. Without this dependence torch's
+    partitioner may move the rotation of a saved operand, which no gradient enters, to the forward
+    graph, and draw other signs in the backward graph (torch 2.13)."""
+    return x
+
+
+def rotated(x: Tensor, size: int, axis: int, signs: Tensor | None = None) -> Tensor:
+    """Multiplies ``x`` by an orthogonal matrix along ``axis``, in blocks of ``size`` elements.
+
+    The product of two operands does not change if both are rotated along the summed axis, and the
+    rotation spreads an outlier over its block. The axis is padded with zeros to a multiple of
+    ``size``. signs: one for each element of a block, which multiply it first; None: no signs.
+    """
+    if is_dtensor(x):
+        check_whole(x, axis, size)
+        local = x.to_local()  # type: ignore[attr-defined]
+        return as_shard(x, rotated(local, size, axis, signs))
+    count = -(-x.shape[axis] // size)
+    missing = count * size - x.shape[axis]
+    if missing:
+        x = aten.constant_pad_nd.default(x, [0, missing] if axis == -1 else [0, 0, 0, missing])
+    blocks = torch.unflatten(x, axis, (count, size))
+    if signs is not None:
+        blocks = blocks * (signs if axis == -1 else signs[:, None]).to(x.dtype)
+    with without_autocast(x):
+        matrix = _hadamard_matrix(size, x)
+        if axis == -1:
+            return aten.matmul.default(blocks, matrix.mT).flatten(-2)
+        return aten.matmul.default(matrix, blocks).flatten(-3, -2)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Context in which `torch.autocast` of the device of ``x`` is disabled. The meta device has
+    none."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
