@@ -14,7 +14,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
-
 GRAPH_FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """Qualified name -> a function that compiled graphs call by name: see `compiler.in_graph`. A graph
 can hold a string where it cannot hold a class."""

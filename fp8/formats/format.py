@@ -145,10 +145,10 @@ class Format:
         sizes = (int(exponent_bits), int(mantissa_bits), int(bias), float(largest))
         kind = getattr(torch, dtype) if dtype else None
         values = (name, *sizes, *[flag == "1" for flag in flags], kind, text)
-        made = object.__new__(Format)
+        format = object.__new__(Format)
         for field, value in zip(_STORED, values, strict=True):
-            object.__setattr__(made, field, value)
-        return made
+            object.__setattr__(format, field, value)
+        return format
 
     def __str__(self) -> str:
         return self.name

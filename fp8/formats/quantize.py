@@ -51,9 +51,9 @@ def quantize(
 
     NaN stays NaN, also in formats without NaN. -0 stays -0 and negative values round to -0, except
     in formats without -0. In an unsigned format (e8m0) zero becomes the smallest value and negative
-    values NaN. The result is a value of the format that x's dtype can represent. Without a scale,
-    overflow therefore starts at the largest value that both have (65280 for format "fp16" in a
-    bfloat16 tensor, and for "bf16" in a float16 tensor).
+    values NaN. The result is a value of the format that the dtype of x can represent. Without a
+    scale, overflow therefore starts at the largest common value of the two (65280 for format "fp16"
+    in a bfloat16 tensor, and for "bf16" in a float16 tensor).
 
     Not differentiable: see `quantize_forward` and `quantize_backward`.
 
@@ -75,8 +75,8 @@ def quantize(
             every device; element i in row-major order has the same random bits for all strides.
             None draws a seed from torch's default generator: reproducible under torch.manual_seed,
             but different in eager and compiled code.
-        random_bits: for "stochastic", the number of random bits, 1 to 31. Hardware has few; the
-            probability of rounding up is then a multiple of 2**-random_bits.
+        random_bits: for "stochastic", the number of random bits, 1 to 31; hardware has few. The
+            probability of rounding up is a multiple of 2**-random_bits.
 
     Returns:
         A tensor with the shape, dtype and memory format of `x`.
@@ -187,7 +187,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """Arguments as for _Forward. Tensors are saved with save_for_backward, the rest on the
+    """Arguments as for _Forward. Tensors are saved with save_for_backward, other arguments on the
     context."""
 
     @staticmethod
@@ -223,7 +223,7 @@ def _convertible_in_graph(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @compiled_as(_convertible_in_graph)
 def convertible(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x``, of which a conversion to an FP8 ``dtype`` keeps what is not finite.
+    """``x`` for a conversion to an FP8 ``dtype``, after which Inf and NaN are not finite.
 
     In compiled code, except on CPUs, Inf becomes NaN if the dtype is float8_e5m2: Triton converts
     by ``cvt.rn.satfinite.e5m2x2.f32``, which turns Inf into the largest finite value and keeps NaN
@@ -233,7 +233,7 @@ def convertible(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``x`` in the FP8 dtype of a format, which has one. What is not finite stays so."""
+    """``x`` in the FP8 dtype of a format, which has one. Inf and NaN stay nonfinite."""
     assert dtype is not None
     return convertible(x, dtype).to(dtype)
 
@@ -277,7 +277,7 @@ def _check(
     scale: float | Tensor | None,
     random_bits: int,
 ) -> tuple[Grid, Tensor | None]:
-    """Validates the arguments of `quantize` and returns the numbers needed for the arithmetic."""
+    """Validates the arguments of `quantize`; returns the grid and the scale as a tensor."""
     check_dtype(x)
     check_name("rounding", rounding, ROUNDINGS)
     check_name("overflow", overflow, OVERFLOWS)
@@ -294,8 +294,8 @@ def _grid(
     random_bits: int,
     infinity: float | None,
 ) -> Grid:
-    """The values of `format` that `dtype` can represent (all of them with a scale), and the result
-    of overflow."""
+    """The values of `format` that `dtype` can represent (with a scale, all), and the result of
+    overflow."""
     largest, smallest = format.max, 0.0 if format.signed else format.min_subnormal
     if not scaled and dtype in (torch.bfloat16, torch.float16):
         limits = torch.finfo(dtype)
@@ -385,12 +385,12 @@ def _quantize(
     key: Key | None,
     inverse: Tensor | None = None,
 ) -> Tensor:
-    x, given = x.resolve_neg(), (grid, rounding, scale, inverse, key)  # x.conj().imag holds -x
+    x, options = x.resolve_neg(), (grid, rounding, scale, inverse, key)  # x.conj().imag holds -x
     one_scale = scale is None or not scale.ndim
     in_memory = type(x) in (Tensor, torch.nn.Parameter) and reads_values(x)
     if one_scale and in_memory and x.numel() > CHUNK * torch.get_num_threads():
-        return _in_chunks(x, *given)
-    return _whole(x, *given)
+        return _in_chunks(x, *options)
+    return _whole(x, *options)
 
 
 def _whole(
@@ -404,11 +404,11 @@ def _whole(
     start: int = 0,
 ) -> Tensor:
     """Quantizes all of `x` at once; used for compiled code and for single chunks."""
-    y = x if x.dtype in LAYOUTS else x.float()
+    y, bits = x if x.dtype in LAYOUTS else x.float(), None
     if scale is not None:
         y = divided(y, scale) if inverse is None else y * inverse
-    bits = None if key is None else bits_from_key(x.shape, key, device=x.device, start=start)
-    if bits is not None:
+    if key is not None:
+        bits = bits_from_key(x.shape, key, device=x.device, start=start)
         bits = fewer_bits(bits, grid.random_bits)
     y = round_to_grid(y, grid, rounding, bits=bits)
     if scale is not None:
@@ -416,18 +416,18 @@ def _whole(
     return y if x.dtype in LAYOUTS else y.to(x.dtype)
 
 
-def _in_chunks(x: Tensor, *given: Any) -> Tensor:
-    """``_whole(x, *given)`` on chunks that stay in cache: at most a third of the time."""
+def _in_chunks(x: Tensor, *options: Any) -> Tensor:
+    """``_whole(x, *options)`` on chunks that stay in cache: at most a third of the time."""
     out = torch.empty_like(x)
-    *_, key = given
+    *_, key = options
     if key is not None and not x.is_contiguous():
         # Random bits are assigned by row-major index.
-        return out.copy_(_in_chunks(x.contiguous(), *given))
+        return out.copy_(_in_chunks(x.contiguous(), *options))
     if x.stride() != out.stride():
         x = x.clone()
     source, target = (t.as_strided((t.numel(),), (1,)) for t in (x, out))
     size = CHUNK * torch.get_num_threads()
     for start in range(0, x.numel(), size):
         at = slice(start, start + size)
-        target[at] = _whole(source[at], *given, start=start)
+        target[at] = _whole(source[at], *options, start=start)
     return out

@@ -159,13 +159,13 @@ def _round_by_bits(
     # Below the spacing the result is 0 or one step. Above it, the bits of x including the exponent
     # count steps, and a carry into the exponent is correct.
     step = layout.encode(2.0 ** (grid.min_exponent - grid.mantissa_bits))
-    kept = drop.clamp(max=width)
-    rounded = torch.where(drop > width, up * step, ((magnitude >> kept) + up) << kept)
+    shift = drop.clamp(max=width)
+    rounded = torch.where(drop > width, up * step, ((magnitude >> shift) + up) << shift)
     return _finish_bits(raw, magnitude, rounded, grid, layout, rounding).view(x.dtype)
 
 
 def _round_up(significand: Tensor, drop: Tensor, rounding: str, bits: Tensor | None) -> Tensor:
-    """1 where the kept part of `significand` is incremented, else 0; integers like
+    """1 where `significand` without its low `drop` bits is incremented, else 0; integers like
     `significand`."""
     if rounding == "toward_zero":
         return torch.zeros_like(significand)
@@ -196,10 +196,10 @@ def _finish_bits(
         if rounding == "toward_zero":
             rounded = torch.where(magnitude < layout.infinity, rounded.clamp(max=largest), rounded)
         rounded = torch.where(rounded > largest, layout.encode(grid.beyond), rounded)
-    kept = layout.infinity + (grid.infinity is None)  # Inf and NaN, or NaN alone
+    special = layout.infinity + (grid.infinity is None)  # Inf and NaN, or NaN alone
     quiet = grid.infinity is not None and math.isnan(grid.infinity)
     other = magnitude | layout.encode(math.nan) if quiet else magnitude
-    rounded = torch.where(magnitude >= kept, other, rounded)
+    rounded = torch.where(magnitude >= special, other, rounded)
     sign = raw ^ magnitude
     if grid.smallest:
         return torch.where((sign != 0) & (magnitude != 0), layout.encode(math.nan), rounded)
