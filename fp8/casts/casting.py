@@ -250,8 +250,11 @@ def format_of(spec: LoweredCast) -> Format:
     return get_format(FORMATS[spec.format])
 
 
-def rounding_of(cast: LoweredCast | Cast) -> dict[str, Any]:
-    """The keyword arguments of `fp8.formats.quantize.quantize_operand` for a cast."""
+def rounding_of(cast: LoweredCast | Cast, converts: bool = False) -> dict[str, Any]:
+    """The keyword arguments of `fp8.formats.quantize.quantize_operand` for a cast. converts: as in
+    `quantized`."""
+    if converts and (cast.rounding, cast.overflow) == ("nearest", "saturate"):
+        return {"rounding": "none"}
     return {"rounding": cast.rounding, "overflow": cast.overflow}
 
 
@@ -285,10 +288,10 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int, o
 
 
 def by_tiles(
-    x: Tensor, spec: LoweredCast, axis: int, of: Any = None
+    x: Tensor, spec: LoweredCast, axis: int, of: Any = None, converts: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """The numbers of the format in ``x``, by one scale for each tile; these scales; `scaled_tiles`
-    of x, and the dimensions of a tile. of: as in `_round_part`."""
+    of x, and the dimensions of a tile. of: as in `_round_part`. converts: as in `quantized`."""
     assert spec.rule is not None
     rule, format = spec.rule, format_of(spec)
     tiles, dims = scaled_tiles(x, spec.tile, axis)
@@ -300,7 +303,7 @@ def by_tiles(
     scale = with_margin(scale, spec.margin, rule)
     wide, inverse = tiles.detach().to(scale.dtype), inverse_of(scale, rule)
     units = _in_units(wide, scale, rule) if inverse is None else wide * inverse
-    values = quantize_operand(units, format, **rounding_of(spec))
+    values = quantize_operand(units, format, **rounding_of(spec, converts))
     if rule in CORRECTED:
         unit, count = tensor_unit(tiles, dims, spec, of), spec.hadamard // spec.tile[1]
         scale = scaling.corrected(units, values, scale, unit, dims, max(count, 1))
@@ -422,23 +425,27 @@ def quantized(
     history: Tensor | None = None,
     record: bool = False,
     signs: Tensor | None = None,
+    converts: bool = False,
 ) -> QuantizedOperand:
     """``x``, or with axis -2 its transpose, in numbers of the format.
 
-    axis: the axis that the product sums over. history, record, signs: as in `rounded`.
+    axis: the axis that the product sums over. history, record, signs: as in `rounded`. converts:
+    whether the values are converted to the dtype of the format, which rounds to nearest, so that
+    they need not be rounded before.
     """
+    converts = converts and format_of(spec).dtype is not None and not spec.label
     x = rotated(dequantized(x), spec.hadamard, axis, signs) if spec.hadamard else x
     x = dequantized(x, torch.float32)
     scale = whole_scale(x, spec, history, record)
     if spec.rule is None or scale is not None:
         format = format_of(spec)
         units = x if scale is None else _in_units(x, scale, spec.rule)
-        values = quantize_operand(units, format, **rounding_of(spec))
+        values = quantize_operand(units, format, **rounding_of(spec, converts))
         if spec.label and spec.rule is None and history is None:
             observe(spec.label, Observed(units, values, None, format))
         result = QuantizedOperand(values, static_scale(0, x) if scale is None else scale)
     else:
-        values, scale, tiles, dims = by_tiles(x, spec, axis)
+        values, scale, tiles, dims = by_tiles(x, spec, axis, converts=converts)
         unit = tensor_unit(tiles, dims, spec) if scale_format(spec.rule) == "e4m3" else None
         scale = scale.squeeze(dims) if spec.tile[1] else scale
         result = QuantizedOperand(untiled(values, x, spec.tile, axis), scale, unit)

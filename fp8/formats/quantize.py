@@ -104,8 +104,8 @@ def quantize_operand(
 
     Under overflow="saturate" finite values saturate, and +-Inf becomes +-Inf if the format has Inf,
     else NaN. A check of the results, such as GradScaler's, thereby detects nonfinite operands.
-    Defaults are those of `quantize`. scale: a result of a rule, not validated; NaN gives NaN.
-    inverse: a factor that replaces the division by the scale.
+    rounding may be "none", as in `round_to_grid`. scale: a result of a rule, not validated; NaN
+    gives NaN. inverse: a factor that replaces the division by the scale.
     """
     infinity = (format.nonfinite or math.nan) if overflow == "saturate" else None
     grid = _grid(format, overflow, x.dtype, scale is not None, 31, infinity)

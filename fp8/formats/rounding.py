@@ -81,14 +81,17 @@ def round_to_grid(x: Tensor, grid: Grid, rounding: str, *, bits: Tensor | None =
     """`x` rounded to the values of `grid`, in a new tensor.
 
     x: float32 or float64, any shape and strides. rounding: "nearest" (ties to even), "toward_zero",
-    or "stochastic" (up with a probability equal to the distance from the lower neighbour in steps,
-    truncated to 31 bits). bits: for "stochastic", int32 like `x`; the low 31 bits are used.
+    "stochastic" (up with a probability equal to the distance from the lower neighbour in steps,
+    truncated to 31 bits), or "none": values only saturate, and a conversion of dtype rounds them to
+    nearest. bits: for "stochastic", int32 like `x`; the low 31 bits are used.
 
     NaN stays NaN. +-Inf and values that round beyond `grid.largest` become +-`grid.beyond`; toward
     zero, finite values stop at `grid.largest` (IEEE 754-2019, section 7.4). If they saturate,
     `grid.infinity` specifies the result for Inf. Exact under torch.set_flush_denormal(True).
     """
     layout = LAYOUTS[x.dtype]
+    if rounding == "none":
+        return _overflow(x.clone(), x, grid)
     if rounding == "nearest" and _fits_floats(grid, layout):
         return _round_by_magic(x, grid, layout)
     return _round_by_bits(x, grid, layout, rounding, bits)
@@ -118,22 +121,22 @@ def _round_by_magic(x: Tensor, grid: Grid, layout: Layout) -> Tensor:
     low = (grid.min_exponent + layout.bias) << layout.mantissa_bits
     high = (math.frexp(grid.largest)[1] - 1 + layout.bias) << layout.mantissa_bits
     power = (x.view(layout.integer) & layout.infinity).clamp_(low, high).view(x.dtype)
-    y = _overflow(torch.add(x, power, alpha=magic).sub_(power, alpha=magic), x, grid)
-    return y.copysign_(x) if grid.negative_zero else y
+    return _overflow(torch.add(x, power, alpha=magic).sub_(power, alpha=magic), x, grid)
 
 
 def _overflow(y: Tensor, x: Tensor, grid: Grid) -> Tensor:
-    """Applies the overflow policy of `round_to_grid` in place to `y`, which is `x` rounded to
-    nearest without a limit."""
+    """Applies the overflow policy and the sign of zero of `round_to_grid` in place to `y`: `x`, or
+    `x` rounded to nearest without a limit."""
     if grid.beyond != grid.largest:
-        return y.mul_(torch.where(y.abs() > grid.largest, grid.beyond, 1.0))
-    y.clamp_(-grid.largest, grid.largest)
-    if grid.infinity is None:
-        return y
-    if math.isnan(grid.infinity):
-        return y.add_(x, alpha=0.0)  # Inf * 0 is NaN
-    # Inf stays and finite values become zero: one pass instead of three with a mask.
-    return y.add_(torch.hardshrink(x, torch.finfo(x.dtype).max))
+        y.mul_(torch.where(y.abs() > grid.largest, grid.beyond, 1.0))
+    else:
+        y.clamp_(-grid.largest, grid.largest)
+        if grid.infinity is not None and math.isnan(grid.infinity):
+            y.add_(x, alpha=0.0)  # Inf * 0 is NaN
+        elif grid.infinity is not None:
+            # Inf stays and finite values become zero: one pass instead of three with a mask.
+            y.add_(torch.hardshrink(x, torch.finfo(x.dtype).max))
+    return y.copysign_(x) if grid.negative_zero else y
 
 
 def _round_by_bits(

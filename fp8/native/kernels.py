@@ -145,7 +145,7 @@ def store(
     multiple of 4); "mx" and "nv" `swizzled`, in e8m0 and e4m3. Operands with scales by tiles are
     padded with zeros to the sizes that the kernel needs.
     """
-    y, scale, unit = quantized(x, spec, axis, history, record)
+    y, scale, unit = quantized(x, spec, axis, history, record, converts=True)
     across, along = spec.tile
     dtype, kind = format_of(spec).dtype, _kind(spec)
     if not along:

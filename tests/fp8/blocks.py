@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import fp8
 from fp8 import Recipe
@@ -34,3 +36,17 @@ def block(
     if not recipe.keeps_history:
         return fp8.autocast(recipe, backend=backend)
     return LayerBlock(recipe, backend, LayerState(layer or keeper(recipe)))
+
+
+def saved_by(run: Callable[[], Any]) -> list[Tensor]:
+    """The tensors that autograd saves in a call."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        run()
+    return saved
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """The bytes of the storages of tensors, shared ones once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

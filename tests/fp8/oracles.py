@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import gfloat
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 from gfloat import formats as gf
 from torch import Tensor
@@ -38,6 +42,22 @@ GFLOAT = {
     "fp16": gf.format_info_binary16,
 }
 """gfloat has no fnuz rows of its own; e8m0 is compared with ml_dtypes."""
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@contextlib.contextmanager
+def flush_denormal() -> Iterator[None]:
+    """Flushes subnormals to zero, as some devices and modes do."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU has no flush-denormal mode")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def all_patterns(dtype: torch.dtype) -> Tensor:

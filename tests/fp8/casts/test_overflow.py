@@ -16,15 +16,12 @@ from fp8.formats.quantize import quantize_operand
 from tests.fp8.blocks import block
 from tests.fp8.native.scaled_mm import emulated
 from tests.fp8.native.test_product import NATIVE, TILED
+from tests.fp8.oracles import flush_denormal, randn
 
 __all__ = ["emulated"]
 
 BAD = [math.inf, -math.inf, math.nan]
 EIGHT_BIT_SCALES = [name for name, r in RECIPES.items() if r.input.scaling in ("mx", "nv")]
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def results(function, operands, grad: Tensor, recipe: str, backend: str = "simulate"):
@@ -71,23 +68,20 @@ def check_linear(recipe: str, operand: int, bad: float, backend: str, sizes=(32,
         torch.testing.assert_close(g[~hit], w[~hit], rtol=1e-5, atol=1e-8)
 
 
+each_operand = pytest.mark.parametrize("operand", [0, 1, 2], ids=["input", "weight", "grad"])
+BACKENDS = [("simulate", recipe) for recipe in RECIPES]
+BACKENDS += [("native", recipe) for recipe in NATIVE]
+
+
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("operand", [0, 1, 2], ids=["input", "weight", "grad"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_linear_simulated(recipe, operand, bad):
-    check_linear(recipe, operand, bad, "simulate")
+@each_operand
+@pytest.mark.parametrize(("backend", "recipe"), BACKENDS)
+def test_linear(backend, recipe, operand, bad):
+    check_linear(recipe, operand, bad, backend)
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("operand", [0, 1, 2], ids=["input", "weight", "grad"])
-@pytest.mark.parametrize("recipe", NATIVE)
-def test_linear_native(recipe, operand, bad):
-    check_linear(recipe, operand, bad, "native")
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("operand", [0, 1, 2], ids=["input", "weight", "grad"])
+@each_operand
 @pytest.mark.parametrize("recipe", TILED)
 def test_linear_native_with_scales_of_tiles(recipe, operand, emulated):
     check_linear(recipe, operand, math.inf, "native", (32, 128, 128))
@@ -210,10 +204,6 @@ def test_under_vmap():
 
 
 def test_flushed_subnormals():
-    tiny = torch.full((1, 32), 2.0**-120)
-    try:
-        if not torch.set_flush_denormal(True):
-            pytest.skip("subnormals cannot be flushed here")
+    with flush_denormal():
+        tiny = torch.full((1, 32), 2.0**-120)
         assert cast_forward(tiny, Cast(format="e4m3", scaling="mx")).isfinite().all()
-    finally:
-        torch.set_flush_denormal(False)

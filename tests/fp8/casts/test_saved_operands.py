@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -15,16 +14,8 @@ from fp8 import RECIPES, Cast, Recipe
 from fp8.casts import casting
 from fp8.products.matmul import linear
 from fp8.recipes.scaling import SCALINGS
-from tests.fp8.blocks import block
+from tests.fp8.blocks import block, bytes_of, saved_by
 from tests.fp8.products.test_matmul import DTYPES, randn
-
-
-def held(run) -> list[Tensor]:
-    """What autograd keeps of a call."""
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        run()
-    return kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -32,20 +23,16 @@ def held(run) -> list[Tensor]:
 @pytest.mark.parametrize("function", [linear, F.conv1d], ids=["linear", "conv"])
 def test_operands_are_kept_in_bytes(function, name, dtype):
     """A quarter of float32 and half of bfloat16, and as many bytes for the scales."""
-    x, w = (
-        (randn(32, 64, 8), randn(48, 64, 3))
-        if function is F.conv1d
-        else (randn(64, 32), randn(48, 32))
-    )
-    x, w = x.to(dtype), w.to(dtype)
+    shapes = ((32, 64, 8), (48, 64, 3)) if function is F.conv1d else ((64, 32), (48, 32))
+    x, w = (randn(*shape).to(dtype) for shape in shapes)
 
     def run() -> None:
         with block(name):
             F.linear(x, w) if function is linear else function(x, w)
 
-    assert bytes_of(held(run)) <= x.numel() + w.numel() + 8
+    assert bytes_of(saved_by(run)) <= x.numel() + w.numel() + 8
     with torch.no_grad():
-        assert not held(run)
+        assert not saved_by(run)
 
 
 @pytest.mark.parametrize("rule", SCALINGS["tensor"].rules)
@@ -78,11 +65,11 @@ def test_a_second_derivative_reads_bytes_straight_through_their_casts(name, agai
             y = F.silu(F.conv1d(x, kernel, padding=1)) @ w.mT
         return y.square().sum()
 
-    def checkpointed(*given):
-        return checkpoint(function, *given, use_reentrant=False) if again else function(*given)
+    def checkpointed(*args):
+        return checkpoint(function, *args, use_reentrant=False) if again else function(*args)
 
-    def slope(*given):
-        return torch.func.grad(function)(*given).square().sum()
+    def slope(*args):
+        return torch.func.grad(function)(*args).square().sum()
 
     want = torch.func.grad(slope, argnums=(0, 1, 2))(*tensors)
     leaves = [t.clone().requires_grad_() for t in tensors]
@@ -98,11 +85,6 @@ def test_double_backward_of_kernels_is_refused():
     y = linear(x, w, recipe=RECIPES["unit"], backend="native")
     with pytest.raises(RuntimeError, match="create_graph=True: products of backend='native'"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
-def bytes_of(tensors) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
 
 
 @pytest.mark.parametrize("backend", ["simulate", pytest.param("native", marks=pytest.mark.native)])

@@ -84,15 +84,14 @@ def test_a_run_without_values_leaves_no_state(kind):
             torch.testing.assert_close(mine, buffer)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))),
-        nn.Sequential(uu.Linear(16, 16), uu.Linear(16, 16)),
-        nn.Sequential(uu.Tanh(constraint=None), uu.GELU(constraint=None)),
-    ],
-    ids=["converted", "products", "functions"],
-)
+MODELS = {
+    "converted": fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))),
+    "products": nn.Sequential(uu.Linear(16, 16), uu.Linear(16, 16)),
+    "functions": nn.Sequential(uu.Tanh(constraint=None), uu.GELU(constraint=None)),
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_the_graph_of_a_model_is_not_split(model):
     """It has no backward passes of autograd functions."""
     with pytest.raises(RuntimeError) as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -31,13 +32,12 @@ def assert_same(got: list, expected: list) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-def within(block: fp8.autocast, call, *args):
+def within(block: AbstractContextManager, call, *args):
     with block:
         return call(*args)
 
 
-def is_plain() -> bool:
-    """Whether nothing is cast here."""
+def nothing_is_cast() -> bool:
     return torch.equal(F.linear(X, W), torch.ops.aten.linear(X, W))
 
 
@@ -51,19 +51,14 @@ def test_a_recipe_for_each_thread():
     assert_same([outside], [step(plain)])
 
 
-def test_one_block_in_several_threads():
-    block, net = fp8.autocast("unit"), model()
-    alone = within(block, step, net)
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_one_block_or_one_converted_model_in_several_threads(recipe: str | None):
+    block, net = fp8.autocast("unit") if recipe is None else nullcontext(), model()
+    net = net if recipe is None else fp8.convert(net, recipe)
+    calls = [lambda i=i: within(block, step, net, X * i) for i in (1, 2, 3)]
+    alone = [call() for call in calls]
     with meeting(3):
-        assert_same(together(*[lambda: within(block, step, net)] * 3), [alone] * 3)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_converted(recipe: str):
-    net = fp8.convert(model(), recipe)
-    alone = [step(net, X * i) for i in (1, 2, 3)]
-    with meeting(3):
-        assert_same(together(*[lambda i=i: step(net, X * i) for i in (1, 2, 3)]), alone)
+        assert_same(together(*calls), alone)
 
 
 def test_backward_in_another_thread():
@@ -89,15 +84,10 @@ def test_delayed_scaling_with_a_model_for_each_thread():
 def test_delayed_scaling_is_only_read_without_gradients():
     net = fp8.convert(model(), "delayed")
     step(net)
-    with torch.no_grad():
-        alone = [net(X * i) for i in (1, 2, 3)]
-
-    def infer(i: int) -> Tensor:
-        with torch.no_grad():
-            return net(X * i)
-
+    infer = torch.no_grad()(net.forward)
+    alone = [infer(X * i) for i in (1, 2, 3)]
     with meeting(3):
-        assert_same(together(*[lambda i=i: infer(i) for i in (1, 2, 3)]), alone)
+        assert_same(together(*[lambda i=i: infer(X * i) for i in (1, 2, 3)]), alone)
 
 
 def test_stats_of_several_threads():
@@ -138,22 +128,16 @@ def held(recipe: str):
 
 
 def test_generators_close_blocks_innermost_first():
+    expected = within(fp8.autocast("unit"), F.linear, X, W)
     first, second = held("unit"), held("tensor")
-    next(first), next(second)
+    next(first)
+    list(held("tensor"))  # nested
+    assert torch.equal(next(first), expected)
+    next(second)
     with pytest.raises(RuntimeError, match="closed innermost first: close those of a generator"):
         first.close()
     second.close()
-    assert is_plain()
-
-
-def test_generators_that_nest():
-    expected = within(fp8.autocast("unit"), F.linear, X, W)
-    first = held("unit")
-    next(first)
-    list(held("tensor"))
-    assert torch.equal(next(first), expected)
-    first.close()
-    assert is_plain()
+    assert nothing_is_cast()
 
 
 def test_a_block_is_closed_in_its_thread():
@@ -162,7 +146,7 @@ def test_a_block_is_closed_in_its_thread():
     with pytest.raises(RuntimeError, match="closed in the thread that has opened it"):
         together(lambda: block.__exit__(None, None, None))
     block.__exit__(None, None, None)
-    assert is_plain()
+    assert nothing_is_cast()
 
 
 def test_a_block_in_each_task():
@@ -174,7 +158,7 @@ def test_a_block_in_each_task():
             await asyncio.sleep(0)
             outputs.append(within(fp8.autocast(recipe), F.linear, X, W))
             await asyncio.sleep(0)
-            assert is_plain()
+            assert nothing_is_cast()
         return outputs
 
     async def main() -> list[list[Tensor]]:
@@ -202,7 +186,7 @@ def test_a_block_of_another_task_is_refused(enabled: bool):
         assert torch.equal(within(fp8.autocast("tensor"), F.linear, X, W), expected)
         close.set()
         await task
-        assert is_plain()
+        assert nothing_is_cast()
 
     expected = within(fp8.autocast("tensor"), F.linear, X, W)
     asyncio.run(main())
@@ -233,16 +217,22 @@ def test_errors_leave_nothing(error: type[BaseException]):
         together(fail)
     with pytest.raises(error):
         fail()
-    assert is_plain()
+    assert nothing_is_cast()
 
 
 # The compiler
 
 
-def test_a_block_leaves_compiled_functions_of_other_threads_alone():
+def counted(function, **options):
+    """``function`` compiled, and a list with an entry for each graph."""
     torch._dynamo.reset()
     graphs: list[int] = []
-    fn = torch.compile(lambda x: x @ W, backend=lambda graph, _: graphs.append(1) or graph)
+    backend = lambda graph, _: graphs.append(1) or graph  # noqa: E731
+    return torch.compile(function, backend=backend, **options), graphs
+
+
+def test_a_block_leaves_compiled_functions_of_other_threads_alone():
+    fn, graphs = counted(lambda: X @ W)
     opened, closed = threading.Event(), threading.Event()
 
     def first() -> None:
@@ -252,27 +242,17 @@ def test_a_block_leaves_compiled_functions_of_other_threads_alone():
 
     def second() -> None:
         assert opened.wait(TIMEOUT)
-        assert torch.equal(fn(X), X @ W)
+        assert torch.equal(fn(), X @ W)
         closed.set()
 
     together(first, second)
-    fn(X)
+    fn()
     assert graphs == [1]
 
 
 def test_blocks_that_are_compiled():
     """One graph for all threads, with blocks open in others or not."""
-    torch._dynamo.reset()
-    graphs: list[int] = []
-
-    def call(x: Tensor, w: Tensor) -> Tensor:
-        with fp8.autocast("unit"):
-            return F.linear(x, w)
-
-    compiled = torch.compile(
-        call, backend=lambda graph, _: graphs.append(1) or graph, fullgraph=True
-    )
-    expected = call(X, W)
-    got = [compiled(X, W), *together(*[lambda: compiled(X, W)] * 3)]
-    torch.testing.assert_close(got, [expected] * 4)
+    fn, graphs = counted(lambda: within(fp8.autocast("unit"), F.linear, X, W), fullgraph=True)
+    got = [fn(), *together(*[fn] * 3)]
+    torch.testing.assert_close(got, [within(fp8.autocast("unit"), F.linear, X, W)] * 4)
     assert graphs == [1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ def pairs_of(recipe: fp8.Recipe) -> tuple[tuple[casting.LoweredCast, casting.Low
     return tuple(casts)[0:2], tuple(casts)[2:4], tuple(casts)[4:6]
 
 
-def decode(stored: kernels.Stored, kind: str) -> torch.Tensor:
+def decode(stored: casting.QuantizedOperand, kind: str) -> torch.Tensor:
     data = stored.values
     if data.dtype == torch.uint8:
         data = data.view(torch.float4_e2m1fn_x2)
@@ -112,29 +114,30 @@ def test_which_kernel_multiplies_what():
     def kernel(a: Cast, b: Cast) -> tuple[str, str]:
         return kernel_of(lowered(a), lowered(b))
 
-    tensor, row = (Cast(format="e4m3", scaling=name) for name in ("tensor", "row"))
-    wide = Cast(format="e5m2")
-    assert kernel(tensor, wide) == ("tensor", "")
-    assert kernel(row, tensor) == ("row", "")
-    assert "e5m2 by e5m2" in kernel(wide, wide)[1]
-    line = Cast(format="e4m3", scaling="block")
-    square = Cast(format="e4m3", scaling="block", tile=(128, 128))
-    assert kernel(line, square) == kernel(square, line) == kernel(line, line) == ("block", "")
-    assert "128 x 128 by the same" in kernel(square, square)[1]
-    assert "scales by block by scales by row" in kernel(line, row)[1]
-    assert (
-        "e4m3 by e5m2 with scales by block" in kernel(line, Cast(format="e5m2", scaling="block"))[1]
-    )
-    mx = Cast(format="e4m3", scaling="mx")
-    assert kernel(mx, Cast(format="e4m3", scaling="mx", tile=(32, 32))) == ("mx", "")
-    for other, why in {
-        Cast(format="e4m3", scaling="mx", tile=(1, 64)): "tiles of 1 x 64",
-        Cast(format="e4m3", scaling="mx", tile=(2, 32)): "tiles of 2 x 32",
-        Cast(format="e4m3", scaling="block", tile=(1, 32), rule="exact"): "by rule 'exact'",
-        Cast(format="e3m2", scaling="mx"): "no format 'e3m2'",
-        Cast(format="e2m1", scaling="mx"): "e4m3 by e2m1 with scales by mx",
+    def cast(scaling: str, format: str = "e4m3", **options: Any) -> Cast:
+        return Cast(format=format, scaling=scaling, **options)
+
+    tensor, row, block, mx = map(cast, ("tensor", "row", "block", "mx"))
+    wide, square = cast("unit", "e5m2"), cast("block", tile=(128, 128))
+    for name, pairs in {
+        "tensor": [(tensor, wide)],
+        "row": [(row, tensor)],
+        "block": [(block, square), (square, block), (block, block)],
+        "mx": [(mx, cast("mx", tile=(32, 32)))],
     }.items():
-        assert why in kernel(mx, other)[1]
+        assert all(kernel(*pair) == (name, "") for pair in pairs)
+    for a, b, why in (
+        (wide, wide, "e5m2 by e5m2"),
+        (square, square, "128 x 128 by the same"),
+        (block, row, "scales by block by scales by row"),
+        (block, cast("block", "e5m2"), "e4m3 by e5m2 with scales by block"),
+        (mx, cast("mx", tile=(1, 64)), "tiles of 1 x 64"),
+        (mx, cast("mx", tile=(2, 32)), "tiles of 2 x 32"),
+        (mx, cast("block", tile=(1, 32), rule="exact"), "by rule 'exact'"),
+        (mx, cast("mx", "e3m2"), "no format 'e3m2'"),
+        (mx, cast("mx", "e2m1"), "e4m3 by e2m1 with scales by mx"),
+    ):
+        assert why in kernel(a, b)[1]
     assert kernel_of(None, lowered(mx)) == ("", "an operand stays in high precision")
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fp8
-from fp8 import RECIPES, Cast, Recipe
+from fp8 import FORMATS, RECIPES, Cast, Recipe
 from fp8.casts import casting
 from fp8.casts.operands import casts_of
+from fp8.common.traced import run_compiled
 from fp8.native import kernels
 from fp8.native import product as native
 from fp8.products.matmul import linear
-from tests.fp8.blocks import block, keeper
+from tests.fp8.blocks import block, bytes_of, keeper, saved_by
 from tests.fp8.native.scaled_mm import emulated, forget
+from tests.fp8.oracles import all_patterns, assert_same, random_patterns
 from tests.fp8.products.test_matmul import randn
 
 __all__ = ["emulated"]
@@ -48,6 +50,10 @@ def run(backend: str, recipe: str, tensors: tuple[Tensor, ...], scales=(1.0, 1.0
     return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
+def of_all(cast: Cast) -> Recipe:
+    return Recipe(name="one", input=cast, weight=cast, grad=cast)
+
+
 def tensors(rows: int, inner: int, outer: int, dtype=torch.float32) -> tuple[Tensor, ...]:
     shapes = ((rows, inner), (outer, inner), (outer,))
     return tuple(randn(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))
@@ -61,10 +67,12 @@ def test_some_recipes_have_kernels_and_the_others_say_why_not():
     assert "e2m1 by e2m1 with scales by mx" in reasons["mxfp4"]
     assert "high precision" in reasons["row_gw_hp"]
     assert "format 'bf16'" in reasons["bf16"]
-    e5m2 = Cast(format="e5m2")
-    assert "e5m2 by e5m2" in native.why_not_recipe(
-        Recipe(name="x", input=e5m2, weight=e5m2, grad=e5m2)
-    )
+    assert "by rule 'e4m3_eden'" in native.why_not_recipe(RECIPES["quartet2"].unrotated())
+    for cast, why in (
+        (Cast(format="e5m2"), "e5m2 by e5m2"),
+        (Cast(format="e4m3", hadamard=32, signs="random"), "random signs"),
+    ):
+        assert why in native.why_not_recipe(of_all(cast))
 
 
 def check(recipe: str, shape: tuple[int, int, int], size: float, scales, device: str) -> None:
@@ -87,30 +95,29 @@ def check(recipe: str, shape: tuple[int, int, int], size: float, scales, device:
         assert (g - w).norm() <= 2 * (n + 4) * unit * 4 * norm
 
 
+def each_case(test: Callable[..., None]) -> Callable[..., None]:
+    for names, values, ids in (
+        ("size", [2.0**-10, 1.0, 2.0**6], ["small", "one", "large"]),
+        ("scales", [(1.0, 1.0, 1.0), (0.25, 0.3, 0.125)], ["plain", "unit"]),
+        (("recipe", "shape"), GRID, str),
+    ):
+        test = pytest.mark.parametrize(names, values, ids=ids)(test)
+    return test
+
+
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("size", [2.0**-10, 1.0, 2.0**6], ids=["small", "one", "large"])
-@pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (0.25, 0.5, 0.125)], ids=["plain", "unit"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("recipe", NATIVE)
-def test_native_is_the_simulation(recipe, shape, scales, size):
-    check(recipe, shape, size, scales, "cpu")
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("size", [2.0**-10, 2.0**6], ids=["small", "large"])
-@pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (0.25, 0.3, 0.125)], ids=["plain", "unit"])
-@pytest.mark.parametrize("shape", TILED_SHAPES, ids=str)
-@pytest.mark.parametrize("recipe", TILED)
-def test_native_is_the_simulation_with_scales_of_tiles(recipe, shape, scales, size, emulated):
-    """By kernels that are emulated from their documents: layouts, gradients and fillings."""
+@each_case
+def test_native_is_the_simulation(recipe, shape, scales, size, request):
+    """Kernels with scales of tiles are emulated from their documents: layouts, gradients and
+    padding."""
+    if recipe in TILED:
+        request.getfixturevalue("emulated")
     check(recipe, shape, size, scales, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)
-@pytest.mark.parametrize("size", [2.0**-10, 1.0, 2.0**6], ids=["small", "one", "large"])
-@pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (0.25, 0.5, 0.125)], ids=["plain", "unit"])
-@pytest.mark.parametrize(("recipe", "shape"), GRID, ids=str)
+@each_case
 def test_native_is_the_simulation_on_a_gpu(recipe, shape, scales, size):
     if why := native.why_not_here(RECIPES[recipe], torch.device("cuda", 0), torch.float32):
         pytest.skip(why)
@@ -134,29 +141,53 @@ def test_native_is_the_simulation_to_the_bit_where_scales_are_one(recipe, shape)
 @pytest.mark.parametrize("recipe", STATELESS)
 def test_operands_are_the_same_to_the_bit(recipe):
     x = randn(32, 48, seed=3) * torch.logspace(-12, 6, 32)[:, None]
-    casts = casts_of(RECIPES[recipe].text)
-    for spec in set(casts):
+    for spec in set(casts_of(RECIPES[recipe].text)):
         for axis in (-1, -2):
             stored = kernels.store(x, spec, axis)
-            simulated = casting.rounded(x, spec, axis)[0]
             got = stored.values.float() * stored.scale
-            assert torch.equal(got if axis == -1 else got.mT, simulated)
+            want = casting.rounded(x, spec, axis)[0]
+            assert torch.equal(got if axis == -1 else got.mT, want)
+
+
+def numbers(format: str) -> Iterator[Tensor]:
+    """All bfloat16 and float16 numbers, a million of float32, and those next to each tie."""
+    yield from (all_patterns(dtype) for dtype in (torch.bfloat16, torch.float16))
+    yield random_patterns(1 << 20, 0)
+    row = FORMATS[format]
+    values = torch.arange(128, dtype=torch.uint8).view(row.dtype).double()
+    values = values[values.isfinite()]
+    ties = torch.cat([(values[1:] + values[:-1]) / 2, row.max * (1 + torch.tensor([4, 8]) / 128)])
+    near = (ties.float().nextafter(torch.tensor(end)).double() for end in (0.0, torch.inf))
+    yield torch.cat([ties, *near]).float()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_a_conversion_rounds_as_the_simulation(format, compiled):
+    """Bytes of every sign, also that of zero; NaN is NaN, and Inf, which e4m3 has not, is as in a
+    simulated cast."""
+    spec = casting.lowered(Cast(format=format))
+    for x in numbers(format):
+        x = torch.cat([x, -x]).view(2, -1)
+        want = casting.rounded(x.float(), spec)[0]
+
+        def store(x: Tensor) -> list[Tensor]:
+            return [kernels.store(x, spec).values]
+
+        (got,) = run_compiled(store, x) if compiled else store(x)
+        assert_same(got.float(), want, x)
 
 
 @pytest.mark.parametrize("scaling", ["unit", "tensor", "row"])
 def test_rotated_operands_are_those_of_simulation(scaling, monkeypatch):
     """Also where a product along the other axis has the same cast, which is no second copy then."""
-    how = fp8.Cast(format="e4m3", scaling=scaling, hadamard=32)
-    turned = fp8.Recipe(name="turned", input=how, weight=how, grad=how)
-    assert native.why_not_recipe(turned) == ""
-    monkeypatch.setitem(RECIPES, "turned", turned)
-    given = tensors(33, 48, 80)
-    for got, want in zip(*(run(b, "turned", given) for b in ("native", "simulate")), strict=True):
+    how = Cast(format="e4m3", scaling=scaling, hadamard=32)
+    recipe = of_all(how)
+    assert native.why_not_recipe(recipe) == ""
+    monkeypatch.setitem(RECIPES, "one", recipe)
+    leaves = tensors(33, 48, 80)
+    for got, want in zip(*(run(b, "one", leaves) for b in ("native", "simulate")), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
-    random = dataclasses.replace(how, signs="random")
-    turned = fp8.Recipe(name="turned", input=random, weight=random, grad=random)
-    assert "random signs" in native.why_not_recipe(turned)
-    assert "by rule 'e4m3_eden'" in native.why_not_recipe(RECIPES["quartet2"].unrotated())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -176,16 +207,8 @@ def test_other_dtypes_and_autocast(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_kept_for_backward_is_bytes(recipe, dtype):
     x, w, _ = (t.requires_grad_() for t in tensors(256, 512, 384, dtype))
-    kept: dict[int, int] = {}
-
-    def keep(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        linear(x, w, recipe=RECIPES[recipe], backend="native")
-    full = (x.numel() + w.numel()) * x.element_size()
-    assert sum(kept.values()) <= {torch.float32: 0.26, torch.bfloat16: 0.51}[dtype] * full
+    saved = saved_by(lambda: linear(x, w, recipe=RECIPES[recipe], backend="native"))
+    assert bytes_of(saved) <= 1.04 * (x.numel() + w.numel())
 
 
 def test_in_a_block_and_in_a_converted_model():
@@ -251,41 +274,34 @@ def test_scales_of_tiles_compile_in_one_piece(recipe, emulated, monkeypatch):
     assert layer.weight.grad is not None
 
 
-def test_the_report_says_what_is_simulated_or_filled_up_and_why():
-    """On the CPU as on a device: what it says there holds here."""
-    layer = nn.Linear(32, 16)
-    (row,) = fp8.report(fp8.convert(layer, "tensor"))
-    assert row.why == "tensor, native on CUDA devices with FP8"
-    layer(torch.zeros(32, 32))
-    assert fp8.report(layer)[0].why == row.why
-    layer(torch.zeros(3, 11, 32))
-    assert fp8.report(layer)[0].why == f"{row.why}; 33 tokens filled up to 48"
-    for recipe, reason in {
-        "mxfp6": "the kernels have no format 'e2m3'",
-        "row_gw_hp": "an operand stays in high precision",
-    }.items():
-        assert fp8.report(fp8.convert(layer, recipe))[0].why == f"{recipe}, simulated: {reason}"
-    assert fp8.report(fp8.convert(layer, "mxfp8", backend="simulate"))[0].why == "mxfp8"
+FP8, HOPPER = "native on CUDA devices with FP8", "native on CUDA devices of compute capability 9.0"
+LATER = "native on CUDA devices of compute capability 10.0 and up"
 
 
-def test_the_report_predicts_what_other_devices_do():
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "tokens", "why"),
+    [
+        ("tensor", (32, 16), (), FP8),
+        ("tensor", (32, 16), (32,), FP8),
+        ("tensor", (32, 16), (3, 11), f"{FP8}; 33 tokens filled up to 48"),
+        ("mxfp6", (32, 16), (), "simulated: the kernels have no format 'e2m3'"),
+        ("row_gw_hp", (32, 16), (), "simulated: an operand stays in high precision"),
+        ("block", (96, 128), (), "simulated: 96 is no multiple of 128"),
+        ("block", (256, 128), (), HOPPER),
+        ("block", (256, 128), (40,), f"{HOPPER}; 40 tokens filled up to 128"),
+        ("mxfp8", (96, 128), (), LATER),
+        ("mxfp8", (96, 48), (), "simulated: 48 is no multiple of 32"),
+        ("nvfp4", (96, 128), (), LATER),
+        ("nvfp4", (96, 128), (40,), f"{LATER}; 40 tokens filled up to 64"),
+    ],
+)
+def test_the_report_predicts_what_each_device_does(recipe, sizes, tokens, why):
     """Multiples of 16 for all, of 128 for blocks and of 32 for MX; as the kernels want them."""
-    layer = nn.Linear(96, 128)
-    hopper, later = (f"native on CUDA devices of compute capability {c}" for c in ("9.0", "10.0"))
-    for recipe, why in {
-        "block": "simulated: 96 is no multiple of 128",
-        "mxfp8": f"{later} and up",
-        "nvfp4": f"{later} and up",
-    }.items():
-        assert fp8.report(fp8.convert(layer, recipe))[0].why == f"{recipe}, {why}"
-    layer(torch.zeros(40, 96))
-    assert fp8.report(layer)[0].why == f"nvfp4, {later} and up; 40 tokens filled up to 64"
-    layer = fp8.convert(nn.Linear(256, 128), "block")
-    assert fp8.report(layer)[0].why == f"block, {hopper}"
-    layer(torch.zeros(40, 256))
-    assert fp8.report(layer)[0].why == f"block, {hopper}; 40 tokens filled up to 128"
-    (row,) = fp8.report(fp8.convert(nn.Linear(96, 48), "mxfp8"))
-    assert row.why == "mxfp8, simulated: 48 is no multiple of 32"
+    layer = fp8.convert(nn.Linear(*sizes), recipe)
+    if tokens:
+        layer(torch.zeros(*tokens, sizes[0]))
+    assert fp8.report(layer)[0].why == f"{recipe}, {why}"
+    assert fp8.report(fp8.convert(layer, recipe, backend="simulate"))[0].why == recipe
 
 
 def test_native_without_a_kernel_on_the_device_simulates_and_says_so():
@@ -300,9 +316,7 @@ def test_native_without_a_kernel_on_the_device_simulates_and_says_so():
 
 
 def test_bad_input():
-    with pytest.raises(
-        ValueError, match="unknown backend 'gpu'; choose one of 'simulate', 'native'"
-    ):
+    with pytest.raises(ValueError, match="unknown backend 'gpu'; choose one of 'simulate', "):
         fp8.autocast("unit", backend="gpu")
     with pytest.raises(ValueError, match=r"recipe 'mxfp6' has no kernels: .* format 'e2m3'"):
         fp8.autocast("mxfp6", backend="native")

@@ -63,39 +63,21 @@ def check(recipe: Recipe, backend: str, dynamic: bool | None, layer_alone: bool)
             torch.testing.assert_close(got, want, **close)
 
 
-every_recipe = pytest.mark.parametrize(
-    "recipe", [*RECIPES.values(), OWN], ids=lambda recipe: recipe.name
-)
+def each_recipe(*names: str):
+    """Every recipe; those that are not named in exhaustive runs alone."""
+    recipes = [OWN, *RECIPES.values()]
+    rare = {r.name: () if r.name in names else pytest.mark.exhaustive for r in recipes}
+    params = [pytest.param(recipe, id=recipe.name, marks=rare[recipe.name]) for recipe in recipes]
+    return pytest.mark.parametrize("recipe", params)
 
 
-IN_ANOTHER = ("nvfp4_nvidia", "four_over_six", "tetrajet2")
-"""Their casts are those of other recipes, or nearly so, in these or other products."""
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    "recipe",
-    [OWN, *(recipe for name, recipe in RECIPES.items() if name not in IN_ANOTHER)],
-    ids=lambda recipe: recipe.name,
-)
+@each_recipe("own", "delayed", "row_gw_hp", "mxfp4", "quartet", "nvfp4")
 def test_a_layer(recipe: Recipe):
     check(recipe, "eager", True, layer_alone=True)
 
 
-@pytest.mark.exhaustive
-@every_recipe
-def test_a_layer_under_every_recipe(recipe: Recipe):
-    check(recipe, "eager", True, layer_alone=True)
-
-
-@pytest.mark.parametrize("name", ["tensor", "delayed"])
-def test_products_of_all_kinds(name: str):
-    check(RECIPES[name], "eager", True, layer_alone=False)
-
-
-@pytest.mark.exhaustive
-@every_recipe
-def test_products_of_all_kinds_under_every_recipe(recipe: Recipe):
+@each_recipe("tensor", "delayed")
+def test_products_of_all_kinds(recipe: Recipe):
     check(recipe, "eager", True, layer_alone=False)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 
 import pytest
@@ -50,8 +49,8 @@ def test_the_scale_is_that_of_the_passes_before():
             ("weight", 1, layer.weight.detach(), 448.0),
             ("grad", 2, g, 57344.0),
         ):
-            known = sizes[key][-length:] or [float(t.abs().max())]
-            scales[key] = 2.0 ** math.ceil(math.log2(max(known) / max_))
+            past = sizes[key][-length:] or [float(t.abs().max())]
+            scales[key] = 2.0 ** math.ceil(math.log2(max(past) / max_))
             sizes[key].append(float(t.abs().max()))
         qx = fp8.quantize(x, "e4m3", scale=scales["input"])
         qw = fp8.quantize(layer.weight, "e4m3", scale=scales["weight"])
@@ -60,8 +59,7 @@ def test_the_scale_is_that_of_the_passes_before():
         torch.testing.assert_close(x.grad, qg @ qw)
         torch.testing.assert_close(layer.weight.grad, qg.mT @ qx)
         layer.weight.data.mul_(1.5)
-    kept = dict(zip(sizes, (3, 1, 2), strict=True))
-    for key, length in kept.items():
+    for key, length in zip(sizes, (3, 1, 2), strict=True):
         assert layer.get_buffer(f"fp8_amax_{key}").tolist() == sizes[key][: -length - 1 : -1]
 
 
@@ -86,23 +84,20 @@ def test_what_does_not_train_reads_and_does_not_write():
     assert y.abs().max() < 30 * step(layer, randn(5, 8)).abs().max()  # it saturated
 
 
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_inf_and_nan_are_not_remembered(bad):
-    layer = fp8.convert(nn.Linear(8, 4), SHORT)
-    expected = step(layer, randn(5, 8))
-    x = randn(5, 8).detach()
-    x[0, 0] = bad
-    step(layer, x)
-    assert all(b.isfinite().all() for b in layer.buffers())
-    x[0, 0] = 0
-    assert layer.fp8_amax_input[0] == x.abs().max()  # of what is finite
-    assert torch.equal(step(layer, randn(5, 8)), expected)
-
-
-def test_zeros_leave_no_trace():
+@pytest.mark.parametrize("bad", [math.inf, math.nan, 0.0])
+def test_inf_nan_and_zeros_are_not_recorded(bad):
     layer = fp8.convert(nn.Linear(8, 4, bias=False), SHORT)
     fresh = copy.deepcopy(layer)
-    assert not step(layer, torch.zeros(5, 8)).any()
+    x = randn(5, 8).detach()
+    if bad:
+        step(layer, randn(5, 8))
+        step(fresh, randn(5, 8))
+        x[0, 0] = bad
+    else:
+        x.zero_()
+    step(layer, x)
+    assert all(b.isfinite().all() for b in layer.buffers())
+    assert layer.fp8_amax_input[0] == x[x.isfinite()].abs().max()
     assert torch.equal(step(layer, randn(5, 8)), step(fresh, randn(5, 8)))
 
 
@@ -118,16 +113,6 @@ def test_a_scale_belongs_to_a_layer(refused):
         fp8.autocast(policy, model=nn.Sequential(nn.Linear(8, 8)))
 
 
-def test_what_has_no_history():
-    with pytest.raises(ValueError, match="grad_weight_grad cannot have scaling"):
-        dataclasses.replace(DELAYED, grad_weight_grad=DELAYED.grad)
-    for fields in ({"history": 0}, {"history": 5000}, {"history": 2, "scaling": "tensor"}):
-        with pytest.raises(ValueError, match="history of scaling"):
-            Cast(**{"format": "e4m3", "scaling": "delayed"} | fields)
-    with pytest.raises(ValueError, match="has no margin"):
-        Cast(format="e4m3", margin=1)
-
-
 def test_a_buffer_of_another_length_is_refused():
     layer = fp8.convert(nn.Linear(8, 4), SHORT)
     layer.fp8_amax_input = torch.zeros(5)
@@ -138,15 +123,15 @@ def test_a_buffer_of_another_length_is_refused():
 def test_a_graph_does_not_measure_scales_that_a_pass_has_set():
     torch._dynamo.reset()
     layer, x = fp8.convert(nn.Linear(8, 4), "static"), randn(5, 8).detach()
-    known = vars(layer.fp8_measured)
+    measured = vars(layer.fp8_measured)
     layer(x).sum().backward()
     scales = {name: b.clone() for name, b in layer.named_buffers()}
-    assert not any(known.values())  # nothing has read them
+    assert not any(measured.values())  # nothing has read them
     fast = torch.compile(layer, fullgraph=True, backend="eager")
     fast(x)
-    assert known == dict.fromkeys(scales, True)
+    assert measured == dict.fromkeys(scales, True)
     layer.load_state_dict({name: torch.zeros_like(b) for name, b in scales.items()}, strict=False)
-    assert not any(known.values())
+    assert not any(measured.values())
     large = 100 * randn(5, 8).detach()
     twin = copy.deepcopy(layer)
     assert torch.equal(fast(large), twin(large))  # measured anew
@@ -192,30 +177,25 @@ def test_names_and_what_revert_leaves():
     assert not list(model.buffers())
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_checkpoint_of_the_plain_model_loads_and_histories_begin_anew(assign):
+@pytest.mark.parametrize(("device", "assign"), [("cpu", False), ("cpu", True), ("meta", True)])
+def test_a_checkpoint_of_the_plain_model_loads_and_histories_begin_anew(device, assign):
     """Strictly. Some of them missing is an error, as of any buffer."""
     plain = make()
-    model = fp8.convert(make(), SHORT)
-    train(model, range(2))
-    assert all(buffer.any() for buffer in model.buffers())
+    with torch.device(device):
+        model = fp8.convert(make(), SHORT)
+    if device != "meta":
+        train(model, range(2))
+        assert all(buffer.any() for buffer in model.buffers())
     saved = model.state_dict()
-    given = plain.state_dict()
-    model.load_state_dict(given, assign=assign)
-    assert len(given) == len(list(plain.parameters()))
+    state = plain.state_dict()
+    model.load_state_dict(state, assign=assign)
+    assert len(state) == len(list(plain.parameters()))
     assert not any(buffer.any() for buffer in model.buffers())
     expected = train(fp8.convert(copy.deepcopy(plain), SHORT), range(3))
     assert train(model, range(3)) == expected
     del saved["2.fp8_amax_grad"]
     with pytest.raises(RuntimeError, match=r"Missing key.*2.fp8_amax_grad"):
         model.load_state_dict(saved)
-
-
-def test_a_checkpoint_of_the_plain_model_loads_from_the_meta_device():
-    with torch.device("meta"):
-        model = fp8.convert(make(), SHORT)
-    model.load_state_dict(make().state_dict(), assign=True)
-    assert train(model, range(2)) == train(fp8.convert(make(), SHORT), range(2))
 
 
 def test_resumed_training_is_the_same(tmp_path):
@@ -242,18 +222,11 @@ def test_compiled_from_the_first_pass_on():
     torch._dynamo.reset()
 
 
-def test_copies_and_casts():
+def test_copies():
     model = fp8.convert(make(), SHORT)
     train(model, range(2))
     twin = copy.deepcopy(model)
     assert train(twin, range(2, 4)) == train(model, range(2, 4))
-    half = copy.deepcopy(model).to(torch.bfloat16)
-    y = half(randn(6, 8, 6).bfloat16())
-    y.sum().backward()
-    assert y.isfinite().all()
-    for p, q in zip(half.parameters(), model.parameters(), strict=True):
-        assert p.grad.dtype == torch.bfloat16
-        assert q.dtype == torch.float32
 
 
 @pytest.mark.parametrize("recipe", ["static", "delayed"])
@@ -264,14 +237,15 @@ def test_the_state_of_scales_keeps_its_dtype(recipe, dtype, size):
     torch.manual_seed(0)
     model, x = fp8.convert(nn.Linear(16, 16), recipe), size * randn(6, 16).detach()
     model(x).sum().backward()
-    known = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to(dtype)
-    assert model.weight.dtype == dtype
     for name, buffer in model.named_buffers():
         assert buffer.dtype == torch.float32
-        assert torch.equal(buffer, known[name])
-    y = model.to(torch.float32)(x)
-    assert y.isfinite().all()
+        assert torch.equal(buffer, before[name])
+    model.zero_grad()
+    model(x.clamp(-1, 1).to(dtype)).sum().backward()
+    assert model.weight.grad.dtype == model.weight.dtype == dtype
+    assert model.to(torch.float32)(x).isfinite().all()
 
 
 @pytest.mark.parametrize("recipe", ["static", "delayed"])
@@ -322,14 +296,6 @@ def test_a_layer_of_several_products_that_is_compiled_before_its_first_pass_warn
         y = fast(x)
     assert torch.equal(y, layer(x, x, x)[0])
     torch._dynamo.reset()
-
-
-def test_native():
-    torch.manual_seed(0)
-    layer, x = nn.Linear(32, 16), randn(8, 32)
-    simulated = fp8.convert(copy.deepcopy(layer), "delayed", backend="simulate")
-    auto = fp8.convert(layer, "delayed", backend="auto")
-    assert torch.equal(auto(x), simulated(x))
 
 
 def test_a_checkpoint_is_refused_by_name():

@@ -3,37 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
 from torch import Tensor
 
 import fp8
-from fp8.casts.casting import cast_forward, lowered, rotated, rounded, turn_of
-from fp8.casts.casting import codes as quantized
+from fp8.casts.casting import cast_forward, lowered, quantized, rounded
+from fp8.casts.rotation import rotated, rotation_signs
 from fp8.lab.sums.arithmetic import Matrix
 from fp8.lab.sums.dot import dot
 from fp8.products.matmul import linear
 from fp8.recipes.rules import CLIP
 from fp8.recipes.scaling import scale_of
 from fp8.recipes.tensor_cores import TENSOR_CORES
+from tests.fp8.oracles import randn
 from tests.reference import rotation
 
 E4M3_LOW = -6
 
 
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def e4m3(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """QuantizedOperand of tiles of (rows, 128), and their scales: the largest magnitude / 448."""
+    """Values of tiles of (rows, 128), and their scales: the largest magnitude / 448."""
     tiles = x.unflatten(1, (-1, 128)).unflatten(0, (-1, rows))
     scale = tiles.abs().amax((1, 3), keepdim=True) / 448
-    codes = (tiles / scale).to(torch.float8_e4m3fn).float()
+    values = (tiles / scale).to(torch.float8_e4m3fn).float()
     scale = scale.squeeze(3).expand(-1, rows, -1).flatten(0, 1)
-    return codes.flatten(2).flatten(0, 1), scale
+    return values.flatten(2).flatten(0, 1), scale
+
+
+def cast_with_signs(x: Tensor, cast: fp8.Cast) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``x`` cast, ``x`` rotated as in the cast, and the random signs of the rotation."""
+    spec = lowered(cast)
+    signs = rotation_signs(spec, x)
+    y, _ = rounded(x, spec, signs=signs)
+    return y, rotated(x, spec.hadamard, -1, signs) if spec.hadamard else x, signs
+
+
+def unrotated(cast: fp8.Cast, **changes: str) -> fp8.Cast:
+    return dataclasses.replace(cast, hadamard=0, signs="fixed", **changes)
+
+
+def remaining(draws: Tensor, x: Tensor) -> Tensor:
+    """The squared error of the mean of draws, relative to that of unbiased draws."""
+    return (draws.mean(0) - x).square().mean() / ((draws - x).square().mean() / len(draws))
 
 
 def test_deepseek_v3_adds_every_128_products_in_float32():
@@ -102,24 +115,34 @@ def test_four_over_six_takes_the_better_of_two_scales():
     assert (error(four) < error(six)).any()
 
 
-def test_mxfp8_and_nvfp4_are_the_recipes_of_nvidia():
-    """arXiv:2506.08027, section 3: e4m3 for weights, activations and gradients, scales rounded up.
-    arXiv:2509.25149, section 4: e2m1, weights in 16 x 16, stochastic gradients, a rotation of 16
-    in the weight gradient alone."""
-    mxfp8, nvfp4 = fp8.RECIPES["mxfp8"], fp8.RECIPES["nvfp4_nvidia"]
-    assert {(c.format, c.scaling, c.rule, c.tile) for c in mxfp8.casts if c} == {
-        ("e4m3", "mx", "up", (1, 32))
-    }
-    grads = (nvfp4.grad_input[0], nvfp4.grad_weight[0])
-    assert all(c is not None and c.rounding == "stochastic" for c in grads)
-    assert {c.tile for c in (nvfp4.weight, nvfp4.grad_input[1]) if c} == {(16, 16)}
-    assert [c.hadamard for c in nvfp4.casts if c] == [0, 0, 0, 0, 16, 16]
-    assert {(c.format, c.rule) for c in nvfp4.casts if c} == {("e2m1", "e4m3")}
-    ours = fp8.RECIPES["nvfp4"]
-    for cast, other in zip(ours.casts, nvfp4.casts, strict=True):
-        assert cast == dataclasses.replace(
-            other, rule="e4m3_up" if other.rounding == "stochastic" else "e4m3"
-        )
+VECTOR = {"format": "e2m1", "scaling": "nv", "rule": "e4m3"}
+STOCHASTIC_GRAD = {**VECTOR, "rounding": "stochastic"}
+RANDOM = {"hadamard": 16, "signs": "random"}
+EDEN_CAST = {**VECTOR, "rule": "e4m3_eden", "hadamard": 128, "signs": "random"}
+PUBLISHED = {
+    # arXiv:2506.08027, section 3: e4m3 for all, scales rounded up.
+    "mxfp8": [{"format": "e4m3", "scaling": "mx", "rule": "up"}] * 6,
+    # arXiv:2509.25149, section 4: e2m1, weights in 16 x 16, stochastic gradients, a rotation of 16
+    # in the weight gradient alone.
+    "nvfp4_nvidia": [
+        *(VECTOR, {**VECTOR, "tile": (16, 16)}),
+        *(STOCHASTIC_GRAD, {**VECTOR, "tile": (16, 16)}),
+        *({**STOCHASTIC_GRAD, "hadamard": 16}, {**VECTOR, "hadamard": 16}),
+    ],
+    # IST-DASLab/Quartet-II: four over six in blocks of one row forward; backward, MS-EDEN in
+    # rotations of 128.
+    "quartet2": [{**VECTOR, "rule": "e4m3_4_6"}] * 2 + [EDEN_CAST] * 4,
+    # thu-ml/TetraJet-v2: nearest forward; backward, stochastic in rotations of 16.
+    "tetrajet2": [VECTOR] * 2 + [{**STOCHASTIC_GRAD, "rule": "e4m3_up", **RANDOM}] * 4,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_casts_are_the_published_ones(name):
+    assert fp8.RECIPES[name].casts == tuple(fp8.Cast(**fields) for fields in PUBLISHED[name])
+    for cast, other in zip(*(fp8.RECIPES[n].casts for n in ("nvfp4", "nvfp4_nvidia")), strict=True):
+        rule = "e4m3_up" if other.rounding == "stochastic" else "e4m3"
+        assert cast == dataclasses.replace(other, rule=rule)
 
 
 BLOCK = fp8.Cast(format="e2m1", scaling="nv")
@@ -147,14 +170,11 @@ def test_the_published_errors_of_normal_data(cast, published):
     torch.manual_seed(0)
     errors = []
     for seed in range(ROW_OF_TENSORS):
-        x, spec = randn(128, 256, seed=seed), lowered(cast)
-        turn = turn_of(spec, x)
-        y, _ = rounded(x, spec, turn=turn)
-        x = rotated(x, spec.hadamard, -1, turn) if spec.hadamard else x
+        y, x, _ = cast_with_signs(randn(128, 256, seed=seed), cast)
         errors.append((y - x).double().square().sum() / x.double().square().sum())
-    found = torch.stack(errors)
-    tolerance = 0.05e-3 + 5 * float(found.std()) / ROW_OF_TENSORS**0.5
-    assert float(found.mean()) == pytest.approx(published, abs=tolerance)
+    deviation = float(torch.stack(errors).std()) / ROW_OF_TENSORS**0.5
+    found = float(torch.stack(errors).mean())
+    assert found == pytest.approx(published, abs=0.05e-3 + 5 * deviation)
 
 
 def test_products_of_unbiased_casts_average_out():
@@ -196,30 +216,21 @@ def test_stochastic_gradients_are_unbiased(name, data):
         x = x / randn(3, 64, 256, seed=1).square().sum(0).sqrt()
     elif data == "decades":  # the last scales are subnormal in e4m3
         x = x * torch.logspace(0, -6, 64)[:, None]
-    spec, slopes = lowered(cast), []
+    slopes = []
     torch.manual_seed(0)
     for _ in range(100):
-        turn = turn_of(spec, x)
-        y, _ = rounded(x, spec, turn=turn)
-        z = rotated(x, spec.hadamard, -1, turn) if spec.hadamard else x
+        y, z, _ = cast_with_signs(x, cast)
         slopes.append((y.double() * z).sum(1) / z.double().square().sum(1) - 1)
     means = torch.stack(slopes).mean(1)  # rows of all sizes count alike
     deviation = float(means.mean() / (means.std() / len(means) ** 0.5))
     assert (abs(deviation) < 4) == (name != "nvfp4_nvidia"), deviation
     if cast.rule != "e4m3" and cast.rounding == "stochastic":
-        unrotated = dataclasses.replace(cast, hadamard=0, signs="fixed")
-        assert not saturates(x, unrotated)
+        # No value is beyond the format by more than float32 rounds.
+        scale = quantized(x, lowered(unrotated(cast, rounding="nearest"))).scale
+        assert (x.abs() <= 6 * scale.repeat_interleave(cast.tile[1], 1) * (1 + 2.0**-21)).all()
 
 
-def saturates(x: Tensor, cast: fp8.Cast) -> bool:
-    """Whether a value is beyond the format by more than float32 rounds."""
-    found = quantized(x, lowered(dataclasses.replace(cast, rounding="nearest")))
-    scale = found.scale.repeat_interleave(cast.tile[1], 1)
-    return bool((x.abs() > 6 * scale * (1 + 2.0**-21)).any())
-
-
-QUARTET2, TETRAJET2 = (fp8.RECIPES[name] for name in ("quartet2", "tetrajet2"))
-EDEN = QUARTET2.grad
+EDEN = fp8.RECIPES["quartet2"].grad
 NEAREST = dataclasses.replace(EDEN, rule="e4m3")
 
 
@@ -229,9 +240,8 @@ def draws(x: Tensor, cast: fp8.Cast, count: int) -> Tensor:
     torch.manual_seed(0)
     found = []
     for _ in range(count):
-        signs = turn_of(lowered(cast), x)
-        y = rounded(x, lowered(cast), turn=signs)[0].double()
-        back = y.unflatten(-1, (-1, cast.hadamard)) @ rotation(cast.hadamard)
+        y, _, signs = cast_with_signs(x, cast)
+        back = y.double().unflatten(-1, (-1, cast.hadamard)) @ rotation(cast.hadamard)
         found.append((back * signs).flatten(-2))
     return torch.stack(found)
 
@@ -257,7 +267,7 @@ def test_where_ms_eden_is_unbiased():
         (EDEN, few, False, True),
     ):
         y = draws(x, cast, count)
-        left = (y.mean(0) - x).square().mean() / ((y - x).square().mean() / count)
+        left = remaining(y, x)
         slopes = (y * x).sum((1, 2)) / x.double().square().sum()
         deviation = float((slopes.mean() - 1) / (slopes.std() / count**0.5))
         assert (left < 1.1) == unbiased, (cast, left)
@@ -272,33 +282,18 @@ def test_ms_eden_corrects_the_scales_of_what_is_rotated_together():
     again. They are e4m3 values, two neighbours of the corrected one."""
     x = randn(8, 256)
     spec = lowered(dataclasses.replace(EDEN, signs="fixed"))
-    turned = rotated(x, 128, -1)
-    codes = [quantized(x, spec, axis=-1) for _ in range(200)]
-    steps = torch.stack([c.scale / c.unit for c in codes]).unflatten(-1, (2, 8))
+    z = rotated(x, 128, -1)
+    casts = [quantized(x, spec, axis=-1) for _ in range(200)]
+    steps = torch.stack([c.scale / c.unit for c in casts]).unflatten(-1, (2, 8))
     assert torch.equal(steps, steps.to(torch.float8_e4m3fn).float())
-    assert all(torch.equal(c.values, codes[0].values) for c in codes)
-    tiles = (turned * codes[0].values).unflatten(-1, (2, 8, 16)).double().sum(-1)
-    found = (tiles * steps * codes[0].unit).sum(-1)
-    wanted = turned.double().square().unflatten(-1, (2, 128)).sum(-1)
+    assert all(torch.equal(c.values, casts[0].values) for c in casts)
+    tiles = (z * casts[0].values).unflatten(-1, (2, 8, 16)).double().sum(-1)
+    found = (tiles * steps * casts[0].unit).sum(-1)
+    wanted = z.double().square().unflatten(-1, (2, 128)).sum(-1)
     error = (found.mean(0) - wanted) / (found.std(0) / 200**0.5)
     assert error.abs().max() < 5
     spread = steps.amax(0) - steps.amin(0)
     assert (spread <= steps.amin(0) / 8).all()  # one step of e4m3
-
-
-def test_quartet2_and_tetrajet2_cast_as_their_published_code():
-    """IST-DASLab/Quartet-II: four over six in blocks of one row forward; backward, MS-EDEN in
-    rotations of 128. thu-ml/TetraJet-v2: nearest forward; backward, stochastic in rotations of
-    16."""
-    assert {(c.rule, c.tile, c.hadamard) for c in QUARTET2.forward} == {("e4m3_4_6", (1, 16), 0)}
-    assert {(c.rounding, c.tile, c.hadamard) for c in TETRAJET2.forward} == {
-        ("nearest", (1, 16), 0)
-    }
-    for recipe, cast in ((QUARTET2, EDEN), (TETRAJET2, TETRAJET2.grad)):
-        assert {*recipe.grad_input, *recipe.grad_weight} == {cast}
-        assert (cast.format, cast.scaling, cast.signs) == ("e2m1", "nv", "random")
-    assert (EDEN.rule, EDEN.rounding, EDEN.hadamard) == ("e4m3_eden", "nearest", 128)
-    assert (TETRAJET2.grad.rounding, TETRAJET2.grad.hadamard) == ("stochastic", 16)
 
 
 def test_mx_scales_by_error_are_the_best_of_all_rules():
@@ -339,14 +334,11 @@ def test_quartet_casts_as_its_published_code():
     x = randn(8, 96) * torch.exp2(3 * randn(8, 1, seed=1))
     values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     for cast, power in (
-        (
-            QUARTET.input,
-            lambda b: 2.0 ** math.floor(math.log2(2.92247856 / 6 * b.std(correction=0))),
-        ),
-        (QUARTET.grad, lambda b: 2.0 ** (math.floor(math.log2(b.abs().max())) - 2) / 0.75),
+        (QUARTET.input, lambda b: 2.0 ** (2.92247856 / 6 * b.std(correction=0)).log2().floor()),
+        (QUARTET.grad, lambda b: 2.0 ** (b.abs().max().log2().floor() - 2) / 0.75),
     ):
-        plain = dataclasses.replace(cast, hadamard=0, signs="fixed", rounding="nearest")
-        got = cast_forward(x, plain).double().unflatten(1, (3, 32)).flatten(0, 1)
+        got = cast_forward(x, unrotated(cast, rounding="nearest")).double()
+        got = got.unflatten(1, (3, 32)).flatten(0, 1)
         for block, y in zip(x.double().unflatten(1, (3, 32)).flatten(0, 1), got, strict=True):
             scale = power(block)
             near = ((block / scale).abs()[:, None] - values).abs().argmin(1)
@@ -361,12 +353,10 @@ def test_quartet_saturates_no_gradient_and_is_unbiased():
     """3/4 of the largest magnitude of a block is at most 6 in units of MX (arXiv:2502.20586), so
     the mean of n stochastic casts has an n-th of the squared error of one."""
     x, count = torch.cat([randn(64, 32), 1 + randn(64, 32, seed=1).abs()]), 100
-    cast = dataclasses.replace(QUARTET.grad, hadamard=0, signs="fixed")
     scale = scale_of(x, (-1,), fp8.FORMATS["e2m1"], "fit")
     most = x.abs().amax(1, keepdim=True) / scale
     assert (most <= 6).all()
     assert (most > 5.8).any()
     torch.manual_seed(0)
-    y = torch.stack([cast_forward(x, cast).double() for _ in range(count)])
-    left = (y.mean(0) - x).square().mean() / ((y - x).square().mean() / count)
-    assert 0.9 < left < 1.1
+    y = torch.stack([cast_forward(x, unrotated(QUARTET.grad)).double() for _ in range(count)])
+    assert 0.9 < remaining(y, x) < 1.1

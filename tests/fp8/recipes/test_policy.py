@@ -46,34 +46,31 @@ def test_recipes_of_the_table_are_stored_by_name():
     assert Policy(RECIPES["mxfp8"]) == Policy("mxfp8")
     assert Policy("mxfp8").to_dict()["recipe"] == "mxfp8"
     assert Policy(OWN).to_dict()["recipe"] == OWN.to_dict()
+    with pytest.raises(FrozenInstanceError):
+        Policy().first = 1
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown key": ({"recipe": "row", "frist": 1}, "'frist'.*did you mean 'first'"),
-    "no recipe": ({"first": 1}, "needs the keys 'recipe'"),
-    "unknown recipe": ({"recipe": "mxpf8"}, "'mxpf8'.*did you mean 'mxfp8'"),
-    "rule without layers": ({"recipe": "row", "rules": [{"recipe": "row"}]}, "needs the keys"),
-    "unknown key of a rule": (
-        {"recipe": "row", "rules": [{"layers": "a", "operand": "x"}]},
-        "key of a rule",
-    ),
-    "unknown product": (
-        {"recipe": "row", "rules": [{"layers": "a", "product": "wgrad"}]},
-        "unknown product of a rule 'wgrad'",
-    ),
-    "empty pattern": ({"recipe": "row", "rules": [{"layers": ""}]}, "empty"),
-    "negative first": ({"recipe": "row", "first": -1}, "first"),
-    "unknown role": ({"recipe": "row", "keep": ["head"]}, "unknown role .*'head'"),
-    "fraction of 2": ({"recipe": "row", "switch": [{"from": 2, "recipe": "bf16"}]}, "0 to 1"),
-    "switch without recipe": ({"recipe": "row", "switch": [{"from": 0.5}]}, "needs the keys"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_json_is_refused_by_name(name: str):
-    values, message = BAD[name]
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"frist": 1}, "'frist'.*did you mean 'first'"),
+        ({"recipe": "mxpf8"}, "'mxpf8'.*did you mean 'mxfp8'"),
+        ({"rules": [{"recipe": "row"}]}, "needs the keys"),
+        ({"rules": [{"layers": "a", "operand": "x"}]}, "key of a rule"),
+        ({"rules": [{"layers": "a", "product": "wgrad"}]}, "unknown product of a rule 'wgrad'"),
+        ({"rules": [{"layers": ""}]}, "empty"),
+        ({"first": -1}, "first"),
+        ({"keep": ["head"]}, "unknown role .*'head'"),
+        ({"switch": [{"from": 2, "recipe": "bf16"}]}, "0 to 1"),
+        ({"switch": [{"from": 0.5}]}, "needs the keys"),
+    ],
+    ids=str,
+)
+def test_bad_json_is_refused_by_name(values: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        Policy.from_dict(values)
+        Policy.from_dict({"recipe": "row"} | values)
+    with pytest.raises(ValueError, match="needs the keys 'recipe'"):
+        Policy.from_dict({"first": 1})
 
 
 @pytest.mark.parametrize(
@@ -99,11 +96,6 @@ def test_bad_json_is_refused_by_name(name: str):
 def test_bad_arguments_are_refused(make, error, message):
     with pytest.raises(error, match=re.escape(message)):
         make()
-
-
-def test_policies_do_not_change():
-    with pytest.raises(FrozenInstanceError):
-        Policy().first = 1
 
 
 def test_what_a_rule_concerns():

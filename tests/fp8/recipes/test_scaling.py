@@ -8,16 +8,13 @@ from fp8.casts.casting import cast_forward
 from fp8.recipes.rules import BY_SPREAD, CORRECTED, E8M0, RULES, UNITS
 from fp8.recipes.scaling import SCALINGS, scale_of
 from tests import reference
+from tests.fp8.oracles import randn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NOW = {name: row for name, row in SCALINGS.items() if row.rules and name != "delayed"}
 SCALED = [(name, rule) for name, row in NOW.items() for rule in row.rules]
 EXACT = [(name, rule) for name, rule in SCALED if rule not in CORRECTED]
 E4M3 = FORMATS["e4m3"]
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # --- rules
