@@ -1,2 +1,2 @@
-"""Casts of operands, what is saved of them for the backward pass, and statistics of casts.
+"""Casts of operands, their copies saved for the backward pass, and statistics of casts.
 Imports `fp8.tensors` and below."""

@@ -152,8 +152,8 @@ def cast_forward(
     """``x`` rounded under ``cast``; straight-through gradient, also where values saturate.
 
     name: the name of the product, for `fp8.stats`. exponent: as in `shifted`. While `fp8.calibrate`
-    measures, ``x`` is measured and returned unchanged. A rotation is left out, because only a
-    product whose other operand is rotated too cancels it.
+    measures, ``x`` is measured and returned unchanged. A rotation is omitted, because it cancels
+    only in a product whose other operand is rotated too.
     """
     if cast is None:
         return x
@@ -165,7 +165,7 @@ def cast_forward(
 
 def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: str) -> Tensor:
     """``x`` unchanged; its gradient is rounded under ``cast`` along axis -1, or measured as in
-    `cast_forward`. A rotation is left out."""
+    `cast_forward`. A rotation is omitted."""
     if cast is None:
         return x
     if (pass_ := measuring()) is not None:
@@ -330,7 +330,7 @@ def _scales_of(
     tile: Tile,
     axis: int,
 ) -> Tensor:
-    """`scale_of` for ``tiles``, those of the local part of ``x``, as in the whole of ``x``."""
+    """`scale_of` for ``tiles`` of the local part of ``x``, as in the whole of ``x``."""
     for dim, by in zip((-2, -1), tile if axis == -1 else tile[::-1], strict=True):
         if by > 1:
             check_whole(x, dim, by)

@@ -116,7 +116,7 @@ def in_graph(function: Fn, graph: Callable[..., Any] | None = None) -> Fn:
 
 
 def reads_values(x: Tensor) -> bool:
-    """Whether values of ``x`` can decide what is computed: in eager mode, and without a device
+    """Whether control flow can depend on values of ``x``: in eager mode, and without a device
     synchronization."""
     return not torch.compiler.is_compiling() and x.device.type == "cpu"
 

@@ -13,7 +13,7 @@ __all__ = ["LIBRARIES", "TRANSFORMS", "Found", "Library", "need", "probe", "tran
 
 
 class Library(NamedTuple):
-    """A row of LIBRARIES. module: what is imported. distribution: whose version is reported. get:
+    """A row of LIBRARIES. module: the module to import. distribution: its name in a registry. get:
     how to install it."""
 
     module: str

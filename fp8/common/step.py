@@ -75,7 +75,7 @@ def detached(value: Any, records: bool = True) -> tuple[Any, dict[int, Tensor]]:
     return copy.deepcopy(value, dict(copies)), copies
 
 
-def plain(output: Any) -> Any:
+def as_container(output: Any) -> Any:
     """A model's output as a dict, list or tuple. A dataclass becomes a dict."""
     if isinstance(output, Mapping):
         return dict(output)
@@ -93,7 +93,7 @@ def unfolded(value: Any, visited: set[int] | None = None) -> Any:
     if value is None or isinstance(value, str | int | float):
         return None
     visited = set() if visited is None else visited
-    items = None if isinstance(value, (nn.Module, type)) else plain(value)
+    items = None if isinstance(value, (nn.Module, type)) else as_container(value)
     if not isinstance(items, (dict, list, tuple)) or id(value) in visited:
         return None
     visited.add(id(value))
@@ -104,7 +104,7 @@ def unfolded(value: Any, visited: set[int] | None = None) -> Any:
 
 def tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in a batch or a model's output: also in lists, tuples, dicts, a dataclass."""
-    value = plain(value)
+    value = as_container(value)
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -131,7 +131,7 @@ def find_loss(output: Any) -> Tensor | None:
 
 
 def _named_loss(output: Any) -> Any:
-    results = plain(output)
+    results = as_container(output)
     return results.get("loss") if isinstance(results, dict) else getattr(results, "loss", None)
 
 
@@ -153,7 +153,7 @@ def scalars(output: Any) -> list[Tensor]:
     """The candidates of `find_loss`: the ``loss`` of an output if it requires a gradient, else all
     0-dim tensors that do."""
     named = _named_loss(output)
-    for parts in (named, plain(output)):
+    for parts in (named, as_container(output)):
         if losses := [t for t in tensors([parts]) if t.dim() == 0 and t.requires_grad]:
             return losses[:1] if parts is named else losses
     return []

@@ -20,7 +20,7 @@ can hold a string where it cannot hold a class."""
 
 
 class Stack(threading.local):
-    """A per-thread stack of what is running, innermost last. Copies and pickles are empty.
+    """A per-thread stack, innermost last. Copies and pickles are empty.
 
     torch.compile traces mutations of a list in a thread-local; it loses attribute assignments there
     and cannot trace context variables.

@@ -66,7 +66,7 @@ def check_flag(what: str, got: object) -> None:
 
 
 def check_choice(what: str, got: object, allowed: Iterable[str]) -> None:
-    """`check_name`; raises TypeError for what is not a string."""
+    """`check_name`; raises TypeError unless ``got`` is a string."""
     if not isinstance(got, str):
         raise TypeError(f"{what} is a {type(got).__name__}; give a name")
     check_name(what, got, allowed)
@@ -82,7 +82,7 @@ def check_keys(
     what: str, got: Mapping[str, Any], allowed: Iterable[str], needed: Iterable[str] = ()
 ) -> None:
     """Raises unless ``got`` is a mapping with only the keys ``allowed``, and all those ``needed``.
-    what: what is read from it."""
+    what: the name of the object that is read from it."""
     names = tuple(allowed)
     if not isinstance(got, Mapping):
         raise TypeError(f"a {what} is read from a dict, not from a {type(got).__name__}")

@@ -58,7 +58,7 @@ KERNELS: dict[str, GemmKernel] = {
     # 16 bytes hold 32 values.
     "nv": GemmKernel((("e2m1", "e2m1"),), (10, 0), None, cpu=False, multiple=32),
 }
-"""Which elements share a scale -> its kernel. `fp8.native.selftest` tests what a device has."""
+"""Which elements share a scale -> its kernel. `fp8.native.selftest` tests those of a device."""
 
 _ALONG = {16: "nv", 32: "mx", 128: "block"}
 """Elements of a row that share a scale -> the kernel."""

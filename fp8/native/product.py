@@ -1,5 +1,5 @@
 """Products computed by torch's scaled_mm kernels, with operands of one byte or half a byte per
-element, which are saved for the backward pass. Casts and products are those of simulation.
+element, which are saved for the backward pass. Casts and products equal simulation.
 """
 
 from __future__ import annotations

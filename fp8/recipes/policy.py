@@ -134,7 +134,7 @@ class Policy:
             take ``others``.
         keep: names in `ROLES`: layers that take ``others``.
         others: as ``recipe``; None leaves these layers in high precision, and `fp8.convert` does
-            not convert them. "bf16" also rounds what a float32 model computes.
+            not convert them. "bf16" also rounds the products of a float32 model.
         switch: pairs (fraction, recipe) in ascending order: from that fraction of the training
             steps on, everything else that is cast takes this recipe (arXiv:2509.25149 switches to
             bf16 late). `fp8.advance` applies it.
@@ -225,7 +225,8 @@ class Policy:
 
     @property
     def recipes(self) -> tuple[Source, ...]:
-        """The recipes that it names, that of the policy first; without those of the switch."""
+        """The recipes of the policy, its rules and its other layers, in this order; not of the
+        switch."""
         named = (self.recipe, *(rule.recipe for rule in self.rules), self.others)
         return tuple(map(source_of, named))
 
@@ -343,8 +344,8 @@ def as_policy(policy: Any) -> Policy:
 
 def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
     """The recipe of a layer whose casts, in the order of `CASTS`, come from ``sources``; None if
-    nothing is cast. auto: what "auto" stands for. Saved activations are those of the first source.
-    Raises ValueError for a combination that no `Recipe` has."""
+    nothing is cast. auto: the recipe of "auto". Saved activations are as in the first source.
+    Raises ValueError for a combination that no `Recipe` can represent."""
     recipes = [auto if isinstance(source, str) else source for source in sources]
     if all(recipe == recipes[0] for recipe in recipes):
         return recipes[0]

@@ -1,8 +1,8 @@
 """The matrix instructions of accelerators, whose sums `Recipe.accumulate` simulates.
 
 A tensor core adds a few products to its accumulator at once: it aligns them to the largest exponent
-among them, truncates each a number of bits below that, adds what is left exactly, and rounds the
-sum. The arithmetic was measured on the devices by others and is published with a model of every
+among them, truncates each a number of bits below that, adds the truncated ones exactly, and rounds
+the sum. The arithmetic was measured on the devices by others and is published with a model of every
 instruction (arXiv:2511.10909, arXiv:2512.07004, package mmasim 2.1.1, the oracle of the tests).
 `fp8.lab.sums` computes it.
 """
@@ -26,7 +26,7 @@ class Instruction:
         scale_formats: those of block scales.
         step: the number of products that are added at once, in the order of k.
         add: the arithmetic of a step, a name in `fp8.lab.sums.arithmetic.ADDITIONS`.
-        kept: bits below the largest exponent that a term keeps.
+        term_bits: bits of a term below the largest exponent of the step; lower ones are cut off.
         fraction: bits of the sum's fraction.
         of_zero: the exponent of a zero product and of a zero sum.
     """
@@ -36,7 +36,7 @@ class Instruction:
     scale_formats: tuple[str, ...] = ()
     step: int
     add: str
-    kept: int
+    term_bits: int
     fraction: int = 23
     of_zero: int = -133
 
@@ -45,17 +45,19 @@ _FP8 = ("e4m3", "e5m2")
 _NARROW = (*_FP8, "e3m2", "e2m3", "e2m1")
 
 TENSOR_CORES: dict[str, tuple[Instruction, ...]] = {
-    "ada": (Instruction(formats=_FP8, step=16, add="aligned", kept=13, fraction=13, of_zero=-132),),
-    "hopper": (Instruction(formats=_FP8, step=32, add="aligned", kept=13, fraction=13),),
+    "ada": (
+        Instruction(formats=_FP8, step=16, add="aligned", term_bits=13, fraction=13, of_zero=-132),
+    ),
+    "hopper": (Instruction(formats=_FP8, step=32, add="aligned", term_bits=13, fraction=13),),
     "blackwell": (
-        Instruction(formats=_NARROW, step=32, add="aligned", kept=25),
+        Instruction(formats=_NARROW, step=32, add="aligned", term_bits=25),
         Instruction(
             formats=("e2m1",),
             scales=(16, 32),
             scale_formats=("e8m0", "e4m3"),
             step=64,
             add="in_groups",
-            kept=35,
+            term_bits=35,
             of_zero=-139,
         ),
         Instruction(
@@ -64,12 +66,12 @@ TENSOR_CORES: dict[str, tuple[Instruction, ...]] = {
             scale_formats=("e8m0",),
             step=32,
             add="aligned",
-            kept=25,
+            term_bits=25,
         ),
     ),
     "cdna3": (
         Instruction(
-            formats=("e4m3fnuz", "e5m2fnuz"), step=16, add="in_halves", kept=24, of_zero=-500
+            formats=("e4m3fnuz", "e5m2fnuz"), step=16, add="in_halves", term_bits=24, of_zero=-500
         ),
     ),
 }

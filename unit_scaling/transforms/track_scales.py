@@ -15,7 +15,7 @@ from torch.func import debug_unwrap
 from torch.fx import Graph, Node
 
 from fp8.common.mixin import check_module
-from fp8.common.step import plain, unwrapped
+from fp8.common.step import as_container, unwrapped
 from fp8.common.threads import Stack
 from fp8.formats.format import Format, get_format
 from fp8.modes.autocast import outside_compiler
@@ -107,7 +107,7 @@ class Tap(Observer):
             self.path.items.pop()
 
     def end(self, output: Any) -> None:
-        node = self.graph.output(self._written(plain(output)))
+        node = self.graph.output(self._written(as_container(output)))
         node.meta.update(clean_name="output", outputs_float_tensor=False, requires_grad=False)
 
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:

@@ -22,7 +22,7 @@ scales."""
 
 _HIGH = 90
 """The largest exponent of a factor that makes terms whole numbers: above those of nonzero terms,
-kept + 30, and low enough that no operand overflows beside a zero."""
+term_bits + 30, and low enough that no operand overflows beside a zero."""
 
 
 class Matrix(NamedTuple):
@@ -73,19 +73,19 @@ def _toward_zero(x: Tensor, fraction: int) -> Tensor:
 
 
 def _aligned(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
-    """NVIDIA's instructions: terms are truncated ``kept`` bits below the largest exponent."""
+    """NVIDIA's instructions: terms are truncated ``term_bits`` bits below the largest exponent."""
     shift: Tensor | int = 0
     if a.scale is not None and b.scale is not None:  # powers of two
         shift = exponent_of(a.scale[:, :1], a.scale_low) + exponent_of(b.scale[:, 0], b.scale_low)
     top = torch.maximum(_highest(a, b, range(how.step)) + shift, exponent_of(c))
     top = top.clamp_min(how.of_zero)
     wide = torch.float32 if how.fraction < 23 else torch.float64
-    unit = _power((how.kept - top + shift).clamp(-126, _HIGH), torch.float32)
+    unit = _power((how.term_bits - top + shift).clamp(-126, _HIGH), torch.float32)
     high, low = (_HIGH, -126) if wide == torch.float32 else (1000, -1000)
-    total = torch.trunc(c.to(wide) * _power((how.kept - top).clamp_max(high), wide))
+    total = torch.trunc(c.to(wide) * _power((how.term_bits - top).clamp_max(high), wide))
     for start in range(0, how.step, _EXACT):
         total = total + _truncated(a, b, unit, range(start, start + _EXACT)).to(wide)
-    return _toward_zero(total * _power((top - how.kept).clamp_min(low), wide), how.fraction)
+    return _toward_zero(total * _power((top - how.term_bits).clamp_min(low), wide), how.fraction)
 
 
 def _highest(a: Part, b: Part, which: range) -> Tensor:
@@ -123,11 +123,11 @@ def _in_groups(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
         exponent = torch.where(present & (fraction != 0), exponent, how.of_zero)
         top = torch.maximum(top, exponent)
         groups.append((total * fraction, exponent))
-    total = torch.trunc(c.to(wide) * _power(how.kept - top, wide))
+    total = torch.trunc(c.to(wide) * _power(how.term_bits - top, wide))
     for term, exponent in groups:
-        unit = _power((how.kept + exponent - top).clamp_min(-1000), wide)
+        unit = _power((how.term_bits + exponent - top).clamp_min(-1000), wide)
         total = total + torch.trunc(term * unit)
-    return _toward_zero(total * _power(top - how.kept, wide), how.fraction)
+    return _toward_zero(total * _power(top - how.term_bits, wide), how.fraction)
 
 
 def _scale_parts(x: Part, groups: int) -> tuple[Tensor, Tensor]:
@@ -146,19 +146,19 @@ def _in_halves(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
     halves = []
     for which in (range(0, how.step, 2), range(1, how.step, 2)):
         top = _highest(a, b, which).clamp_min(how.of_zero)
-        unit = _power((how.kept - top).clamp_max(_HIGH), torch.float32)
+        unit = _power((how.term_bits - top).clamp_max(_HIGH), torch.float32)
         halves.append((_truncated(a, b, unit, which).to(wide), top))
     (even, of_even), (odd, of_odd) = halves
     top = torch.maximum(of_even, of_odd)
     dot = torch.floor(even * _power(of_even - top, wide))
-    dot = dot + torch.floor(odd * _power(of_odd - top, wide))  # in units of 2**(top - kept)
+    dot = dot + torch.floor(odd * _power(of_odd - top, wide))  # in units of 2**(top - term_bits)
     of_c = exponent_of(c).clamp_min(-126)
     highest = torch.maximum(top, of_c)
-    more = _CDNA3_SUM + 1 - how.kept
+    more = _CDNA3_SUM + 1 - how.term_bits
     dot = torch.floor(dot * _power(top - highest + more, wide)) * 2.0**-more
-    own = torch.floor(c.to(wide) * _power(how.kept - highest, wide))
-    own = torch.where(of_c < highest - how.kept - 1, 0.0, own)
-    total = (dot + own) * _power(highest - how.kept, wide)
+    own = torch.floor(c.to(wide) * _power(how.term_bits - highest, wide))
+    own = torch.where(of_c < highest - how.term_bits - 1, 0.0, own)
+    total = (dot + own) * _power(highest - how.term_bits, wide)
     field = ((total.view(torch.int64) >> 52 & 0x7FF) - 1023).clamp_min(-126)
     whole = torch.floor(total * _power(_CDNA3_SUM - field, wide))
     return (whole * _power(field - _CDNA3_SUM, wide)).float()
