@@ -301,8 +301,7 @@ def by_tiles(
     else:
         scale = _scales_of(of, tiles, dims, format, rule, spec.tile, axis)
     scale = with_margin(scale, spec.margin, rule)
-    wide, inverse = tiles.detach().to(scale.dtype), inverse_of(scale, rule)
-    units = _in_units(wide, scale, rule) if inverse is None else wide * inverse
+    units = in_units(tiles.detach().to(scale.dtype), scale, rule)
     values = quantize_operand(units, format, **rounding_of(spec, converts))
     if rule in CORRECTED:
         unit, count = tensor_unit(tiles, dims, spec, of), spec.hadamard // spec.tile[1]
@@ -310,8 +309,12 @@ def by_tiles(
     return values, scale, tiles, dims
 
 
-def _in_units(x: Tensor, scale: Tensor, rule: str | None) -> Tensor:
-    return x / scale if rule is None or rule in POWERS else divided(x, scale)
+def in_units(x: Tensor, scale: Tensor, rule: str | None) -> Tensor:
+    """``x / scale``, for a scale by this rule; exact if that is a power of two."""
+    inverse = inverse_of(scale, rule)
+    if inverse is not None:
+        return x * inverse
+    return x / scale if rule in POWERS else divided(x, scale)
 
 
 def _amax_of(x: Any) -> Tensor:
@@ -439,7 +442,7 @@ def quantized(
     scale = whole_scale(x, spec, history, record)
     if spec.rule is None or scale is not None:
         format = format_of(spec)
-        units = x if scale is None else _in_units(x, scale, spec.rule)
+        units = x if scale is None else in_units(x, scale, spec.rule)
         values = quantize_operand(units, format, **rounding_of(spec, converts))
         if spec.label and spec.rule is None and history is None:
             observe(spec.label, Observed(units, values, None, format))

@@ -24,8 +24,7 @@ from ..common.compiler import (
     reads_values,
 )
 from ..formats.quantize import convertible
-from ..recipes.scaling import inverse_of
-from .casting import LoweredCast, format_of
+from .casting import LoweredCast, format_of, in_units
 
 Operand = tuple[Tensor, LoweredCast | None, Tensor | None]
 """A tensor, its cast, and its scale factor if one is for the whole tensor."""
@@ -40,8 +39,10 @@ def save_operands(ctx: Any, *operands: Operand) -> None:
         dtype = _dtype(x, spec) if in_bytes else None
         if dtype is None or spec is None:
             saved.append(x)
+        elif scale is None:
+            saved.append(_stored(x, dtype))
         else:
-            saved += _bytes(x, dtype, scale, spec)
+            saved += (_stored(in_units(x, scale, spec.rule), dtype), scale)
         encodings.append((dtype is not None, dtype is not None and scale is not None))
     ctx.encodings = tuple(encodings)
     ctx.save_for_backward(*saved)
@@ -110,15 +111,6 @@ def _dtype(x: Tensor, spec: LoweredCast | None) -> torch.dtype | None:
         return None
     dtype = format_of(spec).dtype
     return dtype if dtype is not None and dtype.itemsize < x.element_size() else None
-
-
-def _bytes(
-    x: Tensor, dtype: torch.dtype, scale: Tensor | None, spec: LoweredCast
-) -> tuple[Tensor, ...]:
-    if scale is None:
-        return (_stored(x, dtype),)
-    inverse = inverse_of(scale, spec.rule)
-    return _stored(x / scale if inverse is None else x * inverse, dtype), scale
 
 
 @compiled_as(lambda x, dtype: torch.zeros_like(x, dtype=dtype).copy_(convertible(x, dtype)))

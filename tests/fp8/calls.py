@@ -1,7 +1,7 @@
 """One call of every function in PRODUCTS, and what is cast in it."""
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -51,47 +51,38 @@ def _added(shape, *shapes, names, **kw):
     return Row((shape, *shapes), ("input", *names), ("none", "input", "input"), **kw)
 
 
+def _each(row: Row, *functions: object) -> dict:
+    return dict.fromkeys(functions, row)
+
+
 MATMUL = Row((A, B), ("input", "other"))
 ADDMM, ADDMV = _added((6,), A, B, names=("mat1", "mat2")), _added((5,), A, V, names=("mat", "vec"))
 BADDBMM = _added((3, 5, 6), *BATCH, names=("batch1", "batch2"))
 ADDBMM = _added((5, 6), *BATCH, names=("batch1", "batch2"))
-LAYER, ROWS = ("input", "weight"), ("input", "weight", "none")
+BIASED, ROWS = ("input", "weight", "bias"), ("input", "weight", "none")
 T = torch.Tensor
 
 CALLS = {
-    F.linear: Row((A, (6, 8), (6,)), ("input", "weight", "bias"), ROWS),
-    torch.matmul: MATMUL,
-    torch.linalg.matmul: MATMUL,
-    T.matmul: MATMUL,
-    T.__matmul__: Row((A, B)),
+    F.linear: Row((A, (6, 8), (6,)), BIASED, ROWS),
+    **_each(MATMUL, torch.matmul, torch.linalg.matmul, T.matmul),
+    **_each(Row((A, B)), T.__matmul__, operator.matmul),
     T.__rmatmul__: Row((B, A)),
-    operator.matmul: Row((A, B)),
-    torch.mm: Row((A, B), ("input", "mat2")),
-    T.mm: Row((A, B), ("input", "mat2")),
-    torch.bmm: Row(BATCH, ("input", "mat2")),
-    T.bmm: Row(BATCH, ("input", "mat2")),
-    torch.mv: Row((A, V), ("input", "vec")),
-    T.mv: Row((A, V), ("input", "vec")),
-    torch.dot: Row((V, V), ("input", "tensor")),
-    T.dot: Row((V, V), ("input", "tensor")),
-    torch.vdot: Row((V, V), ("input", "other")),
-    T.vdot: Row((V, V), ("input", "other")),
+    **_each(Row((A, B), ("input", "mat2")), torch.mm, T.mm),
+    **_each(Row(BATCH, ("input", "mat2")), torch.bmm, T.bmm),
+    **_each(Row((A, V), ("input", "vec")), torch.mv, T.mv),
+    **_each(Row((V, V), ("input", "tensor")), torch.dot, T.dot),
+    **_each(Row((V, V), ("input", "other")), torch.vdot, T.vdot),
     torch.linalg.vecdot: Row(((3, 8, 5), (8, 1)), ("x", "y"), kwargs={"dim": -2}),
     torch.inner: Row(((2, 5, 8), (3, 8)), ("input", "other")),
     T.inner: Row((V, V), ("input", "other")),
-    torch.addmm: ADDMM,
-    T.addmm: ADDMM,
+    **_each(ADDMM, torch.addmm, T.addmm),
     T.addmm_: _added((5, 6), A, B, names=("mat1", "mat2"), reference=torch.addmm),
-    torch.addmv: ADDMV,
-    torch.addmv_: _added((5,), A, V, names=("mat", "vec"), reference=torch.addmv),
-    T.addmv: ADDMV,
-    T.addmv_: _added((5,), A, V, names=("mat", "vec"), reference=torch.addmv),
-    torch.addbmm: ADDBMM,
-    T.addbmm: ADDBMM,
-    T.addbmm_: _added((5, 6), *BATCH, names=("batch1", "batch2"), reference=torch.addbmm),
-    torch.baddbmm: BADDBMM,
-    T.baddbmm: BADDBMM,
-    T.baddbmm_: _added((3, 5, 6), *BATCH, names=("batch1", "batch2"), reference=torch.baddbmm),
+    **_each(ADDMV, torch.addmv, T.addmv),
+    **_each(replace(ADDMV, reference=torch.addmv), torch.addmv_, T.addmv_),
+    **_each(ADDBMM, torch.addbmm, T.addbmm),
+    T.addbmm_: replace(ADDBMM, reference=torch.addbmm),
+    **_each(BADDBMM, torch.baddbmm, T.baddbmm),
+    T.baddbmm_: replace(BADDBMM, reference=torch.baddbmm),
     torch.einsum: Row((A, B), before=("ij,jk->ki",)),
     torch.tensordot: Row(((5, 2, 4), (4, 2, 6)), ("a", "b"), kwargs={"dims": ([1, 2], [1, 0])}),
     F.bilinear: Row(
@@ -99,14 +90,12 @@ CALLS = {
         ("input1", "input2", "weight", "bias"),
         ("input", "input", "weight", "none"),
     ),
-    F.conv1d: Row((*IMAGE[1], (6,)), ("input", "weight", "bias"), ROWS, kwargs={"padding": 1}),
-    F.conv2d: Row((*IMAGE[2], (6,)), ("input", "weight", "bias"), ROWS, kwargs={"stride": 2}),
-    F.conv3d: Row((*IMAGE[3], (3,)), ("input", "weight", "bias"), ROWS),
-    F.conv_transpose1d: Row((*BACK[1], (6,)), ("input", "weight", "bias"), ROWS),
-    F.conv_transpose2d: Row(
-        (*BACK[2], (3,)), ("input", "weight", "bias"), ROWS, kwargs={"stride": 2}
-    ),
-    F.conv_transpose3d: Row((*BACK[3], (3,)), ("input", "weight", "bias"), ROWS),
+    F.conv1d: Row((*IMAGE[1], (6,)), BIASED, ROWS, kwargs={"padding": 1}),
+    F.conv2d: Row((*IMAGE[2], (6,)), BIASED, ROWS, kwargs={"stride": 2}),
+    F.conv3d: Row((*IMAGE[3], (3,)), BIASED, ROWS),
+    F.conv_transpose1d: Row((*BACK[1], (6,)), BIASED, ROWS),
+    F.conv_transpose2d: Row((*BACK[2], (3,)), BIASED, ROWS, kwargs={"stride": 2}),
+    F.conv_transpose3d: Row((*BACK[3], (3,)), BIASED, ROWS),
     F.scaled_dot_product_attention: Row(
         ((2, 5, 8), (2, 6, 8), (2, 6, 4)), ("query", "key", "value"), ("input",) * 3
     ),

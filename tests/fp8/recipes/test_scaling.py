@@ -5,6 +5,7 @@ import torch
 
 from fp8 import FORMATS, Cast
 from fp8.casts.casting import cast_forward
+from fp8.casts.rotation import rotated
 from fp8.recipes.rules import BY_SPREAD, CORRECTED, E8M0, RULES, UNITS
 from fp8.recipes.scaling import SCALINGS, scale_of
 from tests import reference
@@ -48,10 +49,10 @@ def test_rounding_up_never_overflows_and_is_tight():
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in UNITS])
-@pytest.mark.parametrize("values", [[0.0], [-0.0, 0.0], [-math.inf], [math.nan, 0.0]], ids=str)
-def test_one_where_nothing_can_be_scaled(values, rule):
-    scale = scale_of(torch.tensor(values), None, E4M3, rule)
-    assert (scale.item(), scale.shape, scale.dtype) == (1.0, (), torch.float32)
+def test_one_where_nothing_can_be_scaled(rule):
+    for values in ([0.0], [-0.0, 0.0], [-math.inf], [math.nan, 0.0]):
+        scale = scale_of(torch.tensor(values), None, E4M3, rule)
+        assert (scale.item(), scale.shape, scale.dtype) == (1.0, (), torch.float32)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -80,12 +81,9 @@ def test_the_range_of_a_scale(rule):
 
 
 TILES = [(name, row.tile) for name, row in NOW.items()]
-TILES += [
-    ("block", (4, 4)),
-    ("block", (4, 16)),
+TILES += [("block", tile) for tile in ((4, 4), (4, 16), (4, 1))] + [
     ("mx", (2, 8)),
     ("nv", (16, 16)),
-    ("block", (4, 1)),
 ]
 SHAPES = [(3, 5), (1, 1), (16, 32), (17, 33), (4, 130), (130, 3), (2, 5, 20), (2, 1, 33, 6)]
 
@@ -149,33 +147,20 @@ def test_tiny_tensors_keep_their_precision(scaling, rule):
     assert noise < (0.05 if rule not in BY_SPREAD else 0.2)  # which saturate a tail
 
 
-def test_a_row_with_an_inf_does_not_touch_the_others():
-    x = randn(4, 64)
-    expected = cast_forward(x, Cast(format="e4m3", scaling="row"))
-    x[2, 5] = math.inf
-    y = cast_forward(x, Cast(format="e4m3", scaling="row"))
-    others = [0, 1, 3]
-    assert torch.equal(y[others], expected[others])
-
-
 # --- rotation
 
 
 @pytest.mark.parametrize("size", [2, 16, 128])
 def test_a_rotation_is_orthogonal_and_sylvester_s(size):
-    from fp8.casts.casting import rotated
-
-    turned = rotated(torch.eye(size, dtype=torch.float64), size, -2)
-    torch.testing.assert_close(turned, reference.rotation(size))
-    torch.testing.assert_close(turned @ turned.mT, torch.eye(size, dtype=torch.float64))
+    matrix = rotated(torch.eye(size, dtype=torch.float64), size, -2)
+    torch.testing.assert_close(matrix, reference.rotation(size))
+    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(size, dtype=torch.float64))
     x = randn(3, size + 1).double()
     assert rotated(x, size, -1).shape == (3, 2 * size)
     torch.testing.assert_close(rotated(x, size, -1), rotated(x.mT, size, -2).mT)
 
 
 def test_a_rotation_leaves_the_product_as_it_is():
-    from fp8.casts.casting import rotated
-
     a, b = randn(20, 7).double(), randn(20, 5, seed=1).double()
     product = rotated(a, 16, -2).mT @ rotated(b, 16, -2)
     torch.testing.assert_close(product, a.mT @ b)
