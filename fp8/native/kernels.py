@@ -195,32 +195,35 @@ def multiply(
     x, y = _filled(a.values), _filled(b.values)
     types = F.ScalingType
     swizzle: Any = None
-    left: Any = a.scale
+    left: Any = a.scale if kind in ("mx", "nv") else _times(a.scale, factor)
     right: Any = b.scale
     if kind == "tensor":
         how: Any = (types.TensorWise, types.TensorWise)
-        left = left * factor
     elif kind == "row":
         how = (types.RowWise, types.RowWise)
-        left = (left * factor).expand(x.shape[0], 1).flatten()[:, None]
+        left = left.expand(x.shape[0], 1).flatten()[:, None]
         right = right.expand(y.shape[0], 1).flatten()[None]
     elif kind == "block":
         how = (_block_type(x, left), _block_type(y, right))
-        left, right = (left * factor).mT, right.mT
+        left, right = left.mT, right.mT
     elif kind == "mx":
         how, swizzle = (types.BlockWise1x32,) * 2, F.SwizzleType.SWIZZLE_32_4_4
     else:
         assert a.unit is not None
         how = ([types.BlockWise1x16, types.TensorWise],) * 2
         swizzle = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
-        left, right = [left, a.unit * factor], [right, b.unit]
+        left, right = [left, _times(a.unit, factor)], [right, b.unit]
     if x.dtype == torch.uint8:
         x, y = x.view(torch.float4_e2m1fn_x2), y.view(torch.float4_e2m1fn_x2)
     # Row-major first and column-major second operand: the only layout that CUDA supports.
     result = F.scaled_mm(
         x, y.t(), left, how[0], right, how[1], swizzle, swizzle, output_dtype=dtype
     )
-    return result * factor if kind == "mx" and factor != 1 else result
+    return _times(result, factor) if kind == "mx" else result
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
 
 
 def _filled(data: Tensor) -> Tensor:
