@@ -102,10 +102,10 @@ def _from_text(
 ) -> LoweredCast:
     """The cast with a `LoweredCast.text`, `shifted` by ``exponent``, `labelled`, and `unrotated`
     unless ``rotated``."""
-    spec = LoweredCast.from_text(text)
-    spec = labelled(shifted(spec if rotated else unrotated(spec), exponent), name, operand)
-    assert spec is not None
-    return spec
+    cast: LoweredCast | None = LoweredCast.from_text(text)
+    cast = labelled(shifted(cast if rotated else unrotated(cast), exponent), name, operand)
+    assert cast is not None
+    return cast
 
 
 @taken_as_constant

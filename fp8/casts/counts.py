@@ -355,7 +355,7 @@ class _Report(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Tensor, None]:
-        def of_all(t: Tensor | None, dim: int | None) -> Any:
+        def of_all(t: Any, dim: int | None) -> Any:
             if t is None or dim is not None:
                 return t if t is None else t.movedim(dim, 0)
             return t.expand(info.batch_size, *t.shape)

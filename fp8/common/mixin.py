@@ -53,7 +53,8 @@ class Mixin:
             attributes = self._missing_from(())
         else:
             make, args = copyreg.__newobj__, (self._original,)  # type: ignore[attr-defined]
-            _, _, *state = super().__reduce_ex__(protocol)
+            reduced: Any = super().__reduce_ex__(protocol)
+            state = reduced[2:]
             attributes = self._missing_from(state[0])
         return (_restore, (make, args, self._mixins, attributes), *state)
 

@@ -218,7 +218,9 @@ class Recipe:
         Raises as Recipe, and ValueError for an unknown or missing key.
         """
         check_keys("Recipe", values, (f.name for f in fields(Recipe)), ("name", *OPERANDS))
-        read = {k: Cast.from_dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+        read: dict[str, Any] = {
+            k: Cast.from_dict(v) if isinstance(v, Mapping) else v for k, v in values.items()
+        }
         return Recipe(**read)
 
 
