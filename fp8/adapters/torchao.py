@@ -14,7 +14,7 @@ from ..common.mixin import add_mixin, bare_class
 from ..formats.format import get_format
 from ..native.kernels import ALIGNMENT, why_not_device
 from ..recipes.cast import Cast
-from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
+from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
 from ..selection.layers import Where, checked_where
 from ..surgery.swap import Padded, layers_for, swap, why_not_fit
 
@@ -41,7 +41,7 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
         ValueError: if torchao has no such configuration, and for "mxfp8" in versions without it.
         ImportError: without torchao.
     """
-    chosen = given_recipe(recipe) or RECIPES["tensor"]
+    chosen = recipe_unless_auto(recipe) or RECIPES["tensor"]
     if dataclasses.replace(chosen, name="mxfp8") == RECIPES["mxfp8"]:
         return _mx_config(emulate)
     lib = need("torchao")

@@ -21,7 +21,7 @@ from ..common.libraries import need
 from ..common.mixin import Mixin, add_mixin, bare_class, remove_mixin
 from ..common.removed import refuses_removed
 from ..recipes.cast import Cast
-from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
+from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
 from ..selection.layers import Where, checked_where
 from ..surgery.swap import Padded, layers_for, swap, why_not_fit
 from ..tensors.scaled_tensor import DTYPES
@@ -186,7 +186,7 @@ def te_recipe(recipe: str | Recipe) -> Any:
     Raises:
         ValueError: if TransformerEngine has no such recipe.
     """
-    chosen = given_recipe(recipe) or RECIPES["tensor"]
+    chosen = recipe_unless_auto(recipe) or RECIPES["tensor"]
     if dataclasses.replace(chosen, name="nvfp4_nvidia") == RECIPES["nvfp4_nvidia"]:
         flags = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
         formats = _library().Format

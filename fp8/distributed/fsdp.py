@@ -27,7 +27,7 @@ from ..formats.format import get_format
 from ..formats.quantize import in_dtype, quantize_operand
 from ..optim.state import parameters_of, portable
 from ..recipes.cast import Cast
-from ..recipes.recipe import AUTO, Recipe, given_recipe
+from ..recipes.recipe import AUTO, Recipe, recipe_unless_auto
 from ..recipes.scaling import largest_finite, scale_of
 from ..selection.layers import LAYERS, Where, auto_of, checked_where
 
@@ -78,7 +78,7 @@ def gather_in_fp8(
             sharded.
     """
     check_module("gather_in_fp8", model)
-    given, where = given_recipe(recipe), checked_where(where)
+    given, where = recipe_unless_auto(recipe), checked_where(where)
     if given is not None and (why := _why_not_sent(given)):
         raise ValueError(why)
     for name, parameter in model.named_parameters():

@@ -43,7 +43,7 @@ from ..products.activations import ACTIVATIONS
 from ..products.spellings import SPELLINGS
 from ..recipes.history import LayerState
 from ..recipes.policy import Policy, source_of
-from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
+from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, recipe_unless_auto
 from ..selection.policies import resolve
 from .control_flow import run_within, runs_functions, within
 from .dispatch import LEFT, OPAQUE, PRODUCTS, as_one_call, expansion, handler_of
@@ -208,7 +208,7 @@ class autocast:
             enabled = enabled and (recipe.recipe is not None or bool(layers))
             given, cast = source_of(recipe.recipe), recipe.recipe is not None
         else:
-            given, cast = given_recipe(recipe), True
+            given, cast = recipe_unless_auto(recipe), True
         given = None if isinstance(given, str) else given
         chosen = given or PLAIN
         if enabled:

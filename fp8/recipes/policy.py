@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.validation import check_keys, check_name, check_whole
-from .recipe import AUTO, OPERANDS, PLAIN, PRODUCTS, RECIPES, SAME, Recipe, given_recipe
+from .recipe import AUTO, OPERANDS, PLAIN, PRODUCTS, RECIPES, SAME, Recipe, recipe_unless_auto
 
 CASTS = tuple(f"{name}.{operand}" for name, operands in PRODUCTS.items() for operand in operands)
 """The casts of a layer: product.operand."""
@@ -47,12 +47,12 @@ def _stored(recipe: Any) -> Source:
 
 def source_of(recipe: str | Recipe | None) -> Source:
     """The `Source` that a recipe of a policy stands for. Raises as `get_recipe`."""
-    return recipe if recipe is None or recipe == AUTO else given_recipe(recipe)
+    return recipe if recipe is None or recipe == AUTO else recipe_unless_auto(recipe)
 
 
 def recipe_of(recipe: str | Recipe | None) -> Recipe | None:
     """The recipe that one of a policy stands for, "tensor" for "auto"; None for high precision."""
-    return None if recipe is None else given_recipe(recipe) or PLAIN
+    return None if recipe is None else recipe_unless_auto(recipe) or PLAIN
 
 
 def name_of(recipe: str | Recipe | None) -> str:
@@ -338,7 +338,7 @@ def as_policy(policy: Any) -> Policy:
     """The Policy of a policy, a `Recipe` or the name of one. Raises as `get_recipe`."""
     if isinstance(policy, Policy):
         return policy
-    given_recipe(policy)
+    recipe_unless_auto(policy)
     return Policy(policy)
 
 

@@ -390,7 +390,7 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
     return _look_up(recipe, RECIPES)
 
 
-def given_recipe(recipe: str | Recipe) -> Recipe | None:
+def recipe_unless_auto(recipe: str | Recipe) -> Recipe | None:
     """`get_recipe`; None for "auto", which is resolved at the product."""
     return None if recipe == AUTO else _look_up(recipe, (AUTO, *RECIPES))
 
