@@ -19,6 +19,10 @@ _BY_POLICY = (
 _REDUCE = "fp8.reduce_amax(model, group) makes the scales of processes equal"
 _TE = "call transformer_engine.pytorch.autocast, which it calls"
 _ATTENTION = 'leave it out; attention is one product, cast as "input" and "grad"'
+_WHERE = (
+    "it is a function (name, module) -> bool; fp8.convert takes the policy fp8.Policy.{}(recipe) "
+    "in the place of a recipe"
+)
 _CAST_FIELDS = {
     "mean": "leave it out; the mean of an operand is cast with the rest",
     "random_bits": "leave it out; stochastic rounding in casts draws 31 random bits",
@@ -108,16 +112,12 @@ INSTEAD: dict[str, dict[str, str]] = {
             "other parameters to fp8.optim.AdamW"
         ),
     },
-    "fp8.optim.AdamW": {
-        "error_feedback": "use stochastic_weights=True, or master_weights",
-    },
+    "fp8.optim.AdamW": {"error_feedback": "use stochastic_weights=True, or master_weights"},
     "fp8.lab.hardware.estimate": {
         "optimizer": "the memory is that of Adam",
         "parameters": "the memory is that of the weights of the products",
     },
-    "first_moment": {
-        "int8_block": "use 'e4m3_block', which takes as many bytes",
-    },
+    "first_moment": {"int8_block": "use 'e4m3_block', which takes as many bytes"},
     "key of a Cast": _CAST_FIELDS,
     "key of a Recipe": _RECIPE_FIELDS,
     "recipe": {
@@ -128,9 +128,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "smooth_swiglu": 'use "delayed", whose casts are the same',
         "ufp4": 'use "nvfp4", or casts of format "e1m2" with scaling "block"',
     },
-    "rule": {
-        "two_level": 'use scaling "block" with its rule "up"',
-    },
+    "rule": {"two_level": 'use scaling "block" with its rule "up"'},
     "unit_scaling": {
         "recalibrate": (
             "gradients are the true ones; fp8.calibrate(model, batch) sets the scales of their "
@@ -142,16 +140,7 @@ INSTEAD: dict[str, dict[str, str]] = {
             "attention has no factor: its output is cast at the scale that the first call measures"
         ),
     },
-    "where": {
-        "hidden": (
-            "it is a function (name, module) -> bool; fp8.convert takes the policy "
-            "fp8.Policy.hidden(recipe) in the place of a recipe"
-        ),
-        "umup": (
-            "it is a function (name, module) -> bool; fp8.convert takes the policy "
-            "fp8.Policy.umup(recipe) in the place of a recipe"
-        ),
-    },
+    "where": {name: _WHERE.format(name) for name in ("hidden", "umup")},
 }
 """Owner -> name -> what to use instead. The owner is a module ("fp8.optim") for a name in it, a
 function or class ("fp8.autocast") for an argument, and the argument ("recipe") for a choice."""

@@ -190,45 +190,37 @@ _STORED = (*(field.name for field in fields(Format)), "text")
 """The attributes of a format, in the order of its `text`."""
 
 
-def _add(
-    name: str, exponent_bits: int, mantissa_bits: int, bias: int, max: float, **others: Any
-) -> None:
-    """Adds a row to `FORMATS`."""
-    FORMATS[name] = Format(
-        name=name,
-        exponent_bits=exponent_bits,
-        mantissa_bits=mantissa_bits,
-        bias=bias,
-        max=max,
-        **others,
-    )
+def _add(name: str, bits: tuple[int, int], bias: int, max: float, **others: Any) -> None:
+    """Adds a row to `FORMATS`. bits: of the exponent and of the mantissa."""
+    sizes: Any = dict(zip(("exponent_bits", "mantissa_bits"), bits, strict=True))
+    FORMATS[name] = Format(name=name, **sizes, bias=bias, max=max, **others)
 
 
 # OCP 8-bit Floating Point Specification (OFP8) revision 1.0, table 1. E4M3 uses all but one code of
 # its top exponent for finite values: no Inf, one NaN.
-_add("e4m3", 4, 3, 7, 448.0, nan=True, dtype=torch.float8_e4m3fn)
-_add("e5m2", 5, 2, 15, 57344.0, infinity=True, nan=True, dtype=torch.float8_e5m2)
+_add("e4m3", (4, 3), 7, 448.0, nan=True, dtype=torch.float8_e4m3fn)
+_add("e5m2", (5, 2), 15, 57344.0, infinity=True, nan=True, dtype=torch.float8_e5m2)
 
 # Noune et al., "8-bit numerical formats for deep neural networks", 2022 (arXiv:2206.02915): the
 # code of -0 is the only NaN, and the bias is one larger than in IEEE 754. Used by Graphcore and AMD
 # MI300.
 _FNUZ = {"nan": True, "negative_zero": False}
-_add("e4m3fnuz", 4, 3, 8, 240.0, **_FNUZ, dtype=torch.float8_e4m3fnuz)
-_add("e5m2fnuz", 5, 2, 16, 57344.0, **_FNUZ, dtype=torch.float8_e5m2fnuz)
+_add("e4m3fnuz", (4, 3), 8, 240.0, **_FNUZ, dtype=torch.float8_e4m3fnuz)
+_add("e5m2fnuz", (5, 2), 16, 57344.0, **_FNUZ, dtype=torch.float8_e5m2fnuz)
 
 # OCP Microscaling Formats (MX) specification version 1.0, section 5.3: FP6, FP4 (all codes are
 # finite) and the scale of a block.
-_add("e3m2", 3, 2, 3, 28.0)
-_add("e2m3", 2, 3, 1, 7.5)
-_add("e2m1", 2, 1, 1, 6.0)
+_add("e3m2", (3, 2), 3, 28.0)
+_add("e2m3", (2, 3), 1, 7.5)
+_add("e2m1", (2, 1), 1, 6.0)
 # The uniform grid of 4 bits: 0 to 7 quarters and a sign ("UFP4", arXiv:2606.20381).
-_add("e1m2", 1, 2, 1, 1.75)
-_add("e8m0", 8, 0, 127, 2.0**127, **_FNUZ, signed=False, dtype=torch.float8_e8m0fnu)
+_add("e1m2", (1, 2), 1, 1.75)
+_add("e8m0", (8, 0), 127, 2.0**127, **_FNUZ, signed=False, dtype=torch.float8_e8m0fnu)
 
 # The upper half of a float32.
-_add("bf16", 8, 7, 127, (2 - 2.0**-7) * 2.0**127, infinity=True, nan=True, dtype=torch.bfloat16)
+_add("bf16", (8, 7), 127, (2 - 2.0**-7) * 2.0**127, infinity=True, nan=True, dtype=torch.bfloat16)
 # IEEE 754-2019 binary16.
-_add("fp16", 5, 10, 15, 65504.0, infinity=True, nan=True, dtype=torch.float16)
+_add("fp16", (5, 10), 15, 65504.0, infinity=True, nan=True, dtype=torch.float16)
 
 
 @compiled_as(lambda format: Format.from_text(format.text))

@@ -270,6 +270,7 @@ def _one_way_each(name: str, forward: Cast, back: Cast) -> Recipe:
 
 _E5M2 = {"format": "e5m2"}
 _SQUARE = {"tile": (128, 128)}
+_RANDOM: dict[str, Any] = {"rounding": "stochastic", "signs": "random"}
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -326,15 +327,7 @@ RECIPES: dict[str, Recipe] = {
         _one_way_each(
             "quartet",
             Cast(format="e2m1", scaling="mx", rule="quest", hadamard=32),
-            Cast(
-                format="e2m1",
-                scaling="block",
-                tile=(1, 32),
-                rule="fit",
-                rounding="stochastic",
-                hadamard=32,
-                signs="random",
-            ),
+            Cast(format="e2m1", scaling="block", tile=(1, 32), rule="fit", hadamard=32, **_RANDOM),
         ),
         # Quartet II (arXiv:2601.22813) and its published code: four over six, without square
         # blocks; MS-EDEN for gradients.
@@ -347,14 +340,7 @@ RECIPES: dict[str, Recipe] = {
         _one_way_each(
             "tetrajet2",
             Cast(format="e2m1", scaling="nv"),
-            Cast(
-                format="e2m1",
-                scaling="nv",
-                rule="e4m3_up",
-                rounding="stochastic",
-                hadamard=16,
-                signs="random",
-            ),
+            Cast(format="e2m1", scaling="nv", rule="e4m3_up", hadamard=16, **_RANDOM),
         ),
         # 16-bit operands.
         _all("bf16", "bf16"),
