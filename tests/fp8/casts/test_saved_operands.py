@@ -17,17 +17,20 @@ from fp8.recipes.scaling import SCALINGS
 from tests.fp8.blocks import block, bytes_of, saved_by
 from tests.fp8.products.test_matmul import DTYPES, randn
 
+each_backend = pytest.mark.parametrize("backend", ["simulate", "native"])
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["unit", "tensor", "delayed"])
 @pytest.mark.parametrize("function", [linear, F.conv1d], ids=["linear", "conv"])
-def test_operands_are_kept_in_bytes(function, name, dtype):
+@each_backend
+def test_operands_are_kept_in_bytes(backend, function, name, dtype):
     """A quarter of float32 and half of bfloat16, and as many bytes for the scales."""
     shapes = ((32, 64, 8), (48, 64, 3)) if function is F.conv1d else ((64, 32), (48, 32))
     x, w = (randn(*shape).to(dtype) for shape in shapes)
 
     def run() -> None:
-        with block(name):
+        with block(name, backend):
             F.linear(x, w) if function is linear else function(x, w)
 
     assert bytes_of(saved_by(run)) <= x.numel() + w.numel() + 8
@@ -87,7 +90,7 @@ def test_double_backward_of_kernels_is_refused():
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
-@pytest.mark.parametrize("backend", ["simulate", pytest.param("native", marks=pytest.mark.native)])
+@each_backend
 @pytest.mark.parametrize("change", ["in place", "data", "numpy", "other part", "other recipe"])
 def test_an_activation_that_changed_is_cast_again(change, backend):
     """Between two layers, also where the version of the tensor does not tell: each output and each
