@@ -359,7 +359,7 @@ def _calibrated(model: nn.Module) -> None:
     for module in model.modules():
         for name in getattr(module, "_buffers", {}):
             if name.startswith("fp8_scale_"):
-                vars(module.fp8_known)[name] = True
+                vars(module.fp8_measured)[name] = True
 
 
 @contextlib.contextmanager
