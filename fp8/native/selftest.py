@@ -14,15 +14,13 @@ processor time, once in a process.
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -40,6 +38,9 @@ _PRODUCTS = {
     "gradient of the weight": (-2, -2),
 }
 """Name -> the axes along which the two operands are multiplied."""
+
+_TRUSTED = [False]
+"""Whether all kernels count as right, without a test: see `trusted`."""
 
 _ROWS, _INNER, _OUTER = 130, 600, 256
 _SHARE = 1 / 8
@@ -91,7 +92,8 @@ def why_not(pairs: tuple[Pair, ...], device: str, dtype: str) -> str:
     for (name, axes), (a, b) in zip(_PRODUCTS.items(), pairs, strict=True):
         assert a is not None
         assert b is not None
-        if why := _failure(_deterministic(a), _deterministic(b), axes, device, dtype):
+        specs = _deterministic(a), _deterministic(b)
+        if not _TRUSTED[0] and (why := _failure(*specs, axes, device, dtype)):
             return f"{name}: {why}"
     return ""
 
@@ -100,6 +102,8 @@ def why_not(pairs: tuple[Pair, ...], device: str, dtype: str) -> str:
 def why_not_compiled(device: str) -> str:
     """Why casts in compiled code are wrong on a device; "" if they are right. Runs the self-test in
     a new thread, as `why_not`."""
+    if _TRUSTED[0]:
+        return ""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_compiled_failure, device).result()
 
@@ -209,19 +213,17 @@ def _excess(got: Tensor, a: Tensor, b: Tensor) -> float:
 
 @contextmanager
 def trusted() -> Iterator[None]:
-    """Takes all kernels for right, without a test: for code that is compiled and not run."""
-    verdicts, module = (_kernels, why_not, why_not_compiled), sys.modules[__name__]
+    """Skips the self-test, for code that is compiled and not run: all kernels count as right."""
+    before = _TRUSTED[0]
     try:
-        with (
-            patch.object(module, "_disproof", lambda *_: ""),
-            patch.object(module, "_tried_compiled", lambda *_: ""),
-        ):
-            _forget(verdicts)
-            yield
+        _trust(True)
+        yield
     finally:
-        _forget(verdicts)
+        _trust(before)
 
 
-def _forget(verdicts: Iterable[Any]) -> None:
-    for verdict in verdicts:
-        verdict.cache_clear()
+def _trust(trusts: bool) -> None:
+    """Sets `_TRUSTED`, and clears the verdicts that depend on it."""
+    _TRUSTED[0] = trusts
+    for verdicts in (_kernels, why_not, why_not_compiled):
+        verdicts.cache_clear()
