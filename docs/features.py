@@ -229,7 +229,7 @@ FEATURES = [
 _TE = "TransformerEngine's"
 _AO = "torchao's"
 _RECIPE = "not by name: `recipe` is documented as a `DelayedScaling`"
-_ENGINE = "run by `make test-engines`, not by `make test`: [engines](engines.md)"
+_ENGINE = "run by `make test-engines`, not by `make test`: [trainers](trainers.md)"
 
 COMPARISONS = [
     Comparison(

@@ -1,7 +1,8 @@
 """The documents: Python blocks run and print what they are said to print, links lead somewhere.
 
 A ```python block is executed, all blocks of a file in one namespace. A ```text block right after it
-is its output, to the letter. Blocks that are not to be run are marked otherwise.
+is its output, to the letter. Blocks that are not to be run are marked otherwise. The ```diff blocks
+of CONTRIBUTING are applied to a copy of the packages, with which its python blocks are run.
 """
 
 from __future__ import annotations
@@ -10,33 +11,37 @@ import contextlib
 import functools
 import io
 import re
+import shutil
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-import fp8.formats.format
-import fp8.recipes.recipe
-from unit_scaling.rules import table as ops
+from docs import words
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+DOCUMENTS = [ROOT / "README.md", CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
 
 NATIVE = [
     ROOT / "docs" / page for page in ("adapters.md", "converted-layers.md", "saved-operands.md")
 ]
 """Print what the FP8 products of this CPU do."""
 
-each_document = pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, marks=[pytest.mark.native] if p in NATIVE else []) for p in DOCUMENTS],
-    ids=lambda path: path.relative_to(ROOT).as_posix(),
-)
+
+def each(documents: list[Path]) -> pytest.MarkDecorator:
+    """Parametrizes a test by ``path``."""
+    params = [pytest.param(p, marks=[pytest.mark.native] if p in NATIVE else []) for p in documents]
+    return pytest.mark.parametrize(
+        "path", params, ids=lambda path: path.relative_to(ROOT).as_posix()
+    )
+
+
+each_document = each(DOCUMENTS)
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$\n?", re.MULTILINE | re.DOTALL)
 
@@ -67,23 +72,6 @@ def blocks(path: Path) -> list[Block]:
     return found
 
 
-@pytest.fixture
-def _tables() -> Iterator[None]:
-    """Puts back what the examples of CONTRIBUTING add to the tables."""
-    tables = [
-        ops.OPS,
-        ops._BY_FUNCTION,
-        ops._SIGNATURES,
-        fp8.formats.format.FORMATS,
-        fp8.recipes.recipe.RECIPES,
-    ]
-    before = [dict(table) for table in tables]
-    yield
-    for table, rows in zip(tables, before, strict=True):
-        table.clear()
-        table.update(rows)
-
-
 # torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 # Trainers' own: of torch's trees, of few workers, of folders and devices.
@@ -91,8 +79,7 @@ def _tables() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
 # Of transformers, which PEFT brings up.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.usefixtures("_tables")
-@each_document
+@each([path for path in DOCUMENTS if path != CONTRIBUTING])
 def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     # Without a C compiler, and in a tenth of the time; other tests compile to the end.
@@ -112,11 +99,52 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
             printed = ""
 
 
+def apply(diff: str, root: Path) -> None:
+    """Applies a diff whose hunks have no line numbers: the lines that a hunk has must be in the file
+    exactly once. A file is new after ``--- /dev/null``."""
+    for old, new, hunk in re.findall(
+        r"^--- (.*)\n\+\+\+ (.*)\n((?:[ +-](?!-- ).*\n)+)", diff, re.M
+    ):
+        lines = hunk.splitlines()
+        before = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
+        after = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
+        text = "" if old == "/dev/null" else (root / old).read_text(encoding="utf-8")
+        assert not before or text.count(before) == 1, f"{old} has other lines than the diff"
+        (root / new).write_text(text.replace(before, after) if before else after, encoding="utf-8")
+
+
+def test_the_diffs_of_contributing_add_what_they_say(tmp_path: Path):
+    """A format, a recipe, an operation, an adapter: the code below each runs with all of them."""
+    for package in ("fp8", "unit_scaling"):
+        shutil.copytree(
+            ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    found = blocks(CONTRIBUTING)
+    diffs = [block.text for block in found if block.language == "diff"]
+    assert len(diffs) == 4
+    for diff in diffs:
+        apply(diff, tmp_path)
+    code = "".join(block.text for block in found if block.language == "python")
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_diff_that_does_not_fit_is_refused(tmp_path: Path):
+    file = tmp_path / "a.py"
+    file.write_text("x = 1\ny = 2\n")
+    apply("--- a.py\n+++ a.py\n x = 1\n+z = 3\n-y = 2\n--- /dev/null\n+++ b.py\n+w = 4\n", tmp_path)
+    assert file.read_text() == "x = 1\nz = 3\n"
+    assert (tmp_path / "b.py").read_text() == "w = 4\n"
+    with pytest.raises(AssertionError, match="other lines"):
+        apply("--- a.py\n+++ a.py\n y = 2\n+z = 3\n", tmp_path)
+
+
 @each_document
 def test_every_block_names_its_language(path: Path):
     document = path.read_text(encoding="utf-8")
     assert document.count("```") == 2 * len(blocks(path))
-    assert {block.language for block in blocks(path)} <= {"python", "text", "bash"}
+    assert {block.language for block in blocks(path)} <= {"python", "text", "bash", "diff"}
 
 
 @each_document
@@ -148,3 +176,10 @@ def test_readme_is_short():
     code = [b.text for b in blocks(ROOT / "README.md") if b.language == "python"]
     lines = [line for text in code for line in text.splitlines() if line.strip()]
     assert 15 <= len(lines) <= 30
+
+
+def test_pages_are_short():
+    """All pages together; CONTRIBUTING at most 1,500 words."""
+    assert sum(map(words.words, words.pages())) <= words.LIMIT
+    assert words.words(CONTRIBUTING) <= 1500
+    assert {path.stem for path in words.pages()} >= {"README", "index", "recipes", "refused"}

@@ -3,10 +3,11 @@
 import re
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from docs import build, demo, parity, questions
+from docs import build, demo, figures, parity, questions
 from docs.features import COMPARISONS, DOCUMENTS, FEATURES, FIELD, HOW, PEERS
 from notebooks.nanogpt.settings import PRESETS
 from notebooks.nanogpt.variants import DEMO, VARIANTS
@@ -74,10 +75,11 @@ def test_the_demo_takes_the_best_rates_of_its_sweep():
 
 def test_generated_parts_are_replaced():
     text = "a\n<!-- demo -->\nold\n<!-- /demo -->\nb\n"
-    text_of_readme = f"{text}<!-- one_line -->\n<!-- /one_line -->\n"
+    text_of_readme = f"{text}<!-- times -->\n<!-- /times --><!-- one_line -->\n<!-- /one_line -->\n"
     made = demo.with_parts(demo.README, text_of_readme)
     assert "old" not in made
     assert "graph network +0.0" in made
+    assert "compiled `unit_scale` 1.0" in made
     assert demo.with_parts(demo.README, made) == made
     assert "; unit-scaled FP8 2." in made
     made = demo.with_parts(demo.PAGE, f"{text}<!-- training -->\n<!-- /training -->")
@@ -100,6 +102,45 @@ def test_every_row_is_there():
     for table in (*tables, build.CONSTRAINTS, build.LR_RULES):
         assert all(f"| `{name}` |" in text for name in table)
     assert all(f"| `U.{name}` |" in text for name in build.OPS)
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_figures_are_up_to_date(name: str):
+    text = (figures.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
+    assert text == figures.FIGURES[name](), "run `make docs`"
+
+
+def test_no_figure_is_left_over():
+    assert {path.stem for path in figures.FOLDER.iterdir()} == set(figures.FIGURES)
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_figures_are_drawn_for_light_and_dark(name: str):
+    """Well-formed, with colours in the variables of the style alone, and nothing outside."""
+    root = ElementTree.fromstring(figures.FIGURES[name]())
+    space = "{http://www.w3.org/2000/svg}"
+    assert "prefers-color-scheme:dark" in root.findtext(f"{space}style", "")
+    height = float(root.attrib["height"])
+    for part in root.iter():
+        assert not part.attrib.keys() & {"fill", "stroke", "style"}
+        if part.tag == f"{space}rect":
+            x, y, w, h = (float(part.attrib[key]) for key in ("x", "y", "width", "height"))
+            assert 0 <= x <= x + w <= figures.WIDTH
+            assert 0 <= y <= y + h <= height
+
+
+def test_every_signed_format_and_every_operand_is_drawn():
+    formats, products = figures.formats(), figures.products()
+    for format in build.FORMATS.values():
+        assert (f">{format.name}</text>" in formats) == format.signed
+    assert set(figures.IN_THE_FIGURE) <= build.RECIPES.keys()
+    assert products.count('class="head">e2m1<') == 6  # of nvfp4, the only recipe in 4 bits
+
+
+def test_files_of_flows_exist():
+    for _, steps in figures.FLOWS.values():
+        named = {where for step in steps for where in (step.where, step.aside_where) if where}
+        assert not [where for where in named if not (figures.FOLDER.parents[1] / where).is_file()]
 
 
 def test_parity_is_up_to_date():
