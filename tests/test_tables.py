@@ -110,8 +110,10 @@ def test_figures_are_up_to_date(name: str):
     assert text == figures.FIGURES[name](), "run `make docs`"
 
 
-def test_no_figure_is_left_over():
+def test_every_figure_is_shown_and_none_is_left_over():
     assert {path.stem for path in figures.FOLDER.iterdir()} == set(figures.FIGURES)
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert not [name for name in figures.FIGURES if f"(figures/{name}.svg)" not in text]
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
