@@ -173,8 +173,8 @@ def times() -> str:
     return (
         "Time of a training step on CPU, relative to the plain model, for a GPT of 4 layers, 128 "
         f"wide: in eager mode {ratios('eager', plain)}; compiled {ratios('compiled', 1.0)} "
-        "([table](docs/benchmarks.md#transforms)). Wider models lose less: products grow faster than "
-        "casts and factors."
+        "([table](docs/benchmarks.md#transforms)). Wider models lose less: products grow faster "
+        "than casts and factors."
     )
 
 

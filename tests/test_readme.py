@@ -100,11 +100,10 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def apply(diff: str, root: Path) -> None:
-    """Applies a diff whose hunks have no line numbers: the lines that a hunk has must be in the file
-    exactly once. A file is new after ``--- /dev/null``."""
-    for old, new, hunk in re.findall(
-        r"^--- (.*)\n\+\+\+ (.*)\n((?:[ +-](?!-- ).*\n)+)", diff, re.M
-    ):
+    """Applies a diff without line numbers: the lines of a hunk must be in the file exactly once. A
+    file is new after ``--- /dev/null``."""
+    hunks = re.compile(r"^--- (.*)\n\+\+\+ (.*)\n((?:[ +-](?!-- ).*\n)+)", re.MULTILINE)
+    for old, new, hunk in hunks.findall(diff):
         lines = hunk.splitlines()
         before = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
         after = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")

@@ -10,6 +10,7 @@ from notebooks.nanogpt.model import GPT
 from notebooks.nanogpt.settings import Settings
 from notebooks.nanogpt.variants import VARIANTS, build_model
 
+
 class _OneLayer(torch.nn.Module):
     """A linear layer whose output has the gradients it is told to have."""
 
