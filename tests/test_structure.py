@@ -76,6 +76,9 @@ PRIVATE = {
     "fp8/common/compiler.py": {
         "torch._dynamo": "has read torch's list of overridable functions, and keeps it",
     },
+    "unit_scaling/transforms/install.py": {
+        "torch._C": "_len_torch_function_stack: whether another mode than the plan's is active",
+    },
     "unit_scaling/transforms/record/place.py": {
         "torch._guards": "the lines of the code that torch.compile traces",
     },

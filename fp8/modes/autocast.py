@@ -71,7 +71,20 @@ threads run in eager mode meanwhile too."""
 def outside_compiler(call: Callable[[], Any]) -> Any:
     """``call()`` without compilation in all of it: a mode that is active in eager code would
     intercept again what was compiled under a mode."""
-    return torch.compiler.disable(STANCE(call))()
+    if torch.compiler.is_dynamo_compiling():  # which traces no cached function
+        return torch.compiler.disable(STANCE(call))()
+    return _uncompiled()(call)
+
+
+@functools.cache
+def _uncompiled() -> Callable[[Callable[[], Any]], Any]:
+    """Made once: the compiler wraps each function that it is disabled for."""
+    return torch.compiler.disable(_held)
+
+
+def _held(call: Callable[[], Any]) -> Any:
+    with STANCE:
+        return call()
 
 
 class _Mode(TorchFunctionMode):

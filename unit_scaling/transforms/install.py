@@ -11,19 +11,18 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from functools import cache
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
-from fp8.common.compiler import eager_only, taken_as_constant
+from fp8.common.compiler import taken_as_constant
 from fp8.common.dtensor import is_dtensor
 from fp8.common.mixin import Mixin, add_mixin, bare_class, check_not_scripted, remove_mixin
 from fp8.common.pitfalls import PitfallWarning, warn_once
 from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
+from fp8.modes.autocast import outside_compiler
 
 from ..parameter import forget_tags
 from .state import Marked, PlanState, scaling
@@ -38,17 +37,18 @@ Given = tuple[Args, Kwargs]
 """The positional and the keyword arguments of a call."""
 
 
-class Scope(Protocol):
+class Scope:
     """One transform of one model. By default it wraps nothing, and only marks the model. order:
     scopes are entered in ascending order. path: the names of the modules that are running in this
     thread, outermost first; empty while the transform is not active. each: whether every module
     runs through the scope, not the outermost one alone. named: whether ``path`` has the names of
-    inner modules too."""
+    inner modules too. skips: whether its mode does nothing in modules of `_WITHOUT_STEPS`."""
 
     order: int
     path: Stack
-    each: bool = False
-    named: bool = True
+    each = False
+    named = True
+    skips = False
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()``, the forward of ``module``, with the transform active."""
@@ -78,30 +78,48 @@ class _Transformed(Mixin, Marked):
         titles = [getattr(scope, "title", "") for scope, path in self._scopes if not path]
         return ", ".join(filter(None, [own, *titles]))
 
-    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Runs the forward through the scopes, with few nested calls: the compiler adds dozens of
-        frames for each call, and Python's limit is 1000."""
-        scopes = self._scopes
-        if len(scopes) == 1 and not scopes[0][0].each:
-            scope, path = scopes[0]
-            names = scope.path.items
-            if names and not scope.named:
+    def around(
+        self,
+        forward: Callable[..., Any],
+        args: Args,
+        kwargs: Kwargs,
+        scopes: tuple[tuple[Any, str], ...] | None = None,
+    ) -> Any:
+        """Runs the forward through the scopes. Few nested calls: the compiler adds dozens of frames
+        for each, and Python's limit is 1000."""
+        if scopes is None:
+            scopes = self._scopes
+        if not scopes:
+            return forward(*args, **kwargs)
+        scope, path = scopes[0]
+        names = scope.path.items
+        if scope.each or not names:
+
+            def call(given: Given = (args, kwargs)) -> Any:
+                return _Transformed.around(self, forward, *given, scopes[1:])
+
+            return scope.run(call, self, path, (args, kwargs))
+        unseen = len(scopes) == 1 and scope.skips and self._original in _WITHOUT_STEPS
+        if unseen and _is_unseen(self, args, kwargs):
+            with torch.DisableTorchFunction():
+                return forward(*args)
+        if not scope.named:
+            return _Transformed.around(self, forward, args, kwargs, scopes[1:])
+        names.append(path)
+        try:
+            if len(scopes) == 1:
                 return forward(*args, **kwargs)
-            if names:
-                names.append(path)
-                try:
-                    return forward(*args, **kwargs)
-                finally:
-                    names.pop()
-        return _run(self, forward, scopes, (args, kwargs))
+            return _Transformed.around(self, forward, args, kwargs, scopes[1:])
+        finally:
+            names.pop()
 
     @taken_as_constant
-    def _asks(self, scope: int, module: int, question: str, *about: Any) -> Any:
-        """The result of a method of a scope for this module, as a constant of the graph. scope,
-        module: the ``id`` of the scope and of the module itself, by which torch.compile guards on
-        their identity; the objects themselves are no constants in torch 2.11."""
+    def _is_known(self, scope: int, module: int) -> bool:
+        """``is_known`` of a scope for this module, as a constant of the graph. scope, module: the
+        ``id`` of the scope and of the module itself, by which torch.compile guards on their
+        identity; the objects themselves are no constants in torch 2.11."""
         own, path = next(item for item in self._scopes if id(item[0]) == scope)
-        return getattr(own, question)(self, path, *about)
+        return bool(own.is_known(path))
 
     @taken_as_constant
     def _tracing(self, begins: bool) -> bool:
@@ -110,27 +128,54 @@ class _Transformed(Mixin, Marked):
         return begins
 
 
-def _run(
-    module: Any, forward: Callable[..., Any], scopes: tuple[tuple[Any, str], ...], given: Given
+_WITHOUT_STEPS = frozenset(
+    (
+        *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+        *(nn.Dropout, nn.Dropout2d, nn.Embedding, nn.Identity, nn.Flatten, nn.MaxPool2d),
+        *(nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.LeakyReLU, nn.ELU),
+    )
+)
+"""Classes whose forward makes no call that a plan has a step for."""
+
+_PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
+
+
+def _is_unseen(module: nn.Module, args: Args, kwargs: Kwargs) -> bool:
+    """Whether nothing but the mode of a plan sees the calls of a module of `_WITHOUT_STEPS`. A mode
+    takes a dozen calls of Python for one of `torch.nn.functional`."""
+    if kwargs or torch.compiler.is_dynamo_compiling() or torch._C._len_torch_function_stack() > 1:
+        return False
+    types = set(map(type, (*args, *module._parameters.values())))
+    return types <= _PLAIN  # tensor subclasses may see calls
+
+
+def run_in_mode(
+    scope: Any, call: Call, module: Any, path: str, given: Given, eager: bool = False
 ) -> Any:
-    if not scopes:
-        args, kwargs = given
-        return forward(*args, **kwargs)
-    (scope, path), inner = scopes[0], scopes[1:]
-    names = scope.path.items
-    if names and not scope.each:
-        if not scope.named:
-            return _run(module, forward, inner, given)
-        names.append(path)
-        try:
-            return _run(module, forward, inner, given)
-        finally:
-            names.pop()
+    """Returns ``call()``, the forward of ``module``, with the path and the torch-function mode
+    ``scope.mode(...)`` active. eager: whether ``scope.eager(...)`` runs this, outside the compiler.
 
-    def call(given: Given = given) -> Any:
-        return _run(module, forward, inner, given)
-
-    return scope.run(call, module, path, given)
+    Not a with statement: a graph break inside one is resumed in pieces, each compiled while the
+    mode is active. Inside try, a graph break leaves the whole frame to eager mode.
+    """
+    # Per thread: `is_compiling` is true in all threads while one compiles (torch 2.13). Inline:
+    # a helper function would be compiled itself, to True.
+    traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    if not (eager or traced):  # after a graph break
+        return outside_compiler(lambda: scope.eager(call, module, path, given))
+    mode = scope.mode(module, path, given)
+    if traced:
+        module._tracing(True)
+    scope.path.items.append(path)
+    mode.__enter__()
+    try:
+        output = call()
+    finally:
+        mode.__exit__(None, None, None)
+        scope.path.items.pop()
+    if traced:
+        module._tracing(False)
+    return output
 
 
 _BEGUN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -174,40 +219,10 @@ def find_scope(model: nn.Module, kind: type) -> Any:
     return next((scope for scope, _ in scopes if isinstance(scope, kind)), None)
 
 
-class _Edits:
-    """count: how often a module of the process was given a part. seen: the count at the latest look
-    of each scope."""
-
-    count = 0
-    seen: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
-
-
-@cache
-def _count_edits() -> None:
-    @eager_only()
-    def noted(module: nn.Module, name: str, part: nn.Module | None) -> None:
-        _Edits.count += 1
-
-    register_module_module_registration_hook(noted)
-
-
-def edited(scope: Scope) -> bool:
-    """Whether models may have been edited since this was asked for the scope."""
-    _count_edits()
-    count = _Edits.count
-    if _Edits.seen.get(scope) == count:
-        return False
-    _Edits.seen[scope] = count
-    return True
-
-
-def install(model: nn.Module, scope: Scope, prefix: str = "", only_new: bool = False) -> None:
-    """Installs the scope on every module of ``model``, replacing any other of the same type.
-
-    prefix: the name of ``model`` in the scope. only_new: leaves modules as they are that have one
-    of the type; others get names that none of them has. Raises TypeError for a TorchScript module,
-    which has no Python forward, and for a model whose forward is a generator or a coroutine.
-    """
+def install(model: nn.Module, scope: Scope) -> None:
+    """Installs the scope on every module of ``model``, replacing any other of the same type. Raises
+    TypeError for a TorchScript module, which has no Python forward, and for a model whose forward
+    is a generator or a coroutine."""
     forward = inspect.unwrap(unwrapped(model).forward)
     is_generator = inspect.isgeneratorfunction(forward) or inspect.isasyncgenfunction(forward)
     if is_generator or inspect.iscoroutinefunction(forward):
@@ -215,15 +230,10 @@ def install(model: nn.Module, scope: Scope, prefix: str = "", only_new: bool = F
             f"the forward of {type(unwrapped(model)).__name__} goes on after its call, where no "
             "transform is in force: let it return a value, and yield or await around the model"
         )
-    taken = {n for m in model.modules() for s, n in getattr(m, "_scopes", ()) if s is scope}
-    for path, module in unwrapped(model).named_modules(prefix=prefix):
+    for path, module in unwrapped(model).named_modules():
         if unwrapped(module) is not module:
             continue  # a wrapper of torch.compile; the wrapped module follows
-        if only_new and find_scope(module, type(scope)) is not None:
-            continue
         check_not_scripted(path, module)
-        while path in taken:
-            path += "'"
         add_mixin(module, _Transformed)
         gained: Any = module
         kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]

@@ -18,14 +18,13 @@ from fp8.recipes.recipe import Recipe
 
 from ..formats import FPFormat
 from .compile import M, copied
-from .install import Call, Given, install, warn_of_break
+from .install import Call, Given, Scope, install, run_in_mode, warn_of_break
 
 
-class Simulate:
+class Simulate(Scope):
     """Runs the model under `fp8.autocast`."""
 
     order = 1
-    each = False
     named = False  # torch.cond in a graph allows no branch to write into a list
 
     def __init__(self, recipe: Recipe) -> None:
@@ -40,29 +39,18 @@ class Simulate:
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()`` under the recipe."""
-        return self._simulated(call, module, path)
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+            return run_in_mode(self, call, module, path, given)
+        return outside_compiler(lambda: self.eager(call, module, path, given))
 
-    def _simulated(self, call: Call, module: Any, path: str, eager: bool = False) -> Any:
-        traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
-        if not (eager or traced):
-            return outside_compiler(lambda: self._simulated(call, module, path, eager=True))
-        # Not a with statement, for the reason given in UnitScale._replay.
+    def eager(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
+        warn_of_break(module)
+        return run_in_mode(self, call, module, path, given, eager=True)
+
+    def mode(self, module: nn.Module, path: str, given: Given) -> autocast:
         mode = autocast(self.recipe, opaque="warn")
         mode.reenters = True  # every module is reentered when it is called
-        self.path.items.append(path)
-        if traced:
-            module._tracing(True)
-        else:
-            warn_of_break(module)
-        mode.__enter__()
-        try:
-            output = call()
-        finally:
-            mode.__exit__(None, None, None)
-            self.path.items.pop()
-        if traced:
-            module._tracing(False)
-        return output
+        return mode
 
 
 def simulate_format(

@@ -23,9 +23,9 @@ from fp8.modes.autocast import outside_compiler
 from .compile import M, copied
 from .inspect.history import History, Pass
 from .inspect.metrics import Metrics
-from .install import Args, Call, Given, Kwargs, install, is_exported
+from .install import Args, Call, Given, Kwargs, Scope, install, is_exported
 from .record.calls import Slot, mapped, tensors_in
-from .record.probe import Observer, unseen
+from .record.probe import Observer, Observing, unseen
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -50,12 +50,10 @@ _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 class Tap(Observer):
     """Records the graph of one call of a model, with `Metrics` for each floating-point tensor.
-    path: as in `Scope`. recurse: whether to record inside submodules, not one node for each."""
+    recurse: whether to record inside submodules, not one node for each."""
 
-    def __init__(self, path: Stack, formats: tuple[Format, ...], recurse: bool = True) -> None:
+    def __init__(self, formats: tuple[Format, ...], recurse: bool = True) -> None:
         super().__init__()
-        self.path = path
-        self.active = True
         self.formats = formats
         self.recurse = recurse
         self._handles: list[Any] = []
@@ -92,9 +90,9 @@ class Tap(Observer):
                 self._record(node, tensor)
             node.meta["clean_name"] = name  # fx renames a placeholder called input to input_1
 
-    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        if self.recurse or not (self.active and self.path.items):
-            return super().run(call, module, path, given)
+    def inside(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
+        if self.recurse or not self.path.items:
+            return super().inside(call, module, path, given)
 
         def whole(*args: Any, **kwargs: Any) -> Any:
             return call((args, kwargs))
@@ -179,36 +177,24 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-class Taps:
-    """Applies the `Tap` of the call that is being measured in this thread, if any."""
+class Taps(Observing):
+    """Inside of that of `verify`."""
 
     order = 8
-    each = True
-    named = True
-
-    def __init__(self) -> None:
-        self.path = Stack()
-        self.running = Stack()
-
-    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        """Returns ``call()``, measured if a tap is active."""
-        taps = self.running.items
-        return taps[-1].run(call, module, path, given) if taps else call()
 
 
-class Track:
+class Track(Scope):
     """Chooses which calls to measure; entered first, so that all other calls run compiled."""
 
     order = -1
     each = True
-    named = True
 
     def __init__(
         self, formats: tuple[Format, ...], every: int, history: int, recurse: bool = True
     ) -> None:
         self.path = Stack()
         self.recurse = recurse
-        self.taps = Taps()
+        self.observing = Taps()
         self.formats = formats
         self.every = every
         self.calls = count()
@@ -217,16 +203,16 @@ class Track:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {"formats": self.formats, "every": self.every, "history": self.passes.maxlen}
-        return {"taps": self.taps, **state}
+        return {"observing": self.observing, **state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        taps = state.pop("taps")
+        observing = state.pop("observing")
         self.__init__(**state)  # type: ignore[misc]
-        self.taps = taps
+        self.observing = observing
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()``, measured every ``every`` calls of the whole model."""
-        if path or self.taps.running.items or is_exported():
+        if path or self.observing.active or is_exported():
             return call()
 
         def measured(number: int) -> Any:
@@ -247,14 +233,12 @@ class Track:
         return None if number % self.every else number
 
     def _measured(self, number: int, call: Call, given: Given) -> Any:
-        tap = Tap(self.taps.path, self.formats, self.recurse)
+        tap = Tap(self.formats, self.recurse)
         self._latest.items.append(tap)
-        self.taps.running.items.append(tap)
         try:
-            output = call(mapped(_differentiable, given))
+            with self.observing.by(tap):
+                output = call(mapped(_differentiable, given))
         finally:
-            self.taps.running.items.pop()
-            tap.active = False
             tap.forget()
         self.passes.append((number, tap.graph))
         return output
@@ -262,7 +246,7 @@ class Track:
     def install(self, model: nn.Module) -> None:
         """Installs both scopes."""
         install(model, self)
-        install(model, self.taps)
+        install(model, self.observing)
 
     def scales_graph(self) -> Graph:
         """Returns the graph of the latest measured call; an empty graph before the first."""

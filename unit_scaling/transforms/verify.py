@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .inspect.product_probe import Watch
 from .inspect.serialize import Serializable
 from .install import find_scope, install, is_sharded
 from .record.copies import deep_copy
+from .record.probe import Observing
 from .record.values import rms_of
 from .run.transform import UnitScale
 
@@ -135,11 +137,11 @@ def verify(
     trial.zero_grad()
     skip_checks(trial)
     named = {id(p): name for name, p in trial.named_parameters()}
-    watch = Watch(named, frozenset(_computing(trial)))
-    install(trial, watch)
+    watch, observing = Watch(named, frozenset(_computing(trial))), Observing()
+    install(trial, observing)
     if any(find_scope(part, UnitScale) for part in trial.modules()):  # the first call makes a plan
-        _step(trial, Watch({}), batch, loss, seed)
-    at_output = _step(trial, watch, batch, loss, seed)
+        _step(trial, nullcontext(), batch, loss, seed)
+    at_output = _step(trial, observing.by(watch), batch, loss, seed)
     scope = find_scope(trial, UnitScale)
     scaled = scope is not None and scope.unit_scaled
     return Verification(
@@ -155,14 +157,18 @@ def _computing(model: nn.Module) -> Iterator[str]:
 
 
 def _step(
-    model: nn.Module, watch: Watch, batch: Batch, loss: Loss | None, seed: int
+    model: nn.Module,
+    observed: AbstractContextManager[None],
+    batch: Batch,
+    loss: Loss | None,
+    seed: int,
 ) -> list[float]:
-    """A training step, which ``watch`` measures. Returns the result of `_measured`."""
+    """A training step whose forward pass is observed: checkpoints recompute parts of the model in
+    the backward pass. Returns the result of `_measured`."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    watch.active = True
     with seeded(None, devices), torch.enable_grad():
-        output = outside_compiler(lambda: call(model, copied(batch)))
-        watch.active = False  # checkpoints recompute parts of the model in the backward pass
+        with observed:
+            output = outside_compiler(lambda: call(model, copied(batch)))
         at_output = _measured(output)
         outside_compiler(lambda: _backward(output, loss, seed))
     model.zero_grad()

@@ -234,12 +234,12 @@ def test_a_parameter_that_is_returned_as_it_is():
 def test_copies_measure_by_themselves():
     model = track_scales(tiny(), every=3)
     model(*batch())
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), unit_scale(model)):
-        assert not list(twin.scales_graph().nodes)
-        twin(*batch())
-        assert list(twin.scales_graph().nodes)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), unit_scale(model)):
+        assert not list(copied.scales_graph().nodes)
+        copied(*batch())
+        assert list(copied.scales_graph().nodes)
         assert len({row["call"] for row in model.scales_history()}) == 1
-        assert twin.scales_graph() is not model.scales_graph()
+        assert copied.scales_graph() is not model.scales_graph()
 
 
 def test_checkpoints_are_measured_once():

@@ -176,7 +176,7 @@ def test_attention(spelled: str):
     assert named["output"] == "output"
     inner = {"logits", "probabilities", "gradient of probabilities"}
     assert {t for t, kind in named.items() if kind == "attention"} == (
-        {"gradient of scores"} if spelled == "fused" else inner
+        set() if spelled == "fused" else inner
     )
     assert all(row.inside is None for row in rows if row.kind == "attention")
     for path, kind in {
@@ -189,28 +189,6 @@ def test_attention(spelled: str):
             "gradient of weight": "weight gradient",
             "gradient of output": kind,
         }
-
-
-def test_the_gradient_of_scores_is_measured_where_a_product_reads_it():
-    """Against the gradient of a mask, which is that of the scores."""
-    q, k, v = (torch.randn(2, 8, 16) for _ in range(3))
-    mask = torch.zeros(2, 8, 8, requires_grad=True)
-
-    class Masked(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, mask)
-
-    inputs = [t.requires_grad_() for t in (q, k, v)]
-    rows = found(uu.verify(Masked(), (*inputs, mask)))
-    out = F.scaled_dot_product_attention(q, k, v, mask)
-    generator = torch.Generator().manual_seed(0)
-    out.backward(torch.randn(out.shape, generator=generator))
-    assert mask.grad is not None
-    assert rows["gradient of scores"] == pytest.approx(mask.grad.square().mean().sqrt().item())
-    heads = [t.detach().unflatten(0, (1, 2)).requires_grad_() for t in inputs]
-    fused = found(uu.verify(Masked(), (*heads, None)))
-    assert "gradient of query" in fused
-    assert "gradient of scores" not in fused
 
 
 def test_a_softmax_that_is_no_attention():
@@ -237,9 +215,7 @@ def test_a_softmax_that_is_no_attention():
         (path, call, "gradient of output")
         for path, call in (("gate", "linear"), ("", "scaled_dot_product_attention"), ("", "matmul"))
     }
-    assert {p[1:] for p, kind in kinds.items() if kind == "attention"} == {
-        ("scaled_dot_product_attention", "gradient of scores")
-    }
+    assert "attention" not in kinds.values()
 
 
 def test_multi_head_attention_is_seen_through():
@@ -433,15 +409,12 @@ def test_what_is_refused():
         uu.verify(3, torch.ones(1))
     with pytest.raises(ValueError, match="requires a gradient"):
         uu.verify(nn.Linear(4, 4).requires_grad_(False), torch.ones(4, 4))
+    with pytest.raises(ValueError, match=r"one element, got a tensor of shape"):
+        uu.verify(nn.Linear(4, 4), torch.randn(2, 4), loss=lambda output: output)
     result = uu.verify(nn.Linear(4, 4), torch.randn(4, 4))
     with pytest.raises(ValueError, match="choose one of 'activation', 'weight', 'gradient'"):
         result.share("bias")
     assert math.isnan(result.share("query-key gradient"))
-
-
-def test_a_loss_of_many_numbers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"one element, got a tensor of shape"):
-        uu.verify(nn.Linear(4, 4), torch.randn(2, 4), loss=lambda output: output)
 
 
 def overwritten(layers: int = 4) -> nn.Sequential:

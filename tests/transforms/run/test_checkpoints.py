@@ -136,9 +136,9 @@ def test_within_another_module():
 def test_copies_and_averages():
     model = unit_scale(plain())
     model(X)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert not any(twin.load_state_dict(model.state_dict()))
-        same(twin, model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not any(copied.load_state_dict(model.state_dict()))
+        same(copied, model)
     names = [[n for n, _ in m.named_parameters()] for m in (model, plain())]
     assert names[0] == names[1]
     assert not list(model.buffers())

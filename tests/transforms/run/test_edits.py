@@ -568,14 +568,3 @@ def test_a_forward_around_that_of_the_model_is_outside_of_its_plan():
     for mine, p in zip(wrapped.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, p.grad)
     assert not any("relu" in row.call for row in uu.report(wrapped))
-
-
-def test_a_graph_may_make_a_module_while_edits_are_counted():
-    """torch.compile traces the hook that counts them."""
-    model = transformed(plain(), "unit", drift=False)
-    model(X)
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return nn.Sequential(torch.compiler.disable(nn.Identity()))(x)
-
-    assert torch.equal(torch.compile(function, backend="eager")(X), X)

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+import fp8
 import unit_scaling as uu
-from tests.transforms.models import GPT
+from tests.transforms.models import GPT, Net
 from unit_scaling.transforms import ModelPlan, unit_scale
 
 IDS = torch.arange(32).view(2, 16) % 65
@@ -89,6 +91,18 @@ def test_what_a_plan_leaves_open_is_found_as_before():
         torch.testing.assert_close(again(IDS)[0], folded(IDS)[0], rtol=0, atol=0)
 
 
+def test_a_call_that_an_adopted_plan_does_not_have_is_warned_of():
+    """As of a model whose code has changed since the plan was saved."""
+    x = torch.randn(4, 8)
+    model = unit_scale(Net(lambda m, x: m.a(x), a=nn.Linear(8, 8)))
+    model(x)
+    changed = Net(lambda m, x: m.a(x) + F.linear(x, m.a.weight), a=nn.Linear(8, 8))
+    other = unit_scale(changed, plan=uu.plan(model))
+    with pytest.warns(fp8.ScaleWarning, match="the adopted plan has no linear in the model itself"):
+        expected = other(x)
+    assert torch.equal(other(x), expected)
+
+
 def test_json():
     _, plan = planned()
     data = json.loads(plan.to_json())
@@ -106,7 +120,7 @@ def test_other_fields_are_refused_by_name():
         ModelPlan.from_dict({**data, "colour": 1})
     with pytest.raises(ValueError, match=r"a plan: unknown fields \[\], missing fields \['tags'\]"):
         ModelPlan.from_dict({name: value for name, value in data.items() if name != "tags"})
-    with pytest.raises(ValueError, match="a plan of version 9 is needed, got version 8"):
+    with pytest.raises(ValueError, match="a plan of version 10 is needed, got version 8"):
         ModelPlan.from_dict({**data, "version": 8})
     with pytest.raises(ValueError, match="a plan is a dict of fields, got list"):
         ModelPlan.from_json("[]")

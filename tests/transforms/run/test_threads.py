@@ -4,7 +4,6 @@ import asyncio
 import copy
 import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -112,19 +111,6 @@ def test_first_calls_of_two_models_leave_warnings_and_stance_alone():
     assert compiled == [1]
 
 
-def test_pool():
-    model = simulate_fp8(unit_scale(block()))
-    with torch.no_grad():
-        alone = [model(batch(i)) for i in range(16)]
-
-    def infer(i: int) -> Tensor:
-        with torch.no_grad():
-            return model(batch(i))
-
-    with switching(), ThreadPoolExecutor(4) as pool:
-        assert_same(list(pool.map(infer, range(16))), alone)
-
-
 def test_backward_in_another_thread():
     models = [simulate_fp8(unit_scale(block(seed))) for seed in range(2)]
     alone = [step(model, batch()) for model in models]
@@ -133,47 +119,6 @@ def test_backward_in_another_thread():
              zip(outputs, models, strict=True)]  # fmt: skip
     for got, (_, _, *expected) in zip(together(*calls), alone, strict=True):
         assert_same(list(got), expected)
-
-
-def test_a_model_in_the_thread_that_loads_data():
-    encoder, model = simulate_fp8(block(1)), unit_scale(block())
-    expected = [step(model, torch.cat([encoder(batch(i)).detach()] * 4, 1)) for i in range(4)]
-    loaded: list[Tensor] = []
-    ready = [threading.Event() for _ in range(4)]
-
-    def load() -> None:
-        for i in range(4):
-            loaded.append(torch.cat([encoder(batch(i)).detach()] * 4, 1))
-            ready[i].set()
-
-    def train() -> list[list[Tensor]]:
-        return [step(model, loaded[i]) for i in range(4) if ready[i].wait(TIMEOUT)]
-
-    with switching():
-        assert_same(together(load, train)[1], expected)
-
-
-def test_a_report_meanwhile():
-    model, done = unit_scale(nn.Linear(4, 4)), threading.Event()
-    shapes = [(2,) * n for n in range(1, 9)]
-
-    def call() -> None:
-        try:
-            for shape in shapes:
-                model(torch.ones(*shape, 4))
-        finally:
-            done.set()
-
-    def read() -> int:
-        reads = 0
-        while not done.is_set():
-            str(uu.report(model))
-            reads += 1
-        return reads
-
-    with switching():
-        together(call, read, read)
-    assert len(uu.plan(model).steps) == 1
 
 
 def test_a_copy_meanwhile():
@@ -274,15 +219,6 @@ def test_a_forward_that_goes_on_is_refused(transform, kind):
 
 
 # One thread
-
-
-@each_transform
-def test_generators(transform):
-    """Two pipelines that take turns."""
-    models = [transform(block(seed)) for seed in range(2)]
-    expected = [model(batch(i)) for i in range(4) for model in models]
-    pipes = [map(model, map(batch, range(4))) for model in models]
-    assert_same([y for pair in zip(*pipes, strict=True) for y in pair], expected)
 
 
 @each_transform

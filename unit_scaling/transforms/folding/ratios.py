@@ -36,19 +36,19 @@ Ratio = dict[str, float]
 SMALL = 1e-3
 """The largest number treated as an eps, which is added to a value or bounds it."""
 
-_FILLS = frozenset("masked_fill index_fill __setitem__ fill_diagonal".split())
 _MOVED = frozenset(
     (
         "cat stack hstack vstack dstack column_stack block_diag max min index_add scatter "
-        "scatter_add scatter_reduce index_copy index_put masked_scatter copy_"
+        "scatter_add scatter_reduce index_copy index_put masked_scatter copy"
     ).split()
 )
 """Kinds as in `_EQUAL` whose numeric arguments are not values."""
 
-_EQUAL = (_FILLS | _MOVED) | frozenset(
+_EQUAL = _MOVED | frozenset(
     (
+        "masked_fill index_fill setitem fill_diagonal "
         "add sub rsub where maximum minimum fmax fmin pad clamp clip clamp_min clamp_max gt lt ge "
-        "le eq ne __gt__ __lt__ __ge__ __le__ __eq__ __ne__"
+        "le eq ne"
     ).split()
 )
 """Kinds whose arguments and result have equal ratios; a number among them is 0 or a bound."""
@@ -112,7 +112,7 @@ class _Call:
 
     @property
     def kind(self) -> str:
-        return self.node.kind or self.node.name
+        return self.node.kind or self.node.name.strip("_")
 
     def tie(self, a: Ratio | None, b: Ratio | None, why: str, soft: str = "") -> None:
         """Adds the equation that two ratios are equal. soft: as in `Tie`."""
@@ -153,15 +153,10 @@ class _Call:
     def numbers(self) -> list[float]:
         """The numbers among the arguments that values are added to, compared with or filled
         with."""
-        args, kwargs = self.node.args, self.node.kwargs
-        if self.kind in _FILLS:
-            values = [kwargs.get("value", args[-1])]
-        elif self.kind == "pad":
-            values = [kwargs.get("value", args[3] if len(args) > 3 else 0)]
-        elif self.kind in _MOVED:
-            values = []
-        else:
-            values = [*args, *(v for name, v in kwargs.items() if name != "alpha")]
+        if self.kind in _MOVED:
+            return []
+        named = (v for name, v in self.node.kwargs.items() if name != "alpha")
+        values = [*self.node.args, *named]
         return [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
 
 
@@ -187,9 +182,10 @@ def _ratio(
         statistics = buffers.get(id(tensor)) if node.kind in _NORMS else None
         own = ratios[i.node] if statistics is None else {statistics: -1.0}
         call.ratios.append(_plus(own, _log(factors.get(i.slot, 1.0))))
-    output = _factor(step)
+    if step.op == "replace":
+        raise ValueError("it is replaced, by a function that the plain model does not call")
     rule = _RULES.get(call.kind, _fixed) if used else _fixed
-    return _plus(rule(call), output)
+    return _plus(rule(call), _log(step.factor))
 
 
 # Rules
@@ -272,32 +268,12 @@ def _pow(call: _Call) -> Ratio | None:
     return _plus(call.first(), times=numbers[0]) if numbers and base else _fixed(call)
 
 
-def _prelu(call: _Call) -> Ratio | None:
-    value, slope = call.ratios
-    call.one(slope, "its slope has the ratio 1")
-    return value
-
-
-def _addcmul(call: _Call) -> Ratio | None:
-    added, *factors = call.ratios
-    return call.equal(added, _plus(*factors))
-
-
-def _lerp(call: _Call) -> Ratio | None:
-    start, end, *weight = call.ratios
-    for ratio in weight:
-        call.one(ratio, "its weight has the ratio 1")
-    return call.equal(start, end)
-
-
 _FIRST = (
-    "relu leaky_relu rrelu abs neg sum std norm vector_norm amax amin median cumsum cummax cummin "
-    "sort msort topk kthvalue gather interpolate fold tril triu diag diag_embed trace nan_to_num "
-    "detach dropout1d dropout2d dropout3d feature_alpha_dropout embedding max_pool1d max_pool2d "
-    "max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices lp_pool1d "
-    "lp_pool2d lp_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d fft fft2 fftn "
-    "ifft ifft2 ifftn rfft rfft2 rfftn irfft irfft2 irfftn aminmax embedding_bag broadcast_tensors "
-    "meshgrid data requires_grad_ cpu cuda alias"
+    "relu leaky_relu abs neg sum std norm vector_norm amax amin cumsum sort topk gather fold "
+    "interpolate tril triu diag nan_to_num detach dropout1d dropout2d dropout3d embedding "
+    "embedding_bag max_pool1d max_pool2d max_pool3d max_pool1d_with_indices "
+    "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d "
+    "adaptive_max_pool3d broadcast_tensors meshgrid data requires_grad cpu cuda alias"
 ).split()
 
 _RULES: dict[str, Callable[[_Call], Ratio | None]] = {
@@ -306,12 +282,7 @@ _RULES: dict[str, Callable[[_Call], Ratio | None]] = {
         (_mul, ["mul"]),
         (_div, ["div"]),
         (_pow, ["pow"]),
-        (_prelu, ["prelu"]),
-        (_addcmul, ["addcmul"]),
-        (_lerp, ["lerp"]),
         (_normalize, ["normalize"]),
-        # A direction, independent of the norm of its input, times a magnitude.
-        (lambda call: call.ratios[1], ["_weight_norm", "_weight_norm_interface"]),
         (lambda call: _plus(call.first(), times=_POWERS[call.kind]), _POWERS),
         (_norm, _NORMS),
         (_product, [*PRODUCTS, *"outer dot vdot inner multi_dot chain_matmul".split()]),
@@ -330,10 +301,3 @@ _RULES: dict[str, Callable[[_Call], Ratio | None]] = {
     for kind in kinds
 }
 """Kind -> its rule; the last of several. That of all other kinds is `_fixed`."""
-
-
-def _factor(step: Step) -> Ratio:
-    """The factor of the result of a call. Raises ValueError for a function in ``replace``."""
-    if step.op == "replace":
-        raise ValueError("it is replaced, by a function that the plain model does not call")
-    return _log(step.factor)

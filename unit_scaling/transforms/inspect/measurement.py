@@ -37,8 +37,7 @@ for d = 256.
 
 "attention" is a value inside decomposed attention: logits, probabilities and the gradient of
 probabilities, whose scale the softmax determines. It has no range. The gradient of the logits is a
-"gradient": two products of the backward pass read it. The "gradient of scores" of
-`scaled_dot_product_attention`, where torch computes it by separate products, is not cast.
+"gradient": two products of the backward pass read it.
 """
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch import Tensor
 from torch.func import debug_unwrap
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -27,12 +26,12 @@ from ..record.calls import Slot, mapped, tensors_in
 from ..record.kinds import (
     ATTENTION,
     EMBEDDINGS,
-    KINDS,
     LAYERS,
     PRODUCTS,
     RECURRENT,
     TRANSPARENT,
     is_added,
+    kind_of,
 )
 from ..record.probe import Observer, on_its_own, unseen
 from ..record.values import is_strided, norm_of
@@ -61,14 +60,13 @@ class _Origin:
 
 @dataclass
 class _Operand:
-    """label: its name in the call. norm: None if only its gradient is measured. exponent: of the
-    power of two that the plan divides it by before a cast. casts: whether the plan divides its
-    gradient by a power of two before a cast. scale: that power; None or 0 if no gradient has set
-    it."""
+    """label: its name in the call. exponent: of the power of two that the plan divides it by before
+    a cast. casts: whether the plan divides its gradient by a power of two before a cast. scale:
+    that power; None or 0 if no gradient has set it."""
 
     label: str
     kind: str
-    norm: Tensor | None
+    norm: Tensor
     numel: int
     origin: _Origin = _Origin()
     exponent: int = 0
@@ -96,9 +94,8 @@ _SAME = {"scale_bwd", "residual_split"}
 
 @dataclass
 class _Product:
-    """A call. tensors: its operands by slot, its result and its scores by name. scores: whether its
-    output feeds the softmax of an attention. biases: the products that an additive bias of the
-    logits comes from."""
+    """A call. tensors: its operands by slot, and its result. scores: whether its output feeds the
+    softmax of an attention. biases: the products that an additive bias of the logits comes from."""
 
     path: str
     call: str
@@ -127,17 +124,8 @@ class Watch(Observer):
         self._origins = WeakTensorKeyDictionary()
         self._counts: Counter[tuple[str, str]] = Counter()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
-        """Returns an inactive copy: models are copied to record what they do."""
-        return Watch({})
-
-    def begin(self, module: nn.Module, given: Given) -> None:
-        self._products.clear()
-        self._counts.clear()
-        self.notes.clear()
-
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        kind = KINDS.get(function, getattr(function, "__name__", ""))
+        kind = kind_of(function)
         product = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | EMBEDDINGS | _UNCAST
         product = product and self.path.items[-1] not in self._computing
         place = self.path.items[-1] or "the model itself"
@@ -208,25 +196,8 @@ class Watch(Observer):
                 product.tensors["result",] = result
                 if first.requires_grad:
                     first.register_hook(result.note)
-                if kind in ATTENTION:
-                    self._scores(product, first, [t for _, t in tensors_in((args, kwargs))])
         self._products.append(product)
         return output
-
-    def _scores(self, product: _Product, output: Tensor, inputs: list[Tensor]) -> None:
-        """Measures the gradient of the scores of fused attention that torch computes by separate
-        products."""
-        softmax = _find_softmax(output.grad_fn, {t.grad_fn for t in inputs})
-        if softmax is None:
-            return
-        scores = _Operand("scores", "attention", None, 1)
-        product.tensors["scores",] = scores
-
-        def note(grads: tuple[Tensor | None, ...], _: Any) -> None:
-            scores.note(grads[0])
-            scores.numel = 1 if grads[0] is None else grads[0].numel()
-
-        softmax.register_hook(note)
 
     def _hooked(self, product: _Product, args: Args, kwargs: Kwargs) -> Given:
         """Returns the arguments with a hook on each operand."""
@@ -274,9 +245,8 @@ class Watch(Observer):
                 name = _named(product, t, index in small)
                 place = (product.path, product.call, product.number)
                 root = t.numel**0.5
-                if t.norm is not None:
-                    rms = 2.0**-t.exponent * t.norm.item() / root
-                    yield Measurement(*place, name.label, name.kind, rms)
+                rms = 2.0**-t.exponent * t.norm.item() / root
+                yield Measurement(*place, name.label, name.kind, rms)
                 if t.grad is not None:
                     rms = t.grad.item() / root
                     as_cast = rms / t.cast_at(rms)
@@ -316,27 +286,11 @@ def _named(product: _Product, t: _Operand, small: bool) -> _Named:
         return _Named("probabilities", "attention", "attention")
     if t.label == "weight":
         return _Named(t.label, t.kind, "weight gradient")
-    if t.norm is None:
-        return _Named(t.label, t.kind, "attention")
     if t.label != "output" or product.call in EMBEDDINGS:
         averages = any(each.origin.probabilities for each in product.tensors.values())
         label = "value" if averages and t.label in ("input", "other") else t.label
         return _Named(label, t.kind, PASSED)
     return _Named(t.label, t.kind, "query-key gradient" if small else "gradient")
-
-
-def _find_softmax(node: Node | None, ends: set[Node | None]) -> Node | None:
-    """The softmax in a part of the autograd graph, above ``node`` and below ``ends``."""
-    seen, waiting = set(ends), [node]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if "Softmax" in node.name():
-            return node
-        waiting += [above for above, _ in node.next_functions]
-    return None
 
 
 def _measurable(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from ...parameter import Tags, remember_tags, retag, tags_of
 from ..record.calls import Slot
 from ..record.place import Place
 
-VERSION = 9
+VERSION = 10
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,12 @@ calls."""
 
 @dataclass(frozen=True)
 class CallRow:
-    """A row of the report. number: how many calls of the same kind precede it in the module."""
+    """A row of the report."""
 
     path: str
     call: str
     done: str
     why: str = ""
-    number: int = 0
 
     @property
     def left_alone(self) -> bool:
@@ -109,7 +108,7 @@ class ModelPlan:
 
     def covers(self, path: str) -> bool:
         """Whether the calls of the module at ``path`` are known."""
-        return any(_contains(entry, path) for entry in self.entries)
+        return any(not e or f"{path}.".startswith(f"{e}.") for e in self.entries)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as lists, dicts, strings, numbers and None."""
@@ -118,7 +117,10 @@ class ModelPlan:
             **{f.name: getattr(self, f.name) for f in fields(self)},
             "tags": {name: list(tags) for name, tags in self.tags.items()},
             "rows": [asdict(row) for row in self.rows],
-            "steps": [[list(place), list(map(_written, s))] for place, s in self.steps.items()],
+            "steps": [
+                [list(place), [step and asdict(step) for step in s]]
+                for place, s in self.steps.items()
+            ],
             "gradients": [[list(place), e] for place, e in self.gradients.items()],
             "ties": [asdict(tie) for tie in self.ties],
         }
@@ -177,10 +179,6 @@ class ModelPlan:
         return f"{head}\n{as_table(lines)}"
 
 
-def _contains(entry: str, path: str) -> bool:
-    return not entry or f"{path}.".startswith(f"{entry}.")
-
-
 def _described(step: Step) -> str:
     """A step as text, without the fields that have default values."""
     default = Step()
@@ -190,10 +188,6 @@ def _described(step: Step) -> str:
         if f.name != "op" and value != getattr(default, f.name):
             parts.append(f"{f.name}={value:.4g}" if f.name == "factor" else f"{f.name}={value!r}")
     return ", ".join(parts)
-
-
-def _written(step: Step | None) -> dict[str, Any] | None:
-    return None if step is None else asdict(step)
 
 
 def _read(data: Mapping[str, Any] | None) -> Step | None:

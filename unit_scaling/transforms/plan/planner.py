@@ -14,30 +14,24 @@ from dataclasses import dataclass
 from fp8.common.report import LEFT_ALONE
 
 from ...rules.table import find_op
-from ..record.calls import CallNode, is_sparse, numbered
+from ..record.calls import CallNode, is_sparse
 from ..record.flow import Flow
-from ..record.kinds import EMBEDDINGS, GAINS, PRODUCTS, RECURRENT, TRANSPARENT, is_added
+from ..record.kinds import EMBEDDINGS, GAINS, PRODUCTS, RECURRENT, STEPPED, TRANSPARENT, is_added
 from ..record.place import Place
-from .plan import CallRow, Step, Steps
+from .plan import CallRow, ModelPlan, Step, Steps
 from .residuals import Decision, Residuals, find_residuals
+from .weights import Weights
 
 
 @dataclass(frozen=True)
 class Settings:
-    """replaced: the kinds of the functions that the caller replaces. preserve: whether no value
-    has a factor. residual: the rule for residual adds. readouts: the readout weights. scaled: the
-    weights and gains that were divided by their RMS. gains: the gains among them. decided: those
-    that an earlier recording has decided on. known: the places that an earlier recording has
-    decided on. changed: the parameters that the model changes itself when it runs."""
+    """plan: what earlier recordings have decided. weights: those of RMS 1. replaced: the kinds of
+    the functions that the caller replaces. changed: the parameters that the model changes itself
+    when it runs."""
 
-    replaced: frozenset[str]
-    preserve: bool
-    residual: str
-    readouts: frozenset[str]
-    scaled: frozenset[str]
-    gains: frozenset[str] = frozenset()
-    decided: frozenset[str] = frozenset()
-    known: frozenset[Place] = frozenset()
+    plan: ModelPlan
+    weights: Weights
+    replaced: frozenset[str] = frozenset()
     changed: frozenset[str] = frozenset()
 
 
@@ -59,16 +53,15 @@ def decide(nodes: list[CallNode], settings: Settings) -> Decided:
     planner = _Planner(nodes, settings)
     steps: dict[int, Step | None] = {}
     rows: list[CallRow] = []
-    numbers = numbered(nodes)
     for index, node in enumerate(nodes):
         if node.function is None:
             continue
         step, done, why = planner.decide(index, node)
-        if node.place is not None:
+        if node.kind in STEPPED or node.kind in settings.replaced:
             steps[index] = step
-        if done and node.place not in settings.known:
+        if done and node.place not in settings.plan.steps:
             why = f"{why} ({node.where})" if done == LEFT_ALONE and node.where else why
-            rows.append(CallRow(node.path, node.name, done, why, numbers.get(index, 0)))
+            rows.append(CallRow(node.path, node.name, done, why))
     inner, depths = planner.inner, planner.residuals.depths
     return Decided(steps, rows, planner.kept, inner, depths)
 
@@ -88,16 +81,14 @@ _NOTHING: Decision = (None, "", "")
 
 class _Planner:
     def __init__(self, nodes: list[CallNode], settings: Settings) -> None:
-        self.settings = settings
+        self.settings, self.weights = settings, settings.weights
+        self.preserve = settings.plan.init == "preserve"
         self.nodes = nodes
         self.flow = Flow(nodes)
-        preserve = settings.preserve
-        self.kept = frozenset[str]() if preserve else self._kept()
-        self.residuals = (
-            Residuals()
-            if preserve
-            else find_residuals(self.flow, settings.residual, settings.known)
-        )
+        self.kept = frozenset[str]() if self.preserve else self._kept()
+        self.residuals = Residuals()
+        if not self.preserve:
+            self.residuals = find_residuals(self.flow, settings.plan.residual)
         self.inner = self._inner_readouts()
 
     def _kept(self) -> frozenset[str]:
@@ -109,17 +100,18 @@ class _Planner:
         for index, node in enumerate(self.nodes):
             for i in node.inputs:
                 origin = self.nodes[i.node].value.origin
-                if origin is None or _is_shape(node, i.slot):
+                reads_shape = node.kind in TRANSPARENT and i.slot != (0,)  # or dtype, or device
+                if origin is None or reads_shape:
                     continue
                 if self._reads_gain(index, node, origin) or self._reads_weight(index, node, i.slot):
                     weights.add(origin)
                 elif node.kind not in TRANSPARENT or node.inside:
                     values.add(origin)
-        return self.settings.scaled - self.settings.decided - (weights - values)
+        return self.weights.scaled.difference(self.settings.plan.tags, weights - values)
 
     def _reads_gain(self, index: int, node: CallNode, origin: str) -> bool:
         """Whether a call multiplies values by a gain."""
-        reads = origin in self.settings.gains and node.kind in GAINS and not node.inside
+        reads = origin in self.weights.gains and node.kind in GAINS and not node.inside
         return reads and bool(self.flow.values(index))
 
     def _reads_weight(self, index: int, node: CallNode, slot: tuple[int | str, ...]) -> bool:
@@ -135,7 +127,14 @@ class _Planner:
         mixes = products & self.flow.before(products.union(self.residuals.adds))
         inner = [i.node for index in mixes for i in self.nodes[index].inputs]
         origins = {self.nodes[index].value.origin for index in inner}
-        return frozenset(name for name in self.settings.readouts if name in origins)
+        return frozenset(name for name in self.weights.readouts if name in origins)
+
+    def _scaled_weights(self, node: CallNode) -> frozenset[str]:
+        """The weights of RMS 1 among the arguments that a call does not add."""
+        factors = (i for i in node.inputs if not is_added(node.kind, i.slot))
+        return (self.weights.scaled - self.kept) & {
+            self.nodes[i.node].value.origin for i in factors
+        }
 
     def decide(self, index: int, node: CallNode) -> Decision:
         """(step, what the report says was done or "", why)."""
@@ -162,7 +161,7 @@ class _Planner:
 
     def _preserved(self, index: int, node: CallNode) -> Decision | None:
         """With init="preserve", any call: no value has a factor."""
-        return _NOTHING if self.settings.preserve else None
+        return _NOTHING if self.preserve else None
 
     def _residual(self, index: int, node: CallNode) -> Decision | None:
         """A residual add: the weights of its terms."""
@@ -170,11 +169,8 @@ class _Planner:
 
     def _weighted(self, index: int, node: CallNode) -> Decision | None:
         """A product of values and a weight of RMS 1: the factor of its rule."""
-        scaled = self.settings.scaled - self.kept
-        weights = {
-            self.nodes[i.node].value.origin for i in node.inputs if not is_added(node.kind, i.slot)
-        }
-        if not (self.flow.is_product(index) and weights & scaled):
+        weights = self._scaled_weights(node)
+        if not (self.flow.is_product(index) and weights):
             return None
         op = find_op(node.function)
         assert op is not None
@@ -183,28 +179,19 @@ class _Planner:
         if node.kind in RECURRENT:
             return Step(op=op.name), "scaled", ""
         scales, why = op.scales(node.args, node.kwargs, func=node.function), ""
-        if op.name == "linear" and weights & (self.settings.readouts - self.inner):
+        if op.name == "linear" and weights & (self.weights.readouts - self.inner):
             scales["output"], why = scales["output"] ** 2, "readout: 1/fan_in"
         return Step(op=op.name, factor=scales["output"], names=tuple(scales)), "scaled", why
 
     def _lookup(self, index: int, node: CallNode) -> Decision | None:
         """A look-up of rows of a weight of RMS 1: as it is."""
-        weights = {self.nodes[i.node].value.origin for i in node.inputs}
-        scaled = self.settings.scaled - self.kept
-        if node.kind not in EMBEDDINGS or not weights & scaled:
-            return None
-        return None, "unchanged", "rows of RMS 1"
+        found = node.kind in EMBEDDINGS and self._scaled_weights(node)
+        return (None, "unchanged", "rows of RMS 1") if found else None
 
     def _product(self, index: int, node: CallNode) -> Decision | None:
         """Any other product: as it is."""
-        if node.kind not in PRODUCTS | RECURRENT:
-            return None
-        return None, "unchanged", "no weight of RMS 1 among its operands"
-
-
-def _is_shape(node: CallNode, slot: tuple[int | str, ...]) -> bool:
-    """Whether a call reads an argument for its shape, dtype or device alone."""
-    return node.kind in TRANSPARENT and slot != (0,)
+        why = "no weight of RMS 1 among its operands"
+        return (None, "unchanged", why) if node.kind in PRODUCTS | RECURRENT else None
 
 
 Decider = Callable[[_Planner, int, CallNode], Decision | None]

@@ -1,22 +1,19 @@
 """Residual connections in a recorded model, and the weights of their branches.
 
 An add is *residual* if one term is an ancestor of the other with products in between. The ancestor
-is the skip connection, the other term the branch. A value that is subtracted from its own input is
-not a skip connection of the remainder. Branches with the same origin are found one by one (``x +
-f(x) + g(x)``) or already summed (``f(x) + g(x) + x``).
+is the skip connection, the other term the branch. Branches with the same origin are found one by
+one (``x + f(x) + g(x)``) or, already summed (``f(x) + g(x) + x``), as one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ...core.functional import completep_residual_scaling_rule
-from ..record.calls import CallNode, Input, Slot
+from ..record.calls import Input
 from ..record.flow import Flow
 from ..record.kinds import TRANSPARENT
-from ..record.place import Place
 from .plan import Step
 
 Decision = tuple[Step | None, str, str]
@@ -32,14 +29,13 @@ TAU_ATTENTION, TAU_FEED_FORWARD = 0.01, 0.5
 
 @dataclass
 class _Branch:
-    """A residual branch: its origin, its nodes and its weight tau. skip, end: the arguments of the
-    add, the skip connection and the last node."""
+    """A residual branch: its origin and its nodes. skip, end: the arguments of the add, the skip
+    connection and the last node."""
 
     skip: Input
     end: Input
     origin: int
     region: list[int]
-    tau: float = 1.0
 
 
 @dataclass
@@ -51,38 +47,29 @@ class Residuals:
     depths: dict[str, int] = field(default_factory=dict)
 
 
-def find_residuals(flow: Flow, rule: str, known: Collection[Place] = ()) -> Residuals:
-    """Finds the residual adds of a model. rule: one of `RESIDUALS`. known: the places that have
-    their weights: a branch that joins another later, as an adapter does, does not change those."""
+def find_residuals(flow: Flow, rule: str) -> Residuals:
+    """Finds the residual adds of a model. rule: one of `RESIDUALS`."""
     adds: dict[int, _Branch] = {}
     for index, node in enumerate(flow.nodes):
         suitable = node.kind == "add" and not (node.inside or node.within)
         if suitable and (branch := _branch(flow, adds, index)) is not None:
             adds[index] = branch
     places = _places(flow, adds)
-    found = Residuals()
+    residuals = Residuals()
     for index, branch in adds.items():
         number, count = places[index]
-        parts = _parts(flow, adds, branch) or [branch]
-        for part in parts:
-            attention = any(map(flow.is_attention, part.region))
-            part.tau = _tau(rule, number, count, attention)
-            for name in sorted(_weights(flow, part)) if rule == "umup" else ():
-                found.depths[name] = max(math.ceil(count / 2), found.depths.get(name, 1))
-        branch.tau = sum(part.tau**2 for part in parts) ** 0.5
-        norm = (1 + branch.tau**2) ** 0.5
-        weights = {branch.skip.slot: 1 / norm, branch.end.slot: branch.tau / norm}
-        found.adds[index] = _weighted(
-            flow.nodes[index], weights, f"residual add, tau {branch.tau:.3g}"
-        )
-        if len(parts) > 1 and flow.nodes[index].place not in known:
-            taus = " and ".join(f"{part.tau:.3g}" for part in parts)
-            weights = {part.end.slot: part.tau / branch.tau for part in parts}
-            node = flow.nodes[branch.end.node]
-            found.adds[branch.end.node] = _weighted(
-                node, weights, f"joins parallel branches, tau {taus}"
-            )
-    return found
+        joined = flow.nodes[branch.end.node].kind == "add"  # of attention and another branch
+        attention = not joined and any(map(flow.is_attention, branch.region))
+        tau = _tau(rule, number, count, attention)
+        for name in {n for i in branch.region for n in flow.weights(i)} if rule == "umup" else ():
+            residuals.depths[name] = max(math.ceil(count / 2), residuals.depths.get(name, 1))
+        norm = (1 + tau**2) ** 0.5
+        weights = {branch.skip.slot: 1 / norm, branch.end.slot: tau / norm}
+        node = flow.nodes[index]
+        terms = tuple(weights[i.slot] for i in node.inputs if i.slot in weights)
+        step = Step(terms=terms, writes=(0,) in node.written)
+        residuals.adds[index] = step, "scaled", f"residual add, tau {tau:.3g}"
+    return residuals
 
 
 def _tau(rule: str, number: int, count: int, attention: bool) -> float:
@@ -97,11 +84,6 @@ def _tau(rule: str, number: int, count: int, attention: bool) -> float:
     return completep_residual_scaling_rule()(number, count)
 
 
-def _weighted(node: CallNode, weights: dict[Slot, float], why: str) -> Decision:
-    terms = tuple(weights[i.slot] for i in node.inputs if i.slot in weights)
-    return Step(terms=terms, writes=(0,) in node.written), "scaled", why
-
-
 def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:
     terms = flow.values(index)
     if len(terms) != 2:
@@ -110,23 +92,9 @@ def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:
         if flow.nodes[skip.node].value.numel != flow.nodes[index].value.numel:
             continue  # broadcast over positions: a shift
         origin, region = _origin(flow, adds, skip.node, end.node)
-        if any(map(flow.is_product, region)) and not _is_rest(flow, origin, region):
+        if any(map(flow.is_product, region)):
             return _Branch(skip, end, origin, region)
     return None
-
-
-def _is_rest(flow: Flow, origin: int, region: list[int]) -> bool:
-    """Whether the input of a branch is a value minus the skip connection, as in series
-    decomposition: ``f(x - trend(x)) + trend(x)``."""
-    todo = [origin]
-    for index in todo:
-        for reader in set(region).intersection(flow.readers[index]):
-            node = flow.nodes[reader]
-            if node.kind in TRANSPARENT:
-                todo.append(reader)
-            elif node.kind != "sub" or not flow.between(flow.sources[reader][0], origin):
-                return False
-    return True
 
 
 def _origin(flow: Flow, adds: dict[int, _Branch], skip: int, end: int) -> tuple[int, list[int]]:
@@ -139,31 +107,6 @@ def _origin(flow: Flow, adds: dict[int, _Branch], skip: int, end: int) -> tuple[
         # x + f(x) + g(x): the second branch has the origin of the first
         at = adds[at].origin if at in adds else flow.up(at, TRANSPARENT)
     return skip, []
-
-
-def _parts(flow: Flow, adds: dict[int, _Branch], branch: _Branch) -> list[_Branch]:
-    """The branches that a branch is the sum of; [] if it is not a sum."""
-    index = branch.end.node
-    if flow.nodes[index].kind != "add" or index in adds or len(flow.readers[index]) != 1:
-        return []
-    parts = [
-        replace(branch, end=end, region=flow.between(branch.origin, end.node))
-        for end in flow.values(index)
-    ]
-    apart = len(parts) == 2 and all(any(map(flow.is_product, part.region)) for part in parts)
-    return parts if apart else []
-
-
-def _weights(flow: Flow, branch: _Branch) -> set[str]:
-    """The parameters in a branch, and those of values from elsewhere that its products use."""
-    region, todo = set(branch.region), list(branch.region)
-    while todo:
-        index = todo.pop()
-        if index in branch.region or not flow.is_product(index):
-            new = {s for s in flow.sources[index] if region.issuperset(flow.readers[s])} - region
-            todo += new - {branch.origin}
-            region |= new - {branch.origin}
-    return {name for index in region for name in flow.weights(index)}
 
 
 def _places(flow: Flow, adds: dict[int, _Branch]) -> dict[int, tuple[int, int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from types import FunctionType
 
 import torch
 from torch import Tensor, nn
@@ -87,19 +86,15 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
     rows: list[CallRow] = []
     readout, seen = _readout(model), set[int]()
     for path, module in model.named_modules():
+        if package_of(bare_class(module)) == "unit_scaling":
+            continue  # its parameters have RMS 1 and tags
         for leaf, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen and not _is_unit_scaled(module):
+            if id(parameter) not in seen:
                 seen.add(id(parameter))
                 done = _prepared(module, leaf, parameter, init, parameter is readout)
                 rows += [] if done is None else [CallRow(path, leaf, *done)]
-    rows += _scripted(model)
     remember_tags(model)
     return rows
-
-
-def _is_unit_scaled(module: nn.Module) -> bool:
-    """Whether the class of a module is one of `uu`, whose parameters have RMS 1 and tags."""
-    return package_of(bare_class(module)) == "unit_scaling"
 
 
 @torch.no_grad()
@@ -145,18 +140,6 @@ def refuse_weights(model: nn.Module) -> None:
                     f"{path or 'the model'} has its weight computed by a hook "
                     f"({type(hook).__name__}): use torch.nn.utils.parametrizations instead"
                 )
-
-
-def _scripted(model: nn.Module) -> list[CallRow]:
-    """Rows for the TorchScript functions that a forward names; their calls cannot be recorded."""
-    named = [(p, getattr(bare_class(m), "forward", None)) for p, m in model.named_modules()]
-    return [
-        CallRow(path, name, LEFT_ALONE, "a TorchScript function: it is not seen")
-        for path, forward in named
-        if isinstance(forward, FunctionType)
-        for name in forward.__code__.co_names
-        if isinstance(forward.__globals__.get(name), torch.jit.ScriptFunction)
-    ]
 
 
 def _readout(model: nn.Module) -> Tensor | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +22,16 @@ from fp8.modes.unseen import OPERATORS, function_of
 
 from .. import install
 from .copies import package_of
-from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
+from .kinds import (
+    CONSTANT,
+    PRODUCTS,
+    RECURRENT,
+    TRANSPARENT,
+    canonical,
+    kind_of,
+    name_of,
+    writes,
+)
 from .place import Place, lines_here
 from .values import all_zero, any_masking, has_scale, is_strided, rms_of
 
@@ -35,13 +42,10 @@ Slot = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor argument: its slot, the node it comes from, its number of elements, and its index
-    among the tensors that the node returned (part)."""
+    """A tensor argument: its slot, and the node that it comes from."""
 
     slot: Slot
     node: int
-    numel: int
-    part: int = 0
 
 
 @dataclass
@@ -49,12 +53,11 @@ class Value:
     """What is known of the result of a call, or of an external tensor.
 
     live: whether it depends on a parameter or a floating-point input. computed: whether it depends
-    on parameters only. rms: of the values, if computed. zero: whether it is a constant of zeros.
-    parameter: the name of the parameter that it is. origin: the parameter that it is, or is a view
-    or copy of.
+    on parameters only. zero: whether it is a constant of zeros. parameter: the name of the
+    parameter that it is. origin: the parameter that it is, or is a view or copy of.
     """
 
-    shape: tuple[int, ...] = ()
+    numel: int = 0
     floating: bool = False
     parameter: str | None = None
     origin: str | None = None
@@ -62,18 +65,13 @@ class Value:
     computed: bool = False
     masking: bool = False
     zero: bool = False
-    rms: float = 1.0
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclass
 class CallNode:
     """One call, or an external tensor (function None): a parameter, an input, a buffer.
 
-    place: None for a call without a kind. where: file and line of the call. inside: the autograd
+    place: None for one that is not seen. where: file and line of the call. inside: the autograd
     function that makes the call. within: whether a module makes it that runs in such a function.
     written: the arguments that it writes into.
     """
@@ -98,7 +96,7 @@ class CallNode:
 
     @property
     def kind(self) -> str:
-        """As in `record.kinds`; "" for unlisted functions."""
+        """As in `record.kinds`; "" without a place."""
         return self.place[1] if self.place is not None else ""
 
 
@@ -124,11 +122,6 @@ def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -
         return {name: mapped(change, item, (*slot, name)) for name, item in value.items()}
     items = [mapped(change, item, (*slot, i)) for i, item in enumerate(value)]
     return items if isinstance(value, list) else getattr(type(value), "_make", tuple)(items)
-
-
-def replaced(value: Any, tensors: dict[Slot, Any]) -> Any:
-    """A copy of arguments with other values in place of the tensors in some slots."""
-    return mapped(lambda slot, tensor: tensors.get(slot, tensor), value)
 
 
 class Calls(FirstLook):
@@ -186,10 +179,10 @@ class Calls(FirstLook):
 class Recorder(Calls):
     """Records the calls of a model while it runs, as ``nodes``; each refers to earlier ones only.
 
-    kinds: the table of `record.kinds`. parameters: names by id. inputs: the ids of the tensors
-    among the arguments. path: returns the path of the running module. normalizes: whether results
-    of matrix products are divided by their RMS, as under the plan, so that later calls see values
-    of that size.
+    kinds: of functions for which they differ from `kind_of`. parameters: names by id. inputs: the
+    ids of the tensors among the arguments. path: returns the path of the running module.
+    normalizes: whether results of matrix products are divided by their RMS, as under the plan, so
+    that later calls see values of that size.
     """
 
     kinds: dict[Callable[..., Any], str]
@@ -202,7 +195,10 @@ class Recorder(Calls):
     def __post_init__(self) -> None:
         super().__init__(self.in_pairs)
         self.nodes: list[CallNode] = []
-        self._node_of: dict[int, tuple[int, int]] = {}
+        self.outputs: list[int] = []  # the nodes of the results
+        self.buffers: dict[int, str] = {}  # names by id
+        self.changed: frozenset[str] = frozenset()  # parameters that the model changes itself
+        self._node_of: dict[int, int] = {}
         self._makers: dict[Node, int] = {}
         self._alive: list[Tensor] = []  # ids of dead tensors are reused
 
@@ -212,27 +208,24 @@ class Recorder(Calls):
         args, kwargs = canonical(function, args, kwargs)
         given = (*tensors_in(args), *tensors_in(kwargs))
         inputs = [self._input(slot, t) for slot, t in given]
-        path = self.path()
-        kind = self.kinds.get(function)
-        if kind is None and not inputs:
-            return function(*args, **kwargs)
-        place = None if kind is None else (path, kind, lines_here())
-        name = _name(function)
-        node = CallNode(place, name, path, function, inputs, args, kwargs)
+        named = str if isinstance(function, OPERATORS) else name_of
+        path, name = self.path(), named(function)
+        kind = self.kinds.get(function) or kind_of(function)
+        node = CallNode((path, kind, lines_here()), name, path, function, inputs, args, kwargs)
         node.where, node.inside, node.within = _location()
         sources = [self.nodes[i.node] for i in inputs]
         node.value.origin = sources[0].value.origin if kind in TRANSPARENT and inputs else None
         node.value.computed = _computed(node.kind, sources)
         output = function(*args, **kwargs)
-        written = [args[0]] if kind == "__setitem__" else [t for _, t in tensors_in(output)]
+        written = [args[0]] if kind == "setitem" else [t for _, t in tensors_in(output)]
         made = {id(t) for t in written}
         if writes(function, name, args, kwargs):
             node.written = tuple(slot for slot, t in given if id(t) in made)
         # Arguments that it returns may be used by themselves.
         same = set() if node.written else made & {id(t) for _, t in given}
-        if kind is not None and written and made == same:
+        if written and made == same:
             self.nodes.append(node)
-        elif written or kind is not None:
+        elif written:
             self._add(node, sources, written, same)
         return output
 
@@ -244,21 +237,20 @@ class Recorder(Calls):
         if maker is not None and self._is_hidden(tensor, maker):
             if maker not in self._makers:
                 self._add_hidden(tensor, maker)
-            self._node_of[id(tensor)] = self._makers[maker], tensor.output_nr
+            self._node_of[id(tensor)] = self._makers[maker]
             self._alive.append(tensor)
         if id(tensor) not in self._node_of:
             name = self.parameters.get(id(tensor))
             node = CallNode(None, name or "input", value=self._external(tensor, name))
             self.nodes.append(node)
             self._remember([tensor])
-        index, part = self._node_of[id(tensor)]
-        return Input(slot, index, tensor.numel(), part)
+        return Input(slot, self._node_of[id(tensor)])
 
     def _is_hidden(self, tensor: Tensor, maker: Node) -> bool:
         """Whether autograd derives a tensor from others by more than the calls that were seen."""
         if id(tensor) not in self._node_of:
             return True
-        index, _ = self._node_of[id(tensor)]
+        index = self._node_of[id(tensor)]
         if maker.name() == _RECOMPUTES:
             self._makers[maker] = index
         chosen = isinstance(maker, BackwardCFunction) and self._makers.get(maker) != index
@@ -267,7 +259,7 @@ class Recorder(Calls):
     def _add_hidden(self, tensor: Tensor, maker: Node) -> None:
         """Adds the function whose gradient ``maker`` computes, as a call that nothing scales."""
         inputs = [
-            self._input((slot,), t) if isinstance(t, Tensor) else Input((slot,), t, 0)
+            self._input((slot,), t) if isinstance(t, Tensor) else Input((slot,), t)
             for slot, t in enumerate(self._known_before(maker))
         ]
         sources = [self.nodes[i.node] for i in inputs]
@@ -275,14 +267,14 @@ class Recorder(Calls):
         if id(tensor) in self._node_of and not isinstance(maker, BackwardCFunction):
             name, inside = "copy_", ""  # into a view of the tensor
         else:
-            name = maker.name().removesuffix("0").removesuffix("Backward")
-            inside = "" if _is_ours(maker) else f"the autograd function {name}"
+            name = maker.name().rstrip("0123456789").removesuffix("Backward")
+            ours = package_of(getattr(maker, "_forward_cls", None)) in ("fp8", "unit_scaling")
+            inside = "" if ours else f"the autograd function {name}"
         if self.nodes and self.nodes[-1].inside == inside != "":  # its own calls
             where, path = self.nodes[-1].where, self.nodes[-1].path
-        node = CallNode(None, name, path, type(maker), inputs, value=Value(tuple(tensor.shape)))
+        node = CallNode(None, name, path, type(maker), inputs, value=Value(tensor.numel()))
         node.inside, node.where = inside, where
         node.value.computed = _computed("", sources)
-        node.value.rms = rms_of(tensor) if node.value.computed else 1.0
         node.value.live = node.value.floating = True
         self.nodes.append(node)
         self._makers[maker] = len(self.nodes) - 1
@@ -315,18 +307,18 @@ class Recorder(Calls):
 
     def _remember(self, tensors: list[Tensor], others: Collection[int] = ()) -> None:
         """Records that the tensors come from the latest node, but for the ids in ``others``."""
-        for part, tensor in enumerate(tensors):
+        for tensor in tensors:
             if id(tensor) not in others:
-                self._node_of[id(tensor)] = (len(self.nodes) - 1, part)
+                self._node_of[id(tensor)] = len(self.nodes) - 1
                 self._alive.append(tensor)
                 if tensor.grad_fn is not None:
                     self._makers[tensor.grad_fn] = len(self.nodes) - 1
 
     def _external(self, tensor: Tensor, name: str | None) -> Value:
         """The value of a parameter with this name, or of another tensor that no call computed."""
-        value = Value(tuple(tensor.shape), has_scale(tensor), name, name)
+        value = Value(tensor.numel(), has_scale(tensor), name, name)
         if name is not None:
-            value.live, value.computed, value.rms = value.floating, True, rms_of(tensor)
+            value.live, value.computed = value.floating, True
         elif value.floating:
             known = id(tensor) in self.inputs
             value.masking = any_masking([tensor])
@@ -340,48 +332,23 @@ class Recorder(Calls):
         written: list[Tensor],
         others: Collection[int],
     ) -> None:
-        value, largest = node.value, max(written, key=Tensor.numel, default=None)
-        value.shape = tuple(largest.shape) if largest is not None else ()
+        value = node.value
+        value.numel = max(map(Tensor.numel, written))
         value.floating = any(map(has_scale, written))
         differs = value.floating and node.kind not in CONSTANT
         value.live = differs and any(s.value.live for s in sources)
         value.masking = value.floating and not value.live and any_masking(written)
         is_product = node.kind in PRODUCTS and value.floating and len(written) == 1
-        if value.computed and largest is not None:
-            value.rms = rms_of(largest)
-        elif self.normalizes and is_product and is_strided(written[0]) and not node.inside:
+        if self.normalizes and is_product and is_strided(written[0]) and not node.inside:
             with torch.no_grad():
                 written[0].div_(rms_of(written[0]))
         self.nodes.append(node)
         self._remember(written, others)
 
 
-def _is_ours(maker: Node) -> bool:
-    """Whether a function of this project computed the values: a layer or function of `uu`."""
-    return package_of(getattr(maker, "_forward_cls", None)) in ("fp8", "unit_scaling")
-
-
 _RECOMPUTES = "CheckpointFunctionBackward"
 """What autograd calls a checkpoint with ``use_reentrant=True``: its gradient is that of the calls
 within, which the transform sees when they are computed again."""
-
-
-def numbered(nodes: list[CallNode]) -> dict[int, int]:
-    """Index of a call with a place -> the number of earlier calls at the same place."""
-    counts: Counter[Place] = Counter()
-    numbers = {}
-    for index, node in enumerate(nodes):
-        if node.place is not None:
-            numbers[index] = counts[node.place]
-            counts[node.place] += 1
-    return numbers
-
-
-def _name(function: Callable[..., Any]) -> str:
-    """The name in the report; for an attribute (``x.real``), that of its getter's property."""
-    own = str(function) if isinstance(function, OPERATORS) else ""
-    name: str = own or getattr(function, "__name__", str(function))
-    return function.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
 
 
 def _computed(kind: str, sources: list[CallNode]) -> bool:

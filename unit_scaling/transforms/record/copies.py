@@ -6,17 +6,14 @@ copy here holds its values without the autograd graph. deepcopy does not copy fu
 of parameters, such as one that masks a gradient.
 
 A hook that refers to a part of the model (a bound method, a closure) belongs to the model: it may
-store what the forward reads later. So does one of the library that the class of its module is from.
-Copies made for recording keep these hooks and no others.
+store what the forward reads later. Copies made for recording keep these hooks and no others.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -24,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 
-from fp8.common.mixin import bare_class, mixin_attributes
+from fp8.common.mixin import mixin_attributes
 from fp8.common.step import tensors_within
 
 M = TypeVar("M", bound=nn.Module)
@@ -45,20 +42,23 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None, hooked: bool = Fals
     whether its parameters have the hooks of the original's. Raises TypeError for a TorchScript
     function among the attributes, whose parts are hidden."""
     memo = {} if memo is None else memo
-    parts = {id(part) for part in (*module.modules(), *module.parameters())}
-    functions = list(_functions(module, parts))
+    _refuse_scripted(module)
+    hooks = [*_own_hooks(module)]
+    closures = _Closures(module)
     seen: set[int] = set()
     for part in module.modules():
-        kept = (t for _, value in own_attributes(part) for t in tensors_within(value, seen))
+        values = [value for _, value in own_attributes(part)]
+        closures.copy_functions([v for v in values if isinstance(v, FunctionType)], memo)
+        kept = (t for value in values for t in tensors_within(value, seen))
         left = {id(t): t for t in kept if t.grad_fn is not None and id(t) not in memo}
         memo.update({key: t.detach().clone() for key, t in left.items()})
+    closures.copy_functions([hook for *_, hook in hooks], memo)
     result = copy.deepcopy(module, memo)
-    for owner, name, function in functions:
-        vars(memo[id(owner)])[name] = _of_copy(function, parts, memo)
-    for original, name, key, hook in _own_hooks(module):
-        vars(memo[id(original)])[name][key] = _of_copy(hook, parts, memo)
+    for original, name, key, hook in hooks:
+        vars(memo[id(original)])[name][key] = closures.own(hook, memo)
     if hooked:
-        _hook_parameters(module, parts, memo)
+        _hook_parameters(module, closures, memo)
+    closures.fill(memo)
     # A class may have copied submodules without memo, by pickling in its __getstate__ (generated
     # code), and so their parameters and transforms.
     for path, original in module.named_modules():
@@ -68,7 +68,7 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None, hooked: bool = Fals
     return result
 
 
-def _hook_parameters(module: nn.Module, parts: set[int], memo: dict[int, Any]) -> None:
+def _hook_parameters(module: nn.Module, closures: _Closures, memo: dict[int, Any]) -> None:
     """Registers the hooks of parameters at their copies."""
     for parameter in module.parameters():
         copied = memo.get(id(parameter), parameter)
@@ -81,7 +81,7 @@ def _hook_parameters(module: nn.Module, parts: set[int], memo: dict[int, Any]) -
         ):
             for hook in (getattr(parameter, name, None) or {}).values():
                 copied.requires_grad_()
-                register(_own(hook, parts, memo))
+                register(closures.own(hook, memo))
         copied.requires_grad_(trained)
 
 
@@ -106,15 +106,12 @@ def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, value) for name, value in vars(module).items() if name not in others)
 
 
-def _functions(model: nn.Module, parts: set[int]) -> Iterator[tuple[nn.Module, str, FunctionType]]:
-    """(owner, name, function) of attributes that are functions and refer to a part of the model."""
+def _refuse_scripted(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, torch.jit.ScriptFunction):
                 place = f"{path}.{name}" if path else name
                 raise TypeError(f"{place!r} is a TorchScript function: use the one it was made of")
-            if isinstance(value, FunctionType) and _refers(value, parts):
-                yield module, name, value
 
 
 def _own_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, str, int, Any]]:
@@ -123,13 +120,9 @@ def _own_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, str, int, Any]]:
     for module in model.modules():
         known = {name: vars(module).get(name, {}) for name in _HOOKS}
         functions = [item for name in _HOOKS[:2] for item in known[name].items()]
-        own = {key for key, hook in functions if _belongs(hook, module, parts)}
+        own = {key for key, hook in functions if _belongs(hook, parts)}
         for name, hooks in known.items():
             yield from ((module, name, key, hook) for key, hook in hooks.items() if key in own)
-
-
-_KEEP_NOTHING = ("fp8", "torch", "unit_scaling")
-"""The packages whose hooks are not part of a model, but for those that mask a weight."""
 
 
 def package_of(function: Any) -> str:
@@ -138,28 +131,20 @@ def package_of(function: Any) -> str:
     return module.partition(".")[0]
 
 
-def _belongs(hook: Any, module: nn.Module, parts: set[int]) -> bool:
-    """Whether a hook of ``module`` belongs to the model with these parts."""
-    if isinstance(hook, BasePruningMethod):
-        return True
-    package = package_of(hook)
-    file = Path(getattr(sys.modules.get(package), "__file__", None) or "")
-    installed = not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
-    if installed and package == package_of(bare_class(module)):
-        return package not in _KEEP_NOTHING
+def _belongs(hook: Any, parts: set[int]) -> bool:
+    """Whether a hook belongs to the model with these parts."""
     if isinstance(hook, MethodType):
         return id(hook.__self__) in parts
-    if not isinstance(hook, FunctionType):
-        return False
-    cells, defaults, named = _kept(hook)
-    kept = (*cells, *(defaults or ()), *(named or {}).values())
-    return any(id(value) in parts for value in kept)  # not in lists: those may hold call results
+    # not in lists: those may hold results of calls
+    refers = isinstance(hook, FunctionType) and any(id(v) in parts for v in _references(hook))
+    return refers or isinstance(hook, BasePruningMethod)
 
 
-def _kept(function: FunctionType) -> list[Any]:
-    """The closure contents, defaults and keyword defaults of a function."""
+def _references(function: FunctionType) -> list[Any]:
+    """The values of the closure and the defaults of a function."""
     cells = [_contents(cell) for cell in function.__closure__ or ()]
-    return [cells, function.__defaults__, function.__kwdefaults__]
+    named = function.__kwdefaults__ or {}
+    return [*cells, *(function.__defaults__ or ()), *named.values()]
 
 
 def _contents(cell: CellType) -> Any:
@@ -169,46 +154,58 @@ def _contents(cell: CellType) -> Any:
         return None
 
 
-def _refers(value: Any, parts: set[int], seen: frozenset[int] = frozenset()) -> bool:
-    """Whether a value is or holds a part of the model, as functions do in closures and defaults."""
-    if id(value) in parts or id(value) in seen:
-        return id(value) in parts
-    items: Any = ()
-    if isinstance(value, FunctionType):
-        items = _kept(value)
-    elif isinstance(value, partial):
-        items = value.func, value.args, value.keywords
-    elif isinstance(value, MethodType):
-        items = (value.__self__,)
-    elif isinstance(value, list | tuple | dict):
-        items = value.values() if isinstance(value, dict) else value
-    seen |= {id(value)}
-    return any(_refers(item, parts, seen) for item in items)
+class _Closures:
+    """Copies of the functions that refer to a part of a model in their closure or defaults, which
+    `copy.deepcopy` takes from its memo."""
 
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = {id(part) for part in (*module.modules(), *module.parameters())}
+        self._refers: dict[int, bool] = {}
+        self._functions: list[FunctionType] = []
 
-def _own(value: Any, parts: set[int], memo: dict[int, Any]) -> Any:
-    """A value for the copy: itself unless it refers to a part of the model."""
-    return _of_copy(value, parts, memo) if _refers(value, parts) else value
+    def copy_functions(self, values: list[Any], memo: dict[int, Any]) -> bool:
+        """Adds copies of the functions that ``values`` hold to ``memo``, with empty closures.
+        Returns whether one of the values refers to a part."""
+        return any([self._copied(value, memo) for value in values])  # noqa: C419 - all of them
 
+    def _copied(self, value: Any, memo: dict[int, Any]) -> bool:
+        key = id(value)
+        if key in self._parts or key in self._refers:
+            return self._refers.get(key, True)
+        self._refers[key] = False  # a function may refer to itself
+        items: Any = ()
+        if isinstance(value, FunctionType):
+            items = _references(value)
+        elif isinstance(value, partial):
+            items = value.func, *value.args, *value.keywords.values()
+        elif isinstance(value, MethodType):
+            items = (value.__self__,)
+        elif isinstance(value, list | tuple | dict):
+            items = value.values() if isinstance(value, dict) else value
+        self._refers[key] = self.copy_functions(list(items), memo)
+        if self._refers[key] and isinstance(value, FunctionType) and key not in memo:
+            cells = tuple(CellType() for _ in value.__closure__ or ())
+            name, names = value.__name__, value.__globals__
+            memo[key] = FunctionType(value.__code__, names, name, closure=cells)
+            self._functions.append(value)
+        return self._refers[key]
 
-def _of_copy(value: Any, parts: set[int], memo: dict[int, Any]) -> Any:
-    """A copy of a value; functions refer to the copies of parts."""
-    if (known := memo.get(id(value))) is not None:
-        return known
-    if isinstance(value, partial):
-        named = {name: _own(item, parts, memo) for name, item in value.keywords.items()}
-        args = (_own(item, parts, memo) for item in value.args)
-        return partial(_own(value.func, parts, memo), *args, **named)
-    if not isinstance(value, FunctionType):
+    def own(self, value: Any, memo: dict[int, Any]) -> Any:
+        """A value for the copy: itself unless it refers to a part."""
+        if not self.copy_functions([value], memo):
+            return value
+        if isinstance(value, partial):
+            named = {name: self.own(item, memo) for name, item in value.keywords.items()}
+            args = (self.own(item, memo) for item in value.args)
+            return partial(self.own(value.func, memo), *args, **named)
         return copy.deepcopy(value, memo)
-    cells = value.__closure__ or ()
-    own = tuple(CellType() if _refers(_contents(cell), parts) else cell for cell in cells)
-    made = FunctionType(value.__code__, value.__globals__, value.__name__, closure=own)
-    memo[id(value)] = made  # before its cells, which may hold the function itself
-    for cell, mine in zip(cells, own, strict=True):
-        if mine is not cell:
-            mine.cell_contents = _own(_contents(cell), parts, memo)
-    made.__defaults__ = _own(value.__defaults__, parts, memo)
-    made.__kwdefaults__ = _own(value.__kwdefaults__, parts, memo)
-    made.__dict__.update(vars(value))
-    return made
+
+    def fill(self, memo: dict[int, Any]) -> None:
+        """Gives the copies their closures and defaults, with the copies of parts."""
+        for function in self._functions:
+            made = memo[id(function)]
+            for cell, mine in zip(function.__closure__ or (), made.__closure__ or (), strict=True):
+                mine.cell_contents = self.own(_contents(cell), memo)
+            made.__defaults__ = self.own(function.__defaults__, memo)
+            made.__kwdefaults__ = self.own(function.__kwdefaults__, memo)
+            made.__dict__.update(vars(function))

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -24,7 +22,7 @@ def _named(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-SELECTIONS = _named("select __getitem__ narrow index_select")
+SELECTIONS = _named("select getitem narrow index_select")
 """Kinds that select a part of a tensor."""
 
 PARTS = _named("chunk split unbind tensor_split hsplit vsplit dsplit")
@@ -90,6 +88,9 @@ RECURRENT = frozenset(
 )
 """Kinds that are whole layers with products inside."""
 
+STEPPED = PRODUCTS | RECURRENT | {"add"}
+"""Kinds of which a plan has steps."""
+
 ATTENTION = frozenset(["scaled_dot_product_attention"])
 """Fused attention."""
 
@@ -106,61 +107,44 @@ LOSSES = frozenset(name for name, op in OPS.items() if op.reduces) | _named(
 )
 """All losses of torch."""
 
-_OTHERS = (
-    "masked_fill where gather __setitem__ copy_ neg abs arange zeros ones full empty tensor "
-    "as_tensor maximum minimum clamp clip sin cos topk tril triu outer max min amax amin "
-    "broadcast_tensors max_pool1d max_pool2d max_pool3d hstack vstack dstack column_stack "
-    "block_diag diag diag_embed masked_scatter scatter index_copy index_put index_fill "
-    "fill_diagonal sort msort kthvalue median cummax cummin aminmax nan_to_num clamp_min "
-    "clamp_max fmax fmin max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices "
-    "max_unpool1d max_unpool2d max_unpool3d add sub rsub mul div pow square sqrt rsqrt exp exp2 "
-    "log log2 log10 log1p expm1 xlogy tanh sigmoid relu relu6 leaky_relu rrelu threshold elu selu "
-    "celu gelu silu softplus mish hardswish hardsigmoid hardtanh logsigmoid softsign hardshrink "
-    "softshrink tanhshrink erf erfc erfcx ndtr log_ndtr reciprocal sinc sinh cosh asinh norm sum "
-    "std var cumsum softmax lerp addcmul alpha_dropout feature_alpha_dropout multi_dot logsumexp "
-    "prod vector_norm index_add scatter_add scatter_reduce kl_div binary_cross_entropy "
-    "binary_cross_entropy_with_logits acos acosh arccos arccosh arcsin arcsinh arctanh asin atanh "
-    "tan atan atan2 arctan2 angle logit erfinv lgamma digamma logaddexp logaddexp2 hypot copysign "
-    "fmod remainder frac ldexp float_power addcdiv addr complex polar kron cross cumprod "
-    "logcumsumexp cumulative_trapezoid trapezoid trapz diff gradient trace nansum nanmean "
-    "nanmedian quantile nanquantile var_mean std_mean cov corrcoef renorm stft istft grid_sample "
-    "affine_grid fold pairwise_distance cartesian_prod combinations chain_matmul diagflat "
-    "row_stack fliplr flipud index_reduce put meshgrid matrix_norm gumbel_softmax inv inv_ex "
-    "inverse pinv pinverse solve solve_ex solve_triangular triangular_solve lstsq cholesky "
-    "cholesky_ex cholesky_solve cholesky_inverse ldl_factor ldl_solve lu lu_factor lu_solve qr "
-    "eig eigh eigvals eigvalsh svd svdvals matrix_exp matrix_power det logdet slogdet "
-    "householder_product tensorinv tensorsolve cdist pdist fft fft2 fftn ifft ifft2 ifftn rfft "
-    "rfft2 rfftn irfft irfft2 irfftn hfft hfft2 hfftn ihfft ihfft2 ihfftn"
-).split()
-"""Further kinds. Those with a row in OPS have the spellings of the row too."""
-
-_OPERATORS = {
-    "div": ("__rtruediv__",),
-    "pow": ("__pow__", "__rpow__", "__ipow__", operator.pow, operator.ipow),
-    "neg": ("__neg__", operator.neg),
-    "abs": ("__abs__",),
-    "__getitem__": (operator.getitem,),
-    "__setitem__": (operator.setitem,),
+_ALIASES = {
+    **dict.fromkeys(("rtruediv", "truediv", "itruediv", "rdiv"), "div"),
+    **dict.fromkeys(("rpow", "ipow"), "pow"),
+    **dict.fromkeys(("H", "mH"), "adjoint"),
+    "T": "t",
+    "mT": "transpose",
 }
-"""Other spellings of a kind, besides those of rows in OPS: names in the same namespaces, or Python
-operators."""
+"""Name of a function or attribute -> its kind, where they differ."""
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function; of an attribute (``x.real``), that of its property."""
+    name: str = getattr(function, "__name__", str(function))
+    return function.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
+
+
+def kind_of(function: Callable[..., Any]) -> str:
+    """The kind of the calls of a function."""
+    known = KINDS.get(function)
+    if known is not None:
+        return known
+    name = name_of(function).strip("_")
+    for namespace in ("linalg_", "fft_", "special_"):
+        name = name.removeprefix(namespace)
+    return _ALIASES.get(name, name)
 
 
 def _spellings(kind: str) -> list[Callable[..., Any]]:
-    names = (kind, f"{kind}_", *_OPERATORS.get(kind, ()))
-    namespaces = (torch, torch.Tensor, F, torch.linalg, torch.fft, torch.special)
-    named = [getattr(n, name, None) for name in names if isinstance(name, str) for n in namespaces]
-    return [function for function in (*names, *named) if callable(function)]
+    spaces = (torch, torch.Tensor, F, torch.linalg)
+    named = [getattr(space, name, None) for name in (kind, f"{kind}_") for space in spaces]
+    return [function for function in named if callable(function)]
 
 
-def _kinds() -> dict[Callable[..., Any], str]:
-    sets = (MOVES, CONSTANT, PRODUCTS, RECURRENT, EMBEDDINGS, AVERAGES, LOSSES)
-    names = dict.fromkeys([*_OTHERS, *itertools.chain(*map(sorted, sets)), *_OPERATORS, "dropout"])
-    table = {function: kind for kind in names for function in _spellings(kind)}
-    getters = {"T": "t", "mT": "transpose", "H": "adjoint", "mH": "adjoint"}
-    getters |= {"real": "real", "imag": "imag"}
-    table |= {getattr(torch.Tensor, name).__get__: kind for name, kind in getters.items()}
-    return table | {function: op.name for op in OPS.values() for function in op.replaces}
+KINDS: dict[Callable[..., Any], str] = {
+    **{f: kind for kind in sorted(PRODUCTS | RECURRENT | EMBEDDINGS) for f in _spellings(kind)},
+    **{function: op.name for op in OPS.values() for function in op.replaces},
+}
+"""Torch callable -> kind, for those with a rule. That of others is their name, see `kind_of`."""
 
 
 def canonical(
@@ -190,23 +174,20 @@ def writes(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
     return is_in_place(name, kwargs) or (place < len(args) and bool(args[place]))
 
 
-KINDS: dict[Callable[..., Any], str] = _kinds()
-"""Torch callable -> kind. Calls not listed here return nothing that a plan could scale."""
-
 _NAMES: dict[Callable[..., Any], tuple[str, ...]] = {
     function: function.__code__.co_varnames[: function.__code__.co_argcount]
-    for function in KINDS
+    for function in (*KINDS, *vars(F).values())
     if isinstance(function, FunctionType)
 }
 """The argument names of functions written in Python."""
 
 METHODS = tuple(
-    (function, KINDS[function], names)
-    for function, names in _NAMES.items()
-    if function.__qualname__.startswith("Tensor")
+    (function, kind, _NAMES[function])
+    for function, kind in KINDS.items()
+    if kind in STEPPED and function in _NAMES and function.__qualname__.startswith("Tensor")
 )
-"""Methods of Tensor that are written in Python (``**``, ``1 - x``, ``1 / x``, ``x.norm()``), their
-kinds and the names of their arguments.
+"""Methods of Tensor that are written in Python and may have a step (``x.__rmatmul__``), their kinds
+and the names of their arguments.
 
 The compiler of torch 2.13 compares them by identity but does not find them in a dict.
 """

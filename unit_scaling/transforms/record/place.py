@@ -1,20 +1,18 @@
 """The place of a call in the code of a model.
 
-A place names a call in every form of a call of the model (training, evaluation, other lengths), in
-every iteration of a loop, and in eager code and in graphs alike: by the path of the running module,
-the kind of the call, and the lines of the functions between the module's forward and the call.
+A place identifies a call in training, evaluation and generation, at every length, in every pass of
+a loop, and in eager code and in graphs alike: by the path of the running module, the kind of the
+call, and the source lines of the functions between the module's forward and the call.
 """
 
 from __future__ import annotations
 
-import ast
 import linecache
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple
 
 import torch
 
@@ -26,7 +24,7 @@ from fp8.common.compiler import taken_as_constant
 from .. import install
 
 Place = tuple[str, str, str]
-"""(path of the module, kind of the call, lines). A line is named by its function."""
+"""(path of the module, kind of the call, source lines, outermost first)."""
 
 _TORCH = str(Path(torch.__file__).parent)
 _MODULES = str(Path(torch.nn.modules.__file__).parent)
@@ -36,92 +34,77 @@ _PACKAGES = tuple(str(_HOME / name) for name in ("fp8", "unit_scaling"))
 _CALLERS = tuple(str(_HOME / "fp8" / name) for name in ("products", "formats", "distributed"))
 
 
+@cache
 def _is_named(file: str) -> bool:
-    """Whether a place names the lines of a file: of the user's code, of torch's modules, and of the
-    calls that this library composes one of torch of, or makes in hooks."""
+    """Whether a place includes the lines of a file: of the user's code, of torch's modules, and of
+    the functions of this library that make calls of torch for another one."""
     if file.startswith(_TORCH):
         return file.startswith(_MODULES) and file != _MODULE
     return not file.startswith(_PACKAGES) or file.startswith(_CALLERS)
 
 
+_SKIPPED, _NAMED, _FORWARD = range(3)
+
+_ROLES: dict[int, tuple[CodeType, int]] = {}
+"""Id of a code object -> the object, which stays alive, and its role: skipped, named, or the code
+that calls the forward of a module."""
+
 _LINES: dict[tuple[int, ...], str] = {}
 """(id of a code object, index of its instruction) of each frame -> the lines."""
 
-_NAMED: dict[int, tuple[CodeType, bool]] = {}
-"""Id of a code object -> the object, kept alive, and whether its lines are named."""
-
 
 def lines_here() -> str:
-    """The lines of the running call, from the innermost module's forward on."""
-    if torch.compiler.is_dynamo_compiling():
-        return _lines_in_graph()
-    frame: FrameType | None = sys._getframe(1)
-    key: list[int] = []
-    chain: list[FrameType] = []
+    """The lines of the running call in eager code, from the innermost module's forward on."""
+    frame: FrameType | None = sys._getframe(2)
+    key: tuple[int, ...] = ()
     while frame is not None:
         code = frame.f_code
-        known = _NAMED.get(id(code))
-        if known is None:
-            known = _NAMED[id(code)] = code, _is_named(code.co_filename)
-        if known[1]:
-            key += id(code), frame.f_lasti
-            chain.append(frame)
-        elif code.co_filename == install.__file__:
+        role = _ROLES.get(id(code)) or _role(code)
+        if role[1] == _FORWARD:
             break
+        if role[1]:
+            key += id(code), frame.f_lasti
         frame = frame.f_back
-    lines = _LINES.get(tuple(key))
-    if lines is None:
-        places = [(frame.f_code.co_filename, frame.f_lineno) for frame in reversed(chain)]
-        lines = _LINES[tuple(key)] = _joined(places)
-    return lines
+    return _LINES.get(key) or _lines_of(key, sys._getframe(2))
+
+
+def _role(code: CodeType) -> tuple[CodeType, int]:
+    file = code.co_filename
+    role = _FORWARD if file == install.__file__ else _NAMED if _is_named(file) else _SKIPPED
+    return _ROLES.setdefault(id(code), (code, role))
+
+
+def _lines_of(key: tuple[int, ...], frame: FrameType | None) -> str:
+    lines: list[tuple[str, int]] = []
+    while frame is not None and len(lines) < len(key) // 2:
+        if _role(frame.f_code)[1] == _NAMED:
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return _LINES.setdefault(key, _joined(reversed(lines)))
 
 
 @taken_as_constant
-def _lines_in_graph() -> str:
-    found: list[tuple[str, int | None]] = []
+def lines_in_graph() -> str:
+    """The same in the code that torch.compile traces."""
+    lines: list[tuple[str, int]] = []
     for frame in TracingContext.extract_stack():
         if frame.filename == install.__file__:
-            found.clear()
+            lines.clear()
         elif _is_named(frame.filename):
-            found.append((frame.filename, frame.lineno))
-    return _joined(found)
+            lines.append((frame.filename, frame.lineno or 0))
+    return _joined(lines)
 
 
-def _joined(places: Iterable[tuple[str, int | None]]) -> str:
-    return " ".join(_name(file, line or 0) for file, line in places)
-
-
-def _name(file: str, line: int) -> str:
-    """A line by the function that it is in and its offset from the first line of this, which stay
-    where other code of the file changes."""
-    functions = [each for each in _functions(file) if each.first <= line <= each.last]
-    if not functions:
-        return f"{Path(file).name}:{line}"
-    inner = max(functions, key=lambda each: each.first)
-    return f"{inner.name}+{line - inner.first}"
-
-
-class _Function(NamedTuple):
-    name: str
-    first: int
-    last: int
+def _joined(lines: Iterable[tuple[str, int]]) -> str:
+    return " > ".join(_text(file, line) for file, line in lines)
 
 
 @cache
-def _functions(file: str) -> list[_Function]:
-    """The functions of a file with their qualified names; [] without its source."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return []
-    return list(_functions_in(tree, ""))
-
-
-def _functions_in(node: ast.AST, prefix: str) -> Iterator[_Function]:
-    for child in ast.iter_child_nodes(node):
-        inner = prefix
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            inner = f"{prefix}{child.name}."
-            if not isinstance(child, ast.ClassDef):
-                yield _Function(inner[:-1], child.lineno, child.end_lineno or child.lineno)
-        yield from _functions_in(child, inner)
+def _text(file: str, line: int) -> str:
+    """The source of a line, which edits of other lines do not change, numbered if earlier lines of
+    the file equal it."""
+    lines = [each.strip() for each in linecache.getlines(file)[:line]]
+    if len(lines) < line or not line:
+        return f"{Path(file).name}:{line}"
+    earlier = lines[:-1].count(lines[-1])
+    return f"{lines[-1]} #{earlier + 1}" if earlier else lines[-1]

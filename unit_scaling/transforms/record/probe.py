@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from fp8.common.compiler import FIRST_LOOK
 from fp8.common.threads import Stack
 
 from ...common.watched import WATCHERS
-from ..install import Call, Given
+from ..install import Call, Given, Scope
 from .calls import Calls, Recorder, tensors_in
 
 unseen = torch.DisableTorchFunction
@@ -48,31 +48,21 @@ def _watch(
 
 
 class Observer(Calls):
-    """A scope that is entered last, so that its mode is above those of the transforms. active:
-    whether it observes. It sees torch functions, and the ops of `unit_scaling`, residual
-    connections and scales that a model calls by name, but not what those call in turn."""
+    """Observes a call of a model: torch functions, and the ops of `unit_scaling`, residual
+    connections and scales that the model calls by name, but not what those call in turn. path: of
+    the `Observing` that it is in."""
 
-    order = 9
-    each = True
-    named = True
+    path: Stack
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.path = Stack()
-        self.active = False
-
-    @abstractmethod
     def begin(self, module: nn.Module, given: Given) -> None:
-        """Called when the model is called, and again if its plan did not fit."""
+        """Called when the model is called."""
 
     def end(self, output: Any) -> None:
         """Called when the model returns ``output``."""
 
-    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
+    def inside(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         """Returns ``call()``, with this mode above all other modes of the module."""
         outermost = not self.path.items
-        if not self.active or (outermost and path):  # a submodule, in another thread
-            return call()
         if outermost:
             self.begin(module, given)
         self.path.items.append(path)
@@ -93,3 +83,34 @@ class Observer(Calls):
         """Whether the call is the model's, not this package's or a recording's."""
         recorded = any(isinstance(mode, Recorder) for mode in FIRST_LOOK.items)
         return bool(self.path.items) and not (self._busy or recorded)
+
+
+class Observing(Scope):
+    """Passes the modules of a model to the observer of this thread, if there is one. It is entered
+    last, so that the observer's mode is above those of the transforms."""
+
+    order = 9
+    each = True
+
+    def __init__(self) -> None:
+        self.path = Stack()
+        self._observers = Stack()
+
+    def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
+        observers = self._observers.items
+        return observers[-1].inside(call, module, path, given) if observers else call()
+
+    @property
+    def active(self) -> bool:
+        """Whether an observer is active in this thread."""
+        return bool(self._observers.items)
+
+    @contextmanager
+    def by(self, observer: Observer) -> Iterator[None]:
+        """Within the block, ``observer`` observes the model."""
+        observer.path = self.path
+        self._observers.items.append(observer)
+        try:
+            yield
+        finally:
+            self._observers.items.pop()

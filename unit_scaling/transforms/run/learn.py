@@ -10,7 +10,7 @@ import math
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median_high
@@ -31,7 +31,7 @@ from ..install import Args, Given, Kwargs
 from ..plan.plan import CallRow, Step, Steps, Tie
 from ..plan.planner import Settings, by_place, decide
 from ..plan.weights import keep_values, tagged_weights
-from ..record.calls import CallNode, Recorder, Slot, numbered, tensors_in
+from ..record.calls import CallNode, Recorder, Slot, tensors_in
 from ..record.copies import recording_copy
 from ..record.kinds import PRODUCTS, RECURRENT, canonical, is_added
 from ..record.place import Place
@@ -53,17 +53,6 @@ class Learned:
     ties: tuple[Tie, ...]
 
 
-@dataclass(frozen=True)
-class Recording:
-    """The calls of a copy, the nodes of its results, the names of its buffers by id, and the
-    parameters that it changes itself."""
-
-    nodes: list[CallNode]
-    outputs: list[int]
-    buffers: dict[int, str]
-    changed: frozenset[str]
-
-
 def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learned:
     """Records and measures a call of ``module``, which is at ``path``, and decides on its calls."""
     restore_own_tags(module)
@@ -71,17 +60,8 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
     with apart(), torch.inference_mode(False), torch.enable_grad(), _SILENT, uncast():
         recording = _record(transform, module, path, given)
         nodes = recording.nodes
-        settings = Settings(
-            replaced=frozenset(transform.kinds[f] for f in transform.replacements),
-            preserve=transform.preserves,
-            residual=transform.plan.residual,
-            readouts=weights.readouts,
-            scaled=weights.scaled,
-            gains=weights.gains,
-            decided=frozenset(transform.plan.tags),
-            known=frozenset(transform.plan.steps),
-            changed=recording.changed,
-        )
+        replaced = frozenset(transform.kinds[f] for f in transform.replacements)
+        settings = Settings(transform.plan, weights, replaced, recording.changed)
         decided = decide(nodes, settings)
         if not transform.plan.covers(path):
             if decided.kept or decided.inner:
@@ -89,16 +69,20 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
             kept = {name: name in decided.kept for name in sorted(weights.scaled)}
             kept = transform.agreed(f"{path}/kept", kept)
             keep_values(module, path, [name for name, keeps in kept.items() if keeps])
-        steps = by_place(nodes, decided.steps)
-        measured = _measure(transform, module, path, given, steps)
+        measured = _measure(transform, module, path, given, by_place(nodes, decided.steps))
     agreed = transform.agreed(f"{path}/measured", measured.found)
-    corrections = {key: exponent for key, exponent in agreed.items() if exponent}
-    final = _corrected(steps, corrections)
-    rows = [*_kept_rows(decided.kept), *_rows(decided.rows, nodes, corrections)]
+    exponents: dict[Place | None, dict[Slot, float]] = defaultdict(dict)
+    for (place, slot), exponent in agreed.items():
+        if exponent:
+            exponents[place][slot] = exponent
+    steps = {i: corrected(s, exponents[nodes[i].place]) for i, s in decided.steps.items()}
+    why = "no product or look-up alone reads it"
+    rows = [CallRow(*name.rpartition(".")[::2], KEPT, why) for name in sorted(decided.kept)]
+    rows += _rows(decided.rows, nodes, exponents)
     ties: tuple[Tie, ...] = ()
     if not path and not transform.preserves:
-        ties = find_ties(nodes, _by_index(nodes, final), recording.buffers, recording.outputs)
-    return Learned(final, rows, decided.inner, decided.depths, ties)
+        ties = find_ties(nodes, steps, recording.buffers, recording.outputs)
+    return Learned(by_place(nodes, steps), rows, decided.inner, decided.depths, ties)
 
 
 UNSEEN = "unit_scale has not seen this call yet"
@@ -114,15 +98,6 @@ def _refuse_replaced(module: nn.Module) -> None:
             f"{UNSEEN}: call the model once before torch.func.functional_call, which replaces its "
             "parameters"
         )
-
-
-def _kept_rows(names: Iterable[str]) -> list[CallRow]:
-    rows = []
-    for name in sorted(names):
-        path, _, leaf = name.rpartition(".")
-        why = "no product or look-up alone reads it"
-        rows.append(CallRow(path, leaf, KEPT, why))
-    return rows
 
 
 def _without_warnings() -> Any:
@@ -153,7 +128,7 @@ def _unchanged(copy: nn.Module) -> Iterator[Writes]:
             parameter.grad = gradient
 
 
-def _record(transform: Any, module: nn.Module, path: str, given: Given) -> Recording:
+def _record(transform: Any, module: nn.Module, path: str, given: Given) -> Recorder:
     copy = _copy(module)
     (args, kwargs), _ = detached(given)
     inputs = {id(t) for _, t in tensors_in((args, kwargs))}
@@ -170,9 +145,10 @@ def _record(transform: Any, module: nn.Module, path: str, given: Given) -> Recor
     with _unchanged(copy) as writes:
         output = _run(transform, recorder, copy, path, args, kwargs)
         named = copy.named_parameters(prefix=path)
-        changed = frozenset(name for name, p in named if writes.changed(p))
-    buffers = {id(b): name for name, b in copy.named_buffers()}
-    return Recording(recorder.nodes, recorder.nodes_of(output), buffers, changed)
+        recorder.changed = frozenset(name for name, p in named if writes.changed(p))
+    recorder.buffers = {id(b): name for name, b in copy.named_buffers()}
+    recorder.outputs = recorder.nodes_of(output)
+    return recorder
 
 
 def _run(transform: Any, mode: Any, copy: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
@@ -203,8 +179,8 @@ class Measuring(Replay):
     """Executes a plan, and measures the operands of products and the terms of residual adds: those
     that are more than `REACH` octaves from RMS 1 have a power of two from then on."""
 
-    def __init__(self, transform: Any, steps: dict[Place, Steps], in_pairs: bool) -> None:
-        super().__init__(_Steps(transform, steps), transform, transform.path.items, in_pairs)
+    def __init__(self, transform: Any, called: Any, steps: dict[Place, Steps]) -> None:
+        super().__init__(transform, called, transform.plan.steps | steps)
         self._sizes: dict[tuple[Place, Slot], list[float]] = defaultdict(list)
         self._scales: Corrections = {}  # of parameters, by their tags
 
@@ -212,6 +188,9 @@ class Measuring(Replay):
     def found(self) -> Corrections:
         """The exponents of all arguments, of the median of their sizes; 0 near RMS 1."""
         return {k: _exponent(*k, sizes) for k, sizes in self._sizes.items()} | self._scales
+
+    def _unknown(self, place: Place, function: Any, args: Args, kwargs: Kwargs) -> Steps:
+        return (None,)  # this copy takes another branch than the recorded one
 
     def _taken(
         self, place: Place, step: Step | None, function: Any, args: Args, kwargs: Kwargs
@@ -254,25 +233,12 @@ def _exponent(place: Place, slot: Slot, sizes: list[float]) -> float:
     return round(size) if abs(size) > REACH else 0
 
 
-class _Steps:
-    """The steps of a plan that is being made."""
-
-    def __init__(self, transform: Any, steps: dict[Place, Steps]) -> None:
-        self.kinds, self.stepped = transform.kinds, transform.stepped
-        self.handled = transform.handled
-        self.replacements, self.gradients = transform.replacements, transform.gradients
-        self.plan = replace(transform.plan, steps=steps)
-
-    def learn(self, place: Place, function: Any, args: Args, kwargs: Kwargs) -> Steps:
-        return (None,)  # the copy takes another branch than the recorded one
-
-
 def _measure(
     transform: Any, module: nn.Module, path: str, given: Given, steps: dict[Place, Steps]
 ) -> Measuring:
     copy = _copy(module)
     (args, kwargs), _ = detached(given)
-    mode = Measuring(transform, transform.plan.steps | steps, not transform.preserves)
+    mode = Measuring(transform, (copy, path, (args, kwargs)), steps)
     with _unchanged(copy):
         _run(transform, mode, copy, path, args, kwargs)
     return mode
@@ -297,38 +263,18 @@ def corrected(step: Step | None, exponents: dict[Slot, float]) -> Step | None:
     return replace(step, static=static, factor=step.factor * 2.0**-whole)
 
 
-def _corrected(steps: dict[Place, Steps], found: Corrections) -> dict[Place, Steps]:
-    exponents: dict[Place, dict[Slot, float]] = defaultdict(dict)
-    for (place, slot), exponent in found.items():
-        exponents[place][slot] = exponent
-    return {
-        place: tuple(corrected(step, exponents[place]) for step in known)
-        for place, known in steps.items()
-    }
-
-
-def _by_index(nodes: list[CallNode], steps: dict[Place, Steps]) -> dict[int, Step | None]:
-    """The step of each recorded call."""
-    found: dict[int, Step | None] = {}
-    for index, number in numbered(nodes).items():
-        place = nodes[index].place
-        known = () if place is None else steps.get(place, ())
-        found[index] = known[min(number, len(known) - 1)] if known else None
-    return found
-
-
-def _rows(rows: list[CallRow], nodes: list[CallNode], found: Corrections) -> list[CallRow]:
-    """The rows of the report, with the measured sizes of arguments."""
-    sizes: dict[tuple[str, str], list[str]] = {}
+def _rows(
+    rows: list[CallRow], nodes: list[CallNode], exponents: dict[Place | None, dict[Slot, float]]
+) -> list[CallRow]:
+    """The rows of the report, with the scales at which arguments of products are cast."""
+    scales: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
     for node in nodes:
-        for i in node.inputs if node.kind in PRODUCTS else ():
-            exponent = None if node.place is None else found.get((node.place, i.slot))
-            if exponent is not None:
-                at = sizes.setdefault((node.path, node.name), [])
-                said = f"argument {i.slot[0]} cast at scale {2.0**exponent:g}"
-                at += [] if said in at else [said]
+        for slot, exponent in exponents[node.place].items() if node.kind in PRODUCTS else ():
+            scales[node.path, node.name][f"argument {slot[0]} cast at scale {2.0**exponent:g}"] = (
+                None
+            )
     return [
-        replace(row, why=", ".join(filter(None, [row.why, *sizes.get((row.path, row.call), [])])))
+        replace(row, why=", ".join(filter(None, [row.why, *scales[row.path, row.call]])))
         for row in rows
     ]
 

@@ -2,73 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8.casts.measuring import MEASURING
 from fp8.common.compiler import called
 from fp8.common.threads import Stack
 from fp8.context.active import ACTIVE, with_static
+from fp8.modes.control_flow import RUNS
+from fp8.modes.dispatch import COMPOSED
 
 from ...rules.table import OPS
-from ..install import Args, Kwargs
-from ..plan.plan import ModelPlan, Step, Steps
+from ..install import Args, Given, Kwargs
+from ..plan.plan import Step, Steps
 from ..record.calls import Calls, tensors_in
 from ..record.kinds import LAYERS, METHODS, PRODUCTS, RECURRENT, canonical
-from ..record.place import Place, lines_here
-from .gradients import GradientScales
+from ..record.place import Place, lines_here, lines_in_graph
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-class Planned(Protocol):
-    """The part of `run.transform.UnitScale` that a run uses."""
-
-    gradients: GradientScales
-
-    @property
-    def plan(self) -> ModelPlan: ...
-    @property
-    def kinds(self) -> Mapping[Callable[..., Any], str]: ...
-    @property
-    def stepped(self) -> Mapping[str, Any]: ...
-    @property
-    def handled(self) -> Mapping[Callable[..., Any], str]: ...
-    @property
-    def replacements(self) -> Mapping[Callable[..., Any], Callable[..., Any]]: ...
-
-    def learn(self, place: Place, function: Any, args: Args, kwargs: Kwargs) -> Steps: ...
-
+_COMPOSED = frozenset((*COMPOSED, *RUNS, torch.einsum))
+"""Functions that may be composed of others."""
 
 RUNNING = Stack()
 """The transforms that are running in this thread, innermost last: the innermost one acts."""
 
 
 class Replay(Calls):
-    """Executes the plan of a transform. owner: the transform. path: the stack of running
-    modules."""
+    """Executes the plan of a transform for a call of a module. called: the module, its path and its
+    arguments. steps: by default those of the plan."""
 
-    def __init__(self, planned: Planned, owner: object, path: list[str], in_pairs: bool) -> None:
-        super().__init__(in_pairs)
-        self._planned, self._owner = planned, owner
-        self._path = path
+    def __init__(
+        self,
+        transform: Any,
+        called: tuple[nn.Module, str, Given],
+        steps: dict[Place, Steps] | None = None,
+    ) -> None:
+        super().__init__(in_pairs=not transform.preserves)
+        self.transform, self.called = transform, called
+        self._steps = transform.plan.steps if steps is None else steps
+        self._path = transform.path.items
+        self._kinds = transform.kinds
         self._counts: dict[Place, int] = {}
         self._eager = not torch.compiler.is_compiling()
         self.latest: Step | None = None  # the step of the previous call, for measuring
         self.place: Place | None = None  # that of the previous call
 
+    def __enter__(self) -> Self:
+        RUNNING.items.append(self.transform)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        RUNNING.items.pop()
+
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Args = (), kwargs: Any = None
     ) -> Any:
-        if not self._eager:
+        if not self._eager or function in _COMPOSED:
             return super().__torch_function__(function, types, args, kwargs)
-        kind = self._planned.handled.get(function)
-        if kind is None or self._busy or RUNNING.items[-1] is not self._owner:
+        kind = self._kinds.get(function)
+        if kind is None or self._busy or RUNNING.items[-1] is not self.transform:
             return function(*args, **kwargs) if kwargs else function(*args)
-        if not kind:
-            return super().__torch_function__(function, types, args, kwargs)
         self._busy = True
         try:
             return self._stepped(kind, function, args, kwargs or {})
@@ -77,25 +77,29 @@ class Replay(Calls):
 
     def gradient_scale(self) -> Tensor | None:
         """The static scale of the gradient of the previous call, if a gradient has set one."""
-        return None if self.place is None else self._planned.gradients.tensors().get(self.place)
+        return None if self.place is None else self.transform.gradients.tensors().get(self.place)
 
     def sees(self) -> bool:
-        return not self._busy and RUNNING.items[-1] is self._owner
+        return not self._busy and RUNNING.items[-1] is self.transform
 
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        kind = self._kind(function) or ""
-        if kind not in self._planned.stepped:
+        kind = self._kinds.get(function)
+        for method, kind_of_method, _ in () if self._eager else METHODS:
+            if function is method:
+                kind = kind_of_method
+        if kind is None:
             return called(function, args, kwargs)
         return self._stepped(kind, function, args, kwargs)
 
     def _stepped(self, kind: str, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """The result of a call of a kind that may have a step."""
-        place = self._path[-1], kind, lines_here()
-        steps = self._planned.plan.steps.get(place)
-        if steps is None and not any(t.is_floating_point() for _, t in tensors_in((args, kwargs))):
-            return called(function, args, kwargs)
+        lines = lines_here() if self._eager else _lines()
+        place = self._path[-1], kind, lines
+        steps = self._steps.get(place)
         if steps is None:
-            steps = self._planned.learn(place, function, args, kwargs)
+            if not any(t.is_floating_point() for _, t in tensors_in((args, kwargs))):
+                return called(function, args, kwargs)
+            steps = self._unknown(place, function, args, kwargs)
         step = steps[0]
         if len(steps) > 1:
             number = self._counts.get(place, 0)
@@ -103,12 +107,11 @@ class Replay(Calls):
             step = steps[min(number, len(steps) - 1)]
         return self._taken(place, step, function, args, kwargs)
 
-    def _kind(self, function: Callable[..., Any]) -> str | None:
-        if torch.compiler.is_compiling():
-            for method, kind, _ in METHODS:
-                if function is method:
-                    return kind
-        return self._planned.kinds.get(function)
+    def _unknown(
+        self, place: Place, function: Callable[..., Any], args: Args, kwargs: Kwargs
+    ) -> Steps:
+        steps: Steps = self.transform.learn(place, function, args, kwargs, *self.called)
+        return steps
 
     def _taken(
         self,
@@ -120,13 +123,19 @@ class Replay(Calls):
     ) -> Any:
         """The result of a call with its step."""
         self.latest, self.place = step, place
-        casts = place[1] in CAST and (bool(ACTIVE.blocks) or bool(MEASURING.items))
-        gradient = self._planned.gradients.of(place) if casts else None
+        gradient = None
+        if place[1] in CAST and (ACTIVE.blocks or MEASURING.items):
+            gradient = self.transform.gradients.of(place)
         if step is None and gradient is None:
             return called(function, args, kwargs)
         if step is not None and step.op == "replace":
-            return _replaced(self._planned.replacements[function], step, args, kwargs)
-        return take(step or Step(), function, args, kwargs, gradient)
+            return _replaced(self.transform.replacements[function], step, args, kwargs)
+        return take(step or Step(), function, args, kwargs, gradient, self._eager)
+
+
+def _lines() -> str:
+    """torch.export, without the compiler's trace, runs Python's own frames."""
+    return lines_in_graph() if torch.compiler.is_dynamo_compiling() else lines_here()
 
 
 CAST = PRODUCTS | RECURRENT
@@ -139,18 +148,33 @@ def _replaced(other: Callable[..., Any], step: Step, args: Args, kwargs: Kwargs)
 
 
 def take(
-    step: Step, function: Callable[..., Any], args: Args, kwargs: Kwargs, gradient: Any = None
+    step: Step,
+    function: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    gradient: Any = None,
+    eager: bool = True,
 ) -> Any:
     """The result of a call of torch under its step. gradient: the static scale of its gradient."""
     if step.terms:
         return _weighted_sum(step, args, kwargs)
+    if step.op in RECURRENT:
+        compute = partial(OPS[step.op].call, func=function, weight_factor=False)
+    elif step.op is None:
+        compute = partial(called, function)
+    elif ACTIVE.blocks or MEASURING.items:  # the factor is one of the product's
+        constraint = tuple((name, step.factor) for name in step.names)
+        compute = partial(OPS[step.op].call, func=function, constraint=constraint)
+    elif step.op in LAYERS and not kwargs and len(args) > 1:
+        return _layer(eager, step.factor, function, *args)
+    else:
+        return called(function, args, kwargs) * step.factor
     if not (step.static or gradient):
-        return _product(step, function, args, kwargs)
+        return compute(args, kwargs)
     if step.static:
         args, kwargs = canonical(function, args, kwargs)
-    given = dict((*tensors_in(args), *tensors_in(kwargs)))
-    operands = [(given[slot], exponent) for slot, exponent in step.static if slot in given]
-    compute = partial(_product, step, function)
+    tensors = dict((*tensors_in(args), *tensors_in(kwargs)))
+    operands = [(tensors[slot], exponent) for slot, exponent in step.static if slot in tensors]
     return with_static(operands, gradient, lambda *a, **k: compute(a, k), args, kwargs)
 
 
@@ -165,31 +189,21 @@ def _weighted_sum(step: Step, args: Args, kwargs: Kwargs) -> Any:
     return total if kwargs.get("out") is None else kwargs["out"].copy_(total)
 
 
-def _product(step: Step, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """The result of a product times its factor, whose gradients are those of this function."""
-    if step.op is None:
-        return called(function, args, kwargs)
-    op = OPS[step.op]
-    if step.op in RECURRENT:
-        return op.call(args, kwargs, func=function, weight_factor=False)
-    if ACTIVE.blocks or MEASURING.items:  # the factor is one of the product's
-        constraint = tuple((name, step.factor) for name in step.names)
-        return op.call(args, kwargs, func=function, constraint=constraint)
-    if step.op in LAYERS and not kwargs and len(args) > 1:
-        return _layer(step.factor, function, *args)
-    return called(function, args, kwargs) * step.factor
-
-
 def _layer(
-    factor: float, function: Callable[..., Any], input: Tensor, weight: Tensor, *rest: Any
+    eager: bool,
+    factor: float,
+    function: Callable[..., Any],
+    input: Tensor,
+    weight: Tensor,
+    *rest: Any,
 ) -> Any:
     """``factor`` times the result of a linear layer or convolution, by the multiplication that
     costs least: in a graph of the input, where the compiler fuses it with what computes that;
     else of the weight, or of the result of a few rows."""
-    if input.numel() < weight.numel() and not torch.compiler.is_compiling():
+    if eager and input.numel() < weight.numel():
         return function(input, weight, *rest) * factor
     if rest and rest[0] is not None:
         rest = (rest[0] * factor, *rest[1:])
-    if torch.compiler.is_compiling():
+    if not eager:
         return function(input * factor, weight, *rest)
     return function(input, weight * factor, *rest)

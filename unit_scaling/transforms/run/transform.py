@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from fp8.common.pitfalls import ScaleWarning, warn_once
 from fp8.common.threads import Stack, in_shape_inference
 from fp8.modes.autocast import outside_compiler
-from fp8.modes.control_flow import RUNS
-from fp8.modes.dispatch import COMPOSED
 
 from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
 from ..folding.solve import Folded, folded
@@ -24,43 +22,43 @@ from ..install import (
     Call,
     Given,
     Kwargs,
-    edited,
+    Scope,
     find_scope,
-    install,
     is_exported,
     is_flattened,
     is_sharded,
+    run_in_mode,
     warn_of_break,
 )
 from ..plan.plan import CallRow, ModelPlan, Steps, adopt, check_fits
 from ..plan.weights import adopt_tags, pruned
-from ..record.kinds import KINDS, LAYERS, PRODUCTS, RECURRENT
+from ..record.kinds import KINDS, LAYERS, STEPPED
 from ..record.place import Place
 from ..record.values import has_values, rms_of
 from .gradients import GradientScales
-from .learn import KEPT, UNSEEN, Learned, learned, steps_by_rule
-from .ranks import agreed_once, fingerprint, is_alone, numbered
-from .replay import RUNNING, Replay
+from .learn import KEPT, UNSEEN, learned, steps_by_rule
+from .ranks import agreed, is_alone, model_name
+from .replay import Replay
 
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
 
 
-class UnitScale:
+class UnitScale(Scope):
     """The scope of unit scaling. plan: shared by copies made before the first call, so that they
     compute the same function. applied: the number of recordings that this model's weights know of.
     """
 
     order = 0
-    each = False
-    named = True
 
     def __init__(
         self, plan: ModelPlan, replacements: Replacements | None = None, strict: bool = False
     ) -> None:
         self.plan = plan
         self.replacements = dict(replacements or {})
+        self.skips = not self.replacements
         self.strict = strict
         self.edition = "0"
+        self.adopted = False  # whether the plan was not recorded here
         self.name = ""
         self.path = Stack()
         self.applied = len(plan.entries)
@@ -69,14 +67,11 @@ class UnitScale:
 
     def _finish(self) -> None:
         """Makes what copies and pickles leave out."""
-        self.running = Stack()
         self.recording = threading.RLock()
-        numbers = {f: f"replace {i}" for i, f in enumerate(self.replacements)}
-        self.kinds: Mapping[Callable[..., Any], str] = {**KINDS, **numbers}
-        kinds = [*PRODUCTS, *RECURRENT, *numbers.values()]
-        self.stepped = dict.fromkeys(kinds if self.preserves else ["add", *kinds], True)
-        steps = {f: kind for f, kind in self.kinds.items() if kind in self.stepped}
-        self.handled = {**steps, **dict.fromkeys((*COMPOSED, *RUNS, torch.einsum), "")}
+        kinds = STEPPED - {"add"} if self.preserves else STEPPED
+        #: The functions whose calls may have a step -> their kinds.
+        self.kinds = {function: kind for function, kind in KINDS.items() if kind in kinds}
+        self.kinds |= {function: f"replace {i}" for i, function in enumerate(self.replacements)}
 
     @property
     def preserves(self) -> bool:
@@ -93,7 +88,7 @@ class UnitScale:
         return not self.preserves
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("running", "recording", "kinds", "stepped", "handled")
+        made = ("recording", "kinds")
         return {name: value for name, value in vars(self).items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,24 +109,22 @@ class UnitScale:
 
     def run(self, call: Call, module: Any, path: str, given: Given) -> Any:
         """Returns ``call()``, the forward of ``module`` called from outside of the transform."""
-        # Per thread: `is_compiling` is true in all threads while one compiles (torch 2.13).
-        # Repeated inline, because a helper function would be compiled itself, to True.
-        compiling = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
-        if not compiling:
-            return outside_compiler(lambda: self._eager(call, module, path, given))
-        if bool(self.edition) and module._asks(id(self), id(module), "is_known"):
-            return self._replay(call, module, path, given)
+        # Inline, as in `run_in_mode`.
+        if not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()):
+            return outside_compiler(lambda: self.eager(call, module, path, given))
+        if bool(self.edition) and module._is_known(id(self), id(module)):
+            return run_in_mode(self, call, module, path, given)
         if is_exported():
             raise RuntimeError(f"{UNSEEN}: call the model once before torch.export")
         from ..graph_break import outside_graph
 
         return outside_graph(lambda: self.run(call, module, path, given))
 
-    def is_known(self, module: nn.Module, path: str) -> bool:
-        """Whether a call of ``module`` from outside needs no recording."""
-        return self.plan.covers(path) and self.applied == len(self.plan.entries)
+    def is_known(self, path: str) -> bool:
+        """Whether a call of the module at ``path`` from outside needs no recording."""
+        return self.applied == len(self.plan.entries) and self.plan.covers(path)
 
-    def _eager(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
+    def eager(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         warn_of_break(module)
         if in_shape_inference():
             return call()
@@ -141,46 +134,31 @@ class UnitScale:
                 "part of, which records one thread: transform the parts, each by itself"
             )
         self._agree(module)
-        if edited(self) and self.plan.covers(path) and not is_sharded(module):
-            with self.recording:  # modules came in, of which no recording knows
-                self._join(module, path)
-        if not (self.is_known(module, path) or (self.preserves and not _readable(given, module))):
+        if not (self.is_known(path) or (self.preserves and not _readable(given, module))):
             with self.recording:
                 self._begin(module, path, given)
-        return self._replay(call, module, path, given, eager=True)
+        return run_in_mode(self, call, module, path, given, eager=True)
 
-    def _replay(self, call: Call, module: Any, path: str, given: Given, eager: bool = False) -> Any:
-        # Not a with statement: a graph break inside one is resumed in pieces, each compiled while
-        # the mode is active. Inside try, a graph break leaves the whole frame to eager mode.
-        traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
-        if not (eager or traced):  # after a graph break
-            return outside_compiler(lambda: self._eager(call, module, path, given))
-        mode = Replay(self, self, self.path.items, not self.preserves)
-        if traced:
-            module._tracing(True)
-        self.running.items.append((module, path, given))
-        RUNNING.items.append(self)
-        self.path.items.append(path)
-        mode.__enter__()
-        try:
-            output = call()
-        finally:
-            mode.__exit__(None, None, None)
-            self.path.items.pop()
-            RUNNING.items.pop()
-            self.running.items.pop()
-        if traced:
-            module._tracing(False)
-        return output
+    def mode(self, module: nn.Module, path: str, given: Given) -> Replay:
+        return Replay(self, (module, path, given))
 
-    def learn(self, place: Place, function: Any, args: Args, kwargs: Kwargs) -> Steps:
-        """The steps of a place that no recording has shown: the model is recorded again with the
-        arguments of the running call, whose branch it takes. A call that it does not make then
-        takes the rule of its op."""
+    def learn(
+        self,
+        place: Place,
+        function: Any,
+        args: Args,
+        kwargs: Kwargs,
+        module: nn.Module,
+        path: str,
+        given: Given,
+    ) -> Steps:
+        """The steps of a place that no recording has shown: the call of ``module`` that is running,
+        whose branch it takes, is recorded. A call that the recording does not show takes the rule
+        of its op."""
         if torch.compiler.is_dynamo_compiling():
             from ..graph_break import unknown_call
 
-            self.running.items[-1][0]._tracing(False)  # the break is this transform's own
+            module._tracing(False)  # type: ignore[operator]  # the break is this transform's own
             unknown_call(lambda: None)
         if torch.compiler.is_exporting():
             raise RuntimeError(
@@ -192,9 +170,10 @@ class UnitScale:
             steps = self.plan.steps.get(place)
             if steps is not None:
                 return steps
-            module, path, given = self.running.items[-1]
             if not _readable((args, kwargs)):
                 return steps_by_rule(place, function, args, kwargs, self.preserves)[0]
+            if self.adopted:
+                warn_once(ScaleWarning, _unplanned(place), about=module, key="adopted plan")
             if not is_sharded(module):
                 self._record(module, path, given)
             steps = self.plan.steps.get(place)
@@ -202,7 +181,7 @@ class UnitScale:
                 steps, row = steps_by_rule(place, function, args, kwargs, self.preserves)
                 self.plan.steps[place] = steps
                 self.plan.rows.append(row)
-            self.edition = str(int(self.edition) + 1)
+            self._changed()
             return steps
 
     # Recording
@@ -218,19 +197,19 @@ class UnitScale:
         adopt_tags(module, path, self.plan.tags)
         remember_tags(module)
         self.applied = len(self.plan.entries)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Makes compiled graphs ask for the plan again."""
         self.edition = str(int(self.edition) + 1)
 
     def _record(self, module: nn.Module, path: str, given: Given) -> None:
         """Records a call of ``module`` and adds what is new to the plan."""
-        self._join(module, path)
-        self._set_name(module)
-        found = learned(self, module, path, given)
-        self._add(module, path, found)
-
-    def _add(self, module: nn.Module, path: str, found: Learned) -> None:
-        plan = self.plan
-        new = {place: steps for place, steps in found.steps.items() if place not in plan.steps}
-        plan.steps |= new
+        self.check_parts(module, path)
+        if self.unit_scaled:
+            _warn_of_new_weights(module, self)
+        plan, found = self.plan, learned(self, module, path, given)
+        plan.steps |= {p: steps for p, steps in found.steps.items() if p not in plan.steps}
         if not plan.covers(path):
             self._demote(module, path, found.inner)
             self._deepen(module, path, found.depths)
@@ -247,28 +226,16 @@ class UnitScale:
                     f"has no rule: {row.why}"
                 )
 
-    def _set_name(self, module: nn.Module) -> None:
-        """Names the model: all processes ask for names in the same order."""
-        if not self.name:
-            names = sorted(name for name, _ in module.named_parameters())
-            self.name = numbered(fingerprint(names))
-
     def _agree(self, module: nn.Module) -> None:
-        """Makes the measured scales of gradients equal in all processes."""
+        """Makes the measured scales of gradients equal in all processes, which name their models
+        in the same order."""
         if not is_alone():
-            self._set_name(module)
+            self.name = self.name or model_name(name for name, _ in module.named_parameters())
             self.gradients.agree(lambda exponents: self.agreed("gradients", exponents))
 
     def agreed(self, what: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """``values``, or those of the first process of the job: all compute one function."""
-        return agreed_once(f"{self.name}/{what}", values)
-
-    def _join(self, module: nn.Module, path: str) -> None:
-        """Adds modules that came into the model since."""
-        self.check_parts(module, path)
-        if self.unit_scaled:
-            _warn_of_new_weights(module, self)
-        install(module, self, path, only_new=True)
+        return agreed(f"{self.name}/{what}", values)
 
     def check_parts(self, module: nn.Module, path: str = "") -> None:
         """Raises ValueError for a part with init="unit" in a model with init="preserve"."""
@@ -323,8 +290,8 @@ class UnitScale:
         check_fits(model, plan)
         adopt(model, plan, rescale)
         self.plan, self.gradients = plan.copy(), GradientScales(plan.gradients)
-        self.applied = len(plan.entries)
-        self.edition = str(int(self.edition) + 1)
+        self.applied, self.adopted = len(plan.entries), True
+        self._changed()
 
     def adopt_saved(self, model: nn.Module, text: str) -> None:
         """Adopts the plan of a checkpoint as JSON if it fits ``model``."""
@@ -359,6 +326,14 @@ def _input_exponents(steps: Mapping[Place, Steps]) -> dict[str, int]:
     return {path: exponents.pop() for path, exponents in found.items() if len(exponents) == 1}
 
 
+def _unplanned(place: Place) -> str:
+    path, kind, lines = place
+    return (
+        f"the adopted plan has no {kind} in {path or 'the model itself'} at {lines!r}: the code "
+        "has changed since the plan was made, or this branch had not run. The call is measured now"
+    )
+
+
 def _tags(module: nn.Module, path: str) -> dict[str, Tags]:
     """Parameter name -> its tags."""
     named = module.named_parameters(prefix=path)
@@ -378,11 +353,6 @@ def _readable(given: Given, module: nn.Module | None = None) -> bool:
 
 def _check_seen(module: nn.Module, given: Given) -> None:
     """Raises where a model cannot be recorded."""
-    if any(isinstance(value, torch.fx.Proxy) for value in (*given[0], *given[1].values())):
-        raise TypeError(
-            "torch.fx.symbolic_trace cannot trace a unit-scaled model, whose factors are no calls "
-            "of its modules: trace it before unit_scale, or take torch.export"
-        )
     if is_flattened(module) or is_sharded(module):
         raise RuntimeError(
             f"{UNSEEN}, and cannot record a sharded {type(module).__name__}: call the model once "

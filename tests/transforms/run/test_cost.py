@@ -1,0 +1,74 @@
+"""How many functions of Python a planned call takes, beside those of torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.transforms.models import Net, batch, gpt, step
+from unit_scaling.transforms import unit_scale
+
+
+def python_calls(function: Callable[[], object]) -> int:
+    """The number of Python functions that ``function()`` calls, itself included."""
+    count = 0
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+class Repeated(nn.Module):
+    """The same call, some times."""
+
+    def __init__(self, call: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net = Net(call, layer=nn.Linear(8, 8))
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        for _ in range(times):
+            x = self.net(x)
+        return x
+
+
+CALLS = {
+    "with a step": (lambda m, x: F.linear(x, m.layer.weight, m.layer.bias), 6),
+    "product and residual add": (lambda m, x: x + x @ m.layer.weight, 12),
+    "without a step": (lambda m, x: x.tanh(), 1),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_python_calls_of_a_planned_call(name: str) -> None:
+    """Beside two for the module that makes it: ``forward`` and ``around`` of the mixin."""
+    call, most = CALLS[name]
+    torch.manual_seed(0)
+    plain, x = Repeated(call), torch.randn(4, 8)
+    model = unit_scale(plain)
+    model(x, 2)
+    counts = []
+    for each in (plain, model):
+        few, many = (python_calls(lambda each=each, n=n: each(x, n)) for n in (2, 12))
+        counts.append((many - few) / 10)
+    assert counts[1] - counts[0] <= most + 2
+
+
+def test_python_calls_of_a_step() -> None:
+    """Of a GPT of two blocks: 9 products, 4 residual adds, 2 look-ups, 5 norms."""
+    plain, model = gpt(), unit_scale(gpt())
+    step(model)
+    once, ours = (python_calls(lambda each=each: each(*batch())) for each in (plain, model))
+    assert ours - once <= 270
