@@ -1,4 +1,4 @@
 """The plan of `unit_scale`: the planner, its deciders in order, and the plan as data.
 
-Input is a recorded graph, output a `actions.Plan`. Nothing is executed here.
+Input are recorded calls, output a `planner.Decided`. Nothing is executed here.
 """

@@ -1,2 +1,2 @@
-"""Runs a model under its plan: installs the transform, executes plans and saves them. `scope` is
-what a transformed model holds; it gets plans from `measure.look`, and `replay` runs them."""
+"""Runs a model under its plan. `transform` is what a transformed model holds; `learn` makes its
+plan and `replay` executes it."""
