@@ -30,8 +30,9 @@ import torch
 
 from benchmarks.common import Row, show, write
 from benchmarks.problems import PROBLEMS, text
+from fp8.lab.preflight.choices import finalists, recommended, worst_error
 from fp8.lab.preflight.findings import Candidate, Choice, Findings, Run
-from fp8.lab.preflight.paired_runs import REFERENCE, Gap, finalists, gap, recommended, worst_error
+from fp8.lab.preflight.paired_runs import REFERENCE, Gap, gap
 from fp8.lab.preflight.preflight import RECIPES_TRIED, PreflightError, preflight
 from fp8.lab.preflight.search import keeping, knee, name_of, shares
 from fp8.lab.preflight.training import Problem, Snapshot, train, under
@@ -124,7 +125,7 @@ def measure(name: str, source: Callable[..., Any], *, steps: int) -> Result:
 
 def _conclude(result: Result, found: Findings) -> None:
     """Writes what the preflight says."""
-    result.verdict, result.notes = found.verdict, found.notes
+    result.verdict, result.notes = str(found.verdict).splitlines(), found.notes
     result.errors = {c.name: worst_error(c) for c in found.candidates}
     best = recommended(found.candidates, found.estimates)
     result.recommended = {device: candidate.name for device, candidate in best.items()}
@@ -446,7 +447,7 @@ def timed(name: str, target: float, arguments: Sequence[str], folder: Path) -> T
     seconds = time.perf_counter() - begun
     verdict = f"failed with {process.returncode}"
     if not process.returncode:
-        verdict = json.loads(out.with_suffix(".json").read_text())["verdict"][0]
+        verdict = json.loads(out.with_suffix(".json").read_text())["verdict"]["answer"]
     return Timed(name, seconds, target, usage.ru_maxrss / 1e6, verdict)
 
 

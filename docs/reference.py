@@ -36,6 +36,7 @@ MODULES = (
     "fp8.lab.preflight.preflight",
     "fp8.lab.stats",
     "fp8.lab.parity",
+    "fp8.lab.blame",
     "fp8.lab.preflight.findings",
     "fp8.lab.hardware",
     "fp8.lab.preflight.training",

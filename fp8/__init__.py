@@ -51,6 +51,7 @@ __all__ = [
     "advance",
     "apply_low_precision_layernorm",
     "autocast",
+    "blame",
     "calibrate",
     "calibration",
     "checkpoint_contexts",
@@ -79,6 +80,7 @@ LATE = {
     "LayerNorm2d": "fp8.norms.norm",
     "Level": "fp8.levels.initialize",
     "apply_low_precision_layernorm": "fp8.norms.low_precision",
+    "blame": "fp8.lab.blame",
     "eject": "fp8.surgery.eject",
     "export": "fp8.checkpoints.weights",
     "forecast": "fp8.lab.forecast.forecast",
@@ -95,6 +97,7 @@ LATE = {
 if TYPE_CHECKING:
     from . import optim
     from .checkpoints.weights import export, weights
+    from .lab.blame import blame
     from .lab.forecast.forecast import forecast
     from .lab.parity import parity
     from .lab.preflight.preflight import preflight

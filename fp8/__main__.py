@@ -7,6 +7,7 @@ import argparse
 import inspect
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,22 +15,30 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .common.libraries import need
+from .common.libraries import need, transforms
 from .common.pitfalls import OWN
 from .common.report import as_table
 from .common.step import seeded
 from .formats.format import FORMATS, Format
 from .lab import doctor
 from .lab.forecast import command as forecast
-from .lab.hardware import HARDWARE
+from .lab.hardware import HARDWARE, get_hardware
 from .lab.parity import ENGINES, parity, read_prompts
 from .lab.preflight.demo import setup as demo
-from .lab.preflight.preflight import RECIPES_TRIED, Preflight, PreflightError, preflight
+from .lab.preflight.preflight import (
+    RECIPES_TRIED,
+    Preflight,
+    PreflightError,
+    by_label,
+    measure,
+    terminable,
+)
 from .lab.preflight.sources import from_function, from_transformers
+from .lab.preflight.stages import Settings
 from .levels.initialize import LEVELS, Level
 from .recipes.cast import Cast
 from .recipes.policy import Policy
-from .recipes.recipe import RECIPES, Recipe
+from .recipes.recipe import RECIPES, Recipe, get_recipe
 from .version import __version__
 
 
@@ -113,18 +122,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_parity_arguments(
         commands.add_parser("parity", help="whether a trainer and an inference engine agree")
     )
-    given = parser.parse_args(arguments)
-    if given.what == "preflight":
-        return _preflight(given)
-    if given.what == "forecast":
-        return _forecast(given)
-    if given.what == "parity":
-        return _parity(given)
-    if given.what == "doctor":
+    options = parser.parse_args(arguments)
+    if options.what == "preflight":
+        with terminable():
+            return _preflight(options)
+    if options.what == "forecast":
+        return _forecast(options)
+    if options.what == "parity":
+        return _parity(options)
+    if options.what == "doctor":
         findings = doctor.examine()
-        _print(json.dumps(findings, indent=2) if given.json else doctor.as_text(findings))
+        _print(json.dumps(findings, indent=2) if options.json else doctor.as_text(findings))
         return int(any(row["status"] == "broken" for row in findings["libraries"]))
-    _print(_table(given.what, given.json))
+    _print(_table(options.what, options.json))
     return 0
 
 
@@ -145,9 +155,9 @@ def _print(text: str) -> None:
 
 # Preflight
 
+HARDWARE_SHOWN = ["h100", "b200"]
 BUDGET, DEMO_BUDGET = 540.0, 180.0
-"""Seconds by default, and for ``--demo``. With its imports and its last run the command takes up to
-a tenth more."""
+"""Seconds by default, and for ``--demo``. Imports and the page take some seconds more."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,40 +184,47 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipes",
         nargs="+",
-        default=list(RECIPES_TRIED),
         metavar="NAME",
         help=f"recipes to compare ({' '.join(RECIPES_TRIED)})",
     )
     parser.add_argument(
         "--hardware",
         nargs="+",
-        default=["h100", "b200"],
+        default=HARDWARE_SHOWN,
         metavar="NAME",
         choices=HARDWARE,
-        help=f"accelerators of the estimates (h100 b200), of: {' '.join(HARDWARE)}",
+        help=f"accelerators of the estimates ({' '.join(HARDWARE_SHOWN)}), of: "
+        f"{' '.join(HARDWARE)}",
     )
     parser.add_argument("--out", default="preflight.html", help="page (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="continue from the .json file of OUT")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
 
 
-def _preflight(given: argparse.Namespace) -> int:
+def _preflight(options: argparse.Namespace) -> int:
     """Runs a preflight, writes the page and the figures, prints the verdict. Returns the exit
     code."""
-    out = Path(given.out)
+    out = Path(options.out)
     figures = out.with_suffix(".json")
     try:
-        result = preflight(
-            _source(given),
-            recipes=given.recipes,
-            steps=given.steps,
-            budget=given.budget or (DEMO_BUDGET if given.demo else BUDGET),
-            target=given.target,
-            max_seeds=given.seeds,
-            hardware=given.hardware,
-            save=figures,
-            resume=figures if given.resume else None,
-            progress=not given.quiet,
+        settings = Settings(
+            recipes=tuple(map(get_recipe, options.recipes or RECIPES_TRIED)),
+            named=tuple(options.recipes or ()),
+            steps=options.steps,
+            held_out=8,
+            budget=options.budget or (DEMO_BUDGET if options.demo else BUDGET),
+            target=options.target,
+            max_seeds=options.seeds,
+            hardware=tuple(map(get_hardware, options.hardware)),
+            transforms=by_label(transforms()),
+        )
+        result = measure(
+            _source(options),
+            settings,
+            figures,
+            figures if options.resume else None,
+            lambda seconds, seeds: _command(options, seconds, max(seeds, options.seeds)),
+            progress=not options.quiet,
         )
     except PreflightError as error:
         print(f"fp8 preflight: {error}{_place(error.__cause__ or error)}", file=sys.stderr)
@@ -221,6 +238,23 @@ def _preflight(given: argparse.Namespace) -> int:
     return 0
 
 
+def _command(options: argparse.Namespace, seconds: float, seeds: int) -> str:
+    """The command that continues a preflight."""
+    words = ["fp8", "preflight", *([options.setup] if options.setup else [])]
+    words += ["--demo"] if options.demo else []
+    for name in ("transformers", "text"):
+        value = getattr(options, name)
+        words += [f"--{name}", value] if value else []
+    defaults = {"steps": 200, "target": 0.01, "out": "preflight.html"}
+    for name, default in defaults.items():
+        value = getattr(options, name)
+        words += [f"--{name}", f"{value}"] if value != default else []
+    words += ["--recipes", *options.recipes] if options.recipes else []
+    words += ["--hardware", *options.hardware] if options.hardware != HARDWARE_SHOWN else []
+    words += ["--resume", "--budget", f"{seconds:g}"]
+    return shlex.join(words + (["--seeds", str(seeds)] if seeds != 8 else []))
+
+
 def _place(error: BaseException) -> str:
     """What the user's code has raised and where; "" for an error of this package."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -229,18 +263,18 @@ def _place(error: BaseException) -> str:
     return f" ({type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno})"
 
 
-def _source(given: argparse.Namespace) -> Callable[..., Any]:
-    """The function that returns the setup; exactly one source must be given."""
-    sources = [given.setup, given.transformers, given.demo or None]
+def _source(options: argparse.Namespace) -> Callable[..., Any]:
+    """The function that returns the setup; exactly one source must be options."""
+    sources = [options.setup, options.transformers, options.demo or None]
     if sum(source is not None for source in sources) != 1:
         raise ValueError("give one of FILE.py:FUNCTION, --transformers CONFIG.json, --demo")
-    if given.demo:
+    if options.demo:
         return demo
-    if given.setup:
-        return from_function(given.setup)
-    if given.text is None:
+    if options.setup:
+        return from_function(options.setup)
+    if options.text is None:
         raise ValueError("--transformers needs a text to train on: --text FILE")
-    return from_transformers(given.transformers, given.text)
+    return from_transformers(options.transformers, options.text)
 
 
 def _write(result: Preflight, out: Path, figures: Path) -> None:

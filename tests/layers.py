@@ -35,6 +35,7 @@ LAYERS = {
         parity
         preflight
         forecast
+        blame
     """,
     "unit_scaling": """
         version

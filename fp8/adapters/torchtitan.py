@@ -60,7 +60,8 @@ def FP8Converter(
         ``recipe`` of the transform if it has one.
 
     Raises:
-        ValueError: for an unknown name, and a policy with a switch; and, when torchtitan builds the
+        ValueError: for an unknown name, a policy with a switch, and a transform that needs an
+            optimizer of its own; and, when torchtitan builds the
             model, for settings of its Trainer that a transform does not allow: chunked losses,
             activation checkpointing, an ``spmd_backend`` other than "partial_dtensor".
         TypeError: for a transform that is no function.
@@ -73,6 +74,10 @@ def FP8Converter(
         transform = known[transform]
     if transform is not None and not callable(transform):
         raise TypeError(f"transform must be a name or a function, got {type(transform).__name__}")
+    if hasattr(transform, "optimizer"):
+        raise ValueError(
+            "the transform needs an optimizer of its own, and torchtitan builds the optimizer"
+        )
     if recipe == AUTO:
         recipe = getattr(transform, "recipe", AUTO)
     if isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith(".json")):

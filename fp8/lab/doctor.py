@@ -55,13 +55,13 @@ def _recipe(name: str, device: torch.device) -> dict[str, str]:
 
 
 def _library(name: str) -> dict[str, str]:
-    found = probe(name)
+    probed = probe(name)
     return {
         "library": name,
-        "status": found.status,
-        "version": found.version,
-        "why": found.why,
-        "to get it": LIBRARIES[name].get if found.error else "",
+        "status": probed.status,
+        "version": probed.version,
+        "why": probed.why,
+        "to get it": LIBRARIES[name].get if probed.error else "",
     }
 
 

@@ -204,11 +204,11 @@ types")."""
 
 class _CastCost(NamedTuple):
     """The kernels of a cast. fused: written by the kernel that computes the operand. amax: a pass
-    over the tensor precedes it. amax_turned: also along the other axis, not contiguous."""
+    over the tensor precedes it. amax_transposed: also along the other axis, not contiguous."""
 
     fused: bool = False
     amax: bool = False
-    amax_turned: bool = False
+    amax_transposed: bool = False
 
 
 CASTING: dict[str, _CastCost] = {
@@ -216,7 +216,7 @@ CASTING: dict[str, _CastCost] = {
     "static": _CastCost(fused=True),
     "delayed": _CastCost(),
     "tensor": _CastCost(amax=True),
-    "row": _CastCost(amax_turned=True),
+    "row": _CastCost(amax_transposed=True),
     "block": _CastCost(),
     "mx": _CastCost(),
     "nv": _CastCost(amax=True),
@@ -404,7 +404,6 @@ def get_hardware(hardware: str | Hardware) -> Hardware:
 
 
 def _chosen(rows: list[Product], recipes: Mapping[str, Recipe | str | None]) -> list[Recipe | None]:
-    """The recipe of each product."""
     if not isinstance(recipes, Mapping):
         raise TypeError(f"recipes must map layers to recipes, not {type(recipes).__name__}")
     for row in rows:
@@ -412,8 +411,8 @@ def _chosen(rows: list[Product], recipes: Mapping[str, Recipe | str | None]) -> 
             raise TypeError(f"products must be rows of Product, not {type(row).__name__}")
     for layer in recipes:
         check_name("layer", layer, dict.fromkeys(row.layer for row in rows))
-    found = (None if row.why_not else recipes.get(row.layer) for row in rows)
-    return [None if recipe is None else get_recipe(recipe) for recipe in found]
+    chosen = (None if row.why_not else recipes.get(row.layer) for row in rows)
+    return [None if recipe is None else get_recipe(recipe) for recipe in chosen]
 
 
 _MULTIPLIED = {
@@ -435,7 +434,6 @@ def _unit(cast: Cast) -> str:
 
 
 def _pairs(recipe: Recipe) -> dict[str, tuple[Cast, Cast]]:
-    """The casts of each product whose operands are both cast."""
     pairs = {name: getattr(recipe, name) for name in PRODUCTS}
     return {name: pair for name, pair in pairs.items() if None not in pair}
 
@@ -533,7 +531,7 @@ def _passes(first: Cast | None, second: Cast | None, device: Hardware, weight: b
     if first and not fused[0]:
         passes.append(2 + UNITS[_unit(first)])
     if second:
-        passes += [2.0] * CASTING[second.scaling].amax_turned + [2 + UNITS[_unit(second)]]
+        passes += [2.0] * CASTING[second.scaling].amax_transposed + [2 + UNITS[_unit(second)]]
     return passes
 
 
@@ -548,11 +546,11 @@ def _memory(planned: list[_Planned]) -> dict[str, dict[str, int]]:
     weights = {p.product.layer: p.product.weight_elements for p in planned if not p.product.why_not}
     total = sum(weights.values())
     mixed = {"weights": 2 * total, "gradients": 2 * total, "states": 12 * total}
-    found = {BF16: {**mixed, "activations": sum(p.saved(low=False) for p in planned)}}
+    memory = {BF16: {**mixed, "activations": sum(p.saved(low=False) for p in planned)}}
     for name, level in LEVELS.items():
         parts = {part: total * each for part, each in _bytes(level).items()}
-        found[name] = {**parts, "activations": sum(p.saved(low=True) for p in planned)}
-    return found
+        memory[name] = {**parts, "activations": sum(p.saved(low=True) for p in planned)}
+    return memory
 
 
 def _bytes(level: Level) -> dict[str, int]:

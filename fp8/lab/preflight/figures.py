@@ -184,12 +184,12 @@ def losses(runs: Sequence[Run]) -> Drawing | None:
 
 def _differences(runs: Sequence[Run]) -> list[Curve]:
     base = {run.seed: _smooth(run.losses) for run in runs if run.name == "reference"}
-    found = []
+    curves = []
     for run in runs:
         if run.name != "reference" and run.seed in base:
             steps = min(len(run.losses), len(base[run.seed]))
-            found.append((run.name, _smooth(run.losses)[:steps] - base[run.seed][:steps]))
-    return found
+            curves.append((run.name, _smooth(run.losses)[:steps] - base[run.seed][:steps]))
+    return curves
 
 
 def _smooth(losses: Sequence[float]) -> Values:

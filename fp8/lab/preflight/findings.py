@@ -15,6 +15,7 @@ __all__ = [
     "Findings",
     "OperandRange",
     "Run",
+    "Verdict",
 ]
 
 
@@ -44,8 +45,8 @@ class Candidate:
         share: the share of the FLOPs of all products that it casts.
         bits: per operand, averaged over the FLOPs of all products; high precision counts as 16.
         errors, slopes: snapshot step -> update error; <g_q, g> / <g, g>.
-        gap, low, high: the held-out loss minus the reference's: mean and 95 % interval over paired
-            seeds; None if not trained.
+        gap, low, high: the training loss of the last steps minus the reference's: mean over pairs
+            of runs, and the interval of the sequential test; None if not trained.
         seeds: the number of paired runs.
         outcome: "as the reference", "better", "worse", "diverges", "not decided", "not trained".
     """
@@ -125,15 +126,40 @@ class Choice:
 
 
 @dataclass
+class Verdict:
+    """What the measurements say, in words; and the policy that follows from them.
+
+    Attributes:
+        answer: begins with "Yes", "No" or "Not decided".
+        savings: what the policy saves, for each accelerator.
+        reasons: why.
+        policy: the recommended policy, `fp8.Policy.to_dict`; if none is, the first to try; {} if
+            there is none.
+        recommended: whether the policy is recommended.
+        code: library -> lines to copy that apply the policy.
+    """
+
+    answer: str = ""
+    savings: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    policy: dict[str, Any] = field(default_factory=dict)
+    recommended: bool = False
+    code: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, [self.answer, *self.savings, *self.reasons]))
+
+
+@dataclass
 class Findings:
-    """All that a preflight found.
+    """All that a preflight measured.
 
     Attributes:
         model: name, parameters, dtype, device.
         settings: steps, held_out, target, budget, recipes, threads, peak_memory.
         versions: fp8, torch, python, platform, date.
         seconds: stage -> seconds.
-        verdict: sentences, cause first.
+        verdict: the decision.
         products: the trace.
         runs: training runs, the reference's among them.
         candidates: in order of their update error.
@@ -143,10 +169,6 @@ class Findings:
         estimates: by hardware.
         cache: of keys and values, as `fp8.adapters.transformers.cache_found` returns it; {} without
             one.
-        policy: the recommended policy, `fp8.Policy.to_dict`; if none is, the first to try; {} if
-            there is none.
-        decided: whether the policy is recommended.
-        code: library -> lines to copy that apply the policy.
         notes: what was not measured, and why.
     """
 
@@ -154,7 +176,7 @@ class Findings:
     settings: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    verdict: list[str] = field(default_factory=list)
+    verdict: Verdict = field(default_factory=Verdict)
     products: list[Product] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     candidates: list[Candidate] = field(default_factory=list)
@@ -163,9 +185,6 @@ class Findings:
     choices: list[Choice] = field(default_factory=list)
     estimates: list[Estimate] = field(default_factory=list)
     cache: dict[str, float] = field(default_factory=dict)
-    policy: dict[str, Any] = field(default_factory=dict)
-    decided: bool = False
-    code: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -177,8 +196,9 @@ class Findings:
         """The findings that `to_dict` wrote, also after JSON, whose keys are strings and where null
         stands for a number that is not finite."""
         read = dict(values)
-        for name, kind in _KINDS.items():
+        for name, kind in _ROWS.items():
             read[name] = [kind(**row) for row in values.get(name, [])]
+        read["verdict"] = Verdict(**values.get("verdict", {}))
         for row in read["candidates"]:
             row.errors = {int(step): _number(e, math.inf) for step, e in row.errors.items()}
             row.slopes = {int(step): _number(s) for step, s in row.slopes.items()}
@@ -194,7 +214,7 @@ def _number(value: float | None, otherwise: float = math.nan) -> float:
     return otherwise if value is None else value
 
 
-_KINDS: dict[str, Any] = {
+_ROWS: dict[str, Any] = {
     "products": Product,
     "runs": Run,
     "candidates": Candidate,

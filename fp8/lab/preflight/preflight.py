@@ -3,11 +3,14 @@ save?"""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
-from functools import partial
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from ..hardware import Hardware, get_hardware
 from .findings import Candidate, Findings
 from .stages import PreflightRun, Settings
 from .training import Setup
+from .verdict import Continue
 
 __all__ = ["Preflight", "PreflightError", "preflight"]
 
@@ -51,22 +55,23 @@ class Preflight:
     @property
     def policy(self) -> Policy | None:
         """The recommended policy; None if none was shown to train as the reference."""
-        return self._policy(decided=True)
+        return self._policy(recommended=True)
 
     @property
     def first_to_try(self) -> Policy | None:
         """The policy to try first where none is recommended: of those whose update error is small,
         and which were not trained and found worse, the one with the fewest bits per operand. None
         if one is recommended, or nothing was measured."""
-        return self._policy(decided=False)
+        return self._policy(recommended=False)
 
-    def _policy(self, decided: bool) -> Policy | None:
-        found = self.findings
-        return Policy.from_dict(found.policy) if found.policy and found.decided == decided else None
+    def _policy(self, recommended: bool) -> Policy | None:
+        verdict = self.findings.verdict
+        shown = bool(verdict.policy) and verdict.recommended == recommended
+        return Policy.from_dict(verdict.policy) if shown else None
 
     def table(self) -> str:
         """The candidates as a text table, in order of their update error."""
-        heads = ("policy", "FLOPs cast", "update error", "held-out gap", "seeds", "outcome")
+        heads = ("policy", "outcome", "gap of the loss", "pairs", "update error", "FLOPs cast")
         return as_table([heads, *map(_cells, self.findings.candidates)])
 
     def to_json(self) -> str:
@@ -98,7 +103,7 @@ class Preflight:
         return Preflight(Findings.from_dict(json.loads(Path(path).read_text(encoding="utf-8"))))
 
     def __str__(self) -> str:
-        return "\n".join([*self.findings.verdict, "", self.table(), *self.findings.notes])
+        return "\n".join([str(self.findings.verdict), "", self.table(), *self.findings.notes])
 
     __repr__ = __str__
 
@@ -109,7 +114,7 @@ def preflight(
     *,
     loss: Loss | None = None,
     optimizer: Optimizer | None = None,
-    recipes: Sequence[str | Recipe] = RECIPES_TRIED,
+    recipes: Sequence[str | Recipe] | None = None,
     steps: int = 200,
     held_out: int = 8,
     budget: float = 600.0,
@@ -134,21 +139,24 @@ def preflight(
             arguments, or a mapping of keyword arguments. ``steps + held_out`` of them are drawn.
         loss: a function of the output that returns a scalar. None: the output's ``loss``.
         optimizer: built on the model's parameters; copied with it. None: torch's AdamW.
-        recipes: names or Recipes to compare.
+        recipes: names or Recipes to compare; None: `RECIPES_TRIED`. The default recipe of
+            `fp8.convert`, "tensor", is added, and always trained.
         steps: of each training run; reduced to what batches and budget allow.
         held_out: the number of batches for the held-out loss, after those for training.
-        budget: seconds for everything.
+        budget: seconds for everything, by the wall clock. A run that would not end in time is not
+            started; one that does not is ended.
         target: in units of the loss: a gap below it counts as none, and the half-width at which an
             interval is narrow enough.
-        max_seeds: the largest number of paired seeds.
+        max_seeds: the largest number of pairs of runs of a candidate.
         hardware: names in `fp8.lab.hardware.HARDWARE`, or rows of your own.
         transforms: whether to try the transforms of installed packages, as unit scaling.
-        save: a path ending in .json or .html, written after each stage.
+        save: a path ending in .json or .html, written after each stage and each training run.
         resume: a JSON file of an interrupted preflight, whose stages and runs are not repeated.
-        progress: whether to show progress on stderr.
+        progress: whether to show progress on stderr, if that is a terminal.
 
     Returns:
-        A `Preflight`. After Ctrl-C it holds what was measured until then.
+        A `Preflight`. After Ctrl-C it holds what was measured until then. SIGTERM ends the process
+        once that is saved.
 
     Raises:
         PreflightError: a ValueError with the partial report: for a model without products, a loss
@@ -156,38 +164,127 @@ def preflight(
         ValueError: for an unknown recipe or hardware, or a file to resume of another preflight.
         TypeError: for arguments of another type.
     """
+    arguments: dict[str, Any] = {"recipes": recipes, "steps": steps, "held_out": held_out}
+    arguments |= {"target": target, "hardware": hardware, "transforms": transforms}
+    path = None if save is None else _checked(save)
+
+    def proceed(seconds: float, seeds: int) -> str:
+        first = _first(model, loss, optimizer)
+        return _call([*first, *_changed(arguments)], path, seconds, budget, max(seeds, max_seeds))
+
     settings = Settings(
-        recipes=tuple(map(get_recipe, recipes)),
+        recipes=tuple(map(get_recipe, RECIPES_TRIED if recipes is None else recipes)),
+        named=() if recipes is None else tuple(get_recipe(recipe).name for recipe in recipes),
         steps=steps,
         held_out=held_out,
         budget=budget,
         target=target,
         max_seeds=max_seeds,
         hardware=tuple(map(get_hardware, hardware)),
-        transforms=installed() if transforms else {},
+        transforms=by_label(installed()) if transforms else {},
     )
-    before = Findings() if resume is None else Preflight.load(resume).findings
-    run = PreflightRun(_source(model, batches, loss, optimizer), settings, before)
-    run.shows_progress = progress
-    return _completed(run, None if save is None else _checked(save))
+    source = _source(model, batches, loss, optimizer)
+    return measure(source, settings, path, resume, proceed, progress=progress)
 
 
-def _completed(run: PreflightRun, path: Path | None) -> Preflight:
-    """The report of a run, which is written to ``path`` after each stage."""
-    result = Preflight(run.findings)
-    if path is not None:
-        run.on_stage = partial(result.save, path)
-    try:
-        run.run()
-    except KeyboardInterrupt:
-        run.findings.notes.append("interrupted: what follows the last stage was not measured")
-        run.conclude()
-    except (ValueError, TypeError) as error:
-        run.findings.notes.append(f"stopped: {error}")
-        raise PreflightError(str(error), result) from error
-    finally:
-        run.on_stage()
+def measure(
+    source: Any,
+    settings: Settings,
+    path: Path | None,
+    resume: str | Path | None,
+    proceed: Continue,
+    *,
+    progress: bool,
+) -> Preflight:
+    """`preflight` with checked arguments. proceed: the command that a verdict names."""
+    findings = Findings() if resume is None else Preflight.load(resume).findings
+    result = Preflight(findings)
+    run = PreflightRun(
+        source,
+        settings,
+        findings,
+        proceed=proceed,
+        on_change=lambda: None if path is None else result.save(path),
+        shows_progress=progress,
+    )
+    with terminable():
+        try:
+            run.run()
+        except KeyboardInterrupt:
+            findings.notes.append("interrupted: what follows the last stage was not measured")
+            run.save()
+        except (ValueError, TypeError) as error:
+            findings.notes.append(f"stopped: {error}")
+            run.save()
+            raise PreflightError(str(error), result) from error
     return result
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Within the block SIGTERM raises KeyboardInterrupt, as Ctrl-C does; at its end the signal is
+    sent again. Without effect where the program has a handler of its own, and in threads."""
+    received: list[int] = []
+
+    def interrupt(number: int, frame: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in received[:1]:
+            signal.raise_signal(number)
+
+
+def by_label(transforms: Mapping[str, Any]) -> dict[str, Any]:
+    """Transforms by the ``label`` that says what they do, or else by the name of their entry
+    point."""
+    return {getattr(transform, "label", name): transform for name, transform in transforms.items()}
+
+
+DEFAULTS = {
+    name: parameter.default for name, parameter in inspect.signature(preflight).parameters.items()
+}
+
+
+def _call(parts: list[str], path: Path | None, seconds: float, budget: float, seeds: int) -> str:
+    """The line of Python that continues a preflight, for so many seconds; or begins one again whose
+    figures were not saved, for ``budget`` seconds more."""
+    if path is not None and path.suffix == ".json":
+        parts = [*parts, f"resume={str(path)!r}"]
+    else:
+        seconds += budget
+    parts = [*parts, f"save={str(path or 'preflight.json')!r}", f"budget={seconds:g}"]
+    parts += [f"max_seeds={seeds}"] * (seeds != DEFAULTS["max_seeds"])
+    return f"fp8.preflight({', '.join(parts)})"
+
+
+def _first(model: Any, loss: Any, optimizer: Any) -> list[str]:
+    """The first arguments of a call, by their usual names."""
+    if not isinstance(model, nn.Module):
+        name = getattr(model, "__name__", "")
+        return [name if name.isidentifier() else "setup"]
+    objects = {"loss": loss, "optimizer": optimizer}
+    return ["model", "batches", *(f"{n}={n}" for n, value in objects.items() if value is not None)]
+
+
+def _changed(arguments: Mapping[str, Any]) -> list[str]:
+    """The arguments that are not the defaults; by their names what is no number, text or list of
+    these."""
+    parts = []
+    for name, value in arguments.items():
+        items = value if isinstance(value, list | tuple) else [value]
+        literal = all(isinstance(item, str | int | float) for item in items)
+        if value != DEFAULTS[name]:
+            parts.append(f"{name}={value!r}" if literal else f"{name}={name}")
+    return parts
 
 
 def _checked(path: str | Path) -> Path:
@@ -212,7 +309,7 @@ def _cells(row: Candidate) -> tuple[str, ...]:
         gap = f"{row.gap:+.4f}"
         if row.low is not None and row.high is not None:
             gap += f" ({row.low:+.4f} to {row.high:+.4f})"
-    return row.name, f"{row.share:.0%}", errors, gap, str(row.seeds), row.outcome
+    return row.name, row.outcome, gap, str(row.seeds), errors, f"{row.share:.0%}"
 
 
 def _finite(value: Any) -> Any:

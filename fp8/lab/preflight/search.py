@@ -9,13 +9,15 @@ against error.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from torch import nn
 
+from ...formats.format import get_format
 from ...recipes.policy import Policy, Rule
-from ...recipes.recipe import Recipe
+from ...recipes.recipe import PRODUCTS, Recipe
 from ...selection.policies import resolve
 from ..hardware import Product
 from .findings import CastScore, Choice
@@ -27,11 +29,11 @@ def shares(products: Iterable[Product]) -> dict[str, float]:
     total and are not listed."""
     products = list(products)
     total = sum(product.flops for product in products)
-    found: dict[str, float] = {}
+    share: dict[str, float] = {}
     for product in products:
         if not product.why_not:
-            found[product.layer] = found.get(product.layer, 0.0) + product.flops / total
-    return found
+            share[product.layer] = share.get(product.layer, 0.0) + product.flops / total
+    return share
 
 
 def keeping(recipe: Recipe | str, kept: Sequence[str]) -> Policy:
@@ -87,7 +89,7 @@ def knee(choices: Sequence[Choice]) -> Choice:
 def published(model: nn.Module) -> dict[str, list[str]]:
     """Selections of papers and of Megatron-LM's flags (the first and the last block) that the model
     has the blocks for: name -> the layers that they keep."""
-    found = {}
+    selections = {}
     policies = {
         "hidden": Policy.hidden("bf16"),
         "umup": Policy.umup("bf16"),
@@ -98,5 +100,15 @@ def published(model: nn.Module) -> dict[str, list[str]]:
     for name, policy in policies.items():
         with suppress(ValueError):  # the model has not these blocks
             decided = resolve(policy, model)
-            found[name] = [layer for layer, d in decided.items() if d.recipe is None]
-    return {name: [layer or "(model)" for layer in kept] for name, kept in found.items()}
+            selections[name] = [x or "(model)" for x, d in decided.items() if d.recipe is None]
+    return selections
+
+
+def bits_of(recipe: Recipe, share: float) -> float:
+    """Bits per operand, averaged over the FLOPs of all products, of which ``share`` is cast; high
+    precision counts as 16."""
+    widths = [
+        max(16 if cast is None else get_format(cast.format).bits for cast in getattr(recipe, name))
+        for name in PRODUCTS
+    ]
+    return share * statistics.fmean(widths) + (1 - share) * 16

@@ -39,12 +39,12 @@ def from_function(name: str) -> Callable[..., Any]:
     where, colon, function = name.rpartition(":")
     if not (colon and where and function):
         raise ValueError(f"give a file and a function, as train.py:setup, got {name!r}")
-    found = getattr(_module(where), function, None)
-    if found is None:
+    setup = getattr(_module(where), function, None)
+    if setup is None:
         raise ValueError(f"{where} has no {function!r}")
-    if not callable(found):
-        raise TypeError(f"{name} is a {type(found).__name__}, not a function that returns a setup")
-    return found
+    if not callable(setup):
+        raise TypeError(f"{name} is a {type(setup).__name__}, not a function that returns a setup")
+    return setup
 
 
 def _module(where: str) -> Any:
@@ -159,7 +159,6 @@ def _scale(config: Any, own_heads: bool) -> _Scale:
 
 
 def _scaled(values: dict[str, Any], scale: _Scale) -> dict[str, Any]:
-    """The values of a configuration by `shrunk`."""
     return {name: _scaled_value(name, value, scale) for name, value in values.items()}
 
 

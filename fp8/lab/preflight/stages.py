@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import datetime
 import math
 import platform
@@ -10,38 +9,33 @@ import statistics
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ...adapters.policies import as_code
 from ...adapters.transformers import cache_found, has_cache
-from ...common.step import Batch, call, copied, described, loss_value, scalars, untouched
+from ...common.step import described
 from ...common.validation import check_whole
-from ...formats.format import get_format
 from ...recipes.policy import CASTS, Policy
-from ...recipes.recipe import AUTO, PRODUCTS, Recipe
-from ...selection.layers import candidates
-from ...selection.roles import roles
-from ...surgery.convert import convert, report
+from ...recipes.recipe import AUTO, PLAIN, Recipe
 from ...version import __version__
 from ..hardware import Hardware, Product, estimate
-from ..stats import stats
+from .budget import Budget
+from .choices import FINE, finalists, recommended, worst_error
 from .findings import Candidate, CastScore, Choice, Findings, Run
-from .paired_runs import FINE, REFERENCE, compare, finalists, prove, recommended, worst_error
-from .search import choice, frontier, keeping, knee, name_of, published, score, shares
-from .trace import trace
-from .training import Prepare, Problem, train, under
+from .paired_runs import REFERENCE, OutOfTime, compare, train_pairs
+from .reference import check_reference, left_alone, products_of
+from .search import bits_of, choice, frontier, keeping, knee, name_of, published, score, shares
+from .training import Prepare, Problem, train, transformed, under
 from .update_error import Probe, quiet
-from .verdict import sentences
+from .verdict import SIMULATED, Continue, decide
 
 REFERENCE_PART, SEARCH_PART, CASTS_PART = 1 / 20, 1 / 5, 1 / 10
 """The parts of the budget for the reference run, for the search and for single casts."""
@@ -52,16 +46,14 @@ FEWEST_STEPS, TIMED_STEPS = 20, 8
 #: wait for one another lose much more than that on a machine that does other work too.
 ONE_THREAD = 1.3
 
-#: What each of a finalist's runs costs, relative to the reference's, before one was timed.
-SIMULATED_COST = 3.0
-
-NO_RUN = "the budget did not allow a training run of"
+NOT_TRAINED = "the budget did not allow a training run of"
 """How the note begins that a training with more time makes obsolete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of `fp8.preflight` that say how to measure."""
+    """The arguments of `fp8.preflight` that say how to measure. named: the recipes that the user
+    asked for by name; the recipe of `fp8.convert` is tried beside them."""
 
     recipes: tuple[Recipe, ...]
     steps: int
@@ -71,6 +63,7 @@ class Settings:
     max_seeds: int
     hardware: tuple[Hardware, ...]
     transforms: Mapping[str, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
+    named: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_whole("steps", self.steps, 2)
@@ -82,21 +75,42 @@ class Settings:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
         if not self.recipes:
             raise ValueError("recipes must name at least one recipe, got none")
+        if PLAIN.name not in {recipe.name for recipe in self.recipes}:
+            object.__setattr__(self, "recipes", (*self.recipes, PLAIN))
 
 
 class PreflightRun:
-    """One preflight. `on_stage` is called after each stage. source: as for `Problem`. findings:
-    empty, or those of an interrupted preflight of the same problem, which grow."""
+    """One preflight.
 
-    def __init__(self, source: Any, settings: Settings, findings: Findings) -> None:
+    Args:
+        source: as for `Problem`.
+        settings: how to measure.
+        findings: empty, or those of an interrupted preflight of the same problem, which grow.
+        proceed: names the command that continues.
+        on_change: called after each stage and each training run, to save the findings.
+        shows_progress: whether to show bars, if stderr is a terminal.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        settings: Settings,
+        findings: Findings,
+        *,
+        proceed: Continue = lambda seconds, seeds: f"budget={seconds:.0f}, max_seeds={seeds}",
+        on_change: Callable[[], object] = lambda: None,
+        shows_progress: bool = False,
+    ) -> None:
         self.settings = settings
         self.findings = findings
-        self.on_stage: Callable[[], object] = lambda: None
-        self.shows_progress = False
+        self.budget = Budget(settings.budget)
+        self._proceed = proceed
+        self._on_change = on_change
+        self._shows_progress = shows_progress
         self._source = source
-        self._begun = time.perf_counter()
         self._problem: Problem | None = None
         self._probes: list[Probe] = []
+        self._step_seconds: dict[str, float] = {}
         _forget_unfinished(findings)
 
     @property
@@ -119,32 +133,40 @@ class PreflightRun:
             "cache": self._cache,
             "operands": self._operands,
             "single casts": self._casts,
-            "training": self._prove,
+            "training": self._train_finalists,
         }
         try:
             self._describe()
-            self._look_at_a_step()
-            for name, run in stages.items():
+            for note in check_reference(self.problem):
+                self._note(note)
+            for name, stage in stages.items():
                 if name not in self.findings.seconds or name == "training":
                     begun = time.perf_counter()
-                    run()
+                    stage()
                     self.findings.seconds[name] = time.perf_counter() - begun
-                    self.conclude()
-                    self.on_stage()
+                    self.save()
         finally:
             torch.set_num_threads(threads)
 
+    def save(self) -> None:
+        """Concludes from what is measured so far, and saves it."""
+        self.conclude()
+        begun = time.perf_counter()
+        self._on_change()
+        elapsed = time.perf_counter() - begun
+        self.budget.longest_save = max(self.budget.longest_save, elapsed)
+
     def conclude(self) -> None:
         """Writes outcomes, the recommended policy, or else the first to try, and the verdict."""
-        found = self.findings
-        found.settings["peak_memory"] = _peak_memory()
-        compare(found.candidates, found.runs, self.settings.target)
-        best = recommended(found.candidates, found.estimates)
-        found.decided = bool(best)
+        findings, verdict = self.findings, self.findings.verdict
+        findings.settings["peak_memory"] = _peak_memory()
+        compare(findings.candidates, findings.runs, self.settings.target)
+        best = recommended(findings.candidates, findings.estimates)
+        verdict.recommended = bool(best)
         first = next(iter((best or self._finalists()).values()), None)
-        found.policy = {} if first is None else first.policy
-        found.code = {} if first is None else as_code(Policy.from_dict(first.policy))
-        found.verdict = sentences(found, best)
+        verdict.policy = {} if first is None else first.policy
+        verdict.code = {} if first is None else as_code(Policy.from_dict(first.policy))
+        decide(findings, best, self.settings.named, self._proceed)
 
     # What is measured
 
@@ -184,40 +206,11 @@ class PreflightRun:
         if "reference" not in self.findings.seconds and self.problem.steps < settings.steps:
             self._note(f"the batches last for {self.problem.steps} of {settings.steps} steps")
 
-    def _look_at_a_step(self) -> None:
-        """Raises ValueError if a step of the model casts operands: the candidates are compared with
-        it. Notes that its output has several losses, of which the runs minimize one."""
-        model, loss = copy.deepcopy(self.problem.setup.model).train(), self.problem.setup.loss
-        trained = [p for p in model.parameters() if p.requires_grad]
-        if any(torch.is_autocast_enabled(kind) for kind in {p.device.type for p in trained}):
-            raise ValueError(
-                "preflight was called inside torch.autocast, which reuses its copies of weights "
-                "until the block ends: enter it in the forward of the model"
-            )
-        casts = stats(model, every=1)
-        with untouched(model), torch.enable_grad(), quiet(), casts:
-            output = call(model, copied(self.problem.batch))
-            value = loss_value(output, loss)
-            if value is not None and value.requires_grad and trained:
-                torch.autograd.grad(value, trained, allow_unused=True)
-        if rows := casts.rows():
-            listed = ", ".join(f"the {r.operand} of {r.layer} to {r.format}" for r in rows[:3])
-            raise ValueError(
-                f"the reference is in low precision already: it casts {listed}"
-                f"{', ...' if len(rows) > 3 else ''}. Pass the model without simulate_fp8, and "
-                "call preflight outside of fp8.autocast"
-            )
-        if loss is None and len(found := scalars(output)) > 1:
-            self._note(
-                f"the output has {len(found)} scalars that require a gradient and none named loss: "
-                "the first alone is minimized; loss= computes another one from the output"
-            )
-
     def _trace(self) -> None:
-        self.findings.products = _traced(self.problem.setup.model, self.problem.batch)
+        self.findings.products = products_of(self.problem.setup.model, self.problem.batch)
         if not shares(self.findings.products):
             whys = {p.layer: p.why_not for p in self.findings.products}
-            whys |= _left_alone(self.problem.setup.model)
+            whys |= left_alone(self.problem.setup.model)
             why = "; ".join(f"{layer}: {why}" for layer, why in whys.items()) or "it computes none"
             name = self.findings.model["name"]
             raise ValueError(f"no matrix product of this {name} can be cast: {why}")
@@ -258,7 +251,6 @@ class PreflightRun:
         self.findings.settings |= {"steps": steps, "threads": chosen}
 
     def _step_time(self, threads: int) -> float:
-        """The median seconds of a training step with this number of threads."""
         ticks: list[float] = []
         torch.set_num_threads(threads)
         timed = self.problem.shortened(TIMED_STEPS)
@@ -267,14 +259,21 @@ class PreflightRun:
         return statistics.median(times) if times else 1e-9
 
     def _trained(self, name: str, seed: int) -> Run:
-        """The run of a candidate, or of the reference, which is stored if it is new."""
+        """The run of a candidate, or of the reference; the first one of the reference is stored.
+        Raises OutOfTime for another that does not end in time."""
         self._check_paired(seed)
-        steps = self.problem.steps
+        steps, first = self.problem.steps, (name, seed) == (REFERENCE, 0)
+
+        def on_step() -> None:
+            tick()
+            if not first and self.budget.left < 0:
+                raise OutOfTime
+
         with self._progress(f"{name}, seed {seed}", steps) as tick, quiet():
             prepare = None if name == REFERENCE else self._preparation(name)
-            at = sorted({max(steps // 4, 1), steps}) if (name, seed) == (REFERENCE, 0) else ()
-            run, snapshots = train(self.problem, name, seed, prepare, snapshots=at, on_step=tick)
-        if (name, seed) == (REFERENCE, 0):
+            at = sorted({max(steps // 4, 1), steps}) if first else ()
+            run, snapshots = train(self.problem, name, seed, prepare, snapshots=at, on_step=on_step)
+        if first:
             model, loss = self.problem.setup.model, self.problem.setup.loss
             self._probes = [Probe(model, snapshot, loss) for snapshot in snapshots]
             if not any(r.name == name and r.seed == seed for r in self.findings.runs):
@@ -317,39 +316,41 @@ class PreflightRun:
     def _candidate(self, recipe: Recipe, kept: Sequence[str], share: float) -> Candidate:
         policy = keeping(recipe, kept).to_dict()
         name = name_of(recipe.name, kept)
-        return Candidate(name, recipe.name, policy, list(kept), share, _bits(recipe, share))
+        return Candidate(name, recipe.name, policy, list(kept), share, bits_of(recipe, share))
 
     def _measured(self, candidate: Candidate, probes: Sequence[Probe]) -> None:
         policy = Policy.from_dict(candidate.policy)
         for probe in probes:
-            found = probe(policy)
-            candidate.errors[probe.step] = found.error
-            candidate.slopes[probe.step] = found.slope
+            begun = time.perf_counter()
+            measured = probe(policy)
+            self._step_seconds[candidate.name] = time.perf_counter() - begun
+            candidate.errors[probe.step] = measured.error
+            candidate.slopes[probe.step] = measured.slope
         self.findings.candidates.append(candidate)
 
     def _search(self) -> None:
         """Searches the layers to keep for every recipe that is too coarse for all layers."""
         share = shares(self.findings.products)
         coarse = [c for c in self.findings.candidates if worst_error(c) > FINE]
-        deadline = time.perf_counter() + SEARCH_PART * self.settings.budget
+        budget = self.budget.part(SEARCH_PART)
         searched = [c for c in coarse if math.isfinite(worst_error(c))] or (
             self.findings.candidates[-1:]
         )
         with self._progress("search", len(share) * len(searched)) as tick:
             for candidate in sorted(searched, key=lambda c: c.bits):
-                self._searched(candidate, share, deadline, tick)
+                self._searched(candidate, share, budget, tick)
 
     def _searched(
         self,
         candidate: Candidate,
         share: Mapping[str, float],
-        deadline: float,
+        budget: Budget,
         tick: Callable[[], None],
     ) -> None:
         recipe, probe, scores = self._recipe(candidate.recipe), self.probes[-1], list[CastScore]()
         for layer, part in share.items():
             tick()
-            if time.perf_counter() >= deadline:
+            if budget.left <= 0:
                 self._note(
                     f"the budget allowed {len(scores)} of {len(share)} layers for {recipe.name}: "
                     "it was not searched"
@@ -381,16 +382,15 @@ class PreflightRun:
         return choices[first] if first < len(choices) else None
 
     def _published(self, recipe: Recipe, scores: Sequence[CastScore]) -> list[Choice]:
-        """The selections of papers and other libraries, measured at the same snapshot."""
-        found = []
+        choices = []
         for name, kept in published(self.problem.setup.model).items():
             cast = [s for s in scores if s.layer not in kept]
             if cast and kept:
                 selected = choice(name, recipe.name, kept, cast)
                 selected.measured = self.probes[-1](keeping(recipe, kept)).error
                 selected.published = True
-                found.append(selected)
-        return found
+                choices.append(selected)
+        return choices
 
     def _operands(self) -> None:
         """The ranges of operands under the best candidate, and under casts without scales."""
@@ -404,9 +404,9 @@ class PreflightRun:
         """The recipe whose single casts are worth a map: the lowest precision of the finalists, or
         else of the others, with a scale for each product of an operand; "" if there is none."""
         for among in (self._finalists().values(), self.findings.candidates):
-            found = [c for c in among if not self._recipe(c.recipe).keeps_history]
-            if found:
-                return min(found, key=lambda c: (c.bits, worst_error(c))).recipe
+            single = [c for c in among if not self._recipe(c.recipe).keeps_history]
+            if single:
+                return min(single, key=lambda c: (c.bits, worst_error(c))).recipe
         return ""
 
     def _casts(self) -> None:
@@ -416,11 +416,11 @@ class PreflightRun:
             self._note("the recipes have no single casts: they store one scale for two products")
             return
         recipe, probe = self._recipe(self._shown()), self.probes[-1]
-        deadline = time.perf_counter() + CASTS_PART * self.settings.budget
+        budget = self.budget.part(CASTS_PART)
         order = sorted(share, key=lambda name: share[name], reverse=True)
         with self._progress("single casts", len(order)) as tick:
             for done, layer in enumerate(order):
-                if time.perf_counter() > deadline:
+                if budget.left < 0:
                     left = len(order) - done
                     self._note(f"the budget did not allow the single casts of {left} layers")
                     break
@@ -432,30 +432,42 @@ class PreflightRun:
     def _finalists(self) -> dict[str, Candidate]:
         return finalists(self.findings.candidates, self.findings.estimates)
 
-    def _prove(self) -> None:
-        """Trains the finalists. If all of them are worse, the next ones, while there is time."""
-        found, transforms = self.findings, self._with_transforms()
-        names = [*dict.fromkeys(c.name for c in self._finalists().values()), *transforms]
-        while names:
-            prove(
-                names,
-                found.runs,
-                self._trained,
-                tolerance=self.settings.target,
-                seeds=range(self.settings.max_seeds),
-                has_time=self._has_time,
-            )
-            for run in found.runs:
-                if run.name == REFERENCE and not math.isfinite(run.held_out):
-                    self._note(f"the reference diverged with seed {run.seed}, which does not count")
-            trained = {run.name for run in found.runs}
-            if left := [name for name in names if name not in trained]:
-                self._note(f"{NO_RUN} {', '.join(left)}")
-            compare(found.candidates, found.runs, self.settings.target)
-            if recommended(found.candidates, found.estimates):
+    def _train_finalists(self) -> None:
+        """Trains the finalists and the recipe of `fp8.convert`. If all of them are worse, the next
+        ones, while there is time; at last the transforms."""
+        findings = self.findings
+        self._train([PLAIN.name, *(c.name for c in self._finalists().values())])
+        while not recommended(findings.candidates, findings.estimates):
+            new = [c.name for c in self._finalists().values() if c.outcome == "not trained"]
+            if not any(self._has_time([name]) for name in new):
                 break
-            new = {c.name for c in self._finalists().values() if c.outcome == "not trained"}
-            names = [name for name in new if self._has_time(name)]
+            self._train(new)
+        for name in self._with_transforms():
+            try:
+                self._train([name])
+            except (ValueError, TypeError, RuntimeError) as error:  # of the transform
+                self._note(f"{name} was not trained: {described(error)}")
+        for run in findings.runs:
+            if run.name == REFERENCE and not math.isfinite(run.held_out):
+                self._note(f"the reference diverged with seed {run.seed}, which does not count")
+
+    def _train(self, names: Sequence[str]) -> None:
+        """Trains candidates beside the reference until they are decided, and compares."""
+        findings, names = self.findings, list(dict.fromkeys(names))
+
+        train_pairs(
+            names,
+            findings.runs,
+            self._trained,
+            tolerance=self.settings.target,
+            max_seeds=self.settings.max_seeds,
+            has_time=self._has_time,
+            on_run=self.save,
+        )
+        trained = {run.name for run in findings.runs}
+        if left := [name for name in names if name not in trained]:
+            self._note(f"{NOT_TRAINED} {', '.join(left)}")
+        compare(findings.candidates, findings.runs, self.settings.target)
 
     def _with_transforms(self) -> list[str]:
         """The names of the transforms, which become candidates."""
@@ -467,21 +479,26 @@ class PreflightRun:
                 self.findings.candidates.append(candidate)
         return list(self.settings.transforms)
 
-    def _has_time(self, name: str) -> bool:
-        """Whether a run of ``name`` fits into what is left of the budget."""
+    def _has_time(self, names: Collection[str]) -> bool:
+        return self.budget.allows(sum(map(self._run_seconds, names)))
+
+    def _run_seconds(self, name: str) -> float:
+        """The longest run of a name so far; before there is one, what its update error took for
+        each step, or else a multiple of the reference's."""
         times = [run.seconds for run in self.findings.runs if run.name == name]
-        known = self.findings.runs[0].seconds * (1 if name == REFERENCE else SIMULATED_COST)
-        needed = max(times, default=known)
-        return time.perf_counter() - self._begun + needed < self.settings.budget
+        if times:
+            return max(times)
+        steps = self._step_seconds.get(name, 0.0) * self.problem.steps
+        reference = self.findings.runs[0].seconds
+        return max(steps, reference * (1 if name == REFERENCE else SIMULATED))
 
     def _preparation(self, name: str) -> Prepare:
         if name in self.settings.transforms:
-            return partial(_transformed, self.settings.transforms[name])
+            return transformed(self.settings.transforms[name])
         policy = next(c.policy for c in self.findings.candidates if c.name == name)
         return under(Policy.from_dict(policy))
 
     def _estimate(self) -> None:
-        """Every candidate on every device, at the full size of the model."""
         products = self._products_at_full_size()
         cast = [product.layer for product in products if not product.why_not]
         for candidate in self.findings.candidates:
@@ -505,7 +522,7 @@ class PreflightRun:
     def _products_at_full_size(self) -> list[Product]:
         full = self.problem.setup.full_size
         try:
-            return self.findings.products if full is None else _traced(*full)
+            return self.findings.products if full is None else products_of(*full)
         except Exception as error:  # of the code of a model without memory
             self._note(
                 "the estimates are for the model that was trained, as its full size cannot be "
@@ -518,8 +535,9 @@ class PreflightRun:
 
     @contextmanager
     def _progress(self, name: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar on stderr, or a line where tqdm is missing; yields the function of a tick."""
-        if not self.shows_progress:
+        """A bar on stderr, or a line where tqdm is missing; nothing where that is no terminal.
+        Yields the function of a tick."""
+        if not self._shows_progress or not sys.stderr.isatty():
             yield lambda: None
         elif find_spec("tqdm") is None:
             print(f"{name} ...", file=sys.stderr, flush=True)
@@ -545,53 +563,19 @@ def _peak_memory() -> int | None:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _left_alone(model: nn.Module) -> dict[str, str]:
-    """Layer -> why `fp8.convert` does not cast it."""
-    with quiet():
-        rows = report(convert(copy.deepcopy(model), "tensor", backend="simulate"))
-    return {row.path or "(model)": row.why for row in rows.left_alone}
-
-
-def _traced(model: nn.Module, batch: Batch) -> list[Product]:
-    """The products of a model, with the roles of their layers and why some are not cast."""
-    named = roles(model, candidates(model))
-    return trace(model, batch, roles=named, why_not=_left_alone(model))
-
-
-def _forget_unfinished(found: Findings) -> None:
+def _forget_unfinished(findings: Findings) -> None:
     """Removes what the stage that was interrupted has left, so that it can be repeated."""
-    done = found.seconds
+    done = findings.seconds
     if "update errors" not in done:
-        found.candidates = []
+        findings.candidates = []
     if "search" not in done:
-        found.candidates = [c for c in found.candidates if not c.kept]
-        found.scores, found.choices = [], []
+        findings.candidates = [c for c in findings.candidates if not c.kept]
+        findings.scores, findings.choices = [], []
     if "estimates" not in done:
-        found.estimates = []
+        findings.estimates = []
     if "operands" not in done:
-        found.ranges = []
+        findings.ranges = []
     if "single casts" not in done:
-        found.scores = [s for s in found.scores if not s.product]
-    repeated = ("interrupted", "stopped", NO_RUN)
-    found.notes = [note for note in found.notes if not note.startswith(repeated)]
-
-
-def _transformed(
-    transform: Callable[[nn.Module], nn.Module], model: nn.Module, optimizer: Optimizer
-) -> tuple[nn.Module, Optimizer]:
-    """The transformed model under its recipe, and the optimizer with its parameters."""
-    new = transform(model)
-    own = dict(new.named_parameters())
-    by_id = {id(p): own[name] for name, p in model.named_parameters() if name in own}
-    for group in optimizer.param_groups:
-        group["params"] = [by_id.get(id(p), p) for p in group["params"]]
-    return under(Policy(getattr(transform, "recipe", AUTO)))(new, optimizer)
-
-
-def _bits(recipe: Recipe, share: float) -> float:
-    """Bits per operand, averaged over the FLOPs of all products; high precision counts as 16."""
-    widths = [
-        max(16 if cast is None else get_format(cast.format).bits for cast in getattr(recipe, name))
-        for name in PRODUCTS
-    ]
-    return share * statistics.fmean(widths) + (1 - share) * 16
+        findings.scores = [s for s in findings.scores if not s.product]
+    repeated = ("interrupted", "stopped", NOT_TRAINED)
+    findings.notes = [note for note in findings.notes if not note.startswith(repeated)]

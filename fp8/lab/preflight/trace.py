@@ -69,11 +69,10 @@ class _Weights:
             self._sizes.setdefault(layer, set()).add(parameter.numel())
 
     def compute(self, arguments: Any, output: Any) -> None:
-        """Notes the result of an operation."""
-        given = [_address(x) for x in tensors(arguments)]
-        owned = [self._by_storage[x] for x in given if x in self._by_storage]
-        if owned and all(x in self._by_storage or x in self._neutral for x in given):
-            layers = list(dict.fromkeys(layer for layers in owned for layer in layers))
+        addresses = [_address(x) for x in tensors(arguments)]
+        layers_of = [self._by_storage[x] for x in addresses if x in self._by_storage]
+        if layers_of and all(x in self._by_storage or x in self._neutral for x in addresses):
+            layers = list(dict.fromkeys(layer for layers in layers_of for layer in layers))
             for x in tensors(output):
                 if _address(x) and _address(x) not in self._by_storage:
                     self._by_storage[_address(x)] = layers
@@ -133,13 +132,13 @@ class _Trace(TorchDispatchMode):
         """weight: the tensor that may be one."""
         path = self._running[-1] if self._running else ""
         owner = self._weights.owner(weight, path)
-        found = replace(product, layer=owner or path or "(model)", role="hidden", calls=1)
+        row = replace(product, layer=owner or path or "(model)", role="hidden", calls=1)
         if owner is not None:
-            found = replace(found, weight_elements=weight.numel())
+            row = replace(row, weight_elements=weight.numel())
         else:
-            kind = "matmul" if found.kind == "linear" else found.kind
-            found = replace(found, role="activations", kind=kind)
-        self.products[found] += product.calls
+            kind = "matmul" if row.kind == "linear" else row.kind
+            row = replace(row, role="activations", kind=kind)
+        self.products[row] += product.calls
 
 
 def trace(

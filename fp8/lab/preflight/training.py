@@ -31,6 +31,7 @@ from ...common.step import (
 from ...optim.encodings import decode
 from ...optim.state import SECOND, has, read
 from ...recipes.policy import Policy
+from ...recipes.recipe import AUTO
 from ...surgery.convert import convert, report, revert_layers
 from ...tensors.scaled_tensor import ScaledTensor
 from .findings import Run
@@ -44,6 +45,7 @@ __all__ = [
     "as_setup",
     "loss_of",
     "train",
+    "transformed",
     "under",
 ]
 
@@ -104,8 +106,8 @@ class Setup:
                 f"optimizer must be a torch.optim.Optimizer, got {type(self.optimizer).__name__}"
             )
         if self.optimizer is not None:
-            own = {id(p) for p in self.model.parameters()}
-            if not any(id(p) in own for g in self.optimizer.param_groups for p in g["params"]):
+            members = {id(p) for p in self.model.parameters()}
+            if not any(id(p) in members for g in self.optimizer.param_groups for p in g["params"]):
                 raise ValueError("the optimizer has none of the model's parameters")
 
 
@@ -241,7 +243,6 @@ class Problem:
         return _Start(model, optimizer, made.loss, train, held_out)
 
     def _draw(self, seed: int) -> _Drawn:
-        """What a seed trains on. It is drawn once."""
         if not callable(self._source):
             seed = 0
         if seed not in self._drawn:
@@ -257,7 +258,6 @@ class Problem:
         return self._drawn[seed]
 
     def _take(self, batches: Iterable[Batch]) -> tuple[list[Batch], list[int]]:
-        """The first batches, and the checksum of each when it was drawn."""
         drawn, sums = list[Batch](), list[int]()
         for batch in islice(batches, self.steps + self.held_out):
             drawn.append(batch)
@@ -274,15 +274,15 @@ class Problem:
 def _checksum(value: Any) -> int:
     """Of the bytes of all tensors in a value, in order; of tensors without bytes (sparse, on the
     meta device) their shapes."""
-    found = 0
+    checksum = 0
     for tensor in tensors_within(value):
         try:
             flat = tensor.detach().cpu().resolve_conj().resolve_neg().flatten()
             data: Any = flat.view(torch.uint8).numpy()
         except (RuntimeError, TypeError, NotImplementedError):
             data = repr(tuple(tensor.shape)).encode()
-        found = zlib.crc32(data, found)
-    return found
+        checksum = zlib.crc32(data, checksum)
+    return checksum
 
 
 def _own(setup: Setup, anew: bool) -> Setup:
@@ -327,6 +327,24 @@ def under(policy: Policy) -> Prepare:
     return lambda model, optimizer: (convert(model, policy, backend="simulate"), optimizer)
 
 
+def transformed(transform: Any) -> Prepare:
+    """Transforms a model and runs the result under the recipe of the transform. Its optimizer is
+    that of the transform if it has one, or else the user's with the new parameters."""
+
+    def prepare(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        new = transform(model)
+        if hasattr(transform, "optimizer"):
+            optimizer = transform.optimizer(new, optimizer)
+        else:
+            parameters = dict(new.named_parameters())
+            by_id = {id(p): parameters[n] for n, p in model.named_parameters() if n in parameters}
+            for group in optimizer.param_groups:
+                group["params"] = [by_id.get(id(p), p) for p in group["params"]]
+        return under(Policy(getattr(transform, "recipe", AUTO)))(new, optimizer)
+
+    return prepare
+
+
 def train(
     problem: Problem,
     name: str,
@@ -353,7 +371,7 @@ def train(
     """
     start = problem.start(seed, prepare)
     model, optimizer = start.model, start.optimizer
-    run, kept, held = Run(name, seed, [], math.nan, data=problem.data(seed)), [], []
+    run, taken, held = Run(name, seed, [], math.nan, data=problem.data(seed)), [], []
     steps = len(start.batches)
     evaluated = {steps - max(steps // 5, 1) * i // EVALUATIONS for i in range(EVALUATIONS)}
     begun = time.perf_counter()
@@ -368,7 +386,7 @@ def train(
             loss.backward()
             optimizer.step()
             if step in snapshots:
-                kept.append(_snapshot(step, model, optimizer, start.batches[step % steps]))
+                taken.append(_snapshot(step, model, optimizer, start.batches[step % steps]))
             if step in evaluated:
                 held.append(_evaluate(start))
             if on_step is not None:
@@ -376,7 +394,7 @@ def train(
         else:
             run.held_out = sum(held) / len(held)
     run.seconds = time.perf_counter() - begun
-    return run, kept
+    return run, taken
 
 
 def _evaluate(start: _Start) -> float:
@@ -395,8 +413,8 @@ def _snapshot(step: int, model: nn.Module, optimizer: Optimizer, batch: Batch) -
     groups = optimizer.param_groups
     stepped = {id(p) for group in groups for p in group["params"]}
     trained = {name: p for name, p in model.named_parameters() if id(p) in stepped}
-    found = {name: _second_moment(optimizer.state.get(p, {}), p) for name, p in trained.items()}
-    moments = {name: moment for name, moment in found.items() if moment is not None}
+    states = ((name, p, optimizer.state.get(p, {})) for name, p in trained.items())
+    moments = {n: v for n, p, s in states if (v := _second_moment(s, p)) is not None}
     beta2 = float(next((group["betas"][1] for group in groups if "betas" in group), 0.999))
     steps = max((float(state.get("step", 0)) for state in optimizer.state.values()), default=0.0)
     seen = 1 - beta2 ** max(steps, 1)

@@ -138,10 +138,10 @@ class Probe:
         """The gradients of all parameters; zero for those without one."""
         with untouched(self.model, seed=0), torch.enable_grad():
             loss = loss_of(self.model, self.batch, self._loss)
-            found = torch.autograd.grad(loss, self._leaves, allow_unused=True)
+            gradients = torch.autograd.grad(loss, self._leaves, allow_unused=True)
         return [
             torch.zeros_like(p) if g is None else g.detach().float()
-            for g, p in zip(found, self._leaves, strict=True)
+            for g, p in zip(gradients, self._leaves, strict=True)
         ]
 
 

@@ -1,107 +1,260 @@
-"""The verdict of a preflight in words, cause first."""
+"""The verdict of a preflight: the answer, what it saves, and why, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..hardware import Estimate
-from .findings import Candidate, Findings
-from .paired_runs import finalists, seeds_needed, worst_error
+from ...formats.format import FORMATS, Format
+from ...recipes.recipe import RECIPES
+from ..hardware import BF16, Estimate
+from .budget import MARGIN
+from .choices import AS_GOOD, FAILED, FINE, finalists, worst_error
+from .findings import Candidate, Findings, OperandRange
+from .paired_runs import ERROR, REFERENCE, Gap, seeds_needed
 
-LOST = 0.1
+ZERO = 0.1
 """The share of an operand that becomes zero above which the verdict names it."""
 
+SCALES = {
+    "unit": "without scale factors",
+    "tensor": "with one scale factor for each tensor",
+    "delayed": "with one scale factor for each tensor, from earlier steps",
+    "static": "with one scale factor for each tensor, measured once",
+    "row": "with one scale factor for each row of a matrix",
+    "block": "with one scale factor for each block of 128 values",
+    "mx": "with one scale factor for each 32 values",
+    "nv": "with one scale factor for each 16 values",
+}
+"""Name in `fp8.recipes.scaling.SCALINGS` -> its scale factors, in words."""
 
-def sentences(found: Findings, best: Mapping[str, Candidate]) -> list[str]:
-    """The verdict: what trains, what fails and why, what it saves. best: by device."""
-    each = list({c.name: c for c in best.values()}.values())
-    trains = [f"{c.name} trains as {_dtype(found)} does ({_gap(c)}).{_kept(c)}" for c in each]
-    lines = [*(trains or [_open(found)]), *_fails(found)]
-    named = {(device, candidate.name) for device, candidate in best.items()}
-    lines += [_saving(row) for row in found.estimates if (row.hardware, row.candidate) in named]
-    return lines + ([_cache(found.cache)] if found.cache else [])
+OPERANDS = {"input": "inputs", "weight": "weights", "grad": "gradients"}
+"""Operand of a product -> its elements, in words."""
+
+Continue = Callable[[float, int], str]
+"""(seconds, seeds) -> the command, or line of Python, that continues with this budget and number of
+seeds."""
 
 
-def _open(found: Findings) -> str:
-    """The verdict if no policy is known to train as the reference."""
-    trained = [c for c in found.candidates if c.outcome != "not trained"]
-    first = next(iter(finalists(found.candidates, found.estimates).values()), None)
-    if not trained:
-        return (
-            f"No policy was trained. {_by_error(first)}." if first else "Nothing was measured yet."
-        )
+def recipe_in_words(name: str) -> str:
+    """A recipe's name, and in brackets what it does."""
+    cast = RECIPES[name].input if name in RECIPES else None
+    if cast is None:
+        return f"recipe {name}"
+    bits = FORMATS[cast.format].bits if cast.format in FORMATS else 16
+    return f"recipe {name} ({bits}-bit numbers {SCALES.get(cast.scaling, '')})".replace(" )", ")")
+
+
+def format_in_words(name: str) -> str:
+    """A format's name, and in brackets its bits."""
+    format: Format | None = FORMATS.get(name)
+    if format is None:
+        return name
+    parts = f"{format.exponent_bits} for the exponent, {format.mantissa_bits} for the fraction"
+    return f"{name} ({format.bits} bits: {parts})"
+
+
+def decide(
+    findings: Findings, best: Mapping[str, Candidate], named: Sequence[str], proceed: Continue
+) -> None:
+    """Writes the answer, savings and reasons. best: device -> the recommended candidate. named: the
+    recipes that the user asked for."""
+    verdict = findings.verdict
+    first = next(iter(best.values()), None)
+    untried = finalists(findings.candidates, findings.estimates)
+    shown = best or untried
+    candidate = first or next(iter(untried.values()), None)
+    verdict.savings = _savings(findings, shown, bool(best))
+    verdict.reasons = _reasons(findings, candidate) + _asked(findings, candidate, named)
     if first is not None:
-        trains = (
-            f" ({_gap(first)}).{_needs(found, first)}" if first in trained else ", not trained."
-        )
-        return f"Not decided. {_by_error(first)}{trains}"
-    worst = ", ".join(f"{c.name} {c.outcome}" for c in trained)
-    return f"No policy that was trained ends as {_dtype(found)} does: {worst}."
+        verdict.answer = _yes(first, _precision(findings))
+    elif candidate is None and any(c.outcome in FAILED for c in findings.candidates):
+        verdict.answer = _no(findings)
+    else:
+        verdict.answer = _not_decided(findings, untried.values(), proceed)
 
 
-def _by_error(candidate: Candidate) -> str:
-    error = worst_error(candidate)
-    return f"By its update error of {error:.2g}, {candidate.name} is the first to try"
+def _precision(findings: Findings) -> str:
+    """The reference's dtype, in words."""
+    name = str(findings.model.get("dtype") or "its own precision")
+    return BF16 if name == "bfloat16" else name
 
 
-def _needs(found: Findings, candidate: Candidate) -> str:
-    """About how many seeds would decide."""
-    target = found.settings.get("target")
-    if not target or candidate.low is None or candidate.high is None:
-        return " More seeds are needed."
-    count = seeds_needed(candidate.low, candidate.high, candidate.seeds, target)
-    return f" About {max(count, candidate.seeds + 1)} seeds decide to within {target:g}."
-
-
-def _dtype(found: Findings) -> str:
-    return str(found.model.get("dtype") or "the reference")
-
-
-def _gap(candidate: Candidate) -> str:
-    if candidate.gap is None:
-        return "no finite loss"
-    if candidate.low is None or candidate.high is None:
-        return f"gap {candidate.gap:+.4f}, one seed"
-    half = (candidate.high - candidate.low) / 2
-    return f"gap {candidate.gap:+.4f} ± {half:.4f}, {candidate.seeds} seeds"
-
-
-def _kept(candidate: Candidate) -> str:
+def _yes(candidate: Candidate, precision: str) -> str:
     if not candidate.kept:
-        return ""
-    some = ", ".join(candidate.kept[:6])
-    more = f" and {len(candidate.kept) - 6} more" if candidate.kept[6:] else ""
-    return f" Keep {some}{more} in high precision: {candidate.share:.0%} of the FLOPs are cast."
-
-
-def _fails(found: Findings) -> list[str]:
-    """The operand that loses most, and the recipes that train worse."""
-    lines = []
-    lost = max(found.ranges, key=lambda r: r.zero, default=None)
-    if lost is not None and lost.zero > LOST:
-        lines.append(
-            f"Under {lost.recipe} {lost.zero:.0%} of the {lost.operand} of "
-            f"{lost.layer} becomes zero in {lost.format}."
-        )
-    for candidate in found.candidates:
-        if candidate.outcome in ("worse", "diverges"):
-            lines.append(f"{candidate.name}: {candidate.outcome} ({_gap(candidate)}).")
-    return lines
-
-
-def _saving(row: Estimate) -> str:
-    slower = f"; {row.slower} of {row.of} layers get slower" if row.slower else ""
-    if row.speedup <= 1:
-        slower += ": at these sizes it is not worth it"
+        return f"Yes, with {recipe_in_words(candidate.recipe)}."
     return (
-        f"On {row.hardware} the products take {1 / row.speedup:.2f} of bf16's time under "
-        f"{row.candidate} (estimate){slower}."
+        f"Yes, but keep {_layers(candidate.kept)} in {precision}; all other layers with "
+        f"{recipe_in_words(candidate.recipe)}."
     )
 
 
-def _cache(found: Mapping[str, float]) -> str:
+def _layers(names: Sequence[str]) -> str:
+    some = ", ".join(names[:3])
+    return f"{some} and {len(names) - 3} more" if names[3:] else some.replace(", ", " and ")
+
+
+def _no(findings: Findings) -> str:
+    failed = [c for c in findings.candidates if c.outcome in FAILED]
+    listed = ", ".join(f"{c.name} {_change(c)}" for c in failed)
+    return f"No: every recipe that was trained ends with a higher loss ({listed})."
+
+
+def _change(candidate: Candidate) -> str:
+    return "diverges" if candidate.gap is None else f"{candidate.gap:+.4f}"
+
+
+def _not_decided(findings: Findings, untried: Iterable[Candidate], proceed: Continue) -> str:
+    """With the time that would decide, and the command."""
+    seeds, seconds = _missing(findings, untried)
+    minutes = max(math.ceil(seconds / 60), 1)
+    plural = "s" if minutes > 1 else ""
     return (
-        f"A cache of keys and values takes {found['bytes']:,.0f} bytes per token in FP8, "
-        f"{found['bytes_bf16']:,.0f} in bf16; the next-token distributions change by "
-        f"{found['kl']:.2g} nats (KL), a logit by at most {found['largest']:.2g}."
+        f"Not decided: run {minutes} more minute{plural} with this command: "
+        f"{proceed(60.0 * minutes, seeds)}"
+    )
+
+
+def _missing(findings: Findings, untried: Iterable[Candidate]) -> tuple[int, float]:
+    """About how many seeds decide about the candidates that are trained, and the seconds of the
+    runs that are missing."""
+    seconds = {run.name: run.seconds for run in findings.runs}
+    if REFERENCE not in seconds:
+        return 2, float(findings.settings.get("budget", 60.0))
+    started = [row for row in findings.candidates if row.outcome == "not decided"]
+    rows = {row.name: row for row in (*started, *untried) if row.outcome not in AS_GOOD}
+    most, total = 2, 0.0
+    for row in rows.values():
+        seeds = _seeds(row, findings.settings.get("target", 0.0))
+        each = seconds.get(row.name, SIMULATED * seconds[REFERENCE])
+        most, total = max(most, seeds), total + (seeds - row.seeds) * each
+    references = sum(run.name == REFERENCE for run in findings.runs)
+    return most, MARGIN * (total + max(most - references, 0) * seconds[REFERENCE])
+
+
+def _seeds(row: Candidate, target: float) -> int:
+    """About how many seeds decide about a candidate."""
+    least = max(row.seeds + 1, 3)
+    if row.gap is None or row.low is None or row.high is None or not target:
+        return least
+    return max(seeds_needed(Gap(row.gap, row.low, row.high, row.seeds), target), least)
+
+
+SIMULATED = 3.0
+"""The time of a run with simulated casts, relative to the reference's, before one was timed."""
+
+
+# Savings
+
+
+def _savings(findings: Findings, shown: Mapping[str, Candidate], decided: bool) -> list[str]:
+    """What the candidate of each device saves; one line for devices that agree."""
+    several = len({candidate.name for candidate in shown.values()}) > 1
+    devices: dict[str, list[str]] = {}
+    for row in findings.estimates:
+        if row.hardware in shown and row.candidate == shown[row.hardware].name:
+            devices.setdefault(_saving(row, several), []).append(row.hardware)
+    lines = [f"On {' and '.join(names)}{text}" for text, names in devices.items()]
+    return lines if decided else [f"If it trains as well: {line}" for line in lines]
+
+
+def _saving(row: Estimate, several: bool) -> str:
+    policy = f" with {row.candidate}" if several else ""
+    if row.speedup > 1:
+        time = f"the matrix products of a training step are {row.speedup:.2f} times as fast"
+    else:
+        time = f"no time is saved, the matrix products take {1 / row.speedup:.2f} of bf16's time"
+    totals = {level: sum(parts.values()) for level, parts in row.memory.items()}
+    levels = {level: total for level, total in totals.items() if level != BF16}
+    memory = ""
+    if levels and totals.get(BF16):
+        level = min(levels, key=lambda name: levels[name])
+        memory = (
+            "; weights, gradients, optimizer states and saved inputs of these products take "
+            f"{_bytes(levels[level])} in place of {_bytes(totals[BF16])} (level {level} of "
+            "fp8.initialize)"
+        )
+    return f"{policy}, {time}{memory} (estimate)."
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+# Reasons
+
+
+def _reasons(findings: Findings, candidate: Candidate | None) -> list[str]:
+    if candidate is None:
+        return []
+    lines = [_by_training(findings, candidate)]
+    slower = [
+        f"{row.slower} of {row.of} layers on {row.hardware}"
+        for row in findings.estimates
+        if row.candidate == candidate.name and row.slower
+    ]
+    if slower:
+        lines.append(
+            f"Slower than in bf16 are {' and '.join(slower)}: their products are so small that "
+            "rounding the operands takes longer than the products save."
+        )
+    if findings.cache:
+        lines.append(_cache(findings.cache))
+    return lines
+
+
+def _by_training(findings: Findings, candidate: Candidate) -> str:
+    """What the training runs, or else the update error, say of a candidate."""
+    if candidate.gap is None:
+        return (
+            f"Rounding with {candidate.name} changes each update of the weights by "
+            f"{worst_error(candidate):.0%} (its update error); up to {FINE:.0%} is expected to "
+            "train as well. It was not trained yet."
+        )
+    runs = f"{candidate.seeds} pair{'s' if candidate.seeds > 1 else ''} of runs"
+    text = (
+        f"Trained with {candidate.name} from the same weights on the same batches, the loss ends "
+        f"{abs(candidate.gap):.4f} {'above' if candidate.gap >= 0 else 'below'} that of the model "
+        f"in {_precision(findings)} ({runs})."
+    )
+    target = findings.settings.get("target")
+    if candidate.low is None or candidate.high is None:
+        return f"{text} One pair does not tell a difference from chance."
+    within = f" It lies between {candidate.low:+.4f} and {candidate.high:+.4f}"
+    counts = f"; a difference below {target:g} counts as none" if target else ""
+    sure = f" with {1 - 2 * ERROR:.0%} confidence"
+    return f"{text}{within}{sure}{counts}."
+
+
+def _asked(findings: Findings, shown: Candidate | None, named: Sequence[str]) -> list[str]:
+    """What became of other recipes that the user asked for by name."""
+    lines = []
+    for row in findings.candidates:
+        if row.recipe not in named or row is shown or row.outcome in ("not trained", "not decided"):
+            continue
+        ends = "trains as well" if row.outcome in AS_GOOD else f"is {row.outcome}"
+        ends = "diverges" if row.outcome == "diverges" else ends
+        lines.append(f"{row.name} {ends} (gap of the loss {_change(row)}).")
+    asked = (row for row in findings.ranges if row.recipe in named)
+    most = max(asked, key=lambda row: row.zero, default=None)
+    return lines + ([_zeros(most)] if most is not None and most.zero > ZERO else [])
+
+
+def _zeros(row: OperandRange) -> str:
+    return (
+        f"Under {recipe_in_words(row.recipe)} {row.zero:.0%} of the "
+        f"{OPERANDS.get(row.operand, row.operand)} of {row.layer} are too small for the format "
+        f"{format_in_words(row.format)} and become zero."
+    )
+
+
+def _cache(cache: Mapping[str, float]) -> str:
+    return (
+        f"A cache of keys and values takes {cache['bytes']:,.0f} bytes per token in FP8, "
+        f"{cache['bytes_bf16']:,.0f} in bf16; the next-token distributions change by "
+        f"{cache['kl']:.2g} nats (KL), a logit by at most {cache['largest']:.2g}."
     )

@@ -89,7 +89,6 @@ def _aligned(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
 
 
 def _highest(a: Part, b: Part, which: range) -> Tensor:
-    """The largest exponent of some products of a step, (m, n)."""
     top = a.exponents[which[0]][:, None] + b.exponents[which[0]]
     for k in which[1:]:
         top = torch.maximum(top, a.exponents[k][:, None] + b.exponents[k])

@@ -82,7 +82,6 @@ def _tiles(x: Matrix, rows: int, whole: bool) -> Iterator[Matrix]:
 
 
 def _parts(x: Matrix, step: int) -> list[Part]:
-    """What each step reads of an operand."""
     values = torch.where(x.values.isfinite(), x.values, 0.0).mT
     values = F.pad(values, (0, 0, 0, -values.shape[0] % step)).contiguous()
     exponents = exponent_of(values, x.low)

@@ -205,14 +205,13 @@ def multiply(
         return torch.matmul(first, second.mT)
     if a.values.ndim == b.values.ndim:
         offs = aligned(offs, of_a)
-    turned = [x.values.mT.is_contiguous() for x in (a, b)]
-    left, right = _as_used(a.values, b.values, turned)
-    settings = (of_a.text, of_b.text, how.sums, bool(how.split), turned)
+    transposed = [x.values.mT.is_contiguous() for x in (a, b)]
+    left, right = _as_used(a.values, b.values, transposed)
+    settings = (of_a.text, of_b.text, how.sums, bool(how.split), transposed)
     return _summed(left, a.scale, a.unit, right, b.scale, b.unit, offs, *settings)
 
 
 def _decoded(x: QuantizedOperand, spec: LoweredCast | None, split: int) -> Tensor:
-    """The values of an operand."""
     scale = x.scale
     if spec is not None and not split:
         scale = widened(scale, x.values.shape, spec.tile)
@@ -224,7 +223,7 @@ def _decoded(x: QuantizedOperand, spec: LoweredCast | None, split: int) -> Tenso
     "fp8::summed",
     mutates_args=(),
     schema="(Tensor a, Tensor a_scale, Tensor? a_unit, Tensor b, Tensor b_scale, Tensor? b_unit, "
-    "Tensor? offs, str of_a, str of_b, str sums, bool grouped, bool[] turned) -> Tensor",
+    "Tensor? offs, str of_a, str of_b, str sums, bool grouped, bool[] transposed) -> Tensor",
 )
 def _summed(
     a: Tensor,
@@ -238,12 +237,13 @@ def _summed(
     of_b: str,
     sums: str,
     grouped: bool,
-    turned: list[bool],
+    transposed: list[bool],
 ) -> Tensor:
     """The product of the operands, or that of each group of `cast_groups`, zero outside of all
-    groups. of_a, of_b: the texts of their specs. Those that are ``turned`` are given as transposes:
+    groups. of_a, of_b: the texts of their specs. Operands that are ``transposed`` are passed
+    as transposes:
     in the order of their memory, as the compiler fails on casts of one tensor in two orders."""
-    a, b = _as_used(a, b, turned)
+    a, b = _as_used(a, b, transposed)
     left, right = QuantizedOperand(a, a_scale, a_unit), QuantizedOperand(b, b_scale, b_unit)
     specs = LoweredCast.from_text(of_a), LoweredCast.from_text(of_b)
     if not grouped:
@@ -258,14 +258,14 @@ def _summed(
     return y
 
 
-def _as_used(a: Tensor, b: Tensor, turned: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    """The operands or, of those that are ``turned``, the transposes."""
-    return a.mT if turned[0] else a, b.mT if turned[1] else b
+def _as_used(a: Tensor, b: Tensor, transposed: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """The operands or, of those that are ``transposed``, the transposes."""
+    return a.mT if transposed[0] else a, b.mT if transposed[1] else b
 
 
 @_summed.register_fake
-def _(a, a_scale, a_unit, b, b_scale, b_unit, offs, of_a, of_b, sums, grouped, turned):  # type: ignore[no-untyped-def]
-    a, b = _as_used(a, b, turned)
+def _(a, a_scale, a_unit, b, b_scale, b_unit, offs, of_a, of_b, sums, grouped, transposed):  # type: ignore[no-untyped-def]
+    a, b = _as_used(a, b, transposed)
     shape = product_shape(a, b.mT, offs) if grouped else [*a.shape[:-1], b.shape[-2]]
     return a.new_empty(shape, dtype=torch.float32)
 
@@ -316,7 +316,6 @@ def _groups(
 
 
 def _each(x: QuantizedOperand) -> list[QuantizedOperand]:
-    """The matrices of a batch."""
     scales = x.scale if x.scale.ndim == 3 else [x.scale] * len(x.values)
     return [QuantizedOperand(*each, x.unit) for each in zip(x.values, scales, strict=True)]
 

@@ -7,7 +7,15 @@ import math
 import random
 
 from fp8.lab.hardware import Estimate, LayerTime, Product
-from fp8.lab.preflight.findings import Candidate, CastScore, Choice, Findings, OperandRange, Run
+from fp8.lab.preflight.findings import (
+    Candidate,
+    CastScore,
+    Choice,
+    Findings,
+    OperandRange,
+    Run,
+    Verdict,
+)
 from fp8.recipes.recipe import PRODUCTS
 
 HOSTILE = "<b>&x"  # the name of a layer: markup, if not escaped
@@ -170,6 +178,25 @@ def _estimates() -> list[Estimate]:
     return rows
 
 
+def _verdict() -> Verdict:
+    return Verdict(
+        answer="Yes, but keep lm_head in bf16; all other layers with recipe mxfp8 (8-bit numbers).",
+        savings=["On h100, the matrix products of a step are 1.24 times as fast (estimate)."],
+        reasons=[
+            "The loss ends 0.0012 below that of the model in bf16 (3 pairs of runs).",
+            f"Under recipe unit 94% of the gradients of {HOSTILE} become zero.",
+        ],
+        policy=POLICY,
+        recommended=True,
+        code={
+            "fp8": 'policy = fp8.Policy("mxfp8", rules=[("lm_head", None, None)])\n'
+            "model = fp8.convert(model, policy)\n",
+            "torchao": 'def keep(module, name):\n    return name not in {"lm_head"}\n\n'
+            "convert_to_float8_training(model, module_filter_fn=keep)\n",
+        },
+    )
+
+
 def rich() -> Findings:
     """Every part, with a layer of a hostile name, an infinite gap, and losses that become NaN."""
     trained = [name for name, (_, gap, _, _) in _TRIED.items() if gap is not None]
@@ -201,13 +228,9 @@ def rich() -> Findings:
             "reference": 38.2,
             "update error": 12.9,
             "search": 55.1,
-            "proof": 131.0,
+            "training": 131.0,
         },
-        verdict=[
-            "mxfp8 trains as bf16 does if lm_head stays in bf16: gap −0.0012 ± 0.0038.",
-            f"Without scales training fails: 94 % of the gradient of {HOSTILE} becomes zero.",
-            "On an H100 the products of a step are about 1.24 times as fast (estimate).",
-        ],
+        verdict=_verdict(),
         products=_products(),
         runs=_runs(trained, 3),
         candidates=_candidates(),
@@ -216,14 +239,6 @@ def rich() -> Findings:
         choices=_choices(),
         estimates=_estimates(),
         cache={"bytes": 96.0, "bytes_bf16": 128.0, "kl": 0.0005, "largest": 0.12},
-        policy=POLICY,
-        decided=True,
-        code={
-            "fp8": 'policy = fp8.Policy("mxfp8", rules=[("lm_head", None, None)])\n'
-            "model = fp8.convert(model, policy)\n",
-            "torchao": 'def keep(module, name):\n    return name not in {"lm_head"}\n\n'
-            "convert_to_float8_training(model, module_filter_fn=keep)\n",
-        },
         notes=[
             "unit was not trained: its update error is above 0.5.",
             "Memory of the optimizer is Adam's.",

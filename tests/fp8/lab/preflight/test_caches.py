@@ -67,26 +67,26 @@ def test_what_has_no_cache():
     assert not has_cache(model(use_cache=False), batch())
 
 
-def flown(of: nn.Module) -> Preflight:
+def measured(of: nn.Module) -> Preflight:
     batches = [batch(seed) for seed in range(6)]
     how = {"recipes": ("tensor",), "steps": 3, "held_out": 2, "max_seeds": 1, "transforms": False}
     return fp8.preflight(of, batches, progress=False, budget=60.0, **how)
 
 
 def test_a_preflight_says_it_after_training():
-    report = flown(model())
+    report = measured(model())
     found = report.findings.cache
     assert found["bytes"] == 96
     assert math.isfinite(found["kl"])
     assert found != cache_found(model(), batch())  # the weights were trained
     text = "A cache of keys and values takes 96 bytes per token in FP8, 128 in bf16; the next-token"
-    assert any(line.startswith(text) for line in report.findings.verdict)
+    assert any(line.startswith(text) for line in report.findings.verdict.reasons)
     again = fp8.lab.preflight.findings.Findings.from_dict(json.loads(report.to_json()))
     assert again.cache == found
 
 
 def test_a_cache_of_another_kind_is_noted():
-    report = flown(model("mistral", sliding_window=4))
+    report = measured(model("mistral", sliding_window=4))
     assert report.findings.cache == {}
     assert any("DynamicSlidingWindowLayer" in note for note in report.findings.notes)
 

@@ -134,30 +134,56 @@ def test_all_findings_appear(whole):
     names |= {estimate.hardware for estimate in findings.estimates}
     names |= {product.why_not for product in findings.products}
     names |= {level for estimate in findings.estimates for level in estimate.memory}
-    names |= {*findings.code, *findings.seconds, *findings.settings, *findings.model}
+    names |= {*findings.verdict.code, *findings.seconds, *findings.settings, *findings.model}
     names |= {*findings.versions, *findings.versions.values()}
-    names |= {line.replace("−", "-") for line in [*findings.verdict, *findings.notes]}
+    names |= {*str(findings.verdict).splitlines(), *findings.notes}
     assert not {name for name in names if name not in shown}
     codes = [code.get_text() for code in whole.find_all("code")]
-    assert codes[: len(findings.code)] == list(findings.code.values())
-    assert json.loads(codes[-1]) == findings.policy
+    assert codes[: len(findings.verdict.code)] == list(findings.verdict.code.values())
+    assert json.loads(codes[-1]) == findings.verdict.policy
 
 
 def test_ranking(whole):
     table = whole.find(id="policies").table
-    headings = [text(cell) for cell in table.thead.find_all("th")]
-    assert [int(h) for h in headings if h.isdigit()] == [*SNAPSHOTS, *SNAPSHOTS]
+    assert text(table.caption).endswith("at step " + ", ".join(map(str, SNAPSHOTS)) + ".")
     cells = row(table, "mxfp8 except lm_head")
     assert cells == [
-        "as the reference", "72 %", "0.0280", "0.0336", "0.0392", "1.000", "1.000", "1.000",
-        "-0.0012[-0.0050, +0.0026]", "", "3",
+        "as the reference", "-0.0012[-0.0050, +0.0026]", "", "0.0280 / 0.0336 / 0.0392",
+        "1.000 / 1.000 / 1.000", "72 %", "3",
     ]  # fmt: skip
-    assert row(table, "unit")[-2:] == ["not trained", "0"]
-    assert row(table, "e4m3")[-3:] == ["∞", "∞ →", "3"]
+    assert row(table, "unit")[:2] == ["not trained", "–"]
+    assert row(table, "e4m3")[1:3] == ["∞", "∞ →"]
     badges = table.find_all(class_="badge")
     assert [text(badge) for badge in badges] == ["recommended"]
-    undecided = soup(dataclasses.replace(rich(), decided=False))
-    assert text(undecided.find(class_="badge")) == "first to try"
+    undecided = rich()
+    undecided.verdict.recommended = False
+    assert text(soup(undecided).find(class_="badge")) == "first to try"
+
+
+def test_columns_that_decide_stay_on_a_narrow_screen(whole):
+    """Others are in the details of a row."""
+    table = whole.find(id="policies").table
+    heads = table.thead.find_all("th")
+    narrow = [text(head) for head in heads if "wide" not in head.get("class", [])]
+    assert narrow == ["Policy", "Outcome", "Gap of the loss", "Update error"]
+    details = text(table.tbody.find("details").div)
+    for part in ("of the FLOPs are cast", "slope", "pairs of runs", "In high precision"):
+        assert part in details
+
+
+def test_the_verdict_comes_first_with_its_command():
+    """And terms are explained beside it."""
+    findings = rich()
+    findings.verdict.answer = (
+        "Not decided: run 3 more minutes with this command: fp8 preflight a.py"
+    )
+    section = soup(findings).main.section
+    assert (
+        text(section.find(class_="answer")) == "Not decided: run 3 more minutes with this command:"
+    )
+    assert text(section.code) == "fp8 preflight a.py"
+    assert [text(title) for title in section.find_all("h3")] == ["What it saves", "Why"]
+    assert {"Recipe", "Gap", "FP8, e4m3, e5m2"} <= {text(term) for term in section.find_all("dt")}
 
 
 def test_intervals_are_drawn_about_their_gap(whole):
@@ -280,7 +306,7 @@ ATTACK = "\"'><script>alert(1)</script><b onclick=x>&x"
 def spoiled(value: Any, key: str = "") -> Any:
     """The value with `ATTACK` behind every string, but for names that the page knows."""
     if isinstance(value, dict):
-        closed = ("errors", "slopes", "settings")
+        closed = ("errors", "slopes", "settings", "verdict")
         names = {k: k if key in ("", *closed) else spoiled(k) for k in value}
         return {names[k]: spoiled(v, k) for k, v in value.items()}
     if isinstance(value, list):
@@ -321,14 +347,14 @@ def test_empty_findings_say_what_was_not_measured():
     assert not empty.find_all(["svg", "table", "figure", "pre"])
     for name in SECTIONS:
         assert re.search(r"Not measured|None|No ", text(empty.find(id=name))), name
-    assert "No verdict" in text(empty.main.section)
+    assert "Not decided" in text(empty.main.section)
 
 
 def test_interrupted_findings_show_what_there_is():
     ended = soup(interrupted())
     assert "Interrupted in the reference run." in text(ended.find(id="notes"))
     table = ended.find(id="policies").table
-    assert row(table, "mxfp8 except")[-2:] == ["not trained", "0"]
+    assert row(table, "mxfp8 except")[:2] == ["not trained", "–"]
     assert [text(key) for key in ended.find(id="losses").find_all("li")] == ["reference"]
     for name in ("map", "frontier", "estimates"):
         assert "Not measured" in text(ended.find(id=name))
@@ -343,7 +369,7 @@ def test_values_that_are_not_finite():
     )
     shown = soup(findings)
     cells = row(shown.find(id="policies").table, "a")
-    assert cells == ["not trained", "100 %", "NaN", "∞", "-inf", "–", "NaN", "0"]
+    assert cells == ["not trained", "NaN", "NaN / ∞", "-inf / –", "100 %", "0"]
     assert not shown.find_all("svg")
     assert "no run has a finite loss" in text(shown.find(id="losses"))
     assert row(shown.find(id="losses").table, "reference")[1:4] == ["2", "∞", "NaN"]

@@ -57,6 +57,26 @@ WIDTHS = """
   seen.panels = [...page.querySelectorAll(".panel")].map((e) => e.getBoundingClientRect().width);
 """
 
+DECIDING = """
+  const table = page.querySelector("#policies table"), box = table.closest(".scroll");
+  const right = (element) => element.getBoundingClientRect().right;
+  const shown = (cell) => view.getComputedStyle(cell).display !== "none";
+  seen.columns = [...table.tHead.rows[0].cells].filter(shown).map((cell) => cell.innerText);
+  seen.scrolls = box.scrollWidth > box.clientWidth + 1;
+  seen.hidden = [...table.querySelectorAll("th, td")].filter(shown)
+    .filter((cell) => right(cell) > page.documentElement.clientWidth).length;
+  const top = (cell) => { const range = page.createRange(); range.selectNodeContents(cell);
+    return range.getClientRects()[0].top; };
+  seen.offsets = [...table.tBodies[0].rows].map((row) => [...row.cells].filter(shown)
+    .filter((cell) => cell.innerText.trim() && !cell.querySelector("svg")).map(top))
+    .map((tops) => Math.max(...tops) - Math.min(...tops));
+  const isRight = (element) => element.innerText && !element.children.length
+    && right(element) > 2 / 3 * page.documentElement.clientWidth;
+  const used = [...page.querySelectorAll("main section")].filter((section) =>
+    [...section.querySelectorAll("*")].some(isRight));
+  seen.used = used.map((section) => section.id);
+"""
+
 OPENING = """
   const rows = [...page.querySelectorAll("#map table")[0].tBodies[0].rows];
   const shown = () => rows.filter((row) => row.classList.contains("opened")
@@ -123,11 +143,24 @@ def test_the_body_does_not_scroll_sideways(findings, width, tmp_path):
     assert len(values["panels"]) == (len(LAYERS) if findings in (rich, long_names) else 0)
 
 
+def test_what_decides_is_on_a_narrow_screen_and_its_rows_are_aligned(tmp_path):
+    values = seen(DECIDING, rich(), tmp_path, 390)
+    assert values["columns"] == ["Policy", "Outcome", "Gap of the loss", "Update error"]
+    assert not values["scrolls"]
+    assert values["hidden"] == 0
+    assert max(values["offsets"]) <= 6  # half of the height of small letters
+
+
+def test_the_right_third_of_a_wide_screen_is_used(tmp_path):
+    used = seen(DECIDING, rich(), tmp_path, 1280)["used"]
+    assert {"", "policies", "map", "frontier", "losses", "estimates", "how"} <= set(used)
+
+
 def test_a_row_opens_and_code_is_selected(tmp_path):
     values = seen(OPENING, rich(), tmp_path, 1280)
     assert (values["before"], values["after"]) == (0, 1)
-    assert values["buttons"] == len(rich().code) + 1
-    assert values["selected"].strip() == rich().code["fp8"].strip()
+    assert values["buttons"] == len(rich().verdict.code) + 1
+    assert values["selected"].strip() == rich().verdict.code["fp8"].strip()
     assert values["focusable"]
 
 

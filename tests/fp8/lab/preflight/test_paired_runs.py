@@ -1,42 +1,164 @@
-"""Gaps, their intervals, and when a comparison ends."""
+"""Gaps, their intervals, the error of the sequential test, and when a comparison ends."""
 
 import math
+import statistics
 
 import pytest
+import torch
 
 from fp8.lab.preflight.findings import Candidate, Run
 from fp8.lab.preflight.paired_runs import (
+    ERROR,
     REFERENCE,
+    TAIL,
     Gap,
+    OutOfTime,
     compare,
+    error_at,
     gap,
+    half_width,
+    is_decided,
     outcome,
-    prove,
     seeds_needed,
+    sequential_gap,
+    student,
+    train_pairs,
 )
+from fp8.lab.preflight.training import Problem, train
+
+from .problems import setup
+
+TARGET = 0.01
 
 
 def runs(**losses):
-    return [Run(name, seed, [], x) for name, held in losses.items() for seed, x in enumerate(held)]
+    """Runs that have one loss at every step and on the held-out batches."""
+    return [Run(n, seed, [x] * 3, x) for n, held in losses.items() for seed, x in enumerate(held)]
+
+
+@pytest.mark.parametrize(
+    ("freedom", "error", "quantile"),
+    [
+        *((1, 0.025, 12.706), (2, 0.025, 4.303), (3, 0.025, 3.182), (12, 0.025, 2.179)),
+        *((5, 0.05, 2.015), (4, 0.005, 4.604), (7, 0.0005, 5.408), (120, 0.025, 1.980)),
+    ],
+)
+def test_quantiles_are_those_of_a_table(freedom, error, quantile):
+    """Of any table of Student's t, to three digits after the point."""
+    assert student(freedom, error) == pytest.approx(quantile, abs=6e-4)
 
 
 def test_the_interval_is_students():
-    """Of 1, 2, 4, 5: mean 3, standard deviation 1.8257, t(3) = 3.182 (any table)."""
-    found = gap(runs(reference=[0.0] * 4, a=[1.0, 2.0, 4.0, 5.0]), "a")
-    assert found.mean == 3
-    assert found.high - found.mean == pytest.approx(3.182 * 1.825742 / 2, rel=1e-6)
-    assert (found.low + found.high) / 2 == pytest.approx(3)
+    """Of 1, 2, 4, 5: mean 3, standard deviation 1.8257, t(3) = 3.182."""
+    measured = gap(runs(reference=[0.0] * 4, a=[1.0, 2.0, 4.0, 5.0]), "a")
+    assert measured.mean == 3
+    assert measured.high - measured.mean == pytest.approx(3.182 * 1.825742 / 2, rel=1e-3)
+    assert (measured.low + measured.high) / 2 == pytest.approx(3)
+
+
+def test_the_sequential_gap_is_of_the_last_batches():
+    """Of 9 steps the last 3; batch by batch, so that their own losses cancel."""
+    assert round(9 * TAIL) == 3
+    reference = [9.0, 8, 7, 6, 5, 4, 1, 5, 3]
+    made = [Run(REFERENCE, 0, reference, 2.0)]
+    made += [Run("a", 0, [*([0.0] * 6), 1.1, 5.2, 3.3], 9.0)]
+    measured = sequential_gap(made, "a")
+    assert measured.mean == pytest.approx(0.2)
+    assert math.isinf(measured.half_width)
 
 
 def test_runs_are_paired_by_seed():
     made = runs(reference=[1.0, 5.0, 9.0], a=[1.5, 5.5])
-    assert gap(made, "a").mean == pytest.approx(0.5)
+    assert gap(made, "a").mean == sequential_gap(made, "a").mean == pytest.approx(0.5)
     assert gap(made, "a").seeds == 2
     assert gap(made, "b") is None
 
 
+def test_errors_of_all_looks_add_up():
+    """1/2 + 1/6 + 1/12 + ... telescopes to 1 - 1/n."""
+    spent = sum(error_at(n) for n in range(2, 1001))
+    assert spent == pytest.approx(ERROR * (1 - 1 / 1000))
+
+
+@pytest.mark.parametrize("deviation", [0.003, 0.03])
+@pytest.mark.parametrize("true", [0.0, 2 * TARGET])
+def test_false_verdicts_are_rarer_than_the_error(true, deviation):
+    """Over synthetic differences of up to 12 pairs, with a look after each: gaps of 0 that are
+    called "worse", and of twice the target that are called as good."""
+    draw = torch.Generator().manual_seed(round(1e4 * (true + deviation)))
+    count, false, decided = 1500, 0, 0
+    sizes = [half_width([0.0, *[1.0] * (n - 1)], error_at(n)) for n in range(2, 13)]
+    factors = [s / statistics.stdev([0.0, *[1.0] * (n - 1)]) for n, s in enumerate(sizes, 2)]
+    for values in (true + deviation * torch.randn(count, 12, generator=draw)).tolist():
+        for n, factor in enumerate(factors, 2):
+            mean, half = statistics.fmean(values[:n]), factor * statistics.stdev(values[:n])
+            measured = Gap(mean, mean - half, mean + half, n)
+            if is_decided(measured, TARGET):
+                decided += 1
+                said = outcome(measured, TARGET)
+                false += said == "worse" if true < TARGET else said != "worse"
+                break
+    bound = ERROR * count + 3 * math.sqrt(ERROR * count)  # three deviations of the count itself
+    assert false <= bound
+    assert decided >= 0.9 * count or deviation > TARGET
+
+
+def test_false_verdicts_on_loss_curves():
+    """Curves that fall, with noise of batches in common and noise of each run that is correlated
+    from step to step; the gap of all is 0."""
+    draw = torch.Generator().manual_seed(0)
+    steps, pairs, trials = 60, 8, 200
+    falling = 4 * torch.exp(-torch.arange(steps) / 20) + 2
+    verdicts = []
+    for _ in range(trials):
+        batches = 0.1 * torch.randn(pairs, steps, generator=draw)
+        own = 0.002 * torch.randn(2, pairs, steps, generator=draw).cumsum(-1)
+        curves = (falling + batches + own).tolist()
+        made, said = [], "not decided"
+        for seed in range(pairs):
+            made += [
+                Run(REFERENCE, seed, curves[0][seed], 2.0),
+                Run("a", seed, curves[1][seed], 2.0),
+            ]
+            said = outcome(sequential_gap(made, "a"), TARGET)
+            if said not in ("not decided", "not trained"):
+                break
+        verdicts.append(said)
+    assert verdicts.count("worse") <= ERROR * trials + 3 * math.sqrt(ERROR * trials)
+    assert "diverges" not in verdicts
+
+
+def test_verdicts_on_a_small_model():
+    """Weights that are changed in their sixth digit train as well; a rate of 0 does not train."""
+
+    def changed(model, optimizer):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 1e-6 * torch.randn(parameter.shape))
+        return model, optimizer
+
+    def frozen(model, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        return model, optimizer
+
+    problem, made = Problem(setup, 30, 2), []
+    candidates = {REFERENCE: None, "changed": changed, "frozen": frozen}
+    train_pairs(
+        ["changed", "frozen"],
+        made,
+        lambda name, seed: train(problem, name, seed, candidates[name])[0],
+        tolerance=TARGET,
+        max_seeds=6,
+        has_time=lambda names: True,
+    )
+    outcomes = {name: outcome(sequential_gap(made, name), TARGET) for name in candidates}
+    assert (outcomes["changed"], outcomes["frozen"]) == ("as the reference", "worse")
+    assert len(made) < 3 * 6  # decided before the last seed
+
+
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("measured", "words"),
     [
         (None, "not trained"),
         (Gap(math.inf, math.inf, math.inf, 1), "diverges"),
@@ -49,13 +171,13 @@ def test_runs_are_paired_by_seed():
         (Gap(0.0, -math.inf, math.inf, 1), "not decided"),
     ],
 )
-def test_outcomes(found, words):
-    assert outcome(found, 0.01) == words
+def test_outcomes(measured, words):
+    assert outcome(measured, TARGET) == words
 
 
 def test_a_diverged_run_has_no_finite_gap_in_the_candidate():
     candidate = Candidate("a", "r")
-    compare([candidate], runs(reference=[1.0], a=[math.nan]), 0.01)
+    compare([candidate], runs(reference=[1.0], a=[math.nan]), TARGET)
     assert (candidate.outcome, candidate.gap, candidate.seeds) == ("diverges", None, 1)
 
 
@@ -66,43 +188,66 @@ def test_a_seed_with_which_the_reference_diverged_does_not_count():
     assert gap(runs(reference=[math.nan], a=[1.0]), "a") is None
 
 
-def proved(losses, *, max_seeds=8, has_time=lambda name: True, before=()):
+def trained(losses, *, max_seeds=8, has_time=lambda names: True, before=()):
+    """losses: candidate -> function of a seed; the reference's are 0."""
     made, calls = list(before), []
 
-    def run(name, seed):
+    def train(name, seed):
         calls.append((name, seed))
-        return Run(name, seed, [], losses.get(name, lambda seed: 0.0)(seed))
+        loss = losses.get(name, lambda seed: 0.0)(seed)
+        return Run(name, seed, [loss] * 3, loss)
 
-    names = [name for name in losses if name != REFERENCE]
-    prove(names, made, run, tolerance=0.01, seeds=range(max_seeds), has_time=has_time)
+    arguments = {"tolerance": TARGET, "max_seeds": max_seeds, "has_time": has_time}
+    train_pairs(list(losses), made, train, **arguments)
     return made, calls
 
 
 def test_seeds_end_when_all_are_decided():
-    _, calls = proved({"good": lambda s: 0.001 * (s % 2), "bad": lambda s: 1 + 0.001 * s})
-    assert max(seed for name, seed in calls if name == "bad") == 1
-    assert max(seed for _, seed in calls) < 7
+    _, calls = trained({"good": lambda s: 1e-5 * (s % 2), "bad": lambda s: 1 + 0.001 * s})
+    assert [seed for name, seed in calls if name == "bad"] == [0, 1]
+    assert max(seed for _, seed in calls) == 1
 
 
-def test_a_noisy_one_takes_all_seeds():
-    _, calls = proved({"noisy": lambda s: (-1) ** s * 0.1}, max_seeds=4)
-    assert [c for c in calls if c[0] == "noisy"] == [("noisy", s) for s in range(4)]
+def test_the_widest_interval_is_next():
+    """Two pairs of each tell the deviations; then the noisy one has all seeds, and the other one
+    the last."""
+    losses = {"quiet": lambda s: 0.004 * (-1) ** s, "noisy": lambda s: (-1) ** s * 0.1}
+    _, calls = trained(losses, max_seeds=5)
+    names = [name for name, _ in calls if name != REFERENCE]
+    assert names[:4] == ["quiet", "noisy", "quiet", "noisy"]
+    assert names[4:7] == ["noisy"] * 3
+    assert set(names[7:]) == {"quiet"}
 
 
 def test_runs_that_exist_are_not_repeated():
-    before = [Run(REFERENCE, 0, [], 0.0), Run("a", 0, [], 0.0)]
-    _, calls = proved({"a": lambda s: 0.0}, max_seeds=2, before=before)
+    before = runs(reference=[0.0], a=[0.0])
+    _, calls = trained({"a": lambda s: 0.0}, max_seeds=2, before=before)
     assert calls == [(REFERENCE, 1), ("a", 1)]
 
 
-def test_it_stops_when_time_is_up():
-    made, _ = proved({"a": lambda s: 0.5 * s}, has_time=lambda name: name == REFERENCE)
+def test_no_pair_begins_that_has_no_time():
+    """Neither its candidate nor its reference; a cheaper candidate goes on."""
+    losses = {"slow": lambda s: 0.5 * s, "fast": lambda s: 0.1 * s}
+    _, calls = trained(losses, max_seeds=2, has_time=lambda names: "slow" not in names)
+    assert calls == [(REFERENCE, 0), ("fast", 0), (REFERENCE, 1), ("fast", 1)]
+    assert trained(losses, has_time=lambda names: False) == ([], [])
+
+
+def test_a_run_that_is_ended_is_not_counted():
+    def late(seed):
+        raise OutOfTime
+
+    made, calls = trained({"a": late})
+    assert calls == [(REFERENCE, 0), ("a", 0)]
     assert [run.name for run in made] == [REFERENCE]
 
 
 def test_the_seeds_that_an_interval_needs():
-    """The half-width of n seeds is t * deviation / sqrt(n)."""
-    found = gap(runs(reference=[0.0] * 4, a=[0.02, -0.02, 0.02, -0.02]), "a")
+    measured = sequential_gap(runs(reference=[0.0] * 4, a=[0.02, -0.02, 0.02, -0.02]), "a")
+    count = seeds_needed(measured, TARGET)
     deviation = 0.02 * (4 / 3) ** 0.5
-    expected = math.ceil((2.179 * deviation / 0.01) ** 2)
-    assert seeds_needed(found.low, found.high, 4, 0.01) == expected == 26
+
+    def half(n):
+        return student(n - 1, error_at(n)) * deviation / math.sqrt(n)
+
+    assert half(count) <= TARGET < half(round(0.9 * count) - 1)

@@ -11,8 +11,10 @@ from torch import nn
 import fp8
 from fp8.lab.hardware import Estimate
 from fp8.lab.preflight import stages
+from fp8.lab.preflight.budget import Budget
+from fp8.lab.preflight.choices import finalists, recommended
 from fp8.lab.preflight.findings import Candidate, Choice, Findings
-from fp8.lab.preflight.paired_runs import REFERENCE, finalists, recommended
+from fp8.lab.preflight.paired_runs import REFERENCE, OutOfTime
 from fp8.lab.preflight.preflight import Preflight, PreflightError
 from fp8.lab.preflight.training import FullSize, Setup
 from fp8.lab.preflight.update_error import UpdateError
@@ -32,6 +34,17 @@ QUICK = {
 }
 
 
+SETTINGS = stages.Settings(
+    recipes=(fp8.RECIPES["row"],),
+    steps=12,
+    held_out=2,
+    budget=1000.0,
+    target=0.01,
+    max_seeds=1,
+    hardware=(),
+)
+
+
 @pytest.fixture(scope="module")
 def report():
     return fp8.preflight(setup, **QUICK)
@@ -48,7 +61,7 @@ def test_every_stage_leaves_its_findings(report):
     assert {e.hardware for e in found.estimates} == {"h100", "b200"}
     assert {"tensor", "unit"} <= {r.recipe for r in found.ranges} | {"tensor"}
     assert found.model["parameters"] == sum(p.numel() for p in Classifier().parameters())
-    assert found.verdict
+    assert found.verdict.answer
 
 
 def test_update_errors_are_in_the_order_of_precision(report):
@@ -68,7 +81,7 @@ def test_the_policy_converts_the_model(report):
     assert report.policy is not None
     model = fp8.convert(Classifier(), report.policy, backend="simulate")
     assert any(row.done == "converted" for row in fp8.report(model))
-    assert "policy = fp8.Policy(" in report.findings.code["fp8"]
+    assert "policy = fp8.Policy(" in report.findings.verdict.code["fp8"]
 
 
 def test_json_and_table(report, tmp_path):
@@ -76,8 +89,8 @@ def test_json_and_table(report, tmp_path):
     again = Preflight.load(tmp_path / "new folder" / "a.json")
     assert again.to_json() == report.to_json()
     assert again.policy == report.policy
-    assert str(report).startswith(report.findings.verdict[0])
-    assert report.table().splitlines()[0].split()[:2] == ["policy", "FLOPs"]
+    assert str(report).startswith(report.findings.verdict.answer)
+    assert report.table().splitlines()[0].split()[:2] == ["policy", "outcome"]
     json.loads(report.to_json())
 
 
@@ -128,7 +141,7 @@ def test_resume_repeats_nothing(tmp_path, monkeypatch):
         fp8.preflight(other, resume=path, **QUICK | {"max_seeds": 2})
     with pytest.raises(ValueError, match="of another preflight: its parameters is"):
         fp8.preflight(Classifier(64), batches(20), resume=path, **QUICK)
-    with pytest.raises(ValueError, match=r"its recipes is .*, not \['row'\]"):
+    with pytest.raises(ValueError, match=r"its recipes is .*, not \['row', 'tensor'\]"):
         fp8.preflight(setup, resume=path, **QUICK | {"recipes": ("row",)})
 
 
@@ -154,30 +167,102 @@ def test_resumed_runs_have_the_steps_that_the_budget_allowed(tmp_path):
 
 @pytest.mark.parametrize("recipes", [("static",), ("delayed",), ("static", "bf16")])
 def test_recipes_that_store_scales(recipes):
-    """One scale serves both products of an operand: there are no single casts of it."""
+    """One scale serves both products of an operand: the single casts are those of another."""
     found = fp8.preflight(setup, **QUICK | {"recipes": recipes}).findings
-    assert {score.recipe for score in found.scores if score.product} == set(recipes) - {
-        "static",
-        "delayed",
-    }
-    assert any("no single casts" in note for note in found.notes) == (len(recipes) == 1)
+    assert {score.recipe for score in found.scores if score.product} == {"tensor"}
 
 
-def test_a_recipe_that_saves_nothing_alone():
-    found = fp8.preflight(setup, **QUICK | {"recipes": ("bf16",)})
-    assert found.policy is None
-    assert [c.outcome for c in found.findings.candidates] == ["not trained"]
+def test_the_recipe_of_convert_is_always_trained():
+    """Beside recipes that save nothing, which are not."""
+    found = fp8.preflight(setup, **QUICK | {"recipes": ("bf16",)}).findings
+    outcomes = {c.name: c.outcome for c in found.candidates}
+    assert outcomes["bf16"] == "not trained"
+    assert outcomes["tensor"] != "not trained"
 
 
 def test_ctrl_c_keeps_what_is_there(monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stages, "prove", interrupted)
+    monkeypatch.setattr(stages, "train_pairs", interrupted)
     found = fp8.preflight(setup, **QUICK).findings
     assert found.candidates
     assert "interrupted" in found.notes[-1]
-    assert found.verdict[0].startswith("No policy was trained")
+    assert found.verdict.answer.startswith("Not decided: run ")
+
+
+def test_each_run_is_saved_as_it_ends(tmp_path, monkeypatch):
+    counts = []
+    real = Preflight.save
+
+    def save(self, path):
+        counts.append(len(self.findings.runs))
+        real(self, path)
+
+    monkeypatch.setattr(Preflight, "save", save)
+    runs = fp8.preflight(setup, save=tmp_path / "a.json", **QUICK).findings.runs
+    assert set(range(1, len(runs) + 1)) <= set(counts)
+
+
+def test_the_command_of_the_verdict_continues(tmp_path):
+    """A line of Python that resumes, with more seeds."""
+    path = tmp_path / "a.json"
+    arguments = QUICK | {"max_seeds": 1}
+    first = fp8.preflight(setup, save=path, **arguments)
+    line = first.findings.verdict.answer.partition("this command: ")[2]
+    assert line.startswith("fp8.preflight(setup, ")
+    assert f"resume={str(path)!r}" in line
+    more = eval(line, {"fp8": fp8, "setup": setup})
+    assert more.findings.settings["steps"] == first.findings.settings["steps"]
+    assert len(more.findings.runs) > len(first.findings.runs)
+
+
+def test_a_command_without_a_file_begins_again():
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters())
+    report = fp8.preflight(model, batches(20), optimizer=optimizer, **QUICK | {"max_seeds": 1})
+    line = report.findings.verdict.answer.partition("this command: ")[2]
+    assert line.startswith("fp8.preflight(model, batches, optimizer=optimizer, recipes=('bf16', ")
+    assert "save='preflight.json'" in line
+    assert float(line.partition("budget=")[2].partition(",")[0]) > QUICK["budget"]
+    assert "resume" not in line
+
+
+def test_progress_is_quiet_without_a_terminal(capsys):
+    fp8.preflight(setup, **QUICK | {"max_seeds": 1, "progress": True})
+    assert capsys.readouterr().err == ""
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+def test_the_budget_is_wall_time_less_the_last_write(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("fp8.lab.preflight.budget.time", clock)
+    budget = Budget(100.0)
+    assert budget.allows(70.0)
+    assert not budget.allows(80.0)  # runs differ by 30 %
+    clock.now, budget.longest_save = 50.0, 10.0
+    assert budget.left == 40.0
+    assert budget.part(0.2).left == 20.0
+    clock.now = 85.0
+    assert budget.part(0.2).left == 5.0
+
+
+def test_a_run_that_does_not_end_in_time_is_ended(report):
+    """As where the machine became slower. The first run of the reference is needed for all."""
+    run = stages.PreflightRun(setup, SETTINGS, Findings.from_dict(report.findings.to_dict()))
+    run.budget = Budget(0.0)
+    with pytest.raises(OutOfTime):
+        run._trained("tensor", 1)
+    assert len(run._trained(REFERENCE, 0).losses) == 12
+    assert not run._has_time(["tensor"])
 
 
 @pytest.mark.parametrize("name", ["keeping", "estimate", "score"])
@@ -269,8 +354,8 @@ def test_without_a_recommendation_there_is_a_policy_to_try_first():
     report = fp8.preflight(setup, **QUICK | {"max_seeds": 1})  # one seed decides nothing
     assert report.policy is None
     assert report.first_to_try.recipe == "tensor"  # of the first device, the H100
-    assert report.findings.verdict[0].startswith("Not decided. By its update error of ")
-    assert "Policy" in report.findings.code["fp8"]
+    assert report.findings.verdict.answer.startswith("Not decided: run ")
+    assert "Policy" in report.findings.verdict.code["fp8"]
 
 
 def test_a_full_size_that_cannot_be_traced_is_noted():
@@ -349,19 +434,10 @@ def test_the_choice_is_the_first_that_is_measured_to_be_fine(errors, kept):
     def probe(factor):
         return lambda policy: UpdateError(factor * errors[len(policy.rules) - 1], 1.0)
 
-    settings = stages.Settings(
-        recipes=(fp8.RECIPES["row"],),
-        steps=2,
-        held_out=1,
-        budget=1.0,
-        target=0.01,
-        max_seeds=1,
-        hardware=(),
-    )
-    trip = stages.PreflightRun(setup, settings, Findings())
-    trip._probes = [probe(0.5), probe(1.0)]
+    run = stages.PreflightRun(setup, SETTINGS, Findings())
+    run._probes = [probe(0.5), probe(1.0)]
     choices = [Choice("", "row", list("abcd"[:n]), 1 - n / 5, 0.0) for n in (1, 2, 3, 4)]
-    found = trip._first_fine(fp8.RECIPES["row"], choices)
+    found = run._first_fine(fp8.RECIPES["row"], choices)
     assert (None if found is None else len(found.kept)) == kept
 
 
@@ -404,13 +480,13 @@ def test_recommended_is_for_each_device_what_trains_with_the_fewest_bits():
 
 def test_if_all_finalists_are_worse_the_next_ones_are_trained(monkeypatch):
     """mxfp4, said to be fine and 1 worse, is the finalist; "tensor" comes after it."""
-    monkeypatch.setattr("fp8.lab.preflight.paired_runs.FINE", 10.0)
+    monkeypatch.setattr("fp8.lab.preflight.choices.FINE", 10.0)
     monkeypatch.setattr(stages, "FINE", 10.0)
     real = stages.train
 
     def worse(problem, name, *args, **kwargs):
         run, snapshots = real(problem, name, *args, **kwargs)
-        run.held_out += name == "mxfp4"
+        run.losses = [loss + (name == "mxfp4") for loss in run.losses]
         return run, snapshots
 
     data, seeds = iter(batches(100)), []

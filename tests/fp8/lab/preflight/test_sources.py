@@ -1,11 +1,18 @@
 """Problems from files and from configurations of transformers, and the command line."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import fp8
 from fp8.__main__ import main
 from fp8.lab.preflight.sources import (
     BASE_LR,
@@ -70,13 +77,64 @@ def test_the_command_writes_a_page_and_figures(train_py, capsys):
         "--out out/a.html --quiet".split()
     )
     assert code == 0
-    assert "written: out/a.json, out/a.html" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "written: out/a.json, out/a.html" in printed
+    command = printed.splitlines()[0].partition("this command: ")[2].split()
+    assert command[:4] == ["fp8", "preflight", "train_of_user.py:setup", "--steps"]
+    assert command[command.index("--recipes") :][:3] == ["--recipes", "row", "mxfp4"]
+    assert "--resume" in command
     figures = json.loads((train_py / "out" / "a.json").read_text(encoding="utf-8"))
     assert figures["products"][0]["layer"] == "(model)"
-    again = "preflight train_of_user.py:setup --steps 6 --resume --out out/a.html --quiet"
-    assert main([*again.split(), "--recipes", "row", "mxfp4"]) == 0
-    assert main(again.split()) == 1
+    assert main([*command[1:], "--seeds", "2"]) == 0
+    capsys.readouterr()
+    other = "preflight train_of_user.py:setup --steps 6 --resume --out out/a.html --quiet"
+    assert main(other.split()) == 1
     assert "of another preflight: its recipes is" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_sigterm_keeps_the_figures_and_writes_the_page(train_py):
+    """In the middle of the training, which would take an hour."""
+    (train_py / "slow.py").write_text(SLOW, encoding="utf-8")
+    command = [sys.executable, "-m", "fp8", "preflight", "slow.py:setup", "--budget", "3600"]
+    root = str(Path(fp8.__file__).parents[1])
+    process = subprocess.Popen(
+        [*command, "--seeds", "1000", "--steps", "4", "--target", "1e-9"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    figures = train_py / "preflight.json"
+    end = time.monotonic() + 100
+    while time.monotonic() < end and process.poll() is None:
+        if figures.exists() and len(json.loads(figures.read_text())["runs"]) > 2:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM, errors
+    assert "Traceback" not in errors
+    assert errors == ""  # no bars without a terminal
+    assert printed.startswith("Not decided: run ")
+    assert "interrupted" in json.loads(figures.read_text())["notes"][-1]
+    assert "interrupted" in (train_py / "preflight.html").read_text(encoding="utf-8")
+
+
+SLOW = """
+import time
+import torch
+
+
+class Slow(torch.nn.Linear):
+    def forward(self, x):
+        time.sleep(0.005)
+        return super().forward(x)
+
+
+def setup(seed):
+    return Slow(16, 16), [torch.randn(4, 16) for _ in range(20)], lambda y: y.square().mean()
+"""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,249 @@
+"""`fp8.blame`: whether low precision causes a loss spike, and which casts."""
+
+from __future__ import annotations
+
+import copy
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..common.mixin import check_module
+from ..common.report import as_table
+from ..common.step import Batch, Loss, call, copied, loss_value, seeded
+from ..common.validation import check_number
+from ..recipes.policy import CASTS, Policy, Rule
+from ..recipes.recipe import OPERANDS, PRODUCTS, Recipe
+from ..surgery.convert import Converted, convert
+from ..surgery.override import override
+from .preflight.update_error import quiet
+
+__all__ = ["Blame", "Step", "blame"]
+
+T = TypeVar("T")
+
+
+class Step(NamedTuple):
+    """A replayed step. loss: on the batch. grad_norm: the 2-norm of the gradient of all parameters.
+    loss_after: on the same batch after the step of the optimizer; None without one."""
+
+    loss: float
+    grad_norm: float
+    loss_after: float | None = None
+
+    @property
+    def judged(self) -> list[float]:
+        """The quantities that say whether the step has a fault."""
+        return [value for value in self if value is not None]
+
+
+@dataclass(frozen=True, repr=False)
+class Blame:
+    """The result of `blame`. It prints as the answer, the replays and the rules.
+
+    Attributes:
+        rules: `fp8.Rule` objects that put the casts at fault into high precision; empty if low
+            precision is not at fault. For `fp8.Policy`, after those that are in force.
+        low, high: the step as it is, and with all products in high precision.
+        repaired: the step under the rules; None without them.
+        replays: the number of steps that were replayed.
+    """
+
+    low: Step
+    high: Step
+    rules: tuple[Rule, ...]
+    repaired: Step | None
+    replays: int
+
+    def __str__(self) -> str:
+        rows = [("as it is", self.low), ("in high precision", self.high)]
+        if self.repaired is not None:
+            rows.append(("under the rules", self.repaired))
+        cells = [[name, *(f"{value:.3g}" for value in step.judged)] for name, step in rows]
+        heads = ["step", "loss", "gradient norm", "loss after it"][: len(cells[0])]
+        lines = [self._answer(), "", as_table([heads, *cells])]
+        if self.rules:
+            rules = ", ".join(f"({r.layers!r}, {r.product!r}, None)" for r in self.rules)
+            lines += ["", f"rules=[{rules}]  # of fp8.Policy, after those in force"]
+        return "\n".join([*lines, f"{self.replays} steps were replayed."])
+
+    __repr__ = __str__
+
+    def _answer(self) -> str:
+        if self.rules:
+            places = ", ".join(f"{r.product or 'all casts'} of {r.layers}" for r in self.rules)
+            return f"Low precision: the fault is gone with {places} in high precision."
+        if not all(map(math.isfinite, self.high.judged)):
+            return "Not low precision: the step is not finite in high precision either."
+        return "Not low precision: the step in high precision is about as large."
+
+
+def blame(
+    model: nn.Module,
+    batch: Batch,
+    policy: Policy | Recipe | str | None = None,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
+    threshold: float = 2.0,
+) -> Blame:
+    """Finds the casts that make the loss of a step spike or become NaN, if casts do.
+
+    Load the checkpoint from before the spike and pass the batch. The step is replayed as it is, and
+    with all products in high precision. A step has a fault if its loss, gradient norm or loss after
+    the step is not finite, or is larger than ``threshold`` times that in high precision. Where high
+    precision has no fault, a bisection over layers, then over their products, then over the
+    operands of these, finds a smallest set of casts whose high precision removes it: no part of the
+    set does. Each takes about ``k * log2(n)`` replays, where k of n parts are at fault.
+
+    Every replay runs on a copy of the model and optimizer, with the same random numbers. Neither
+    they nor the states of the random number generators are changed.
+
+    Args:
+        model: a model that `fp8.convert` has converted; or one in high precision, with ``policy``.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        policy: what to convert the model with; None if it is converted.
+        loss: a function of the output that returns a scalar. None: the output's ``loss``.
+        optimizer: built on the model's parameters, with its state. None: no step is made, and a
+            fault that only the next loss shows is not seen.
+        threshold: above 1.
+
+    Returns:
+        A `Blame`.
+
+    Raises:
+        TypeError: if ``model`` is not a module, or ``threshold`` no number.
+        ValueError: if no layer is converted, if the loss is no scalar that requires a gradient, and
+            for a threshold of at most 1.
+
+    >>> import torch, fp8
+    >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(16, 16)), "tensor")
+    >>> fp8.blame(model, torch.randn(4, 16), loss=lambda y: y.square().mean()).rules
+    ()
+    """
+    check_module("blame", model)
+    check_number("threshold", threshold)
+    if not threshold > 1:
+        raise ValueError(f"threshold must be above 1, got {threshold}")
+    replay = _Replay(model, batch, policy, loss, optimizer)
+    low, high = replay([]), replay([Rule("*")])
+    if not all(map(math.isfinite, high.judged)) or not _is_faulty(low, high, threshold):
+        return Blame(low, high, (), None, replay.count)
+    rules = _at_fault(replay, lambda step: not _is_faulty(step, high, threshold))
+    return Blame(low, high, rules, replay(rules), replay.count)
+
+
+def _is_faulty(step: Step, high: Step, threshold: float) -> bool:
+    pairs = zip(step.judged, high.judged, strict=True)
+    return any(not math.isfinite(x) or x > y + (threshold - 1) * abs(y) for x, y in pairs)
+
+
+class _Replay:
+    """Replays a step under rules, on copies of the model and optimizer. count: of the replays."""
+
+    def __init__(
+        self, model: nn.Module, batch: Batch, policy: Any, loss: Any, optimizer: Any
+    ) -> None:
+        self._model, self._batch, self._policy = model, batch, policy
+        self._loss, self._optimizer = loss, optimizer
+        self.count = 0
+        converted, _ = self._copies()
+        modules = converted.named_modules()
+        self.layers = [name for name, module in modules if isinstance(module, Converted)]
+        if not self.layers:
+            raise ValueError(
+                "blame: no layer of the model is converted: pass the policy it trains under, or "
+                "convert it with fp8.convert"
+            )
+
+    def __call__(self, rules: Sequence[Rule]) -> Step:
+        self.count += 1
+        model, optimizer = self._copies()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        rules_in_force = override(model, *rules) if rules else nullcontext()
+        with seeded(None), torch.enable_grad(), quiet(), rules_in_force:
+            value = self._value(model)
+            if not value.requires_grad:
+                raise ValueError("blame: the loss does not depend on a parameter that is trained")
+            for parameter in parameters:
+                parameter.grad = None
+            value.backward()
+            grads = [p.grad.detach().float() for p in parameters if p.grad is not None]
+            norm = torch.stack([torch.linalg.vector_norm(g) for g in grads]).norm()
+            after = None
+            if optimizer is not None:
+                optimizer.step()
+                with torch.no_grad():
+                    after = float(self._value(model))
+        return Step(float(value.detach()), float(norm), after)
+
+    def _value(self, model: nn.Module) -> torch.Tensor:
+        value = loss_value(call(model, copied(self._batch)), self._loss)
+        if value is None:
+            raise ValueError("blame: the model returns no loss; loss= computes it from the output")
+        return value
+
+    def _copies(self) -> tuple[nn.Module, Optimizer | None]:
+        model, optimizer = copy.deepcopy((self._model, self._optimizer))
+        if self._policy is not None:
+            with quiet():
+                model = convert(model, self._policy)
+        return model, optimizer
+
+
+def _at_fault(replay: _Replay, is_repaired: Callable[[Step], bool]) -> tuple[Rule, ...]:
+    """Rules for the casts at fault: of layers, then of products, then of operands."""
+
+    @cache
+    def repaired_by(rules: frozenset[Rule]) -> bool:
+        return is_repaired(replay(sorted(rules, key=str)))
+
+    def smallest(rules: Sequence[Rule]) -> list[Rule] | None:
+        return _smallest(rules, lambda part: repaired_by(frozenset(part)))
+
+    rules = smallest([Rule(name or "*") for name in replay.layers]) or [Rule("*")]
+    for names_in in (lambda rule: PRODUCTS, _operands):
+        parts = [Rule(rule.layers, product=name) for rule in rules for name in names_in(rule)]
+        with suppress(ValueError):  # casts that only occur together: of a rotation, a stored scale
+            rules = smallest(parts) or rules
+    return tuple(_joined(rules))
+
+
+def _operands(rule: Rule) -> Iterable[str]:
+    """Of a product; of a layer whose products cannot be told apart, in both of their products."""
+    return OPERANDS if rule.product is None else [CASTS[index] for index in rule.casts]
+
+
+def _smallest(parts: Sequence[T], repairs: Callable[[Sequence[T]], bool]) -> list[T] | None:
+    """A smallest list of parts that repairs, where more parts never repair less; None if all of
+    them do not. The last part of the shortest prefix that repairs, beside those known to be needed,
+    is needed too."""
+    rest, needed = list(parts), list[T]()
+    if not repairs(rest):
+        return None
+    while rest and not (needed and repairs(needed)):
+        counts = range(1, len(rest))  # all of them do
+        count = 1 + bisect_left(counts, True, key=lambda n: repairs([*rest[:n], *needed]))
+        needed.insert(0, rest[count - 1])
+        del rest[count - 1 :]
+    return needed
+
+
+def _joined(rules: Sequence[Rule]) -> list[Rule]:
+    """The same casts in fewer rules: an operand in both of its products, all of a product."""
+    joined = []
+    for layers in dict.fromkeys(rule.layers for rule in rules):
+        casts = {index for rule in rules if rule.layers == layers for index in rule.casts}
+        for concern in (None, *OPERANDS, *PRODUCTS, *CASTS):
+            rule = Rule(layers, product=concern)
+            if casts and casts.issuperset(rule.casts):
+                joined.append(rule)
+                casts.difference_update(rule.casts)
+    return joined

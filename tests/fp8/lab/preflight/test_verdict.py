@@ -1,0 +1,135 @@
+"""The first line of a verdict, what it saves and why, of candidates made by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fp8.lab.hardware import Estimate
+from fp8.lab.preflight.choices import recommended
+from fp8.lab.preflight.findings import Candidate, Findings, OperandRange, Run
+from fp8.lab.preflight.verdict import decide, format_in_words, recipe_in_words
+
+ROW = "recipe row (8-bit numbers with one scale factor for each row of a matrix)"
+
+
+def candidate(name: str, outcome: str, gap: float | None = 0.001, kept: int = 0) -> Candidate:
+    layers = [f"layer{i}" for i in range(kept)]
+    ends = (None, None) if gap is None else (gap - 0.004, gap + 0.004)
+    return Candidate(
+        name, name.split()[0], {"recipe": name}, layers, 0.9, 8.0, {1: 0.1}, {1: 1.0},
+        gap, *ends, seeds=0 if outcome == "not trained" else 3, outcome=outcome,
+    )  # fmt: skip
+
+
+def decided(*candidates: Candidate, named: tuple[str, ...] = (), **parts: object) -> Findings:
+    memory = {"bf16": {"weights": 2 * 10**9}, "O2": {"weights": 10**9}}
+    estimates = [Estimate("h100", c.name, 3.0, 2.0, memory=memory) for c in candidates]
+    runs = [Run("reference", 0, [1.0], 1.0, seconds=60.0), Run("row", 0, [1.0], 1.0, 120.0)]
+    findings = Findings(
+        model={"dtype": "bfloat16"}, settings={"target": 0.01}, runs=runs,
+        candidates=list(candidates), estimates=estimates, **parts,
+    )  # fmt: skip
+    best = recommended(findings.candidates, findings.estimates)
+    decide(findings, best, named, lambda seconds, seeds: f"go --budget {seconds:g} {seeds}")
+    return findings
+
+
+def test_yes():
+    verdict = decided(candidate("row", "as the reference")).verdict
+    assert verdict.answer == f"Yes, with {ROW}."
+    assert verdict.savings == [
+        "On h100, the matrix products of a training step are 1.50 times as fast; weights, "
+        "gradients, optimizer states and saved inputs of these products take 1 GB in place of 2 GB "
+        "(level O2 of fp8.initialize) (estimate)."
+    ]
+    assert verdict.reasons == [
+        "Trained with row from the same weights on the same batches, the loss ends 0.0010 above "
+        "that of the model in bf16 (3 pairs of runs). It lies between -0.0030 and +0.0050 with 90% "
+        "confidence; a difference below 0.01 counts as none."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [(1, "layer0"), (2, "layer0 and layer1"), (5, "layer0, layer1, layer2 and 2 more")],
+)
+def test_yes_but(kept, words):
+    answer = decided(candidate("row except some", "better", kept=kept)).verdict.answer
+    assert answer == f"Yes, but keep {words} in bf16; all other layers with {ROW}."
+
+
+def test_no():
+    failed = candidate("row", "worse", 0.2), candidate("mxfp4", "diverges", None)
+    assert decided(*failed).verdict.answer == (
+        "No: every recipe that was trained ends with a higher loss (row +0.2000, mxfp4 diverges)."
+    )
+
+
+def test_not_decided_names_the_minutes_and_the_command():
+    """Pairs of 3 minutes; a deviation of 1/4 of the target needs few more, one of 4 times many."""
+    near = decided(candidate("row", "not decided", 0.008)).verdict.answer
+    assert near.startswith("Not decided: run ")
+    words = near.split()
+    minutes = int(words[3])
+    assert words[-2:] == [f"{60 * minutes}", words[-1]]
+    assert minutes >= 3
+    untried = decided(candidate("row", "not trained", None)).verdict
+    assert untried.answer.startswith("Not decided: run ")
+    assert untried.savings[0].startswith("If it trains as well: On h100")
+    assert "was not trained yet" in untried.reasons[0]
+
+
+def test_nothing_is_trained_yet():
+    """A second pair needs a minute of the reference and 30 % more; without it, the whole budget."""
+    assert decided().verdict.answer == (
+        "Not decided: run 2 more minutes with this command: go --budget 120 2"
+    )
+    empty = Findings(settings={"budget": 300.0})
+    decide(empty, {}, (), lambda seconds, seeds: f"go {seconds:g}")
+    assert empty.verdict.answer == "Not decided: run 5 more minutes with this command: go 300"
+    assert str(Findings().verdict) == ""
+
+
+def test_only_recipes_that_were_asked_for_are_mentioned():
+    ranges = [OperandRange("head", "grad", "unit", "e5m2", 0, [1], 0.94, 0.0, None)]
+    rows = [candidate("row", "as the reference"), candidate("nvfp4", "worse", 0.2)]
+    rows.append(candidate("unit", "diverges", math.inf))
+    quiet = decided(*rows, ranges=ranges).verdict
+    assert len(quiet.reasons) == 1
+    assert "nvfp4" not in str(quiet)
+    told = decided(*rows, ranges=ranges, named=("row", "nvfp4", "unit")).verdict
+    assert told.reasons[1] == "nvfp4 is worse (gap of the loss +0.2000)."
+    assert told.reasons[2].startswith("unit diverges")
+    assert told.reasons[3] == (
+        "Under recipe unit (8-bit numbers without scale factors) 94% of the gradients of head are "
+        "too small for the format e5m2 (8 bits: 5 for the exponent, 2 for the fraction) and become "
+        "zero."
+    )
+
+
+def test_layers_that_get_slower_are_explained():
+    row = candidate("row", "as the reference")
+    findings = Findings(
+        candidates=[row], estimates=[Estimate("h100", "row", 2.0, 2.2, slower=9, of=9)]
+    )
+    decide(findings, {"h100": row}, (), lambda seconds, seeds: "")
+    assert findings.verdict.savings == [
+        "On h100, no time is saved, the matrix products take 1.10 of bf16's time (estimate)."
+    ]
+    assert "9 of 9 layers on h100" in findings.verdict.reasons[-1]
+
+
+def test_devices_that_agree_share_a_line():
+    row = candidate("row", "as the reference")
+    estimates = [Estimate(name, "row", 3.0, 2.0) for name in ("h100", "b200")]
+    findings = Findings(candidates=[row], estimates=estimates)
+    decide(findings, {"h100": row, "b200": row}, (), lambda seconds, seeds: "")
+    (line,) = findings.verdict.savings
+    assert line.startswith("On h100 and b200, the matrix products")
+
+
+def test_words_of_unknown_recipes_and_formats_are_their_names():
+    assert recipe_in_words("mine") == "recipe mine"
+    assert format_in_words("posit8") == "posit8"
