@@ -2,8 +2,8 @@
 
 docs/tables.md comes from the tables in the code, docs/benchmarks.md (questions and answers) and
 docs/benchmarks-all.md (full tables) from benchmarks/results, docs/parity.md (docs/parity.py) from
-marks of tests, the results in the README from docs/demo.py, docs/figures from docs/figures.py.
-tests/test_tables.py fails while a file is stale.
+marks of tests, docs/papers-numbers.md from docs/papers.py, the results in the README from
+docs/demo.py, docs/figures from docs/figures.py. tests/test_tables.py fails while a file is stale.
 """
 
 from __future__ import annotations
@@ -370,13 +370,14 @@ def render_benchmarks() -> str:
 
 
 if __name__ == "__main__":
-    from docs import demo, figures, parity  # which import this module
+    from docs import demo, figures, papers, parity  # which import this module
 
     texts = {
         TABLES: render(),
         BENCHMARKS: render_benchmarks(),
         FULL_TABLES: render_full_tables(),
         parity.PARITY: parity.render(),
+        papers.NUMBERS_PAGE: papers.render(),
     }
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")

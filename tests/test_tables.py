@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from docs import build, demo, figures, parity, questions
+from docs import build, demo, figures, papers, parity, questions
 from docs.features import COMPARISONS, DOCUMENTS, FEATURES, FIELD, HOW, PEERS
 from notebooks.nanogpt.settings import PRESETS
 from notebooks.nanogpt.variants import DEMO, VARIANTS
@@ -36,6 +36,11 @@ def test_benchmarks_are_up_to_date():
 def test_full_tables_are_up_to_date():
     text = build.FULL_TABLES.read_text(encoding="utf-8")
     assert text == build.render_full_tables(), "run `make docs`"
+
+
+def test_numbers_of_papers_are_up_to_date():
+    text = papers.NUMBERS_PAGE.read_text(encoding="utf-8")
+    assert text == papers.render(), "run `make docs`"
 
 
 def test_every_study_has_a_question():

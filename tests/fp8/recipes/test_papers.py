@@ -1,4 +1,4 @@
-"""Rows of `fp8.RECIPES` against numbers and identities of their papers."""
+"""Rows of `fp8.RECIPES` against identities of their papers; numbers are in tests/published."""
 
 from __future__ import annotations
 
@@ -64,9 +64,8 @@ def test_deepseek_v3_adds_every_128_products_in_float32():
 
 
 def test_deepseek_v3_promotion_removes_the_error_of_long_sums():
-    """Section 3.3.2: "a maximum relative error of nearly 2%" at K = 4096 without promotion. The
-    paper gives no distribution; operands in [0, 1) have 7% here. A sum of all 4096 products is
-    truncated relative to its own size in each of 128 steps, a promoted one in 4."""
+    """Section 3.3.2. A sum of all 4096 products is truncated relative to its own size in each of
+    128 steps, a promoted one in 4."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.rand(8, 4096, generator=generator) for _ in range(2))
     recipe = fp8.RECIPES["deepseek_v3"]
@@ -77,7 +76,6 @@ def test_deepseek_v3_promotion_removes_the_error_of_long_sums():
         exact = linear(x, w, recipe=dataclasses.replace(recipe, accumulate=None, promote=0))
         return float(((linear(x, w, recipe=recipe) - exact) / exact).abs().max())
 
-    assert 0.02 < error(long) < 0.1
     assert error(recipe) < error(long) * 4 / 128
 
 
@@ -145,63 +143,7 @@ def test_casts_are_the_published_ones(name):
         assert cast == dataclasses.replace(other, rule=rule)
 
 
-BLOCK = fp8.Cast(format="e2m1", scaling="nv")
-SQUARE = dataclasses.replace(BLOCK, tile=(16, 16))
-GUARDED = dataclasses.replace(BLOCK, rule="e4m3_guarded", rounding="stochastic")
-ROW_OF_TENSORS = 64
-"""Tensors that an error is averaged over."""
-
-
-@pytest.mark.parametrize(
-    ("cast", "published"),
-    [
-        (BLOCK, 9.0e-3),
-        (SQUARE, 12.4e-3),
-        (dataclasses.replace(BLOCK, rule="e4m3_4_6"), 7.6e-3),
-        (dataclasses.replace(SQUARE, rule="e4m3_4_6"), 12.4e-3),
-        (GUARDED, 23.5e-3),
-        (fp8.RECIPES["quartet2"].grad, 9.8e-3),
-    ],
-    ids=str,
-)
-def test_the_published_errors_of_normal_data(cast, published):
-    """IST-DASLab/Quartet-II, notebooks/unbiasedness.ipynb: squared errors relative to N(0, 1), with
-    two or three digits. Within half of the last one and five standard errors."""
-    torch.manual_seed(0)
-    errors = []
-    for seed in range(ROW_OF_TENSORS):
-        y, x, _ = cast_with_signs(randn(128, 256, seed=seed), cast)
-        errors.append((y - x).double().square().sum() / x.double().square().sum())
-    deviation = float(torch.stack(errors).std()) / ROW_OF_TENSORS**0.5
-    found = float(torch.stack(errors).mean())
-    assert found == pytest.approx(published, abs=0.05e-3 + 5 * deviation)
-
-
-def test_products_of_unbiased_casts_average_out():
-    """The same notebook: the error of the mean of N products, both of whose operands are cast
-    stochastically, is 2.197 bits (-log2 of its relative size) for N = 1, and 3.196, 4.196 and 5.196
-    for 4, 16 and 64: one more for each factor of 4. The published arithmetic of NVFP4 has a bias,
-    which does not average out."""
-    x, w = randn(128, 256), randn(128, 256, seed=1)
-    exact = x.double() @ w.double().mT
-
-    def bits(rule: str) -> list[float]:
-        cast = dataclasses.replace(GUARDED, rule=rule)
-        torch.manual_seed(0)
-        products = [cast_forward(x, cast) @ cast_forward(w, cast).mT for _ in range(64)]
-        found = []
-        for count in (1, 4, 16, 64):
-            errors = torch.stack(products).unflatten(0, (-1, count)).double().mean(1) - exact
-            found.append(float(-0.5 * (errors.square().mean() / exact.square().mean()).log2()))
-        return found
-
-    # The mean square of 16,384 normal numbers, the exact products, has a standard error of
-    # (2 / 16384)**0.5 = 1.1 %, which is 0.008 bits, and that of the errors too: 0.06 is five.
-    assert bits("e4m3_guarded") == pytest.approx([2.197, 3.196, 4.196, 5.196], abs=0.06)
-    one, *_, last = bits("e4m3_up")
-    assert last - one == pytest.approx(3, abs=0.06)
-    one, *_, last = bits("e4m3")
-    assert last - one < 2.9
+GUARDED = fp8.Cast(format="e2m1", scaling="nv", rule="e4m3_guarded", rounding="stochastic")
 
 
 STOCHASTIC = [n for n, r in fp8.RECIPES.items() if r.grad and lowered(r.grad).is_random]

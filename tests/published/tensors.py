@@ -1,0 +1,245 @@
+"""Measurements of casts of tensors, for the rows of `docs.papers.NUMBERS`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8
+from fp8.optim.encodings import ENCODINGS, decode, write, zeros
+from fp8.recipes.scaling import scale_of
+
+NVFP4 = fp8.RECIPES["nvfp4"].input
+GUARDED = dataclasses.replace(NVFP4, rule="e4m3_guarded", rounding="stochastic")
+EDEN = fp8.RECIPES["quartet2"].grad
+
+
+class Measured(NamedTuple):
+    """Numbers, their standard errors, and those of the published sample; zeros where exact."""
+
+    values: list[float]
+    errors: list[float]
+    published_errors: list[float]
+
+
+def measured(
+    values: list[float], errors: list[float], published: list[float] | None = None
+) -> Measured:
+    """`Measured`, with a published sample that is so large that its error does not count."""
+    return Measured(values, errors, published or [0.0] * len(values))
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """N(0, 1), float32."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def quantized(x: Tensor, cast: fp8.Cast) -> Tensor:
+    """``x`` in the format of ``cast``: a product with the identity, whose sums are exact.
+    Rotated, it is a multiple of a matrix of signs, which fp16 represents."""
+    size = cast.hadamard
+    wide = fp8.Cast(format="fp16", hadamard=size, signs=cast.signs) if size else None
+    recipe = fp8.Recipe(
+        name="identity", input=cast, weight=wide, grad_input_weight=None, grad_weight_input=None
+    )
+    root = math.sqrt(size or 1)
+    with fp8.autocast(recipe):
+        return F.linear(x, torch.eye(x.shape[1]) * root) / root
+
+
+def e2m1() -> Measured:
+    """An integral over the density of the normal distribution."""
+    x = torch.linspace(-9, 9, 1_000_001, dtype=torch.float64)
+    density = torch.exp(-x.square() / 2)
+    error = (fp8.quantize(x, "e2m1", scale=0.487079) - x).square()
+    return measured([float((error * density).sum() / density.sum())], [0.0])
+
+
+def statistics(cast: fp8.Cast, *, spread: float, rows: int = 16384) -> Tensor:
+    """(2, rows): for each row of 128 values its relative squared error, and 1 - <x, Q(x)> / <x, x>.
+    Magnitudes of rows go up to 2**spread, as in the notebook."""
+    torch.manual_seed(0)
+    x = normal(rows, 128) * torch.logspace(0, spread, rows, base=2)[:, None]
+    y, x = quantized(x, cast).double(), x.double()
+    square = x.square().sum(1)
+    return torch.stack([(y - x).square().sum(1) / square, 1 - (x * y).sum(1) / square])
+
+
+def means(casts: list[fp8.Cast], which: int, *, spread: float = 0.0) -> Measured:
+    """Means over rows of one of the `statistics`."""
+    found = torch.stack([statistics(cast, spread=spread)[which] for cast in casts])
+    return measured(found.mean(1).tolist(), (found.std(1) / found.shape[1] ** 0.5).tolist())
+
+
+def by_blocks(rule: str) -> Measured:
+    """Errors in blocks of 1 x 16 and 16 x 16."""
+    row = dataclasses.replace(NVFP4, rule=rule)
+    return means([row, dataclasses.replace(row, tile=(16, 16))], 0)
+
+
+class Attention(nn.Module):
+    """The product of probabilities and values, of scores less the largest one, as in kernels."""
+
+    def forward(self, scores: Tensor, top: float, v: Tensor) -> Tensor:
+        """scores: (queries, keys); top: the largest score of each query."""
+        return (scores - top).exp() @ v
+
+
+def flushed() -> Measured:
+    """Shares of binomial samples of 2**17 probabilities."""
+    scores, v, attention = normal(128, 1024), normal(1024, 8, seed=1), Attention()
+    shares = []
+    for recipe, top in (("unit", 7.0), ("unit", 8.0), ("tensor", 12.0), ("tensor", 13.0)):
+        scores[:, 0] = top  # the sink
+        stats = fp8.stats(attention, every=1, sample=scores.numel())
+        with fp8.autocast(recipe), stats:
+            attention(scores, top, v)
+        (row,) = (row for row in stats.rows() if row.operand == "input")
+        shares.append(row.zero * 1024 / 1023)
+    errors = [math.sqrt(p * (1 - p) / scores.numel()) for p in shares]
+    rounding = [0.005 * math.exp(-0.5 * 0.1**2) / math.sqrt(2 * math.pi) / 5] * 4  # of 6.93
+    return measured(shares, errors, rounding)
+
+
+def sums() -> Measured:
+    """Largest errors, which have no standard error."""
+    cast = fp8.Cast(format="e4m3", scaling="tensor")
+    hopper = fp8.Recipe(name="sums", input=cast, weight=cast, grad=cast, accumulate="hopper")
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for draw, to_each in ((torch.randn, False), (torch.rand, True)):
+        x, w = (draw(16, 4096, generator=generator) for _ in range(2))
+        results = []
+        for recipe in (hopper, dataclasses.replace(hopper, accumulate=None)):
+            with fp8.autocast(recipe):
+                results.append(F.linear(x, w))
+        size = results[1].abs()
+        error = (results[0] - results[1]).abs()
+        found.append(float((error / (size if to_each else size.max())).max()))
+    return measured(found, [0.0, 0.0])
+
+
+def converted_twice() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scales of MXFP8 and those after BF16, values the same way."""
+    x = normal(1024, 1024) * torch.logspace(0, 1, 1024, base=2)[:, None]
+    cast = fp8.RECIPES["mxfp8"].input
+    assert cast is not None
+    y = quantized(x, cast).bfloat16().float()
+    e4m3, rule = fp8.FORMATS["e4m3"], str(cast.rule)
+    before, after = (scale_of(t.unflatten(1, (-1, 32)), (-1,), e4m3, rule) for t in (x, y))
+    return before, after, y, quantized(y, cast)
+
+
+def mx_scales() -> Measured:
+    """A binomial share of 2**15 blocks; the published one is of 1024."""
+    before, after, y, _ = converted_twice()
+    changed = before != after
+    largest = y.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True)
+    assert torch.equal(changed, largest <= 224 * before)  # as published, block by block
+    assert torch.equal(before[changed], 2 * after[changed])
+    share = float(changed.double().mean())
+    deviation = math.sqrt(share * (1 - share))
+    return measured([share], [deviation / 2**7.5], [deviation / 2**5])
+
+
+def mx_values() -> Measured:
+    """A count."""
+    *_, y, again = converted_twice()
+    return measured([float((y != again).sum())], [0.0])
+
+
+def moments() -> tuple[Tensor, Tensor]:
+    """Adam's moments, (0.9, 0.95), after 60 steps of normal gradients of log-normal sizes."""
+    size = torch.exp(0.5 * normal(256, 1024, seed=1))
+    m, v = torch.zeros(256, 1024), torch.zeros(256, 1024)
+    for step in range(60):
+        grad = normal(256, 1024, seed=2 + step) * size
+        m, v = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad * grad
+    return m, v
+
+
+def stored(x: Tensor, format: str, *, expanded: bool = False) -> Tensor:
+    """In blocks of 128 with scales amax / max; expanded: to the power that fills the range of the
+    format, around the geometric mean of the block's extremes (COAT's published kernel)."""
+    cast = fp8.Cast(format=format, scaling="block", rule="exact")
+    if not expanded:
+        return quantized(x, cast)
+    size = x.abs().unflatten(1, (-1, 128))
+    low, high = size.amin(-1, keepdim=True), size.amax(-1, keepdim=True)
+    reach = math.log2(fp8.FORMATS[format].max ** 2 / 2)
+    power = (reach / (high / low).log2() * 8).floor() / 8
+    middle = (high * low).sqrt()
+    cast_power = quantized(((size / middle) ** power).flatten(1), cast).unflatten(1, (-1, 128))
+    return (cast_power ** (1 / power) * middle).flatten(1) * x.sign()
+
+
+def update_errors(firsts: list[Tensor], seconds: list[Tensor]) -> Tensor:
+    """(256, first moments, second moments): mean squared errors of m / sqrt(v) in each row."""
+    m, v = moments()
+    exact = m / v.sqrt()
+    pairs = [[(a / b.sqrt() - exact).double().square().mean(1) for b in seconds] for a in firsts]
+    return torch.stack([torch.stack(row, 1) for row in pairs], 1)
+
+
+def ratios(errors: Tensor, to: Tensor) -> Measured:
+    """Roots of the means of ``errors`` over those of ``to``, which are of the same moments.
+
+    Published ones: sqrt((a + b / 4) / (a' + b' / 4)), a and b the squared relative errors of m and
+    v, 4 times as large in e5m2. The mantissas of other moments change each by up to 20 %, so the
+    ratios by up to 2 %: five "standard errors" of 0.4 %."""
+    found = (errors.mean(0) / to.mean(0)).sqrt().flatten()
+    spread = 0.5 * (errors / to).log().std(0).flatten() / len(errors) ** 0.5
+    return measured(found.tolist(), (found * spread).tolist(), (0.004 * found).tolist())
+
+
+def adam() -> Measured:
+    """The pairs of formats without expansion."""
+    m, v = moments()
+    errors = update_errors(*([stored(x, f) for f in ("e4m3", "e5m2")] for x in (m, v)))
+    found = ratios(errors, errors[:, :1, :1])
+    return Measured(*(numbers[1:] for numbers in found))
+
+
+def adam_order() -> Measured:
+    """All pairs."""
+    m, v = moments()
+    kinds = [(format, expanded) for format in ("e4m3", "e5m2") for expanded in (False, True)]
+    errors = update_errors(*([stored(x, f, expanded=e) for f, e in kinds] for x in (m, v)))
+    found = ratios(errors, errors[:, :1, :1])
+    return Measured(*([20.10 * number for number in numbers] for numbers in found))
+
+
+def adam_encodings() -> Measured:
+    """The optimizer's encodings, whose scales are powers of two."""
+    m, v = moments()
+    results = []
+    for x, name in ((m, "e4m3_block"), (v, "e5m3_block")):
+        to = zeros(x.numel(), ENCODINGS[name], x.device)
+        write(x.flatten(), to, ENCODINGS[name], None)
+        results.append(decode(to).view_as(x))
+    ours = update_errors(*([x] for x in results))
+    return ratios(ours, update_errors(*([stored(x, "e4m3")] for x in (m, v))))
+
+
+MEASURES = {
+    "e2m1": e2m1,
+    "nvfp4": lambda: by_blocks("e4m3"),
+    "four_over_six": lambda: by_blocks("e4m3_4_6"),
+    "flushed": flushed,
+    "stochastic": lambda: means([GUARDED], 0, spread=8),
+    "stochastic_recipe": lambda: means([fp8.RECIPES["nvfp4"].grad], 0, spread=8),
+    "stochastic_misalignment": lambda: means([GUARDED, fp8.RECIPES["nvfp4"].grad], 1, spread=8),
+    "eden": lambda: means([EDEN], 0, spread=8),
+    "eden_misalignment": lambda: means([EDEN], 1, spread=8),
+    "sums": sums,
+    "mx_scales": mx_scales,
+    "mx_values": mx_values,
+    "adam": adam,
+    "adam_order": adam_order,
+    "adam_encodings": adam_encodings,
+}
