@@ -164,7 +164,7 @@ FEATURES = [
         "O3",
         "communication in FP8",
         "no degraded accuracy",
-        ("msamp.initialize", "the library cannot be installed: a stand-in takes its place"),
+        "msamp.initialize",
         (
             "O3 with DeepSpeed",
             "not had: a DeepSpeed engine is refused; O3 runs alone and under DDP",
@@ -390,6 +390,18 @@ COMPARISONS = [
             "torchtitan": "no: reads DeepSeek's FP8, writes high precision",
         },
         "experts stay in high precision; vLLM and SGLang were not run",
+    ),
+    Comparison(
+        "FP8 checkpoints loaded, for LoRA",
+        {
+            "TransformerEngine": "not known",
+            "torchao": "its own tensors",
+            "Megatron-LM": "not known",
+            "torchtitan": "DeepSeek's, to high precision",
+            "Accelerate": "not known",
+            "Lightning": "not known",
+            "MS-AMP": "not known",
+        },
     ),
     Comparison(
         "weights sent to a running engine",

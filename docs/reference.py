@@ -49,7 +49,6 @@ MODULES = (
     "fp8.checkpoints.layouts",
     "fp8.common.libraries",
     "fp8.adapters.accelerate",
-    "fp8.adapters.bitsandbytes",
     "fp8.adapters.composer",
     "fp8.adapters.lightning",
     "fp8.adapters.msamp",

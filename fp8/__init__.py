@@ -60,6 +60,7 @@ __all__ = [
     "export",
     "forecast",
     "initialize",
+    "load",
     "optim",
     "override",
     "parity",
@@ -85,6 +86,7 @@ LATE = {
     "export": "fp8.checkpoints.weights",
     "forecast": "fp8.lab.forecast.forecast",
     "initialize": "fp8.levels.initialize",
+    "load": "fp8.checkpoints.load",
     "optim": "fp8.optim",
     "parity": "fp8.lab.parity",
     "preflight": "fp8.lab.preflight.preflight",
@@ -96,6 +98,7 @@ LATE = {
 
 if TYPE_CHECKING:
     from . import optim
+    from .checkpoints.load import load
     from .checkpoints.weights import export, weights
     from .lab.blame import blame
     from .lab.forecast.forecast import forecast

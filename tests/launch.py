@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import json
 import os
 import signal
@@ -86,12 +87,20 @@ def run_processes(
 
 
 def run_ranks(
-    worker: Path, world: int, store: Path, timeout: float = 200, warnings: str = "error"
+    worker: Path | Callable[[int, Path], None],
+    world: int,
+    store: Path,
+    timeout: float = 200,
+    warnings: str = "error",
 ) -> list[str]:
-    """``python worker RANK STORE`` for each rank; what each printed. All of them must succeed."""
+    """``worker(rank, store)``, a function of a module, in a process group for each rank; or
+    ``python worker RANK STORE`` for a file. What each printed. All of them must succeed."""
+    program, variables = (worker if isinstance(worker, Path) else Path(__file__)), {}
+    if not isinstance(worker, Path):
+        variables["CHECK"] = f"{worker.__module__}:{worker.__name__}"
     arguments = [[str(rank), str(store)] for rank in range(world)]
-    environments: list[dict[str, str]] = [{"WORLD": str(world)} for _ in range(world)]
-    results = run_processes(worker, arguments, environments, timeout, warnings)
+    environments = [{"WORLD": str(world), **variables} for _ in range(world)]
+    results = run_processes(program, arguments, environments, timeout, warnings)
     for i, (code, output) in enumerate(results):
         assert code == 0, output
         assert f"rank {i} done" in output
@@ -111,3 +120,10 @@ def as_rank(check: Callable[[int, Path], None], world: int) -> None:
     dist.destroy_process_group()
     print("rank", rank, "done", flush=True)
     os._exit(0)  # a thread of gloo that is not joined yet aborts a regular exit
+
+
+if __name__ in ("imported", "__main__"):  # the former before the processes are divided
+    module, _, name = os.environ["CHECK"].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    if __name__ == "__main__":
+        as_rank(function, int(os.environ["WORLD"]))

@@ -35,7 +35,6 @@ OPTIONAL = (
     "lightning",
     "matplotlib",
     "ml_dtypes",
-    "msamp",
     "pandas",
     "torchao",
     "tqdm",

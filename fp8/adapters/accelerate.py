@@ -20,7 +20,6 @@ from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
 from ..selection.layers import ADAPTERS, Where, checked_where
 from ..surgery.convert import adapter, convert, expand, revert_layers
-from . import msamp
 from .transformer_engine import delayed_scaling, format_of, te_recipe
 
 __all__ = ["prepare"]
@@ -58,7 +57,7 @@ def prepare(
             Accelerate does not know the length of the training); or one of Accelerate's, each for
             its own backend: TERecipeKwargs ("transformer_engine"), AORecipeKwargs ("torchao"),
             MSAMPRecipeKwargs ("msamp").
-        backend: as in `fp8.convert`, or "msamp", which uses `fp8.adapters.msamp.initialize`.
+        backend: as in `fp8.convert`, or "msamp": MS-AMP's levels, by `fp8.initialize`.
         opt_level: a name in `fp8.levels.initialize.LEVELS`, for one model with one optimizer; None:
             no level ("O2" for "msamp"). With layers of TransformerEngine, "O1" and "O2" affect
             optimizer states only: weights and gradients stay as these layers store them.
@@ -97,22 +96,13 @@ def prepare(
             new[id(model)] = _converted(accelerator, model, recipe, backend, where)
         if opt_level is not None:
             pair = (new[id(models[0])], optimizers[0])
-            made = _with_level(*pair, opt_level, recipe, backend)
-            new |= dict(zip(map(id, (models[0], optimizers[0])), made, strict=True))
+            leveled = initialize(*pair, opt_level=opt_level, recipe=None)
+            new |= dict(zip(map(id, (models[0], optimizers[0])), leveled, strict=True))
     except (TypeError, ValueError):
         for model in new.values():
             revert_layers(model)
         raise
     return accelerator.prepare(*(new.get(id(thing), thing) for thing in objects))
-
-
-def _with_level(
-    model: nn.Module, optimizer: Optimizer, level: str, recipe: Any, backend: str
-) -> tuple[nn.Module, Optimizer]:
-    if backend != "msamp":
-        return initialize(model, optimizer, opt_level=level, recipe=None)
-    ours = recipe if isinstance(recipe, _OURS) else "tensor"
-    return msamp.initialize(model, optimizer, level, recipe=ours)
 
 
 def _check(accelerator: Any, objects: tuple[Any, ...]) -> None:
@@ -150,8 +140,8 @@ def _checked_backend(backend: str, recipe: Any) -> str:
 def _converted(
     accelerator: Any, model: nn.Module, recipe: Any, backend: str, where: Where | None
 ) -> nn.Module:
-    if backend == "msamp":  # which converts it
-        return model
+    if backend == "msamp":
+        recipe, backend = recipe if isinstance(recipe, _OURS) else "tensor", "auto"
     if isinstance(recipe, _OURS):
         return convert(model, recipe, backend=backend, where=where)
     options: dict[str, Any] = {}
@@ -175,17 +165,17 @@ _KINDS = {
 """Accelerate's recipe object -> its backend."""
 
 
-def _te(given: Any) -> Any:
-    """TransformerEngine's recipe for a TERecipeKwargs, with each option as given."""
-    options = {name: getattr(given, name) for name in _NOT_OF_MXFP8}
-    if not given.use_mxfp8_block_scaling:
-        return delayed_scaling(fp8_format=given.fp8_format, **options)
+def _te(kwargs: Any) -> Any:
+    """TransformerEngine's recipe for a TERecipeKwargs, with its options."""
+    options = {name: getattr(kwargs, name) for name in _NOT_OF_MXFP8}
+    if not kwargs.use_mxfp8_block_scaling:
+        return delayed_scaling(fp8_format=kwargs.fp8_format, **options)
     for name, value in options.items():
         if value != _NOT_OF_MXFP8[name]:
             raise ValueError(f"{name}={value!r} is no option of MXFP8 block scaling")
-    made = te_recipe("mxfp8")
-    made.fp8_format = format_of(given.fp8_format)
-    return made
+    recipe = te_recipe("mxfp8")
+    recipe.fp8_format = format_of(kwargs.fp8_format)
+    return recipe
 
 
 def _ao_where(model: nn.Module, chosen: Any, where: Any) -> Where:

@@ -144,12 +144,12 @@ class _Converting:
         if how["backend"] not in ADAPTERS:
             checked_backend(how["backend"], recipe_of(policy.recipe) or PLAIN, ADAPTERS)
         if PRECISIONS[precision] == "MixedPrecision":
-            found = torch.accelerator.current_accelerator(check_available=True)
-            options = {"device": "cpu" if found is None else found.type, **options}
+            device = torch.accelerator.current_accelerator(check_available=True)
+            options = {"device": "cpu" if device is None else device.type, **options}
         elif options:
             raise TypeError(f"{', '.join(options)}: for a mixed precision, not for {precision!r}")
-        given = {} if precision == "32-true" else {"precision": precision}
-        super().__init__(**given, **options)
+        precision_option = {} if precision == "32-true" else {"precision": precision}
+        super().__init__(**precision_option, **options)
 
     def __reduce__(self) -> Any:
         return _blank, (self._base, self._of_trainer), vars(self)
@@ -185,9 +185,9 @@ class _Converting:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the state. Warns if the recipe was a different one."""
-        rest, runs = dict(state_dict), self._in_force()
-        ours = rest.pop("fp8", {})
-        super().load_state_dict(rest)  # type: ignore[misc]
+        base_state, runs = dict(state_dict), self._in_force()
+        ours = base_state.pop("fp8", {})
+        super().load_state_dict(base_state)  # type: ignore[misc]
         trained = ours.get("recipe", runs)
         was, now = trained["name"], runs["name"]
         if trained != runs and AUTO not in (was, now):
@@ -205,20 +205,20 @@ class _Converting:
         if isinstance(self.recipe, Recipe):
             return self.recipe.to_dict()
         modules = [] if self._model is None else self._model.modules()
-        found = {r for m in modules if (r := getattr(m, "fp8_recipe", None)) is not None}
-        return found.pop().to_dict() if len(found) == 1 else {"name": AUTO}
+        recipes = {r for m in modules if (r := getattr(m, "fp8_recipe", None)) is not None}
+        return recipes.pop().to_dict() if len(recipes) == 1 else {"name": AUTO}
 
     @torch.no_grad()
-    def _remember(self, known: dict[str, Tensor]) -> None:
+    def _remember(self, saved: dict[str, Tensor]) -> None:
         """Sets the histories of the model to those known, and others to zero."""
         if self._model is None:
             return
         for path, module in self._model.named_modules():  # a layer's first pass may create them
-            add_initial_histories(module, dict(known), path and f"{path}.")
+            add_initial_histories(module, dict(saved), path and f"{path}.")
         for name, history in histories(self._model).items():
-            saved = known.get(name)
-            if saved is not None and saved.shape == history.shape:
-                history.copy_(saved)
+            value = saved.get(name)
+            if value is not None and value.shape == history.shape:
+                history.copy_(value)
             else:
                 history.zero_()
         for module in self._model.modules():

@@ -81,8 +81,8 @@ class Filtered:
         """Converts the layers of ``model`` in place by torchao's own function; returns it."""
         library = need("torchao")
         if isinstance(self.config, library.Float8LinearConfig):
-            given = {"config": self.config, "module_filter_fn": self.filter}
-            converted: nn.Module = library.convert_to_float8_training(model, **given)
+            options = {"config": self.config, "module_filter_fn": self.filter}
+            converted: nn.Module = library.convert_to_float8_training(model, **options)
             return converted
         quantize = importlib.import_module("torchao.quantization").quantize_
         quantize(model, self.config, filter_fn=self.filter)
@@ -155,16 +155,16 @@ class Contexts:
 
 
 def _hooked(module: nn.Module, recipe: Any) -> list[Any]:
-    opened: list[Any] = []
+    contexts: list[Any] = []
 
     def before(module: nn.Module, args: Any) -> None:
-        given = te_recipe("tensor") if recipe is None else recipe
-        context = transformer_engine.autocast(given, enabled=recipe is not None)
+        recipe_of_context = te_recipe("tensor") if recipe is None else recipe
+        context = transformer_engine.autocast(recipe_of_context, enabled=recipe is not None)
         context.__enter__()
-        opened.append(context)
+        contexts.append(context)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        opened.pop().__exit__(None, None, None)
+        contexts.pop().__exit__(None, None, None)
 
     return [
         module.register_forward_pre_hook(before),
@@ -233,9 +233,9 @@ def _in_megatron(what: str, recipe: Recipe | None) -> dict[str, str]:
         return {"fp4_quantization_recipe": "nvfp4"}
     for name, theirs in _MEGATRON.items():
         for format, kind in _FORMATS.items():
-            known = RECIPES[name]
-            grad = replace(known.grad, format=format) if known.grad else None
-            if recipe == replace(known, name=recipe.name, grad=grad):
+            candidate = RECIPES[name]
+            grad = replace(candidate.grad, format=format) if candidate.grad else None
+            if recipe == replace(candidate, name=recipe.name, grad=grad):
                 return {"fp8_quantization_recipe": theirs, "fp8_format": kind}
     allowed = ", ".join(map(repr, (*_MEGATRON, "nvfp4_nvidia", "bf16")))
     raise ValueError(f"{what}: Megatron has no recipe {recipe.name!r}; it has {allowed} and None")
@@ -270,8 +270,8 @@ def for_megatron(policy: Policy) -> MegatronFiles:
         flags += ["--first-last-layers-bf16"]
         flags += [f"--num-layers-at-{end}-in-bf16={count}" for end, count in ends.items()]
     if _low(recipe_of(policy.others)) is not None:
-        kept = name_of(policy.others)
-        raise ValueError(f"others={kept!r}: Megatron keeps these layers in high precision")
+        others = name_of(policy.others)
+        raise ValueError(f"others={others!r}: Megatron keeps these layers in high precision")
     matchers = _matchers(policy, base)
     if base and "readout" not in policy.keep:
         notes.append("Megatron computes the output layer in high precision, whatever the policy")
@@ -294,7 +294,7 @@ def _base_flags(base: dict[str, str]) -> dict[str, str]:
 
 def _matchers(policy: Policy, base: dict[str, str]) -> dict[str, tuple[str, dict[str, str]]]:
     """Name -> (pattern, configuration), the last rule first: the first that matches decides."""
-    found: dict[str, tuple[str, dict[str, str]]] = {
+    matchers: dict[str, tuple[str, dict[str, str]]] = {
         f"keep_{role}_{i}": (pattern, {})
         for role in policy.keep
         for i, pattern in enumerate(_MEGATRON_ROLES.get(role, ()), 1)
@@ -307,8 +307,8 @@ def _matchers(policy: Policy, base: dict[str, str]) -> dict[str, tuple[str, dict
         config = _in_megatron(what, _low(recipe_of(rule.recipe)))
         if config.get("fp8_quantization_recipe") == "delayed":
             raise ValueError(f"{what}: Megatron has 'delayed' for the whole model only")
-        found[f"rule_{index}"] = (rule.layers, config | enable if config else {})
-    return found
+        matchers[f"rule_{index}"] = (rule.layers, config | enable if config else {})
+    return matchers
 
 
 def _yaml(matchers: dict[str, tuple[str, dict[str, str]]]) -> str:
@@ -384,5 +384,5 @@ def _source(policy: Policy) -> str:
     lists = {"rules": rules, "keep": map(q, policy.keep), "switch": switch}
     texts = {name: f"[{', '.join(items)}]" for name, items in lists.items()}
     names = ("rules", "first", "last", "keep", "others", "switch", "name")
-    given = [f"{n}={texts.get(n) or q(x)}" for n in names if (x := getattr(policy, n))]
-    return f"fp8.Policy({', '.join([q(policy.recipe), *given])})"
+    arguments = [f"{n}={texts.get(n) or q(x)}" for n in names if (x := getattr(policy, n))]
+    return f"fp8.Policy({', '.join([q(policy.recipe), *arguments])})"

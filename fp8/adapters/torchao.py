@@ -56,10 +56,10 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
 
     def in_product(cast: Cast | None, other: Cast | None) -> Any:
         """torchao's cast of an operand in a product. other: that in its other product."""
-        known = cast or other
-        if known is None or known.format not in ("e4m3", "e5m2"):
+        example = cast or other
+        if example is None or example.format not in ("e4m3", "e5m2"):
             raise unknown
-        dtype = get_format(known.format).dtype
+        dtype = get_format(example.format).dtype
         if cast is None:
             return config.CastConfig(scaling_type=config.ScalingType.DISABLED, target_dtype=dtype)
         plain = Cast(format=cast.format, scaling=cast.scaling, rule=cast.rule)

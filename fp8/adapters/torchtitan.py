@@ -69,9 +69,9 @@ def FP8Converter(
     """
     check_name("backend", backend, BACKENDS)
     if isinstance(transform, str):
-        known = transforms()
-        check_name("transform", transform, known)
-        transform = known[transform]
+        registered = transforms()
+        check_name("transform", transform, registered)
+        transform = registered[transform]
     if transform is not None and not callable(transform):
         raise TypeError(f"transform must be a name or a function, got {type(transform).__name__}")
     if hasattr(transform, "optimizer"):
@@ -104,8 +104,8 @@ def _kind(base: Any) -> Any:
         def convert(self, model_config: Any) -> Any:
             """The configuration of the model, of a class that also converts what it builds."""
             names = [f.name for f in dataclasses.fields(model_config) if f.init]
-            given = {name: getattr(model_config, name) for name in names}
-            return _converting(type(model_config), self.config)(**given)
+            values = {name: getattr(model_config, name) for name in names}
+            return _converting(type(model_config), self.config)(**values)
 
     return Converter
 
@@ -145,15 +145,15 @@ def _transformed(model: Any, transform: Transform, config: Any) -> Any:
         with torch.no_grad():
             model.init_weights(buffer_device=None)
         model = transform(model)
-        given = {"positions": torch.arange(shape[1]).expand(shape).contiguous()}
+        arguments = {"positions": torch.arange(shape[1]).expand(shape).contiguous()}
         attention = _module("models.common.attention")
         masked = (attention.FlexAttention.Config, attention.VarlenAttention.Config)
         if isinstance(config.first_attention.inner_attention, masked):
-            given["attention_masks"] = model.get_attention_masks(**given)
+            arguments["attention_masks"] = model.get_attention_masks(**arguments)
         tokens, targets = torch.randint(config.vocab_size, (2, *shape))
-        loss = F.cross_entropy(model(tokens, **given).flatten(0, 1).float(), targets.flatten())
+        loss = F.cross_entropy(model(tokens, **arguments).flatten(0, 1).float(), targets.flatten())
         loss.backward()  # of the size of the training's, which the next call adopts
-        model(tokens, **given)
+        model(tokens, **arguments)
     model.zero_grad()
     return model.to("meta")
 

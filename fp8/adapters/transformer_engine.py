@@ -55,13 +55,13 @@ def _library() -> Any:
     return importlib.import_module("transformer_engine.common.recipe")
 
 
-def _make(kind: str, **given: Any) -> Any:
+def _make(kind: str, **options: Any) -> Any:
     """A recipe of that class. Raises for unknown fields, which TransformerEngine would ignore."""
     cls = getattr(_library(), kind)
-    known = {field.name for field in dataclasses.fields(cls)}
-    if unknown := sorted(given.keys() - known):
+    names = {field.name for field in dataclasses.fields(cls)}
+    if unknown := sorted(options.keys() - names):
         raise ValueError(f"{kind} of this version of TransformerEngine has no {unknown[0]!r}")
-    return cls(**given, **{key: value for key, value in _NEUTRAL.items() if key in known})
+    return cls(**options, **{key: value for key, value in _NEUTRAL.items() if key in names})
 
 
 def format_of(name: str) -> Any:
@@ -144,18 +144,18 @@ def _delayed(cast: Cast, format: str) -> Any:
 def _dynamic(cast: Cast, format: str) -> Any:
     """A recipe with scales of each pass."""
     library, powers, block = _library(), cast.rule == "up", cast.scaling == "block"
-    given: dict[str, Any] = {"use_power_2_scales": powers}
+    options: dict[str, Any] = {"use_power_2_scales": powers}
     if block:
-        given = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
-        given["use_f32_scales"] = not powers
+        options = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
+        options["use_f32_scales"] = not powers
     for product, split in (("fprop", block), ("dgrad", True), ("wgrad", True)):
-        given[f"fp8_gemm_{product}"] = library.MMParams(use_split_accumulator=split)
+        options[f"fp8_gemm_{product}"] = library.MMParams(use_split_accumulator=split)
     kind = "Float8BlockScaling" if block else "Float8CurrentScaling"
-    made = _make(kind, fp8_format=format_of(format), **given)
+    recipe = _make(kind, fp8_format=format_of(format), **options)
     for operand in ("fwd_inp", "fwd_weight", "bwd_grad"):  # which the class filled from defaults
         params = library.QParams(power_2_scale=powers, amax_epsilon=0.0)
-        setattr(made, f"fp8_quant_{operand}", params)
-    return made
+        setattr(recipe, f"fp8_quant_{operand}", params)
+    return recipe
 
 
 def _mx(cast: Cast, format: str) -> Any:
@@ -190,8 +190,8 @@ def te_recipe(recipe: str | Recipe) -> Any:
     if dataclasses.replace(chosen, name="nvfp4_nvidia") == RECIPES["nvfp4_nvidia"]:
         flags = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
         formats = _library().Format
-        given = {"fp4_format": formats.E2M1, "fp8_format": formats.E4M3}
-        return _make("NVFP4BlockScaling", **given, **dict.fromkeys(flags, False))
+        options = {"fp4_format": formats.E2M1, "fp8_format": formats.E4M3}
+        return _make("NVFP4BlockScaling", **options, **dict.fromkeys(flags, False))
     cast, grad = chosen.input, chosen.grad
     if cast is not None and grad is not None and chosen == _plain(chosen.name, cast, grad):
         rules, make = _MAKERS.get(cast.scaling, ((), _mx))
@@ -366,18 +366,18 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def _torch_layer(te: Any, module: nn.Module) -> nn.Module | None:
-    kind, own = bare_class(module), dict(module.named_parameters(recurse=False))
-    weight = own.get("weight")
+    kind, parameters = bare_class(module), dict(module.named_parameters(recurse=False))
+    weight = parameters.get("weight")
     if weight is None or getattr(module, "zero_centered_gamma", False):
         return None
-    given: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
+    options: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
     if kind is te.Linear:
-        return nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in own, **given)
+        return nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in parameters, **options)
     norm = {te.LayerNorm: nn.LayerNorm, te.RMSNorm: nn.RMSNorm}.get(kind)
     if norm is None:
         return None
     eps = vars(module).get(_EPS, module.eps)
-    return norm(tuple(weight.shape), eps=eps, **given)
+    return norm(tuple(weight.shape), eps=eps, **options)
 
 
 def weights(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -163,9 +163,9 @@ def cache_errors(
 
 def _logits(model: Any, input_ids: Tensor, prompt: int, cache: Any) -> Tensor:
     """The logits after the prompt, in float64."""
-    given = {cache_argument(model): cache, "use_cache": True}
-    model(input_ids[:, :prompt], **given)
-    return model(input_ids[:, prompt:], **given).logits.double()
+    options = {cache_argument(model): cache, "use_cache": True}
+    model(input_ids[:, :prompt], **options)
+    return model(input_ids[:, prompt:], **options).logits.double()
 
 
 class CacheSize(NamedTuple):

@@ -12,7 +12,6 @@ elements that share a scale is reduced over the processes that divide them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -453,15 +452,6 @@ def quantized(
         scale = scale.squeeze(dims) if spec.tile[1] else scale
         result = QuantizedOperand(untiled(values, x, spec.tile, axis), scale, unit)
     return result.mT if axis == -2 else result
-
-
-def widened(scale: Tensor, shape: Sequence[int], tile: tuple[int, int]) -> Tensor:
-    """``scale``, one for each tile of the last two dimensions (0: all), repeated for each element
-    of ``shape``; 0-dim stays so."""
-    for dim, by in zip((-2, -1), tile, strict=True):
-        if scale.ndim and by != 1:
-            scale = scale.repeat_interleave(by or shape[dim], dim).narrow(dim, 0, shape[dim])
-    return scale
 
 
 def narrowed(scale: Tensor, tile: tuple[int, int]) -> Tensor:

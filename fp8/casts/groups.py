@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..common.compiler import updates_states
+from ..recipes.scaling import widened
 from ..tensors.scaled_tensor import dequantized
-from .casting import LoweredCast, QuantizedOperand, quantized, rounded, widened
+from .casting import LoweredCast, QuantizedOperand, quantized, rounded
 
 
 class Groups(NamedTuple):

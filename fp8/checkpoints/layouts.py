@@ -1,4 +1,4 @@
-"""How engines for inference store the weights and casts of a recipe: `LAYOUTS`, `INPUTS`.
+"""How checkpoints store the weights and casts of a recipe: `LAYOUTS`, `INPUTS`, `NAMES`.
 
 The names, dtypes and shapes are those that compressed-tensors 0.20 (``compressors``,
 ``quantization.quant_args``), Transformers 5 (``quantizers``), vLLM and SGLang (both
@@ -9,29 +9,34 @@ The names, dtypes and shapes are those that compressed-tensors 0.20 (``compresso
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..casts.casting import lowered, widened
-from ..formats.format import get_format
+from ..casts.casting import lowered
+from ..formats.format import FORMATS, get_format
 from ..formats.quantize import quantize_operand
 from ..native.kernels import in_pairs
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
 from ..recipes.rules import CORRECTED
-from ..recipes.scaling import SCALINGS, scale_of, scaled_tiles, unit_of
+from ..recipes.scaling import SCALINGS, Tile, grid_of, scale_of, scaled_tiles, unit_of, widened
+from ..tensors.scaled_tensor import Memory
 
 __all__ = [
     "INPUTS",
     "LAYOUTS",
+    "NAMES",
     "Entry",
     "Layout",
     "configuration",
     "global_unit",
     "layout_of",
+    "memory_of",
     "misfit",
+    "names_in",
     "rounded",
     "stored",
     "unfit",
@@ -74,8 +79,8 @@ class Layout(NamedTuple):
 
     def entries(self, shape: torch.Size) -> dict[str, Entry]:
         """The tensors of a weight (outputs, inputs), by the last part of their names."""
-        grid = [-(-n // by) if by else 1 for n, by in zip(shape, self.tile, strict=True)]
-        scales = {self.scale: Entry(tuple(grid) if self.tile[0] else (1,), self.dtype)}
+        grid = tuple(grid_of(shape, self.tile)) if self.tile[0] else (1,)
+        scales = {self.scale: Entry(grid, self.dtype)}
         if self.values == "e4m3":
             return {"weight": Entry(tuple(shape), torch.float8_e4m3fn)} | scales
         packed = {"weight_packed": Entry((shape[0], shape[1] // 2), torch.uint8)}
@@ -196,8 +201,7 @@ def rounded(
         tiles, dims = scaled_tiles(weight, (down, along), -1)
         scale = scale_of(tiles, dims, format, rule, unit)
     if scale.dim():
-        sizes = zip(weight.shape, (down, along), strict=True)
-        scale = scale.reshape([-(-n // by) if by else 1 for n, by in sizes])
+        scale = scale.reshape(grid_of(weight.shape, (down, along)))
     wide = widened(scale, weight.shape, (down, along))
     values = quantize_operand(weight, format, scale=wide)
     return Rounded(values / wide, scale, values)
@@ -234,6 +238,90 @@ def global_unit(weight: Tensor, cast: Cast) -> Tensor:
     tiles, dims = scaled_tiles(weight, cast.tile or (0, 0), -1)
     assert cast.rule is not None
     return unit_of(tiles, dims, get_format(cast.format), cast.rule)
+
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "values": ("{}", "{}_packed", "_{}_qdata"),
+    "scale": ("{}_scale", "{}_scale_inv", "_{}_scale"),
+    "divisor": ("{}_global_scale",),
+}
+"""Part of a weight -> the last part of its name in a file, for a weight whose own is in the braces:
+those of `LAYOUTS`, and those that torchao's ``flatten_tensor_state_dict`` writes."""
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def names_in(
+    checkpoint: Mapping[str, Tensor], weight: str, targets: Collection[str]
+) -> dict[str, str]:
+    """The names in a checkpoint of the parts of a weight, by the keys of `NAMES`; {} without
+    values. targets: the names of all weights, which are no part of another one."""
+    path, dot, last = weight.rpartition(".")
+    names = {
+        part: name
+        for part, forms in NAMES.items()
+        for form in reversed(forms)
+        if (name := path + dot + form.format(last)) in checkpoint
+        and (name == weight or name not in targets)
+    }
+    return names if "values" in names else {}
+
+
+def memory_of(
+    weight: str,
+    values: Tensor,
+    scale: Tensor | None,
+    divisor: Tensor | None,
+    device: torch.device,
+) -> Memory:
+    """A weight as FP8 values and float32 scales, without rounding. e2m1 values become e4m3.
+
+    Args:
+        weight: its name, for errors.
+        values: e4m3 or e5m2; uint8 for packed e2m1.
+        scale: of the tensor, of each row or of each block; bytes are biased exponents. None: 1.
+        divisor: of the scales; None: 1.
+        device: of the result.
+
+    Raises:
+        ValueError: for another dtype, or scales that fit no tiles of powers of two.
+    """
+    if values.dtype == torch.uint8:
+        codes = torch.stack([values & 15, values >> 4], -1).flatten(-2)
+        magnitudes = values.new_tensor(_E2M1, dtype=torch.float32)[(codes & 7).long()]
+        values = torch.where(codes > 7, -magnitudes, magnitudes).to(torch.float8_e4m3fn)
+    formats = {FORMATS[name].dtype: name for name in ("e4m3", "e5m2")}
+    if values.dtype not in formats:
+        raise ValueError(f"{weight} is stored in {values.dtype}; load reads e4m3, e5m2 and e2m1")
+    scale = torch.ones(()) if scale is None else scale
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        bits = scale.view(torch.uint8).int()
+        powers = torch.ldexp(torch.ones_like(bits, dtype=torch.float32), bits - E8M0_BIAS)
+        scale = torch.where(bits == E8M0_NAN, torch.nan, powers)
+    scale = scale.float() if divisor is None else scale.float() / divisor.float()
+    tile = None
+    if scale.numel() == 1:
+        scale = scale.reshape(())
+    else:
+        if scale.shape == values.shape[:1]:
+            scale = scale.reshape(-1, *[1] * (values.dim() - 1))
+        tile = _tile_of(weight, values.shape, scale.shape)
+    return Memory(values.to(device), scale.to(device), formats[values.dtype], tile)
+
+
+def _tile_of(weight: str, shape: Sequence[int], grid: Sequence[int]) -> Tile:
+    """The tile, of powers of two or of a whole dimension, with a grid of scales of these sizes. It
+    is unique: a number of tiles above 1 fits one power of two at most."""
+    tile: list[int] = []
+    for n, count in zip(shape[-2:], grid[-2:], strict=False):
+        sizes = [n] if count == 1 else [1 << k for k in range(n.bit_length())]
+        tile += [by for by in sizes if -(-n // by) == count]
+    if len(tile) != 2 or [*shape[:-2]] != [*grid[:-2]]:
+        raise ValueError(
+            f"{weight} of shape {tuple(shape)} has scales of shape {tuple(grid)}: load reads one "
+            "for the tensor, for each row, and for each block whose sizes are powers of two"
+        )
+    return tile[0], tile[1]
 
 
 def configuration(layers: dict[str, nn.Module], ignore: list[str]) -> dict[str, Any]:

@@ -167,10 +167,10 @@ class Weights:
         self.config = layouts.configuration(self._layers, ignore) if self._layers else None
         self.manifest, self.tied = {}, {}
         first: dict[int, str] = {}
-        for name, (tensor, source) in self._state().items():
-            known = first.setdefault(id(source), name)
-            if known != name:
-                self.tied[name] = known
+        for name, (tensor, source) in state_of(model).items():
+            first_name = first.setdefault(id(source), name)
+            if first_name != name:
+                self.tied[name] = first_name
             else:
                 self.manifest |= self._entries(name, tensor)
 
@@ -184,20 +184,9 @@ class Weights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         units = self._units()
-        for name, (tensor, source) in self._state().items():
+        for name, (tensor, source) in state_of(self.model).items():
             if name not in self.tied:
                 yield from self._stored(name, tensor, self._factors.get(id(source), 1.0), units)
-
-    def _state(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Name -> (the tensor in the state_dict, the parameter or buffer), without histories."""
-        known = histories(self.model)
-        named = {bare_name(name): (name, t) for name, t in _named(self.model).items()}
-        state = {bare_name(name): tensor for name, tensor in self.model.state_dict().items()}
-        return {
-            name: (state[name], source)
-            for name, (full, source) in named.items()
-            if name in state and full not in known
-        }
 
     def _entries(self, name: str, tensor: Tensor) -> dict[str, Entry]:
         """The entries of the manifest for a tensor of the state_dict."""
@@ -219,8 +208,8 @@ class Weights:
         tensor = whole(tensor)
         path, _, last = name.rpartition(".")
         if last == "weight" and path in self._layers:
-            given = (tensor.float(), factor, self._ratios.get(path, 1.0), units.get(path))
-            parts = _parts(self._layers[path], *given)
+            ratio, unit = self._ratios.get(path, 1.0), units.get(path)
+            parts = _parts(self._layers[path], tensor.float(), factor, ratio, unit)
             return [(f"{path}.{part}", stored) for part, stored in parts.items()]
         if last == "weight" and path in self._rounded:
             values = _cast(self._rounded[path], tensor.float().t()).values * factor
@@ -235,7 +224,7 @@ class Weights:
         layers beside it, as engines fuse some of them and take a single one for all."""
         largest: dict[str, Tensor] = {}
         factors: dict[tuple[str, str], float] = {}
-        state = self._state()
+        state = state_of(self.model)
         for path, layer in self._layers.items():
             cast, parent = layer.fp8_recipe.weight, path.rpartition(".")[0]
             if cast.scaling == "nv":
@@ -244,6 +233,18 @@ class Weights:
                 unit = layouts.global_unit(whole(tensor).float(), cast) * factor
                 largest[parent] = torch.maximum(largest.get(parent, unit), unit)
         return {path: largest[parent] / f for (path, parent), f in factors.items()}
+
+
+def state_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Name -> (the tensor in the state_dict, the parameter or buffer), without histories."""
+    history = histories(model)
+    named = {bare_name(name): (name, t) for name, t in _named(model).items()}
+    state = {bare_name(name): tensor for name, tensor in model.state_dict().items()}
+    return {
+        name: (state[name], source)
+        for name, (full, source) in named.items()
+        if name in state and full not in history
+    }
 
 
 def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:
@@ -268,8 +269,8 @@ def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:
             recipe = getattr(modules.get(path), "fp8_recipe", None)
             if recipe is not None and recipe.input is not None and recipe.input.scaling == "unit":
                 ratios[path] = ratios.get(path, 1.0) * 2.0**-exponent
-    known = _named(model)
-    return {id(known[name]): factor for name, factor in names.items()}, ratios
+    tensors = _named(model)
+    return {id(tensors[name]): factor for name, factor in names.items()}, ratios
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
@@ -349,11 +350,11 @@ def _parts(
     layout = LAYOUTS[recipe.weight.scaling]
     if layout.dtype == torch.uint8:  # its scales are powers of two
         weight, factor = weight * factor, 1.0
-    found = layouts.stored(layout, _cast(layer, weight, unit), recipe.weight, factor, unit)
+    tensors = layouts.stored(layout, _cast(layer, weight, unit), recipe.weight, factor, unit)
     if _has_input_scale(recipe):
         scale = _known_scale(layer, weight.new_zeros(1), recipe.input, "input")
-        found["input_scale"] = torch.atleast_1d(scale / ratio)
-    return found
+        tensors["input_scale"] = torch.atleast_1d(scale / ratio)
+    return tensors
 
 
 def _cast(layer: Any, weight: Tensor, unit: Tensor | None = None) -> Rounded:

@@ -32,12 +32,6 @@ LIBRARIES: dict[str, Library] = {
         "transformer_engine",
         "pip install --no-build-isolation 'unit-scaling-fp8[te]', on Linux, with CUDA's nvcc",
     ),
-    "msamp": Library(
-        "msamp",
-        "msamp",
-        "no distribution: build https://github.com/Azure/MS-AMP, for torch 2.1; "
-        "fp8.initialize has its levels without it",
-    ),
     "torchao": Library("torchao.float8", "torchao", _extra("torchao")),
     "bitsandbytes": Library("bitsandbytes", "bitsandbytes", _extra("bitsandbytes")),
     "accelerate": Library("accelerate", "accelerate", _extra("accelerate")),

@@ -59,6 +59,11 @@ INSTEAD: dict[str, dict[str, str]] = {
             "and p.nbytes those of one parameter"
         ),
     },
+    "fp8.adapters": {
+        "bitsandbytes": (
+            "call an optimizer of bitsandbytes.optim; uu.optim.scaled_parameters makes its groups"
+        ),
+    },
     "fp8.Cast": _CAST_FIELDS,
     "fp8.Recipe": _RECIPE_FIELDS,
     "fp8.adapters.lightning.FP8FabricPrecision": {"rest": _BY_POLICY},

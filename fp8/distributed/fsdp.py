@@ -78,13 +78,13 @@ def gather_in_fp8(
             sharded.
     """
     check_module("gather_in_fp8", model)
-    given, where = recipe_unless_auto(recipe), checked_where(where)
-    if given is not None and (why := _why_not_sent(given)):
+    shared, where = recipe_unless_auto(recipe), checked_where(where)
+    if shared is not None and (why := _why_not_sent(shared)):
         raise ValueError(why)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(f"{name} is sharded: call gather_in_fp8 before fully_shard")
-    casts = _casts(model, given, where)
+    casts = _casts(model, shared, where)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     rows = []
     for name, cast in casts.items():
@@ -101,18 +101,18 @@ def gather_in_fp8(
     return Report(rows)
 
 
-def _casts(model: nn.Module, given: Recipe | None, where: Where | None) -> dict[str, Cast | str]:
-    """Layer with a weight -> the cast as which it is sent, or why it is sent unrounded. given: the
+def _casts(model: nn.Module, shared: Recipe | None, where: Where | None) -> dict[str, Cast | str]:
+    """Layer with a weight -> the cast as which it is sent, or why it is sent unrounded. shared: the
     recipe of all layers; None: that of each."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    found = {} if given is not None else _converted(model)
+    recipes = {} if shared is not None else _converted(model)
     casts: dict[str, Cast | str] = {}
     weights: dict[str, int] = {}
     for name, module in model.named_modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is None or weight.dim() < 2:
             continue
-        used = given or (found.get(id(module)) if found else auto_of(module))
+        recipe = shared or (recipes.get(id(module)) if recipes else auto_of(module))
         if not isinstance(module, LAYERS):
             why_not = "its weight is no operand of a product"
         elif id(weight) in looked_up:
@@ -122,9 +122,9 @@ def _casts(model: nn.Module, given: Recipe | None, where: Where | None) -> dict[
         elif where is not None and not where(name, module):
             why_not = "not chosen"
         else:
-            why_not = _why_not_sent(used)
+            why_not = _why_not_sent(recipe)
         weights[name] = id(weight)
-        casts[name] = why_not or used.weight  # type: ignore[union-attr, assignment]
+        casts[name] = why_not or recipe.weight  # type: ignore[union-attr, assignment]
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     senders = Counter((weights[name], cast) for name, cast in casts.items())
     for name, cast in casts.items():
@@ -137,10 +137,10 @@ def _converted(model: nn.Module) -> dict[int, Recipe | None]:
     """id -> recipe of each layer that `fp8.convert` has converted; None if a switch changes it."""
     policies = [vars(module).get("fp8_policy") for module in model.modules()]
     switches = any(policy is not None and policy.switch for policy in policies)
-    own = {id(m): vars(m) for m in model.modules() if vars(m).get("fp8_recipe") is not None}
+    layers = {id(m): vars(m) for m in model.modules() if vars(m).get("fp8_recipe") is not None}
     return {
         key: None if switches and values["fp8_switches"] else values["fp8_recipe"]
-        for key, values in own.items()
+        for key, values in layers.items()
     }
 
 
@@ -182,7 +182,7 @@ def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
         The state_dict.
     """
     state, parameters = optimizer.state_dict(), parameters_of(optimizer)
-    portables = {i: portable(parameters[i], own) for i, own in state["state"].items()}
+    portables = {i: portable(parameters[i], entry) for i, entry in state["state"].items()}
     return {**state, "state": portables}
 
 
@@ -249,14 +249,14 @@ _COPIES = {
 class _Weight(Tensor):
     """A weight, or a shard of one, that is rounded when it is sent; otherwise it is like ``plain``.
 
-    exponent: of its static scale factor, for a cast without a rule. known: its scale factor, if
+    exponent: of its static scale factor, for a cast without a rule. cached: its scale factor, if
     computed, and the version of ``plain`` it was computed for; shared by all views.
     """
 
     plain: Tensor
     cast: Cast
     exponent: int
-    known: list[Any]
+    cached: list[Any]
 
     @staticmethod
     def __new__(
@@ -264,7 +264,7 @@ class _Weight(Tensor):
         plain: Tensor,
         cast: Cast,
         exponent: int = 0,
-        known: list[Any] | None = None,
+        cached: list[Any] | None = None,
     ) -> _Weight:
         self: _Weight = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -276,7 +276,7 @@ class _Weight(Tensor):
             device=plain.device,
         )
         self.plain, self.cast, self.exponent = plain, cast, exponent
-        self.known = [] if known is None else known
+        self.cached = [] if cached is None else cached
         return self
 
     def __init__(self, *args: Any) -> None:
@@ -292,12 +292,12 @@ class _Weight(Tensor):
         result = function(*args, **kwargs)
         for leaf in leaves:
             if isinstance(leaf, _Weight):
-                leaf.known.clear()
+                leaf.cached.clear()
         if function not in _VIEWS | _COPIES or not isinstance(first, _Weight):
             return result
-        known = first.known if function in _VIEWS else None
+        cached = first.cached if function in _VIEWS else None
         return tree_map_only(
-            Tensor, lambda t: _Weight(t, first.cast, first.exponent, known), result
+            Tensor, lambda t: _Weight(t, first.cast, first.exponent, cached), result
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -317,13 +317,13 @@ class _Weight(Tensor):
         """The scale factor for the largest magnitude, cached until the weight is written."""
         assert self.cast.rule is not None
         scale = scale_of(amax, None, get_format(self.cast.format), self.cast.rule)
-        self.known[:] = [scale * 2.0**self.cast.margin, self.plain._version]
-        return self.known[0]
+        self.cached[:] = [scale * 2.0**self.cast.margin, self.plain._version]
+        return self.cached[0]
 
     def scale(self, mesh: DeviceMesh) -> Tensor:
         """The scale factor of the weight over all shards; an all-reduce if it is not cached."""
-        if self.known and self.known[1] == self.plain._version:
-            return self.known[0]
+        if self.cached and self.cached[1] == self.plain._version:
+            return self.cached[0]
         amax = self.largest()
         dist.all_reduce(amax, dist.ReduceOp.MAX, mesh.get_group())
         return self.remember(amax)

@@ -65,8 +65,8 @@ def gather_input_in_fp8(module: nn.Module, mesh: DeviceMesh, *, dim: int = 1) ->
     pairs = {(recipe.input, recipe.grad_weight[1]) for recipe in recipes if recipe is not None}
     kind = bare_class(module).__name__
     if len(pairs) != 1:
-        found = f"{len(pairs)} casts of inputs" if pairs else "no layer with a recipe"
-        raise ValueError(f"{kind} has {found}: gather_input_in_fp8 needs one cast for all layers")
+        count = f"{len(pairs)} casts of inputs" if pairs else "no layer with a recipe"
+        raise ValueError(f"{kind} has {count}: gather_input_in_fp8 needs one cast for all layers")
     cast, again = pairs.pop()  # of the input, and in the gradient of the weight
     dtype = None if cast is None else get_format(cast.format).dtype
     if cast is None or cast.scaling not in SCALINGS or dtype is None or dtype.itemsize > 1:

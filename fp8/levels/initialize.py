@@ -163,10 +163,10 @@ def initialize(
 def _note(level: Level, optimizer: Optimizer, count: int, made: bool) -> str:
     """What `fp8.report` says of a level."""
     trained = sum(len(group["params"]) for group in optimizer.param_groups)
-    own = f", made here with lr={optimizer.defaults['lr']}" if made else ""
+    maker = f", made here with lr={optimizer.defaults['lr']}" if made else ""
     return (
         f"level {level.name}: {count} weights of linear layers and convolutions in {level.weight}, "
-        f"of {trained} parameters that {type(optimizer).__name__} trains{own}"
+        f"of {trained} parameters that {type(optimizer).__name__} trains{maker}"
     )
 
 
@@ -232,10 +232,10 @@ def _check_accumulators(model: nn.Module) -> None:
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> set[Tensor]:
     """The parameters of the optimizer. Raises ValueError for one that is not the model's."""
-    own, trained = set(model.parameters()), set()
+    parameters, trained = set(model.parameters()), set()
     for i, group in enumerate(optimizer.param_groups):
         trained.update(group["params"])
-        for foreign in set(group["params"]) - own:
+        for foreign in set(group["params"]) - parameters:
             raise ValueError(
                 f"the optimizer's group {i} has a parameter of shape {tuple(foreign.shape)} that "
                 "is not the model's: make the optimizer from this model's parameters"
@@ -260,23 +260,23 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
     cls = type(optimizer)
     if issubclass(cls, LowPrecision):
         return cls
-    known = next((kind for kind in KINDS if issubclass(cls, kind)), None)
-    if known is None or inspect.unwrap(cls.step) is not inspect.unwrap(known.step):
+    base = next((kind for kind in KINDS if issubclass(cls, kind)), None)
+    if base is None or inspect.unwrap(cls.step) is not inspect.unwrap(base.step):
         raise TypeError(
             f"{cls.__name__} is not supported: initialize takes Adam, AdamW and SGD "
             "of torch.optim, unit_scaling.optim and fp8.optim"
         )
-    derived = [vars(c) for c in cls.__mro__ if issubclass(c, known) and c not in KINDS]
+    derived = [vars(c) for c in cls.__mro__ if issubclass(c, base) and c not in KINDS]
     methods = [name for names in derived for name, x in names.items() if inspect.isroutine(x)]
-    if own := [name for name in methods if name not in ("__init__", "step")]:
-        raise TypeError(f"{cls.__name__} has methods that would be lost: {', '.join(own)}")
+    if lost := [name for name in methods if name not in ("__init__", "step")]:
+        raise TypeError(f"{cls.__name__} has methods that would be lost: {', '.join(lost)}")
     for name in ("amsgrad", "differentiable"):
         if any(group.get(name) for group in optimizer.param_groups):
             raise ValueError(f"{name}=True is not supported by fp8.initialize")
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
     if len(decoupled) > 1:
         raise ValueError("the groups of the optimizer differ in decoupled_weight_decay")
-    return AdamW if decoupled == {True} else KINDS[known]
+    return AdamW if decoupled == {True} else KINDS[base]
 
 
 def _class_for(cls: type[Optimizer], kind: type[LowPrecision]) -> type[Optimizer]:
@@ -311,8 +311,8 @@ def _settings_of(
     kind: Any = _kind_of(optimizer)
     options = {name: value for name, value in formats.items() if name in kind.options}
     defaults = kind([torch.zeros(1, 1)], lr=0.0).defaults
-    given = {name: value for name, value in optimizer.defaults.items() if name in defaults}
-    defaults = {**defaults, **given, **options}
+    present = {name: value for name, value in optimizer.defaults.items() if name in defaults}
+    defaults = {**defaults, **present, **options}
     for group in optimizer.param_groups:
         kind.check({**defaults, **group, **options})
     return kind, defaults, options

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -31,19 +31,19 @@ class _ScaledWeights(Mixin):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises ValueError if a weight is replaced by a shard, which would lose its level."""
-        if hasattr(value, "device_mesh") and name in _own(self):
+        if hasattr(value, "device_mesh") and name in _scaled_parameters(self):
             raise ValueError(f"{name} has a level, which no shard of it has: {SHARDED}")
         super().__setattr__(name, value)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         if not keep_vars:
-            for name, parameter in _own(self).items():
+            for name, parameter in _scaled_parameters(self).items():
                 entry = ScaledTensor(parameter.memory, torch.float32, parameter.stored)
                 destination[prefix + name] = entry
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        before = _own(self)
+        before = _scaled_parameters(self)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
         for name, old in before.items():
             new: Any = getattr(self, name)
@@ -54,15 +54,17 @@ class _ScaledWeights(Mixin):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """torch replaces each parameter by a new tensor; copies attributes and hooks to it."""
-        attributes = {name: _attributes(parameter) for name, parameter in _own(self).items()}
+        attributes = {
+            name: _attributes(parameter) for name, parameter in _scaled_parameters(self).items()
+        }
         try:
             result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         except RuntimeError as error:
             if "swap" not in str(error):
                 raise
             raise RuntimeError(_HELD) from error
-        for name, parameter in _own(self).items():
-            _give(parameter, attributes[name], parameter)
+        for name, parameter in _scaled_parameters(self).items():
+            _set_attributes(parameter, attributes[name], parameter)
         return result
 
 
@@ -74,7 +76,7 @@ _HELD = (
 )
 
 
-def _own(module: Any) -> dict[str, Any]:
+def _scaled_parameters(module: Any) -> dict[str, Any]:
     """The parameters of the module itself that are ScaledTensors."""
     named = module.named_parameters(recurse=False, remove_duplicate=False)
     return {name: parameter for name, parameter in named if isinstance(parameter, ScaledTensor)}
@@ -82,8 +84,8 @@ def _own(module: Any) -> dict[str, Any]:
 
 def _attributes(parameter: Tensor) -> dict[str, Any]:
     """The attributes that others, such as tags, have set on a parameter."""
-    own = (*scaled_tensor.STATE, "_is_param", "__deepcopy__", "__reduce_ex__")
-    return {k: v for k, v in vars(parameter).items() if k not in own}
+    internal = (*scaled_tensor.STATE, "_is_param", "__deepcopy__", "__reduce_ex__")
+    return {k: v for k, v in vars(parameter).items() if k not in internal}
 
 
 def _store(parameter: Any) -> None:
@@ -93,18 +95,18 @@ def _store(parameter: Any) -> None:
         parameter.store()
 
 
-def _give(new: Any, attributes: dict[str, Any], old: Any) -> None:
+def _set_attributes(new: Any, attributes: dict[str, Any], old: Any) -> None:
     """Gives the parameter ``new`` attributes, and the hooks of ``old``."""
     vars(new).update(attributes)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(new, hooks, getattr(old, hooks))
 
 
-def _replacement(old: Any, format: str, grad_format: str | None) -> Any:
-    """A parameter with the values of ``old`` in ``format``, and its other properties."""
-    weight = ScaledTensor(Memory(old.detach(), None, format), old.dtype)
-    new: Any = nn.Parameter(weight, old.requires_grad)
-    _give(new, _attributes(old), old)
+def scaled_parameter(old: Any, memory: Memory, grad_format: str | None = None) -> Any:
+    """A parameter with the values of ``memory``, and the other properties of ``old``. grad_format:
+    None for frozen weights, which have no gradient and no master."""
+    new: Any = nn.Parameter(ScaledTensor(memory, old.dtype), old.requires_grad)
+    _set_attributes(new, _attributes(old), old)
     scaled_tensor.keep_gradients_in(new, grad_format)
     if grad_format is not None and old.grad is not None:
         new.grad = gradient(old.grad, grad_format, old.dtype)
@@ -112,32 +114,45 @@ def _replacement(old: Any, format: str, grad_format: str | None) -> Any:
     return new
 
 
+def copied_parameter(old: Any, values: Tensor) -> Any:
+    """``values`` with the other properties of ``old``, a parameter or a buffer."""
+    if not isinstance(old, nn.Parameter):
+        return values
+    new = nn.Parameter(values, old.requires_grad)
+    _set_attributes(new, _attributes(old), old)
+    return new
+
+
 def scale_weights(
     model: nn.Module, weights: Iterable[nn.Parameter], format: str, grad_format: str | None
 ) -> dict[nn.Parameter, Any]:
-    """Replaces ``weights`` by ScaledTensors wherever ``model`` has them. Returns old -> new.
-    grad_format: None for frozen weights, which have no gradient and no master."""
-    new = {parameter: _replacement(parameter, format, grad_format) for parameter in weights}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter in new:
-                add_mixin(module, _ScaledWeights)
-                setattr(module, name, new[parameter])
+    """Replaces ``weights`` by ScaledTensors wherever ``model`` has them. Returns old -> new."""
+    new = {p: scaled_parameter(p, Memory(p.detach(), None, format), grad_format) for p in weights}
+    replace(model, new)
     return new
+
+
+def replace(model: nn.Module, new: Mapping[Any, Any]) -> None:
+    """Replaces parameters and buffers wherever ``model`` has them. new: old -> new."""
+    for module in model.modules():
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, old in [*parameters, *buffers]:
+            if old in new:
+                if isinstance(new[old], ScaledTensor):
+                    add_mixin(module, _ScaledWeights)
+                setattr(module, name, new[old])
 
 
 def plain_weights(model: nn.Module) -> None:
     """Undoes `scale_weights` with ``grad_format=None``, except for the rounding."""
-    new: dict[Any, nn.Parameter] = {}
+    scaled = {p for module in model.modules() for p in _scaled_parameters(module).values()}
+    new = {old: copied_parameter(old, old.dequantize()) for old in scaled if not old.grad_format}
+    for parameter in new.values():
+        vars(parameter).pop("grad_format")
+    replace(model, new)
     for module in model.modules():
-        for name, old in _own(module).items():
-            if old.grad_format is None:
-                if old not in new:
-                    new[old] = nn.Parameter(old.dequantize(), old.requires_grad)
-                    _give(new[old], _attributes(old), old)
-                    vars(new[old]).pop("grad_format")
-                setattr(module, name, new[old])
-        if not _own(module):
+        if not _scaled_parameters(module):
             remove_mixin(module, _ScaledWeights)
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast, QuantizedOperand, format_of, quantized, widened
+from ..casts.casting import LoweredCast, QuantizedOperand, format_of, quantized
 from ..formats.quantize import in_dtype
 from ..recipes.rules import CORRECTED, UNITS, scale_format
+from ..recipes.scaling import widened
 
 ALIGNMENT = 16
 """The sizes of a weight must be multiples of this, because CUDA kernels read 16 bytes at a time.

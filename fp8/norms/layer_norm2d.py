@@ -153,9 +153,9 @@ class _LayerNorm2d(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, *rest = ctx.saved_tensors
-        weight = rest[0] if ctx.present[0] else None
-        bias = rest[-1] if ctx.present[1] else None
+        x, mean, rstd, *parameters = ctx.saved_tensors
+        weight = parameters[0] if ctx.present[0] else None
+        bias = parameters[-1] if ctx.present[1] else None
         result = _gradients(grad, x, mean, rstd, weight)
         like = zip(result, (x, weight, bias), strict=True)
         return *(None if t is None else g.to(t.dtype) for g, t in like), None
@@ -180,9 +180,9 @@ def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     share = 1.0 / x.shape[1]
     mean = x.sum(1, keepdim=True) * share
     centred = x - mean
-    rest = centred.sum(1, keepdim=True) * share
-    var = (centred.square().sum(1, keepdim=True) * share - rest.square()).clamp_min(0.0)
-    return mean, rest, torch.rsqrt(var + eps)
+    correction = centred.sum(1, keepdim=True) * share
+    var = (centred.square().sum(1, keepdim=True) * share - correction.square()).clamp_min(0.0)
+    return mean, correction, torch.rsqrt(var + eps)
 
 
 def _statistics_by_blocks(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,20 +191,20 @@ def _statistics_by_blocks(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor
     then combined over blocks (Chan, Golub and LeVeque 1983)."""
     blocks = torch.unflatten(x, 1, (BLOCK, -1)).unbind(1)
     share, of_all = 1.0 / BLOCK, BLOCK / x.shape[1]
-    m = _kept(sum(blocks[1:], blocks[0]) * share)
+    m = _materialized(sum(blocks[1:], blocks[0]) * share)
     centred = [block - m for block in blocks]
     squares = [c.square() for c in centred]
-    r = _kept(sum(centred[1:], centred[0]) * share)
-    square = _kept(sum(squares[1:], squares[0]) * share)
+    r = _materialized(sum(centred[1:], centred[0]) * share)
+    square = _materialized(sum(squares[1:], squares[0]) * share)
     mean = m.sum(1, keepdim=True) * of_all
     off = m - mean
-    rest = (off + r).sum(1, keepdim=True) * of_all
+    correction = (off + r).sum(1, keepdim=True) * of_all
     around = (square + off * (off + 2 * r)).sum(1, keepdim=True) * of_all
-    var = (around - rest.square()).clamp_min(0.0)
-    return mean, rest, torch.rsqrt(var + eps)
+    var = (around - correction.square()).clamp_min(0.0)
+    return mean, correction, torch.rsqrt(var + eps)
 
 
-def _kept(value: Tensor) -> Tensor:
+def _materialized(value: Tensor) -> Tensor:
     """Forces ``value`` to be materialized: inductor writes the base of a strided view to memory
     instead of recomputing it."""
     return value.as_strided(value.shape, value.stride())
@@ -215,13 +215,13 @@ def _normalized(
 ) -> tuple[Tensor, Tensor, Tensor]:
     in_graph = torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.is_cpu
     by_blocks = in_graph and x.is_contiguous() and x.shape[1] % BLOCK == 0
-    mean, rest, rstd = (_statistics_by_blocks if by_blocks else _statistics)(wide(x, x), eps)
-    y = (wide(x, x) - mean - rest) * rstd
+    mean, correction, rstd = (_statistics_by_blocks if by_blocks else _statistics)(wide(x, x), eps)
+    y = (wide(x, x) - mean - correction) * rstd
     if weight is not None:
         y = y * _across(x, weight)
     if bias is not None:
         y = y + _across(x, bias)
-    return y.to(x.dtype), mean + rest, rstd
+    return y.to(x.dtype), mean + correction, rstd
 
 
 def _gradients(

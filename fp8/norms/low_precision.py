@@ -81,8 +81,8 @@ class _LowPrecision(Mixin):
         return y if autocast else y.to(x.dtype)
 
     def extra_repr(self) -> str:
-        own = super().extra_repr()  # type: ignore[misc]
-        return f"{own}, low_precision={_how(self)!r}"
+        text = super().extra_repr()  # type: ignore[misc]
+        return f"{text}, low_precision={_how(self)!r}"
 
 
 class _Beneath(TorchFunctionMode):
@@ -196,8 +196,8 @@ def rows_of_norms(model: nn.Module) -> list[Row]:
         if isinstance(module, _LowPrecision):
             rows.append(Row(name, kind, "low precision", _how(module)))
         else:
-            known = ", ".join(norm.__name__ for norm in NORMS)
-            why = "not chosen" if _kind(module) in NORMS else f"computes otherwise than {known}"
+            supported = ", ".join(norm.__name__ for norm in NORMS)
+            why = "not chosen" if _kind(module) in NORMS else f"computes otherwise than {supported}"
             rows.append(Row(name, kind, LEFT_ALONE, why))
     return [] if all(row.left_alone for row in rows) else rows
 

@@ -57,10 +57,10 @@ class _How(NamedTuple):
 
 
 STORED = (MASTER, FIRST, SECOND)
-"""The names in a state, in the order of the fields of `_How` and `_Kept`."""
+"""The names in a state, in the order of the fields of `_How` and `_Tensors`."""
 
 
-class _Kept(NamedTuple):
+class _Tensors(NamedTuple):
     """The weight and the two moments, as they are stored."""
 
     weight: Encoded
@@ -68,9 +68,11 @@ class _Kept(NamedTuple):
     second: Encoded
 
 
-def _adam(kept: _Kept, grad: Tensor, numbers: Tensor, how: _How, keys: Sequence[Key]) -> Tensor:
-    """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay; updates ``kept`` in
-    place.
+def _adam(
+    tensors: _Tensors, grad: Tensor, numbers: Tensor, how: _How, keys: Sequence[Key]
+) -> Tensor:
+    """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay; updates ``tensors``
+    in place.
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
         w = decay w - size m / (root sqrt(v) + eps)
@@ -80,9 +82,9 @@ def _adam(kept: _Kept, grad: Tensor, numbers: Tensor, how: _How, keys: Sequence[
     """
     decay, b1, c1, b2, c2, size, root, eps, *units = numbers.unbind()
     g = grad.to(torch.float32)
-    m = decode(kept.first) * b1 + g * c1
-    v = decode(kept.second) * b2 + g * g * c2
-    w = decode(kept.weight) * decay - m * size / (v.sqrt() * root + eps)
+    m = decode(tensors.first) * b1 + g * c1
+    v = decode(tensors.second) * b2 + g * g * c2
+    w = decode(tensors.weight) * decay - m * size / (v.sqrt() * root + eps)
     bits = low = high = None
     of_weight, of_first, of_second = how.stochastic
     if of_first or of_second:
@@ -91,9 +93,9 @@ def _adam(kept: _Kept, grad: Tensor, numbers: Tensor, how: _How, keys: Sequence[
         low = fewer_bits(word << 16, HALF) if of_second else None
     if of_weight:
         bits = bits_from_key(g.shape, keys[1], device=g.device)
-    encodings.write(w, kept.weight, how.weight, units[0], bits=bits)
-    encodings.write(m, kept.first, how.first, units[1], bits=high)
-    encodings.write(v, kept.second, how.second, units[2], away=True, bits=low)
+    encodings.write(w, tensors.weight, how.weight, units[0], bits=bits)
+    encodings.write(m, tensors.first, how.first, units[1], bits=high)
+    encodings.write(v, tensors.second, how.second, units[2], away=True, bits=low)
     return w.abs().amax() if how.weight.scale == "tensor" else w.new_zeros(())
 
 
@@ -131,7 +133,7 @@ class _Unit:
         """The weights, or what this process has of them."""
         return [part_of(parameter.detach()) for parameter in self.parameters]
 
-    def kept(self, name: str) -> Encoded:
+    def stored(self, name: str) -> Encoded:
         """A moment or the master, flat; for a single parameter it shares memory with the state."""
         if len(self.states) == 1:
             return read(self.states[0], name)
@@ -140,7 +142,7 @@ class _Unit:
     def weight(self) -> Encoded:
         """The tensor to update: the masters, the weight itself, or a copy of the weights."""
         if self.master:
-            return self.kept(MASTER)
+            return self.stored(MASTER)
         here = self.here()
         if len(here) == 1 and is_plain(here[0]):
             return Encoded(here[0].view(-1))
@@ -164,7 +166,7 @@ class _Unit:
     def scales(self, largest: float, numbers: Iterator[float]) -> list[float | None]:
         """New scale factors for gradients up to ``largest``: the moment of the largest magnitudes
         bounds a moment, so a scale costs one pass over the gradient."""
-        found: list[float | None] = [None, None, None]
+        scales: list[float | None] = [None, None, None]
         for i, amax in enumerate(self.amaxes()):
             if amax is None:
                 continue
@@ -175,8 +177,8 @@ class _Unit:
                 beta = self.group["betas"][i - 1]
                 new = beta * new + (1 - beta) * largest**i
                 amax.fill_(new)
-            found[i] = scale_of_number(new, self.how[:3][i].format)
-        return found
+            scales[i] = scale_of_number(new, self.how[:3][i].format)
+        return scales
 
     def numbers(self, scales: list[float | None]) -> Tensor:
         """The 8 scalars of a step, computed in float64 and rounded once, then 1 / scales."""
@@ -210,10 +212,10 @@ class _Unit:
                 seed = self.seed(2 + i)
                 store(x, states.rounded_stochastically(part, x, seed) if random else part)
         if joined:
-            kept = {MASTER: weight} if self.master else {}
-            for name, stored in (kept | {FIRST: first, SECOND: second}).items():
-                own = [read(state, name).values for state in self.states]
-                for x, part in _parts(stored.values, own):
+            masters = {MASTER: weight} if self.master else {}
+            for name, stored in (masters | {FIRST: first, SECOND: second}).items():
+                each = [read(state, name).values for state in self.states]
+                for x, part in _parts(stored.values, each):
                     x.copy_(part)
 
 
@@ -223,10 +225,10 @@ def _parts(flat: Tensor, of: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         yield x, part.view(x.shape)
 
 
-def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
+def _how(parameter: Tensor, stored_as: dict[str, Encoding], group: Group) -> _How:
     here, (b1, b2) = part_of(parameter), group["betas"]
-    weight = kept.get(MASTER) or WEIGHTS[here.dtype if in_dtype(here) else torch.float32]
-    first, second = kept[FIRST], kept[SECOND]
+    weight = stored_as.get(MASTER) or WEIGHTS[here.dtype if in_dtype(here) else torch.float32]
+    first, second = stored_as[FIRST], stored_as[SECOND]
     stochastic = (
         group["stochastic_weights"] and weight.dtype != torch.float32,
         first.rounds_stochastically(b1),
@@ -237,7 +239,7 @@ def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
 
 def _step(unit: _Unit, largest_grad: float, scales: list[float | None]) -> None:
     """Updates one unit in chunks. The remainder of a compiled unit runs in eager mode."""
-    kept = _Kept(unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
+    tensors = _Tensors(unit.weight(), unit.stored(FIRST), unit.stored(SECOND))
     grad, numbers, how = unit.gradient(), unit.numbers(scales), unit.how
     if largest_grad > LARGEST:
         grad = grad.to(torch.float32).clamp(-LARGEST, LARGEST)
@@ -256,21 +258,23 @@ def _step(unit: _Unit, largest_grad: float, scales: list[float | None]) -> None:
     for begin, end in itertools.pairwise([*range(0, whole, size), whole, count]):
         if begin == end:
             continue
-        parts = kept if end - begin == count else _Kept(*(x.part(begin, end) for x in kept))
-        given = (parts, grad[begin:end], numbers, how)
+        parts = (
+            tensors if end - begin == count else _Tensors(*(x.part(begin, end) for x in tensors))
+        )
+        arguments = (parts, grad[begin:end], numbers, how)
         at = [key_at(key, begin) for key in keys]
         if compiled and begin < whole:
             words = [torch.as_tensor(key, device=grad.device) for key in at]  # ints would recompile
             step = _compiled(False if fixed else None)
-            largest.append(step(*given, words))
+            largest.append(step(*arguments, words))
         else:
-            largest.append(_adam(*given, at))
-    if kept.weight.amax is not None and largest:
-        kept.weight.amax.copy_(torch.stack(largest).amax())
-    for stored, scale in zip(kept, scales, strict=True):
+            largest.append(_adam(*arguments, at))
+    if tensors.weight.amax is not None and largest:
+        tensors.weight.amax.copy_(torch.stack(largest).amax())
+    for stored, scale in zip(tensors, scales, strict=True):
         if stored.scale is not None and scale is not None:
             stored.scale.fill_(scale)
-    unit.finish(*kept)
+    unit.finish(*tensors)
 
 
 class _Adam(LowPrecision):
@@ -350,8 +354,8 @@ class _Adam(LowPrecision):
         looks = [x for g in grads for x in torch.aminmax(g)]
         looks += [amax for unit in units for amax in unit.amaxes() if amax is not None]
         alike = len({x.device for x in looks}) == 1  # one synchronization with a GPU
-        found = torch.stack([x.float() for x in looks]).tolist() if alike else map(float, looks)
-        numbers = iter(found)
+        values = torch.stack([x.float() for x in looks]).tolist() if alike else map(float, looks)
+        numbers = iter(values)
         largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
         if not states.everywhere(all(x < math.inf for x in largest), states.parameters_of(self)):
             return False
@@ -363,28 +367,28 @@ class _Adam(LowPrecision):
 
     def _units(self) -> list[_Unit]:
         """The units of the parameters with a gradient."""
-        found: dict[Any, _Unit] = {}
+        units: dict[Any, _Unit] = {}
         every = [(group, p) for group in self.param_groups for p in group["params"]]
         for index, (group, parameter) in enumerate(every):
             if parameter.grad is None:
                 continue
             state = self.state[parameter]
-            kept = states.prepare(state, parameter, group)
+            stored_as = states.prepare(state, parameter, group)
             key: Any = index
             if parameter.numel() < group["min_size"]:
                 kind = type(part_of(parameter)), parameter.dtype, parameter.device
-                key = (id(group), *kind, float(state["step"]), MASTER in kept)
-            if key not in found:
-                found[key] = _Unit(
+                key = (id(group), *kind, float(state["step"]), MASTER in stored_as)
+            if key not in units:
+                units[key] = _Unit(
                     group=group,
                     decoupled=self.decoupled,
                     index=index,
-                    how=_how(parameter, kept, group),
-                    master=MASTER in kept,
+                    how=_how(parameter, stored_as, group),
+                    master=MASTER in stored_as,
                 )
-            found[key].parameters.append(parameter)
-            found[key].states.append(state)
-        return list(found.values())
+            units[key].parameters.append(parameter)
+            units[key].states.append(state)
+        return list(units.values())
 
 
 _NOTHING_ROUNDED = (

@@ -80,8 +80,10 @@ class LowPrecision(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickle, which cannot read torch's tensors of 8-bit formats."""
         state = super().__getstate__()
-        kept = {p: {k: _readable(v) for k, v in own.items()} for p, own in state["state"].items()}
-        return {**state, "state": defaultdict(dict, kept)}
+        readable = {
+            p: {k: _readable(v) for k, v in entry.items()} for p, entry in state["state"].items()
+        }
+        return {**state, "state": defaultdict(dict, readable)}
 
     @property
     def skipped_steps(self) -> int:
@@ -123,8 +125,8 @@ class LowPrecision(Optimizer):
         """As in torch. That of a DTensor has no scales, which belong to one process: its moments
         are DTensors in float32, which `load_state_dict` rounds again."""
         saved, parameters = super().state_dict(), parameters_of(self)
-        divided = {i: own for i, own in saved["state"].items() if is_dtensor(parameters[i])}
-        portables = {i: states.portable(parameters[i], own) for i, own in divided.items()}
+        divided = {i: entry for i, entry in saved["state"].items() if is_dtensor(parameters[i])}
+        portables = {i: states.portable(parameters[i], entry) for i, entry in divided.items()}
         return {**saved, "state": {**saved["state"], **portables}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

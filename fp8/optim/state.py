@@ -89,23 +89,23 @@ def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
     coarse = parameter.dtype != torch.float32 or not in_dtype(part_of(parameter))
     if group["master_weights"] is not None and coarse:
         moments[MASTER] = group["master_weights"]
-    return {name: ENCODINGS["float32" if small else kept] for name, kept in moments.items()}
+    return {name: ENCODINGS["float32" if small else encoding] for name, encoding in moments.items()}
 
 
 def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding]:
     """Initializes an empty state of Adam, and adds or removes the master as the current dtype of
     the weight requires. Returns `names`."""
-    kept = names(parameter, group)
-    if not state and SECOND in kept:
+    encodings = names(parameter, group)
+    if not state and SECOND in encodings:
         state["step"] = torch.zeros(())
         for name in (FIRST, SECOND):
-            keep(state, name, parameter, kept[name])
-    if (MASTER in kept) != has(state, MASTER):
+            keep(state, name, parameter, encodings[name])
+    if (MASTER in encodings) != has(state, MASTER):
         for name in [name for name in state if name.startswith(MASTER)]:
             del state[name]
-        if MASTER in kept:
-            keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter).flatten())
-    return kept
+        if MASTER in encodings:
+            keep(state, MASTER, parameter, encodings[MASTER], numbers_of(parameter).flatten())
+    return encodings
 
 
 def numbers_of(parameter: Tensor) -> Tensor:
@@ -157,14 +157,14 @@ def read(state: State, name: str) -> Encoded:
 def portable(parameter: Tensor, state: State) -> State:
     """``state`` with what has a scale, which belongs to one shard, decoded to float32. Moments and
     masters are DTensors if the parameter is."""
-    found = {key: value for key, value in state.items() if not purpose_of(key)}
+    decoded = {key: value for key, value in state.items() if not purpose_of(key)}
     for name in PURPOSES:
         if has(state, name):
             shape = part_of(parameter).shape
             value = state[name] if name in state else decode(read(state, name)).view(shape)
             divided = is_dtensor(parameter) and not is_dtensor(value)
-            found[name] = as_shard(parameter, value) if divided else value
-    return found
+            decoded[name] = as_shard(parameter, value) if divided else value
+    return decoded
 
 
 def convert(parameter: Tensor, saved: State, group: Group) -> State:
@@ -175,18 +175,18 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
     other states, missing parts, an invalid step count, and moments that no optimizer can produce.
     """
     saved = {name: value for name, value in saved.items() if value is not None}
-    kept = names(parameter, group)
-    adam = SECOND in kept
-    known = {n + part for n in (*kept, MASTER) for part in ("", *PARTS)}
-    if unknown := sorted(saved.keys() - known - ({"step"} if adam else set())):
+    encodings = names(parameter, group)
+    adam = SECOND in encodings
+    entries = {n + part for n in (*encodings, MASTER) for part in ("", *PARTS)}
+    if unknown := sorted(saved.keys() - entries - ({"step"} if adam else set())):
         advice = "; amsgrad is not supported" if "max_exp_avg_sq" in unknown else ""
         kind = "Adam" if adam else "SGD"
         raise ValueError(f"{', '.join(unknown)} is not part of the state of {kind}{advice}")
     state: State = {"step": _step_of(saved)} if adam else {}
-    for name, encoding in kept.items():
+    for name, encoding in encodings.items():
         if has(saved, name) or name in (FIRST, SECOND):
             _convert(state, name, parameter, encoding, saved)
-    if has(saved, MASTER) and MASTER not in kept:
+    if has(saved, MASTER) and MASTER not in encodings:
         with torch.no_grad():
             here = part_of(parameter)
             store(here, decode(read(saved, MASTER)).view(here.shape))
@@ -223,7 +223,7 @@ def has(saved: State, name: str) -> bool:
 def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, saved: State) -> None:
     """Converts one tensor of ``saved``: a copy if the encoding is the same, else encoded again."""
     try:
-        given = read(saved, name)
+        source = read(saved, name)
     except KeyError as error:
         missing = error.args[0].removesuffix(PARTS[0])
         raise ValueError(
@@ -236,16 +236,16 @@ def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, sav
             f"{name} has shape {tuple(shape)}, its parameter {tuple(here.shape)}: this is the "
             "state of another model"
         )
-    given = Encoded(*(x if x is None else x.to(here.device, copy=True) for x in given))  # type: ignore[arg-type]
-    if given.scale is not None:
-        check_numbers(name + PARTS[1], given.scale)
+    source = Encoded(*(x if x is None else x.to(here.device, copy=True) for x in source))  # type: ignore[arg-type]
+    if source.scale is not None:
+        check_numbers(name + PARTS[1], source.scale)
     if name != MASTER:
-        check_numbers(name, decode(given), low=0.0 if name == SECOND else -math.inf)
-    scale = "none" if given.scale is None else "block" if given.scale.dim() else "tensor"
-    if (given.values.dtype, scale) == (encoding.dtype, encoding.scale):
-        _put(state, name, given, here.shape)
+        check_numbers(name, decode(source), low=0.0 if name == SECOND else -math.inf)
+    scale = "none" if source.scale is None else "block" if source.scale.dim() else "tensor"
+    if (source.values.dtype, scale) == (encoding.dtype, encoding.scale):
+        _put(state, name, source, here.shape)
     else:
-        keep(state, name, parameter, encoding, decode(given))
+        keep(state, name, parameter, encoding, decode(source))
 
 
 def state_bytes(optimizer: Optimizer) -> dict[str, int]:
@@ -259,13 +259,13 @@ def state_bytes(optimizer: Optimizer) -> dict[str, int]:
         process. Gradients count while they exist: before ``zero_grad``.
     """
     names = ("weight", "gradient", "first_moment", "second_moment", "master", "step")
-    found = dict.fromkeys(names, 0)
+    nbytes = dict.fromkeys(names, 0)
     for parameter in parameters_of(optimizer):
-        found["weight"] += part_of(parameter).nbytes
-        found["gradient"] += 0 if parameter.grad is None else part_of(parameter.grad).nbytes
+        nbytes["weight"] += part_of(parameter).nbytes
+        nbytes["gradient"] += 0 if parameter.grad is None else part_of(parameter.grad).nbytes
         for name, value in optimizer.state.get(parameter, {}).items():
-            found[purpose_of(name) or "step"] += part_of(value).nbytes
-    return found
+            nbytes[purpose_of(name) or "step"] += part_of(value).nbytes
+    return nbytes
 
 
 def purpose_of(name: str) -> str:

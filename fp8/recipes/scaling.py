@@ -7,6 +7,7 @@ powers of two this division is exact.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -249,14 +250,18 @@ def scale_of_number(amax: float, format: Format) -> float:
     return 2.0 ** min(max(exponent - largest + (fraction > top), SMALLEST), LARGEST)
 
 
-def in_format(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """``x / scale`` in the format's torch dtype, and the scale factor by the rule "up".
+def in_format(x: Tensor, format: Format, tile: Tile = (0, 0)) -> tuple[Tensor, Tensor]:
+    """``x / scale`` in the format's torch dtype, and the scale factors by the rule "up": 0-dim, or
+    one for each tile along axis -1.
 
     x: float32, any shape. Rounded once, to nearest, ties to even. Inf becomes NaN if the format has
     no Inf.
     """
-    scale = scale_of(x, None, format, "up") if x.numel() else x.new_ones(())
-    units = x / scale
+    grid = [] if tile == (0, 0) else grid_of(x.shape, tile)
+    scale = x.new_ones(grid)
+    if x.numel():
+        scale = scale_of(*scaled_tiles(x, tile, -1), format, "up").reshape(grid)
+    units = x / widened(scale, x.shape, tile)
     if not format.infinity:  # torch's own casts disagree on Inf
         units = torch.where(units.isinf(), torch.nan, units)
     return in_dtype(units, format.dtype), scale
@@ -373,3 +378,18 @@ def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, .
     if rows != 1:
         dims.append(row)
     return x, tuple(dims)
+
+
+def grid_of(shape: Sequence[int], tile: Tile) -> list[int]:
+    """The shape of the scales of a tensor of ``shape``, one for each tile along axis -1."""
+    counts = (-(-n // by) if by else 1 for n, by in zip(shape[-2:], tile, strict=True))
+    return [*shape[:-2], *counts]
+
+
+def widened(scale: Tensor, shape: Sequence[int], tile: Tile, broadcast: bool = False) -> Tensor:
+    """``scale``, one for each tile of the last two dimensions (0: all), repeated for each element
+    of ``shape``; 0-dim stays so. broadcast: a single tile along a dimension is not repeated."""
+    for dim, by in zip((-2, -1), tile, strict=True):
+        if scale.ndim and by != 1 and not (broadcast and scale.shape[dim] == 1):
+            scale = scale.repeat_interleave(by or shape[dim], dim).narrow(dim, 0, shape[dim])
+    return scale

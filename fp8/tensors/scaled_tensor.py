@@ -1,11 +1,10 @@
-"""`ScaledTensor`: a tensor stored as 8- or 16-bit values of a format and one scale factor.
+"""`ScaledTensor`: a tensor stored as 8- or 16-bit values of a format and their scale factors.
 
     x = stored * scale
 
 Weights and gradients take one or two bytes per element and otherwise behave like any tensor:
-views, ``.data`` and entries of a state_dict share their memory. In-place operations store their
-results in float32, so that no small step is lost, until `ScaledTensor.store` rounds them to the
-format, as each step of an optimizer of `fp8.optim` does for the weights it trains.
+views, ``.data`` and entries of a state_dict share their memory. In-place operations store float32,
+so that no small step is lost, until `ScaledTensor.store` rounds, as each step of `fp8.optim` does.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..common.compiler import apply, eager_only
 from ..formats.format import FORMATS, Format, dtype_name, get_format
-from ..recipes.scaling import in_format
+from ..formats.quantize import in_dtype
+from ..recipes.scaling import Tile, in_format, widened
 
 aten = torch.ops.aten
 
@@ -39,6 +39,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STATE = ("memory", "_stored", "_of")
 """The attributes that hold the values of a ScaledTensor."""
 
+
 _WRITES = itertools.count(1)
 
 
@@ -49,8 +50,10 @@ class Memory:
     values: Tensor
     """In the dtype of the format, to be multiplied by ``scale``; without a scale, in any dtype."""
     scale: Tensor | None
-    """0-dim float32."""
+    """float32: 0-dim, or one for each tile."""
     format: str
+    tile: Tile | None = None
+    """The values of the last two dimensions that share a scale; None: all."""
     rounds: bool = False
     """Whether ``copy_`` rounds to the format: of a gradient, for averages over processes."""
     writes: int = field(default_factory=lambda: next(_WRITES))
@@ -61,14 +64,18 @@ class Memory:
         offset = x.storage_offset() + self.values.storage_offset()
         return self.values.as_strided(x.size(), x.stride(), offset)
 
+    def scales(self) -> Any:
+        """The scale factors, which broadcast to the values; None without a scale."""
+        if self.scale is None or self.tile is None:
+            return self.scale
+        return widened(self.scale, self.values.shape, self.tile, broadcast=True)
+
     def become(self, dtype: torch.dtype, scale: Tensor | None) -> None:
         """Replaces the values by an empty tensor of ``dtype``."""
         old = self.values
         if old.is_cpu and old.is_shared():
-            raise RuntimeError(
-                "other processes share the memory of this ScaledTensor, which a write in another "
-                "dtype would leave: write before share_memory_(), or x.copy_ of a ScaledTensor"
-            )
+            shared = "other processes share the memory of this ScaledTensor, which a write leaves"
+            raise RuntimeError(f"{shared}: write before share_memory_(), or copy_ a ScaledTensor")
         with torch.inference_mode(False):
             new = torch.empty_strided(old.size(), old.stride(), dtype=dtype, device=old.device)
         self.values, self.scale = new, scale
@@ -129,16 +136,15 @@ class ScaledTensor(Tensor):
 
     @property
     def stored(self) -> Tensor:
-        """The values before multiplication by the scale: in the dtype of the format, or in that of
-        the last write."""
+        """The values before multiplication by the scale, in the dtype of the format or a write."""
         if self._of is not self.memory.values:
             self._share(self.memory, self.memory.view(self))
         return self._stored
 
     @property
     def scale(self) -> Tensor | None:
-        """0-dim float32: a power of two when stored, so that every value is exact in float32 (in
-        bfloat16 too for 8-bit formats). None after a write that is not rounded."""
+        """float32: 0-dim, or one for each tile. `store` makes it a power of two: values are exact
+        in float32 (in bfloat16 too for 8-bit formats). None after a write that is not rounded."""
         return self.memory.scale
 
     @property
@@ -157,10 +163,13 @@ class ScaledTensor(Tensor):
         return self.stored.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A copy of the values as a `torch.Tensor` of ``dtype`` (None: that of the ScaledTensor).
-        Not differentiable."""
-        numbers = self.stored.detach().to(torch.float32)
-        numbers = numbers.clone() if self.scale is None else numbers * self.scale
+        """A copy of the values as a `torch.Tensor` of ``dtype`` (None: its own); no gradient."""
+        if self.scale is not None and self.memory.tile:
+            whole = self.memory.values.to(torch.float32) * self.memory.scales()
+            numbers = whole.as_strided(self.size(), self.stride(), self.storage_offset())
+        else:
+            numbers = self.stored.detach().to(torch.float32)
+            numbers = numbers.clone() if self.scale is None else numbers * self.scale
         return numbers.to(self.dtype if dtype is None else dtype)
 
     def store(self, numbers: Tensor | None = None) -> ScaledTensor:
@@ -169,11 +178,12 @@ class ScaledTensor(Tensor):
             return self
         new = self.dequantize(torch.float32) if numbers is None else numbers
         increment_version(self)
-        return self._take(*in_format(new.to(torch.float32), FORMATS[self.format]))
+        tile = self.memory.tile if self.is_whole() else None
+        return self._take(*in_format(new.to(torch.float32), FORMATS[self.format], tile or (0, 0)))
 
     def _take(self, stored: Tensor, scale: Tensor) -> ScaledTensor:
-        """Copies values of the format and their scale; into a view of a part, their product."""
-        if not self._is_whole():
+        """Copies values of the format and their scales; into a view of a part, their product."""
+        if not self.is_whole():
             self.written().copy_(stored.to(torch.float32) * scale)
             return self
         if self.scale is None:
@@ -183,14 +193,20 @@ class ScaledTensor(Tensor):
         self.memory.writes = next(_WRITES)
         return self
 
-    def _is_whole(self) -> bool:
-        """Whether its scale belongs to these values alone."""
-        return self.numel() == self.memory.values.numel()
+    def is_whole(self) -> bool:
+        """Whether its scales belong to these values alone, in this order."""
+        values = self.memory.values
+        if self.memory.tile is None:
+            return self.numel() == values.numel()
+        return (self.shape, self.stride()) == (values.shape, values.stride())
+
+    def is_scaled(self) -> bool:
+        """Whether a copy of the values can take the scales."""
+        return self.memory.tile is None or self.is_whole()
 
     def written(self) -> Tensor:
-        """The memory of its values, without a scale, to write to: a float32 tensor, if they are
-        stored in the format."""
-        memory, scale = self.memory, self.scale
+        """The memory to write its values to, without a scale: float32, if it was in the format."""
+        memory, scale = self.memory, self.memory.scales()
         if scale is not None:
             old = memory.values
             memory.become(torch.float32, None)
@@ -200,8 +216,7 @@ class ScaledTensor(Tensor):
 
     @property
     def data(self) -> Any:
-        """An alias without gradient, as for any tensor. Assignment shares the memory of the new
-        tensor, and takes its shape and dtype."""
+        """An alias without gradient. Assignment takes the memory, shape and dtype of a tensor."""
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
@@ -232,10 +247,8 @@ class ScaledTensor(Tensor):
     def _raw(self) -> Tensor:
         raw = self.written()
         if raw.dtype != self.dtype:
-            raise RuntimeError(
-                f"this ScaledTensor of {self.dtype} has its values in {raw.dtype}: pass "
-                "x.dequantize(), a copy"
-            )
+            got = f"this ScaledTensor of {self.dtype} has its values in {raw.dtype}"
+            raise RuntimeError(f"{got}: pass x.dequantize(), a copy")
         return raw
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -252,21 +265,22 @@ class ScaledTensor(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = ["stored"] if self.scale is None else ["stored", "scale"]
-        return names, (self.dtype, self.format)
+        if not self.is_scaled():
+            raise NotImplementedError("a view of scaled tiles leaves a graph as x.dequantize()")
+        return names, (self.dtype, self.format, self.memory.tile)
 
     @staticmethod
     def __tensor_unflatten__(
         tensors: dict[str, Tensor], context: Any, size: Any, stride: Any
     ) -> ScaledTensor:
-        dtype, format = context
-        return ScaledTensor(Memory(tensors["stored"], tensors.get("scale"), format), dtype)
+        dtype, format, tile = context
+        return ScaledTensor(Memory(tensors["stored"], tensors.get("scale"), format, tile), dtype)
 
     def _stable_hash_for_caching(self) -> str:
-        return f"ScaledTensor {self.dtype} {self.format}"
+        return f"ScaledTensor {self.dtype} {self.format} {self.memory.tile}"
 
     def requires_grad_(self, requires_grad: bool = True) -> ScaledTensor:
-        """As for any tensor. A weight that is no longer frozen stores its gradients in
-        ``grad_format``."""
+        """As for any tensor. A weight that was frozen stores gradients in ``grad_format``."""
         frozen = not self.requires_grad
         super().requires_grad_(requires_grad)
         if frozen and self.grad_format is not None:
@@ -282,13 +296,13 @@ class ScaledTensor(Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not isinstance(self, torch.nn.Parameter):
+        if not (isinstance(self, torch.nn.Parameter) and self.is_scaled()):
             return self.dequantize(torch.float32).__reduce_ex__(protocol)
         # As plain bytes, because pickle cannot read torch's tensors of 8-bit formats.
         stored = self.stored
         bits = stored.view(torch.uint8) if stored.itemsize == 1 else stored
         settings = (self.dtype, self.format, self.requires_grad, self._attributes(), stored.dtype)
-        return _rebuild, (bits, self.scale, *settings)
+        return _rebuild, (bits, self.scale, *settings, self.memory.tile)
 
     def _attributes(self) -> dict[str, Any]:
         """The attributes that users and other classes have set."""
@@ -300,19 +314,15 @@ class ScaledTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d":  # it returns before the values have arrived
-            raise TypeError(
-                f"{func} cannot send or receive a ScaledTensor: send x.dequantize(), or x.stored "
-                "and x.scale, and copy_ what is received"
-            )
+            what = f"{func} cannot send or receive a ScaledTensor"
+            raise TypeError(f"{what}: send x.dequantize(), or x.stored and x.scale")
         shortcut = SHORTCUTS.get(func)
         result = NotImplemented if shortcut is None else shortcut(func, *args, **kwargs)
         if result is not NotImplemented:
             return result
         if torch.Tag.inplace_view in func.tags:
-            raise NotImplementedError(
-                f"{func} cannot change the shape or the storage of a ScaledTensor in place: assign "
-                "x.data = y"
-            )
+            what = f"{func} cannot change the shape or the storage of a ScaledTensor in place"
+            raise NotImplementedError(f"{what}: assign x.data = y")
         if func.is_view and isinstance(args[0], ScaledTensor) and func is not aten.view.dtype:
             return _viewed(func, args, kwargs)
         return _computed(func, args, kwargs)
@@ -382,9 +392,8 @@ class _Dequantize(Function):
 
 
 def keep_gradients_in(parameter: Any, grad_format: str | None) -> None:
-    """Stores the gradient of the leaf ``parameter`` in ``grad_format`` (None: unchanged), after a
-    backward pass has summed all contributions. Later passes add to it without rounding; the sum is
-    float32. A gradient that requires a gradient is not stored in a format."""
+    """Stores the gradient of the leaf ``parameter`` in ``grad_format`` (None: unchanged), after one
+    backward pass. Later passes add to it in float32. One that requires a gradient stays plain."""
     parameter.grad_format = grad_format
     if grad_format is not None and parameter.requires_grad:
         parameter.register_hook(_Rounding(grad_format))
@@ -415,17 +424,10 @@ def gradient(grad: Tensor, format: str, dtype: torch.dtype | None = None) -> Sca
     return stored
 
 
-def _rebuild(
-    bits: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    format: str,
-    requires_grad: bool,
-    attributes: dict[str, Any],
-    stored_dtype: torch.dtype,
-) -> ScaledTensor:
+def _rebuild(bits: Tensor, scale: Tensor | None, *settings: Any) -> ScaledTensor:
     """Restores a pickled ScaledTensor. Hooks are not pickled, as in torch."""
-    x = ScaledTensor(Memory(bits.view(stored_dtype), scale, format), dtype)
+    dtype, format, requires_grad, attributes, stored_dtype, *tile = settings
+    x = ScaledTensor(Memory(bits.view(stored_dtype), scale, format, *tile), dtype)
     vars(x).update(attributes)
     return x.requires_grad_(requires_grad)
 
@@ -474,14 +476,14 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _new(x: ScaledTensor, stored: Tensor, scale: Tensor | None, dtype: Any = None) -> ScaledTensor:
     """A ScaledTensor like ``x`` with its own memory."""
-    return ScaledTensor(Memory(stored, scale, x.format), dtype or x.dtype)
+    return ScaledTensor(Memory(stored, scale, x.format, x.memory.tile), dtype or x.dtype)
 
 
 def _to_copy(func: Any, x: ScaledTensor, **kwargs: Any) -> Any:
     """clone, and conversion to a dtype or device."""
     dtype = kwargs.pop("dtype", None) or x.dtype
-    if dtype not in DTYPES:
-        return func(x.dequantize(torch.float32), dtype=dtype, **kwargs)
+    if dtype not in DTYPES or not x.is_scaled():
+        return func(x.dequantize(dtype), **kwargs)
     options = {k: v for k, v in kwargs.items() if k != "memory_format"}
     scale = None if x.scale is None else func(x.scale, **options)
     return _new(x, func(x.stored, **kwargs), scale, dtype)
@@ -491,28 +493,37 @@ def _copy_(func: Any, x: Tensor, source: Any, non_blocking: bool = False) -> Ten
     # From float32, whatever the dtype.
     if not isinstance(x, ScaledTensor):
         return func(x, dequantized(source, torch.float32), non_blocking)
-    narrow = isinstance(source, ScaledTensor) and source.scale is not None
-    if narrow and x._is_whole() and (source.shape, source.format) == (x.shape, x.format):
+    narrow = isinstance(source, ScaledTensor) and source.scale is not None and source.is_scaled()
+    alike = narrow and (source.format, source.memory.tile) == (x.format, x.memory.tile)
+    if alike and x.is_whole() and source.shape == x.shape:
         return x._take(source.stored, source.scale)
     numbers = dequantized(source, torch.float32).to(x.device).expand_as(x)
-    if x.memory.rounds or _represents(x, numbers):
+    if x.memory.rounds:
         return x.store(numbers)
+    if (exact := _exact(x, numbers)) is not None:
+        return x._take(*exact)
     func(x.written(), numbers)
     return x
 
 
-@eager_only(otherwise=False)
-def _represents(x: ScaledTensor, numbers: Tensor) -> bool:
-    """Whether ``x`` is stored in its format, and ``numbers`` can be, without rounding."""
-    if x.scale is None or not x._is_whole():
-        return False
-    stored = scaled(numbers, x.format).dequantize()
-    return torch.allclose(stored, numbers, rtol=0, atol=0, equal_nan=True)
+@eager_only(otherwise=None)
+def _exact(x: ScaledTensor, numbers: Tensor) -> tuple[Tensor, Tensor] | None:
+    """``numbers`` in the format of ``x`` and their scales, for tiles those of ``x``; None if ``x``
+    is not stored in its format, or if they would be rounded."""
+    format, scales, tile = FORMATS[x.format], x.memory.scales(), x.memory.tile
+    if x.scale is None or not x.is_whole():
+        return None
+    stored, scale = in_format(numbers, format)
+    if tile:
+        stored, scale = in_dtype(numbers / scales, format.dtype), x.scale.clone()
+    back = stored.to(torch.float32) * (scales if tile else scale)
+    same = torch.allclose(back, numbers, rtol=0, atol=0, equal_nan=True)
+    return (stored, scale) if same else None
 
 
 def _new_empty_strided(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     """Called by autograd to copy a gradient in the layout of its parameter."""
-    if kwargs.pop("dtype", None) not in (None, x.dtype):
+    if kwargs.pop("dtype", None) not in (None, x.dtype) or x.memory.tile:
         return NotImplemented
     scale = None if x.scale is None else torch.ones_like(x.scale)
     new = _new(x, func(x.stored, *args, **kwargs), scale)
@@ -531,7 +542,7 @@ def _by_one_number(x: Any, y: Any) -> bool:
 
 def _times(func: Any, x: Any, y: Any) -> Any:
     """mul and div."""
-    if not _by_one_number(x, y):
+    if not _by_one_number(x, y) or not x.is_scaled():
         return NotImplemented
     if x.scale is None:
         return _new(x, func(x.stored, y), None)
@@ -540,7 +551,7 @@ def _times(func: Any, x: Any, y: Any) -> Any:
 
 def _times_(func: Any, x: Any, y: Any) -> Any:
     """mul_ and div_."""
-    if not _by_one_number(x, y) or x.scale is None or not x._is_whole():
+    if not _by_one_number(x, y) or x.scale is None or not x.is_whole():
         return NotImplemented
     x.scale.copy_(func(x.scale.clone(), y))
     x.memory.writes = next(_WRITES)

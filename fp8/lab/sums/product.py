@@ -29,7 +29,6 @@ from ...casts.casting import (
     format_of,
     narrowed,
     quantized,
-    widened,
 )
 from ...casts.groups import Groups, aligned, cast_groups, pieces, product_shape
 from ...casts.operands import one_copy
@@ -40,6 +39,7 @@ from ...formats.format import get_format
 from ...formats.quantize import check_dtype
 from ...products.sums import Geometry, Settings
 from ...recipes.rules import scale_format
+from ...recipes.scaling import widened
 from ...recipes.tensor_cores import instruction_for
 from ...tensors.scaled_tensor import dequantized
 from .arithmetic import Matrix

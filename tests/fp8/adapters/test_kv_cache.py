@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
-import warnings
 
 import pytest
 import torch
 from torch import Tensor
 
 import fp8
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers", reason="its models")
-    from transformers import DynamicCache
-
 from fp8.adapters.transformers import (
     KV_SCALINGS,
     cache_argument,
@@ -25,41 +17,22 @@ from fp8.adapters.transformers import (
     cache_size,
     kv_cache,
 )
+from tests.fp8.adapters import hub_models
+from tests.fp8.adapters.hub_models import quiet, transformers  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
 
 HEADS, WIDTH = 2, 16
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    torch.manual_seed(0)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-
-
 def llama(**options) -> transformers.LlamaForCausalLM:
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=4 * WIDTH,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=HEADS,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=None,
-        **options,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": 4 * WIDTH, "num_attention_heads": 4, "num_key_value_heads": HEADS}
+    ends = {"bos_token_id": 0, "eos_token_id": None, "initializer_range": 0.3}
+    return hub_models.llama(**sizes, **ends, **options).eval()
 
 
 def gpt2() -> transformers.GPT2LMHeadModel:
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 64}
-    config = transformers.GPT2Config(
-        **sizes, initializer_range=0.3, bos_token_id=0, eos_token_id=None
-    )
-    return transformers.GPT2LMHeadModel(config).eval()
+    return hub_models.gpt2(initializer_range=0.3, eos_token_id=None).eval()
 
 
 MODELS = {"llama": llama, "gpt2": gpt2}
@@ -130,7 +103,7 @@ def test_generate_is_the_model_on_cast_keys_and_values(model, scaling):
     """Greedy tokens and logits, against a cache in high precision that is given rounded states."""
     model, scales = MODELS[model](), {}
 
-    class Rounded(DynamicCache):
+    class Rounded(transformers.DynamicCache):
         def update(self, keys, values, index, *args, **kwargs):
             states = []
             for name, x in (("key", keys), ("value", values)):

@@ -39,7 +39,7 @@ def pretend(name: str, body: str, folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("body", BREAKS)
-@pytest.mark.parametrize("name", ["transformer_engine", "msamp"])
+@pytest.mark.parametrize("name", ["transformer_engine", "composer"])
 def test_a_broken_library_is_told_from_a_missing_one(name, body, tmp_path, monkeypatch):
     pretend(name, body, tmp_path, monkeypatch)
     found = probe(name)

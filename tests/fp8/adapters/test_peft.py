@@ -4,7 +4,6 @@ frozen weights are stored in FP8."""
 from __future__ import annotations
 
 import copy
-import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +15,12 @@ from torch import nn
 
 import fp8
 from fp8.tensors.scaled_tensor import ScaledTensor
+from tests.fp8.adapters import hub_models
+from tests.fp8.adapters.hub_models import quiet, transformers  # noqa: F401
 from unit_scaling.transforms import unit_scale
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers", reason="the models")
     peft = pytest.importorskip("peft", reason="the adapters")
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by peft
@@ -52,25 +52,9 @@ each_way = pytest.mark.parametrize("way", WAYS)
 each_kind = pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    torch.manual_seed(0)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()
-
-
 def llama() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return hub_models.llama(num_hidden_layers=1, tie_word_embeddings=False)
 
 
 X = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -209,8 +193,7 @@ def test_a_merge_into_stored_weights_is_exact(dora: bool, safe: bool):
 
 
 def test_gpt2_stores_its_transposed_layers_and_its_tied_head():
-    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=32, vocab_size=64)
-    model = stored(transformers.GPT2LMHeadModel(config))
+    model = stored(hub_models.gpt2(n_layer=1))
     assert model.lm_head.weight is model.transformer.wte.weight
     assert isinstance(model.lm_head.weight, ScaledTensor)
     assert isinstance(model.transformer.h[0].mlp.c_fc.weight, ScaledTensor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,42 +13,16 @@ from torch import nn
 
 import fp8
 import unit_scaling as uu
+from tests.fp8.adapters.hub_models import gpt2, llama, quiet, transformers  # noqa: F401
 from unit_scaling.transforms import unit_scale
 from unit_scaling.transforms.state import EXTRA_STATE, MARKER
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers", reason="the trainer")
     pytest.importorskip("accelerate", reason="the trainer needs it")
     from transformers import Trainer, TrainingArguments
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    torch.manual_seed(0)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-
-
-def gpt2() -> nn.Module:
-    """Its head tied to its embedding, its layers Conv1D."""
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 64}
-    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drop))
-
-
-def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=32,
-        )
-    )
 
 
 def both(model: nn.Module) -> nn.Module:

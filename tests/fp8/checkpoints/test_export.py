@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import warnings
 from typing import Any
 
@@ -15,22 +14,17 @@ import fp8
 import unit_scaling as uu
 from fp8 import Cast, Recipe
 from fp8.casts.casting import lowered, rounded
+from tests.fp8.adapters import hub_models
+from tests.fp8.adapters.hub_models import quiet, transformers  # noqa: F401
 from tests.fp8.checkpoints.reading import loaded
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     safetensors = pytest.importorskip("safetensors.torch")
-    transformers = pytest.importorskip("transformers", reason="reads the files")
     pytest.importorskip("compressed_tensors", reason="reads the files")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    torch.manual_seed(0)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def exact(name: str, scaling: str) -> Recipe:
@@ -54,16 +48,7 @@ IDS = torch.arange(24).reshape(2, 12) % 64
 
 
 def llama(**options: Any) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        initializer_range=0.2,
-        **options,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return hub_models.llama(initializer_range=0.2, **options)
 
 
 def trained(model: nn.Module) -> nn.Module:
@@ -174,10 +159,7 @@ def test_factors_of_unit_scaling_fold_into_scales(recipe, tmp_path):
 
 
 def gpt2(**options: Any) -> nn.Module:
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 64}
-    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    ends = {"bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.2}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drop, **ends, **options))
+    return hub_models.gpt2(initializer_range=0.2, **options)
 
 
 def in_high_precision(name: str) -> Recipe:

@@ -1,16 +1,120 @@
-"""DDP and FSDP2 over two processes: losses and gradients are those of one."""
+"""Losses and gradients of DDP and FSDP2 over two processes, under fp8.autocast and in converted
+models, are those of one process with the whole batch.
 
+The recipes are those whose scales do not depend on how tokens are divided: operands are then equal
+to the bit, up to the 2 by which each process's mean is larger, and only the order of sums differs:
+n terms in float32 lose n * 2**-24 of the sum of magnitudes.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
+import fp8
 from tests.launch import run_ranks
 
-WORKER = Path(__file__).with_name("parallel_worker.py")
+WORLD, TOKENS, WIDTH = 2, 256, 32
+RECIPES = ("unit", "mxfp8", "bf16")
+LOSS_SCALE = (
+    4096.0  # gradients are no subnormals of e5m2, which a factor of 2 would round elsewhere
+)
+BOUND = {None: 2 * TOKENS * 2**-24, torch.bfloat16: 2.0**-7}  # bf16: each part is rounded to it
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, 16))
+
+
+def fsdp(model: nn.Module) -> nn.Module:
+    for part in (model[0], model):
+        fully_shard(part)
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (TOKENS, WIDTH)
+    return torch.randn(*shape, generator=generator), torch.randn(TOKENS, 16, generator=generator)
+
+
+def run(
+    model: nn.Module,
+    recipe: str | None,
+    calls: int,
+    dtype: torch.dtype | None,
+    parts: int,
+    part: int,
+) -> tuple[Tensor, list[Tensor]]:
+    """Mean loss and gradients of one of ``parts`` of the batch, in ``calls`` micro-batches."""
+    x, y = (t.chunk(parts)[part].chunk(calls) for t in batch())
+    model.zero_grad()
+    total = torch.zeros(())
+    for inputs, targets in zip(x, y, strict=True):
+        lower = torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext()
+        with lower, fp8.autocast(recipe) if recipe else contextlib.nullcontext():
+            loss = LOSS_SCALE * F.mse_loss(model(inputs).float(), targets) / calls
+        loss.backward()
+        total += loss.detach()
+    grads = (p.grad for p in model.parameters())
+    return total, [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+
+
+def check(wrap: Wrap, recipe: str, converted: bool, calls: int, dtype: torch.dtype | None) -> None:
+    model = fp8.convert(make(), recipe) if converted else make()
+    inside = None if converted else recipe
+    loss, grads = run(copy.deepcopy(model), inside, 1, dtype, 1, 0)
+    mine, got = run(wrap(model), inside, calls, dtype, WORLD, dist.get_rank())
+    compare(loss, grads, mine, got, BOUND[dtype])
+
+
+def compare(loss: Tensor, grads: list[Tensor], mine: Tensor, got: list[Tensor], bound: float):
+    dist.all_reduce(mine)
+    torch.testing.assert_close(mine / WORLD, loss, rtol=bound, atol=0)
+    for one, other in zip(got, grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=bound * float(other.abs().max()) * 4)
+
+
+def check_delayed(wrap: Wrap) -> None:
+    """After one pass whose histories were made equal, the scales are those of the whole batch."""
+    one, model = (fp8.convert(make(), "delayed") for _ in range(2))
+    model = wrap(model)
+    run(one, None, 1, None, 1, 0)
+    run(model, None, 1, None, WORLD, dist.get_rank())
+    fp8.reduce_amax(model)
+    for (name, mine), (_, whole) in zip(model.named_buffers(), one.named_buffers(), strict=True):
+        larger = WORLD if name.endswith("grad") else 1
+        torch.testing.assert_close(mine, larger * whole, rtol=1e-6, atol=0)
+    loss, grads = run(one, None, 1, None, 1, 0)
+    mine, got = run(model, None, 1, None, WORLD, dist.get_rank())
+    compare(loss, grads, mine, got, BOUND[None])
+
+
+def check_ranks(rank: int, store: Path) -> None:
+    for wrap in (DistributedDataParallel, fsdp):
+        for recipe in RECIPES:
+            for converted in (False, True):
+                check(wrap, recipe, converted, 1, None)
+        check(wrap, "unit", True, 2, None)
+        check(wrap, "unit", False, 2, None)
+        check(wrap, "unit", True, 1, torch.bfloat16)
+        check(wrap, "unit", False, 2, torch.bfloat16)
+        check_delayed(wrap)
 
 
 @pytest.mark.proves("MS-AMP", "communication in FP8", how="own")
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
 def test_two_processes(tmp_path: Path):
-    run_ranks(WORKER, 2, tmp_path / "store")
+    run_ranks(check_ranks, 2, tmp_path / "store")

@@ -1,18 +1,347 @@
-"""Tensor and sequence parallelism by torch's parallelize_module, in two and four processes."""
+"""torch's parallelize_module on converted and on unit-scaled models, in two and four processes,
+against one process."""
 
+import copy
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import fp8
+from fp8.casts.casting import lowered, rounded
+from fp8.distributed.tensor_parallel import gather_input_in_fp8
+from tests.fp8.checkpoints.reading import same
 from tests.launch import run_ranks
+from unit_scaling.transforms import unit_scale
 
-WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
+WORLD = int(os.environ.get("WORLD", "2"))
+WIDTH, TOKENS = 128, 8
+ALL = ["unit", "tensor", "delayed", "static", "row", "row_gw_hp", "block", "mxfp8", "mxfp6"]
+SCALED = ALL if WORLD == 2 else ["tensor", "row"]
+
+
+class Block(nn.Module):
+    """Two gated branches that read the same input, after a norm, around a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.Module()
+        self.mlp = Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        hidden = 4 * 128  # whole tiles of 128 for four processes
+        self.gate, self.up = nn.Linear(WIDTH, hidden), nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def plan(sequence: bool) -> dict[str, Any]:
+    if not sequence:
+        return {
+            "mlp.gate": ColwiseParallel(),
+            "mlp.up": ColwiseParallel(),
+            "mlp.down": RowwiseParallel(),
+        }
+    return {
+        "norm": SequenceParallel(),
+        "mlp": PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=False
+        ),
+        "mlp.gate": ColwiseParallel(),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+
+
+def full(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def model_of(kind: str, recipe: str) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = Block()
+    if kind != "plain":
+        model = unit_scale(model, init=kind)
+    model = fp8.convert(model, recipe)
+    if kind != "plain":
+        x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
+        model(x).sum().backward()  # has its plan before it is divided
+        model.zero_grad()
+    return model
+
+
+def check_model(kind: str, recipe: str, sequence: bool, gathered: bool = False) -> None:
+    """Outputs and gradients over two steps. Operands are the same to the bit where scales do not
+    depend on the order of sums, as in the first layers. Elsewhere sums in another order may move a
+    value across a tie of its rounding: sqrt(n) * 2**-24 of n terms, far below 1e-3."""
+    model = model_of(kind, recipe)
+    whole = copy.deepcopy(model)
+    mesh = dist.init_device_mesh("cpu", (WORLD,))
+    parallelize_module(model, mesh, plan(sequence))
+    if gathered:
+        gather_input_in_fp8(model.mlp, mesh)
+    for _ in range(2):
+        x, g = torch.randn(2, 2, TOKENS, WIDTH)
+        mine = distribute_tensor(x, mesh, [Shard(1)]) if sequence else x.clone()
+        mine.requires_grad_()
+        theirs = x.clone().requires_grad_()
+        y, want = full(model(mine)), whole(theirs)
+        y.backward(g)
+        want.backward(g)
+        close(y, want)
+        close(full(mine.grad), theirs.grad)
+        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+            close(full(p.grad), q.grad, name)
+        model.zero_grad()
+        whole.zero_grad()
+
+
+def check_optimizers() -> None:
+    """Steps of one process. Gradients are laid out otherwise than weights: those of the norm, which
+    every process has, are sums of parts."""
+    full32 = {"first_moment": "float32", "second_moment": "float32"}
+    for kind, options in (
+        (fp8.optim.AdamW, full32),
+        (fp8.optim.AdamW, {**full32, "min_size": 0, "weight_decay": 0.1}),
+        (fp8.optim.SGD, {"momentum": 0.9}),
+    ):
+        model = model_of("plain", "unit")
+        whole, mesh = copy.deepcopy(model), dist.init_device_mesh("cpu", (WORLD,))
+        parallelize_module(model, mesh, plan(sequence=True))
+        optimizers = [kind(m.parameters(), 0.01, **options) for m in (model, whole)]
+        for x in torch.randn(3, 2, TOKENS, WIDTH):
+            (full(model(distribute_tensor(x, mesh, [Shard(1)]))) - x).square().mean().backward()
+            (whole(x) - x).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+            close(full(p), q, name)
+
+
+def close(got: Tensor, want: Tensor, name: str = "") -> None:
+    error = ((got - want).norm() / want.norm()).item()
+    assert error < 1e-3, (name, error)
+
+
+def check_casts() -> None:
+    """Every cast of every recipe, of operands that are divided along each dimension, to the bit."""
+    mesh = dist.init_device_mesh("cpu", (WORLD,))
+    x = torch.randn(32 * WORLD, 128 * WORLD) * torch.logspace(-4, 4, 32 * WORLD)[:, None]
+    zeros = x.clone()
+    zeros[:32] = zeros[:, :128] = 0  # all of the first part
+    nonfinite = x.clone()
+    nonfinite[0, 0], nonfinite[-1, -1] = torch.inf, torch.nan
+    twice = torch.stack([x, x / 7])
+    casts = {
+        c for r in fp8.RECIPES.values() for c in r.casts if c is not None and not c.keeps_history
+    }
+    for cast in sorted((c for c in casts if not lowered(c).is_random), key=str):
+        for tensor in (zeros, nonfinite, x.bfloat16()):
+            for axis in (-1, -2):
+                down = cast.tile[0] if axis == -1 else cast.tile[1]
+                want, scale = rounded(tensor, lowered(cast), axis)
+                for placement in (Replicate(), Shard(0), Shard(1)):
+                    if down == 128 and placement == Shard(0):
+                        continue  # 32 rows for each process
+                    divided = distribute_tensor(tensor, mesh, [placement])
+                    got, other = rounded(divided, lowered(cast), axis)
+                    assert got.placements == (placement,)
+                    same = torch.equal(full(got).nan_to_num(7), want.nan_to_num(7))
+                    assert same, (cast, placement, axis)
+                    assert scale is None or torch.equal(full(other), scale)
+        for axis in (-1, -2):  # of which a flattened dimension is divided
+            if cast.tile[0 if axis == -1 else 1] != 128:
+                want, _ = rounded(twice.flatten(0, 1), lowered(cast), axis)
+                divided = distribute_tensor(twice, mesh, [Shard(1)]).flatten(0, 1)
+                assert torch.equal(full(rounded(divided, lowered(cast), axis)[0]), want)
+    summand = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+    spec = lowered(fp8.RECIPES["tensor"].input)
+    assert torch.equal(full(rounded(summand, spec)[0]), rounded(WORLD * x, spec)[0])
+
+
+def check_refused() -> None:
+    mesh = dist.init_device_mesh("cpu", (WORLD,))
+    model = fp8.convert(nn.Linear(16 * WORLD, 48), "mxfp8")
+    parallelize_module(model, mesh, RowwiseParallel())
+    with pytest.raises(ValueError, match="not made of whole tiles of 32 that share a scale"):
+        model(torch.randn(4, 16))
+    model = fp8.convert(nn.Linear(16 * WORLD, 48), "quartet2")
+    parallelize_module(model, mesh, RowwiseParallel())
+    x = distribute_tensor(torch.randn(4, 16 * WORLD), mesh, [Shard(1)]).requires_grad_()
+    with pytest.raises(ValueError, match=r"random signs .* tensor parallelism"):
+        model(x).sum().backward()
+    model = fp8.convert(nn.Linear(16 * WORLD, 48), "mxfp8")
+    with pytest.raises(ValueError, match="no layer with a recipe"):
+        gather_input_in_fp8(nn.Linear(4, 4), mesh)
+    with pytest.raises(ValueError, match="e4m3, mx; gather_input_in_fp8 sends one byte"):
+        gather_input_in_fp8(model, mesh)
+    tensor = fp8.Cast(format="e4m3", scaling="tensor")
+    halved = fp8.Recipe(name="halved", input=tensor, weight=tensor, grad_weight_input=None)
+    with pytest.raises(ValueError, match="and as None for the gradient of the weight"):
+        gather_input_in_fp8(fp8.convert(nn.Linear(16, 16), halved), mesh)
+    divided = parallelize_module(nn.Linear(16, 16), mesh, ColwiseParallel())
+    with pytest.raises(ValueError, match="unit_scale reads whole weights"):
+        unit_scale(divided)
+    with pytest.raises(ValueError, match="weight has no level, because processes divide it"):
+        fp8.initialize(divided, torch.optim.AdamW(divided.parameters()), "O2")
+    with pytest.raises(ValueError, match="store_frozen takes whole weights"):
+        fp8.store_frozen(divided.requires_grad_(False))
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes that this process sends in all-gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "all_gather" in function.name():
+            self.bytes += args[0].numel() * args[0].element_size()
+        return NotImplemented if DTensor in types else function(*args, **(kwargs or {}))
+
+
+def check_gathered_bytes() -> None:
+    """A quarter of float32; and the same bits."""
+    mesh = dist.init_device_mesh("cpu", (WORLD,))
+    found, outputs = [], []
+    for in_fp8 in (False, True):
+        model = model_of("plain", "tensor")
+        parallelize_module(model, mesh, plan(True))
+        handle = gather_input_in_fp8(model.mlp, mesh) if in_fp8 else None
+        x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(3))
+        x[0, 0, 0] = 1000  # the first process has the largest magnitude of all
+        x = distribute_tensor(x, mesh, [Shard(1)])
+        with Sent() as sent:
+            y = model(x)
+        found.append(sent.bytes)
+        outputs.append(full(y))
+        if handle is not None:
+            handle.remove()
+            assert torch.equal(full(model(x)), outputs[0])
+    assert found == [4 * 2 * TOKENS * WIDTH // WORLD, 2 * TOKENS * WIDTH // WORLD], found
+    assert torch.equal(*outputs)
+
+
+def check_two_dimensions(folder: Path) -> None:
+    """FSDP2 over one dimension of a mesh and tensor parallelism over the other. Checkpoints load on
+    another mesh, and in one process."""
+    mesh = dist.init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("dp", "tp"))
+    for recipe in ("tensor", "delayed", "row", "mxfp8"):
+        model = model_of("plain", recipe)
+        whole = copy.deepcopy(model)
+        parallelize_module(model, mesh["tp"], plan(False))
+        fully_shard(model, mesh=mesh["dp"])
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, whole)]
+        for _ in range(2):
+            x = torch.randn(2, TOKENS, WIDTH)
+            losses = [full(m(x)).square().mean() for m in (model, whole)]
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            close(losses[0].detach(), losses[1].detach())
+        for (name, p), q in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+            close(full(p), q[1], name)
+        path = folder / f"checkpoint {recipe}"
+        dcp.save(get_model_state_dict(model), checkpoint_id=path)
+        other = model_of("plain", recipe)
+        parallelize_module(other, dist.init_device_mesh("cpu", (WORLD,)), plan(False))
+        alone = model_of("plain", recipe)
+        for target in (other, alone):
+            with torch.no_grad():
+                for p in target.parameters():
+                    p.zero_()
+            state = get_model_state_dict(target)
+            dcp.load(state, checkpoint_id=path)
+            set_model_state_dict(target, state)
+            sent = zip(fp8.weights(target), fp8.weights(model), strict=True)
+            assert all(same(a, b) for (_, a), (_, b) in sent)
+            saved = model.state_dict()
+            for name, tensor in target.state_dict().items():
+                assert torch.equal(full(tensor), full(saved[name])), name
+
+
+def check_llama() -> None:
+    """Three steps of transformers' Llama, whose heads are divided: the losses of one process."""
+    transformers = pytest.importorskip("transformers")
+    column, row = ColwiseParallel(), RowwiseParallel()
+    styles = {f"self_attn.{name}_proj": column for name in "qkv"} | {"self_attn.o_proj": row}
+    styles |= {"mlp.gate_proj": column, "mlp.up_proj": column, "mlp.down_proj": row}
+    tokens = {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
+    for init, recipe in ((None, "tensor"), ("unit", "unit"), ("preserve", "row")):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64}
+        config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
+        model = transformers.LlamaForCausalLM(config)
+        model = fp8.convert(model if init is None else unit_scale(model, init=init), recipe)
+        if init is not None:
+            model(**tokens).loss.backward()
+            model.zero_grad()
+        whole = copy.deepcopy(model)
+        mesh = dist.init_device_mesh("cpu", (WORLD,))
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh, styles)
+        losses = []
+        for each in (model, whole):
+            optimizer = torch.optim.SGD(each.parameters(), 0.5)
+            for _ in range(3):
+                loss = each(**tokens).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        torch.testing.assert_close(losses[:3], losses[3:], rtol=1e-4, atol=0)
+        assert losses[2] < losses[0]
+
+
+def check_ranks(rank: int, store: Path) -> None:
+    torch.manual_seed(7)
+    check_casts()
+    check_refused()
+    check_gathered_bytes()
+    for sequence in (False, True) if WORLD == 2 else (True,):
+        for recipe in SCALED:
+            check_model("plain", recipe, sequence)
+        for recipe in ("unit", "tensor", "mxfp8") if WORLD == 2 else ("unit",):
+            check_model("unit", recipe, sequence)
+        check_model("preserve", "unit", sequence)
+    for kind, recipe in (("plain", "tensor"), ("unit", "unit")):
+        check_model(kind, recipe, True, gathered=True)
+    if WORLD == 2:
+        check_optimizers()
+        check_llama()
+    if WORLD == 4:
+        check_two_dimensions(store.parent)
 
 
 @pytest.mark.proves("the field", "tensor and sequence parallelism", how="own")
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_parallelize_module(world, tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("WORLD", str(world))
-    run_ranks(WORKER, world, tmp_path / "store", warnings="default")
+def test_parallelize_module(world, tmp_path: Path):
+    run_ranks(check_ranks, world, tmp_path / "store", warnings="default")

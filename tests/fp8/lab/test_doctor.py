@@ -23,7 +23,7 @@ def say(monkeypatch: pytest.MonkeyPatch, **found: Found) -> None:
 
 
 def test_every_recipe_and_library_has_a_row(monkeypatch, capsys):
-    say(monkeypatch, msamp=MISSING)
+    say(monkeypatch, composer=MISSING)
     assert main(["doctor", "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)
     assert list(findings) == ["system", "devices", "recipes", "libraries"]
@@ -36,8 +36,7 @@ def test_every_recipe_and_library_has_a_row(monkeypatch, capsys):
     assert (cpu["bf16"]["runs"], bool(cpu["bf16"]["why"])) == ("simulated", True)
     rows = {row["library"]: row for row in findings["libraries"]}
     assert list(rows) == list(LIBRARIES)
-    assert rows["msamp"]["to get it"] == LIBRARIES["msamp"].get
-    assert "no distribution" in rows["msamp"]["to get it"]
+    assert rows["composer"]["to get it"] == LIBRARIES["composer"].get
     assert rows["torchao"]["to get it"] == ""
 
 

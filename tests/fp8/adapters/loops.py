@@ -1,4 +1,4 @@
-"""A small model, and the loops of Accelerate and of torch that train it."""
+"""A small model and its batches, and the loops of Accelerate and of torch that train it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Model(nn.Module):
         return self.head(self.norm(x + self.down(F.gelu(self.up(x)))))
 
 
-def batches(steps: int, start: int = 0) -> list[Tensor]:
+def batches(steps: int = 4, start: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     return [torch.randint(32, (8, 17), generator=generator) for _ in range(start + steps)][start:]
 

@@ -1,0 +1,37 @@
+"""Small models of the library transformers; a test file that imports them is skipped without it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers", reason="the models")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    """Of each file that imports it."""
+    torch.manual_seed(0)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+
+
+def llama(**options: Any) -> Any:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 64}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | options)))
+
+
+def gpt2(**options: Any) -> Any:
+    """Its head tied to its embedding, its layers Conv1D."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 64}
+    sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**(sizes | {"eos_token_id": 0} | options))
+    )

@@ -1,0 +1,494 @@
+"""`fp8.load`: files of `fp8.export` and of other libraries, which are the oracles."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8
+from fp8.casts.casting import lowered, rounded
+from fp8.checkpoints.layouts import LAYOUTS, NAMES
+from tests.fp8.checkpoints.reading import same
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+RECIPES = ["unit", "tensor", "static", "delayed", "row", "block", "mxfp8", "nvfp4"]
+each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+each_base = pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "wide"])
+X = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    """A tie, a buffer, a norm, and layers of full blocks and of a part of one."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Linear(256, 128, dtype=dtype)
+        self.second = nn.Linear(128, 64, bias=False, dtype=dtype)
+        self.norm = nn.LayerNorm(64, dtype=dtype)
+        self.embed = nn.Embedding(32, 64, dtype=dtype)
+        self.head = nn.Linear(64, 32, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.second(self.first(x).relu())))
+
+
+LAYERS = ("first", "second")
+
+
+def net(seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(seed)
+    return Net(dtype)
+
+
+def exported(recipe: str, folder: Path) -> Any:
+    """A model under a recipe that has run, and is exported."""
+    model = fp8.convert(net(), recipe, where=lambda name, layer: name in LAYERS)
+    model(X)
+    fp8.export(model, folder)
+    return model
+
+
+def wide(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """The values of a weight of `fp8.export`, computed here for each number alone."""
+    scale = tensors.get(f"{name}.weight_scale", tensors.get(f"{name}.weight_scale_inv"))
+    assert scale is not None
+    if f"{name}.weight_packed" in tensors:
+        packed = tensors[f"{name}.weight_packed"]
+        codes = torch.stack([packed % 16, packed // 16], -1).flatten(1).long()
+        halves = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12]) / 2
+        values = torch.cat([halves, -halves])[codes]
+        scale = scale.float() / tensors[f"{name}.weight_global_scale"]
+    else:
+        values = tensors[f"{name}.weight"].float()
+    if scale.dtype == torch.uint8:
+        scale = 2.0 ** (scale.float() - 127)
+    if scale.numel() == 1:
+        return values * scale
+    blocks = f"{name}.weight_scale_inv" in tensors
+    rows, columns = (
+        torch.arange(n) // (128 if blocks else n // grid)
+        for n, grid in zip(values.shape, scale.shape, strict=True)
+    )
+    return values * scale[rows][:, columns]
+
+
+@each_recipe
+@each_base
+def test_what_export_writes(recipe, frozen, tmp_path):
+    """The weights are those of the file, to the bit, and another export writes the same ones."""
+    model = exported(recipe, tmp_path)
+    tensors = safetensors.load_file(tmp_path / "model.safetensors")
+    again = net(seed=1)
+    tied = again.head.weight is again.embed.weight
+    assert fp8.load(again, tmp_path, frozen=frozen) is again
+    for name in LAYERS:
+        weight = again.get_submodule(name).weight
+        assert torch.equal(weight.detach().float(), wide(tensors, name))
+        assert isinstance(weight, fp8.ScaledTensor) is frozen
+        assert weight.requires_grad is not frozen
+        if frozen:
+            assert weight.stored.dtype == torch.float8_e4m3fn
+            assert weight.numel() <= weight.nbytes <= 1.25 * weight.numel() + 4
+    for name in ("first.bias", "norm.weight", "embed.weight", "steps"):
+        assert torch.equal(again.state_dict()[name], model.state_dict()[name])
+    assert tied
+    assert again.head.weight is again.embed.weight
+    assert again.embed.weight.requires_grad
+    if recipe in ("static", "delayed"):
+        return  # their scales are in a history, which no file of an export has
+    fp8.export(fp8.convert(again, recipe, where=lambda name, _: name in LAYERS), tmp_path / "2")
+    files = [path / "model.safetensors" for path in (tmp_path, tmp_path / "2")]
+    first, second = map(safetensors.load_file, files)
+    assert first.keys() == second.keys()
+    for name in LAYERS:
+        assert torch.equal(wide(first, name), wide(second, name))
+    # A block whose largest value is rounded down to 448 units gets the smaller scale next time.
+    assert recipe == "mxfp8" or all(same(first[name], second[name]) for name in first)
+
+
+@each_recipe
+def test_frozen_weights_compute_as_wide_ones(recipe, tmp_path):
+    exported(recipe, tmp_path)
+    frozen, plain = (fp8.load(net(1), tmp_path, frozen=frozen) for frozen in (True, False))
+    assert torch.equal(frozen(X), plain(X))
+    for model in (frozen, plain):
+        fp8.convert(model, "tensor")
+    assert torch.equal(frozen(X), plain(X))
+    frozen.bfloat16(), plain.bfloat16()
+    assert torch.equal(frozen(X.bfloat16()), plain(X.bfloat16()))
+    assert isinstance(frozen.first.weight, fp8.ScaledTensor)
+
+
+def test_one_table_of_names():
+    """Readers know every name that an export writes."""
+    known = {form.format("weight") for forms in NAMES.values() for form in forms}
+    for layout in LAYOUTS.values():
+        assert set(layout.entries(torch.Size([128, 128]))) <= known
+
+
+@pytest.mark.parametrize("source", ["file", "folder", "index", "state_dict", "model"])
+def test_sources(source, tmp_path):
+    exported("row", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.load_file(file)
+    want = fp8.load(net(1), tmp_path)
+    where: Any = {"file": file, "folder": str(tmp_path), "state_dict": tensors}.get(source)
+    if source == "index":
+        where = tmp_path / "sharded"
+        where.mkdir()
+        names = sorted(tensors)
+        shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+        for shard, part in shards.items():
+            safetensors.save_file({name: tensors[name] for name in part}, where / shard)
+        index = {"weight_map": {name: shard for shard, part in shards.items() for name in part}}
+        (where / "model.safetensors.index.json").write_text(json.dumps(index))
+    if source == "model":
+        where = want.state_dict()
+    got = fp8.load(net(2), where)
+    assert torch.equal(got.first.weight.stored.float(), want.first.weight.stored.float())
+    assert torch.equal(got(X), want(X))
+    if source == "state_dict":
+        tensors["first.weight"].zero_()
+        assert torch.equal(got(X), want(X))
+
+
+def test_ties_of_a_file_that_the_model_lacks(tmp_path):
+    exported("row", tmp_path)
+    model = net(1)
+    model.head.weight = nn.Parameter(torch.zeros(32, 64))
+    fp8.load(model, tmp_path)
+    assert torch.equal(model.head.weight, model.embed.weight)
+    assert model.head.weight is not model.embed.weight
+
+
+def scale_of(weight: Tensor, args: Any, limit: float) -> Tensor:
+    """The scales that compressed-tensors' arguments ask for: the largest magnitude by ``limit``."""
+    rows, columns = weight.shape
+    down, along = {
+        "tensor": (rows, columns),
+        "channel": (1, columns),
+        "block": tuple(args.block_structure or ()),
+    }.get(args.strategy, (1, args.group_size))
+    tiles = nn.functional.pad(weight, (0, -columns % along, 0, -rows % down)).abs()
+    tiles = tiles.unflatten(1, (-1, along)).unflatten(0, (-1, down))
+    return tiles.amax((1, 3)) / limit
+
+
+SCHEMES = ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "MXFP4", "NVFP4A16"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_compressed_tensors(scheme, dtype, tmp_path):
+    """Of a model that compressed-tensors compresses, the weights are those that it decompresses."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import compress_module, decompress_module
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    model = net(0, dtype)
+    groups = {scheme: ["first", "second"]}
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["head"]))
+    layers = [model.first, model.second]
+    for layer in layers:
+        args = layer.quantization_scheme.weights
+        limit = 448.0 if args.num_bits == 8 else 6.0
+        scale = scale_of(layer.weight.detach().float(), args, limit)
+        if "MX" in scheme:
+            scale = scale.log2().ceil().exp2()
+        if scheme == "NVFP4A16":
+            unit = 448 / scale.max()
+            layer.weight_global_scale.data = unit.reshape(1)
+            scale = (scale * unit).to(torch.float8_e4m3fn)
+        layer.weight_scale.data = scale.to(dtype)
+        compress_module(layer)
+    checkpoint = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    del checkpoint["head.weight"]
+    safetensors.save_file(checkpoint, tmp_path / "model.safetensors")
+    ours = [fp8.load(net(1, dtype), tmp_path, frozen=frozen) for frozen in (True, False)]
+    for name, layer in zip(LAYERS, layers, strict=True):
+        decompress_module(layer)
+        for loaded in ours:
+            weight = loaded.get_submodule(name).weight.detach()
+            if isinstance(weight, fp8.ScaledTensor):
+                weight = weight.dequantize()
+            assert torch.equal(weight.to(layer.weight.dtype), layer.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu], ids=["float32", "ue8m0"])
+def test_blocks_of_transformers(dtype):
+    """DeepSeek's ``weight_scale_inv``, also as E8M0, of matrices and of experts in one tensor."""
+    library = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 256, 384, generator=generator).mul(100).to(torch.float8_e4m3fn)
+    scales = (torch.rand(3, 2, 3, generator=generator) + 0.5).to(dtype)
+    oracle = library.Fp8Dequantize(None)
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.empty(3, 256, 384, dtype=torch.bfloat16))
+
+    checkpoint = {"gate_up_proj": values, "gate_up_proj_scale_inv": scales}
+    for frozen in (True, False):
+        experts = fp8.load(Experts(), checkpoint, frozen=frozen)
+        for i in range(3):
+            want = oracle._dequantize_one(values[i], scales[i], torch.bfloat16)
+            assert torch.equal(experts.gate_up_proj.detach()[i], want)
+    layer = nn.Sequential(nn.Linear(384, 256, bias=False))
+    fp8.load(layer, {"0.weight": values[0], "0.weight_scale_inv": scales[0]})
+    want = oracle._dequantize_one(values[0], scales[0], torch.float32)
+    assert torch.equal(layer[0].weight.dequantize(), want)
+
+
+def test_a_block_that_is_not_full():
+    """576 rows of DeepSeek-V3's kv_a_proj: four blocks and a half."""
+    values, scales = torch.ones(576, 64).to(torch.float8_e4m3fn), torch.arange(1.0, 6.0)[:, None]
+    layer = nn.Sequential(nn.Linear(64, 576, bias=False))
+    fp8.load(layer, {"0.weight": values, "0.weight_scale_inv": scales})
+    want = torch.arange(576) // 128 + 1.0
+    assert torch.equal(layer[0].weight.dequantize(), want[:, None].expand(-1, 64))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("flat", [False, True], ids=["tensors", "flattened"])
+@pytest.mark.parametrize("rows", [False, True], ids=["tensor", "row"])
+def test_torchao(rows, flat):
+    """Float8Tensor, in a state_dict and as its safetensors support names the parts."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = net()
+    per = quantization.PerRow() if rows else quantization.PerTensor()
+    for name in LAYERS:
+        layer = model.get_submodule(name)
+        weight = quantization.Float8Tensor.from_hp(layer.weight.detach(), granularity=per)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    state: Any = model.state_dict()
+    if flat:
+        support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+        state, _ = support.flatten_tensor_state_dict(
+            {name: tensor for name, tensor in state.items() if name != "steps"}
+        )
+        state["steps"] = torch.tensor(3)
+    for frozen in (True, False):
+        again = fp8.load(net(1), state, frozen=frozen)
+        for name in LAYERS:
+            want = model.get_submodule(name).weight.dequantize()
+            assert torch.equal(again.get_submodule(name).weight.detach() * 1, want)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_casts_with_exact_scales_keep_the_numbers_of_a_hub(scaling):
+    """Whose scales are the largest magnitude by 448, to a unit in the last place of a scale."""
+    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
+    tiles = {"tensor": (256, 384), "row": (1, 384), "block": (128, 128)}[scaling]
+    grid = weight.unflatten(1, (-1, tiles[1])).unflatten(0, (-1, tiles[0]))
+    scale = grid.abs().amax((1, 3), keepdim=True) / 448
+    values = (grid / scale).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+    model = nn.Sequential(nn.Linear(384, 256, bias=False))
+    fp8.load(model, {"0.weight": values, "0.weight_scale": scale[:, 0, :, 0]})
+    loaded = model[0].weight.dequantize()
+    options = {"tile": (128, 128)} if scaling == "block" else {}
+    exact, powers = (
+        rounded(loaded, lowered(fp8.Cast(format="e4m3", scaling=scaling, rule=rule, **options)))[0]
+        for rule in ("exact", "up")
+    )
+    torch.testing.assert_close(exact, loaded, rtol=2.0**-22, atol=0)
+    assert 0.02 < (powers - loaded).norm() / loaded.norm() < 0.03
+
+
+def test_values_without_scales_and_exponents():
+    layer = nn.Sequential(nn.Linear(4, 2, bias=False))
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        values = torch.tensor([[1.0, -2, 0.5, 448], [0, 3, 4, 5]]).to(dtype)
+        fp8.load(layer, {"0.weight": values})
+        assert torch.equal(layer[0].weight.dequantize(), values.float())
+        assert layer[0].weight.stored.dtype == dtype
+    one = torch.ones(2, 4).to(torch.float8_e4m3fn)
+    bits = torch.tensor([[0], [255]], dtype=torch.uint8)
+    fp8.load(layer, {"0.weight": one, "0.weight_scale": bits})
+    assert layer[0].weight[0].tolist() == [2.0**-127] * 4
+    assert layer[0].weight[1].isnan().all()
+
+
+def test_meta_parameters_get_memory(tmp_path):
+    exported("row", tmp_path)
+    want = fp8.load(net(1), tmp_path)
+    with torch.device("meta"):
+        model = net(1)
+    model.head.weight.tag = "tied"
+    model.steps = torch.tensor(0)
+    fp8.load(model, tmp_path)
+    assert torch.equal(model(X), want(X))
+    assert model.head.weight is model.embed.weight
+    assert model.head.weight.tag == "tied"
+
+
+@each_recipe
+def test_a_frozen_weight_is_a_tensor(recipe, tmp_path):
+    """Views, copies, files and writes of a weight with its own scales for tiles are those of the
+    numbers that it stands for."""
+    exported(recipe, tmp_path)
+    model = fp8.load(net(1), tmp_path)
+    weight = model.first.weight
+    want = weight.dequantize()
+    for view in (lambda x: x.t(), lambda x: x[3:70], lambda x: x.t()[5:9], lambda x: x.flatten()):
+        assert torch.equal(view(weight.detach()) * 1, view(want))
+        assert torch.equal(view(weight.detach()).clone() * 1, view(want))
+        assert torch.equal(view(weight.detach()).to(torch.bfloat16) * 1, view(want).bfloat16())
+        file = io.BytesIO()
+        torch.save(view(weight.detach()), file)
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=True), view(want))
+    for again in (weight.detach() * 2 / 2, copy.deepcopy(weight)):
+        assert isinstance(again, fp8.ScaledTensor)
+        assert torch.equal(again.dequantize(), want)
+    file = io.BytesIO()
+    torch.save(weight, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=True)
+    assert torch.equal(again.stored.float(), weight.stored.float())
+    assert torch.equal(again.dequantize(), want)
+
+    state = model.state_dict()
+    other = fp8.load(net(2), tmp_path)
+    other.first.weight.data.mul_(2)
+    other.load_state_dict(state)
+    assert torch.equal(other.first.weight.stored.float(), weight.stored.float())
+    other.load_state_dict({name: x.clone() * 1 for name, x in state.items()})
+    assert torch.equal(other.first.weight.dequantize(), want)
+    assert torch.equal(other.first.weight.stored.float(), weight.stored.float())
+
+    with torch.no_grad():
+        weight.t()[0].add_(1.0)
+    want[:, 0] += 1
+    assert torch.equal(weight.dequantize(), want)
+    weight.store()
+    tile = weight.memory.tile
+    rounded = fp8.quantize(want, "e4m3", scale=weight.memory.scales())
+    assert torch.equal(weight.dequantize(), rounded)
+    assert (weight.memory.scale.dim() == 0) is (tile is None)
+    assert torch.equal(weight.scale.log2(), weight.scale.log2().round())
+
+
+def test_compiled(tmp_path):
+    exported("row", tmp_path)
+    model = fp8.load(net(1), tmp_path)
+    want = model(X)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(X), want)
+    model = fp8.convert(model, "row")
+    want = model(X)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(X), want)
+
+
+@pytest.mark.proves("the field", "FP8 checkpoints loaded, for LoRA", how="library")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", ["row", "block", "mxfp8", "nvfp4"])
+def test_lora_on_a_checkpoint(recipe, tmp_path):
+    """Loaded, trained by PEFT, merged, and exported in the layout that it came in."""
+    peft = pytest.importorskip("peft")
+    exported(recipe, tmp_path)
+    base = fp8.load(net(1), tmp_path)
+    wide = fp8.load(net(1), tmp_path, frozen=False)
+    config = peft.LoraConfig(r=4, target_modules=list(LAYERS))
+    models = []
+    for start in (base, wide):
+        torch.manual_seed(2)
+        model = peft.get_peft_model(start, config)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        for _ in range(3):
+            model(X).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert torch.equal(models[0](X), models[1](X))
+    stored = models[0].base_model.model.first.base_layer.weight
+    assert stored.stored.dtype == torch.float8_e4m3fn
+    merged, plain = (model.merge_and_unload() for model in models)
+    assert torch.equal(merged.first.weight.dequantize(), plain.first.weight)
+    files = [tmp_path / "merged", tmp_path / "plain"]
+    for model, folder in zip((merged, plain), files, strict=True):
+        fp8.export(fp8.convert(model, recipe, where=lambda name, _: name in LAYERS), folder)
+    assert len({(folder / "model.safetensors").read_bytes() for folder in files}) == 1
+    fp8.store_frozen(fp8.revert(merged))
+    assert merged.first.weight.stored.dtype == torch.float8_e4m3fn
+
+
+def test_refused_by_name(tmp_path):
+    exported("row", tmp_path)
+    state = safetensors.load_file(tmp_path / "model.safetensors")
+    model = net(1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def refuses(match: str, *, target: nn.Module = model, **changed: Any) -> None:
+        changed = {name.replace("__", "."): tensor for name, tensor in changed.items()}
+        source = {k: v for k, v in (state | changed).items() if v is not None}
+        with pytest.raises(ValueError, match=match):
+            fp8.load(target, source)
+
+    refuses(
+        "Net have other names: missing: second.weight$",
+        **{"second.weight": None, "second.weight_scale": None},
+    )
+    refuses("unexpected: third.weight", third__weight=torch.ones(2))
+    refuses("norm.weight is stored in torch.float32", norm__weight_scale=torch.ones(1))
+    refuses(
+        r"first.weight has shape \(2, 256\) in the checkpoint, \(128, 256\) in the model",
+        first__weight=torch.ones(2, 256).to(torch.float8_e4m3fn),
+        first__weight_scale=torch.ones(1),
+    )
+    refuses(
+        r"first.weight of shape \(128, 256\) has scales of shape \(5, 1\)",
+        first__weight_scale=torch.ones(5, 1),
+    )
+    refuses(r"has scales of shape \(2,\)", first__weight_scale=torch.ones(2))
+    refuses(
+        "first.weight is stored in torch.int8", first__weight=torch.ones(128, 256).to(torch.int8)
+    )
+    refuses("embed.weight and head.weight are one parameter", head__weight=torch.ones(32, 64))
+    double = net(1).double()
+    refuses(
+        "second.weight of torch.float64 cannot be frozen|first.weight of torch.float64",
+        target=double,
+    )
+    with torch.device("meta"):
+        meta = nn.Sequential(nn.Linear(2, 2))
+        meta.register_buffer("cache", torch.ones(2), persistent=False)
+    with pytest.raises(ValueError, match="cache is on the meta device"):
+        fp8.load(meta, {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)})
+    with pytest.raises(TypeError, match="a path or a state_dict, not a int"):
+        fp8.load(model, 3)
+    with pytest.raises(TypeError, match=r"an nn\.Module, got str"):
+        fp8.load("model", tmp_path)
+    with pytest.raises(ValueError, match=r"found no file .*absent"):
+        fp8.load(model, tmp_path / "absent")
+    assert all(torch.equal(model.state_dict()[name], x) for name, x in before.items())
+    assert not isinstance(model.first.weight, fp8.ScaledTensor)
+
+
+def test_a_parameter_named_as_a_scale_is_a_parameter():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain, self.gain_scale = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+
+    model = fp8.load(Scaled(), {"gain": torch.ones(4), "gain_scale": torch.full((4,), 2.0)})
+    assert (model.gain[0], model.gain_scale[0]) == (1, 2)
+
+
+def test_scales_of_activations_are_left():
+    layer = nn.Sequential(nn.Linear(4, 2, bias=False))
+    one = torch.ones(2, 4).to(torch.float8_e4m3fn)
+    extra = {"0.input_scale": torch.ones(1), "attn.k_scale": torch.ones(1)}
+    fp8.load(layer, {"0.weight": one, "0.weight_scale": torch.tensor(2.0), **extra})
+    assert torch.equal(layer[0].weight.dequantize(), torch.full((2, 4), 2.0))
