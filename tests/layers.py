@@ -13,7 +13,6 @@ LAYERS = {
         tensors
         casts
         native
-        context
         products
         selection
         modes

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from ..common.libraries import need
 from ..common.validation import check_name
-from ..context.active import BACKENDS
 from ..levels.initialize import initialize
+from ..products.active import BACKENDS
 from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
 from ..selection.layers import ADAPTERS, Where, checked_where

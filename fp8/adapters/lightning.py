@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..common.libraries import need
 from ..common.removed import refuses_removed
 from ..common.validation import check_name
-from ..context.active import checked_backend
+from ..products.active import checked_backend
 from ..recipes.history import add_initial_histories, histories, note_scales
 from ..recipes.policy import Policy, as_policy, name_of, recipe_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, Recipe

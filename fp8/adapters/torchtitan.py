@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from ..common.libraries import need, transforms
 from ..common.removed import refuses_removed
 from ..common.validation import check_name
-from ..context.active import BACKENDS
+from ..products.active import BACKENDS
 from ..recipes.policy import Policy, as_policy
 from ..recipes.recipe import AUTO, Recipe
 from ..selection.layers import Where

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
+from torch.nn import Parameter
 
 from ..common.compiler import (
     apply,
@@ -32,8 +33,14 @@ from ..common.compiler import (
 )
 from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, reduced, unreduced
 from ..formats.format import FORMATS, Format, get_format
-from ..formats.quantize import check_dtype, quantize_operand
-from ..formats.rounding import divided
+from ..formats.quantize import (
+    DTYPES,
+    check_dtype,
+    operand_grid,
+    quantize_operand,
+    round_operand,
+)
+from ..formats.rounding import Grid, divided
 from ..recipes import scaling
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
@@ -199,16 +206,40 @@ def rounded(
     """
     if spec is None:
         return x, None
-    x = dequantized(x)
-    check_dtype(x)
-    if is_dtensor(x):
-        x = unreduced(x)
+    x = as_read(x)
+    if not torch.is_grad_enabled() and not _has_tangent(x):
+        return cast_values(x, spec, axis, history, record, signs)
     if spec.hadamard:
         x = rotated(x, spec.hadamard, axis, signs)
-    scale = whole_scale(x, spec, history, record)
-    if not torch.is_grad_enabled() and not _has_tangent(x):
-        return _rounded(x, scale, spec, axis), scale
+    scale = whole_scale(x, spec, resolved_format(spec.format), history, record)
     return apply(_Round, x, scale, spec, axis), scale
+
+
+def as_read(x: Tensor) -> Tensor:
+    """``x`` as a cast reads it: a plain tensor, or a DTensor without partial sums. Raises TypeError
+    for one that cannot be cast."""
+    if type(x) in (Tensor, Parameter):  # the usual case first
+        nested = x.is_nested
+        if not nested and x.dtype in DTYPES and x.layout == torch.strided:
+            return x
+    x = dequantized(x)
+    check_dtype(x)
+    return unreduced(x) if is_dtensor(x) else x
+
+
+def cast_values(
+    x: Tensor,
+    spec: LoweredCast,
+    axis: int = -1,
+    history: Tensor | None = None,
+    record: bool | None = None,
+    signs: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`rounded` for a tensor that needs no gradient, from `as_read`."""
+    if spec.hadamard:
+        x = rotated(x, spec.hadamard, axis, signs)
+    scale = whole_scale(x, spec, resolved_format(spec.format), history, record)
+    return _rounded(x, scale, spec, axis), scale
 
 
 @eager_only(False)
@@ -219,21 +250,26 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def whole_scale(
-    x: Tensor, spec: LoweredCast, history: Tensor | None = None, record: bool | None = None
+    x: Tensor,
+    spec: LoweredCast,
+    format: Format,
+    history: Tensor | None = None,
+    record: bool | None = None,
 ) -> Tensor | None:
-    """The scale factor of all of ``x``, as `rounded` returns it."""
+    """The scale factor of all of ``x``, as `rounded` returns it. format: that of the spec."""
     rule, margin = spec.rule, spec.margin
     whole = rule is not None and spec.tile == (0, 0)
-    if whole and is_dtensor(x):
+    if whole and type(x) is not Tensor and is_dtensor(x):
         x = _amax_of(x)
     if history is not None:
         record = updates_states() if record is None else record
-        return scaling.history_scale(x, history, format_of(spec), rule, margin, record)
+        return scaling.history_scale(x, history, format, rule, margin, record)
     if rule is None:
         return static_scale(margin, x) if margin else None
     if not whole or not x.numel():
         return None
-    return with_margin(scale_of(x, None, format_of(spec), rule), margin, rule)
+    scale = scale_of(x, None, format, rule)
+    return with_margin(scale, margin, rule) if margin else scale
 
 
 def static_scale(exponent: int, x: Tensor) -> Tensor:
@@ -249,6 +285,20 @@ def format_of(spec: LoweredCast) -> Format:
     return get_format(FORMATS[spec.format])
 
 
+# Caches, of functions that torch.compile does not trace: it warns of a cache.
+
+
+@cache
+def resolved_format(text: str) -> Format:
+    """`format_of`, for the text of a format."""
+    return Format.from_text(text) if "|" in text else FORMATS[text]
+
+
+@cache
+def _resolved_grid(format: str, overflow: str, dtype: torch.dtype, scaled: bool) -> Grid:
+    return operand_grid(resolved_format(format), overflow, dtype, scaled)
+
+
 def rounding_of(cast: LoweredCast | Cast, converts: bool = False) -> dict[str, Any]:
     """The keyword arguments of `fp8.formats.quantize.quantize_operand` for a cast. converts: as in
     `quantized`."""
@@ -260,17 +310,18 @@ def rounding_of(cast: LoweredCast | Cast, converts: bool = False) -> dict[str, A
 def _rounded(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int) -> Tensor:
     """``x`` rounded to the format of the cast and multiplied by its scale factors again. scale: of
     all of x; None if each tile has its own. Not differentiable."""
-    if is_dtensor(x):
+    if type(x) is not Tensor and is_dtensor(x):
         return as_shard(x, _round_part(part_of(x), scale, spec, axis, x))
     return _round_part(x, scale, spec, axis, None)
 
 
 def _round_part(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int, of: Any) -> Tensor:
     """`_rounded` for a tensor. of: the DTensor of which it is the local part; None for none."""
-    rule, label, format, blocks = spec.rule, spec.label, format_of(spec), None
+    rule, label, blocks = spec.rule, spec.label, None
     if rule is None or scale is not None or x.numel() == 0:
         inverse = None if scale is None else inverse_of(scale, rule)
-        y = quantize_operand(x, format, scale=scale, inverse=inverse, **rounding_of(spec))
+        grid = _resolved_grid(spec.format, spec.overflow, x.dtype, scale is not None)
+        y = round_operand(x, grid, spec.rounding, scale, inverse)
         whole = scale
     else:
         values, whole, tiles, dims = by_tiles(x, spec, axis, of)
@@ -282,7 +333,7 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int, o
             whole = untiled(whole.expand(tiles.shape), x, spec.tile, axis)
     if label:
         measured = rule is None and not spec.margin and scale is not None
-        observe(label, Observed(x, y, whole, format, measured, blocks))
+        observe(label, Observed(x, y, whole, format_of(spec), measured, blocks))
     return y
 
 
@@ -438,7 +489,7 @@ def quantized(
     converts = converts and format_of(spec).dtype is not None and not spec.label
     x = rotated(dequantized(x), spec.hadamard, axis, signs) if spec.hadamard else x
     x = dequantized(x, torch.float32)
-    scale = whole_scale(x, spec, history, record)
+    scale = whole_scale(x, spec, format_of(spec), history, record)
     if spec.rule is None or scale is not None:
         format = format_of(spec)
         units = x if scale is None else in_units(x, scale, spec.rule)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..common.compiler import eager_only
 from ..common.dtensor import is_dtensor, unreduced
 from ..common.threads import Stack
 from ..common.validation import refuse_transformed
@@ -74,8 +73,7 @@ def uncast() -> Iterator[None]:
         MEASURING.items.pop()
 
 
-@eager_only()
 def measuring() -> Measurement | None:
     """The active `Measurement` of this thread, or None. While there is one, products are not
-    cast."""
+    cast, and nothing is compiled (`fp8.modes.autocast.outside_compiler`)."""
     return MEASURING.items[-1] if MEASURING.items else None

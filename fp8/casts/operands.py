@@ -11,8 +11,6 @@ import math
 from functools import cache
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from ..common.compiler import compiled_as, taken_as_constant
 from .casting import LoweredCast, labelled, shifted, unrotated
 
@@ -43,14 +41,13 @@ def _casts_of(
     layer: bool = True,
     name: str = "",
     static: Exponents = (0, 0),
-    operands: tuple[str, str] | None = None,
     rotated: bool = True,
 ) -> Casts:
     """The lowered casts of the recipe with this `Recipe.text`.
 
     layer: whether b is a weight; otherwise it is cast like a, and in the backward pass rotated like
-    the gradient that it is multiplied by. name, operands: of the product and of a and b, for
-    `fp8.stats`. rotated: False omits rotations.
+    the gradient that it is multiplied by. name: of the product, for `fp8.stats`. rotated: False
+    omits rotations.
     """
     specs = [LoweredCast.from_text(line) if line else None for line in text.split("\n")]
     a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b = specs
@@ -66,8 +63,8 @@ def _casts_of(
     casts = casts if rotated else Casts(*map(unrotated, casts))
     if not name:
         return casts
-    first, second = operands or ("input", "weight" if layer else "other")
-    roles = (first, second, "grad", f"{second} again", "grad again", f"{first} again")
+    second = "weight" if layer else "other"
+    roles = ("input", second, "grad", f"{second} again", "grad again", "input again")
     return Casts(*map(labelled, casts, [name] * len(casts), roles))
 
 
@@ -93,13 +90,21 @@ def one_copy(first: LoweredCast | None, second: LoweredCast | None) -> bool:
     return equal and across == along and not first.hadamard
 
 
-def with_copies(
-    a: Tensor | None, b: Tensor | None, casts: Casts
-) -> tuple[Tensor | None, Tensor | None, Casts]:
-    """The operands that backward casts again, and the casts it needs. Where it reuses the cast
-    operand, the operand and its second cast are None."""
-    if one_copy(casts.a, casts.a_for_grad_b):
-        a, casts = None, casts._replace(a_for_grad_b=None)
-    if one_copy(casts.b, casts.b_for_grad_a):
-        b, casts = None, casts._replace(b_for_grad_a=None)
-    return a, b, casts
+class Copies(NamedTuple):
+    """What the backward products need of the operands. a, b: whether they use the cast copy of the
+    forward product. casts: the specs, without those of second casts that are not needed."""
+
+    a: bool
+    b: bool
+    casts: Casts
+
+
+@cache
+def copies_of(casts: Casts) -> Copies:
+    """The copies of the operands of a product."""
+    a, b = one_copy(casts.a, casts.a_for_grad_b), one_copy(casts.b, casts.b_for_grad_a)
+    needed = casts._replace(
+        a_for_grad_b=None if a else casts.a_for_grad_b,
+        b_for_grad_a=None if b else casts.b_for_grad_a,
+    )
+    return Copies(a, b, needed)

@@ -10,7 +10,7 @@ Under torch.func operands are saved unchanged.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,73 +18,105 @@ from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointError
 
 from ..common.compiler import (
+    apply_eagerly,
     compiled_as,
     is_differentiated_again,
     is_recorded,
-    reads_values,
 )
 from ..formats.quantize import convertible
-from .casting import LoweredCast, format_of, in_units
-
-Operand = tuple[Tensor, LoweredCast | None, Tensor | None]
-"""A tensor, its cast, and its scale factor if one is for the whole tensor."""
+from .casting import LoweredCast, in_units, resolved_format
 
 
-def save_operands(ctx: Any, *operands: Operand) -> None:
-    """Saves operands for the backward pass, as bytes where that is smaller."""
-    saved: list[Tensor] = []
-    encodings = []
-    in_bytes = torch.compiler.is_compiling() or is_recorded(ctx)
-    for x, spec, scale in operands:
-        dtype = _dtype(x, spec) if in_bytes else None
+class SavedOperand(NamedTuple):
+    """A tensor to save. spec: its cast. scale: its scale factor, if one is for the whole tensor.
+    source: the tensor before the cast, an input of the autograd function, which has the gradient of
+    the saved one; None for an input itself."""
+
+    values: Tensor
+    spec: LoweredCast | None = None
+    scale: Tensor | None = None
+    source: Tensor | None = None
+
+
+def save_operands(ctx: Any, *operands: SavedOperand) -> None:
+    """Saves operands for the backward pass, as bytes where that is smaller.
+
+    The first saved tensor is empty: activation checkpointing counts saved tensors, and so detects
+    that a segment with casts is recomputed outside of its block.
+    """
+    recorded, compiling = is_recorded(ctx), torch.compiler.is_compiling()
+    saved = [] if compiling else [operands[0].values.new_empty((0,))]
+    encodings, sources = [], []
+    for x, spec, scale, source in operands:
+        dtype = _dtype(x, spec) if spec is not None and (recorded or compiling) else None
         if dtype is None or spec is None:
             saved.append(x)
         elif scale is None:
             saved.append(_stored(x, dtype))
         else:
-            saved += (_stored(in_units(x, scale, spec.rule), dtype), scale)
+            x = x if scale is None else in_units(x, scale, spec.rule)
+            saved.append(_stored(x, dtype) if compiling else x.to(dtype))
+            saved += [] if scale is None else [scale]
         encodings.append((dtype is not None, dtype is not None and scale is not None))
-    ctx.encodings = tuple(encodings)
+        sources.append(source)
+    # torch.func unwraps saved tensors alone. (Of tensor subclasses calls are not recorded either.)
+    ctx.unwraps = not (recorded or compiling) and type(operands[0].values) is Tensor
+    if ctx.unwraps:
+        saved += [source for source in sources if source is not None]
+        ctx.sources = [source is not None for source in sources]
+    else:
+        ctx.sources = [None if compiling else _connection(source) for source in sources]
+    ctx.encodings, ctx.marked = encodings, not compiling
     ctx.save_for_backward(*saved)
-    if is_recorded(ctx):  # not saved: hooks on saved tensors would store zeros of the full size
-        ctx.zeros = [
-            _zeros_of(x) if in_bytes else None
-            for (x, _, _), (in_bytes, _) in zip(operands, encodings, strict=True)
-        ]
+
+
+def _connection(source: Tensor | None) -> Tensor | None:
+    """A tensor in the graph of ``source`` that does not keep its memory, except that of a leaf;
+    None if it needs no gradient. Not saved, as hooks on saved tensors would store the full size."""
+    if source is None or not source.requires_grad:
+        return None
+    if source.is_leaf:
+        return source
+    with torch.enable_grad():
+        zeros: Tensor = apply_eagerly(_Zeros, source)
+    return zeros
 
 
 def saved_operands(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
     """The operands saved by `save_operands`, in ``dtype``, differentiable where the backward pass
     is."""
-    saved = iter(saved_tensors(ctx))
-    operands = [
-        restored(next(saved), next(saved) if scaled else None, dtype) if in_bytes else next(saved)
-        for in_bytes, scaled in ctx.encodings
-    ]
-    if not is_recorded(ctx) or not is_differentiated_again():
+    tensors = iter(saved_tensors(ctx)[ctx.marked :])
+    operands = []
+    for in_bytes, scaled in ctx.encodings:
+        x = next(tensors)
+        if in_bytes:
+            x = restored(x, next(tensors) if scaled else None, dtype)
+        operands.append(x)
+    if not is_differentiated_again():
         return operands
-    pairs = zip(operands, ctx.zeros, strict=True)
-    return [x if zeros is None else x + zeros.to(dtype) for x, zeros in pairs]
+    sources = ctx.sources
+    if ctx.unwraps:
+        sources = [next(tensors) if is_saved else None for is_saved in sources]
+    pairs = zip(operands, sources, strict=True)
+    return [x if s is None else x + apply_eagerly(_Zeros, s).to(x.dtype) for x, s in pairs]
 
 
 class _Zeros(Function):
     """Negative zeros, one in memory, with the gradient of ``x``. Adding them changes no number."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Tensor:
         return x.new_full((), -0.0).expand(x.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
-
-
-def _zeros_of(x: Tensor) -> Tensor | None:
-    """`_Zeros` of an operand; None if it needs no gradient."""
-    if not x.requires_grad:
-        return None
-    with torch.enable_grad():  # in the forward of an autograd function
-        return _Zeros.apply(x)
 
 
 @compiled_as(lambda ctx: ctx.saved_tensors)
@@ -105,11 +137,11 @@ _RECOMPUTED = (
 )
 
 
-def _dtype(x: Tensor, spec: LoweredCast | None) -> torch.dtype | None:
+def _dtype(x: Tensor, spec: LoweredCast) -> torch.dtype | None:
     """The FP8 dtype in which ``x`` is saved; None to save it unchanged."""
-    if spec is None or spec.tile != (0, 0) or x.device.type == "mps":
+    if spec.tile != (0, 0) or x.device.type == "mps":
         return None
-    dtype = format_of(spec).dtype
+    dtype = resolved_format(spec.format).dtype
     return dtype if dtype is not None and dtype.itemsize < x.element_size() else None
 
 
@@ -124,7 +156,8 @@ def restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``data * scale``, computed in float32 or wider and rounded to ``dtype``. scale: 0-dim, or
     broadcastable to ``data``."""
     one_scale = scale is None or not scale.ndim
-    lookup = one_scale and type(data) is Tensor and data.dtype.itemsize == 1 and reads_values(data)
+    lookup = one_scale and type(data) is Tensor and data.dtype.itemsize == 1
+    lookup = lookup and data.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
     source = torch.arange(256, dtype=torch.uint8).view(data.dtype) if lookup else data
     values = source.to(torch.promote_types(dtype, torch.float32))
     values = (values if scale is None else values * scale).to(dtype)

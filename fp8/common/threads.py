@@ -3,14 +3,18 @@ thread, by their frames."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, nullcontext
-from types import FrameType
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction, Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -62,6 +66,7 @@ class Setting(ContextDecorator):
 
 # Frames
 
+_OWN = str(Path(__file__).parents[1])
 _PIPELINING = "torch.distributed.pipelining"
 
 
@@ -135,3 +140,51 @@ def _checkpoint_calls(*names: str) -> int:
     file = CheckpointFunction.forward.__code__.co_filename
     codes = (frame.f_code for frame in frames())
     return sum(code.co_name in names and code.co_filename == file for code in codes)
+
+
+def is_from_graph() -> bool:
+    """Whether code that Inductor has generated makes the running call of torch: of a graph that was
+    compiled under the open blocks."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    for frame in frames():
+        if not frame.f_code.co_filename.startswith(_OWN):
+            return "extern_kernels" in frame.f_globals
+    return False
+
+
+def function_around(end: str = "") -> str:
+    """The autograd function that makes the running call, perhaps through others; "" if none. end:
+    the name of a Python function beyond which callers are not looked at."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != end:
+        if found := function_of(frame):
+            return found
+        frame = frame.f_back
+    return ""
+
+
+def function_of(frame: FrameType) -> str:
+    """The autograd function whose ``forward`` runs in ``frame``; "" if the frame runs none. From
+    torch 2.14 on, ``apply`` has no frame."""
+    code = frame.f_code
+    name = _name_of(code)
+    if not name:
+        return ""
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if isinstance(first, BackwardCFunction):  # ctx, of a class that may have inherited forward
+        name = type(first).__name__.removesuffix("Backward")
+    return f"the autograd function {name}"
+
+
+@cache
+def _name_of(code: CodeType) -> str:
+    """The name of the autograd function whose ``forward`` has this code; "" if none has."""
+    classes: list[type] = [Function]
+    while classes:
+        kind = classes.pop()
+        forward = getattr(vars(kind).get("forward"), "__func__", None)
+        if forward is not None and getattr(inspect.unwrap(forward), "__code__", None) is code:
+            return kind.__name__
+        classes += kind.__subclasses__()
+    return ""

@@ -100,7 +100,8 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, spec: LoweredCast) -> Any:
         ctx.placements = x.placements
-        format, scale = format_of(spec), whole_scale(x, spec)
+        format = format_of(spec)
+        scale = whole_scale(x, spec, format)
         assert format.dtype is not None
         part: Tensor = x.to_local()
         y = quantize_operand(part, format, scale=scale, **rounding_of(spec))

@@ -107,9 +107,22 @@ def quantize_operand(
     rounding may be "none", as in `round_to_grid`. scale: a result of a rule, not validated; NaN
     gives NaN. inverse: a factor that replaces the division by the scale.
     """
+    grid = operand_grid(format, overflow, x.dtype, scale is not None)
+    return round_operand(x, grid, rounding, scale, inverse)
+
+
+def operand_grid(format: Format, overflow: str, dtype: torch.dtype, scaled: bool) -> Grid:
+    """The grid of `quantize_operand` for tensors of ``dtype``, with or without a scale."""
     infinity = (format.nonfinite or math.nan) if overflow == "saturate" else None
-    grid = _grid(format, overflow, x.dtype, scale is not None, 31, infinity)
-    return _quantize(x.detach(), grid, rounding, scale, _key(rounding, None, x.device), inverse)
+    return _grid(format, overflow, dtype, scaled, 31, infinity)
+
+
+def round_operand(
+    x: Tensor, grid: Grid, rounding: str, scale: Tensor | None, inverse: Tensor | None
+) -> Tensor:
+    """`quantize_operand` with a resolved grid."""
+    key = _key(rounding, None, x.device) if rounding == "stochastic" else None
+    return _quantize(x.detach(), grid, rounding, scale, key, inverse)
 
 
 def quantize_forward(
@@ -387,9 +400,10 @@ def _quantize(
 ) -> Tensor:
     x, options = x.resolve_neg(), (grid, rounding, scale, inverse, key)  # x.conj().imag holds -x
     one_scale = scale is None or not scale.ndim
-    in_memory = type(x) in (Tensor, torch.nn.Parameter) and reads_values(x)
-    if one_scale and in_memory and x.numel() > CHUNK * torch.get_num_threads():
-        return _in_chunks(x, *options)
+    if one_scale and type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu":
+        compiling = torch.compiler.is_dynamo_compiling()  # first: no guard on the size
+        if not compiling and x.numel() > CHUNK * torch.get_num_threads():
+            return _in_chunks(x, *options)
     return _whole(x, *options)
 
 

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -24,30 +24,46 @@ from ..casts.counts import OPEN, check_block
 from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_constant
 from ..common.pitfalls import RecipeWarning, show
 from ..common.removed import refuses_removed
-from ..common.threads import Setting, checkpoints, in_recomputation, in_reentrant
+from ..common.threads import (
+    Setting,
+    Stack,
+    checkpoints,
+    function_around,
+    in_recomputation,
+    in_reentrant,
+    is_from_graph,
+)
 from ..common.validation import check_name
-from ..context.active import (
+from ..native.product import why_not_recipe
+from ..products.activations import ACTIVATIONS
+from ..products.active import (
     ACTIVE,
     IN_PIECES,
     NO_STATE,
     Block,
-    active_recipe,
     checked_backend,
     index_of,
     is_graph_inside,
     product_recipe,
     running_task,
 )
-from ..native.product import why_not_recipe
-from ..products.activations import ACTIVATIONS
-from ..products.spellings import SPELLINGS
 from ..recipes.history import LayerState
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, recipe_unless_auto
 from ..selection.policies import resolve
 from .control_flow import run_within, runs_functions, within
-from .dispatch import LEFT, OPAQUE, PRODUCTS, as_one_call, expansion, handler_of
-from .unseen import is_from_graph, warn_of_operator, warned
+from .dispatch import (
+    EXPANDED,
+    LEFT,
+    OPAQUE,
+    OPERATORS,
+    PRODUCTS,
+    SPECIAL,
+    SPELLINGS,
+    as_one_call,
+    expansion,
+    handler_of,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,22 +71,54 @@ T = TypeVar("T")
 HIDDEN.extend(SPELLINGS["grouped_mm"])
 
 
-def _force_eager() -> AbstractContextManager[Any]:
+class _Stance(str):
+    """A stance of torch.compile that is "force_eager" in threads that hold `STANCE`, and ``before``
+    in others. The compiler compares it with the names of stances."""
+
+    before = "default"
+    __hash__ = str.__hash__
+
+    def __eq__(self, name: object) -> bool:
+        return name == ("force_eager" if _HOLDS.items else self.before)
+
+    def __ne__(self, name: object) -> bool:
+        return not self == name
+
+
+def _set_stance() -> AbstractContextManager[Any]:
+    stance = _Stance("force_eager")
     try:  # imports the compiler, as every optimizer does: torch.cond would import it otherwise
-        stance: Any = torch.compiler.set_stance("force_eager")
+        context: Any = torch.compiler.set_stance(stance)
     except RuntimeError as error:
         raise RuntimeError(IN_PIECES) from error
-    return cast("AbstractContextManager[Any]", stance)
+    stance.before = context.prev.stance
+    return cast("AbstractContextManager[Any]", context)
 
 
-STANCE = Setting(_force_eager)
-"""Holds torch.compile at its stance "force_eager". The stance belongs to the process, so other
-threads run in eager mode meanwhile too."""
+_HOLDS = Stack()
+"""In each thread, one item for each time that it holds `STANCE`."""
+
+
+class _EagerThread(Setting):
+    """Holds torch.compile at its stance "force_eager" in the threads that hold it."""
+
+    def hold(self) -> None:
+        super().hold()
+        _HOLDS.items.append(None)
+
+    def release(self, *error: Any) -> None:
+        _HOLDS.items.pop()
+        super().release()
+
+    __enter__, __exit__ = hold, release
+
+
+STANCE = _EagerThread(_set_stance)
 
 
 def outside_compiler(call: Callable[[], Any]) -> Any:
-    """``call()`` without compilation in all of it: a mode that is active in eager code would
-    intercept again what was compiled under a mode."""
+    """``call()`` without compilation in all of it, in this thread: a mode that is active in eager
+    code would intercept again what was compiled under a mode."""
     if torch.compiler.is_dynamo_compiling():  # which traces no cached function
         return torch.compiler.disable(STANCE(call))()
     return _uncompiled()(call)
@@ -99,12 +147,25 @@ class _Mode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        recipe = active_recipe()
+        recipe = ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
         if recipe is None:
             return _uncast(function, args, kwargs)
-        expanded = expansion(function, args, kwargs)
-        if expanded is not None:
-            return within((self, *FIRST_LOOK.items), expanded)()
+        if function in SPECIAL or isinstance(function, OPERATORS):
+            return self._special(recipe, function, args, kwargs)
+        return called(function, args, kwargs)
+
+    def _special(
+        self,
+        recipe: Recipe,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The call of a function in SPECIAL, or of an operator."""
+        if function in EXPANDED:
+            expanded = expansion(function, args, kwargs)
+            if expanded is not None:
+                return within((self, *FIRST_LOOK.items), expanded)()
         if (handler := handler_of(function)) is not None:
             if kwargs.get("out") is not None:
                 return _written(function, args, kwargs)
@@ -122,12 +183,12 @@ class _Mode(TorchFunctionMode):
             _leave(function, OPAQUE[function])
         elif function in LEFT:
             _warn_left(function.__name__, LEFT[function])
-        elif function in ACTIVATIONS and recipe.saved_activations is not None:
+        elif isinstance(function, OPERATORS):
+            warn_of_operator(function, args, kwargs)
+        elif recipe.saved_activations is not None:
             result = ACTIVATIONS[function](recipe.saved_activations, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        else:
-            warn_of_operator(function, args, kwargs)
         return called(function, args, kwargs)
 
 
@@ -473,3 +534,41 @@ def _warn_left(name: str, why: str) -> bool:
 
 _OUT = "a product under fp8.autocast cannot write to out=; assign its result"
 _CANNOT = "{} cannot run under fp8.autocast: {}"
+
+
+def warn_of_operator(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+    """Warns of an operator of another library that may compute a product, of two floating-point
+    tensors or more. ATen's operators are how these packages call torch without casts."""
+    tensors = [
+        t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()
+    ]
+    if len(tensors) > 1:
+        _show_operator(str(function))
+
+
+@taken_as_constant
+def _show_operator(name: str) -> bool:
+    if not name.startswith(("aten.", "fp8.")):
+        show(RecipeWarning, _OPERATOR.format(name))
+    return True
+
+
+def warned(result: Any, args: tuple[Any, ...]) -> Any:
+    """``result``, of a product of ``args`` without gradients. Warns if the forward pass of an
+    autograd function computes it, but for a reentrant checkpoint, which runs its layers again."""
+    if torch.compiler.is_dynamo_compiling() or in_reentrant():
+        return result
+    if any(isinstance(t, Tensor) and t.grad_fn is not None for t in args):
+        name = function_around()
+        if name:
+            show(RecipeWarning, _BACKWARD.format(name))
+    return result
+
+
+_OPERATOR = (
+    "{} is an operator that fp8.autocast does not know: if it computes products, they are not cast"
+)
+_BACKWARD = (
+    "{} computes its gradients itself: products of its backward pass are cast if it runs layers "
+    "again there, and not otherwise"
+)

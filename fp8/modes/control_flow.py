@@ -46,8 +46,8 @@ def _scan(
 ) -> list[Any]:
     state, results = list(carried), list[Any]()
     for row in _rows(inputs):
-        found = combine(*state, *row, *more)
-        state, result = found[: len(carried)], found[len(carried) :]
+        outputs = combine(*state, *row, *more)
+        state, result = outputs[: len(carried)], outputs[len(carried) :]
         results.append(result)
     return [*state, *_stacked(results)]
 
@@ -62,7 +62,7 @@ def _stacked(results: list[Any]) -> Any:
 
 RUNS: dict[Function, Runs] = {
     checkpoint: Runs((0,)),
-    OPERATORS.cond: Runs((1, 2), lambda at, true, false, given: (true if at else false)(*given)),
+    OPERATORS.cond: Runs((1, 2), lambda at, true, false, args: (true if at else false)(*args)),
     OPERATORS.while_loop: Runs((0, 1), _while_loop),
     OPERATORS.map_impl: Runs(
         (0,),

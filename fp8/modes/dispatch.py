@@ -8,9 +8,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,17 +21,51 @@ from ..casts.casting import cast_backward, cast_forward, is_whole
 from ..casts.counts import product_name
 from ..common.compiler import in_graph
 from ..common.pitfalls import RecipeWarning, warn_once
-from ..context.active import histories, static_exponents
-from ..formats.quantize import is_dense, refuse_nested
+from ..formats.quantize import refuse_nested
 from ..products import matmul
+from ..products.activations import ACTIVATIONS
+from ..products.active import ACTIVE, histories, static_exponents
 from ..products.attention import attention, flex_attention, multi_head_attention_forward
 from ..products.convolution import conv, conv_transpose
 from ..products.einsum import as_equation, einsum, in_pairs, sums_products
 from ..products.grouped import grouped_mm
-from ..products.spellings import by_function
 from ..products.sums import warn_unsummed
 from ..recipes.recipe import Recipe
-from .control_flow import in_python
+from .control_flow import REGION, RUNS, in_python
+
+T = TypeVar("T")
+
+SPELLINGS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "matmul": (
+        torch.matmul,
+        torch.linalg.matmul,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        operator.matmul,
+    ),
+    "rmatmul": (Tensor.__rmatmul__,),
+    "mm": (torch.mm, Tensor.mm),
+    "bmm": (torch.bmm, Tensor.bmm),
+    "mv": (torch.mv, Tensor.mv),
+    "dot": (torch.dot, Tensor.dot),
+    "vdot": (torch.vdot, Tensor.vdot),
+    "addmm": (torch.addmm, Tensor.addmm),
+    "addmm_": (Tensor.addmm_,),
+    "addmv": (torch.addmv, Tensor.addmv),
+    "addmv_": (torch.addmv_, Tensor.addmv_),
+    "addbmm": (torch.addbmm, Tensor.addbmm),
+    "addbmm_": (Tensor.addbmm_,),
+    "baddbmm": (torch.baddbmm, Tensor.baddbmm),
+    "baddbmm_": (Tensor.baddbmm_,),
+    "grouped_mm": (F.grouped_mm, torch._grouped_mm),  # a mode receives the second for both
+}
+"""Product -> its spellings, which take the same arguments. A trailing _: in place."""
+
+
+def by_function(table: Mapping[str, T]) -> dict[Callable[..., Any], T]:
+    """Maps each spelling of the products of ``table`` to its value."""
+    return {function: value for name, value in table.items() for function in SPELLINGS[name]}
+
 
 Handler = Callable[..., Any]
 """(recipe, *args, **kwargs) -> the result; NotImplemented, if torch should compute the call; or, if
@@ -43,11 +78,13 @@ def _floating(*values: object) -> bool:
     """Whether all values are tensors that a recipe applies to: not integer, sparse or, with a
     warning, complex."""
     for value in values:
-        if isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
+            return False
+        if value.is_nested:
             refuse_nested(value)
-            if value.dtype.is_complex:
-                warn_once(RecipeWarning, _COMPLEX, key="complex")
-        if not is_dense(value):
+        if value.dtype.is_complex:
+            warn_once(RecipeWarning, _COMPLEX, key="complex")
+        if not value.dtype.is_floating_point or value.layout != torch.strided:
             return False
     return True
 
@@ -56,6 +93,13 @@ _COMPLEX = (
     "a product of complex numbers is not cast, as no format has complex numbers: it stays in high "
     "precision. Multiply the real and imaginary parts to have them cast"
 )
+
+
+def _linear(recipe: Recipe, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not _floating(input, weight):
+        return NotImplemented
+    backend = ACTIVE.blocks[-1].backend
+    return matmul.linear(input, weight, bias, recipe=recipe, backend=backend)
 
 
 def _layer(function: Callable[..., Any]) -> Handler:
@@ -73,8 +117,10 @@ def _layer(function: Callable[..., Any]) -> Handler:
 def _is_product(left: object, right: object, ranks: tuple[int, int] | None) -> bool:
     """Whether torch accepts these operands (if not, torch raises) and they sum over more than
     one term."""
-    if not (isinstance(left, Tensor) and isinstance(right, Tensor) and _floating(left, right)):
+    if not _floating(left, right):
         return False
+    assert isinstance(left, Tensor)
+    assert isinstance(right, Tensor)
     if ranks is not None:
         equal_batch = ranks[0] < 3 or left.shape[:1] == right.shape[:1]
         if (left.ndim, right.ndim) != ranks or not equal_batch:
@@ -98,7 +144,7 @@ def _two(ranks: tuple[int, int] | None = None) -> Handler:
         if not _is_product(input, right, ranks):
             return NotImplemented
         assert right is not None
-        return matmul.matmul(input, right)
+        return matmul.matmul(input, right, recipe=recipe, backend=ACTIVE.blocks[-1].backend)
 
     return handler
 
@@ -136,8 +182,8 @@ def _added(
         alpha: float = 1,
         **named: Any,
     ) -> Any:
-        left, right, *rest = (*args, *(named.pop(n, None) for n in (first, second)[len(args) :]))
-        if rest or not isinstance(input, Tensor):
+        left, right, *more = (*args, *(named.pop(n, None) for n in (first, second)[len(args) :]))
+        if more or not isinstance(input, Tensor):
             raise TypeError("beta and alpha are keywords under fp8.autocast")
         if named or not _floating(input) or not _is_product(left, right, ranks):
             return NotImplemented
@@ -257,7 +303,7 @@ _HANDLERS: dict[str, Handler] = {
 
 PRODUCTS: dict[Callable[..., Any], Handler] = {
     **by_function(_HANDLERS),
-    F.linear: _layer(matmul.linear),
+    F.linear: _linear,
     torch.linalg.vecdot: _vecdot,
     **dict.fromkeys((torch.inner, Tensor.inner), _inner),
     torch.einsum: _einsum,
@@ -293,12 +339,14 @@ _OPERATORS: dict[str, Handler] = {
 }
 """Operator that another library registers -> its handler."""
 
-_Operator = type(aten.mm)
+
+OPERATORS = (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default))
+"""The types of operators of torch.ops: of one, and of one of its overloads."""
 
 
 def handler_of(function: Callable[..., Any]) -> Handler | None:
     """The handler of a torch function, or of an operator of another library; None for others."""
-    if isinstance(function, _Operator):
+    if isinstance(function, OPERATORS):
         return _OPERATORS.get(str(function))
     return PRODUCTS.get(function)
 
@@ -385,3 +433,9 @@ LEFT: dict[Callable[..., Any], str] = {
     F.triplet_margin_with_distance_loss: "a mode does not see what its distance_function calls",
 }
 """Torch function whose products stay in high precision, with a warning -> why."""
+
+EXPANDED = dict.fromkeys((torch.einsum, *COMPOSED, *RUNS))
+"""Functions whose calls may be composed of others: see `expansion`."""
+
+SPECIAL = dict.fromkeys((*PRODUCTS, *COMPOSED, *RUNS, REGION, *OPAQUE, *LEFT, *ACTIVATIONS))
+"""Every function that `fp8.autocast` treats in its own way."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..casts.casting import LoweredCast, QuantizedOperand, lowered, shifted
-from ..casts.operands import one_copy
+from ..casts.operands import Casts, one_copy
 from ..casts.saved_operands import saved_tensors
 from ..common.compiler import apply, is_differentiated_again, is_recorded, unaliased, updates_states
 from ..common.dtensor import is_dtensor
@@ -75,12 +75,14 @@ def kernels(
 def takes(backend: str, a: Tensor, b: Tensor) -> bool:
     """Whether to look for `kernels` for a product of a (m, k) and b (n, k). Raises RuntimeError for
     "native" on a device without FP8 products."""
-    if backend == "simulate" or not fits(a, b) or is_dtensor(a) or is_dtensor(b):
+    if backend == "simulate" or (backend == "auto" and a.device.type != "cuda"):
+        return False
+    if not fits(a, b) or is_dtensor(a) or is_dtensor(b):
         return False
     why_not = why_not_device(a.device)
     if why_not and backend == "native":
         raise RuntimeError(f"backend='native': {why_not}; 'simulate' runs everywhere")
-    return not why_not and (backend == "native" or a.device.type == "cuda")
+    return not why_not
 
 
 def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
@@ -95,14 +97,15 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
     )
 
 
-class _Settings(NamedTuple):
-    """The constants of a product. kinds: the kernels of the three products. specs: the casts of the
-    gradient, for a and for b."""
+class Settings(NamedTuple):
+    """The constants of a product. kinds: the kernels of the three products. dtype: the name of that
+    of the output. bias_scale: a factor of the bias, but not of its gradient."""
 
     kinds: tuple[str, ...]
     scales: tuple[float, float, float]
-    specs: tuple[LoweredCast, LoweredCast]
+    casts: Casts
     dtype: str
+    bias_scale: float = 1.0
 
 
 class _Native(Function):
@@ -116,13 +119,13 @@ class _Native(Function):
         b: Tensor,
         bias: Tensor | None,
         history: Tensor | None,
-        how: _Settings,
+        how: Settings,
         *operands: Tensor | None,
     ) -> Tensor:
         left, right, *_ = _stored(operands)
         y = multiply(how.kinds[0], left, right, how.scales[0], getattr(torch, how.dtype))
         y = y[: a.shape[0]]  # without padding rows
-        return y if bias is None else unaliased(y.add_(bias))
+        return y if bias is None else unaliased(y.add_(bias * how.bias_scale))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -141,7 +144,10 @@ class _Native(Function):
             )
         saved = zip(_stored(saved_tensors(ctx)), ctx.is_transposed, strict=True)
         a, b = (x.mT if is_transposed else x for x, is_transposed in saved)
-        (_, for_da, for_db), (_, s_a, s_b), (for_a, for_b), _ = ctx.how
+        _, for_da, for_db = ctx.how.kinds
+        _, s_a, s_b = ctx.how.scales
+        for_a: Any = ctx.how.casts.grad_for_a
+        for_b: Any = ctx.how.casts.grad_for_b
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
             g = store(grad, for_a, -1, ctx.history, record=True)
@@ -175,32 +181,24 @@ def _second(
 
 
 def product(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    scales: tuple[float, float, float],
-    casts: tuple[LoweredCast | None, ...],
-    histories: list[Tensor | None],
-    kinds: tuple[str, ...],
-    dtype: torch.dtype,
+    a: Tensor, b: Tensor, bias: Tensor | None, histories: list[Tensor | None], how: Settings
 ) -> Tensor:
-    """``s_y * a b^T + bias`` in ``dtype``, for a (m, k) and b (n, k), computed by the kernels
-    ``kinds``.
+    """``s_y * a b^T + bias`` for a (m, k) and b (n, k), computed by kernels.
 
-    casts: as in `fp8.casts.operands.Casts`. histories: of a, b and the output's gradient; None if
-    the recipe has none. The gradient of the bias is s_b times the sum of the output's gradient.
+    histories: of a, b and the output's gradient; None if the recipe has none. The gradient of the
+    bias is s_b times the sum of the output's gradient.
     """
-    for_a, for_b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b = [
-        c for c in casts if c is not None
-    ]
+    casts: Any = how.casts
     of_a, of_b, of_grad = histories
     record = updates_states()
     with torch.no_grad():
-        left = store(a, for_a, -1, of_a, record)
-        right = store(b, for_b, -1, of_b, record)
+        left = store(a, casts.a, -1, of_a, record)
+        right = store(b, casts.b, -1, of_b, record)
         second: list[QuantizedOperand | None] = [None, None]
         if record:
-            second = [_second(a, left, for_a, a_for_grad_b), _second(b, right, for_b, b_for_grad_a)]
+            second = [
+                _second(a, left, casts.a, casts.a_for_grad_b),
+                _second(b, right, casts.b, casts.b_for_grad_a),
+            ]
     operands = _flat([left, right, *second])
-    how = _Settings(kinds, scales, (grad_for_a, grad_for_b), dtype_name(dtype))
     return apply(_Native, a, b, bias, of_grad, how, *operands, written=of_grad)

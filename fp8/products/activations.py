@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast, lowered, rounded
-from ..casts.saved_operands import save_operands, saved_operands
+from ..casts.casting import LoweredCast, as_read, cast_values, lowered
+from ..casts.saved_operands import SavedOperand, save_operands, saved_operands
 from ..common.compiler import apply, in_graph
 from ..recipes.cast import Cast
 
@@ -64,8 +64,8 @@ KERNELS: dict[str, ActivationKernel] = {
 
 
 class _Activation(Function):
-    """A function of KERNELS. Arguments: one tensor or two; those saved for them, and their scale
-    factors; the name; the settings; the spec of the saved tensors."""
+    """A function of KERNELS. Arguments: one tensor or two; for each, what is saved, with its scale
+    factor; the name; the settings; the spec of the saved tensors."""
 
     generate_vmap_rule = True
 
@@ -73,30 +73,27 @@ class _Activation(Function):
     def forward(
         a: Tensor,
         b: Tensor | None,
-        kept_a: Tensor,
-        kept_b: Tensor | None,
-        scale_a: Tensor | None,
-        scale_b: Tensor | None,
+        saved: tuple[tuple[Tensor, Tensor | None], ...],
         name: str,
         settings: tuple[Any, ...],
-        spec: LoweredCast | None,
+        spec: LoweredCast,
     ) -> Tensor:
         return KERNELS[name].function(*((a,) if b is None else (a, b)), *settings)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, kept_a, kept_b, scale_a, scale_b, ctx.name, ctx.settings, spec = inputs
-        second = [] if kept_b is None else [(kept_b, spec, scale_b)]
-        save_operands(ctx, (kept_a, spec, scale_a), *second)
+        a, b, saved, ctx.name, ctx.settings, spec = inputs
+        pairs = zip((a, b), saved, strict=False)
+        save_operands(ctx, *(SavedOperand(x, spec, scale, of) for of, (x, scale) in pairs))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = saved_operands(ctx, grad.dtype)
         kernel = KERNELS[ctx.name]
         gradient = kernel.differentiable if torch.is_grad_enabled() else kernel.gradient
-        found = gradient(grad, *saved, *ctx.settings)
-        da, db = found if isinstance(found, tuple) else (found, None)
-        return da, db, *[None] * 7
+        gradients = gradient(grad, *saved, *ctx.settings)
+        da, db = gradients if isinstance(gradients, tuple) else (gradients, None)
+        return da, db, *[None] * 4
 
 
 class _Relu(Function):
@@ -147,10 +144,10 @@ def _applies(*tensors: object) -> bool:
 def _activated(
     a: Tensor, b: Tensor | None, name: str, settings: tuple[Any, ...], spec: LoweredCast
 ) -> Tensor:
-    kept_a, scale_a = rounded(a, spec)
-    kept_b, scale_b = (None, None) if b is None else rounded(b, spec)
-    given = (a, b, kept_a, kept_b, scale_a, scale_b)
-    return apply(_Activation, *given, name, settings, spec)
+    tensors = [as_read(x) for x in (a, b) if x is not None]
+    saved = tuple(cast_values(x.detach(), spec) for x in tensors)
+    second = None if b is None else tensors[1]
+    return apply(_Activation, tensors[0], second, saved, name, settings, spec)
 
 
 def _gelu(cast: Cast, input: Tensor, *, approximate: str = "none") -> Any:

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from ..casts.casting import cast_backward, cast_forward
 from ..casts.counts import product_name
 from ..casts.rotation import without_autocast
-from ..context.active import histories, product_recipe, static_exponents
 from ..recipes.recipe import Recipe
+from .active import histories, product_recipe, static_exponents
 from .matmul import matmul, to_autocast_dtype, uncast_matmul
 from .sums import warn_unsummed
 
@@ -49,8 +49,8 @@ def attention(
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         if grad_scale is not None:
-            given = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-            return by_products(query, key, value, *given, cast=False, grad_scale=grad_scale)[:1]
+            settings = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return by_products(query, key, value, *settings, cast=False, grad_scale=grad_scale)[:1]
         query, key, value, mask = to_autocast_dtype(query, key, value, attn_mask)
         y = torch.ops.aten.scaled_dot_product_attention.default(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -129,8 +129,8 @@ def _cast_around(
     query = cast_forward(query, cast, -1, of[0], name, "query", static[0])
     key = cast_forward(key, cast, -1, of[1], name, "key", static[1])
     value = cast_forward(value, cast, -2, of[2], name, "value", static[2])
-    y, *rest = kernel(query, key, value)
-    return cast_backward(y, recipe.grad, of_grad, name), *rest
+    y, *statistics = kernel(query, key, value)
+    return cast_backward(y, recipe.grad, of_grad, name), *statistics
 
 
 def by_products(

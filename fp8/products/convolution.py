@@ -20,8 +20,8 @@ from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, casts_of
 from ..common.compiler import in_graph
-from ..context.active import layer_histories, product_recipe, static_exponents
 from ..formats.format import dtype_name
+from .active import layer_histories, product_recipe, static_exponents
 from .matmul import ONES, check_bias, check_scales, measured, simulated, to_autocast_dtype
 from .sums import Geometry, Scales, Settings, summed_convolution, warn_unsummed
 
@@ -48,12 +48,12 @@ def _convolve(
         return measured(pass_, histories, x, weight, y)
     static = static_exponents(recipe, x, weight)
     name = product_name("conv", weight, recipe)
-    casts = casts_of(recipe.text, True, name, static, None, False)
+    casts = casts_of(recipe.text, True, name, static, False)
     histories = layer_histories(recipe, "conv", x, weight)
     if recipe.accumulate is not None and not is_sampled(name):
         if is_whole(recipe):
-            like, bias = to_autocast_dtype(x[:0], bias)
-            check_bias(bias, like.dtype)
+            like, in_dtype = to_autocast_dtype(x[:0], bias)
+            check_bias(in_dtype, like.dtype)
             how = Settings(scales, casts, recipe.sums, dtype_name(like.dtype))
             return summed_convolution(x, weight, bias, histories, how, geometry)
         warn_unsummed(recipe, "a convolution with scales by rows or blocks")
@@ -128,7 +128,7 @@ def conv(
     weight, so a scale that is not a power of two rounds the weight once more, in its own dtype. The
     recipe is that of the enclosing `fp8.autocast`.
     """
-    scales = check_scales(scales)
+    check_scales(scales)
     dims = _dims(input, weight)
     steps = _per_dim(dilation, dims, "dilation")
     strides = _per_dim(stride, dims, "stride")
@@ -157,7 +157,7 @@ def conv_transpose(
     weight: (in, out / groups, *kernel). The other arguments are those of
     `torch.nn.functional.conv_transpose1d`, 2d and 3d; scales and unit as in `conv`.
     """
-    scales = check_scales(scales)
+    check_scales(scales)
     dims = _dims(input, weight)
     steps, margins, stretch, extra = (
         _per_dim(value, dims, what)

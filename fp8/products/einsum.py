@@ -15,8 +15,8 @@ from torch.backends import opt_einsum
 from ..casts.casting import cast_backward, cast_forward, is_whole
 from ..casts.counts import product_name
 from ..casts.operands import Exponents
-from ..context.active import histories, static_exponents
 from ..recipes.recipe import Recipe
+from .active import histories, static_exponents
 from .matmul import ONES, matmul
 from .sums import Scales, warn_unsummed
 
@@ -59,22 +59,22 @@ def in_pairs(
 
 
 def contracted(
-    rest: list[tuple[str, Tensor]],
+    terms: list[tuple[str, Tensor]],
     order: list[tuple[int, int, int]],
     output: str,
     product: Callable[..., Tensor],
 ) -> Tensor:
-    """The value of what is left of an equation: a product of two, and then the same of the rest, so
-    that each product has a stack of its own."""
+    """The value of an equation with these terms, by one product of two and a call for the result,
+    so that each product has a stack of its own."""
     if not order:
-        return rest[0][1]
+        return terms[0][1]
     (i, j, place), *others = order
-    (second, b), (first, a) = rest.pop(j), rest.pop(i)
-    later = {*output}.union(*(term for term, _ in rest))
-    both = [*output, *sorted({*first, *second} - {*output})]
-    kept = "".join(c for c in both if c in later and c in first + second)
-    rest.insert(place, (kept, product(f"{first},{second}->{kept}", a, b)))
-    return contracted(rest, others, output, product)
+    (second, b), (first, a) = terms.pop(j), terms.pop(i)
+    later = {*output}.union(*(term for term, _ in terms))
+    indices = [*output, *sorted({*first, *second} - {*output})]
+    result = "".join(c for c in indices if c in later and c in first + second)
+    terms.insert(place, (result, product(f"{first},{second}->{result}", a, b)))
+    return contracted(terms, others, output, product)
 
 
 def _order(equation: str, operands: Sequence[Tensor]) -> list[tuple[int, int, int]]:

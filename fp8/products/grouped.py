@@ -11,25 +11,25 @@ that are split by offsets. The ranks of both operands determine what is split:
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 
 from ..casts.counts import is_sampled, product_name
-from ..casts.groups import Groups, aligned, bounds, cast_groups, pieces, product_shape
+from ..casts.groups import Groups, aligned, cast_groups, pieces, product_shape
 from ..casts.measuring import measuring
-from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
+from ..casts.operands import Casts, Copies, Exponents, casts_of, copies_of, one_copy
 from ..casts.rotation import rotation_signs, without_autocast
-from ..casts.saved_operands import save_operands, saved_operands
+from ..casts.saved_operands import SavedOperand, save_operands, saved_operands
 from ..common.compiler import apply, eager_only, in_graph, is_differentiated_again
-from ..context.active import chosen, layer_histories, static_exponents
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
+from .active import ACTIVE, chosen, layer_histories, static_exponents
 from .matmul import ONES, check_scales, gemm, measured, multiply
 from .sums import Scales, Settings, summed_product
 
@@ -78,14 +78,12 @@ MULTIPLY_GROUPS = torch.ops.fp8.multiply_groups
 
 
 class _Settings(NamedTuple):
-    """The constants of a grouped product. split: as in `Groups`. again_a, again_b: whether backward
-    casts the operand instead of using the cast one."""
+    """The constants of a grouped product. split: as in `Groups`."""
 
     scales: Scales
     casts: Casts
+    copies: Copies
     split: int
-    again_a: bool
-    again_b: bool
 
 
 class _Grouped(Function):
@@ -109,19 +107,20 @@ class _Grouped(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, offs, cast_a, cast_b, scale_a, scale_b, ctx.history, ctx.how = inputs
-        ctx.turned, ctx.has_offs = b.mT.is_contiguous(), offs is not None
-        saved: list[Any] = [
-            (a, None, None) if ctx.how.again_a else (cast_a, ctx.how.casts.a, scale_a),
-            (b, None, None) if ctx.how.again_b else (cast_b, ctx.how.casts.b, scale_b),
+        ctx.turned = b.mT.is_contiguous()
+        casts, copies = ctx.how.casts, ctx.how.copies
+        saved = [
+            SavedOperand(cast_a, casts.a, scale_a) if copies.a else SavedOperand(a),
+            SavedOperand(cast_b, casts.b, scale_b) if copies.b else SavedOperand(b),
         ]
-        save_operands(ctx, *saved, *([] if offs is None else [(offs, None, None)]))
+        save_operands(ctx, *saved, *([] if offs is None else [SavedOperand(offs)]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, *rest = saved_operands(ctx, grad.dtype)
-        offs = rest[0] if ctx.has_offs else None
+        a, b, *offsets = saved_operands(ctx, grad.dtype)
+        offs = offsets[0] if offsets else None
         how, history = ctx.how, ctx.history
-        casts, (_, s_a, s_b) = how.casts, how.scales
+        casts, (_, s_a, s_b) = how.copies.casts, how.scales
         if is_differentiated_again() and any(casts):
             raise RuntimeError("create_graph=True: a grouped product with casts has one gradient")
         along, across = Groups(offs, how.split, -1), Groups(offs, how.split, -2)
@@ -182,13 +181,12 @@ def _simulated(
     histories: list[Any],
 ) -> Tensor:
     """Casts the operands and multiplies their values. split: as in `cast_groups`, of a."""
-    first, second, needed = with_copies(a, b, casts)
     of_a, of_b, of_grad = histories
     signs, along = rotation_signs(casts.a, a), Groups(offs, split, -1)
     cast_a, scale_a, _ = cast_groups(a, along, casts.a, of_a, signs=signs)
     cast_b, scale_b, _ = cast_groups(b, along, casts.b, of_b, signs=signs)
     operands = (a, b, offs, cast_a.detach(), cast_b.detach(), scale_a, scale_b)
-    settings = _Settings(scales, needed, split, first is not None, second is not None)
+    settings = _Settings(scales, casts, copies_of(casts), split)
     return apply(_Grouped, *operands, of_grad, settings, written=of_grad)
 
 
@@ -200,15 +198,13 @@ def _runs_native(recipe: Recipe, backend: str, name: str, a: Tensor, b: Tensor) 
     return native.takes(backend, a.flatten(0, -2), b[0])
 
 
-def _by_group(a: Tensor, b: Tensor, offs: Tensor | None, *given: Any) -> Tensor:
-    """The product of each group by `multiply`, with its kernels. given: its other arguments."""
+def _by_group(a: Tensor, b: Tensor, offs: Tensor | None, *settings: Any) -> Tensor:
+    """The product of each group by `multiply`, with its kernels. settings: its other arguments."""
     if offs is None:
-        return torch.stack([multiply(x, w, None, *given) for x, w in zip(a, b, strict=True)])
-    ends = bounds(offs, a.shape[0])
-    sizes = [end - start for start, end in pairwise(ends)]
-    *parts, rest = a.split([*sizes, a.shape[0] - ends[-1]])
-    y = [multiply(x, w, None, *given) for x, w in zip(parts, b.unbind(), strict=True)]
-    return torch.cat([*y, y[0].new_zeros(rest.shape[0], b.shape[1])])
+        return torch.stack([multiply(x, w, None, *settings) for x, w in zip(a, b, strict=True)])
+    pairs = zip(pieces(a, offs, -2), b.unbind(), strict=True)
+    y = torch.cat([multiply(x, w, None, *settings) for x, w in pairs])
+    return F.pad(y, (0, 0, 0, a.shape[0] - y.shape[0]))
 
 
 def _check(left: Tensor, right: Tensor, offs: Tensor | None) -> None:
@@ -216,9 +212,9 @@ def _check(left: Tensor, right: Tensor, offs: Tensor | None) -> None:
     if not {left.ndim, right.ndim} <= {2, 3}:
         raise ValueError(f"grouped_mm needs operands of 2 or 3 dimensions, got {shapes}")
     if (offs is None) != (left.ndim == right.ndim == 3):
-        given = f"{shapes} {'without' if offs is None else 'with'} offs"
         raise ValueError(
-            f"grouped_mm needs offs if an operand is a matrix, not for two stacks; got {given}"
+            "grouped_mm needs offs if an operand is a matrix, not for two stacks; got "
+            f"{shapes} {'without' if offs is None else 'with'} offs"
         )
     if left.shape[-1] != right.shape[-2]:
         raise ValueError(f"grouped_mm needs matching inner sizes, got shapes {shapes}")
@@ -264,13 +260,16 @@ def grouped_mm(
     Under `torch.autocast` dtypes do not change, as in torch. Kernels of backend "native" compute
     the groups one by one, in eager mode, under recipes without histories.
     """
-    recipe, backend = chosen(recipe, "simulate", unit)
+    backend = "simulate"
+    if recipe is None and ACTIVE.blocks:
+        recipe, backend = chosen(unit)
     _check(left, right, offs)
     if left.dtype != right.dtype:
         raise TypeError(f"grouped_mm needs one dtype, got {left.dtype} and {right.dtype}")
     if recipe is not None:
         refuse_nested(left)
-    s_y, s_left, s_right = check_scales(scales)
+    check_scales(scales)
+    s_y, s_left, s_right = scales
     static = static_exponents(recipe, left, right)
     if left.ndim == 3 and right.ndim == 2:  # the stack is the weight: (right^T left^T)^T
         turned = (s_y, s_right, s_left)

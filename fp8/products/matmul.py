@@ -21,32 +21,29 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import LoweredCast, rounded
+from ..casts.casting import LoweredCast, as_read, cast_values, rounded
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import Measurement, measuring
-from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
+from ..casts.operands import Casts, Copies, Exponents, casts_of, copies_of, one_copy
 from ..casts.rotation import rotation_signs
-from ..casts.saved_operands import save_operands, saved_operands
-from ..common.compiler import apply, apply_eagerly, compiled_as, in_graph
-from ..common.dtensor import is_dtensor, unreduced
-from ..context.active import chosen, layer_histories, static_exponents
+from ..casts.saved_operands import SavedOperand, save_operands, saved_operands
+from ..common.compiler import (
+    apply,
+    apply_eagerly,
+    compiled_as,
+    in_graph,
+    is_differentiated_again,
+)
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
-from ..tensors.scaled_tensor import dequantized
+from .active import ACTIVE, chosen, layer_histories, static_exponents
 from .sums import Geometry, Scales, Settings, summed_product
 
 aten = torch.ops.aten
 
 ONES: Scales = (1, 1, 1)  # ints: torch.compile would treat floats as dynamic
-
-OPERANDS = {
-    "linear": ("input", "weight"),
-    "matmul": ("input", "other"),
-}
-"""Kind of product -> the names of its operands for `fp8.stats`. The second operand of a "matmul" is
-cast as the input, that of a "linear" as the weight."""
 
 
 def _cast(
@@ -59,16 +56,20 @@ def _cast(
     signs: Tensor | None = None,
     *,
     weight: bool = False,
+    differentiable: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`rounded`. In a convolution, feature maps (batch, channels, *size) and its weight are cast as
-    matrices: see `fp8.products.convolution`."""
-    if geometry is None or spec is None or spec.tile == (0, 0):
-        return rounded(x, spec, axis, history, record, signs)
+    """`rounded` or, if not differentiable, `cast_values`. In a convolution, feature maps (batch,
+    channels, *size) and its weight are cast as matrices: see `fp8.products.convolution`."""
+    if spec is None:
+        return x, None
+    cast = rounded if differentiable else cast_values
+    if geometry is None or spec.tile == (0, 0):
+        return cast(x, spec, axis, history, record, signs)
     last = x.movedim(1, -1)
     matrix, axis = (
         (last.flatten(1), geometry.along(axis)) if weight else (last.flatten(0, -2), axis)
     )
-    return rounded(matrix, spec, axis)[0].reshape(last.shape).movedim(-1, 1), None
+    return cast(matrix, spec, axis)[0].reshape(last.shape).movedim(-1, 1), None
 
 
 def gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None) -> Tensor:
@@ -93,19 +94,27 @@ def _fuses(a: Tensor) -> bool:
     return False
 
 
-def _rotates(casts: Casts) -> bool:
-    """Whether the operands of the forward product are rotated."""
-    return casts.a is not None and casts.a.hadamard > 0
-
-
 class _Settings(NamedTuple):
     """The constants of a product. scales: of the output and of both gradients. fuses: as in
-    `_fuses`. geometry: of a convolution."""
+    `_fuses`. geometry: of a convolution. bias_scale: as in `linear`."""
 
     scales: Scales
     casts: Casts
+    copies: Copies
     fuses: bool
     geometry: Geometry | None
+    bias_scale: float
+
+
+class _Operands(NamedTuple):
+    """The cast operands of a product, and the scale factors of those with one. history: of the
+    gradient."""
+
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor | None
+    scale_b: Tensor | None
+    history: Tensor | None
 
 
 class _Product(Function):
@@ -113,71 +122,63 @@ class _Product(Function):
     the convolution of maps a and a weight b.
 
     All products have this form: it is the layout of FP8 GEMMs, and the gradient of a weight (n, k)
-    has the layout of the weight. other_a, other_b: the operands that backward casts instead, or
-    None. history: of the gradient. If the operands are rotated, they are given before the cast,
-    because gradients are those of operands that are not rotated, and the cast ones in place of
-    those that backward casts.
+    has the layout of the weight. a and b are passed to receive gradients, and for casts along their
+    other axis.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        a: Tensor,
-        b: Tensor,
-        scale_a: Tensor | None,
-        scale_b: Tensor | None,
-        other_a: Tensor | None,
-        other_b: Tensor | None,
-        bias: Tensor | None,
-        history: Tensor | None,
-        how: _Settings,
+        a: Tensor, b: Tensor, bias: Tensor | None, operands: _Operands, how: _Settings
     ) -> Tensor:
-        if _rotates(how.casts):
-            assert other_a is not None
-            assert other_b is not None
-            a, b = other_a, other_b
+        bias = _scaled_bias(bias, how.bias_scale)
         if how.geometry is not None:
-            weight = _times(b, how.scales[0])
-            return aten.convolution.default(a, weight, bias, *how.geometry)
-        return gemm(a, b.mT, how.scales[0], how.fuses, bias)
+            check_bias(bias, operands.a.dtype)
+            weight = _times(operands.b, how.scales[0])
+            return aten.convolution.default(operands.a, weight, bias, *how.geometry)
+        return gemm(operands.a, operands.b.mT, how.scales[0], how.fuses, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         # The history is not saved with save_for_backward: it is updated before it is used.
-        a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, ctx.how = inputs
-        ctx.turned = b.mT.is_contiguous()  # the right operand of a matmul
-        if _rotates(ctx.how.casts):
-            other_a, other_b = a, b
-        operands = []
-        pairs = ((a, scale_a, other_a), (b, scale_b, other_b))
-        for (x, scale, other), spec in zip(pairs, ctx.how.casts, strict=False):
-            operands.append((x, spec, scale) if other is None else (other, None, None))
-        save_operands(ctx, *operands)
+        a, b, _, operands, ctx.how = inputs
+        ctx.history = operands.history
+        ctx.turned = operands.b.mT.is_contiguous()  # the right operand of a matmul
+        casts, copies = ctx.how.casts, ctx.how.copies
+        save_operands(
+            ctx,
+            _to_save(a, operands.a, operands.scale_a, casts.a, copies.a),
+            _to_save(b, operands.b, operands.scale_b, casts.b, copies.b),
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = saved_operands(ctx, grad.dtype)
-        needs_a, needs_b, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
-        scales, casts, fuses, of = ctx.how
-        history, again_a, again_b = ctx.history, None, None
+        needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
+        scales, _, (_, _, casts), fuses, of, _ = ctx.how
+        again_a = again_b = None
         for_a: Any = None
         for_b: Any = None
+        g = grad if casts.grad_for_a is None and casts.grad_for_b is None else as_read(grad)
         signs = rotation_signs(casts.grad_for_a, grad), rotation_signs(casts.grad_for_b, grad)
+        cast = partial(_cast, geometry=of, differentiable=is_differentiated_again())
+        recorded = {"history": ctx.history, "record": True}
 
         def second(
             x: Tensor, spec: LoweredCast | None, signs: Tensor | None, weight: bool
         ) -> Tensor:
-            return _cast(x, spec, -2, of, signs=signs, weight=weight)[0].to(grad.dtype)
+            y = x if spec is None else cast(as_read(x), spec, -2, signs=signs, weight=weight)[0]
+            return y.to(grad.dtype)
 
         if needs_a:
-            for_a, _ = _cast(grad, casts.grad_for_a, -1, of, history, True, signs[0])
+            for_a, _ = cast(g, casts.grad_for_a, -1, signs=signs[0], **recorded)
             if of is not None:
                 again_b = second(b, casts.b_for_grad_a, signs[0], True)
         if needs_b:
             for_b = for_a
             if for_a is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
-                for_b, _ = _cast(grad, casts.grad_for_b, -2, of, history, True, signs[1])
+                for_b, _ = cast(g, casts.grad_for_b, -2, signs=signs[1], **recorded)
             again_a = second(a, casts.a_for_grad_b, signs[1], False)
         if needs_a and of is None:  # in this order stochastic casts draw their bits
             again_b = second(b, casts.b_for_grad_a, signs[0], True)
@@ -185,8 +186,16 @@ class _Product(Function):
             da, db = _both(ctx.turned, fuses, again_a, again_b, for_a, for_b, scales)
         else:
             da, db = _of_convolution(of, a, b, again_a, again_b, for_a, for_b, scales)
-        dbias = _of_bias(grad, scales[2]) if needs_bias else None
-        return da, db, *[None] * 4, dbias, *[None] * 2
+        return da, db, _of_bias(grad, scales[2]) if needs_bias else None, None, None
+
+
+def _to_save(
+    x: Tensor, values: Tensor, scale: Tensor | None, spec: LoweredCast | None, copied: bool
+) -> SavedOperand:
+    """What backward reads of an operand: its cast copy, or itself."""
+    if values is x or not copied:
+        return SavedOperand(x)
+    return SavedOperand(values, spec, scale, x)
 
 
 class _Plain(Function):
@@ -195,12 +204,14 @@ class _Plain(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, fuses: bool) -> Tensor:
-        return gemm(a, b.mT, scales[0], fuses, bias)
+    def forward(
+        a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, fuses: bool, bias_scale: float
+    ) -> Tensor:
+        return gemm(a, b.mT, scales[0], fuses, _scaled_bias(bias, bias_scale))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, _, ctx.scales, ctx.fuses = inputs
+        a, b, _, ctx.scales, ctx.fuses, _ = inputs
         ctx.turned = b.mT.is_contiguous()  # as in `_Product`
         ctx.save_for_backward(a, b)
 
@@ -212,7 +223,8 @@ class _Plain(Function):
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
         a, b = a if needs_b else None, b if needs_a else None
         da, db = _both(ctx.turned, ctx.fuses, a, b, grad, grad, ctx.scales)
-        return da, db, _of_bias(grad, ctx.scales[2]) if needs_bias else None, None, None
+        dbias = _of_bias(grad, ctx.scales[2]) if needs_bias else None
+        return da, db, dbias, None, None, None
 
 
 def _both(
@@ -268,21 +280,31 @@ def _times(x: Tensor, scale: float) -> Tensor:
     return x if scale == 1.0 else x * scale
 
 
+def _scaled_bias(bias: Tensor | None, scale: float) -> Tensor | None:
+    """The bias as it is added, in the dtype of the enclosing `torch.autocast`."""
+    return None if bias is None else to_autocast_dtype(_times(bias, scale))[0]
+
+
 def _of_bias(grad: Tensor, scale: float) -> Tensor:
     """The gradient of a bias along dimension 1."""
     return _times(grad.sum([d for d in range(grad.ndim) if d != 1]), scale)
 
 
-def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales) -> Tensor:
+def _uncast(
+    a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, bias_scale: float = 1.0
+) -> Tensor:
     """`_as_it_is` in a graph."""
-    a, b, bias = to_autocast_dtype(a, b, bias)
-    return _Plain.apply(a, b, bias, scales, _fuses(a))
+    a, b = to_autocast_dtype(a, b)
+    return _Plain.apply(a, b, bias, scales, _fuses(a), bias_scale)
 
 
 @partial(in_graph, graph=_uncast)
-def _as_it_is(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales) -> Tensor:
+def _as_it_is(
+    a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, bias_scale: float = 1.0
+) -> Tensor:
     """The product without casts."""
-    return apply_eagerly(_Plain, *to_autocast_dtype(a, b, bias), scales, False)
+    a, b = to_autocast_dtype(a, b)
+    return apply_eagerly(_Plain, a, b, bias, scales, False, bias_scale)
 
 
 def multiply(
@@ -294,6 +316,7 @@ def multiply(
     backend: str,
     static: Exponents,
     kind: str = "linear",
+    bias_scale: float = 1.0,
 ) -> Tensor:
     """Casts the operands to the recipe's formats, each once, from full precision; then to the dtype
     of torch.autocast, which represents every value of an 8-bit format (with a scale factor: within
@@ -301,27 +324,27 @@ def multiply(
     if a.dtype.is_complex and b.dtype.is_complex:
         recipe = None
     elif not a.dtype.is_floating_point:
-        scales = ONES
+        scales, bias_scale = ONES, 1.0
     if recipe is None:
-        return _as_it_is(a, b, bias, scales)
+        return _as_it_is(a, b, bias, scales, bias_scale)
     layer = kind != "matmul"
-    if (pass_ := measuring()) is not None:
-        histories = layer_histories(recipe, kind, a, b, layer)
-        return measured(pass_, histories, a, b, _as_it_is(a, b, bias, scales))
-    name = product_name(kind, b if kind == "linear" else None, recipe)
-    casts = casts_of(recipe.text, layer, name, static, OPERANDS[kind])
     histories = layer_histories(recipe, kind, a, b, layer)
-    sampled = is_sampled(name)  # sampled products are simulated, with torch's sums
+    if (pass_ := measuring()) is not None:
+        return measured(pass_, histories, a, b, _as_it_is(a, b, bias, scales, bias_scale))
+    name = product_name(kind, b if kind == "linear" else None, recipe)
+    casts = casts_of(recipe.text, layer, name, static)
+    sampled = bool(name) and is_sampled(name)  # such products are simulated, with torch's sums
     if recipe.accumulate is not None and not sampled:
-        like, bias = to_autocast_dtype(a[:0], bias)
-        how = Settings(scales, casts, recipe.sums, dtype_name(like.dtype))
+        (like,) = to_autocast_dtype(a[:0])
+        how = Settings(scales, casts, recipe.sums, dtype_name(like.dtype), bias_scale=bias_scale)
         return summed_product(a, b, bias, histories, how)
-    if not sampled and native.takes(backend, a, b):
+    if backend != "simulate" and not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
         unnamed = casts_of(recipe.text, layer, "", static) if name else casts
         if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
-            return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype)
-    return simulated(a, b, bias, scales, casts, histories)
+            how = native.Settings(kinds, scales, casts, dtype_name(like.dtype), bias_scale)
+            return native.product(a, b, bias, histories, how)
+    return simulated(a, b, bias, scales, casts, histories, None, bias_scale)
 
 
 @in_graph
@@ -333,27 +356,22 @@ def simulated(
     casts: Casts,
     histories: list[Any],
     geometry: Geometry | None = None,
+    bias_scale: float = 1.0,
 ) -> Tensor:
     """Casts the operands and multiplies their values, or convolves them."""
     of_a, of_b, of_grad = histories
-    first, second, casts = with_copies(a, b, casts)
     signs = rotation_signs(casts.a, a)
-    x, scale_x = _cast(a, casts.a, -1, geometry, of_a, signs=signs)
-    w, scale_w = _cast(b, casts.b, -1, geometry, of_b, signs=signs, weight=True)
-    x, w, bias = to_autocast_dtype(x, w, bias)
-    if geometry is not None:
-        check_bias(bias, x.dtype)
-    operands = (x, w, scale_x, scale_w, first, second)
-    if _rotates(casts):
-        operands = (_unreduced(a), _unreduced(b), None, None, x.detach(), w.detach())
-    how = _Settings(scales, casts, _fuses(x), geometry)
-    return apply(_Product, *operands, bias, of_grad, how, written=of_grad)
-
-
-def _unreduced(x: Tensor) -> Tensor:
-    """``x`` as a cast reads it."""
-    x = dequantized(x)
-    return unreduced(x) if is_dtensor(x) else x
+    x, w, scale_x, scale_w = a, b, None, None
+    if casts.a is not None:
+        a = as_read(a)
+        x, scale_x = _cast(a.detach(), casts.a, -1, geometry, of_a, signs=signs)
+    if casts.b is not None:
+        b = as_read(b)
+        w, scale_w = _cast(b.detach(), casts.b, -1, geometry, of_b, signs=signs, weight=True)
+    x, w = to_autocast_dtype(x, w)
+    operands = _Operands(x, w, scale_x, scale_w, of_grad)
+    how = _Settings(scales, casts, copies_of(casts), _fuses(x), geometry, bias_scale)
+    return apply(_Product, a, b, bias, operands, how)
 
 
 def measured(
@@ -392,11 +410,10 @@ def check_bias(bias: Tensor | None, dtype: torch.dtype) -> None:
         raise ValueError(f"bias must have the dtype of the input, {dtype}, got {bias.dtype}")
 
 
-def check_scales(scales: Scales) -> Scales:
-    """``scales``. Raises ValueError unless they are three."""
+def check_scales(scales: Scales) -> None:
+    """Raises ValueError unless the scales are three."""
     if len(scales) != 3:
         raise ValueError(f"scales must be three numbers (output, two gradients), not {scales!r}")
-    return scales
 
 
 def linear(
@@ -409,6 +426,7 @@ def linear(
     backend: str = "simulate",
     static: Exponents | None = None,
     unit: bool = False,
+    bias_scale: float = 1.0,
 ) -> Tensor:
     """``s_y * input @ weight.T + bias``, with a separate scale for each gradient.
 
@@ -421,16 +439,19 @@ def linear(
     unit: whether the tensors are unit-scaled, which decides the recipe under "auto". static: (e_x,
     e_w). A cast without a rule for scales (recipe "unit") uses the scale factor 2**e_x for the
     input and 2**e_w for the weight, in all their products. None uses those of the enclosing
-    `fp8.context.active.with_static`, else 0. Casts that compute their scale ignore it. Under
+    `fp8.products.active.with_static`, else 0. Casts that compute their scale ignore it. Under
     `torch.autocast` operands are cast to the recipe's format first, so that they are rounded to it
-    once, and then to autocast's dtype. Raises ValueError for shapes that do not fit.
+    once, and then to autocast's dtype. bias_scale: a factor of the bias in the output, but not of
+    its gradient. Raises ValueError for shapes that do not fit.
     """
-    recipe, backend = chosen(recipe, backend, unit)
-    scales = check_scales(scales)
-    if static is None:
-        static = (0, 0) if recipe is None else static_exponents(recipe, input, weight)
+    if recipe is None and ACTIVE.blocks:
+        recipe, backend = chosen(unit)
+    check_scales(scales)
     if recipe is not None:
-        refuse_nested(input)
+        if input.is_nested:
+            refuse_nested(input)
+        if static is None and ACTIVE.static:
+            static = static_exponents(recipe, input, weight)
     if one := weight.ndim == 1:
         weight, bias = weight[None], None if bias is None else bias.reshape(1)
     if weight.ndim != 2:
@@ -441,7 +462,8 @@ def linear(
             f"{tuple(weight.shape)}, got {tuple(input.shape)}"
         )
     rows = input if input.ndim == 2 else input[None] if input.ndim == 1 else input.flatten(0, -2)
-    y = multiply(rows, weight, bias, scales, recipe, backend, static)
+    settings = (recipe, backend, static or (0, 0), "linear", bias_scale)
+    y = multiply(rows, weight, bias, scales, *settings)
     y = y if input.ndim == 2 else y.reshape(*input.shape[:-1], weight.shape[0])
     return y.squeeze(-1) if one else y
 
@@ -462,10 +484,11 @@ def matmul(
     input; in the gradient of the right one, the casts are those of grad_weight. Otherwise as
     `linear`.
     """
-    recipe, backend = chosen(recipe, backend, unit)
-    scales = check_scales(scales)
-    if static is None:
-        static = (0, 0) if recipe is None else static_exponents(recipe, left, right)
+    if recipe is None and ACTIVE.blocks:
+        recipe, backend = chosen(unit)
+    check_scales(scales)
+    if static is None and recipe is not None and ACTIVE.static:
+        static = static_exponents(recipe, left, right)
     if left.ndim == 0 or right.ndim == 0:
         raise ValueError("matmul needs operands of at least one dimension, got a 0-dim tensor")
     if left.shape[-1] != right.shape[-2 if right.ndim > 1 else 0]:
@@ -475,7 +498,7 @@ def matmul(
         )
     a = left.unsqueeze(0) if left.ndim == 1 else left
     b = right.unsqueeze(1) if right.ndim == 1 else right
-    y = _batched(a, b, scales, recipe, backend, static)
+    y = _batched(a, b, scales, recipe, backend, static or (0, 0))
     y = y.squeeze(-1) if right.ndim == 1 else y
     return y.squeeze(-1 if right.ndim == 1 else -2) if left.ndim == 1 else y
 

@@ -38,7 +38,8 @@ class Geometry(NamedTuple):
 
 class Settings(NamedTuple):
     """The constants of a product and its gradients. sums: `fp8.Recipe.sums`. dtype: the name of
-    that of the output. split: the axis that the offsets of a grouped product split, or 0."""
+    that of the output. split: the axis that the offsets of a grouped product split, or 0.
+    bias_scale: as in `fp8.products.matmul.linear`."""
 
     scales: Scales
     casts: Casts
@@ -46,6 +47,7 @@ class Settings(NamedTuple):
     dtype: str
     split: int = 0
     convolution: Any = None
+    bias_scale: float = 1.0
 
 
 def summed_product(*args: Any) -> Tensor:

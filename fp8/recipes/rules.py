@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -32,10 +33,18 @@ def _power(amax: Tensor, format: Format, carry: int) -> Tensor:
     A subnormal amax counts as exponent field zero, below every scale. Few operations, because a
     compiled product has each of them once for every use of the scale.
     """
-    layout, one = LAYOUTS[amax.dtype], _one(amax)
-    power = (amax.view(layout.integer) + (carry - format.max_exponent * one)) & -one
-    low, high = layout.encode(2.0 ** (SMALLEST - 1)), layout.encode(2.0**LARGEST)
+    layout = LAYOUTS[amax.dtype]
+    one, (low, high) = 1 << layout.mantissa_bits, _LIMITS[amax.dtype]
+    top = math.frexp(format.max)[1] - 1
+    power = (amax.view(layout.integer) + (carry - top * one)) & -one
     return power.clamp(low, high).view(amax.dtype)
+
+
+_LIMITS = {
+    dtype: (layout.encode(2.0 ** (SMALLEST - 1)), layout.encode(2.0**LARGEST))
+    for dtype, layout in LAYOUTS.items()
+}
+"""The bits of the smallest and largest result of `_power`."""
 
 
 def _one(amax: Tensor) -> int:
@@ -46,9 +55,9 @@ def _one(amax: Tensor) -> int:
 def _up(amax: Tensor, format: Format) -> Tensor:
     """The smallest power of two that avoids overflow ("round up" of Mishra et al.,
     arXiv:2506.08027; torchao's RCEIL)."""
-    layout = LAYOUTS[amax.dtype]
-    top = layout.encode(format.max) & (_one(amax) - 1)
-    return _power(amax, format, _one(amax) - 1 - top)
+    one = 1 << LAYOUTS[amax.dtype].mantissa_bits
+    significand = math.frexp(format.max)[0]  # from 0.5
+    return _power(amax, format, 2 * one - 1 - int(2 * significand * one))
 
 
 def _floor(amax: Tensor, format: Format) -> Tensor:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.compiler import eager_only, reads_values
+from ..common.compiler import eager_only
 from ..common.dtensor import is_dtensor, part_of, reduced
 from ..common.validation import refuse_transformed
 from ..formats.format import Format, get_format
@@ -95,7 +95,8 @@ def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     On a CPU in eager mode, where the check needs no synchronization, the pass that excludes Inf and
     NaN runs only if there are any.
     """
-    if type(x) is Tensor and reads_values(x):
+    eager = type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
+    if eager and x.device.type == "cpu":
         amax = _largest(x, dims)
         try:
             if bool(amax.amax() < torch.inf):
@@ -142,6 +143,8 @@ def scale_of(
     if unit is None and rule in UNITS:
         unit = UNITS[rule](amax, format)
     size = _spread(x, dims, amax) if name in BY_SPREAD else amax
+    if not in_eight_bits and name not in BY_ERROR:
+        return defined(RULES[name](size, format), size)
     scale = _by_rule(size, format, rule, unit)
     if name in BY_ERROR:
         larger = BY_ERROR[name](amax).clamp(max=torch.finfo(dtype).max)

@@ -99,8 +99,8 @@ def inside_attention(model: nn.Module) -> dict[int, str]:
 def is_transposed(module: nn.Module) -> bool:
     """Whether it is the linear layer of GPT-2, `transformers.pytorch_utils.Conv1D`: weight (in,
     out)."""
-    known = sys.modules.get("transformers.pytorch_utils")
-    return known is not None and isinstance(module, known.Conv1D)
+    library = sys.modules.get("transformers.pytorch_utils")
+    return library is not None and isinstance(module, library.Conv1D)
 
 
 def holds_experts(module: nn.Module) -> bool:
@@ -134,8 +134,8 @@ def _why_not(module: nn.Module, owner: str | None) -> str | None:
     for parameter in module.parameters(recurse=False):
         if not is_dense(parameter):
             return f"no recipe casts its weight: {parameter.dtype}, {parameter.layout}"
-    known = isinstance(module, (*LAYERS, *ACTIVATIONS)) or is_transposed(module)
-    if known or holds_experts(module):
+    is_layer = isinstance(module, (*LAYERS, *ACTIVATIONS)) or is_transposed(module)
+    if is_layer or holds_experts(module):
         return _PATCHED if "forward" in vars(module) else None
     whys = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
     return next(whys, "its products are its own: run the model under fp8.autocast")

@@ -55,27 +55,27 @@ def resolve(policy: Policy, model: nn.Module, every: bool = False) -> dict[str, 
             recipe has; the message names the rule and the layer.
     """
     if isinstance(model, DistributedDataParallel | DataParallel):
-        found = resolve(policy, model.module, every)
-        return {f"module.{name}" if name else "module": d for name, d in found.items()}
+        decisions = resolve(policy, model.module, every)
+        return {f"module.{name}" if name else "module": d for name, d in decisions.items()}
     saves = any(isinstance(r, Recipe) and r.saved_activations for r in policy.recipes)
     layers: Layers = candidates(model, saves)
     if every:
         layers = _with_own_products(model, layers, saves)
     exceptions = _exceptions(policy, model, layers)
     matched = {i: _matched(i, rule, model, layers) for i, rule in enumerate(policy.rules)}
-    found = {}
+    decisions = {}
     for name, layer in layers.items():
         rules = {i: policy.rules[i] for i in matched if name in matched[i]}
         if name in exceptions:
             sources = (source_of(policy.others),) * len(CASTS)
             chosen = composed(sources, auto_of(layer))
-            found[name] = Decision(chosen, sources, exceptions[name], kept=True)
+            decisions[name] = Decision(chosen, sources, exceptions[name], kept=True)
         else:
-            found[name] = _decide(policy, name, layer, rules)
-        recipe = found[name].recipe
+            decisions[name] = _decide(policy, name, layer, rules)
+        recipe = decisions[name].recipe
         if isinstance(layer, ACTIVATIONS) and recipe and recipe.saved_activations is None:
-            del found[name]
-    return found
+            del decisions[name]
+    return decisions
 
 
 def _with_own_products(model: nn.Module, layers: Layers, activations: bool) -> Layers:
@@ -109,12 +109,12 @@ def _said(index: int, rule: Rule) -> str:
 
 def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, str]:
     """The layers that ``first``, ``last`` and ``keep`` include: name -> reason."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for role in policy.keep:
         for name, why in with_role(role, model, layers).items():
-            found.setdefault(name, f"keep {role}: {why}")
+            reasons.setdefault(name, f"keep {role}: {why}")
     if not policy.first and not policy.last:
-        return found
+        return reasons
     every = blocks_of(model, layers)
     blocks = [b for b in every if not any(within(b, other) for other in every)]
     if policy.first + policy.last > len(blocks):
@@ -125,19 +125,19 @@ def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, s
     chosen = [(b, f"first={policy.first}") for b in blocks[: policy.first]]
     chosen += [(b, f"last={policy.last}") for b in blocks[len(blocks) - policy.last :]]
     for block, why in chosen:
-        found |= {n: f"{why}: in {block}" for n in layers if within(n, block)}
-    return found
+        reasons |= {n: f"{why}: in {block}" for n in layers if within(n, block)}
+    return reasons
 
 
 def _matched(index: int, rule: Rule, model: nn.Module, layers: Layers) -> set[str]:
     """The names of the layers that a rule matches. Raises ValueError if it matches none, except for
     a rule that leaves in high precision what is never cast."""
-    found = {name for name in layers if matches(rule.layers, name)}
-    if found:
-        return found
+    names = {name for name in layers if matches(rule.layers, name)}
+    if names:
+        return names
     others = {name: why or "" for name, _, why in layers_of(model) if matches(rule.layers, name)}
     if others and rule.recipe is None:
-        return found
+        return names
     if others:
         name, why = next(iter(others.items()))
         raise ValueError(f"{_said(index, rule)} matches only layers that stay: {name!r} ({why})")

@@ -41,7 +41,7 @@ def _weighted(layers: Layers) -> Layers:
 def blocks_of(model: nn.Module, layers: Layers) -> list[str]:
     """The names of the blocks, outer ones before blocks nested in them (experts)."""
     names = _weighted(layers)
-    found = []
+    blocks = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
@@ -50,8 +50,8 @@ def blocks_of(model: nn.Module, layers: Layers) -> list[str]:
             continue
         inside = all(any(within(name, item) for name in names) for item in items)
         if inside and len({bare_class(child) for child in module.children()}) == 1:
-            found += items
-    return found
+            blocks += items
+    return blocks
 
 
 def sizes_of(layer: Any) -> tuple[int, int]:
@@ -101,13 +101,13 @@ def _outside(model: nn.Module, layers: Layers, reads: bool) -> dict[str, str]:
     inside = [any(within(name, block) for block in blocks) for name in names]
     start = inside.index(True)
     width = sizes_of(layers[names[start]])[0]
-    found = {}
+    reasons = {}
     for index, name in enumerate(names):
         before, after = (size == width for size in sizes_of(layers[name]))
         reading = before if before != after else index > start
         if not inside[index] and reads == reading:
-            found[name] = why
-    return found
+            reasons[name] = why
+    return reasons
 
 
 def _residual(model: nn.Module, layers: Layers) -> dict[str, str]:
@@ -115,28 +115,28 @@ def _residual(model: nn.Module, layers: Layers) -> dict[str, str]:
     `nn.MultiheadAttention` is one layer, and so is a module that holds the weights of experts."""
     layers = _weighted(layers)
     blocks = blocks_of(model, layers)
-    found = {}
+    reasons = {}
     for name, layer in layers.items():
         if blocks and not any(within(name, block) for block in blocks):
             continue
         if isinstance(layer, nn.MultiheadAttention):
-            found[name] = "one module with the output projection of the attention"
+            reasons[name] = "one module with the output projection of the attention"
         elif holds_experts(layer):
-            found[name] = "one module with the down projections of the experts"
+            reasons[name] = "one module with the down projections of the experts"
     for block in blocks:
         inside = {name: layer for name, layer in layers.items() if within(name, block)}
         width = sizes_of(next(iter(inside.values())))[0]
         for part in _parts(block, model.get_submodule(block), inside):
             if sizes_of(inside[part[-1]])[1] == width:
-                found.setdefault(part[-1], "attention output or down projection")
-    return found
+                reasons.setdefault(part[-1], "attention output or down projection")
+    return reasons
 
 
 def _router(model: nn.Module, layers: Layers) -> dict[str, str]:
     """A layer inside of a block whose number of outputs is the length of a list of modules, or of a
     stack of weights (3 dimensions), that lies beside it or beside its parent."""
     blocks = blocks_of(model, layers)
-    found = {}
+    reasons = {}
     for name, layer in layers.items():
         outputs = sizes_of(layer)[1]
         weight = getattr(layer, "weight", None)
@@ -148,10 +148,10 @@ def _router(model: nn.Module, layers: Layers) -> dict[str, str]:
         for _ in range(2):
             path = path.rpartition(".")[0]
             if outputs in _counts(model.get_submodule(path), layer):
-                found[name] = f"one output for each of {outputs} experts beside it"
+                reasons[name] = f"one output for each of {outputs} experts beside it"
             if not path:
                 break
-    return found
+    return reasons
 
 
 def _counts(parent: nn.Module, but: nn.Module) -> Iterator[int]:
@@ -166,17 +166,17 @@ def _counts(parent: nn.Module, but: nn.Module) -> Iterator[int]:
 
 
 def _attention(model: nn.Module, layers: Layers) -> dict[str, str]:
-    found = {}
+    reasons = {}
     for name in layers:
         path = name
         while path:
             module = model.get_submodule(path)
             words = f"{path.rpartition('.')[2]} {bare_class(module).__name__}".lower()
             if "attention" in words or "attn" in words:
-                found[name] = f"in {path}, a {bare_class(module).__name__}"
+                reasons[name] = f"in {path}, a {bare_class(module).__name__}"
                 break
             path = path.rpartition(".")[0]
-    return found
+    return reasons
 
 
 _FINDERS: dict[str, Callable[[nn.Module, Layers], dict[str, str]]] = {
@@ -205,15 +205,15 @@ def with_role(role: str, model: nn.Module, layers: Layers) -> dict[str, str]:
 
     Raises ValueError if nothing in the model has the role: it cannot be determined.
     """
-    found = _FINDERS[role](model, layers)
+    reasons = _FINDERS[role](model, layers)
     every = {name: layer for name, layer, _ in layers_of(model)}
-    if not found and role not in MAY_LACK and not _FINDERS[role](model, every):
+    if not reasons and role not in MAY_LACK and not _FINDERS[role](model, every):
         why = _NOT_FOUND.get(role, "it has no layer")
         raise ValueError(
             f"role {role!r} is not found in this {bare_class(model).__name__}: {why}. Use a rule "
             "with the names of the layers"
         )
-    return found
+    return reasons
 
 
 def roles(model: nn.Module, layers: Layers) -> dict[str, str]:
@@ -223,11 +223,11 @@ def roles(model: nn.Module, layers: Layers) -> dict[str, str]:
     layers: name -> layer, as `fp8.selection.layers.candidates` finds them.
     """
     blocks = blocks_of(model, layers)
-    found: dict[str, str] = {}
+    by_layer: dict[str, str] = {}
     for role in ("readout", "embedding", "router", "attention"):
         for name in _FINDERS[role](model, layers):
-            found.setdefault(name, role)
+            by_layer.setdefault(name, role)
     for name in layers:
         inside = not blocks or any(within(name, block) for block in blocks)
-        found.setdefault(name, "hidden" if inside else "other")
-    return {name: found[name] for name in layers}
+        by_layer.setdefault(name, "hidden" if inside else "other")
+    return {name: by_layer[name] for name in layers}

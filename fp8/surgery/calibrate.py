@@ -117,17 +117,12 @@ def _states(model: nn.Module) -> dict[str, Tensor]:
     """Operand -> its static scale, 0-dim: of converted layers, and of the gradients that a plan of
     the model casts (`unit_scaling.transforms`)."""
     check_module("calibrate", model)
-    kept = static_scales(histories(unwrapped(model)))
-    found = {name.replace("fp8_scale_", ""): state for name, state in kept.items()}
-    return found | _planned(model)
-
-
-def _planned(model: nn.Module) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, module in unwrapped(model).named_modules():
-        own: dict[str, Tensor] = getattr(module, "fp8_planned_scales", dict)()
-        found |= {f"{name}.{key}".lstrip("."): state for key, state in own.items()}
-    return found
+    scales = static_scales(histories(unwrapped(model)))
+    states = {name.replace("fp8_scale_", ""): state for name, state in scales.items()}
+    for path, module in unwrapped(model).named_modules():
+        planned: dict[str, Tensor] = getattr(module, "fp8_planned_scales", dict)()
+        states |= {f"{path}.{name}".lstrip("."): state for name, state in planned.items()}
+    return states
 
 
 @torch.no_grad()
@@ -147,8 +142,8 @@ def _set(states: dict[str, Tensor], scales: Mapping[str, int | None]) -> None:
 @torch.no_grad()
 def _write(states: list[Tensor], measurement: Measurement, group: Group) -> None:
     """Sets the scales from the second moments of all processes."""
-    found = [measurement.moments.get(state.data_ptr(), Moment(state)) for state in states]
-    sums = [[float(moment.total), float(moment.elements)] for moment in found]
+    measured = [measurement.moments.get(state.data_ptr(), Moment(state)) for state in states]
+    sums = [[float(moment.total), float(moment.elements)] for moment in measured]
     device = states[0].device
     dtype = torch.float32 if device.type == "mps" else torch.float64
     moments = torch.tensor(sums, dtype=dtype, device=device)

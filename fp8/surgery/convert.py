@@ -25,9 +25,9 @@ from ..common.mixin import (
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..common.removed import refuses_removed
 from ..common.report import CHANGES, LEFT_ALONE, Report, Row, notes_on
-from ..context.active import ACTIVE, checked_backend, is_off
 from ..modes.autocast import LayerBlock, high_precision
 from ..native.product import alignment, devices, why_not_here, why_not_recipe
+from ..products.active import ACTIVE, checked_backend, is_off
 from ..products.matmul import linear
 from ..recipes import history
 from ..recipes.policy import Policy, Source, as_policy, composed, name_of, recipe_of, source_of
@@ -94,17 +94,17 @@ class Converted(Mixin):
             return forward(*args, **kwargs)
         if "parametrizations" in self._modules:  # which may be newer than the conversion
             _leave_parametrizations(self)
-        kept = history.LayerState(self) if self.fp8_recipe.keeps_history else None
+        state = history.LayerState(self) if self.fp8_recipe.keeps_history else None
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.
-        alone = kept is None and self._active == (Converted,) and not FIRST_LOOK.items
+        alone = state is None and self._active == (Converted,) and not FIRST_LOOK.items
         one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         if alone and one and args[0].layout == torch.strided:
             if self._original is nn.Linear:
                 return _linear(self, self.weight, *args)
             if self.fp8_transposed:
                 return _linear(self, self.weight.mT, *args)
-        with LayerBlock(self.fp8_recipe, self.fp8_backend, kept):
+        with LayerBlock(self.fp8_recipe, self.fp8_backend, state):
             return forward(*args, **kwargs)
 
     def register_buffer(self, name: str, tensor: Any, persistent: bool = True) -> None:
@@ -140,8 +140,8 @@ class Converted(Mixin):
         return result
 
     def extra_repr(self) -> str:
-        own = super().extra_repr()  # type: ignore[misc]
-        return f"{own}, fp8={self.fp8_recipe.name}" if own else f"fp8={self.fp8_recipe.name}"
+        settings = super().extra_repr()  # type: ignore[misc]
+        return ", ".join(filter(None, [settings, f"fp8={self.fp8_recipe.name}"]))
 
 
 @eager_only()
@@ -155,8 +155,8 @@ def _note_ragged(layer: Any, input: Tensor) -> None:
 def _linear(layer: Any, weight: Tensor, input: Tensor) -> Tensor:
     if layer.fp8_backend != "simulate":
         _note_ragged(layer, input)
-    given = {"recipe": layer.fp8_recipe, "backend": layer.fp8_backend}
-    return linear(input, weight, layer.bias, **given)
+    recipe, backend = layer.fp8_recipe, layer.fp8_backend
+    return linear(input, weight, layer.bias, recipe=recipe, backend=backend)
 
 
 class _Expanded(Mixin):
@@ -260,19 +260,21 @@ def convert(
     base = recipe_of(policy.recipe)
     checked_backend(backend, base or PLAIN, ADAPTERS)
     model = _without_adapters(model)
-    found = resolve(policy.at(0), model)  # raises before anything changes
+    decisions = resolve(policy.at(0), model)  # raises before anything changes
     for start, _ in policy.switch:
         resolve(policy.at(start), model)
-    layers = {name: model.get_submodule(name) for name in found}
-    left = [name for name, layer in layers.items() if where is not None and not where(name, layer)]
+    layers = {name: model.get_submodule(name) for name in decisions}
+    not_chosen = [
+        name for name, layer in layers.items() if where is not None and not where(name, layer)
+    ]
     model = revert_layers(model)
     for name, module in layers.items():
-        decided = found[name]
-        if why := "not chosen" if name in left else _why_left(module, decided):
+        decision = decisions[name]
+        if why := "not chosen" if name in not_chosen else _why_left(module, decision):
             vars(module)["fp8_why"] = why
         else:
-            _begin(module, decided.sources, backend, decided.why)
-            vars(module)["fp8_switches"] = not decided.kept
+            _begin(module, decision.sources, backend, decision.why)
+            vars(module)["fp8_switches"] = not decision.kept
     if isinstance(recipe, Policy):
         vars(model)["fp8_policy"] = policy
     forget_checks(model)
@@ -306,8 +308,8 @@ def _adapt(model: M, policy: Policy, adapter: Any, where: Where | None) -> M:
     if not policy.selects and base is not None:
         adapter.its_recipe(base)  # raises before anything changes
     model = _without_adapters(model)
-    found = resolve(policy, model)
-    recipes = {r for d in found.values() if (r := composed(d.sources, PLAIN)) is not None}
+    decisions = resolve(policy, model)
+    recipes = {r for d in decisions.values() if (r := composed(d.sources, PLAIN)) is not None}
     recipes = recipes or ({base} if base else set())
     if len(recipes) != 1 or policy.switch:
         got = ", ".join(sorted(repr(recipe.name) for recipe in recipes)) or "none"
@@ -319,10 +321,10 @@ def _adapt(model: M, policy: Policy, adapter: Any, where: Where | None) -> M:
     chosen = recipes.pop()
     adapter.its_recipe(chosen)
     model = revert_layers(model)
-    kept = {name for name, d in found.items() if d.recipe is None}
+    in_high_precision = {name for name, d in decisions.items() if d.recipe is None}
 
     def casts(name: str, module: nn.Module) -> bool:
-        return name not in kept and (where is None or where(name, module))
+        return name not in in_high_precision and (where is None or where(name, module))
 
     return expand(adapter.convert(model, chosen, where=casts))
 
@@ -386,8 +388,8 @@ def advance(model: nn.Module, fraction: float) -> bool:
     (False, True, Linear(in_features=16, out_features=16, bias=True, fp8=bf16))
     """
     check_module("advance", model)
-    found = ((module, vars(module).get("fp8_policy")) for module in model.modules())
-    owners = [(module, policy) for module, policy in found if policy and policy.switch]
+    policies = ((module, vars(module).get("fp8_policy")) for module in model.modules())
+    owners = [(module, policy) for module, policy in policies if policy and policy.switch]
     if not owners:
         raise ValueError(
             "no part of the model was converted with a policy that has a switch: "
@@ -446,16 +448,16 @@ def _choose_static(module: Any) -> None:
 def _warn(model: nn.Module) -> None:
     """Warns about layers whose recipe needs unit scaling, and if no layer was chosen and
     converted."""
-    found: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, Converted)}
-    plain = [
+    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, Converted)}
+    unscaled = [
         (layer.fp8_recipe.name, name or "(model)")
-        for name, layer in found.items()
+        for name, layer in layers.items()
         if needs_unit_scale(layer.fp8_recipe) and not is_unit_scaled(layer)
     ]
-    if plain:
-        recipe, name = plain[0]
-        warn_once(RecipeWarning, _NOT_UNIT.format(recipe, len(plain), len(found), name), model)
-    if not any(layer.fp8_switches for layer in found.values()):
+    if unscaled:
+        recipe, name = unscaled[0]
+        warn_once(RecipeWarning, _NOT_UNIT.format(recipe, len(unscaled), len(layers), name), model)
+    if not any(layer.fp8_switches for layer in layers.values()):
         warn_nothing(model, _rows_of_layers(model))
 
 
@@ -551,8 +553,8 @@ def _how(module: Any) -> str:
     why = "; ".join(filter(None, [auto, module.fp8_why, since]))
     name = f"{recipe.name} ({why})" if why else recipe.name
     if isinstance(module, ACTIVATIONS):
-        kept = "bits" if isinstance(module, nn.ReLU) else recipe.saved_activations
-        return f"{name}, keeps {kept}"
+        saved = "bits" if isinstance(module, nn.ReLU) else recipe.saved_activations
+        return f"{name}, keeps {saved}"
     none = "" if module.fp8_asked == "simulate" else why_not_recipe(recipe)
     if backend == "simulate":
         return f"{name}, simulated: {none}" if none else str(name)

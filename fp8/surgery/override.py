@@ -12,13 +12,13 @@ from ..casts.counts import forget_checks
 from ..common.compiler import eager_only
 from ..common.mixin import check_module
 from ..common.threads import frames
-from ..context.active import ACTIVE, origin_of
+from ..products.active import ACTIVE, origin_of
 from ..recipes.policy import CASTS, Rule, RuleTuple, Source, composed, source_of
 from ..selection.layers import auto_of
 from ..selection.policies import matches
 from .convert import Converted, check_fits, set_recipe
 
-_KEPT = (
+_RESTORED = (
     *("fp8_recipe", "fp8_backend", "fp8_multiple", "fp8_since"),
     *("fp8_measured", "fp8_by_call", "fp8_over", "_buffers"),
 )
@@ -70,24 +70,24 @@ class override:
         """Layer -> what its casts come from in the block."""
         modules = self._model.named_modules()
         named: dict[str, Any] = {n: m for n, m in modules if isinstance(m, Converted)}
-        found: dict[Any, list[Source]] = {}
+        by_layer: dict[Any, list[Source]] = {}
         for rule in self._rules:
             layers = {name: m for name, m in named.items() if matches(rule.layers, name)}
             if not layers:
                 names = ", ".join(map(repr, list(named)[:8])) or "none"
                 raise ValueError(f"override: {rule} matches no converted layer; there are {names}")
             for name, layer in layers.items():
-                sources = found.setdefault(layer, [vars(layer)["fp8_recipe"]] * len(CASTS))
+                sources = by_layer.setdefault(layer, [vars(layer)["fp8_recipe"]] * len(CASTS))
                 for cast in rule.casts:
                     sources[cast] = source_of(rule.recipe)
                 check_fits(name, layer, composed(tuple(sources), auto_of(layer)))
-        return {layer: tuple(sources) for layer, sources in found.items()}
+        return {layer: tuple(sources) for layer, sources in by_layer.items()}
 
     def __enter__(self) -> override:
         before = []
         for layer, sources in self._sources().items():
-            kept = {key: vars(layer)[key] for key in _KEPT if key in vars(layer)}
-            before.append((layer, kept | {"_buffers": dict(layer._buffers)}))
+            attributes = {key: vars(layer)[key] for key in _RESTORED if key in vars(layer)}
+            before.append((layer, attributes | {"_buffers": dict(layer._buffers)}))
             set_recipe(layer, sources)
             over = origin_of(ACTIVE.blocks[-1]) if ACTIVE.blocks else None
             vars(layer).update(fp8_since="override", fp8_over=over)
@@ -97,11 +97,11 @@ class override:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for layer, kept in self._before.pop():
+        for layer, attributes in self._before.pop():
             self._hooks.pop().remove()
-            for key in _KEPT:
+            for key in _RESTORED:
                 vars(layer).pop(key, None)
-            vars(layer).update(kept)
+            vars(layer).update(attributes)
         forget_checks(self._model)
 
     @eager_only()

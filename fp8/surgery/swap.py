@@ -82,11 +82,11 @@ def swap(model: nn.Module, make: Make, *, adapter: str = "", how: str = "") -> n
 def warn_nothing(model: nn.Module, rows: Iterable[Row]) -> None:
     """Warns that no layer of ``model`` was chosen and converted. rows: the rows of its report."""
     whys = Counter(row.why for row in rows if row.left_alone or row.why)
-    found = "; ".join(f"{why} ({count})" for why, count in whys.most_common())
+    reasons = "; ".join(f"{why} ({count})" for why, count in whys.most_common())
     warn_once(
         ConvertWarning,
         f"no layer of the {bare_class(model).__name__} was chosen and converted. Its layers: "
-        f"{found or 'none has a weight'}. A where= is called as where(name, layer), with names "
+        f"{reasons or 'none has a weight'}. A where= is called as where(name, layer), with names "
         "as in fp8.report(model)",
         model,
     )

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8.context.active import unit_products
+from fp8.modes.dispatch import by_function
+from fp8.products.active import unit_products
 from fp8.products.einsum import as_equation, as_matmul, in_pairs, letters, sums_products
 from fp8.products.grouped import grouped_mm as grouped_product
 from fp8.products.matmul import linear as linear_product
 from fp8.products.matmul import matmul as matrix_product
 from fp8.products.matmul import to_autocast_dtype
-from fp8.products.spellings import by_function
 
 from ..rules.batch import row_scale
 from ..rules.table import Adapter, Constraint, Scales, positional, row, tie
@@ -84,10 +84,8 @@ def linear(
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, s: Scales) -> Tensor:
-    if bias is not None:  # the product applies its weight's factor to the bias
-        bias = scale_each(bias, s["output"], 1.0)
-    scales = (s["output"], s["input"], s["weight"])
-    return linear_product(input, weight, bias, scales=scales, unit=True)
+    scales = (s["output"], s["input"], s["weight"])  # the gradient of the bias has the weight's
+    return linear_product(input, weight, bias, scales=scales, bias_scale=s["output"], unit=True)
 
 
 READOUT: ScalePower = (1.0, 0.5, 0.5)

@@ -118,7 +118,10 @@ class _Summed(Function):
         left, right = QuantizedOperand(*operands[:3]), QuantizedOperand(*operands[3:])  # type: ignore[arg-type]
         y = _output(left, right, how.casts.a, how.casts.b, offs, how)
         y = (y * how.scales[0]).to(getattr(torch, how.dtype))
-        return y if bias is None else y + bias.view(-1, *[1] * (y.ndim - 2))
+        if bias is None:
+            return y
+        bias = (bias * how.bias_scale).to(y.dtype)
+        return y + bias.view(-1, *[1] * (y.ndim - 2))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -12,19 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8 import Recipe
-from fp8.context.active import active_recipe
 from fp8.modes.dispatch import COMPOSED, OPAQUE, PRODUCTS
+from fp8.products.active import active_recipe
 from fp8.recipes.recipe import get_recipe
-from tests.fp8.calls import (
-    CALLS,
-    COARSE,
-    MATMUL,
-    OFF,
-    cast,
-    forms,
-    name_of,
-    operands,
-)
+from tests.fp8.calls import CALLS, COARSE, MATMUL, OFF, cast, forms, name_of, operands
 from tests.fp8.products.test_matmul import randn
 
 
@@ -46,17 +37,14 @@ def test_rows(function, dtype):
     expected = reference(*row.before, *rounded, **row.kwargs)
     plain = reference(*row.before, *operands(row, dtype), **row.kwargs)
     assert not torch.allclose(expected, plain)
-    tolerance = (
-        {}
-        if dtype != torch.bfloat16
-        else {"rtol": 2**-6, "atol": 2**-6 * float(expected.abs().max())}
-    )
+    near = {"rtol": 2**-6, "atol": 2**-6 * float(expected.abs().max())}
+    near = near if dtype == torch.bfloat16 else {}
     for form, _ in forms(function, row, operands(row, dtype)):
         call = dict(forms(function, row, operands(row, dtype)))[form]
         with fp8.autocast(COARSE):
             y = call()
         assert y.dtype == dtype
-        torch.testing.assert_close(y, expected, **tolerance)
+        torch.testing.assert_close(y, expected, **near)
         assert torch.equal(call(), plain) or row.reference  # the block is over
 
 
@@ -125,13 +113,7 @@ def test_opaque_and_composed_are_disjoint():
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_recurrent_layers_are_refused_by_name(kind):
     layer, x = kind(4, 4), randn(3, 4)
-    name = {
-        "RNN": "rnn_tanh",
-        "RNNCell": "rnn_tanh_cell",
-        "LSTMCell": "lstm_cell",
-        "GRUCell": "gru_cell",
-    }
-    name = name.get(kind.__name__, kind.__name__.lower())
+    name = kind.__name__.lower().replace("rnn", "rnn_tanh").replace("cell", "_cell")
     with (
         fp8.autocast("unit"),
         pytest.raises(NotImplementedError, match=rf"^{name} cannot run.*step by step"),
@@ -356,14 +338,6 @@ def test_everything_is_cast_once_also_when_backward_runs_inside(function, monkey
     assert counts == kinds + Counter([COARSE.grad.format])
 
 
-def test_layers_of_a_model_are_cast_once(monkeypatch):
-    counts = Counting(monkeypatch)
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    with fp8.autocast(COARSE):
-        model(randn(5, 8)).sum().backward()
-    assert counts == {"e3m2": 2, "e2m1": 2, "e2m3": 2}
-
-
 # --- with other parts of torch
 
 
@@ -379,33 +353,9 @@ def test_torch_autocast(function, dtype):
     with fp8.autocast("unit"), torch.autocast("cpu", dtype=dtype):
         z = function(*row.before, *operands(row), **row.kwargs)
     assert torch.equal(y, z)
-    own = {
-        torch.mv,
-        torch.dot,
-        torch.vdot,
-        torch.linalg.vecdot,
-        torch.inner,
-        torch.addmv,
-        F.bilinear,
-    }
-    own |= {
-        torch.Tensor.mv,
-        torch.Tensor.dot,
-        torch.Tensor.vdot,
-        torch.Tensor.inner,
-        torch.Tensor.addmv,
-    }
-    if function not in own:  # which torch.autocast does not know, and this block does
+    unknown = ("mv", "dot", "vdot", "vecdot", "inner", "addmv", "bilinear")  # to torch.autocast
+    if name_of(function).rpartition(".")[2].removeprefix("linalg_") not in unknown:
         assert y.dtype == plain.dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_models_in_one_dtype(dtype):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
-    with fp8.autocast("tensor"):
-        y = model(randn(5, 8).to(dtype))
-    y.sum().backward()
-    assert {y.dtype, *(p.grad.dtype for p in model.parameters())} == {dtype}
 
 
 def test_another_mode_and_a_subclass():
@@ -454,10 +404,3 @@ def test_inference_mode_and_no_grad():
             assert torch.equal(a @ b, expected)
         with torch.inference_mode():
             assert torch.equal(a @ b, expected)
-
-
-def test_nothing_is_warned_about():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with fp8.autocast("unit"):
-            nn.Linear(8, 2)(randn(5, 8)).sum().backward()

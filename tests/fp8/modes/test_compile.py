@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 
 import fp8
 from fp8.common import traced
+from fp8.modes.autocast import outside_compiler
 from tests.fp8.calls import COARSE
 from tests.fp8.modes.test_autocast import Counting
 from tests.fp8.products.test_matmul import ROTATED, randn
@@ -216,7 +218,7 @@ def test_a_graph_break_within_the_block_is_computed_the_same():
     whole = torch.compile(block, backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         whole(x)
-    assert fp8.context.active.active_recipe() is None
+    assert fp8.products.active.active_recipe() is None
 
 
 def test_a_block_that_is_opened_in_pieces_is_an_error_by_name():
@@ -229,7 +231,7 @@ def test_a_block_that_is_opened_in_pieces_is_an_error_by_name():
 
     with pytest.raises(RuntimeError, match="could not be compiled in one piece"):
         torch.compile(block, backend="eager")(x)
-    assert not fp8.context.active.ACTIVE.blocks
+    assert not fp8.products.active.ACTIVE.blocks
 
 
 def test_the_compiler_is_imported_within_the_block():
@@ -245,6 +247,33 @@ print(len(graphs), bool((torch.compile(F.sigmoid, backend="eager")(a) > 0).all()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "1 True\n", done.stderr
+
+
+@pytest.mark.parametrize("block", [lambda run: fp8.autocast("tensor")(run)(), outside_compiler])
+def test_other_threads_are_compiled(block):
+    """While one has a block open, or runs outside of the compiler."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(threading.get_ident())
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x * 2, backend=backend, fullgraph=True)
+
+    def here():
+        thread = threading.Thread(target=compiled, args=(torch.ones(3),))
+        thread.start()
+        thread.join()
+        elsewhere = graphs == [thread.ident]
+        compiled(torch.ones(3))
+        return elsewhere
+
+    assert block(here)
+    assert (threading.get_ident() in graphs) == (block is not outside_compiler)
+    graphs.clear()
+    torch._dynamo.reset()
+    compiled(torch.ones(3))
+    assert graphs == [threading.get_ident()]
 
 
 def test_a_product_with_casts_is_one_call_of_the_graph():

@@ -14,7 +14,10 @@ from unit_scaling.transforms import simulate_fp8, unit_scale
 
 
 class Image(Tensor):
-    """A class that torch's own functions keep."""
+    """A class that torch's own functions keep; as those of MONAI, with a method of its own."""
+
+    def new_empty(self, size: Any, **options: Any) -> Tensor:
+        return self.as_subclass(Tensor).new_empty(size=size, **options)
 
 
 class Tagged(Tensor):
@@ -35,11 +38,13 @@ class Tagged(Tensor):
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 16))
+    parts = [nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 16)]
+    return nn.Sequential(*parts, nn.LeakyReLU(inplace=True))
 
 
 WAYS = {
     "convert": lambda: fp8.convert(network(), "tensor"),
+    "tiles": lambda: fp8.convert(network(), "mxfp8"),
     "calibrated": lambda: fp8.convert(network(), "static"),
     "unit_scale": lambda: unit_scale(network()),
     "both": lambda: simulate_fp8(unit_scale(network())),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -17,6 +17,7 @@ import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8 import Cast, Recipe
+from tests.fp8.compare import assert_near, assert_same, bytes_kept, outcome
 
 RECIPES = {
     name: dataclasses.replace(recipe, saved_activations=recipe.input)
@@ -115,22 +116,6 @@ class MLP(nn.Module):
         return self.down(functions[self.kind](up))
 
 
-def bytes_kept(run: Callable[[], Tensor], *, beside: Iterable[Tensor] = ()) -> int:
-    """Of the storages that autograd holds after ``run()``, each once, those of ``beside`` not."""
-    held: list[Tensor] = []
-
-    def keep(t: Tensor) -> Tensor:
-        held.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        y = run()
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    assert y.requires_grad
-    there = {t.untyped_storage().data_ptr() for t in beside}
-    return sum(size for pointer, size in sizes.items() if pointer not in there)
-
-
 @pytest.mark.parametrize(
     ("dtype", "most"), [(torch.float32, 0.35), (torch.bfloat16, 0.6), (None, 0.6)], ids=str
 )
@@ -196,12 +181,9 @@ def test_compiled_in_one_piece(kind, dynamic):
         with fp8.autocast(RECIPES["unit"]):
             return model(x)
 
-    def gradients(f: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(f(x).square().sum(), [x, *model.parameters()])
-
     compiled = torch.compile(run, fullgraph=True, backend="eager", dynamic=dynamic)
-    for got, want in zip(gradients(compiled), gradients(run), strict=True):
-        torch.testing.assert_close(got, want)
+    leaves = [x, *model.parameters()]
+    assert_near(*(outcome(lambda f=f: f(x), leaves) for f in (compiled, run)))
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), run(x))
 
@@ -209,16 +191,11 @@ def test_compiled_in_one_piece(kind, dynamic):
 @pytest.mark.parametrize("kind", ["gelu", "swiglu", "relu"])
 def test_checkpointed(kind):
     model, x = MLP(kind, width=16), randn(8, 16)
-    grads = []
-    for again in (False, True):
-        with fp8.autocast(RECIPES["tensor"]):
-            y = (
-                checkpoint(model, x, use_reentrant=False, context_fn=fp8.checkpoint_contexts)
-                if again
-                else model(x)
-            )
-        grads.append(torch.autograd.grad(y.square().sum(), [x, *model.parameters()]))
-    assert all(torch.equal(g, w) for g, w in zip(*grads, strict=True))
+    how = {"use_reentrant": False, "context_fn": fp8.checkpoint_contexts}
+    with fp8.autocast(RECIPES["tensor"]):
+        ys = model(x), checkpoint(model, x, **how)
+    leaves = [x, *model.parameters()]
+    assert_same(*(torch.autograd.grad(y.square().sum(), leaves) for y in ys))
 
 
 def test_twice_differentiated():

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 import fp8
 from fp8 import RECIPES
 from fp8.casts.casting import cast_forward
-from fp8.context.active import with_static
+from fp8.products.active import with_static
 from fp8.products.attention import by_products
+from tests.fp8.compare import assert_near, assert_same, outcome
 from tests.fp8.products.test_matmul import randn
 
 
@@ -28,16 +29,15 @@ def test_attention_is_one_product_of_cast_operands(name):
     with fp8.autocast(recipe):
         y = F.scaled_dot_product_attention(*leaves, is_causal=True)
     torch.manual_seed(0)
-    got = torch.autograd.grad(y, leaves, g)
+    got = outcome(lambda: y, leaves, g)
     operands = zip(leaves, (-1, -1, -2), strict=True)
     cast = [cast_forward(x.detach(), recipe.input, axis) for x, axis in operands]
     cast = [x.requires_grad_() for x in cast]
-    wanted = F.scaled_dot_product_attention(*cast, is_causal=True)
-    assert torch.equal(y, wanted)
     torch.manual_seed(0)
-    grads = torch.autograd.grad(wanted, cast, cast_forward(g, recipe.grad))
-    for one, other in zip(got, grads, strict=True):
-        assert torch.equal(one, other)
+    g = cast_forward(g, recipe.grad)
+    assert_same(
+        got, outcome(lambda: F.scaled_dot_product_attention(*cast, is_causal=True), cast, g)
+    )
 
 
 def _mask(shape, floating: bool) -> Tensor:
@@ -60,14 +60,10 @@ OPTIONS = {
 
 def compare(operands: list[Tensor], g: Tensor, options, **near) -> None:
     """Output and gradients of two products without casts, and of torch."""
-    found = []
-    for attend in (lambda *given: by_products(*given, cast=False, **options)[0], None):
-        leaves = [x.clone().requires_grad_() for x in operands]
-        y = attend(*leaves) if attend else F.scaled_dot_product_attention(*leaves, **options)
-        found.append([y.detach(), *torch.autograd.grad(y, leaves, g)])
-    for one, other in zip(*found, strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, **near)
+    leaves = [x.clone().requires_grad_() for x in operands]
+    ours = outcome(lambda: by_products(*leaves, cast=False, **options)[0], leaves, g)
+    torchs = outcome(lambda: F.scaled_dot_product_attention(*leaves, **options), leaves, g)
+    assert_near(ours, torchs, **near)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import gc
 import warnings
 from itertools import pairwise
 
@@ -19,6 +18,7 @@ from fp8.lab.preflight.trace import trace
 from fp8.products.grouped import grouped_mm
 from fp8.products.matmul import linear, matmul
 from tests.fp8.blocks import block, keeper
+from tests.fp8.compare import assert_near, assert_same, bytes_kept, outcome
 from tests.reference import nearest
 
 K, N, GROUPS = 40, 24, 4
@@ -79,6 +79,12 @@ def operands(shape, dtype=torch.float32):
     return loop, a, b, right, offs
 
 
+def both(call, a, b):
+    """The result and the gradients of both operands."""
+    y = call()
+    return outcome(lambda: y, (a, b), randn(*y.shape, seed=2, dtype=y.dtype).detach())
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.proves("the field", "grouped products of experts", how="own")
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float64], ids=str)
@@ -90,17 +96,11 @@ def test_is_a_loop_over_the_groups(shape, name, dtype):
     rounding of K or N or the tokens of a group, at most 49 terms, each way."""
     loop, a, b, right, offs = operands(shape, dtype)
     recipe = RECIPES[name]
-    y, expected = grouped_mm(a, right, offs, recipe=recipe), loop(a, right, recipe)
-    g = randn(*y.shape, seed=2, dtype=dtype).detach()
-    got = (y, *torch.autograd.grad(y, (a, b), g))
-    wanted = (expected, *torch.autograd.grad(expected, (a, b), g))
-    for ours, theirs in zip(got, wanted, strict=True):
-        assert ours.dtype == dtype
-        if name in INEXACT and dtype != BF16:
-            bound = 49 * torch.finfo(dtype).eps * float(theirs.detach().abs().max())
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)
-        else:
-            assert torch.equal(ours, theirs)
+    got = both(lambda: grouped_mm(a, right, offs, recipe=recipe), a, b)
+    for ours, theirs in zip(got, both(lambda: loop(a, right, recipe), a, b), strict=True):
+        inexact = name in INEXACT and dtype != BF16
+        bound = 49 * torch.finfo(dtype).eps * float(theirs.abs().max()) if inexact else 0
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)
 
 
 SUMMED = [
@@ -121,12 +121,9 @@ def test_sums_of_an_accelerator_are_those_of_a_loop(shape, name, chip, promote):
     """Bit for bit, forward and both gradients."""
     loop, a, b, right, offs = operands(shape)
     recipe = dataclasses.replace(RECIPES[name], accumulate=chip, promote=promote)
-    y, expected = grouped_mm(a, right, offs, recipe=recipe), loop(a, right, recipe)
-    g = randn(*y.shape, seed=2).detach()
-    got = (y, *torch.autograd.grad(y, (a, b), g))
-    wanted = (expected, *torch.autograd.grad(expected, (a, b), g))
-    assert all(map(torch.equal, got, wanted))
-    assert not torch.equal(y, grouped_mm(a, right, offs, recipe=RECIPES[name]))
+    got = both(lambda: grouped_mm(a, right, offs, recipe=recipe), a, b)
+    assert_same(got, both(lambda: loop(a, right, recipe), a, b))
+    assert not torch.equal(got[0], grouped_mm(a, right, offs, recipe=RECIPES[name]))
 
 
 def multiplied(op, a, b):
@@ -193,13 +190,9 @@ def test_the_mode_computes_torchs_function(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scales_are_those_of_the_operands(shape, scales):
     _, a, b, right, offs = operands(shape, torch.float64)
-    y = grouped_mm(a, right, offs, scales=scales)
-    plain = grouped_mm(a, right, offs)
-    g = randn(*y.shape, seed=2, dtype=torch.float64).detach()
-    torch.testing.assert_close(y, scales[0] * plain)
-    got, own = torch.autograd.grad(y, (a, b), g), torch.autograd.grad(plain, (a, b), g)
-    for ours, theirs, scale in zip(got, own, scales[1:], strict=True):
-        torch.testing.assert_close(ours, scale * theirs)
+    got = both(lambda: grouped_mm(a, right, offs, scales=scales), a, b)
+    plain = both(lambda: grouped_mm(a, right, offs), a, b)
+    assert_near(got, [scale * x for scale, x in zip(scales, plain, strict=True)])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -366,11 +359,7 @@ def test_compiled_is_eager(name, chip):
     if name == "static":
         fp8.calibrate(model, args)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    results = []
-    for run in (model, compiled):
-        y = run(*args)
-        results.append((y, *torch.autograd.grad(y.float().square().sum(), model.parameters())))
-    assert all(map(torch.equal, *results))
+    assert_same(*(outcome(lambda r=run: r(*args), model.parameters()) for run in (model, compiled)))
 
 
 def test_compiled_under_autocast_in_float32():
@@ -381,12 +370,11 @@ def test_compiled_under_autocast_in_float32():
         with fp8.autocast("mxfp8"):
             return F.grouped_mm(x, w.mT, offs=OFFS)
 
-    eager, compiled = product(x, w), torch.compile(product, fullgraph=True)(x, w)
-    assert torch.equal(eager, compiled)
-    grads = [torch.autograd.grad(y.square().sum(), (x, w)) for y in (eager, compiled)]
-    assert all(map(torch.equal, *grads))
+    compiled = torch.compile(product, fullgraph=True)
+    eager, graph = (outcome(lambda r=run: r(x, w), (x, w)) for run in (product, compiled))
+    assert_same(graph, eager)
     with torch.autocast("cpu", torch.bfloat16):  # which has no grouped product
-        assert torch.equal(product(x, w), eager)
+        assert torch.equal(product(x, w), eager[0])
 
 
 def test_checkpointed():
@@ -394,26 +382,12 @@ def test_checkpointed():
     results = []
     for run in (model, lambda *a: checkpoint(model, *a, use_reentrant=False)):
         results.append(torch.autograd.grad(run(*args).square().sum(), model.parameters()))
-    assert all(map(torch.equal, *results))
-
-
-def saved_bytes(call):
-    found = {}
-
-    def pack(t):
-        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = call()
-    del y
-    gc.collect()
-    return sum(found.values())
+    assert_same(*results)
 
 
 def test_operands_are_saved_in_one_byte():
     x, w = randn(TOKENS, K), randn(GROUPS, N, K, seed=1)
-    saved = saved_bytes(lambda: grouped_mm(x, w.mT, OFFS, recipe=RECIPES["tensor"]))
+    saved = bytes_kept(lambda: grouped_mm(x, w.mT, OFFS, recipe=RECIPES["tensor"]))
     assert saved == TOKENS * K + GROUPS * N * K + 4 * (TOKENS + GROUPS) + 4 * GROUPS
 
 
@@ -426,10 +400,8 @@ def test_native_computes_each_group_by_kernels():
     results = []
     for backend in ("native", "simulate"):
         with fp8.autocast(recipe, backend=backend):
-            y = F.grouped_mm(x, w.mT, offs=OFFS)
-        results.append((y, *torch.autograd.grad(y.square().sum(), (x, w))))
-    for native, simulated in zip(*results, strict=True):
-        torch.testing.assert_close(native, simulated, rtol=2**-10, atol=2**-10)
+            results.append(outcome(lambda: F.grouped_mm(x, w.mT, offs=OFFS), (x, w)))
+    assert_near(*results, rtol=2**-10, atol=2**-10)
 
 
 def test_stats_name_the_stack():
@@ -495,23 +467,13 @@ def test_mxfp8_is_torchaos():
     values: groups are multiples of 32 there."""
     offs = torch.tensor([32, 32, 64, 96], dtype=torch.int32)
     x, w = randn(TOKENS, 64, dtype=BF16), randn(GROUPS, 32, 64, seed=1, dtype=BF16)
-    results = []
-    for ours in (True, False):
-        if ours:
-            y = grouped_mm(x, w.mT, offs, recipe=RECIPES["mxfp8"])
-        else:
-            y = _to_mxfp8_then_scaled_grouped_mm(
-                x,
-                w.mT,
-                offs=offs,
-                kernel_preference=KernelPreference.EMULATED,
-                scale_calculation_mode=ScaleCalculationMode.RCEIL,
-                pad_token_groups_for_grouped_mm=False,
-            )
-        g = randn(*y.shape, seed=2, dtype=BF16).detach()
-        results.append((y, *torch.autograd.grad(y, (x, w), g)))
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs)
+    how = {
+        "kernel_preference": KernelPreference.EMULATED,
+        "scale_calculation_mode": ScaleCalculationMode.RCEIL,
+        "pad_token_groups_for_grouped_mm": False,
+    }
+    theirs = both(lambda: _to_mxfp8_then_scaled_grouped_mm(x, w.mT, offs=offs, **how), x, w)
+    assert_same(both(lambda: grouped_mm(x, w.mT, offs, recipe=RECIPES["mxfp8"]), x, w), theirs)
 
 
 def test_scales_by_column_of_a_group_are_torchaos():

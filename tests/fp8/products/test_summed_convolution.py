@@ -15,6 +15,7 @@ from fp8.products.convolution import conv, conv_transpose
 from fp8.products.matmul import linear
 from fp8.recipes.cast import Cast
 from fp8.recipes.recipe import Recipe
+from tests.fp8.compare import assert_same, outcome
 
 ONE = Cast(format="e4m3", scaling="tensor")
 HOPPER = Recipe(name="one", input=ONE, weight=ONE, grad=ONE, accumulate="hopper")
@@ -108,11 +109,10 @@ def test_is_the_product_of_what_is_unfolded(case, recipe):
     with fp8.autocast(recipe):
         y = conv(x, w, **given)
     g = randn(*y.shape, seed=2).detach()
-    got = (y, *torch.autograd.grad(y, (x, w), g))
     plain = Unfolded(case)
-    for dim in range(3):
+    for dim, got in enumerate(outcome(lambda: y, (x, w), g)):
         wanted = expected(dim, plain, x.detach(), w.detach(), g, recipe)
-        assert torch.equal(got[dim].detach(), wanted.reshape(got[dim].shape)), dim
+        assert torch.equal(got, wanted.reshape(got.shape)), dim
 
 
 def expected(dim: int, plain: Unfolded, x: Tensor, w: Tensor, g: Tensor, recipe: Recipe) -> Tensor:
@@ -163,8 +163,7 @@ def three(recipe: Recipe | str | None, dtype: torch.dtype = torch.float32, **giv
     leaves = [t.requires_grad_() for t in (x, w, b)]
     with fp8.autocast(recipe) if recipe else torch.enable_grad():
         y = conv(*leaves, **settings, **given)
-    g = randn(*y.shape, seed=2).detach().to(dtype)
-    return [y.detach(), *torch.autograd.grad(y, leaves, g)]
+    return outcome(lambda: y, leaves, randn(*y.shape, seed=2).detach().to(dtype))
 
 
 @pytest.mark.parametrize("recipe", [HOPPER, CDNA3, FORMATS], ids=lambda recipe: recipe.name)
@@ -203,11 +202,8 @@ def test_compiled_is_eager():
     second = nn.ConvTranspose2d(4, 8, 3, groups=2, bias=False)
     model = fp8.convert(nn.Sequential(first, second), HOPPER)
     x, g = randn(2, 8, 7, 6), randn(2, 8, 6, 5, seed=1).detach()
-    results = []
-    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        y = run(x)
-        results.append((y, *torch.autograd.grad(y, (x, *model.parameters()), g)))
-    assert all(map(torch.equal, *results))
+    leaves, compiled = (x, *model.parameters()), torch.compile(model, backend="aot_eager")
+    assert_same(*(outcome(lambda r=run: r(x), leaves, g) for run in (compiled, model)))
 
 
 def test_histories_are_recorded():

@@ -21,7 +21,7 @@ import fp8
 from fp8 import RECIPES
 from fp8.casts import casting
 from fp8.casts.casting import is_whole
-from fp8.formats.quantize import quantize_operand
+from fp8.formats.quantize import round_operand
 from fp8.selection.layers import LAYERS
 
 # Layer -> (constructor, input).
@@ -264,7 +264,7 @@ def test_checkpointed_layers_are_cast_in_the_recomputation_too(
     if compiled and reentrant:
         pytest.skip("torch does not compile it")
     torch.manual_seed(0)
-    block = fp8.convert(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "unit")
+    block = fp8.convert(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Conv1d(4, 4, 3)), "unit")
     x = torch.randn(4, 8, requires_grad=True)
 
     def checkpointed(x: Tensor) -> Tensor:
@@ -273,9 +273,9 @@ def test_checkpointed_layers_are_cast_in_the_recomputation_too(
     want = torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()])
     if compiled:
         checkpointed = torch.compile(checkpointed, fullgraph=True, backend="aot_eager")
-    casts = Mock(wraps=quantize_operand)
+    casts = Mock(wraps=round_operand)
     if not compiled:
-        monkeypatch.setattr(casting, "quantize_operand", casts)
+        monkeypatch.setattr(casting, "round_operand", casts)
     y = checkpointed(x)
     forward = casts.call_count
     y.square().sum().backward()
@@ -283,17 +283,6 @@ def test_checkpointed_layers_are_cast_in_the_recomputation_too(
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
     if not compiled:  # two operands in each layer, again, and two gradients
         assert (forward, casts.call_count) == (4, 4 + 4 + 2)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_convolutions(reentrant: bool) -> None:
-    torch.manual_seed(0)
-    layer = fp8.convert(nn.Conv1d(8, 8, 3), "unit")
-    x = torch.randn(2, 8, 6, requires_grad=True)
-    want = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
-    checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
-    got = [x.grad, *(p.grad for p in layer.parameters())]
-    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 def test_bad_input() -> None:

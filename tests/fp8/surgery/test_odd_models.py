@@ -217,30 +217,3 @@ def test_histories_of_a_module_with_two_names(tmp_path):
 def test_layers_without_a_weight_yet(use):
     with pytest.raises(ValueError, match="0 has no weight yet: call the model once"):
         use(nn.Sequential(nn.LazyLinear(4)))
-
-
-class Image(torch.Tensor):
-    """As those of MONAI and torchvision: results have its class."""
-
-    def new_empty(self, size, **options):
-        return self.as_subclass(torch.Tensor).new_empty(size=size, **options)
-
-
-@pytest.mark.parametrize("recipe", ["unit", "static", "tensor", "mxfp8"])
-def test_subclasses_of_tensors(recipe):
-    """They stay what they are, have the values of plain ones, and may be written into."""
-    torch.manual_seed(0)
-    parts = [nn.Conv2d(1, 32, 3), nn.ReLU(inplace=True), nn.Flatten(-2), nn.Linear(36, 32)]
-    model = fp8.convert(nn.Sequential(*parts, nn.LeakyReLU(inplace=True)), recipe)
-    plain = torch.randn(4, 1, 8, 8)
-    image = plain.clone().as_subclass(Image)
-    if recipe == "static":
-        fp8.calibrate(model, plain, lambda y: y.square().mean())
-    found = []
-    for x in (plain, image):
-        model.zero_grad()
-        output = model(x)
-        output.square().mean().backward()
-        found.append([output.detach(), *(p.grad.clone() for p in model.parameters())])
-    assert isinstance(output, Image)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

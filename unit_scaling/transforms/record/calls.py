@@ -15,10 +15,9 @@ from torch.autograd.graph import Node
 from torch.func import debug_unwrap
 
 from fp8.common.compiler import FirstLook, called
-from fp8.common.threads import frames
+from fp8.common.threads import frames, function_of
 from fp8.modes.control_flow import depends_on_values, run_within, runs_functions
-from fp8.modes.dispatch import expansion
-from fp8.modes.unseen import OPERATORS, function_of
+from fp8.modes.dispatch import OPERATORS, expansion
 
 from .. import install
 from .copies import package_of

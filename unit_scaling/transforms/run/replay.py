@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from fp8.casts.measuring import MEASURING
 from fp8.common.compiler import called
 from fp8.common.threads import Stack
-from fp8.context.active import ACTIVE, with_static
 from fp8.modes.control_flow import RUNS
 from fp8.modes.dispatch import COMPOSED
+from fp8.products.active import ACTIVE, with_static
 
 from ...rules.table import OPS
 from ..install import Args, Given, Kwargs

@@ -151,12 +151,14 @@ def is_graph_inside() -> bool:
 def product_recipe(unit: bool = False) -> Recipe | None:
     """`active_recipe` for a product. unit: whether it is one of unit-scaled tensors. Raises
     RuntimeError where the product could be computed without casts, see the messages below."""
-    block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
-    if block is not None and not torch.compiler.is_dynamo_compiling():
-        _check_entered(block)
-    if block is None or block.recipe is None:
+    if not ACTIVE.blocks:
         return None
-    if not block.reenters and in_reentrant():
+    block = ACTIVE.blocks[-1]
+    if not torch.compiler.is_dynamo_compiling():
+        _check_entered(block)
+    if block.recipe is None:
+        return None
+    if not block.reenters and not torch.is_grad_enabled() and in_reentrant():
         raise RuntimeError(_REENTRANT)
     return block.unit_recipe if unit else block.recipe
 
@@ -236,16 +238,20 @@ def histories(
     """The state of the operands of a product and of its gradient (the last of ``casts``), which the
     enclosing layer of `fp8.convert` has; None where the scaling or a run without values has none.
     groups: the number of those of a grouped product, which have states of their own."""
-    if recipe is None or in_shape_inference():
+    keeps = recipe is not None and recipe.keeps_history
+    if recipe is None or not (keeps or ACTIVE.gradients) or in_shape_inference():
         return [None] * len(casts)
-    if not recipe.keeps_history:
-        return _planned(operands[0].device, casts, groups)
+    pass_, device = measuring(), operands[0].device
+    states: list[Any] = [None] * len(casts)
+    if pass_ is not None and not pass_.of_states:
+        return states
+    if not keeps:  # a plan keeps the static scale of the gradient for the running call
+        if casts[-1] is not None and casts[-1].scaling == "unit":
+            states[-1] = ACTIVE.gradients[-1].buffer(groups, device)
+        return states
     block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
     if block is None or block.state is None:
         raise ValueError(NO_STATE.format(recipe.name))
-    pass_, device = measuring(), operands[0].device
-    if pass_ is not None and not pass_.of_states:
-        return [None] * len(casts)
     name = block.state.name_of(product, *operands)
     roles = [*map(role_of, range(len(casts) - 1)), "grad"]
     return [
@@ -254,16 +260,6 @@ def histories(
         else None
         for role, cast in zip(roles, casts, strict=True)
     ]
-
-
-def _planned(device: torch.device, casts: Sequence[Cast | None], groups: int) -> list[Any]:
-    """The static scale of the gradient, if a plan keeps one for the running call."""
-    found: list[Any] = [None] * len(casts)
-    grad, pass_ = casts[-1], measuring()
-    known = pass_ is None or pass_.of_states
-    if ACTIVE.gradients and known and grad is not None and grad.scaling == "unit":
-        found[-1] = ACTIVE.gradients[-1].buffer(groups, device)
-    return found
 
 
 NO_STATE = (
@@ -276,14 +272,12 @@ def layer_histories(
     recipe: Recipe | None, product: str, a: Tensor, b: Tensor, layer: bool = True, groups: int = 0
 ) -> list[Any]:
     """`histories` of a product of an input and a weight (layer) or of two inputs."""
-    if recipe is None:
+    if recipe is None or not (recipe.keeps_history or ACTIVE.gradients):
         return [None] * 3
     casts = (recipe.input, recipe.weight if layer else recipe.input, recipe.grad)
     return histories(recipe, product, (a, b), *casts, groups=groups)
 
 
-def chosen(recipe: Recipe | None, backend: str, unit: bool) -> tuple[Recipe | None, str]:
-    """Recipe and backend of a product; those of the enclosing block if ``recipe`` is None."""
-    if recipe is not None or not ACTIVE.blocks:
-        return recipe, backend
+def chosen(unit: bool) -> tuple[Recipe | None, str]:
+    """Recipe and backend of a product by the innermost block, of which there is one."""
     return product_recipe(unit), ACTIVE.blocks[-1].backend

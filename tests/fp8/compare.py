@@ -1,0 +1,41 @@
+"""What a call computes: its result and gradients, and what autograd keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def outcome(
+    call: Callable[[], Tensor], leaves: Iterable[Tensor], grad: Tensor | None = None
+) -> list[Tensor]:
+    """The result of ``call()`` and the gradients of ``leaves``, of ``grad`` (None: of the sum of
+    squares of the result)."""
+    y = call()
+    wide = torch.promote_types(y.dtype, torch.float32)
+    end = y.to(wide).square().sum() if grad is None else y
+    return [y.detach(), *torch.autograd.grad(end, list(leaves), grad, retain_graph=True)]
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """To the bit, with their dtypes."""
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor], **near: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **near)
+
+
+def bytes_kept(run: Callable[[], Tensor], *, beside: Iterable[Tensor] = ()) -> int:
+    """Of the storages that autograd holds after ``run()``, each once, those of ``beside`` not."""
+    held: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        y = run()
+    assert y.requires_grad
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    there = {t.untyped_storage().data_ptr() for t in beside}
+    return sum(size for pointer, size in sizes.items() if pointer not in there)
