@@ -277,22 +277,20 @@ class autocast:
         #: The block with whose settings a checkpoint or a decorated function opens this one.
         self.origin: autocast | None = None
         layers: _Layers = {}
+        source, casts = recipe, True
         if isinstance(recipe, Policy):
             layers = _layers_by_policy(recipe, model) if enabled else {}
-            enabled = enabled and (recipe.recipe is not None or bool(layers))
-            given, cast = source_of(recipe.recipe), recipe.recipe is not None
-        else:
-            given, cast = recipe_unless_auto(recipe), True
-        given = None if isinstance(given, str) else given
-        chosen = given or PLAIN
-        if enabled:
-            for used in (chosen, *filter(None, layers.values())):
-                if used.keeps_history and self.state is None:
-                    raise ValueError(NO_STATE.format(used.name))
-        cast = cast and enabled
-        self.recipe = chosen if cast else None
+            source, casts = source_of(recipe.recipe) or AUTO, recipe.recipe is not None
+            enabled = enabled and (casts or bool(layers))
+        explicit = recipe_unless_auto(source)  # type: ignore[arg-type]
+        base = explicit or PLAIN
+        for each in (base, *filter(None, layers.values())) if enabled else ():
+            if each.keeps_history and self.state is None:
+                raise ValueError(NO_STATE.format(each.name))
+        casts = casts and enabled
+        self.recipe = base if casts else None
         #: The recipe of products of unit-scaled functions.
-        self.unit_recipe = (given or UNIT) if cast else None
+        self.unit_recipe = (explicit or UNIT) if casts else None
         #: The layers that have recipes of their own, and their hooks while the block is open.
         self.layers = layers
         self._hooks: list[Any] = []
@@ -300,7 +298,7 @@ class autocast:
         #: The layer whose hook opened the block, if any.
         self.layer: nn.Module | None = None
         self.opaque = opaque
-        self.backend = checked_backend(backend, chosen) if enabled else "simulate"
+        self.backend = checked_backend(backend, base) if enabled else "simulate"
         self._asked = backend
         #: Whether a recomputation in the backward pass opens the block again by itself.
         self.reenters = False
@@ -419,12 +417,11 @@ def _layers_by_policy(policy: Policy, model: nn.Module | None) -> _Layers:
             "a policy that selects layers (rules, first, last, keep) needs their names: "
             f"fp8.autocast(policy, model=model), not model={model!r}"
         )
-    own = source_of(policy.recipe)
-    found = resolve(policy, model, every=True)
+    base = source_of(policy.recipe)
     return {
         model.get_submodule(name): decision.recipe
-        for name, decision in found.items()
-        if any(source != own for source in decision.sources)
+        for name, decision in resolve(policy, model, every=True).items()
+        if any(source != base for source in decision.sources)
     }
 
 

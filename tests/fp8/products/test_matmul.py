@@ -203,6 +203,25 @@ def test_bias(dtype, recipe):
     assert_within(db, total.sum((0, 1)), total.abs().sum((0, 1)), dtype)  # no cast touches it
 
 
+SUMMED = dataclasses.replace(fp8.RECIPES["tensor"], accumulate="ada")
+
+
+@pytest.mark.parametrize(
+    "recipe", [None, fp8.RECIPES["tensor"], SUMMED], ids=["none", "tensor", "summed"]
+)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backend", ["simulate", pytest.param("native", marks=pytest.mark.native)])
+def test_the_factor_of_a_bias_is_not_one_of_its_gradient(recipe, compiled, backend):
+    torch.compiler.reset()
+    x, w, b = randn(16, 32), randn(48, 32), randn(48)
+    how = {"scales": SCALES, "recipe": recipe, "backend": backend}
+    call = torch.compile(linear, backend="aot_eager") if compiled else linear
+    y = call(x, w, b, bias_scale=0.25, **how)
+    torch.testing.assert_close(y, linear(x, w, **how) + 0.25 * b)
+    g = randn(16, 48, seed=2).detach()
+    torch.testing.assert_close(torch.autograd.grad(y, b, g)[0], SCALES[2] * g.sum(0))
+
+
 @pytest.mark.parametrize("needs", list(itertools.product((True, False), repeat=3)))
 def test_gradients_only_where_asked_for(needs):
     tensors = [randn(5, 7), randn(6, 7), randn(6)]
