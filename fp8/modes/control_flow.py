@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-# torch.compile calls a mode with it in place of a region, and has no public name for it.
-from torch._higher_order_ops.invoke_subgraph import invoke_subgraph_placeholder as REGION
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph_placeholder
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
+
+REGION = invoke_subgraph_placeholder
+"""What torch.compile calls a mode with in place of a region; it has no public name."""
 
 OPERATORS = torch.ops.higher_order
 Function = Callable[..., Any]

@@ -342,8 +342,8 @@ def multiply(
         (like,) = to_autocast_dtype(a[:0])
         unnamed = casts_of(recipe.text, layer, "", static) if name else casts
         if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
-            how = native.Settings(kinds, scales, casts, dtype_name(like.dtype), bias_scale)
-            return native.product(a, b, bias, histories, how)
+            settings = native.Settings(kinds, scales, casts, dtype_name(like.dtype), bias_scale)
+            return native.product(a, b, bias, histories, settings)
     return simulated(a, b, bias, scales, casts, histories, None, bias_scale)
 
 
