@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointError
 
 from ..common.compiler import (
@@ -60,7 +61,9 @@ def save_operands(ctx: Any, *operands: SavedOperand) -> None:
         encodings.append((dtype is not None, dtype is not None and scale is not None))
         sources.append(source)
     # torch.func unwraps saved tensors alone. (Of tensor subclasses calls are not recorded either.)
-    ctx.unwraps = not (recorded or compiling) and type(operands[0].values) is Tensor
+    ctx.unwraps = not (recorded or compiling) and all(
+        type(operand.values) in (Tensor, Parameter) for operand in operands
+    )
     if ctx.unwraps:
         saved += [source for source in sources if source is not None]
         ctx.sources = [source is not None for source in sources]

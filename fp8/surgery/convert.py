@@ -44,7 +44,7 @@ from ..selection.layers import (
     is_unit_scaled,
     layers_of,
 )
-from ..selection.policies import Decision, resolve
+from ..selection.policies import resolve
 from .swap import adapted, is_replacement, warn_nothing
 
 M = TypeVar("M", bound=nn.Module)
@@ -270,22 +270,22 @@ def convert(
     model = revert_layers(model)
     for name, module in layers.items():
         decision = decisions[name]
-        if why := "not chosen" if name in not_chosen else _why_left(module, decision):
+        recipe_here = composed(decision.sources, PLAIN)
+        why = decision.why if recipe_here is None else _unfit(module, recipe_here)
+        if why := "not chosen" if name in not_chosen else why:
             vars(module)["fp8_why"] = why
-        else:
-            _begin(module, decision.sources, backend, decision.why)
-            vars(module)["fp8_switches"] = not decision.kept
+            continue
+        add_mixin(module, Converted)
+        vars(module).update(fp8_sources=decision.sources, fp8_asked=backend, fp8_why=decision.why)
+        vars(module).update(fp8_transposed=is_transposed(module), fp8_ragged=0)
+        vars(module)["fp8_switches"] = not decision.kept
+        _leave_parametrizations(module)
+        set_recipe(module, decision.sources)
     if isinstance(recipe, Policy):
         vars(model)["fp8_policy"] = policy
     forget_checks(model)
     _warn(model)
     return expand(model)
-
-
-def _why_left(module: nn.Module, decided: Decision) -> str:
-    """Why a layer is not converted; "" if it is."""
-    recipe = composed(decided.sources, PLAIN)
-    return decided.why if recipe is None else _unfit(module, recipe)
 
 
 def check_ready(model: nn.Module) -> None:
@@ -327,14 +327,6 @@ def _adapt(model: M, policy: Policy, adapter: Any, where: Where | None) -> M:
         return name not in in_high_precision and (where is None or where(name, module))
 
     return expand(adapter.convert(model, chosen, where=casts))
-
-
-def _begin(module: nn.Module, sources: tuple[Source, ...], backend: str, why: str) -> None:
-    add_mixin(module, Converted)
-    vars(module).update(fp8_sources=sources, fp8_asked=backend, fp8_why=why)
-    vars(module).update(fp8_transposed=is_transposed(module), fp8_ragged=0)
-    _leave_parametrizations(module)
-    set_recipe(module, sources)
 
 
 def set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
