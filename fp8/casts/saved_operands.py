@@ -52,11 +52,9 @@ def save_operands(ctx: Any, *operands: SavedOperand) -> None:
         dtype = _dtype(x, spec) if spec is not None and (recorded or compiling) else None
         if dtype is None or spec is None:
             saved.append(x)
-        elif scale is None:
-            saved.append(_stored(x, dtype))
         else:
-            x = x if scale is None else in_units(x, scale, spec.rule)
-            saved.append(_stored(x, dtype) if compiling else x.to(dtype))
+            units = x if scale is None else in_units(x, scale, spec.rule)
+            saved.append(_stored(units, dtype) if compiling else units.to(dtype))
             saved += [] if scale is None else [scale]
         encodings.append((dtype is not None, dtype is not None and scale is not None))
         sources.append(source)
