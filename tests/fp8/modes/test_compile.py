@@ -177,31 +177,6 @@ def test_a_compiled_function_in_blocks_of_several_recipes(backend):
     assert_close(results(compiled, attention, x), results(call, attention, x))
 
 
-def test_nested_blocks_and_the_package_s_own_functions():
-    x, w = randn(5, 8).detach(), randn(6, 8).detach()
-
-    def run(x):
-        with fp8.autocast("unit"):
-            y = fp8.products.matmul.linear(x, w, scales=(0.5, 1.0, 1.0))
-            with fp8.autocast(COARSE):
-                y = y + F.linear(x, w)
-            return y + F.linear(x, w)
-
-    compiled = torch.compile(run, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x), run(x))
-
-
-def test_scales_without_a_recipe():
-    x, w, b = randn(5, 8), randn(6, 8), randn(6)
-
-    def run(x):
-        return fp8.products.matmul.linear(x, w, b, scales=(0.5, 3.0, 0.25))
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    expected, got = (torch.autograd.grad(f(x).sum(), (x, w, b)) for f in (run, compiled))
-    assert_close(got, expected)
-
-
 def test_a_graph_break_within_the_block_is_computed_the_same():
     layer, x = nn.Linear(8, 8), randn(5, 8)
 
