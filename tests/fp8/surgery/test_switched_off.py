@@ -47,7 +47,8 @@ def both(recipe: str | fp8.Recipe = "mxfp4") -> tuple[nn.Module, nn.Module]:
 
 def results(model: nn.Module, call=None) -> list[Tensor]:
     x = randn(3, 8, 16)
-    return outcome(lambda: (call or model)(x), [x, *model.parameters()])
+    run = model if call is None else call
+    return outcome(lambda: run(x), [x, *model.parameters()])
 
 
 def within(block, call):
