@@ -76,17 +76,6 @@ def test_a_compiled_function_that_contains_the_block(backend, recipe):
     assert_close(results(compiled, model, randn(2, 4, 8)), expected)
 
 
-def test_inductor():
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), randn(5, 8)
-
-    def block(x):
-        with fp8.autocast(COARSE):
-            return model(x)
-
-    compiled = torch.compile(block, fullgraph=True)
-    assert_close(results(compiled, model, x), results(block, model, x))
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("backend", "names"), [("aot_eager", ("nvfp4",)), ("inductor", ("mxfp8",))]

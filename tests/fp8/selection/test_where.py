@@ -217,22 +217,24 @@ def test_other_choices_are_refused_and_change_nothing(where, message):
     assert {module.fp8_recipe.name for module in model if "fp8_recipe" in vars(module)} == {"row"}
 
 
-def test_where_that_chooses_nothing_warns():
-    with pytest.warns(fp8.ConvertWarning, match=r"no layer of the Sequential .*not chosen") as seen:
-        fp8.convert(mlp(), "tensor", where=lambda name, layer: name == "up")
-    assert len(seen) == 1
-    assert seen[0].filename == __file__
+NOTHING = {
+    "no layer of the Sequential .*not chosen": lambda: fp8.convert(
+        mlp(), "tensor", where=lambda name, layer: name == "up"
+    ),
+    "bf16": lambda: fp8.convert(
+        nn.Sequential(nn.Linear(4, 4)), Policy.hidden("tensor", others="bf16")
+    ),
+    "none has a weight": lambda: fp8.convert(nn.Sequential(nn.GELU())),
+    r"a lookup, not a product \(1\)": lambda: fp8.initialize(
+        nn.Sequential(nn.Embedding(4, 4)), None, "O1"
+    ),
+}
 
 
-def test_a_policy_that_keeps_everything_warns():
-    with pytest.warns(fp8.ConvertWarning, match="bf16"):
-        fp8.convert(nn.Sequential(nn.Linear(4, 4)), Policy.hidden("tensor", others="bf16"))
-
-
-def test_a_conversion_that_changes_nothing_warns():
-    with pytest.warns(fp8.ConvertWarning, match="none has a weight"):
-        fp8.convert(nn.Sequential(nn.GELU()))
-    with pytest.warns(fp8.ConvertWarning, match=r"a lookup, not a product \(1\)"):
-        fp8.initialize(nn.Sequential(nn.Embedding(4, 4)), None, "O1")
+@pytest.mark.parametrize("message", NOTHING)
+def test_a_conversion_that_changes_nothing_warns(message):
+    with pytest.warns(fp8.ConvertWarning, match=message) as seen:
+        NOTHING[message]()
+    assert [warning.filename for warning in seen] == [__file__]
     with fp8.strict(), pytest.raises(fp8.ConvertWarning):
-        fp8.convert(nn.Sequential(nn.GELU()))
+        NOTHING[message]()
