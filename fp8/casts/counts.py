@@ -347,7 +347,7 @@ class _Report(Function):
         scale, *levels = scales
         blocks = Blocks(*levels) if levels else None  # type: ignore[arg-type]
         _RECORDERS[token].count(layer, operand, Observed(x, y, scale, format, static, blocks))
-        return x.new_empty(0)
+        return x.new_empty((0,))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
