@@ -91,7 +91,7 @@ PRIVATE = {
 #: What asks whether a graph is compiled -> why no decorator of fp8.common.compiler serves.
 COMPILING = {
     "fp8/common/compiler.py": "the decorators, and what else differs in a graph",
-    "fp8/casts/saved_operands.py": "a graph saves bytes whoever calls the function",
+    "fp8/casts/operands.py": "a graph saves bytes whoever calls the function",
     "fp8/formats/random_bits.py": "an integer of a graph may be symbolic",
     "fp8/modes/control_flow.py": "both branches of a condition are in a graph, one in eager code",
     "fp8/modes/autocast.py": "refuses to be compiled with a policy that selects layers",

@@ -1,8 +1,16 @@
-"""The casts of the operands of a layer's three products, and which operands share one copy.
+"""The operands of a layer's three products: their casts, which of them share one copy, and how they
+are saved for the backward pass.
 
 A recipe without a rule for scales ("unit") casts operands without a scale. An operand of known RMS
 may have a *static* scale factor instead: a power of two that is a constant of the call,
 ``f * Q(x / f)``.
+
+An operand with values of a format times one scale factor is saved in the dtype of the format and
+restored bit for bit. In compiled code a parameter, which is in memory anyway, may be cast a second
+time instead, and layers with the same input (query, key and value; gate and up) save its bytes
+once; in eager mode each saves a copy. A backward pass that is differentiated itself
+(``create_graph=True``) reads them with the gradient of the operand, straight through its cast.
+Under torch.func operands are saved unchanged.
 """
 
 from __future__ import annotations
@@ -11,8 +19,21 @@ import math
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..common.compiler import compiled_as, taken_as_constant
-from .casting import LoweredCast, labelled, shifted, unrotated
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import Parameter
+from torch.utils.checkpoint import CheckpointError
+
+from ..common.compiler import (
+    apply_eagerly,
+    compiled_as,
+    is_differentiated_again,
+    is_recorded,
+    taken_as_constant,
+)
+from ..formats.quantize import convertible
+from .casting import LoweredCast, in_units, labelled, resolved_format, shifted, unrotated
 
 Exponents = tuple[int, ...]
 """The base-2 logarithms of the static scale factors of operands; 0 for none."""
@@ -108,3 +129,146 @@ def copies_of(casts: Casts) -> Copies:
         b_for_grad_a=None if b else casts.b_for_grad_a,
     )
     return Copies(a, b, needed)
+
+
+# Saved for the backward pass
+
+
+class SavedOperand(NamedTuple):
+    """A tensor to save. spec: its cast. scale: its scale factor, if one is for the whole tensor.
+    source: the tensor before the cast, an input of the autograd function, which has the gradient of
+    the saved one; None for an input itself."""
+
+    values: Tensor
+    spec: LoweredCast | None = None
+    scale: Tensor | None = None
+    source: Tensor | None = None
+
+
+def save_operands(ctx: Any, *operands: SavedOperand) -> None:
+    """Saves operands for the backward pass, as bytes where that is smaller.
+
+    The first saved tensor is empty: activation checkpointing counts saved tensors, and so detects
+    that a segment with casts is recomputed outside of its block.
+    """
+    recorded, compiling = is_recorded(ctx), torch.compiler.is_compiling()
+    saved = [] if compiling else [operands[0].values.new_empty((0,))]
+    encodings, sources = [], []
+    for x, spec, scale, source in operands:
+        dtype = _dtype(x, spec) if spec is not None and (recorded or compiling) else None
+        if dtype is None or spec is None:
+            saved.append(x)
+        else:
+            units = x if scale is None else in_units(x, scale, spec.rule)
+            saved.append(_stored(units, dtype) if compiling else units.to(dtype))
+            saved += [] if scale is None else [scale]
+        encodings.append((dtype is not None, dtype is not None and scale is not None))
+        sources.append(source)
+    # torch.func unwraps saved tensors alone. (Of tensor subclasses calls are not recorded either.)
+    ctx.unwraps = not (recorded or compiling) and all(
+        type(operand.values) in (Tensor, Parameter) for operand in operands
+    )
+    if ctx.unwraps:
+        saved += [source for source in sources if source is not None]
+        ctx.sources = [source is not None for source in sources]
+    else:
+        ctx.sources = [None if compiling else _connection(source) for source in sources]
+    ctx.encodings, ctx.marked = encodings, not compiling
+    ctx.save_for_backward(*saved)
+
+
+def _connection(source: Tensor | None) -> Tensor | None:
+    """A tensor in the graph of ``source`` that does not keep its memory, except that of a leaf;
+    None if it needs no gradient. Not saved, as hooks on saved tensors would store the full size."""
+    if source is None or not source.requires_grad:
+        return None
+    if source.is_leaf:
+        return source
+    with torch.enable_grad():
+        zeros: Tensor = apply_eagerly(_Zeros, source)
+    return zeros
+
+
+def saved_operands(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
+    """The operands saved by `save_operands`, in ``dtype``, differentiable where the backward pass
+    is."""
+    tensors = iter(saved_tensors(ctx)[ctx.marked :])
+    operands = []
+    for in_bytes, scaled in ctx.encodings:
+        x = next(tensors)
+        if in_bytes:
+            x = restored(x, next(tensors) if scaled else None, dtype)
+        operands.append(x)
+    if not is_differentiated_again():
+        return operands
+    sources = ctx.sources
+    if ctx.unwraps:
+        sources = [next(tensors) if is_saved else None for is_saved in sources]
+    pairs = zip(operands, sources, strict=True)
+    return [x if s is None else x + apply_eagerly(_Zeros, s).to(x.dtype) for x, s in pairs]
+
+
+class _Zeros(Function):
+    """Negative zeros, one in memory, with the gradient of ``x``. Adding them changes no number."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.new_full((), -0.0).expand(x.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@compiled_as(lambda ctx: ctx.saved_tensors)
+def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
+    """``ctx.saved_tensors``, which an activation checkpoint recomputes. If the recomputation saved
+    other tensors, the error names the remedy."""
+    try:
+        return ctx.saved_tensors
+    except CheckpointError as error:
+        raise CheckpointError(f"{_RECOMPUTED}\n{error}") from error
+
+
+_RECOMPUTED = (
+    "a product with casts was recomputed differently: a checkpoint inside of fp8.autocast "
+    "recomputes outside of it, without casts, unless it is called with "
+    "checkpoint(..., use_reentrant=False, context_fn=fp8.checkpoint_contexts), and one inside of "
+    "fp8.override needs its backward pass inside of the block"
+)
+
+
+def _dtype(x: Tensor, spec: LoweredCast) -> torch.dtype | None:
+    """The FP8 dtype in which ``x`` is saved; None to save it unchanged."""
+    if spec.tile != (0, 0) or x.device.type == "mps":
+        return None
+    dtype = resolved_format(spec.format).dtype
+    return dtype if dtype is not None and dtype.itemsize < x.element_size() else None
+
+
+@compiled_as(lambda x, dtype: torch.zeros_like(x, dtype=dtype).copy_(convertible(x, dtype)))
+def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``; in a graph by a copy, because the partitioner counts twice the bytes of a
+    conversion and would save the 16-bit tensor instead."""
+    return x.to(dtype)
+
+
+def restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``data * scale``, computed in float32 or wider and rounded to ``dtype``. scale: 0-dim, or
+    broadcastable to ``data``."""
+    one_scale = scale is None or not scale.ndim
+    lookup = one_scale and type(data) is Tensor and data.dtype.itemsize == 1
+    lookup = lookup and data.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
+    source = torch.arange(256, dtype=torch.uint8).view(data.dtype) if lookup else data
+    values = source.to(torch.promote_types(dtype, torch.float32))
+    values = (values if scale is None else values * scale).to(dtype)
+    if not lookup:
+        return values
+    index = data.view(torch.uint8).flatten().int()  # a fifth of the time of a conversion
+    return values.index_select(0, index).view(data.shape)

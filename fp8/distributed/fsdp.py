@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..casts.casting import lowered, rounding_of, static_scale
-from ..casts.operands import static_exponent
-from ..casts.saved_operands import restored
+from ..casts.operands import restored, static_exponent
 from ..common.dtensor import as_shard, part_of
 from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
 from ..casts.casting import LoweredCast, format_of, lowered, rounding_of, whole_scale
-from ..casts.saved_operands import restored
+from ..casts.operands import restored
 from ..common.dtensor import as_shard, whole
 from ..common.mixin import bare_class, check_module
 from ..formats.format import get_format

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..casts.casting import LoweredCast, QuantizedOperand, lowered, shifted
-from ..casts.operands import Casts, one_copy
-from ..casts.saved_operands import saved_tensors
+from ..casts.operands import Casts, one_copy, saved_tensors
 from ..common.compiler import apply, is_differentiated_again, is_recorded, unaliased, updates_states
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from ..casts.casting import LoweredCast, as_read, cast_values, lowered
-from ..casts.saved_operands import SavedOperand, save_operands, saved_operands
+from ..casts.operands import SavedOperand, save_operands, saved_operands
 from ..common.compiler import apply, in_graph
 from ..recipes.cast import Cast
 

@@ -21,9 +21,18 @@ from torch.nn import functional as F
 from ..casts.counts import is_sampled, product_name
 from ..casts.groups import Groups, aligned, cast_groups, pieces, product_shape
 from ..casts.measuring import measuring
-from ..casts.operands import Casts, Copies, Exponents, casts_of, copies_of, one_copy
+from ..casts.operands import (
+    Casts,
+    Copies,
+    Exponents,
+    SavedOperand,
+    casts_of,
+    copies_of,
+    one_copy,
+    save_operands,
+    saved_operands,
+)
 from ..casts.rotation import rotation_signs, without_autocast
-from ..casts.saved_operands import SavedOperand, save_operands, saved_operands
 from ..common.compiler import apply, eager_only, in_graph, is_differentiated_again
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested

@@ -24,9 +24,18 @@ from torch.autograd import Function
 from ..casts.casting import LoweredCast, as_read, cast_values, rounded
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import Measurement, measuring
-from ..casts.operands import Casts, Copies, Exponents, casts_of, copies_of, one_copy
+from ..casts.operands import (
+    Casts,
+    Copies,
+    Exponents,
+    SavedOperand,
+    casts_of,
+    copies_of,
+    one_copy,
+    save_operands,
+    saved_operands,
+)
 from ..casts.rotation import rotation_signs
-from ..casts.saved_operands import SavedOperand, save_operands, saved_operands
 from ..common.compiler import (
     apply,
     apply_eagerly,

@@ -31,9 +31,8 @@ from ...casts.casting import (
     quantized,
 )
 from ...casts.groups import Groups, aligned, cast_groups, pieces, product_shape
-from ...casts.operands import one_copy
+from ...casts.operands import one_copy, saved_tensors
 from ...casts.rotation import rotation_signs
-from ...casts.saved_operands import saved_tensors
 from ...common.compiler import in_graph, is_differentiated_again, updates_states
 from ...formats.format import get_format
 from ...formats.quantize import check_dtype

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 
 from fp8.casts.casting import lowered
-from fp8.casts.saved_operands import _stored
+from fp8.casts.operands import _stored
 from fp8.native.kernels import _filled, store
 from fp8.recipes.cast import Cast
 
