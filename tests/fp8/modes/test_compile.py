@@ -187,11 +187,11 @@ def test_a_graph_break_within_the_block_is_computed_the_same():
 
 def test_a_block_that_is_opened_in_pieces_is_an_error_by_name():
     """torch compiles ``__enter__`` by itself then, and later what the block calls."""
-    layer, x = nn.Linear(8, 8), randn(5, 8)
+    layer, x = torch.compiler.disable(nn.Linear(8, 8)), randn(5, 8)
 
     def block(x):
         with fp8.autocast("tensor"):
-            return torch.compiler.disable(layer)(x)
+            return layer(x)
 
     with pytest.raises(RuntimeError, match="could not be compiled in one piece"):
         torch.compile(block, backend="eager")(x)
