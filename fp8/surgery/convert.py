@@ -44,7 +44,7 @@ from ..selection.layers import (
     is_unit_scaled,
     layers_of,
 )
-from ..selection.policies import resolve
+from ..selection.policies import Decision, resolve
 from .swap import adapted, is_replacement, warn_nothing
 
 M = TypeVar("M", bound=nn.Module)
@@ -270,15 +270,13 @@ def convert(
     model = revert_layers(model)
     for name, module in layers.items():
         decision = decisions[name]
-        recipe_here = composed(decision.sources, PLAIN)
-        why = decision.why if recipe_here is None else _unfit(module, recipe_here)
-        if why := "not chosen" if name in not_chosen else why:
+        if why := "not chosen" if name in not_chosen else _why_left(module, decision):
             vars(module)["fp8_why"] = why
             continue
         add_mixin(module, Converted)
         vars(module).update(fp8_sources=decision.sources, fp8_asked=backend, fp8_why=decision.why)
         vars(module).update(fp8_transposed=is_transposed(module), fp8_ragged=0)
-        vars(module)["fp8_switches"] = not decision.kept
+        vars(module).update(fp8_switches=not decision.kept)
         _leave_parametrizations(module)
         set_recipe(module, decision.sources)
     if isinstance(recipe, Policy):
@@ -286,6 +284,12 @@ def convert(
     forget_checks(model)
     _warn(model)
     return expand(model)
+
+
+def _why_left(module: nn.Module, decision: Decision) -> str:
+    """Why a layer is not converted; "" if it is."""
+    recipe = composed(decision.sources, PLAIN)
+    return decision.why if recipe is None else _unfit(module, recipe)
 
 
 def check_ready(model: nn.Module) -> None:
