@@ -290,8 +290,12 @@ def _times(x: Tensor, scale: float) -> Tensor:
 
 
 def _scaled_bias(bias: Tensor | None, scale: float) -> Tensor | None:
-    """The bias as it is added, in the dtype of the enclosing `torch.autocast`."""
-    return None if bias is None else to_autocast_dtype(_times(bias, scale))[0]
+    """The bias as it is added, in the dtype of the enclosing `torch.autocast`. One of integers is
+    not scaled: torch refuses to add it."""
+    if bias is None:
+        return None
+    numbers = bias.dtype.is_floating_point or bias.dtype.is_complex
+    return to_autocast_dtype(_times(bias, scale) if numbers else bias)[0]
 
 
 def _of_bias(grad: Tensor, scale: float) -> Tensor:
