@@ -210,7 +210,7 @@ PRODUCT_FLOW = (
         where="fp8/products/matmul.py",
         about="s_y is the alpha of addmm",
         aside="saves Q(x) and Q(w)",
-        aside_where="fp8/casts/saved_operands.py",
+        aside_where="fp8/casts/operands.py",
     ),
     Step(
         what="backward: dx = s_dx Q(g) Q(w), dw = s_dw Q(g)ᵀ Q(x)",
