@@ -6,15 +6,7 @@ they are first read.
 
 from typing import TYPE_CHECKING
 
-from .common.pitfalls import (
-    CheckpointWarning,
-    ConvertWarning,
-    OptimizerWarning,
-    PitfallWarning,
-    RecipeWarning,
-    ScaleWarning,
-    strict,
-)
+from . import warnings
 from .common.removed import attributes_of
 from .formats.format import FORMATS, Format
 from .formats.quantize import quantize
@@ -28,24 +20,19 @@ from .surgery.convert import advance, convert, report, revert
 from .surgery.override import override
 from .tensors.scaled_tensor import ScaledTensor, scaled
 from .version import __version__
+from .warnings import PitfallWarning, strict
 
 __all__ = [
     "FORMATS",
     "LEVELS",
     "RECIPES",
     "Cast",
-    "CheckpointWarning",
-    "ConvertWarning",
     "Format",
     "LayerNorm2d",
-    "Level",
-    "OptimizerWarning",
     "PitfallWarning",
     "Policy",
     "Recipe",
-    "RecipeWarning",
     "Rule",
-    "ScaleWarning",
     "ScaledTensor",
     "__version__",
     "advance",
@@ -73,13 +60,13 @@ __all__ = [
     "stats",
     "store_frozen",
     "strict",
+    "warnings",
     "weights",
 ]
 
 LATE = {
     "LEVELS": "fp8.levels.initialize",
     "LayerNorm2d": "fp8.norms.norm",
-    "Level": "fp8.levels.initialize",
     "apply_low_precision_layernorm": "fp8.norms.low_precision",
     "blame": "fp8.lab.blame",
     "eject": "fp8.surgery.eject",
@@ -105,7 +92,7 @@ if TYPE_CHECKING:
     from .lab.parity import parity
     from .lab.preflight.preflight import preflight
     from .lab.stats import stats
-    from .levels.initialize import LEVELS, Level, initialize
+    from .levels.initialize import LEVELS, initialize
     from .levels.weights import store_frozen
     from .norms.low_precision import apply_low_precision_layernorm
     from .norms.norm import LayerNorm2d

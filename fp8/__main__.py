@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from .common.libraries import need, transforms
-from .common.pitfalls import OWN
 from .common.report import as_table
 from .common.step import seeded
 from .formats.format import FORMATS, Format
@@ -40,6 +39,7 @@ from .recipes.cast import Cast
 from .recipes.policy import Policy
 from .recipes.recipe import RECIPES, Recipe, get_recipe
 from .version import __version__
+from .warnings import OWN
 
 
 def _format_row(format: Format) -> tuple[Any, ...]:

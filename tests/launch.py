@@ -18,7 +18,7 @@ from threading import Timer
 
 import torch.distributed as dist
 
-from fp8 import RecipeWarning
+from fp8.warnings import RecipeWarning
 
 ROOT = Path(__file__).parents[1]
 #: GLOO talks over the loopback interface.

@@ -8,6 +8,7 @@ LAYERS = {
     "fp8": """
         version
         common
+        warnings
         formats
         recipes
         tensors

@@ -30,7 +30,7 @@ from notebooks.transfer import (
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "notebooks" / "umup_transfer.ipynb"
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:AdamW steps:fp8.OptimizerWarning"),  # a sweep
+    pytest.mark.filterwarnings("ignore:AdamW steps:fp8.warnings.OptimizerWarning"),  # a sweep
     pytest.mark.usefixtures("one_thread"),  # models this small are slower on several
 ]
 TINY = {"context": 8, "batch_size": 4, "eval_batches": 2}

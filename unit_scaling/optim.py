@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fp8.common.compiler import eager_only
-from fp8.common.pitfalls import OptimizerWarning, warn_once
 from fp8.common.validation import check_name, check_number
+from fp8.warnings import OptimizerWarning, warn_once
 
 from .checks.late import LateRates
 from .parameter import ParameterData, has_parameter_data, tags_of

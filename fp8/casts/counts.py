@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ..common.compiler import eager_only
-from ..common.pitfalls import RecipeWarning, ScaleWarning, warn_once
 from ..common.threads import in_shape_inference
 from ..formats.format import Format, get_format
+from ..warnings import RecipeWarning, ScaleWarning, warn_once
 
 if TYPE_CHECKING:
     from ..recipes.recipe import Recipe

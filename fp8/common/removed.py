@@ -33,9 +33,15 @@ _RECIPE_FIELDS = {"attention_scores": _ATTENTION, "attention_values": _ATTENTION
 INSTEAD: dict[str, dict[str, str]] = {
     "fp8": {
         "AmaxHistory": _BY_LAYER,
-        "NoEffectWarning": "it is a ConvertWarning",
+        "CheckpointWarning": "it is fp8.warnings.CheckpointWarning",
+        "ConvertWarning": "it is fp8.warnings.ConvertWarning",
+        "Level": "it is in fp8.levels.initialize",
+        "NoEffectWarning": "it is fp8.warnings.ConvertWarning",
+        "OptimizerWarning": "it is fp8.warnings.OptimizerWarning",
         "Preflight": "it is in fp8.lab.preflight.preflight",
         "PreflightError": "it is in fp8.lab.preflight.preflight",
+        "RecipeWarning": "it is fp8.warnings.RecipeWarning",
+        "ScaleWarning": "it is fp8.warnings.ScaleWarning",
         "dump": "it is in fp8.lab.stats",
         "export_weights": (
             "model.state_dict() loads into the plain model; at O3 "

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from ..common.dtensor import is_dtensor
 from ..common.mixin import Mixin, add_mixin, check_module, remove_mixin
-from ..common.pitfalls import ConvertWarning, warn_once
 from ..common.validation import check_name
 from ..selection.layers import LAYERS, Where, checked_where, is_transposed, why_quantized
 from ..surgery.convert import check_ready
 from ..tensors import scaled_tensor
 from ..tensors.scaled_tensor import DTYPES, Memory, ScaledTensor, gradient
+from ..warnings import ConvertWarning, warn_once
 
 M = TypeVar("M", bound=nn.Module)
 

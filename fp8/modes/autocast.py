@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ..casts.counts import OPEN, check_block
 from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_constant
-from ..common.pitfalls import RecipeWarning, show
 from ..common.removed import refuses_removed
 from ..common.threads import (
     Setting,
@@ -51,6 +50,7 @@ from ..recipes.history import LayerState
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, recipe_unless_auto
 from ..selection.policies import resolve
+from ..warnings import RecipeWarning, show
 from .control_flow import run_within, runs_functions, within
 from .dispatch import (
     EXPANDED,

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from ..casts.casting import cast_backward, cast_forward, is_whole
 from ..casts.counts import product_name
 from ..common.compiler import in_graph
-from ..common.pitfalls import RecipeWarning, warn_once
 from ..formats.quantize import refuse_nested
 from ..products import matmul
 from ..products.activations import ACTIVATIONS
@@ -31,6 +30,7 @@ from ..products.einsum import as_equation, einsum, in_pairs, sums_products
 from ..products.grouped import grouped_mm
 from ..products.sums import warn_unsummed
 from ..recipes.recipe import Recipe
+from ..warnings import RecipeWarning, warn_once
 from .control_flow import REGION, RUNS, in_python
 
 T = TypeVar("T")

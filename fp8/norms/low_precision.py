@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..common.compiler import FIRST_LOOK, called
 from ..common.mixin import Mixin, add_mixin, bare_class, check_module, remove_mixin
-from ..common.pitfalls import ConvertWarning, warn_once
 from ..common.report import CHANGES, LEFT_ALONE, Change, Row
 from ..formats.format import dtype_name
+from ..warnings import ConvertWarning, warn_once
 from . import norm
 from .layer_norm2d import layer_norm2d
 

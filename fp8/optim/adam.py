@@ -30,13 +30,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..common.dtensor import part_of
-from ..common.pitfalls import OptimizerWarning, warn_once
 from ..common.removed import refuses_removed
 from ..common.validation import check_flag, check_name, check_number
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
 from ..recipes.scaling import scale_of_number
 from ..tensors.scaled_tensor import store
+from ..warnings import OptimizerWarning, warn_once
 from . import encodings
 from . import state as states
 from .base import LowPrecision, check_group, refuse

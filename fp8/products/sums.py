@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..casts.operands import Casts
-from ..common.pitfalls import RecipeWarning, warn_once
 from ..recipes.recipe import Recipe
+from ..warnings import RecipeWarning, warn_once
 
 Scales = tuple[float, float, float]
 """Factors of the output and of the gradients of the first and second operand."""

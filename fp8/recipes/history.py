@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..common.compiler import taken_as_constant
 from ..common.dtensor import part_of
 from ..common.mixin import check_module
-from ..common.pitfalls import PitfallWarning, show
+from ..warnings import PitfallWarning, show
 
 _AMAX, _SCALE = "fp8_amax_", "fp8_scale_"
 _ROLES = ("input", "weight", "grad")

@@ -22,7 +22,6 @@ from ..common.mixin import (
     check_not_scripted,
     remove_mixin,
 )
-from ..common.pitfalls import RecipeWarning, warn_once
 from ..common.removed import refuses_removed
 from ..common.report import CHANGES, LEFT_ALONE, Report, Row, notes_on
 from ..modes.autocast import LayerBlock, high_precision
@@ -45,6 +44,7 @@ from ..selection.layers import (
     layers_of,
 )
 from ..selection.policies import Decision, resolve
+from ..warnings import RecipeWarning, warn_once
 from .swap import adapted, is_replacement, warn_nothing
 
 M = TypeVar("M", bound=nn.Module)

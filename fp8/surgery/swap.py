@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..common.mixin import Mixin, bare_class
-from ..common.pitfalls import ConvertWarning, warn_once
 from ..common.report import LEFT_ALONE, Report, Row
 from ..selection.layers import Where, inside_attention, why_quantized
+from ..warnings import ConvertWarning, warn_once
 
 Make = Callable[[str, nn.Module], "nn.Module | str | None"]
 """(name, module) -> its replacement; the reason why it stays; or None, if it is not concerned."""

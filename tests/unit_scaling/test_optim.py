@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import unit_scaling as uu
-from fp8.common.pitfalls import OptimizerWarning
+from fp8.warnings import OptimizerWarning
 from unit_scaling.optim import (
     LR_MULT,
     RATES,

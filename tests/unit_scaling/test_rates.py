@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from fp8.common.pitfalls import OptimizerWarning
+from fp8.warnings import OptimizerWarning
 from tests.unit_scaling.test_optim import each_optimizer
 from unit_scaling.optim import SGD, AdamW
 from unit_scaling.rules.rates import default_rate
@@ -84,7 +84,7 @@ def test_a_rate_of_zero_for_a_kind_that_changes_is_refused():
         opt.step()
 
 
-@pytest.mark.filterwarnings("ignore:.* was made before:fp8.OptimizerWarning")
+@pytest.mark.filterwarnings("ignore:.* was made before:fp8.warnings.OptimizerWarning")
 @pytest.mark.parametrize("residual", ["completep", "umup"])
 @each_optimizer
 def test_an_optimizer_made_before_the_first_call_takes_the_steps_of_one_made_after(cls, residual):

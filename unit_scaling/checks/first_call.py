@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8.common.compiler import eager_only
-from fp8.common.pitfalls import ScaleWarning, warn_once
 from fp8.common.threads import in_shape_inference
+from fp8.warnings import ScaleWarning, warn_once
 
 from ..common.constant import in_own_thread
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8.common.pitfalls import OptimizerWarning, warn_once
+from fp8.warnings import OptimizerWarning, warn_once
 
 SHARE = 0.1
 """The share of an optimizer's numbers, of which a step needs a copy, from which it is reported."""

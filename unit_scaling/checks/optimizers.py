@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8.common.compiler import eager_only
-from fp8.common.pitfalls import OptimizerWarning, warn_once
+from fp8.warnings import OptimizerWarning, warn_once
 
 from ..rules.rates import RATES, default_rate
 from .first_call import is_near_one, known_rms

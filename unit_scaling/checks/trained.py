@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fp8.common.pitfalls import ConvertWarning, warn_once
+from fp8.warnings import ConvertWarning, warn_once
 
 ERRORS = 4.0
 """Standard errors from which rows or columns of a weight differ more in size than those of an

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from fp8.common.compiler import taken_as_constant
 from fp8.common.dtensor import is_dtensor
 from fp8.common.mixin import Mixin, add_mixin, bare_class, check_not_scripted, remove_mixin
-from fp8.common.pitfalls import PitfallWarning, warn_once
 from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
 from fp8.modes.autocast import outside_compiler
+from fp8.warnings import PitfallWarning, warn_once
 
 from ..parameter import forget_tags
 from .state import Marked, PlanState, scaling

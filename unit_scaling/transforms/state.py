@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from fp8.common.mixin import Mixin
-from fp8.common.pitfalls import CheckpointWarning, warn_once
+from fp8.warnings import CheckpointWarning, warn_once
 
 from ..parameter import TaggedModule, restore_own_tags
 

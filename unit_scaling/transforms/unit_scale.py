@@ -42,7 +42,7 @@ def unit_scale(
     `unit_scaling.report` shows them. All gradients are those of the resulting function. The copy
     may be edited, and is otherwise the same model.
 
-    Warns (`fp8.ConvertWarning`) for a trained model, which init="unit" would ruin.
+    Warns (`fp8.warnings.ConvertWarning`) for a trained model, which init="unit" would ruin.
 
     Args:
         module: the model; it is not changed.

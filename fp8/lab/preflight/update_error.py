@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from ...casts.counts import CastRecorder, Observed, stride
-from ...common.pitfalls import PitfallWarning, strict
 from ...common.step import Loss, untouched
 from ...recipes.policy import Policy
 from ...recipes.recipe import Recipe
 from ...surgery.convert import convert, revert_layers
+from ...warnings import PitfallWarning, strict
 from ..stats import Stats, StatsRow
 from .findings import OperandRange
 from .training import Snapshot, loss_of

@@ -121,7 +121,7 @@ def test_algorithm_of_composers_own_class(real_composer: Any):
     assert algorithm.apply(core.Event.INIT, here, None) is None
     assert fp8.report(model)[1].why == "bfloat16"
     assert here.optimizers[0].param_groups[0]["params"][2] is model[1].weight
-    with pytest.warns(fp8.ConvertWarning, match="fp32|FP32"):
+    with pytest.warns(fp8.warnings.ConvertWarning, match="fp32|FP32"):
         algorithm.apply(core.Event.INIT, state(model, core.Precision.FP32), None)
     assert pickle.loads(pickle.dumps(algorithm)).apply_at == core.Event.INIT
     assert algorithm.state_dict() == {"repr": repr(algorithm)}

@@ -209,7 +209,7 @@ def test_where_chooses_what_is_stored():
 
 
 def test_storing_nothing_warns_and_bad_formats_are_refused():
-    with pytest.warns(fp8.ConvertWarning, match="requires_grad_"):
+    with pytest.warns(fp8.warnings.ConvertWarning, match="requires_grad_"):
         fp8.store_frozen(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(ValueError, match="unknown format 'e2m1'; choose one of 'e4m3'"):
         fp8.store_frozen(nn.Linear(4, 4), "e2m1")

@@ -60,7 +60,7 @@ def convert(model: nn.Module, recipe: str = "tensor") -> nn.Module:
 
 def report_of_nothing(model: nn.Module) -> Any:
     """The report of a conversion that converts nothing, which it says."""
-    with pytest.warns(fp8.ConvertWarning, match="was chosen and converted"):
+    with pytest.warns(fp8.warnings.ConvertWarning, match="was chosen and converted"):
         return fp8.report(convert(model))
 
 

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 import fp8
-from fp8.common.pitfalls import warn_once
+from fp8.warnings import warn_once
 
 
 def test_it_is_shown_once_for_each_object_and_key() -> None:
@@ -18,23 +18,23 @@ def test_it_is_shown_once_for_each_object_and_key() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for model in (first, first, second):
-            warn_once(fp8.ScaleWarning, "small", about=model)
-        warn_once(fp8.ScaleWarning, "large", about=first, key="other")
-        warn_once(fp8.RecipeWarning, "lossy", about=first)
+            warn_once(fp8.warnings.ScaleWarning, "small", about=model)
+        warn_once(fp8.warnings.ScaleWarning, "large", about=first, key="other")
+        warn_once(fp8.warnings.RecipeWarning, "lossy", about=first)
     assert [str(w.message) for w in seen] == ["small", "small", "large", "lossy"]
     assert all(issubclass(w.category, fp8.PitfallWarning) for w in seen)
 
 
 def test_it_names_the_line_of_the_caller() -> None:
-    with pytest.warns(fp8.ScaleWarning) as seen:
-        warn_once(fp8.ScaleWarning, "small", about=nn.Linear(2, 2))
+    with pytest.warns(fp8.warnings.ScaleWarning) as seen:
+        warn_once(fp8.warnings.ScaleWarning, "small", about=nn.Linear(2, 2))
     assert seen[0].filename == __file__
 
 
 def test_it_holds_no_object() -> None:
     model = nn.Linear(2, 2)
-    with pytest.warns(fp8.ScaleWarning):
-        warn_once(fp8.ScaleWarning, "small", about=model)
+    with pytest.warns(fp8.warnings.ScaleWarning):
+        warn_once(fp8.warnings.ScaleWarning, "small", about=model)
     alive = weakref.ref(model)
     del model
     gc.collect()
@@ -45,19 +45,19 @@ def test_strict_raises_each_time_and_ends_with_its_block() -> None:
     model = nn.Linear(2, 2)
     with fp8.strict():
         for _ in range(2):
-            with pytest.raises(fp8.ScaleWarning, match="small"):
-                warn_once(fp8.ScaleWarning, "small", about=model)
-        with fp8.strict(False), pytest.warns(fp8.ScaleWarning):
-            warn_once(fp8.ScaleWarning, "small", about=model)
+            with pytest.raises(fp8.warnings.ScaleWarning, match="small"):
+                warn_once(fp8.warnings.ScaleWarning, "small", about=model)
+        with fp8.strict(False), pytest.warns(fp8.warnings.ScaleWarning):
+            warn_once(fp8.warnings.ScaleWarning, "small", about=model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_once(fp8.ScaleWarning, "small", about=model)  # shown before
+        warn_once(fp8.warnings.ScaleWarning, "small", about=model)  # shown before
 
 
 def test_without_a_block_strict_stays() -> None:
     fp8.strict()
     try:
-        with pytest.raises(fp8.RecipeWarning):
-            warn_once(fp8.RecipeWarning, "lossy")
+        with pytest.raises(fp8.warnings.RecipeWarning):
+            warn_once(fp8.warnings.RecipeWarning, "lossy")
     finally:
         fp8.strict(False)

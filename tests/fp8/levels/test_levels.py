@@ -175,7 +175,7 @@ def test_what_the_optimizer_does_not_train_stays():
 
 def test_what_has_no_level_is_reported():
     model = nn.LSTM(8, 8)
-    with pytest.warns(fp8.ConvertWarning, match="one kernel computes all its products"):
+    with pytest.warns(fp8.warnings.ConvertWarning, match="one kernel computes all its products"):
         fp8.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O3")
     (line,) = fp8.report(model).notes
     assert line.startswith("level O3: 0 weights of linear layers and convolutions in e4m3, of 4 ")

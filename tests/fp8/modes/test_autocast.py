@@ -151,10 +151,10 @@ def test_calls_with_products_inside_are_left_and_named_once(name):
             with fp8.autocast("unit"):
                 assert torch.equal(LEFT_CALLS[name](x), expected)
     (warning,) = shown
-    assert issubclass(warning.category, fp8.RecipeWarning)
+    assert issubclass(warning.category, fp8.warnings.RecipeWarning)
     assert str(warning.message).startswith(f"{name} cannot run under fp8.autocast: ")
     assert warning.filename == __file__
-    with fp8.strict(), fp8.autocast("unit"), pytest.raises(fp8.RecipeWarning, match=name):
+    with fp8.strict(), fp8.autocast("unit"), pytest.raises(fp8.warnings.RecipeWarning, match=name):
         LEFT_CALLS[name](x)
 
 
@@ -164,7 +164,7 @@ def test_compiled_code_names_what_is_left():
             return torch.cdist(x, x)
 
     x = randn(30, 6).detach()
-    with pytest.warns(fp8.RecipeWarning, match="^cdist cannot run"):
+    with pytest.warns(fp8.warnings.RecipeWarning, match="^cdist cannot run"):
         y = torch.compile(distances, fullgraph=True, backend="eager")(x)
     assert torch.equal(y, torch.cdist(x, x))
 

@@ -260,7 +260,7 @@ def test_a_product_with_casts_is_one_call_of_the_graph():
 
 @pytest.mark.parametrize("backend", ["simulate", "auto"])
 @pytest.mark.parametrize("recipe", ["unit", "tensor", "row", "delayed", "static"])
-@pytest.mark.filterwarnings("ignore::fp8.RecipeWarning")
+@pytest.mark.filterwarnings("ignore::fp8.warnings.RecipeWarning")
 def test_a_converted_model_is_exported_for_any_batch(recipe, backend):
     """The look for kernels puts no guard on the number of tokens."""
     model = fp8.convert(nn.Sequential(nn.Linear(32, 16), nn.GELU()), recipe, backend=backend)

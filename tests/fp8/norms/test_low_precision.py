@@ -141,7 +141,7 @@ def test_a_named_precision_holds_everywhere(model: Model, x: Tensor, precision: 
 @pytest.mark.proves("Composer", "no effect in fp32 and fp16", how="own")
 @pytest.mark.parametrize("precision", [name for name, dtype in PRECISIONS.items() if not dtype])
 def test_precisions_without_effect(model: Model, precision: str):
-    with pytest.warns(fp8.ConvertWarning, match=precision):
+    with pytest.warns(fp8.warnings.ConvertWarning, match=precision):
         assert fp8.apply_low_precision_layernorm(model, precision) is model
     assert norms_of(model) == []
 
@@ -266,7 +266,7 @@ def test_composers_function_changes_layer_norms(model: Model):
         assert fp8.apply_low_precision_layernorm(model, "amp_bf16", optimizer) is model
     changed = [row.path for row in norms_of(model) if not row.left_alone]
     assert changed == ["norm", "frozen", "plain", "unbiased", "renamed", "image"]
-    with pytest.warns(fp8.ConvertWarning, match="no such norm"):
+    with pytest.warns(fp8.warnings.ConvertWarning, match="no such norm"):
         fp8.apply_low_precision_layernorm(nn.Linear(2, 2), "amp_bf16")
 
 

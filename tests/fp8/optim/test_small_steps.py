@@ -183,7 +183,9 @@ def test_where_nothing_is_rounded_stochastically_is_a_warning(dtype, settings):
     optimizer = AdamW([weight], stochastic_weights=True, **settings)
     optimizer.step()
     weight.grad = torch.ones_like(weight)
-    with pytest.warns(fp8.OptimizerWarning, match="stochastic_weights=True rounds no weight"):
+    with pytest.warns(
+        fp8.warnings.OptimizerWarning, match="stochastic_weights=True rounds no weight"
+    ):
         optimizer.step()
     optimizer.step()  # once
     coarse = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))

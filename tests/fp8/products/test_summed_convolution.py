@@ -241,5 +241,9 @@ def test_refusals():
         with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(conv(x, w).sum(), x, create_graph=True)
     by_rows = dataclasses.replace(fp8.RECIPES["row"], accumulate="hopper")
-    with fp8.strict(), fp8.autocast(by_rows), pytest.raises(fp8.RecipeWarning, match="by rows or"):
+    with (
+        fp8.strict(),
+        fp8.autocast(by_rows),
+        pytest.raises(fp8.warnings.RecipeWarning, match="by rows or"),
+    ):
         conv(x, w)

@@ -233,8 +233,8 @@ NOTHING = {
 
 @pytest.mark.parametrize("message", NOTHING)
 def test_a_conversion_that_changes_nothing_warns(message):
-    with pytest.warns(fp8.ConvertWarning, match=message) as seen:
+    with pytest.warns(fp8.warnings.ConvertWarning, match=message) as seen:
         NOTHING[message]()
     assert [warning.filename for warning in seen] == [__file__]
-    with fp8.strict(), pytest.raises(fp8.ConvertWarning):
+    with fp8.strict(), pytest.raises(fp8.warnings.ConvertWarning):
         NOTHING[message]()

@@ -188,15 +188,15 @@ def test_the_choice_lasts_where_blocks_are_opened_again():
 def test_unit_by_name_for_a_plain_model_warns_once():
     model = plain()
     pattern = re.escape("recipe 'unit', given by name, casts without scales, and 2 of 2")
-    with pytest.warns(fp8.RecipeWarning, match=pattern) as seen:
+    with pytest.warns(fp8.warnings.RecipeWarning, match=pattern) as seen:
         model = fp8.convert(fp8.convert(model, "unit"), "unit")
     assert len(seen) == 1
     assert seen[0].filename == __file__
-    with pytest.warns(fp8.RecipeWarning, match="by name"):
+    with pytest.warns(fp8.warnings.RecipeWarning, match="by name"):
         fp8.initialize(plain(), None, "O1", recipe="unit")
-    with pytest.warns(fp8.RecipeWarning, match="1 of 2 .*the first is '1'"):
+    with pytest.warns(fp8.warnings.RecipeWarning, match="1 of 2 .*the first is '1'"):
         fp8.convert(nn.Sequential(uu.Linear(8, 8), nn.Linear(8, 8)), "unit_e4m3")
-    with fp8.strict(), pytest.raises(fp8.RecipeWarning):
+    with fp8.strict(), pytest.raises(fp8.warnings.RecipeWarning):
         fp8.convert(plain(), "unit")
 
 

@@ -87,7 +87,7 @@ def test_a_converted_layer_computes_what_autocast_does(kind: type[nn.Module], re
     torch.manual_seed(0)
     layer, inputs = MAKE[kind][0](), inputs_of(kind)
     if kind is nn.Bilinear and not is_whole(RECIPES[recipe]):
-        with pytest.warns(fp8.ConvertWarning, match="it sums over two"):
+        with pytest.warns(fp8.warnings.ConvertWarning, match="it sums over two"):
             fp8.convert(layer, recipe)
         (row,) = fp8.report(layer)
         assert row.left_alone
@@ -317,7 +317,7 @@ def test_a_layer_with_another_forward_is_left_alone():
 
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 def test_attention_with_more_keys_is_left_alone(options):
-    with pytest.warns(fp8.ConvertWarning, match="not supported"):
+    with pytest.warns(fp8.warnings.ConvertWarning, match="not supported"):
         model = fp8.convert(nn.Sequential(nn.MultiheadAttention(8, 2, **options)))
     assert fp8.report(model)[0].why == "add_bias_kv and add_zero_attn are not supported"
     x = torch.randn(3, 2, 8)

@@ -44,7 +44,9 @@ def seen_in(run, times=3):
         warnings.simplefilter("always")
         for _ in range(times):
             run()
-    return [str(one.message) for one in seen if issubclass(one.category, fp8.RecipeWarning)]
+    return [
+        str(one.message) for one in seen if issubclass(one.category, fp8.warnings.RecipeWarning)
+    ]
 
 
 def converted(model, **options):
@@ -194,7 +196,7 @@ def test_compiled_code_does_not_look():
 
 def test_strict():
     model = converted(net())
-    with fp8.strict(), pytest.raises(fp8.RecipeWarning, match="become zero"):
+    with fp8.strict(), pytest.raises(fp8.warnings.RecipeWarning, match="become zero"):
         step(model)
 
 

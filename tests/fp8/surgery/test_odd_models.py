@@ -155,7 +155,7 @@ def test_weights_that_no_recipe_casts_are_left_alone():
     sparse.weight = nn.Parameter(sparse.weight.detach().to_sparse_csr())
     model = nn.ModuleList([layer(dtype=torch.complex64), sparse])
     expected = [model[0](X.to(torch.complex64)), model[1](X)]
-    with pytest.warns(fp8.ConvertWarning, match="torch.complex64"):
+    with pytest.warns(fp8.warnings.ConvertWarning, match="torch.complex64"):
         fp8.convert(model)
     why = [row.why for row in fp8.report(model).left_alone]
     assert why == [

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8
-from fp8 import ScaleWarning
+from fp8.warnings import ScaleWarning
 from tests.fp8.products.test_matmul import randn
 from tests.launch import run_ranks
 from unit_scaling.transforms import unit_scale

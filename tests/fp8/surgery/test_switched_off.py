@@ -64,7 +64,7 @@ def same(got: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("recipe", ["unit", "tensor", "mxfp4", "static", "delayed"])
-@pytest.mark.filterwarnings("ignore::fp8.RecipeWarning")
+@pytest.mark.filterwarnings("ignore::fp8.warnings.RecipeWarning")
 def test_it_is_the_plain_model(recipe):
     plain, model = both(recipe)
     expected = results(plain)

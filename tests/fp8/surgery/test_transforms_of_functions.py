@@ -60,7 +60,9 @@ def test_what_would_be_stored_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.vmap
 @each_model
-@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore::fp8.RecipeWarning")
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop", "ignore::fp8.warnings.RecipeWarning"
+)
 def test_scales_that_are_set_are_used(name: str) -> None:
     torch.manual_seed(0)
     model, x = fp8.convert(Net(MODELS[name]), "static"), randn(4, 8).detach()
@@ -73,7 +75,7 @@ def test_scales_that_are_set_are_used(name: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["unit", "tensor", "row", "bf16"])
-@pytest.mark.filterwarnings("ignore::fp8.RecipeWarning")
+@pytest.mark.filterwarnings("ignore::fp8.warnings.RecipeWarning")
 def test_forward_mode_is_refused_without_gradients_too(recipe):
     """Where no backward pass is recorded, a cast is no autograd function, and loses the tangent."""
     layer, x = fp8.convert(nn.Linear(8, 8), recipe), randn(4, 8)
@@ -113,7 +115,7 @@ def test_models_that_are_stacked(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["unit", "tensor", "mxfp8", "quartet2", "static"])
-@pytest.mark.filterwarnings("ignore::fp8.RecipeWarning")
+@pytest.mark.filterwarnings("ignore::fp8.warnings.RecipeWarning")
 def test_batched_gradients_are_refused_by_name(recipe):
     layer, x = fp8.convert(nn.Linear(32, 32), recipe), randn(4, 32)
     y = layer(x)

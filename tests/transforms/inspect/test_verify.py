@@ -497,7 +497,9 @@ def test_a_loss_that_follows_another_one_is_warned_of():
     x, labels = labelled()
     model = simulate_fp8(unit_scale(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))))
     U.cross_entropy(model(x), labels).backward()
-    with pytest.warns(fp8.ScaleWarning, match="the RMS of the grad of linear 2 .* is 0.00"):
+    with pytest.warns(
+        fp8.warnings.ScaleWarning, match="the RMS of the grad of linear 2 .* is 0.00"
+    ):
         uu.verify(model, x, loss=lambda y: F.cross_entropy(y, labels))
 
 

@@ -67,13 +67,18 @@ def compiled(model):
 @pytest.mark.parametrize("make", [simulate_fp8, lambda m: compiled(simulate_fp8(m))])
 def test_that_its_products_are_not_cast_is_a_warning(make):
     model = make(Model())
-    with pytest.warns(fp8.RecipeWarning, match="unit_scaling_tests.linear.default is an operator"):
+    with pytest.warns(
+        fp8.warnings.RecipeWarning, match="unit_scaling_tests.linear.default is an operator"
+    ):
         model(X)
 
 
 def test_an_autograd_function_s_own_backward_pass_is_a_warning():
     x, weight = X.clone().requires_grad_(), torch.randn(4, 8)
-    with fp8.autocast("unit"), pytest.warns(fp8.RecipeWarning, match="function Product computes"):
+    with (
+        fp8.autocast("unit"),
+        pytest.warns(fp8.warnings.RecipeWarning, match="function Product computes"),
+    ):
         Product.apply(x * 2, weight)
     with fp8.autocast("unit"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -67,7 +67,7 @@ def test_gradients_are_true(form: str, init: str, batch: tuple[Tensor, Tensor]) 
         assert torch.equal(model(x, y), plain(x, y))
 
 
-@pytest.mark.filterwarnings("ignore:.*sparse operands have no cast:fp8.RecipeWarning")
+@pytest.mark.filterwarnings("ignore:.*sparse operands have no cast:fp8.warnings.RecipeWarning")
 @pytest.mark.parametrize("form", FORMS)
 def test_simulated_and_verified(form: str, batch: tuple[Tensor, Tensor]) -> None:
     model = unit_scale(Network(form))

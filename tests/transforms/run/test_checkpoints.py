@@ -101,9 +101,9 @@ def test_plain_weights_are_refused_before_any_is_loaded(assign):
     with pytest.raises(RuntimeError, match=PLAIN):
         model[0].load_state_dict(plain(1)[0].state_dict(), assign=assign)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    with pytest.warns(fp8.CheckpointWarning, match=PLAIN):
+    with pytest.warns(fp8.warnings.CheckpointWarning, match=PLAIN):
         model.load_state_dict(plain(1).state_dict(), strict=False, assign=assign)
-    with fp8.strict(), pytest.raises(fp8.CheckpointWarning, match=PLAIN):
+    with fp8.strict(), pytest.raises(fp8.warnings.CheckpointWarning, match=PLAIN):
         model.load_state_dict(plain(1).state_dict(), strict=False, assign=assign)
 
 
@@ -127,7 +127,7 @@ def test_within_another_module():
     assert not any(outer.load_state_dict(state))
     wrong = nn.ModuleDict({"model": plain(1)}).state_dict()
     with (
-        pytest.warns(fp8.CheckpointWarning, match=PLAIN),
+        pytest.warns(fp8.warnings.CheckpointWarning, match=PLAIN),
         pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "model.{MARKER}"'),
     ):
         outer.load_state_dict(wrong)

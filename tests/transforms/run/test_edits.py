@@ -415,17 +415,22 @@ def test_a_new_layer_in_a_unit_scaled_model(called):
     if called:
         model(X)
     model[1].up = nn.Linear(SIZE, SIZE)
-    with pytest.warns(fp8.ScaleWarning, match=r"1\.up\.weight came into the model after"):
+    with pytest.warns(fp8.warnings.ScaleWarning, match=r"1\.up\.weight came into the model after"):
         model(X)
     model(X)
     model[1].up = unit_scale(nn.Linear(SIZE, SIZE))  # what the warning says
     assert 0.3 < model(X).square().mean().sqrt() * SIZE**0.5 < 3
     model[1].extra, model[2].up = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
-    with fp8.strict(), pytest.raises(fp8.ScaleWarning, match=r"1\.extra\.weight \(and 1 more\)"):
+    with (
+        fp8.strict(),
+        pytest.raises(fp8.warnings.ScaleWarning, match=r"1\.extra\.weight \(and 1 more\)"),
+    ):
         model(X)
 
 
-@pytest.mark.filterwarnings("ignore:.* came into the model after unit_scale:fp8.ScaleWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.* came into the model after unit_scale:fp8.warnings.ScaleWarning"
+)
 def test_the_first_call_after_an_edit_computes_what_later_ones_do():
     model = transformed(plain(), "unit", drift=False)
     model(X)
@@ -533,7 +538,7 @@ def test_adapters_on_a_preserved_model(called, dora, converted):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore::fp8.ScaleWarning")
+@pytest.mark.filterwarnings("ignore::fp8.warnings.ScaleWarning")
 def test_layers_beside_adapters_are_saved(tmp_path):
     """peft looks for the names in the state_dict of a layer in that of the model."""
     model = adapted(unit_scale(nn.Sequential(Block(), nn.Linear(SIZE, 2))), modules_to_save=["1"])
@@ -544,7 +549,7 @@ def test_layers_beside_adapters_are_saved(tmp_path):
     assert torch.equal(saved, model.base_model.model[1].weight)
 
 
-@pytest.mark.filterwarnings("ignore::fp8.ScaleWarning")
+@pytest.mark.filterwarnings("ignore::fp8.warnings.ScaleWarning")
 @pytest.mark.parametrize("called", [False, True])
 def test_adapters_on_a_unit_scaled_model(called):
     """As of a model that had them before; once it has run, they change nothing at first."""

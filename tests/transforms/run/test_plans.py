@@ -98,7 +98,9 @@ def test_a_call_that_an_adopted_plan_does_not_have_is_warned_of():
     model(x)
     changed = Net(lambda m, x: m.a(x) + F.linear(x, m.a.weight), a=nn.Linear(8, 8))
     other = unit_scale(changed, plan=uu.plan(model))
-    with pytest.warns(fp8.ScaleWarning, match="the adopted plan has no linear in the model itself"):
+    with pytest.warns(
+        fp8.warnings.ScaleWarning, match="the adopted plan has no linear in the model itself"
+    ):
         expected = other(x)
     assert torch.equal(other(x), expected)
 

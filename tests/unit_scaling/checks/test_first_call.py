@@ -49,7 +49,7 @@ def test_weights_that_were_overwritten_warn_once(
 ):
     model = transform(Tokens(overwritten=True))
     with pytest.warns(
-        fp8.ScaleWarning, match=r"embed \(Embedding\) is 0.0[12]\d* instead of 1"
+        fp8.warnings.ScaleWarning, match=r"embed \(Embedding\) is 0.0[12]\d* instead of 1"
     ) as caught:
         model(tokens)
     assert len(caught) == 1
@@ -57,9 +57,9 @@ def test_weights_that_were_overwritten_warn_once(
     assert "reset_parameters" in str(caught[0].message)
     model(tokens)  # no second one: warnings are errors here
     second = Tokens(overwritten=True)
-    with pytest.warns(fp8.ScaleWarning):
+    with pytest.warns(fp8.warnings.ScaleWarning):
         second(tokens)
-    with fp8.strict(), pytest.raises(fp8.ScaleWarning, match="instead of 1"):
+    with fp8.strict(), pytest.raises(fp8.warnings.ScaleWarning, match="instead of 1"):
         Tokens(overwritten=True)(tokens)
 
 
@@ -108,7 +108,9 @@ def gradient_warnings(model: nn.Module, tokens: Tensor, loss: Callable[..., Tens
         warnings.simplefilter("always")
         for _ in range(2):
             loss(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-    return [str(each.message) for each in caught if issubclass(each.category, fp8.ScaleWarning)]
+    return [
+        str(each.message) for each in caught if issubclass(each.category, fp8.warnings.ScaleWarning)
+    ]
 
 
 def test_a_loss_outside_of_the_model_warns_once(tokens: Tensor):
@@ -119,7 +121,7 @@ def test_a_loss_outside_of_the_model_warns_once(tokens: Tensor):
     assert "U.cross_entropy" in message
     assert "'tensor'" in message
     assert gradient_warnings(model, tokens, F.cross_entropy) == []
-    with fp8.strict(), pytest.raises(fp8.ScaleWarning, match=AGAIN):
+    with fp8.strict(), pytest.raises(fp8.warnings.ScaleWarning, match=AGAIN):
         F.cross_entropy(Tokens()(tokens).flatten(0, 1), tokens.flatten()).backward()
 
 

@@ -56,7 +56,7 @@ def test_an_optimizer_made_before_a_transform_says_so_at_its_first_step(name: st
         step(model, optimizer)
     model = TRANSFORMS[name](model)
     message = f"SGD was made before {name.partition(',')[0]}"
-    with pytest.warns(fp8.OptimizerWarning, match=message) as caught:
+    with pytest.warns(fp8.warnings.OptimizerWarning, match=message) as caught:
         step(model, optimizer)
     assert caught[0].filename == __file__
     step(model, optimizer)  # no second one: warnings are errors here
@@ -64,7 +64,7 @@ def test_an_optimizer_made_before_a_transform_says_so_at_its_first_step(name: st
     model = plain()
     optimizer = sgd(model)
     model = TRANSFORMS[name](model)
-    with fp8.strict(), pytest.raises(fp8.OptimizerWarning, match=message):
+    with fp8.strict(), pytest.raises(fp8.warnings.OptimizerWarning, match=message):
         step(model, optimizer)
 
 
@@ -72,7 +72,7 @@ def test_so_does_that_of_initialize():
     model = plain()
     model, optimizer = fp8.initialize(model, torch.optim.AdamW(model.parameters()), "O1", "tensor")
     model = unit_scale(model)
-    with pytest.warns(fp8.OptimizerWarning, match="made before unit_scale"):
+    with pytest.warns(fp8.warnings.OptimizerWarning, match="made before unit_scale"):
         step(model, optimizer)
 
 
@@ -168,7 +168,7 @@ def test_torchs_rate_on_unit_scaled_weights_warns_once(
     lr = 1e-4 if make is torch.optim.SGD else 1e-3
     optimizer = make(model.parameters(), lr=lr)
     message = rf"2 unit-scaled weights.*rate of {lr:g}, \d+ times below .* unit_scaling.optim"
-    with pytest.warns(fp8.OptimizerWarning, match=message) as caught:
+    with pytest.warns(fp8.warnings.OptimizerWarning, match=message) as caught:
         step(model, optimizer)
     assert len(caught) == 1
     step(model, optimizer)
@@ -203,12 +203,16 @@ def test_rates_far_from_the_rule_warn(of: str):
     """Of our optimizers in both directions; far above for Adam alone, as others may multiply
     theirs by a factor of their own."""
     model = MODELS[of]()
-    with pytest.warns(fp8.OptimizerWarning, match=r"rate of 4, \d+ times above that of the rule"):
+    with pytest.warns(
+        fp8.warnings.OptimizerWarning, match=r"rate of 4, \d+ times above that of the rule"
+    ):
         step(model, torch.optim.NAdam(model.parameters(), lr=4.0))
     step(model, torch.optim.Adagrad(model.parameters(), lr=4.0))
     for lr, message in ((2**-5, "16 times below"), (2**4, "32 times above")):
         model = MODELS[of]()
-        with pytest.warns(fp8.OptimizerWarning, match=f"lr={lr:.4g}, {message}.* Leave lr out"):
+        with pytest.warns(
+            fp8.warnings.OptimizerWarning, match=f"lr={lr:.4g}, {message}.* Leave lr out"
+        ):
             step(model, uu.optim.AdamW(model.parameters(), lr=lr))
     for settings in ({}, {"lr": 0.125}, {"lr": 2.0}, {"lr_mult": uu.optim.UMUP}):
         model = MODELS[of]()

@@ -74,7 +74,9 @@ def test_random_gains_show_no_signs():
 def test_unit_scale_warns_once_and_names_preserve():
     model = plain()
     model[1].weight.data[3] = 1.5
-    with pytest.warns(fp8.ConvertWarning, match=r"gains of 1 differ.*init='preserve'") as caught:
+    with pytest.warns(
+        fp8.warnings.ConvertWarning, match=r"gains of 1 differ.*init='preserve'"
+    ) as caught:
         scaled = unit_scale(model)
     assert len(caught) == 1
     unit_scale(model, init="preserve")

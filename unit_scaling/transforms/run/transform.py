@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8.common.pitfalls import ScaleWarning, warn_once
 from fp8.common.threads import Stack, in_shape_inference
 from fp8.modes.autocast import outside_compiler
+from fp8.warnings import ScaleWarning, warn_once
 
 from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
 from ..folding.solve import Folded, folded

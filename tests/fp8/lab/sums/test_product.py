@@ -278,6 +278,6 @@ def test_products_without_these_sums_warn(kind):
         "bilinear": lambda: nn.functional.bilinear(m, m, torch.randn(2, 4, 4)),
         "attention": lambda: nn.functional.scaled_dot_product_attention(q, q, q),
     }
-    raised = pytest.raises(fp8.RecipeWarning, match=kind)  # each is shown once per process
+    raised = pytest.raises(fp8.warnings.RecipeWarning, match=kind)  # each is shown once per process
     with fp8.strict(), fp8.autocast(on("tensor", "hopper")), raised:
         functions[kind]()

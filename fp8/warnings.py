@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from .compiler import eager_only
-from .validation import check_flag
+from .common.compiler import eager_only
+from .common.validation import check_flag
 
 
 class PitfallWarning(UserWarning):
@@ -49,7 +49,7 @@ _SHOWN = weakref.WeakKeyDictionary[Any, set[tuple[type[PitfallWarning], str]]]()
 _STRICT = [False]
 OWN = tuple(
     str(Path(folder).resolve())
-    for folder in (Path(__file__).parents[1], Path(__file__).parents[2] / "unit_scaling")
+    for folder in (Path(__file__).parent, Path(__file__).parents[1] / "unit_scaling")
 )
 """The folders of this project's code."""
 _TORCH = str(Path(torch.__file__).parent)
