@@ -259,13 +259,13 @@ row again.
 NOT_RUN = """\
 ## Not run
 
-- Quartet II, for_plots/runs.json: the gaps of models with 30M parameters. Each run takes hours of a
-  GPU. [Smaller runs](benchmarks-all.md#recipe_claims) do not show its order.
+- Quartet II, for_plots/runs.json: the gaps of models with 30M parameters. Each run reads 750
+  million tokens, days of a CPU. [Smaller runs](benchmarks-all.md#recipe_claims) do not show its
+  order.
 - arXiv:2501.02423, table 2: the loss that a format adds, as a function of its bits and of the block
   size. It is a fit over hundreds of training runs.
 - NVFP4 (arXiv:2509.25149), appendix D: the forward pass in high precision from some step on. A
-  policy with a [switch](policies.md) does it; the claim is about a training of trillions of
-  tokens."""
+  policy with a [switch](policies.md) does it; the claim is about the end of a long training."""
 
 VERDICTS = {"value": "same", "order": "same order", "bracket": "between"}
 
