@@ -220,6 +220,10 @@ def test_the_core_is_loaded_alone():
     assert len(loaded) <= MAX_LOADED
 
 
+def test_the_package_has_few_names():
+    assert len(fp8.__all__) <= 40
+
+
 def test_late_names_are_those_that_are_typed():
     """The imports that a type checker reads are those that `fp8` makes when a name is read."""
     checked = next(
