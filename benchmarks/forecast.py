@@ -23,7 +23,7 @@ from fp8.lab.forecast.forecast import HIGH
 WIDTH, INNER, HEADS, BATCH, LENGTH = 2048, 5632, 16, 2, 2048
 HARDWARE = "h100"
 
-OURS = ("unit", "static", "tensor", "row", "delayed", "block")
+OURS = ("unit", "static", "tensor", "row", "row_gw_hp", "delayed", "block")
 TORCHAO = ("torchao tensorwise", "torchao rowwise", "torchao rowwise_with_gw_hp")
 
 QUESTION = f"""\

@@ -352,7 +352,7 @@ def by_tiles(
         scale = _scales_of(of, tiles, dims, format, rule, spec.tile, axis)
     scale = with_margin(scale, spec.margin, rule)
     units = in_units(tiles.detach().to(scale.dtype), scale, rule)
-    values = quantize_operand(units, format, **rounding_of(spec, converts))
+    values = quantize_operand(units, format, unscaled=tiles, **rounding_of(spec, converts))
     if rule in CORRECTED:
         unit, count = tensor_unit(tiles, dims, spec, of), spec.hadamard // spec.tile[1]
         scale = scaling.corrected(units, values, scale, unit, dims, max(count, 1))
@@ -493,7 +493,7 @@ def quantized(
     if spec.rule is None or scale is not None:
         format = format_of(spec)
         units = x if scale is None else in_units(x, scale, spec.rule)
-        values = quantize_operand(units, format, **rounding_of(spec, converts))
+        values = quantize_operand(units, format, unscaled=x, **rounding_of(spec, converts))
         if spec.label and spec.rule is None and history is None:
             observe(spec.label, Observed(units, values, None, format))
         result = QuantizedOperand(values, static_scale(0, x) if scale is None else scale)

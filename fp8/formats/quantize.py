@@ -21,7 +21,7 @@ from ..common.compiler import (
 from ..common.validation import check_between, check_name
 from .format import Format, dtype_name, get_format
 from .random_bits import Key, Seed, bits_from_key, fewer_bits, random_key
-from .rounding import LAYOUTS, ROUNDINGS, Grid, divided, round_to_grid
+from .rounding import LAYOUTS, ROUNDINGS, Grid, divided, round_to_grid, saturated
 
 __all__ = ["quantize", "quantize_backward", "quantize_forward"]
 
@@ -99,15 +99,19 @@ def quantize_operand(
     overflow: str = "saturate",
     scale: Tensor | None = None,
     inverse: Tensor | None = None,
+    unscaled: Tensor | None = None,
 ) -> Tensor:
     """`quantize` for casts of products: nonfinite values stay nonfinite in every format.
 
     Under overflow="saturate" finite values saturate, and +-Inf becomes +-Inf if the format has Inf,
     else NaN. A check of the results, such as GradScaler's, thereby detects nonfinite operands.
-    rounding may be "none", as in `round_to_grid`. scale: a result of a rule, not validated; NaN
-    gives NaN. inverse: a factor that replaces the division by the scale.
+    rounding may be "none", as `saturated` has it. scale: a result of a rule, not validated; NaN
+    gives NaN. inverse: a factor that replaces the division by the scale. unscaled: with rounding
+    "none", ``x`` before it was divided by a scale, which then is read once.
     """
     grid = operand_grid(format, overflow, x.dtype, scale is not None)
+    if rounding == "none":
+        return saturated(x.detach(), (x if unscaled is None else unscaled).detach(), grid)
     return round_operand(x, grid, rounding, scale, inverse)
 
 

@@ -82,19 +82,27 @@ def round_to_grid(x: Tensor, grid: Grid, rounding: str, *, bits: Tensor | None =
 
     x: float32 or float64, any shape and strides. rounding: "nearest" (ties to even), "toward_zero",
     "stochastic" (up with a probability equal to the distance from the lower neighbour in steps,
-    truncated to 31 bits), or "none": values only saturate, and a conversion of dtype rounds them to
-    nearest. bits: for "stochastic", int32 like `x`; the low 31 bits are used.
+    truncated to 31 bits). bits: for "stochastic", int32 like `x`; the low 31 bits are used.
 
     NaN stays NaN. +-Inf and values that round beyond `grid.largest` become +-`grid.beyond`; toward
     zero, finite values stop at `grid.largest` (IEEE 754-2019, section 7.4). If they saturate,
     `grid.infinity` specifies the result for Inf. Exact under torch.set_flush_denormal(True).
     """
     layout = LAYOUTS[x.dtype]
-    if rounding == "none":
-        return _overflow(x.clone(), x, grid)
     if rounding == "nearest" and _fits_floats(grid, layout):
         return _round_by_magic(x, grid, layout)
     return _round_by_bits(x, grid, layout, rounding, bits)
+
+
+def saturated(x: Tensor, unscaled: Tensor, grid: Grid) -> Tensor:
+    """Clamps finite values to `grid.largest`, for a conversion of dtype that rounds. The result is
+    nonfinite where ``unscaled`` is, of which ``x`` is a multiple: compiled code keeps a quotient
+    in memory that is used twice. For grids whose values saturate."""
+    y = x.clamp(-grid.largest, grid.largest)
+    if grid.infinity is None or math.isnan(grid.infinity):
+        return torch.add(y, unscaled, alpha=0.0)  # Inf * 0 is NaN
+    infinite = torch.hardshrink(unscaled, torch.finfo(unscaled.dtype).max)
+    return (y + infinite).copysign_(unscaled)
 
 
 def _fits_floats(grid: Grid, layout: Layout) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import LoweredCast, QuantizedOperand, format_of, quantized
+from ..casts.casting import LoweredCast, QuantizedOperand, format_of, quantized, static_scale
 from ..formats.quantize import in_dtype
 from ..recipes.rules import CORRECTED, UNITS, scale_format
 from ..recipes.scaling import widened
@@ -61,6 +61,9 @@ KERNELS: dict[str, GemmKernel] = {
 }
 """Which elements share a scale -> its kernel. `fp8.native.selftest` tests those of a device."""
 
+HIGH = "high"
+"""The kind of a product whose operands both stay in high precision: torch's own."""
+
 _ALONG = {16: "nv", 32: "mx", 128: "block"}
 """Elements of a row that share a scale -> the kernel."""
 
@@ -70,10 +73,12 @@ scales start at multiples of 16 bytes, which are 4 scales."""
 
 
 def kernel_of(a: LoweredCast | None, b: LoweredCast | None) -> tuple[str, str]:
-    """The kernel that multiplies operands under these casts, or "", and the reason why there is
-    none."""
+    """The kernel that multiplies operands under these casts, HIGH, or "", and the reason why there
+    is none."""
+    if a is None and b is None:
+        return HIGH, ""
     if a is None or b is None:
-        return "", "an operand stays in high precision"
+        return "", "one operand of a product stays in high precision"
     formats = {name for row in KERNELS.values() for pair in row.formats for name in pair}
     for spec in (a, b):
         if spec.signs == "random":
@@ -120,7 +125,9 @@ def why_not_device(device: torch.device) -> str:
 
 
 def why_not_kernel(kind: str, device: torch.device) -> str:
-    """Why ``device`` is not expected to have a kernel of KERNELS; "" if it is."""
+    """Why ``device`` is not expected to have a kernel of KERNELS, or HIGH; "" if it is."""
+    if kind == HIGH:
+        return ""
     row = KERNELS[kind]
     if device.type == "cpu":
         return "" if row.cpu else f"scales by {kind} need {row.devices}"
@@ -132,13 +139,13 @@ def why_not_kernel(kind: str, device: torch.device) -> str:
 
 def store(
     x: Tensor,
-    spec: LoweredCast,
+    spec: LoweredCast | None,
     axis: int = -1,
     history: Tensor | None = None,
     record: bool = False,
 ) -> QuantizedOperand:
     """`quantized` of the matrix ``x`` in the layout of a kernel, under a cast that `kernel_of`
-    supports.
+    supports; ``x``, or with axis -2 its transpose, without a cast.
 
     values: in an FP8 dtype; e2m1 as uint8 (outer, inner / 2), the first value of a pair in the
     lower four bits. scale: float32, 0-dim, or (outer, 1) for rows; otherwise in the layout of the
@@ -146,6 +153,8 @@ def store(
     multiple of 4); "mx" and "nv" `swizzled`, in e8m0 and e4m3. Operands with scales by tiles are
     padded with zeros to the sizes that the kernel needs.
     """
+    if spec is None:
+        return QuantizedOperand((x if axis == -1 else x.mT).detach(), static_scale(0, x))
     y, scale, unit = quantized(x, spec, axis, history, record, converts=True)
     across, along = spec.tile
     dtype, kind = format_of(spec).dtype, _kind(spec)
@@ -189,10 +198,18 @@ def swizzled(scale: Tensor) -> Tensor:
 
 
 def multiply(
-    kind: str, a: QuantizedOperand, b: QuantizedOperand, factor: float, dtype: torch.dtype
+    kind: str,
+    a: QuantizedOperand,
+    b: QuantizedOperand,
+    factor: float,
+    dtype: torch.dtype,
+    fast: bool = False,
 ) -> Tensor:
-    """``factor * a b^T`` in ``dtype``, by a kernel of KERNELS. The factor is folded into a's scale;
-    with e8m0 scales it multiplies the result."""
+    """``factor * a b^T`` in ``dtype``, by a kernel of KERNELS or, for HIGH, by torch. The factor is
+    folded into a's scale; with e8m0 scales and for HIGH it multiplies the result. fast: as
+    `Recipe.fast_sums`."""
+    if kind == HIGH:
+        return _times(torch.mm(a.values.to(dtype), b.values.to(dtype).mT), factor)
     x, y = _filled(a.values), _filled(b.values)
     types = F.ScalingType
     swizzle: Any = None
@@ -202,8 +219,8 @@ def multiply(
         how: Any = (types.TensorWise, types.TensorWise)
     elif kind == "row":
         how = (types.RowWise, types.RowWise)
-        left = left.expand(x.shape[0], 1).flatten()[:, None]
-        right = right.expand(y.shape[0], 1).flatten()[None]
+        left = left.expand(x.shape[0], 1).flatten().contiguous()[:, None]
+        right = right.expand(y.shape[0], 1).flatten().contiguous()[None]
     elif kind == "block":
         how = (_block_type(x, left), _block_type(y, right))
         left, right = left.mT, right.mT
@@ -218,7 +235,9 @@ def multiply(
         x, y = x.view(torch.float4_e2m1fn_x2), y.view(torch.float4_e2m1fn_x2)
     # Row-major first and column-major second operand: the only layout that CUDA supports.
     result = F.scaled_mm(
-        x, y.t(), left, how[0], right, how[1], swizzle, swizzle, output_dtype=dtype
+        *(x, y.t(), left, how[0], right, how[1], swizzle, swizzle),
+        output_dtype=dtype,
+        use_fast_accum=fast,
     )
     return _times(result, factor) if kind == "mx" else result
 

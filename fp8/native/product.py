@@ -18,7 +18,7 @@ from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.recipe import Recipe
 from . import selftest
-from .kernels import ALIGNMENT, KERNELS, kernel_of, multiply, store, why_not_device
+from .kernels import ALIGNMENT, HIGH, KERNELS, kernel_of, multiply, store, why_not_device
 
 Pairs = tuple[tuple[LoweredCast | None, LoweredCast | None], ...]
 """The casts of both operands of each of the three products."""
@@ -33,6 +33,8 @@ def why_not_recipe(recipe: Recipe) -> str:
     """Why no kernel computes the products of ``recipe`` on any device; "" if there are kernels."""
     if recipe.accumulate is not None:
         return f"the sums of accumulate={recipe.accumulate!r} are simulated"
+    if not any(recipe.casts):
+        return "it casts no operand"
     return next(filter(None, (kernel_of(*pair)[1] for pair in _pairs(recipe))), "")
 
 
@@ -47,15 +49,15 @@ def why_not_here(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> st
 def alignment(recipe: Recipe) -> int:
     """The sizes of a weight must be multiples of this number; tokens are padded to a multiple of
     it."""
-    kinds = [kernel_of(*pair)[0] for pair in _pairs(recipe)]
-    return max((KERNELS[kind].multiple for kind in kinds if kind), default=ALIGNMENT)
+    kinds = {kernel_of(*pair)[0] for pair in _pairs(recipe)} & KERNELS.keys()
+    return max((KERNELS[kind].multiple for kind in kinds), default=ALIGNMENT)
 
 
 def devices(recipe: Recipe) -> str:
     """A description of the devices whose kernels compute all products of ``recipe``, which has
     kernels."""
-    rows = {KERNELS[kernel_of(*pair)[0]] for pair in _pairs(recipe)}
-    return max(rows, key=lambda row: row.least).devices
+    kinds = {kernel_of(*pair)[0] for pair in _pairs(recipe)} & KERNELS.keys()
+    return max((KERNELS[kind] for kind in kinds), key=lambda row: row.least).devices
 
 
 def kernels(
@@ -68,7 +70,8 @@ def kernels(
     a_y, b_y, a_da, b_da, a_db, b_db = (spec and shifted(spec, -spec.margin) for spec in casts)
     pairs = ((a_y, b_y), (a_da, b_da), (a_db, b_db))
     kinds = selftest.kernels(backend, pairs, str(a.device), dtype_name(dtype))
-    return kinds if all(fits(a, b, KERNELS[kind].multiple) for kind in kinds) else ()
+    multiples = [KERNELS[kind].multiple for kind in kinds if kind != HIGH]
+    return kinds if all(fits(a, b, multiple) for multiple in multiples) else ()
 
 
 def takes(backend: str, a: Tensor, b: Tensor) -> bool:
@@ -98,13 +101,15 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
 
 class Settings(NamedTuple):
     """The constants of a product. kinds: the kernels of the three products. dtype: the name of that
-    of the output. bias_scale: a factor of the bias, but not of its gradient."""
+    of the output. bias_scale: a factor of the bias, but not of its gradient. fast: whether each of
+    the three products is summed fast."""
 
     kinds: tuple[str, ...]
     scales: tuple[float, float, float]
     casts: Casts
     dtype: str
     bias_scale: float = 1.0
+    fast: tuple[bool, ...] = (False, False, False)
 
 
 class _Native(Function):
@@ -122,7 +127,8 @@ class _Native(Function):
         *operands: Tensor | None,
     ) -> Tensor:
         left, right, *_ = _stored(operands)
-        y = multiply(how.kinds[0], left, right, how.scales[0], getattr(torch, how.dtype))
+        dtype = getattr(torch, how.dtype)
+        y = multiply(how.kinds[0], left, right, how.scales[0], dtype, how.fast[0])
         y = y[: a.shape[0]]  # without padding rows
         return y if bias is None else unaliased(y.add_(bias * how.bias_scale))
 
@@ -150,13 +156,13 @@ class _Native(Function):
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
             g = store(grad, for_a, -1, ctx.history, record=True)
-            da = multiply(for_da, g, b, s_a, grad.dtype)[: grad.shape[0]]
+            da = multiply(for_da, g, b, s_a, grad.dtype, ctx.how.fast[1])[: grad.shape[0]]
         if ctx.needs_input_grad[1]:
             if g is None:
                 g = store(grad, for_b, -2, ctx.history, record=True)
             else:
                 g = _second(grad, g, for_a, for_b) or g.mT
-            db = multiply(for_db, g, a, s_b, grad.dtype)
+            db = multiply(for_db, g, a, s_b, grad.dtype, ctx.how.fast[2])
         if ctx.needs_input_grad[2]:
             dbias = grad.sum(0) * s_b
         return da, db, dbias, *[None] * (len(ctx.needs_input_grad) - 3)
@@ -171,7 +177,7 @@ def _flat(operands: Iterable[QuantizedOperand | None]) -> list[Tensor | None]:
 
 
 def _second(
-    x: Tensor, stored: QuantizedOperand, spec: LoweredCast, second: LoweredCast
+    x: Tensor, stored: QuantizedOperand, spec: LoweredCast | None, second: LoweredCast | None
 ) -> QuantizedOperand | None:
     """``x`` for its product along the other axis; None if ``stored`` has one scale and serves both
     products."""

@@ -90,8 +90,8 @@ def why_not(pairs: tuple[Pair, ...], device: str, dtype: str) -> str:
     if why := _why_not_expected(pairs, device):
         return why
     for (name, axes), (a, b) in zip(_PRODUCTS.items(), pairs, strict=True):
-        assert a is not None
-        assert b is not None
+        if a is None or b is None:  # both are, and torch computes the product
+            continue
         specs = _deterministic(a), _deterministic(b)
         if not _TRUSTED[0] and (why := _failure(*specs, axes, device, dtype)):
             return f"{name}: {why}"

@@ -355,7 +355,8 @@ def multiply(
         (like,) = to_autocast_dtype(a[:0])
         unnamed = casts_of(recipe.text, layer, "", static) if name else casts
         if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
-            settings = native.Settings(kinds, scales, casts, dtype_name(like.dtype), bias_scale)
+            dtype, fast = dtype_name(like.dtype), recipe.is_fast
+            settings = native.Settings(kinds, scales, casts, dtype, bias_scale, fast)
             return native.product(a, b, bias, histories, settings)
     return simulated(a, b, bias, scales, casts, histories, None, bias_scale)
 

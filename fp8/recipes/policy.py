@@ -359,6 +359,7 @@ def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
             "accumulate and promote must be equal"
         )
     accumulate, promote = sums.pop()
+    fast = [set(recipe.fast_sums) for recipe in recipes if recipe is not None]
     return Recipe(
         name=_name(recipes),
         input=x,
@@ -370,6 +371,7 @@ def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
         grad_weight_input=SAME if x_second == x else x_second,
         accumulate=accumulate,
         promote=promote,
+        fast_sums=tuple(name for name in PRODUCTS if all(name in names for names in fast)),
     )
 
 

@@ -63,6 +63,10 @@ class Recipe:
             does. On a CPU it takes 10 to 20 times a product in float32. None: torch's sums.
         promote: the number of products after which a sum of the accelerator ends and is added in
             float32; 0: after all. Needs ``accumulate``.
+        fast_sums: the products ("forward", "grad_input", "grad_weight") that kernels of Hopper sum
+            in their accumulator of 14 bits, without float32 sums in between, as torchao and
+            TransformerEngine do by default in the forward product. Other devices, and simulation
+            without ``accumulate``, do not differ.
         grad_input_weight, grad_weight_grad, grad_weight_input: a different Cast (or None) of the
             weight, the gradient and the input in the product named first; "same": the cast above.
 
@@ -83,6 +87,7 @@ class Recipe:
     grad_weight_input: Cast | str | None = SAME
     accumulate: str | None = None
     promote: int = 0
+    fast_sums: tuple[str, ...] = ("forward",)
 
     text: ClassVar[str]
     """Set per instance: the `Cast.text` of `casts`, a line for each, for the reason given there."""
@@ -131,6 +136,11 @@ class Recipe:
                 )
 
     def _check_sums(self) -> None:
+        if not isinstance(self.fast_sums, tuple | list):
+            raise TypeError(f"fast_sums must be a tuple of products, not {self.fast_sums!r}")
+        object.__setattr__(self, "fast_sums", tuple(self.fast_sums))
+        for name in self.fast_sums:
+            check_choice("fast_sums", name, PRODUCTS)
         if self.accumulate is None:
             if self.promote:
                 raise ValueError("promote needs accumulate, the accelerator whose sums it ends")
@@ -150,6 +160,11 @@ class Recipe:
                     f"{', '.join(TENSOR_CORES[self.accumulate][0].formats)}, not "
                     f"{' by '.join(formats)} ({name})"
                 )
+
+    @property
+    def is_fast(self) -> tuple[bool, ...]:
+        """Whether each of `PRODUCTS` is among `fast_sums`."""
+        return tuple(name in self.fast_sums for name in PRODUCTS)
 
     @property
     def sums(self) -> str:

@@ -151,6 +151,8 @@ def _why_recipe(recipe: Recipe) -> str:
     """Why the file has no code for the products of a recipe; "" if it has."""
     if recipe.accumulate is not None:
         return f"recipe {recipe.name!r} has the sums of accumulate={recipe.accumulate!r}"
+    if recipe.fast_sums != ("forward",):
+        return f"recipe {recipe.name!r} sums {recipe.fast_sums} fast"
     for cast in filter(None, recipe.casts):
         scaling = cast.scaling if cast.scaling in SCALINGS else "unit"
         if cast.format not in FORMATS or cast != Cast(format=cast.format, scaling=scaling):

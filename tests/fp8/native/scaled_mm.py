@@ -8,6 +8,7 @@ checks of shapes and strides, as a call on a device that is only thought of.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -87,8 +88,11 @@ def as_list(x) -> list:
     return [] if x is None else x if isinstance(x, list) else [x]
 
 
-def scaled_mm(a, b, scale_a, types_a, scale_b, types_b, swizzle_a, swizzle_b, output_dtype):
+def scaled_mm(
+    *operands: Any, output_dtype: torch.dtype, use_fast_accum: bool = False
+) -> torch.Tensor:
     """By the rules of CUDA; for types of tiles."""
+    a, b, scale_a, types_a, scale_b, types_b, swizzle_a, swizzle_b = operands
     if not torch.compiler.is_compiling():
         checked_by_torch(
             a, b, scale_a, types_a, scale_b, types_b, swizzle_a, swizzle_b, output_dtype

@@ -138,7 +138,8 @@ def test_which_kernel_multiplies_what():
         (mx, cast("mx", "e2m1"), "e4m3 by e2m1 with scales by mx"),
     ):
         assert why in kernel(a, b)[1]
-    assert kernel_of(None, lowered(mx)) == ("", "an operand stays in high precision")
+    assert kernel_of(None, lowered(mx))[1] == "one operand of a product stays in high precision"
+    assert kernel_of(None, None) == ("high", "")
 
 
 def test_what_each_device_is_expected_to_have(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -65,7 +66,7 @@ def test_some_recipes_have_kernels_and_the_others_say_why_not():
     reasons = {name: native.why_not_recipe(recipe) for name, recipe in RECIPES.items()}
     assert "format 'e2m3'" in reasons["mxfp6"]
     assert "e2m1 by e2m1 with scales by mx" in reasons["mxfp4"]
-    assert "high precision" in reasons["row_gw_hp"]
+    assert reasons["row_gw_hp"] == ""
     assert "format 'bf16'" in reasons["bf16"]
     assert "by rule 'e4m3_eden'" in native.why_not_recipe(RECIPES["quartet2"].unrotated())
     for cast, why in (
@@ -257,7 +258,7 @@ def test_scales_of_tiles_compile_in_one_piece(recipe, emulated, monkeypatch):
     layer, x = fp8.convert(nn.Linear(128, 256), recipe, backend="native"), randn(45, 128)
     layer(x).sum().backward()
 
-    def zeros(a: Tensor, b: Tensor, *_, output_dtype: torch.dtype) -> Tensor:
+    def zeros(a: Tensor, b: Tensor, *_, output_dtype: torch.dtype, **__) -> Tensor:
         return a.new_zeros(a.shape[0], b.shape[1], dtype=output_dtype)
 
     monkeypatch.setattr(nn.functional, "scaled_mm", zeros)
@@ -277,7 +278,7 @@ LATER = "native on CUDA devices of compute capability 10.0 and up"
         ("tensor", (32, 16), (32,), FP8),
         ("tensor", (32, 16), (3, 11), f"{FP8}; 33 tokens filled up to 48"),
         ("mxfp6", (32, 16), (), "simulated: the kernels have no format 'e2m3'"),
-        ("row_gw_hp", (32, 16), (), "simulated: an operand stays in high precision"),
+        ("row_gw_hp", (32, 16), (), FP8),
         ("block", (96, 128), (), "simulated: 96 is no multiple of 128"),
         ("block", (256, 128), (), HOPPER),
         ("block", (256, 128), (40,), f"{HOPPER}; 40 tokens filled up to 128"),
@@ -333,3 +334,27 @@ def test_static_scales(recipe, shape):
             assert torch.equal(results[0][0], plain[0] * 2.0**-9)
     for native_one, simulated in zip(*results, strict=True):
         torch.testing.assert_close(native_one, simulated, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fast", [("forward",), (), ("grad_input", "grad_weight")], ids=str)
+def test_products_are_summed_fast_as_the_recipe_says(fast, monkeypatch):
+    asked = []
+    real = nn.functional.scaled_mm
+
+    def kernel(*args, use_fast_accum: bool, **kwargs) -> Tensor:
+        asked.append(use_fast_accum)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "scaled_mm", kernel)
+    recipe = dataclasses.replace(RECIPES["unit"], fast_sums=fast)
+    x, w = (t.requires_grad_() for t in tensors(32, 16, 32)[:2])
+    linear(x, w, recipe=recipe, backend="native").sum().backward()
+    names = ("forward", "grad_input", "grad_weight")
+    assert asked[-3:] == [name in fast for name in names]
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+
+
+@pytest.mark.parametrize("fast", ["forward", ("input",)])
+def test_other_products_are_refused(fast):
+    with pytest.raises((TypeError, ValueError), match="fast_sums"):
+        dataclasses.replace(RECIPES["unit"], fast_sums=fast)

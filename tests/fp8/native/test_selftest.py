@@ -133,7 +133,7 @@ def test_a_wrong_layout_is_noticed(recipe, wrong, emulated, monkeypatch):
 def test_a_sum_of_14_bits_is_no_lie(emulated, monkeypatch):
     """What Hopper does: each term is cut off 13 bits below the largest of its sum."""
 
-    def kernel(a, b, left, how, right, how_b, *rest, output_dtype):
+    def kernel(a, b, left, how, right, how_b, *rest, output_dtype, use_fast_accum):
         x, y = a.double(), b.T.double()
         result = torch.zeros(len(x), len(y), dtype=torch.float64)
         for i, row in enumerate(x):

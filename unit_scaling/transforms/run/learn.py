@@ -57,6 +57,7 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
     """Records and measures a call of ``module``, which is at ``path``, and decides on its calls."""
     restore_own_tags(module)
     weights = tagged_weights(module, path)
+    _refuse_proxies(given)
     with apart(), torch.inference_mode(False), torch.enable_grad(), _SILENT, uncast():
         recording = _record(transform, module, path, given)
         nodes = recording.nodes
@@ -89,6 +90,15 @@ UNSEEN = "unit_scale has not seen this call yet"
 
 KEPT = "keeps its values"
 """What the report says of a weight that no product reads."""
+
+
+def _refuse_proxies(given: Given) -> None:
+    """Raises TypeError for arguments of `torch.fx.symbolic_trace`."""
+    if any(isinstance(value, torch.fx.Proxy) for value in (*given[0], *given[1].values())):
+        raise TypeError(
+            "torch.fx.symbolic_trace cannot trace a unit-scaled model, whose factors are no calls "
+            "of its modules: trace it before unit_scale, or use torch.export"
+        )
 
 
 def _refuse_replaced(module: nn.Module) -> None:
