@@ -1,0 +1,66 @@
+"""What torch.compile cannot compile in one piece runs in eager mode, with a warning."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8
+from unit_scaling.transforms import simulate_fp8, unit_scale
+
+TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "unit_scale": unit_scale,
+    "simulate_fp8": simulate_fp8,
+    "both": lambda model: simulate_fp8(unit_scale(model)),
+}
+
+
+class Breaks(nn.Module):
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.first(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.second(h)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_model_that_breaks_the_graph_runs_in_eager_mode_with_a_warning(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = TRANSFORMS[name](Breaks(True)), torch.randn(4, 8)
+    expected = model(x)
+    compiled = torch.compile(model, backend="aot_eager")
+    with pytest.warns(fp8.PitfallWarning, match="the forward pass of this Breaks in one piece"):
+        found = compiled(x)
+    assert torch.equal(found, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once
+        assert torch.equal(compiled(x), expected)
+
+
+class LossInForward(nn.Module):
+    """The compiler replaces the call of such a loss by one that no mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.CrossEntropyLoss()(self.head(torch.relu(self.layer(x))), y)
+
+
+def test_calls_that_the_compiler_replaces_are_compiled() -> None:
+    torch.manual_seed(0)
+    model = unit_scale(LossInForward())
+    x, y = torch.randn(4, 8), torch.randint(5, (4,))
+    expected = model(x, y)
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(whole(x, y), expected)
