@@ -120,19 +120,18 @@ class Forecast:
         rows: list[tuple[str, ...]] = [(*heads, "MB moved", "MB saved", "layers slower")]
         for v in self.variants:
             slower = f"{len(self.slower(v.recipe))} of {len(v.layers)}" if v.layers else "-"
-            ratios = (v.seconds / self[HIGH].seconds, v.peak / self[HIGH].peak)
-            rows.append(
-                (
-                    v.recipe,
-                    f"{1e3 * v.seconds:.3g}",
-                    *(f"{ratio:.3f}" for ratio in ratios),
-                    str(v.kernels),
-                    f"{v.fp8} / {v.high}",
-                    f"{v.moved / 1e6:.0f}",
-                    f"{v.saved / 1e6:.0f}",
-                    "-" if v.recipe == HIGH else slower,
-                )
+            compiled: tuple[str, ...] = (
+                f"{v.peak / self[HIGH].peak:.3f}",
+                str(v.kernels),
+                f"{v.fp8} / {v.high}",
+                f"{v.moved / 1e6:.0f}",
+                f"{v.saved / 1e6:.0f}",
             )
+            if self.source != "compiler":  # shapes do not tell
+                compiled = ("-",) * 5
+            ratio = f"{v.seconds / self[HIGH].seconds:.3f}"
+            slower = "-" if v.recipe == HIGH else slower
+            rows.append((v.recipe, f"{1e3 * v.seconds:.3g}", ratio, *compiled, slower))
         return as_table(rows)
 
     def to_json(self) -> str:
