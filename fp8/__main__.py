@@ -4,7 +4,6 @@ machine can run (doctor)."""
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import shlex
@@ -17,7 +16,6 @@ from typing import Any
 
 from .common.libraries import need, transforms
 from .common.report import as_table
-from .common.step import seeded
 from .formats.format import FORMATS, Format
 from .lab import doctor
 from .lab.forecast import command as forecast
@@ -32,7 +30,7 @@ from .lab.preflight.preflight import (
     measure,
     terminable,
 )
-from .lab.preflight.sources import from_function, from_transformers
+from .lab.preflight.sources import from_function, from_transformers, made_by
 from .lab.preflight.stages import Settings
 from .levels.initialize import LEVELS, Level
 from .recipes.cast import Cast
@@ -329,10 +327,7 @@ def _add_parity_arguments(parser: argparse.ArgumentParser) -> None:
 def _parity(given: argparse.Namespace) -> int:
     """Runs `fp8.parity` and prints its result. Returns the exit code."""
     try:
-        function = from_function(given.setup)
-        seed = {"seed": 0} if "seed" in inspect.signature(function).parameters else {}
-        with seeded(0):
-            made = function(**seed)
+        made = made_by(given.setup)
         model, *batches = made if isinstance(made, tuple | list) else [made]
         result = parity(
             model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -103,3 +104,12 @@ def note(about: object, line: str) -> None:
 def notes_on(about: object) -> tuple[str, ...]:
     """The lines stored by `note`."""
     return vars(about).get(_NOTES, ())
+
+
+def finite(value: Any) -> Any:
+    """The value, for JSON, with None in place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

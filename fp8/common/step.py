@@ -6,6 +6,7 @@ Used to measure models: by calibration, `verify`, and the recordings of `unit_sc
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -216,6 +217,12 @@ def seeded(seed: int | None, cuda: Sequence[int] | None = None) -> Iterator[None
     finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
+
+
+def with_seed(function: Callable[..., Any], seed: int) -> Any:
+    """The result of ``function``, which receives ``seed=`` if it takes that."""
+    takes_seed = "seed" in inspect.signature(function).parameters
+    return function(seed=seed) if takes_seed else function()
 
 
 @contextmanager

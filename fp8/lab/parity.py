@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..adapters.transformers import cache_argument, is_pretrained, kv_cache
 from ..common.mixin import check_module
-from ..common.report import as_table
+from ..common.report import as_table, finite
 from ..common.step import evaluating, seeded, unwrapped
 from ..common.validation import check_flag, check_name, check_number
 from ..recipes.cast import Cast
@@ -97,7 +97,7 @@ class Parity:
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain values; None for those that are not finite."""
         values = asdict(self) | {"layers": [row._asdict() for row in self.layers], "ok": self.ok}
-        return _finite(values)
+        return finite(values)
 
     def _rows(self) -> list[tuple[str, ...]]:
         """The figures in words."""
@@ -354,14 +354,6 @@ def read_prompts(
     if not prompts:
         raise ValueError(f"{path} has no line of two tokens or more")
     return prompts
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _PAGE = """<!doctype html>

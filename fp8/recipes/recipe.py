@@ -93,6 +93,8 @@ class Recipe:
     """Set per instance: the `Cast.text` of `casts`, a line for each, for the reason given there."""
     keeps_history: ClassVar[bool] = False
     """Set per instance: whether an operand of a layer has state between passes."""
+    is_fast: ClassVar[tuple[bool, ...]]
+    """Set per instance: whether each of `PRODUCTS` is among `fast_sums`."""
     fixed: ClassVar[bool] = False
     """Set per instance: whether the scale of an operand is 1, or that of calibration."""
 
@@ -141,6 +143,8 @@ class Recipe:
         object.__setattr__(self, "fast_sums", tuple(self.fast_sums))
         for name in self.fast_sums:
             check_choice("fast_sums", name, PRODUCTS)
+        is_fast = tuple(name in self.fast_sums for name in PRODUCTS)
+        object.__setattr__(self, "is_fast", is_fast)
         if self.accumulate is None:
             if self.promote:
                 raise ValueError("promote needs accumulate, the accelerator whose sums it ends")
@@ -160,11 +164,6 @@ class Recipe:
                     f"{', '.join(TENSOR_CORES[self.accumulate][0].formats)}, not "
                     f"{' by '.join(formats)} ({name})"
                 )
-
-    @property
-    def is_fast(self) -> tuple[bool, ...]:
-        """Whether each of `PRODUCTS` is among `fast_sums`."""
-        return tuple(name in self.fast_sums for name in PRODUCTS)
 
     @property
     def sums(self) -> str:

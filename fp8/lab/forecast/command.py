@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import inspect
-from typing import Any
 
-from ...common.step import seeded
-from ..preflight.sources import from_function
+from ..preflight.sources import made_by
 from .card import CARDS
 from .forecast import RECIPES, forecast
 
@@ -30,11 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> str:
     """The result as text. Raises as `fp8.forecast` and
-    `fp8.lab.preflight.sources.from_function`."""
-    function = from_function(arguments.setup)
-    seed = {"seed": 0} if "seed" in inspect.signature(function).parameters else {}
-    with seeded(0):
-        made: Any = function(**seed)
+    `fp8.lab.preflight.sources.made_by`."""
+    made = made_by(arguments.setup)
     if not isinstance(made, tuple | list) or len(made) < 2:
         raise ValueError(
             f"{arguments.setup} must return (model, batches[, loss]), got {made!r:.80}"

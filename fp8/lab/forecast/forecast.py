@@ -28,7 +28,7 @@ from ...surgery.convert import convert, report
 from ..hardware import LAUNCH, Hardware, estimate, get_hardware
 from ..preflight.trace import trace
 from .card import CARDS, compiling_for, why_not
-from .compiled import ATTENTION, OTHER, TRITON, Graph, Kernel, graphs
+from .compiled import OTHER, TRITON, Graph, Kernel, graphs
 
 __all__ = ["Forecast", "Variant", "forecast", "kernel_seconds"]
 
@@ -291,9 +291,7 @@ class _Step:
 
 def kernel_seconds(kernel: Kernel, device: Hardware, peak: bool = False) -> float:
     """The time of a kernel by the roofline. peak: at the rates of the data sheet."""
-    unit = {ATTENTION: "bf16", TRITON: "bf16", OTHER: "bf16", "fp32": "bf16"}.get(
-        kernel.kind, kernel.kind
-    )
+    unit = "fp8" if kernel.kind == "fp8" else "bf16"
     rate = device.peak[unit] if peak else device.rate(unit)
     rate /= 2 if kernel.kind == "fp32" else 1  # of TF32
     stream = device.bandwidth if peak else device.stream

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import os
 import signal
 import threading
@@ -18,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...common.libraries import transforms as installed
-from ...common.report import as_table
+from ...common.report import as_table, finite
 from ...common.step import Batch, Loss
 from ...common.validation import check_name
 from ...recipes.policy import Policy
@@ -76,7 +75,7 @@ class Preflight:
 
     def to_json(self) -> str:
         """All figures as JSON; numbers that are not finite are null."""
-        return json.dumps(_finite(self.findings.to_dict()), indent=1, allow_nan=False)
+        return json.dumps(finite(self.findings.to_dict()), indent=1, allow_nan=False)
 
     def save(self, path: str | Path) -> None:
         """Writes a page (a path that ends in .html) or all figures (.json).
@@ -310,12 +309,3 @@ def _cells(row: Candidate) -> tuple[str, ...]:
         if row.low is not None and row.high is not None:
             gap += f" ({row.low:+.4f} to {row.high:+.4f})"
     return row.name, row.outcome, gap, str(row.seeds), errors, f"{row.share:.0%}"
-
-
-def _finite(value: Any) -> Any:
-    """The value with None in place of numbers that are not finite."""
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...common.libraries import need
-from ...common.step import described
+from ...common.step import described, seeded, with_seed
 from .demo import text_batches
 from .training import FullSize, Setup
 
@@ -45,6 +45,13 @@ def from_function(name: str) -> Callable[..., Any]:
     if not callable(setup):
         raise TypeError(f"{name} is a {type(setup).__name__}, not a function that returns a setup")
     return setup
+
+
+def made_by(name: str) -> Any:
+    """What the function of "train.py:setup" returns with seed 0. Raises as `from_function`."""
+    function = from_function(name)
+    with seeded(0):
+        return with_seed(function, 0)
 
 
 def _module(where: str) -> Any:

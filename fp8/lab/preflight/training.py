@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import time
 import zlib
@@ -27,6 +26,7 @@ from ...common.step import (
     seeded,
     tensors_within,
     unwrapped,
+    with_seed,
 )
 from ...optim.encodings import decode
 from ...optim.state import SECOND, has, read
@@ -249,8 +249,7 @@ class Problem:
             with seeded(seed):
                 value = self._source
                 if callable(value):
-                    takes_seed = "seed" in inspect.signature(value).parameters
-                    value = value(seed=seed) if takes_seed else value()
+                    value = with_seed(value, seed)
                 setup = _own(as_setup(value), anew=callable(self._source))
                 batches, sums = self._take(setup.batches)
             weights = _checksum(setup.model.state_dict())
