@@ -4,10 +4,10 @@ The names of the core are imported with the package; those of training and of th
 they are first read.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import warnings
-from .common.removed import attributes_of
 from .formats.format import FORMATS, Format
 from .formats.quantize import quantize
 from .modes.autocast import autocast, checkpoint_contexts
@@ -98,7 +98,13 @@ if TYPE_CHECKING:
     from .norms.norm import LayerNorm2d
     from .surgery.eject import eject
 else:
-    __getattr__ = attributes_of("fp8", LATE)
+
+    def __getattr__(name):
+        if name not in LATE:
+            raise AttributeError(f"module 'fp8' has no attribute {name!r}")
+        module = import_module(LATE[name])
+        value = module if LATE[name] == f"fp8.{name}" else getattr(module, name)
+        return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:

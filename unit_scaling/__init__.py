@@ -1,9 +1,5 @@
 """Unit scaling: scale factors for each operation such that every tensor has RMS about 1."""
 
-from typing import TYPE_CHECKING
-
-from fp8.common.removed import attributes_of
-
 from . import (
     analysis,
     constraints,
@@ -60,6 +56,3 @@ __all__ = [
     "verify",
     *(name for name in modules.__all__ if name != "MODULES"),
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = attributes_of("unit_scaling")

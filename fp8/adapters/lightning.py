@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ..common.libraries import need
-from ..common.removed import refuses_removed
 from ..common.validation import check_name
 from ..products.active import checked_backend
 from ..recipes.history import add_initial_histories, histories, note_scales
@@ -37,7 +36,6 @@ PRECISIONS = {
 """Lightning's name of the precision outside of FP8 -> the plugin to derive from."""
 
 
-@refuses_removed("fp8.adapters.lightning.FP8Precision")
 def FP8Precision(
     recipe: str | Recipe | Policy = AUTO,
     *,
@@ -77,7 +75,6 @@ def FP8Precision(
     return _kind(_base(True, precision, library), True)(recipe, precision, how, options)
 
 
-@refuses_removed("fp8.adapters.lightning.FP8FabricPrecision")
 def FP8FabricPrecision(
     recipe: str | Recipe | Policy = AUTO,
     *,

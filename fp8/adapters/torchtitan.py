@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..common.libraries import need, transforms
-from ..common.removed import refuses_removed
 from ..common.validation import check_name
 from ..products.active import BACKENDS
 from ..recipes.policy import Policy, as_policy
@@ -33,7 +32,6 @@ __all__ = ["FP8Converter"]
 Transform = Callable[[nn.Module], nn.Module]
 
 
-@refuses_removed("fp8.adapters.torchtitan.FP8Converter")
 def FP8Converter(
     recipe: str | Path | Recipe | Policy = AUTO,
     *,

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common.foreign import refuses_foreign
 from ..common.libraries import need
 from ..common.mixin import Mixin, add_mixin, bare_class, remove_mixin
-from ..common.removed import refuses_removed
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
 from ..selection.layers import Where, checked_where
@@ -216,7 +216,7 @@ def _plain(name: str, cast: Cast, grad: Cast) -> Recipe:
     )
 
 
-@refuses_removed("fp8.adapters.transformer_engine.autocast")
+@refuses_foreign("fp8.adapters.transformer_engine.autocast")
 def autocast(recipe: Any, enabled: bool = True) -> AbstractContextManager[Any]:
     """TransformerEngine's context in which its layers compute in FP8.
 

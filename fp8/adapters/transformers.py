@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..common.libraries import need
-from ..common.removed import check_not_removed
 from ..common.step import Batch, evaluating
 from ..common.validation import check_name
 from ..formats.format import Format, get_format
@@ -300,7 +299,6 @@ class _Stored:
 
 def __getattr__(name: str) -> Any:
     if name != "FP8Layer":  # which pickle looks up here
-        check_not_removed(__name__, name, AttributeError)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _layer_class()
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from .compiler import eager_only
-from .removed import check_not_removed
 
 
 def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
@@ -23,7 +22,6 @@ def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
     """
     names = tuple(allowed)
     if got not in names:
-        check_not_removed(what, got, ValueError)
         near = nearest(got, names)
         hint = "" if near is None else f"; did you mean {near!r}?"
         listed = ", ".join(map(repr, names))

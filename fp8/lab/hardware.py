@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ..common.removed import refuses_removed
 from ..common.validation import check_name, check_number, check_whole
 from ..formats.format import get_format
 from ..levels.initialize import LEVELS, Level
@@ -331,7 +330,6 @@ class Estimate:
         return self.step_bf16 / self.step if self.step else 1.0
 
 
-@refuses_removed("fp8.lab.hardware.estimate")
 def estimate(
     products: Iterable[Product],
     recipes: Mapping[str, Recipe | str | None],

@@ -20,8 +20,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from ..common.dtensor import is_dtensor
+from ..common.foreign import refuses_foreign
 from ..common.mixin import check_module
-from ..common.removed import refuses_removed
 from ..common.report import note
 from ..common.validation import check_name
 from ..optim import SGD, Adam, AdamW
@@ -93,7 +93,7 @@ def initialize(
     opt_level: str = "O2",
     recipe: str | Recipe | Policy | None = AUTO,
 ) -> tuple[M, Opt]: ...
-@refuses_removed("fp8.initialize")
+@refuses_foreign("fp8.initialize")
 def initialize(
     model: M,
     optimizer: Optimizer | None = None,

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..casts.counts import OPEN, check_block
 from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_constant
-from ..common.removed import refuses_removed
+from ..common.foreign import refuses_foreign
 from ..common.threads import (
     Setting,
     Stack,
@@ -261,7 +261,7 @@ class autocast:
     #: The state of the converted layer whose block it is.
     state: LayerState | None = None
 
-    @refuses_removed("fp8.autocast")
+    @refuses_foreign("fp8.autocast")
     def __init__(
         self,
         recipe: str | Recipe | Policy = AUTO,

@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..common.dtensor import part_of
-from ..common.removed import refuses_removed
 from ..common.validation import check_flag, check_name, check_number
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
@@ -306,7 +305,6 @@ class _Adam(LowPrecision):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
 
-    @refuses_removed("fp8.optim.AdamW")
     def __init__(
         self,
         params: ParamsT,

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..common.removed import refuses_removed
 from ..common.validation import check_between, check_choice, check_keys
 from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
@@ -214,6 +213,3 @@ class Cast:
             format["dtype"] = None if dtype is None else getattr(torch, str(dtype), dtype)
             values["format"] = Format(**format)
         return Cast(**values)
-
-
-Cast.__init__ = refuses_removed("fp8.Cast")(Cast.__init__)  # type: ignore[method-assign]

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from ..common.removed import refuses_removed
 from ..common.validation import check_between, check_choice, check_keys
 from ..formats.format import get_format
 from .cast import Cast
@@ -236,9 +235,6 @@ class Recipe:
             k: Cast.from_dict(v) if isinstance(v, Mapping) else v for k, v in values.items()
         }
         return Recipe(**read)
-
-
-Recipe.__init__ = refuses_removed("fp8.Recipe")(Recipe.__init__)  # type: ignore[method-assign]
 
 
 def _or_same(cast: Cast | str | None, same: Cast | None) -> Cast | None:

@@ -13,7 +13,6 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ..common.mixin import bare_class
-from ..common.removed import check_not_removed
 from ..formats.quantize import is_dense
 from ..recipes.history import has_scales
 from ..recipes.recipe import PLAIN, STATIC, UNIT, Recipe
@@ -167,7 +166,6 @@ def checked_where(where: Any) -> Where | None:
     bool. Raises TypeError for anything else, and for a function of (module, name)."""
     if where is None:
         return None
-    check_not_removed("where", where, TypeError)
     if not callable(where):
         raise TypeError(f"where is a {type(where).__name__}; give (name, module) -> bool")
     with suppress(ValueError):  # implemented in C

@@ -22,7 +22,6 @@ from ..common.mixin import (
     check_not_scripted,
     remove_mixin,
 )
-from ..common.removed import refuses_removed
 from ..common.report import CHANGES, LEFT_ALONE, Report, Row, notes_on
 from ..modes.autocast import LayerBlock, high_precision
 from ..native.product import alignment, devices, why_not_here, why_not_recipe
@@ -183,7 +182,6 @@ def _leave_parametrizations(layer: nn.Module) -> None:
         add_mixin(part, _OfParameters)
 
 
-@refuses_removed("fp8.convert")
 def convert(
     model: M,
     recipe: str | Recipe | Policy = AUTO,

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from fp8.common.mixin import check_module
-from fp8.common.removed import refuses_removed
 from fp8.common.step import unwrapped
 from fp8.common.validation import check_flag, check_name
 from fp8.surgery.convert import choose_recipes
@@ -26,7 +25,6 @@ from .run.pretrained import keep_transform, register
 from .run.transform import Replacements, UnitScale
 
 
-@refuses_removed("unit_scaling.transforms.unit_scale")
 def unit_scale(
     module: M,
     replace: Replacements | None = None,

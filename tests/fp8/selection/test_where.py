@@ -198,7 +198,6 @@ def test_a_function_chooses(name):
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("hidden", r"where has no 'hidden': .* fp8.Policy.hidden\(recipe\)"),
         ("all", r"where is a str; give \(name, module\) -> bool"),
         (3, "where is a int"),
         (lambda name: True, r"where is called as where\(name, module\)"),
