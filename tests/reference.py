@@ -82,18 +82,15 @@ def scale_of(
 
 def scale_by_error(x: Tensor, format: Format, rule: str, whole: float, *rest) -> float:
     """`scale_of` of a tile; under "e4m3_4_6" and "e4m3_4_6_up" the better one of it and of that for
-    1.5 * amax, under "error" of floor and of that for 2 * amax; under "quest" that of the standard
-    deviation."""
+    1.5 * amax; under "quest" that of the standard deviation."""
     if rule == "quest" and (largest := _largest(x)):
         spread = float((_finite(x) / largest).std(correction=0)) or 1.0
         return scale_of(spread * largest, format, rule, whole, *rest)
-    times = {"e4m3_4_6": 1.5, "e4m3_4_6_up": 1.5, "error": 2.0}.get(rule)
-    rule = "floor" if rule == "error" else rule
     scale = scale_of(_largest(x), format, rule, whole, *rest)
-    if times is None:
+    if not rule.startswith("e4m3_4_6"):
         return scale
     most = float(np.finfo(rest[0] if rest else np.float32).max)
-    other = scale_of(min(times * _largest(x), most), format, rule, whole, *rest)
+    other = scale_of(min(1.5 * _largest(x), most), format, rule, whole, *rest)
     errors = [(_tile(x, format, s) - x.double()).square().sum() for s in (scale, other)]
     return other if errors[1] < errors[0] else scale
 

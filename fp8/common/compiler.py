@@ -161,9 +161,8 @@ def apply(function: type[Function], *args: Any, written: Tensor | None = None) -
         for arg in args:
             as_is = not isinstance(arg, Tensor) or arg is written or arg.requires_grad
             inputs.append(arg if as_is or not arg.is_floating_point() else arg[...])
-    for arg in args:
-        if isinstance(arg, Tensor) and type(arg) is not Tensor and type(arg) is not Parameter:
-            return call(*inputs)
+    if any(isinstance(a, Tensor) and type(a) not in (Tensor, Parameter) for a in args):
+        return call(*inputs)
     with torch.DisableTorchFunction():
         return call(*inputs)
 

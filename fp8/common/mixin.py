@@ -38,12 +38,10 @@ class Mixin:
         """Computes the module's forward. ``forward`` is the bound inner forward to call."""
         raise NotImplementedError
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Raises TypeError. `torch.jit.script` calls this first."""
+    def __prepare_scriptable__(self) -> nn.Module:  # called by torch.jit.script
         raise TypeError(_NO_TORCHSCRIPT.format(self._original.__name__, "scripted"))
 
-    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises TypeError. `torch.jit.trace`, whose graph lacks backward passes, calls this."""
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:  # called by torch.jit.trace
         raise TypeError(_NO_TORCHSCRIPT.format(self._original.__name__, "traced"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -59,7 +57,6 @@ class Mixin:
         return (_restore, (make, args, self._mixins, attributes), *state)
 
     def _missing_from(self, state: Any) -> dict[str, Any]:
-        """The attributes of ``_attributes`` that ``state`` does not contain."""
         return {n: vars(self)[n] for n in self._attributes if n in vars(self) and n not in state}
 
 
@@ -68,12 +65,7 @@ _NO_TORCHSCRIPT = (
 )
 
 
-def _restore(
-    make: Callable[..., nn.Module],
-    args: tuple[Any, ...],
-    mixins: tuple[type[Mixin], ...],
-    attributes: dict[str, Any],
-) -> nn.Module:
+def _restore(make: Any, args: Any, mixins: Any, attributes: dict[str, Any]) -> nn.Module:
     module = make(*args)
     vars(module).update(attributes)
     _become(module, mixins)
@@ -123,9 +115,7 @@ def _make_subclass(original: type[nn.Module], mixins: tuple[type[Mixin], ...]) -
 
     active = tuple(b for b in mixins if b.around is not Mixin.around)
     names = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
+        **{name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")},
         "_original": original,
         "_mixins": mixins,
         "_active": active,

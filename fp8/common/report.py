@@ -75,7 +75,6 @@ class Report(Rows[R]):
 
     @property
     def left_alone(self) -> list[R]:
-        """The rows of modules that were left alone."""
         return [row for row in self.rows if row.left_alone]
 
     def __str__(self) -> str:
@@ -96,14 +95,13 @@ def as_table(cells: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
 
-def note(about: object, line: str) -> None:
-    """Stores ``line`` on the model ``about``; reports on it show the line."""
-    vars(about)[_NOTES] = (*notes_on(about), line)
+def note(model: object, line: str) -> None:
+    """Stores ``line`` on the model; reports on it show the line."""
+    vars(model)[_NOTES] = (*notes_on(model), line)
 
 
-def notes_on(about: object) -> tuple[str, ...]:
-    """The lines stored by `note`."""
-    return vars(about).get(_NOTES, ())
+def notes_on(model: object) -> tuple[str, ...]:
+    return vars(model).get(_NOTES, ())
 
 
 def finite(value: Any) -> Any:

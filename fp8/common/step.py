@@ -9,7 +9,7 @@ import copy
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -53,13 +53,11 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def copied(batch: Batch) -> Batch:
-    """A copy of a batch that shares neither storage nor autograd graph with it, for a model that
-    writes into its input or takes parts out of it; the batch itself if it has no copy."""
-    try:
-        result, _ = detached(batch)
-    except (RuntimeError, TypeError, NotImplementedError):
-        return batch
-    return result
+    """The copy of `detached`, for a model that writes into its input or takes parts out of it; the
+    batch itself if it has no copy."""
+    with suppress(RuntimeError, TypeError, NotImplementedError):
+        return detached(batch)[0]
+    return batch
 
 
 def detached(value: Any, records: bool = True) -> tuple[Any, dict[int, Tensor]]:
@@ -114,10 +112,9 @@ def tensors(value: Any) -> Iterator[Tensor]:
                 yield from tensors(part)
 
 
-def tensors_within(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """As `tensors`, including those of objects within objects: a distribution, a cache; no modules.
-    seen: the ids of containers to omit; those of ``value`` are added."""
-    return tensors(unfolded(value, seen))
+def tensors_within(value: Any, visited: set[int] | None = None) -> Iterator[Tensor]:
+    """The `tensors` of a value as `unfolded`."""
+    return tensors(unfolded(value, visited))
 
 
 def find_loss(output: Any) -> Tensor | None:
@@ -137,17 +134,13 @@ def _named_loss(output: Any) -> Any:
 
 
 def _leaves(results: Iterable[Tensor]) -> set[Node]:
-    """The nodes of the leaves that tensors are computed from."""
-    todo = [t.grad_fn for t in results]
-    seen, leaves = set[Node | None]([None]), set[Node]()
+    todo, visited = [t.grad_fn for t in results], set[Node]()
     while todo:
         node = todo.pop()
-        if node in seen or node is None:
-            continue
-        seen.add(node)
-        todo.extend(following for following, _ in node.next_functions)
-        leaves.update([node] if hasattr(node, "variable") else [])
-    return leaves
+        if node is not None and node not in visited:
+            visited.add(node)
+            todo.extend(following for following, _ in node.next_functions)
+    return {node for node in visited if hasattr(node, "variable")}
 
 
 def scalars(output: Any) -> list[Tensor]:
@@ -253,14 +246,13 @@ class Writes:
     """The values that tensors had before torch calls wrote into them. Tensors without storage
     (inside torch.vmap, sharded) are ignored."""
 
-    def __init__(self, of: Iterable[Tensor]) -> None:
-        self._of = of
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._of = tensors
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
         self._data: list[tuple[Tensor, Tensor]] = []
         self._at: dict[int, Tensor] | None = None
 
     def note(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        """Stores the values that a call is about to overwrite."""
         if function == _SET_DATA:
             self._data.append((args[0], args[0].detach()))
             return
@@ -275,14 +267,12 @@ class Writes:
                     self._values[key] = values, values.clone()
 
     def changed(self, tensor: Tensor) -> bool:
-        """Whether calls have changed the values of one of the tensors."""
         if any(owner is tensor for owner, _ in self._data):
             return True
         values, before = self._values.get(_storage(tensor) or 0, (tensor, None))
         return before is not None and not torch.equal(values, before)
 
     def undo(self) -> None:
-        """Writes the stored values back."""
         for tensor, before in reversed(self._data):
             tensor.data = before
         for tensor, before in self._values.values():

@@ -147,21 +147,13 @@ def is_from_graph() -> bool:
     compiled under the open blocks."""
     if torch.compiler.is_dynamo_compiling():
         return False
-    for frame in frames():
-        if not frame.f_code.co_filename.startswith(_OWN):
-            return "extern_kernels" in frame.f_globals
-    return False
+    caller = next(f for f in frames() if not f.f_code.co_filename.startswith(_OWN))
+    return "extern_kernels" in caller.f_globals
 
 
-def function_around(end: str = "") -> str:
-    """The autograd function that makes the running call, perhaps through others; "" if none. end:
-    the name of a Python function beyond which callers are not looked at."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != end:
-        if found := function_of(frame):
-            return found
-        frame = frame.f_back
-    return ""
+def function_around() -> str:
+    """The autograd function that makes the running call, perhaps through others; "" if none."""
+    return next(filter(None, map(function_of, frames())), "")
 
 
 def function_of(frame: FrameType) -> str:

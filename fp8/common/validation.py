@@ -12,9 +12,7 @@ from .compiler import eager_only
 
 
 def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
-    """Raises ValueError unless ``got`` is in ``allowed``. what: the name of the argument.
-
-    The error suggests the closest spelling, if there is one.
+    """Raises ValueError, with the `nearest` name, unless ``got`` is in ``allowed``.
 
     >>> check_name("rounding", "up", ("nearest", "stochastic"))
     Traceback (most recent call last):

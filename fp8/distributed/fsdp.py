@@ -209,9 +209,8 @@ def _why_not_sent(recipe: Recipe | None) -> str:
 def _wrapped(weight: nn.Parameter, cast: Cast) -> nn.Parameter:
     exponent = static_exponent(weight)
     wrapped = nn.Parameter(_Weight(weight.detach(), cast, exponent), weight.requires_grad)
-    for name, value in vars(weight).items():
-        if not name.startswith("__"):  # dunders belong to the instance, like the tags' __deepcopy__
-            setattr(wrapped, name, value)
+    # Dunders belong to the instance, like the tags' __deepcopy__.
+    vars(wrapped).update({k: v for k, v in vars(weight).items() if not k.startswith("__")})
     return wrapped
 
 
@@ -265,15 +264,9 @@ class _Weight(Tensor):
         exponent: int = 0,
         cached: list[Any] | None = None,
     ) -> _Weight:
-        self: _Weight = torch.Tensor._make_wrapper_subclass(
-            cls,
-            plain.size(),
-            strides=plain.stride(),
-            storage_offset=plain.storage_offset(),
-            dtype=plain.dtype,
-            layout=plain.layout,
-            device=plain.device,
-        )
+        options = {"dtype": plain.dtype, "layout": plain.layout, "device": plain.device}
+        memory = {"strides": plain.stride(), "storage_offset": plain.storage_offset()}
+        self: _Weight = torch.Tensor._make_wrapper_subclass(cls, plain.size(), **memory, **options)
         self.plain, self.cast, self.exponent = plain, cast, exponent
         self.cached = [] if cached is None else cached
         return self
@@ -300,7 +293,6 @@ class _Weight(Tensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a plain tensor."""
         return self.plain.__reduce_ex__(protocol)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]

@@ -84,7 +84,6 @@ def gather_input_in_fp8(module: nn.Module, mesh: DeviceMesh, *, dim: int = 1) ->
 
 
 def _gathered(mesh: DeviceMesh, dim: int, spec: LoweredCast, module: Any, args: Any) -> Any:
-    """The forward pre-hook."""
     if not args:
         kind = bare_class(module).__name__
         raise ValueError(f"{kind} gathers its first argument, which must be positional")

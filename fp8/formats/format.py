@@ -12,23 +12,16 @@ import torch
 from ..common.compiler import compiled_as
 from ..common.validation import check_name
 
-_FLAGS = ("infinity", "nan", "negative_zero", "signed")
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "name": str,
-    "exponent_bits": int,
-    "mantissa_bits": int,
-    "bias": int,
+    **dict.fromkeys(("exponent_bits", "mantissa_bits", "bias"), int),
     "max": (int, float),
     "dtype": (torch.dtype, type(None)),
 }
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a torch dtype, without the prefix "torch.".
-
-    >>> dtype_name(torch.bfloat16)
-    'bfloat16'
-    """
+    """The name of a torch dtype, without the prefix "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -86,7 +79,9 @@ class Format:
             if not condition:
                 raise ValueError(f"format {self.name!r}: {what}")
 
-        self._check_types()
+        for field, kind in _TYPES.items():
+            if not isinstance(value := getattr(self, field), kind):
+                raise TypeError(f"format {self.name!r}: {field} cannot be {value!r}")
         require(bool(self.name), "the name is empty")
         for field, value, low, high in (  # those of float32, which has every value
             ("exponent_bits", self.exponent_bits, 1, 8),
@@ -116,16 +111,10 @@ class Format:
         require(self.dtype is None or self._is_in(self.dtype), f"{self.dtype} lacks its values")
         row = FORMATS.get(self.name, self)
         require(row == self, f"fp8.FORMATS has other values of that name: {row!r}; choose another")
-        flags = [getattr(self, flag) for flag in _FLAGS]
-        numbers = (self.exponent_bits, self.mantissa_bits, self.bias, self.max, *map(int, flags))
-        dtype = "" if self.dtype is None else dtype_name(self.dtype)
-        object.__setattr__(self, "text", "|".join([self.name, *map(repr, numbers), dtype]))
-
-    def _check_types(self) -> None:
-        for field, kind in _TYPES.items():
-            value = getattr(self, field)
-            if not isinstance(value, kind):
-                raise TypeError(f"format {self.name!r}: {field} cannot be {value!r}")
+        *values, dtype = [getattr(self, field.name) for field in fields(self)]
+        texts = [str(float(v) if isinstance(v, float) else int(v)) for v in values[1:]]
+        kind = "" if dtype is None else dtype_name(dtype)
+        object.__setattr__(self, "text", "|".join([self.name, *texts, kind]))
 
     def _is_in(self, dtype: torch.dtype) -> bool:
         """Whether a dtype has the range and precision of the format."""
@@ -230,18 +219,8 @@ def _of_constants(format: Format) -> Format:
 
 
 def get_format(format: str | Format) -> Format:
-    """Looks up a format by name.
-
-    Args:
-        format: a name in `FORMATS`, or a `Format`, which is returned unchanged.
-
-    Returns:
-        The format.
-
-    Raises:
-        ValueError: for an unknown name.
-        TypeError: for an argument that is neither a name nor a `Format`.
-    """
+    """The row of `FORMATS` with this name; a `Format` is returned unchanged. Raises ValueError for
+    an unknown name, TypeError for an argument that is neither."""
     if isinstance(format, Format):
         return _of_constants(format)
     if not isinstance(format, str):

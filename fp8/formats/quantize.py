@@ -87,8 +87,8 @@ def quantize(
             NaN, a scale that is not positive or does not broadcast to `x`, and a seed without
             stochastic rounding.
     """
-    grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
-    return _quantize(x.detach(), grid, rounding, scale, _key(rounding, seed, x.device))
+    options = _checked(x, format, rounding, overflow, scale, seed, random_bits)
+    return _quantize(x.detach(), *options)
 
 
 def quantize_operand(
@@ -129,22 +129,12 @@ def round_operand(
     return _quantize(x.detach(), grid, rounding, scale, key, inverse)
 
 
-def quantize_forward(
-    x: Tensor,
-    format: str | Format,
-    *,
-    rounding: str = "nearest",
-    overflow: str = "saturate",
-    scale: float | Tensor | None = None,
-    seed: Seed | None = None,
-    random_bits: int = 31,
-) -> Tensor:
+def quantize_forward(x: Tensor, format: str | Format, **options: Any) -> Tensor:
     """`quantize(x, ...)` with a straight-through gradient: it passes to x unchanged, even where
     saturated.
 
     Args:
-        x, format, rounding, overflow, scale, seed, random_bits: as in `quantize`. The scale gets no
-            gradient.
+        x, format, options: as in `quantize`. The scale gets no gradient.
 
     Returns:
         As `quantize`.
@@ -152,27 +142,17 @@ def quantize_forward(
     Raises:
         TypeError, ValueError: as `quantize`.
     """
-    grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
-    return apply(_Forward, x, scale, _key(rounding, seed, x.device), rounding, tuple(grid))
+    return apply(_Forward, x, *_checked(x, format, **options))
 
 
-def quantize_backward(
-    x: Tensor,
-    format: str | Format,
-    *,
-    rounding: str = "nearest",
-    overflow: str = "saturate",
-    scale: float | Tensor | None = None,
-    seed: Seed | None = None,
-    random_bits: int = 31,
-) -> Tensor:
+def quantize_backward(x: Tensor, format: str | Format, **options: Any) -> Tensor:
     """Returns x, and quantizes its gradient: ``grad_x = quantize(grad, ...)``.
 
     The gradient of the gradient passes unchanged.
 
     Args:
-        x, format, rounding, overflow, scale, seed, random_bits: as in `quantize`. Without a seed,
-            one is drawn in the forward pass, not in the backward pass. The scale gets no gradient.
+        x, format, options: as in `quantize`. Without a seed, one is drawn in the forward pass, not
+            in the backward pass. The scale gets no gradient.
 
     Returns:
         A view of ``x``.
@@ -180,8 +160,7 @@ def quantize_backward(
     Raises:
         TypeError, ValueError: as `quantize`.
     """
-    grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
-    return apply(_Backward, x, scale, _key(rounding, seed, x.device), rounding, tuple(grid))
+    return apply(_Backward, x, *_checked(x, format, **options))
 
 
 class _Forward(torch.autograd.Function):
@@ -190,9 +169,9 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, scale: Tensor | None, key: Key | None, rounding: str, grid: tuple[Any, ...]
+        x: Tensor, grid: tuple[Any, ...], rounding: str, scale: Tensor | None, key: Key | None
     ) -> Tensor:
-        return unaliased(_quantize(x, Grid(*grid), rounding, scale, key))
+        return unaliased(_quantize(x, grid, rounding, scale, key))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -204,18 +183,15 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """Arguments as for _Forward. Tensors are saved with save_for_backward, other arguments on the
-    context."""
-
     @staticmethod
     def forward(
-        x: Tensor, scale: Tensor | None, key: Key | None, rounding: str, grid: tuple[Any, ...]
+        x: Tensor, grid: tuple[Any, ...], rounding: str, scale: Tensor | None, key: Key | None
     ) -> Tensor:
         return same(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, scale, key, ctx.rounding, ctx.grid = inputs
+        _, ctx.grid, ctx.rounding, scale, key = inputs
         # Tensors only: in compiled code saved_tensors omits None.
         ctx.save_for_backward(*(value for value in (scale, key) if isinstance(value, Tensor)))
         ctx.scaled, ctx.keyed = scale is not None, isinstance(key, Tensor)
@@ -224,28 +200,23 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scale = ctx.saved_tensors[0] if ctx.scaled else None
-        key = ctx.saved_tensors[-1] if ctx.keyed else ctx.key
-        if is_differentiated_again():
-            out = apply(_Forward, grad, scale, key, ctx.rounding, ctx.grid)
-        else:
-            out = _quantize(grad, Grid(*ctx.grid), ctx.rounding, scale, key)
+        options = ctx.grid, ctx.rounding, scale, ctx.saved_tensors[-1] if ctx.keyed else ctx.key
+        again = is_differentiated_again()
+        out = apply(_Forward, grad, *options) if again else _quantize(grad, *options)
         return out, None, None, None, None
 
 
-def _convertible_in_graph(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _in_graph(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inf becomes NaN: Triton converts by ``cvt.rn.satfinite.e5m2x2.f32``, which turns Inf into the
+    largest finite value and keeps NaN (PTX ISA, section "cvt")."""
     if dtype != torch.float8_e5m2 or x.device.type == "cpu":
         return x
     return torch.add(x, x, alpha=0.0)  # Inf * 0 is NaN: one multiply-add
 
 
-@compiled_as(_convertible_in_graph)
+@compiled_as(_in_graph)
 def convertible(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` for a conversion to an FP8 ``dtype``, after which Inf and NaN are not finite.
-
-    In compiled code, except on CPUs, Inf becomes NaN if the dtype is float8_e5m2: Triton converts
-    by ``cvt.rn.satfinite.e5m2x2.f32``, which turns Inf into the largest finite value and keeps NaN
-    (PTX ISA, section "cvt").
-    """
+    """``x`` for a conversion to an FP8 ``dtype``, after which Inf and NaN are not finite."""
     return x
 
 
@@ -262,7 +233,6 @@ def check_dtype(x: Tensor) -> None:
     if x.dtype not in DTYPES:
         allowed = ", ".join(map(dtype_name, DTYPES))
         raise TypeError(f"cannot quantize {x.dtype}; allowed are {allowed}")
-    refuse_nested(x)
     _refuse_sparse(x)
 
 
@@ -273,6 +243,7 @@ def is_dense(x: object) -> bool:
 
 @eager_only()  # the compiler knows the layout of inputs alone
 def _refuse_sparse(x: Tensor) -> None:
+    refuse_nested(x)
     if x.layout != torch.strided:
         raise TypeError(f"cannot quantize a tensor of layout {x.layout}; give x.to_dense()")
 
@@ -286,21 +257,22 @@ def refuse_nested(x: Tensor) -> None:
         )
 
 
-def _check(
+def _checked(
     x: Tensor,
     format: str | Format,
-    rounding: str,
-    overflow: str,
-    scale: float | Tensor | None,
-    random_bits: int,
-) -> tuple[Grid, Tensor | None]:
-    """Validates the arguments of `quantize`; returns the grid and the scale as a tensor."""
+    rounding: str = "nearest",
+    overflow: str = "saturate",
+    scale: float | Tensor | None = None,
+    seed: Seed | None = None,
+    random_bits: int = 31,
+) -> tuple[tuple[Any, ...], str, Tensor | None, Key | None]:
+    """The arguments of `_quantize` for those of `quantize`, checked."""
     check_dtype(x)
     check_name("rounding", rounding, ROUNDINGS)
     check_name("overflow", overflow, OVERFLOWS)
     check_between("random_bits", random_bits, 1, 31)
     grid = _grid(get_format(format), overflow, x.dtype, scale is not None, random_bits, None)
-    return grid, _scale(x, scale)
+    return tuple(grid), rounding, _scale(x, scale), _key(rounding, seed, x.device)
 
 
 def _grid(
@@ -325,16 +297,8 @@ def _grid(
             f"format {format.name!r} has neither Inf nor NaN for overflow='nonfinite'; "
             "use overflow='saturate'"
         )
-    return Grid(
-        format.mantissa_bits,
-        format.min_exponent,
-        largest,
-        beyond,
-        format.negative_zero,
-        smallest,
-        random_bits,
-        infinity,
-    )
+    steps, values = (format.mantissa_bits, format.min_exponent), (largest, beyond)
+    return Grid(*steps, *values, format.negative_zero, smallest, random_bits, infinity)
 
 
 def _largest_of_both(format: Format, limits: torch.finfo) -> float:
@@ -346,7 +310,6 @@ def _largest_of_both(format: Format, limits: torch.finfo) -> float:
 
 
 def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
-    """The scale factor as a tensor on x's device, in the dtype of the computation."""
     if scale is None:
         return None
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -379,7 +342,6 @@ def _positive(scale: Tensor) -> Tensor:
 
 
 def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
-    """The key of the random bits; None if none are needed."""
     if rounding != "stochastic":
         if seed is not None:
             raise ValueError(
@@ -396,12 +358,13 @@ def _drawn(device: torch.device) -> Tensor | int:
 
 def _quantize(
     x: Tensor,
-    grid: Grid,
+    grid: tuple[Any, ...],
     rounding: str,
     scale: Tensor | None,
     key: Key | None,
     inverse: Tensor | None = None,
 ) -> Tensor:
+    grid = grid if isinstance(grid, Grid) else Grid(*grid)
     x, options = x.resolve_neg(), (grid, rounding, scale, inverse, key)  # x.conj().imag holds -x
     one_scale = scale is None or not scale.ndim
     if one_scale and type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu":
@@ -421,7 +384,6 @@ def _whole(
     *,
     start: int = 0,
 ) -> Tensor:
-    """Quantizes all of `x` at once; used for compiled code and for single chunks."""
     y, bits = x if x.dtype in LAYOUTS else x.float(), None
     if scale is not None:
         y = divided(y, scale) if inverse is None else y * inverse

@@ -70,7 +70,6 @@ def random_key(seed: Seed) -> Key:
 
 
 def _halves(key: Key) -> tuple[Key, Key]:
-    """The low and high 32 bits of a key, as int32."""
     if isinstance(key, Tensor):
         return key.to(torch.int32), (key >> 32).to(torch.int32)
     return (key + 2**31) % 2**32 - 2**31, key >> 32

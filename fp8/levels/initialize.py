@@ -48,7 +48,7 @@ class Level:
     communication: str = "FP8"
     """The format of gradients between processes: see `fp8.distributed.gradient_hook`."""
     weight: str
-    master: str | None
+    master: str | None = None
     """The format of the copy that the optimizer updates, if the weight itself is too coarse."""
     grad: str = "e4m3"
     first_moment: str
@@ -57,48 +57,36 @@ class Level:
     @property
     def formats(self) -> dict[str, str | None]:
         """The arguments for the optimizers of `fp8.optim`."""
-        return {
-            "first_moment": self.first_moment,
-            "second_moment": self.second_moment,
-            "master_weights": self.master,
-        }
+        moments = {"first_moment": self.first_moment, "second_moment": self.second_moment}
+        return moments | {"master_weights": self.master}
 
+
+_MOMENTS = {"first_moment": "e4m3", "second_moment": "float16"}
 
 LEVELS: dict[str, Level] = {
     level.name: level
     for level in (
-        Level(
-            name="O1", weight="fp16", master=None, first_moment="float32", second_moment="float32"
-        ),
-        Level(name="O2", weight="fp16", master=None, first_moment="e4m3", second_moment="float16"),
-        Level(
-            name="O3", weight="e4m3", master="float16", first_moment="e4m3", second_moment="float16"
-        ),
+        Level(name="O1", weight="fp16", **dict.fromkeys(_MOMENTS, "float32")),
+        Level(name="O2", weight="fp16", **_MOMENTS),
+        Level(name="O3", weight="e4m3", master="float16", **_MOMENTS),
     )
 }
 """Name -> formats of a level."""
 
+Choice = str | Recipe | Policy | None
+
 
 @overload
 def initialize(
-    model: M,
-    optimizer: None = None,
-    opt_level: str = "O2",
-    recipe: str | Recipe | Policy | None = AUTO,
+    model: M, optimizer: None = None, opt_level: str = "O2", recipe: Choice = AUTO
 ) -> tuple[M, AdamW]: ...
 @overload
 def initialize(
-    model: M,
-    optimizer: Opt,
-    opt_level: str = "O2",
-    recipe: str | Recipe | Policy | None = AUTO,
+    model: M, optimizer: Opt, opt_level: str = "O2", recipe: Choice = AUTO
 ) -> tuple[M, Opt]: ...
 @refuses_foreign("fp8.initialize")
 def initialize(
-    model: M,
-    optimizer: Optimizer | None = None,
-    opt_level: str = "O2",
-    recipe: str | Recipe | Policy | None = AUTO,
+    model: M, optimizer: Optimizer | None = None, opt_level: str = "O2", recipe: Choice = AUTO
 ) -> tuple[M, Optimizer]:
     """Sets ``model`` and ``optimizer`` to a level in place; equivalent to MS-AMP's function.
 
@@ -161,7 +149,6 @@ def initialize(
 
 
 def _note(level: Level, optimizer: Optimizer, count: int, made: bool) -> str:
-    """What `fp8.report` says of a level."""
     trained = sum(len(group["params"]) for group in optimizer.param_groups)
     maker = f", made here with lr={optimizer.defaults['lr']}" if made else ""
     return (
@@ -187,12 +174,10 @@ def _check_model(model: nn.Module) -> None:
     check_module("initialize", model)
     check_ready(model)
     for name, module in model.named_modules():
-        for kind in type(module).__mro__:
-            if kind.__name__ in _WRAPPERS:
+        for kind in (cls.__name__ for cls in type(module).__mro__):
+            if kind in _WRAPPERS:
                 where = f" ({name})" if name else ""
-                raise ValueError(
-                    f"a {kind.__name__}{where} has no level: {_WRAPPERS[kind.__name__]}"
-                )
+                raise ValueError(f"a {kind}{where} has no level: {_WRAPPERS[kind]}")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, ScaledTensor):
             raise ValueError(f"the model has a level already: {name} is a ScaledTensor")

@@ -77,7 +77,6 @@ _HELD = (
 
 
 def _scaled_parameters(module: Any) -> dict[str, Any]:
-    """The parameters of the module itself that are ScaledTensors."""
     named = module.named_parameters(recurse=False, remove_duplicate=False)
     return {name: parameter for name, parameter in named if isinstance(parameter, ScaledTensor)}
 

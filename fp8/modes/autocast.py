@@ -161,7 +161,6 @@ class _Mode(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The call of a function in SPECIAL, or of an operator."""
         if function in EXPANDED:
             expanded = expansion(function, args, kwargs)
             if expanded is not None:
@@ -303,24 +302,13 @@ class autocast:
         #: Whether a recomputation in the backward pass opens the block again by itself.
         self.reenters = False
 
-    def _hook_layers(self) -> None:
-        """Adds the hooks of layers, at the first of nested entries."""
-        _check_eager()
-        self._entries += 1
-        for layer, recipe in self.layers.items() if self._entries == 1 else ():
-            before = layer.register_forward_pre_hook(_before(self, recipe))
-            self._hooks += [before, layer.register_forward_hook(_after, always_call=True)]
-
-    def of_layer(self, recipe: Recipe | None) -> autocast:
-        """The block of a layer with a recipe of its own."""
-        if recipe is None:
-            return high_precision()
-        backend = "simulate" if why_not_recipe(recipe) else self._asked
-        return autocast(recipe, opaque=self.opaque, backend=backend)
-
     def __enter__(self) -> autocast:
         if self.layers:
-            self._hook_layers()
+            _check_eager()
+            self._entries += 1
+            for layer, recipe in self.layers.items() if self._entries == 1 else ():
+                before = layer.register_forward_pre_hook(_before(self, recipe))
+                self._hooks += [before, layer.register_forward_hook(_after, always_call=True)]
         eager = not torch.compiler.is_dynamo_compiling()
         if self.recipe is not None and self.recipe.changes_scales and in_recomputation():
             _check_recomputes(self.recipe)
@@ -426,7 +414,6 @@ def _layers_by_policy(policy: Policy, model: nn.Module | None) -> _Layers:
 
 
 def _check_eager() -> None:
-    """Raises NotImplementedError if torch.compile traces the call."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(
             "fp8.autocast with a policy that selects layers cannot be compiled: use "
@@ -437,10 +424,14 @@ def _check_eager() -> None:
 def _before(block: autocast, recipe: Recipe | None) -> Callable[..., None]:
     def before(module: nn.Module, args: Any) -> None:
         _check_eager()
-        if _innermost() is block:  # another thread, or a block inside, is not concerned
-            nested = block.of_layer(recipe)
-            nested.layer = module
-            nested.__enter__()
+        if _innermost() is not block:  # another thread, or a block inside
+            return
+        nested = high_precision()
+        if recipe is not None:
+            backend = "simulate" if why_not_recipe(recipe) else block._asked
+            nested = autocast(recipe, opaque=block.opaque, backend=backend)
+        nested.layer = module
+        nested.__enter__()
 
     return before
 
@@ -516,7 +507,6 @@ def _again(block: Any) -> autocast:
 
 
 def _leave(function: Callable[..., Any], why: str) -> None:
-    """Raises or warns that a call is not cast, as the innermost block specifies."""
     if ACTIVE.blocks[-1].opaque == "raise":
         raise NotImplementedError(_CANNOT.format(function.__name__, why))
     _warn_left(function.__name__, why)

@@ -159,7 +159,6 @@ class _Unit:
         return grad
 
     def amaxes(self) -> list[Tensor | None]:
-        """The amax of the weight and the moments; None: there is no scale for the whole tensor."""
         return [self.states[0].get(name + PARTS[2]) for name in STORED]
 
     def scales(self, largest: float, numbers: Iterator[float]) -> list[float | None]:
@@ -202,7 +201,6 @@ class _Unit:
         return not in_dtype(here) and states.format_of(here).mantissa_bits < 23
 
     def finish(self, weight: Encoded, first: Encoded, second: Encoded) -> None:
-        """Writes updated copies back to the parameters and states."""
         here = self.here()
         joined = len(here) > 1
         if joined or self.master or not is_plain(here[0]):
@@ -219,7 +217,6 @@ class _Unit:
 
 
 def _parts(flat: Tensor, of: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each tensor with its part of ``flat``, in its shape."""
     for x, part in zip(of, flat.split([x.numel() for x in of]), strict=True):
         yield x, part.view(x.shape)
 
@@ -279,15 +276,7 @@ def _step(unit: _Unit, largest_grad: float, scales: list[float | None]) -> None:
 class _Adam(LowPrecision):
     """Base class of `Adam` and `AdamW`, which isinstance tells apart."""
 
-    options = (
-        "first_moment",
-        "second_moment",
-        "master_weights",
-        "stochastic_weights",
-        "min_size",
-        "compile",
-    )
-
+    options = (*MOMENTS, "master_weights", "stochastic_weights", "min_size", "compile")
     decoupled: bool
     default_decay: float
 
@@ -364,7 +353,6 @@ class _Adam(LowPrecision):
         return True
 
     def _units(self) -> list[_Unit]:
-        """The units of the parameters with a gradient."""
         units: dict[Any, _Unit] = {}
         every = [(group, p) for group in self.param_groups for p in group["params"]]
         for index, (group, parameter) in enumerate(every):

@@ -113,7 +113,6 @@ class LowPrecision(Optimizer):
         return [p for p in parameters_of(self) if states.has(self.state.get(p, {}), MASTER)]
 
     def _refresh_masters(self) -> None:
-        """Resets masters whose weights differ from the rounded master."""
         now = {p: _mark(p) for p in self._with_master()}
         for p in _changed(getattr(self, "_marks", {}), now):
             master = states.read(self.state[p], MASTER)
@@ -208,7 +207,6 @@ def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _place(before: list[dict[str, Any]], optimizer: Any) -> None:
-    """Converts states and completes groups, after torch has mapped states to parameters."""
     for group, old in zip(optimizer.param_groups, before, strict=True):
         if group.get("amsgrad"):
             raise ValueError("the state is of amsgrad=True, which is not supported")

@@ -13,7 +13,7 @@ The rounding never makes a later step of Adam too long:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,12 +30,11 @@ HEADROOM = 2.0**7
 """The factor by which a master weight may grow in one step, whose scale is set before it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Encoding:
     """A row of ENCODINGS: values of ``format`` in ``dtype``. scale: "none", "tensor" or "block"
     (`BLOCK` elements in row-major order)."""
 
-    name: str
     dtype: torch.dtype
     format: Format
     scale: str = "none"
@@ -46,9 +45,9 @@ class Encoding:
         return coarse and 1 - beta <= 2.0 ** -(self.format.mantissa_bits + 1)
 
 
-_FLOAT32 = Format(  # not in FORMATS: nothing is cast to it
-    name="float32", exponent_bits=8, mantissa_bits=23, bias=127, max=torch.finfo(torch.float32).max
-)
+# Not in FORMATS: nothing is cast to them.
+_LARGEST = torch.finfo(torch.float32).max
+_FLOAT32 = Format(name="float32", exponent_bits=8, mantissa_bits=23, bias=127, max=_LARGEST)
 _E5M3 = Format(name="e5m3", exponent_bits=5, mantissa_bits=3, bias=16, max=61440.0)
 _SHIFT = 23 - _E5M3.mantissa_bits
 _CODE = (127 - _E5M3.bias) << _E5M3.mantissa_bits
@@ -57,19 +56,14 @@ _CODE = (127 - _E5M3.bias) << _E5M3.mantissa_bits
 _bits = LAYOUTS[torch.float32].encode
 
 ENCODINGS: dict[str, Encoding] = {
-    row.name: row
-    for row in (
-        Encoding(name="float32", dtype=torch.float32, format=_FLOAT32),
-        Encoding(name="bfloat16", dtype=torch.bfloat16, format=FORMATS["bf16"]),
-        # As in FP8-LM (arXiv:2310.18313, section 2.2): first moments in e4m3, second ones in fp16.
-        Encoding(name="float16", dtype=torch.float16, format=FORMATS["fp16"], scale="tensor"),
-        Encoding(name="e4m3", dtype=torch.float8_e4m3fn, format=FORMATS["e4m3"], scale="tensor"),
-        Encoding(
-            name="e4m3_block", dtype=torch.float8_e4m3fn, format=FORMATS["e4m3"], scale="block"
-        ),
-        # Nonnegative: all eight bits are exponent and mantissa; zero and normal numbers only.
-        Encoding(name="e5m3_block", dtype=torch.uint8, format=_E5M3, scale="block"),
-    )
+    "float32": Encoding(torch.float32, _FLOAT32),
+    "bfloat16": Encoding(torch.bfloat16, FORMATS["bf16"]),
+    # As in FP8-LM (arXiv:2310.18313, section 2.2): first moments in e4m3, second ones in fp16.
+    "float16": Encoding(torch.float16, FORMATS["fp16"], "tensor"),
+    "e4m3": Encoding(torch.float8_e4m3fn, FORMATS["e4m3"], "tensor"),
+    "e4m3_block": Encoding(torch.float8_e4m3fn, FORMATS["e4m3"], "block"),
+    # Nonnegative: all eight bits are exponent and mantissa; zero and normal numbers only.
+    "e5m3_block": Encoding(torch.uint8, _E5M3, "block"),
 }
 """Name -> encoding."""
 
@@ -82,11 +76,10 @@ MOMENTS = {
 MASTERS = ("float32", "float16")
 """The names in ENCODINGS allowed for ``master_weights``."""
 
-
 WEIGHTS = {
     torch.float32: ENCODINGS["float32"],
     torch.bfloat16: ENCODINGS["bfloat16"],
-    torch.float16: replace(ENCODINGS["float16"], scale="none"),
+    torch.float16: Encoding(torch.float16, FORMATS["fp16"]),
 }
 """The encodings of weights without a master, by dtype."""
 

@@ -58,17 +58,9 @@ class SGD(LowPrecision):
         master_weights: str | None = None,
     ) -> None:
         refuse(foreach=foreach, differentiable=differentiable, fused=fused)
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "master_weights": master_weights,
-            "skipped_steps": 0,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        defaults |= {"weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults | {"master_weights": master_weights, "skipped_steps": 0})
 
     def step_all(self) -> bool:
         trained = [

@@ -80,7 +80,6 @@ class Cast:
         object.__setattr__(self, "text", self._text())
 
     def _check_numbers(self) -> None:
-        """Checks the format, and how it is rounded to."""
         format = get_format(self.format)
         check_choice("rounding", self.rounding, ROUNDINGS)
         check_choice("overflow", self.overflow, OVERFLOWS)
@@ -90,17 +89,15 @@ class Cast:
             raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
 
     def _complete_rule(self) -> None:
-        row = SCALINGS[self.scaling]
+        rules = SCALINGS[self.scaling].rules
         check_between("margin", self.margin, -32, 32)
         if self.rule is None:
-            object.__setattr__(self, "rule", row.rules[0] if row.rules else None)
+            object.__setattr__(self, "rule", next(iter(rules), None))
         else:
             check_choice("rule", self.rule, RULES)
-            if self.rule not in row.rules:
-                allowed = ", ".join(map(repr, row.rules)) or "none"
-                raise ValueError(
-                    f"scaling {self.scaling!r} has no rule {self.rule!r}; it has {allowed}"
-                )
+            if self.rule not in rules:
+                has = f"it has {', '.join(map(repr, rules)) or 'none'}"
+                raise ValueError(f"scaling {self.scaling!r} has no rule {self.rule!r}; {has}")
         if self.margin and self.rule is None:
             raise ValueError(f"scaling {self.scaling!r} has no margin")
 
@@ -116,15 +113,14 @@ class Cast:
         if not isinstance(self.tile, tuple | list | type(None)):
             raise TypeError(f"a tile is two numbers (across, along), not {self.tile!r}")
         tile = row.tile if self.tile is None else tuple(self.tile)
-        if tile != row.tile:
-            if not row.free:
-                raise ValueError(f"scaling {self.scaling!r} has the tile {row.tile}, not {tile}")
-            if len(tile) != 2:
-                raise ValueError(f"a tile is two numbers (across, along), not {tile!r}")
-            for size in tile:
-                check_between("a side of a tile", size, 1, 1 << 16)
-            if tile == (1, 1):
-                raise ValueError("a tile of (1, 1) gives each element a scale; use a wider format")
+        if tile != row.tile and not row.free:
+            raise ValueError(f"scaling {self.scaling!r} has the tile {row.tile}, not {tile}")
+        if len(tile) != 2:
+            raise ValueError(f"a tile is two numbers (across, along), not {tile!r}")
+        for size in tile if tile != row.tile else ():
+            check_between("a side of a tile", size, 1, 1 << 16)
+        if tile == (1, 1):
+            raise ValueError("a tile of (1, 1) gives each element a scale; use a wider format")
         object.__setattr__(self, "tile", tile)
 
     def _check_rotation(self) -> None:
@@ -144,9 +140,8 @@ class Cast:
         """As JSON, in the order of `fp8.casts.casting.LoweredCast`."""
         format = self.format.text if isinstance(self.format, Format) else self.format
         rule = f"{self.rule}{E8M0}" if self.scaling == "mx" else self.rule
-        scale = (rule, self.tile, self.margin)
-        others = (self.rounding, self.overflow, self.hadamard, self.signs)
-        return json.dumps([format, *scale, *others])
+        rounding = (self.rounding, self.overflow, self.hadamard, self.signs)
+        return json.dumps([format, rule, self.tile, self.margin, *rounding])
 
     def _check_corrected(self) -> None:
         across, along = self.tile or (0, 0)

@@ -379,14 +379,10 @@ def _name(recipes: list[Recipe | None]) -> str:
     """ "mxfp8 (grad_weight: high precision)": the most frequent recipe, and the others by cast."""
     names = dict(zip(CASTS, map(name_of, recipes), strict=True))
     base = max((r.name for r in recipes if r), key=[*names.values()].count)
-    others = []
+    others: dict[str, str] = {}
     for product, operands in PRODUCTS.items():
-        of_product = {names[f"{product}.{operand}"] for operand in operands}
-        if len(of_product) == 1:
-            others += [f"{product}: {name}" for name in of_product if name != base]
-        else:
-            of_casts = {f"{product}.{operand}" for operand in operands}
-            others += [
-                f"{c}: {name}" for c, name in names.items() if c in of_casts and name != base
-            ]
-    return f"{base} ({', '.join(others)})"
+        of_product = {f"{product}.{operand}": names[f"{product}.{operand}"] for operand in operands}
+        one = len({*of_product.values()}) == 1
+        others |= {product: names[f"{product}.{operands[0]}"]} if one else of_product
+    listed = ", ".join(f"{cast}: {name}" for cast, name in others.items() if name != base)
+    return f"{base} ({listed})"

@@ -101,68 +101,58 @@ class Recipe:
         if not isinstance(self.name, str):
             raise TypeError(f"Recipe.name must be a name, not {self.name!r}")
         for field in (*OPERANDS, "saved_activations", *_OVERRIDES):
-            cast, is_second = getattr(self, field), field in _OVERRIDES
-            if not (cast is None or isinstance(cast, Cast) or (is_second and cast == SAME)):
-                others = ', None or "same"' if is_second else " or None"
-                raise TypeError(f"Recipe.{field} must be a Cast{others}, not {cast!r}")
-            if is_second and isinstance(cast, Cast) and cast.keeps_history:
-                raise ValueError(
-                    f'{field} cannot have scaling "{cast.scaling}": one history, one cast'
-                )
-        self._check_saved()
-        self._check_rotations()
-        self._check_sums()
-        scalings = {cast.scaling for cast in self.casts if cast is not None}
-        object.__setattr__(self, "fixed", bool(scalings & {"unit", "static"}))
-        stateful = any(c is not None and c.keeps_history for c in (*self.forward, self.grad))
-        object.__setattr__(self, "keeps_history", stateful)
-        text = "\n".join("" if cast is None else cast.text for cast in self.casts)
-        object.__setattr__(self, "text", text)
-
-    def _check_saved(self) -> None:
+            self._check_cast(field, getattr(self, field), field in _OVERRIDES)
         saved = self.saved_activations
         if saved is not None and (saved.tile != (0, 0) or saved.keeps_history or saved.hadamard):
             raise ValueError(
                 f'saved_activations needs scaling "unit" or "tensor" and no rotation, got {saved}'
             )
-
-    def _check_rotations(self) -> None:
-        for product in PRODUCTS:
-            casts = getattr(self, product)
-            rotations = [(cast.hadamard, cast.signs) if cast else (0, "fixed") for cast in casts]
-            if rotations[0] != rotations[1]:
-                raise ValueError(
-                    f"{product} needs both operands rotated alike, got (hadamard, signs)="
-                    f"{rotations}"
-                )
-
-    def _check_sums(self) -> None:
         if not isinstance(self.fast_sums, tuple | list):
             raise TypeError(f"fast_sums must be a tuple of products, not {self.fast_sums!r}")
-        object.__setattr__(self, "fast_sums", tuple(self.fast_sums))
         for name in self.fast_sums:
             check_choice("fast_sums", name, PRODUCTS)
-        is_fast = tuple(name in self.fast_sums for name in PRODUCTS)
-        object.__setattr__(self, "is_fast", is_fast)
-        if self.accumulate is None:
-            if self.promote:
-                raise ValueError("promote needs accumulate, the accelerator whose sums it ends")
+        if self.accumulate is not None:
+            check_choice("accumulate", self.accumulate, TENSOR_CORES)
+            check_between("promote", self.promote, 0, 1 << 20)
+        elif self.promote:
+            raise ValueError("promote needs accumulate, the accelerator whose sums it ends")
+        for product in PRODUCTS:
+            self._check_product(product, getattr(self, product))
+        casts = [cast for cast in self.casts if cast is not None]
+        derived = {
+            "fast_sums": tuple(self.fast_sums),
+            "is_fast": tuple(name in self.fast_sums for name in PRODUCTS),
+            "fixed": any(cast.scaling in ("unit", "static") for cast in casts),
+            "keeps_history": any(c and c.keeps_history for c in (*self.forward, self.grad)),
+            "text": "\n".join("" if cast is None else cast.text for cast in self.casts),
+        }
+        for field, value in derived.items():
+            object.__setattr__(self, field, value)
+
+    def _check_cast(self, field: str, cast: Any, is_second: bool) -> None:
+        if not (cast is None or isinstance(cast, Cast) or (is_second and cast == SAME)):
+            others = ', None or "same"' if is_second else " or None"
+            raise TypeError(f"Recipe.{field} must be a Cast{others}, not {cast!r}")
+        if is_second and isinstance(cast, Cast) and cast.keeps_history:
+            raise ValueError(f'{field} cannot have scaling "{cast.scaling}": one history, one cast')
+
+    def _check_product(self, product: str, casts: Pair) -> None:
+        rotations = [(cast.hadamard, cast.signs) if cast else (0, "fixed") for cast in casts]
+        if rotations[0] != rotations[1]:
+            got = f"got (hadamard, signs)={rotations}"
+            raise ValueError(f"{product} needs both operands rotated alike, {got}")
+        operands = [cast for cast in casts if cast is not None]
+        if self.accumulate is None or len(operands) < 2:
             return
-        check_choice("accumulate", self.accumulate, TENSOR_CORES)
-        check_between("promote", self.promote, 0, 1 << 20)
-        for name in PRODUCTS:
-            casts = [cast for cast in getattr(self, name) if cast is not None]
-            if len(casts) < 2:
-                continue
-            formats = [get_format(cast.format).name for cast in casts]
-            along = [cast.tile[1] for cast in casts]
-            scales = [cast.scale_format for cast in casts]
-            if instruction_for(self.accumulate, formats, along, scales) is None:
-                raise ValueError(
-                    f"accumulate={self.accumulate!r} multiplies "
-                    f"{', '.join(TENSOR_CORES[self.accumulate][0].formats)}, not "
-                    f"{' by '.join(formats)} ({name})"
-                )
+        formats = [get_format(cast.format).name for cast in operands]
+        tiles = [cast.tile[1] for cast in operands if cast.tile]
+        scales = [cast.scale_format for cast in operands]
+        if instruction_for(self.accumulate, formats, tiles, scales) is None:
+            raise ValueError(
+                f"accumulate={self.accumulate!r} multiplies "
+                f"{', '.join(TENSOR_CORES[self.accumulate][0].formats)}, not "
+                f"{' by '.join(formats)} ({product})"
+            )
 
     @property
     def sums(self) -> str:
@@ -210,11 +200,10 @@ class Recipe:
 
     def unrotated(self) -> Recipe:
         """The recipe without rotations."""
-        casts = {field: getattr(self, field) for field in (*OPERANDS, *_OVERRIDES)}
         unrotated: dict[str, Any] = {
             field: replace(cast, hadamard=0, signs="fixed")
-            for field, cast in casts.items()
-            if isinstance(cast, Cast)
+            for field in (*OPERANDS, *_OVERRIDES)
+            if isinstance(cast := getattr(self, field), Cast)
         }
         return replace(self, **unrotated)
 
@@ -365,19 +354,8 @@ for calibrated layers."""
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
-    """Looks up a recipe by name.
-
-    Args:
-        recipe: a name in `fp8.RECIPES`, or a Recipe, which is returned unchanged.
-
-    Returns:
-        The recipe.
-
-    Raises:
-        ValueError: for an unknown name; the message lists the names. Also for "auto", which is a
-            choice between two recipes that needs a model.
-        TypeError: for an argument that is neither a name nor a Recipe.
-    """
+    """The row of `RECIPES` with this name; a Recipe is returned unchanged. Raises ValueError for an
+    unknown name and for "auto", which needs a model, TypeError for an argument that is neither."""
     if recipe == AUTO:
         raise ValueError(
             'recipe "auto" is "unit" or "tensor", as the model is unit-scaled or not: give it to '

@@ -140,14 +140,6 @@ def _e4m3_guarded(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     return _nearest(GUARD * (divided(divided(amax, format.max), unit))) * unit
 
 
-def _by_error(amax: Tensor, format: Format) -> Tensor:
-    """``floor``, or twice that: for each tile the one with the smaller squared error, the first of
-    equal ones. Since "up", "ceil" and "even" choose one of these two as well, no tile has a larger
-    error than under them. Errors are those of rounding to nearest, whatever the cast's rounding is.
-    """
-    return _floor(amax, format)
-
-
 def _four_over_six(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     """``e4m3``, or that for 1.5 * amax, which maps the largest magnitude to 4 instead of 6 in e2m1:
     for each tile the one with the smaller squared error, the first of equal ones. The unit has 256
@@ -181,7 +173,6 @@ RULES: dict[str, Callable[..., Tensor]] = {
     "ceil": _ceil,
     "even": _even,
     "exact": _exact,
-    "error": _by_error,
     "fit": _fit,
     "quest": _quest,
     "e4m3": _e4m3,
@@ -195,20 +186,14 @@ RULES: dict[str, Callable[..., Tensor]] = {
 first candidate of a rule in BY_ERROR. Those of rules in UNITS take the unit as well; those in
 BY_SPREAD the tile's standard deviation in place of its largest magnitude."""
 
-POWERS = ("up", "floor", "ceil", "even", "error", "quest")
+POWERS = ("up", "floor", "ceil", "even", "quest")
 """Rules whose scales are powers of two, by which every division is exact."""
 
 BY_SPREAD = ("quest",)
 """Rules of the standard deviation."""
 
-BY_ERROR: dict[str, Callable[[Tensor], Tensor]] = {
-    "e4m3_4_6": lambda amax: 1.5 * amax,
-    "e4m3_4_6_up": lambda amax: 1.5 * amax,
-    "error": lambda amax: 2 * amax,
-}
-"""Rule that chooses one of two scales by its squared error -> the largest magnitude that the second
-one is computed from, given that of the tile. (A function, because a compiler takes numbers in a
-table for variables.)"""
+BY_ERROR = ("e4m3_4_6", "e4m3_4_6_up")
+"""Rules that choose the scale of amax or that of 1.5 * amax by its squared error."""
 
 
 def _unit(amax: Tensor, largest: float) -> Tensor:

@@ -68,7 +68,7 @@ SCALINGS: dict[str, Scaling] = {
     "mx": Scaling(
         "E8M0, one for each 32 values along that axis",
         (1, 32),
-        (*_POWERS, "error", "quest"),
+        (*_POWERS, "quest"),
         free=True,
     ),
     "nv": Scaling(
@@ -132,26 +132,22 @@ def scale_of(
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     name, x = rule.removesuffix(E8M0), x.detach()
-    in_eight_bits = rule != name or rule in UNITS
-    if in_eight_bits:
-        amax = _largest(x, dims).to(dtype)
-        finite = amax < torch.inf
-        amax = torch.where(finite, amax, 0.0)
-    else:
+    if rule == name and rule not in UNITS:
         amax = largest_finite(x, dims).to(dtype)
-        x = torch.where(x.abs() < torch.inf, x, 0.0) if name in (*BY_ERROR, *BY_SPREAD) else x
+        if name in BY_SPREAD:
+            amax = _spread(torch.where(x.abs() < torch.inf, x, 0.0), dims, amax)
+        return defined(RULES[name](amax, format), amax)
+    amax = _largest(x, dims).to(dtype)
+    finite = amax < torch.inf
+    amax = torch.where(finite, amax, 0.0)
     if unit is None and rule in UNITS:
         unit = UNITS[rule](amax, format)
-    size = _spread(x, dims, amax) if name in BY_SPREAD else amax
-    if not in_eight_bits and name not in BY_ERROR:
-        return defined(RULES[name](size, format), size)
-    scale = _by_rule(size, format, rule, unit)
+    scale = _by_rule(_spread(x, dims, amax) if name in BY_SPREAD else amax, format, rule, unit)
     if name in BY_ERROR:
-        larger = BY_ERROR[name](amax).clamp(max=torch.finfo(dtype).max)
-        other = _by_rule(larger, format, rule, unit)
+        other = _by_rule((1.5 * amax).clamp(max=torch.finfo(dtype).max), format, rule, unit)
         better = _error(x, dims, format, other, scale) < _error(x, dims, format, scale, scale)
         scale = torch.where(better, other, scale)
-    return torch.where(finite, scale, torch.nan) if in_eight_bits else scale
+    return torch.where(finite, scale, torch.nan)
 
 
 def unit_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) -> Tensor:
@@ -318,14 +314,12 @@ def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
         clean = torch.where(x.abs() < torch.inf, x, 0.0)
         now = nearest_power(second_moment(clean) / x.numel())
         now = torch.where(scale > 0, scale, now)
-        if record:
-            stored = torch.where(second_moment(x) < torch.inf, now, scale)
-            if not _is_set_outside(state, stored):
-                refuse_transformed(stored)
-                state.copy_(stored)
+        stored = torch.where(second_moment(x) < torch.inf, now, scale) if record else None
+        if stored is not None and not _is_set_outside(state, stored):
+            refuse_transformed(stored)
+            state.copy_(stored)
         scale = now
-    if state.dim():
-        scale = scale.squeeze()
+    scale = scale.squeeze() if state.dim() else scale
     return torch.where(scale > 0, scale, 1.0)
 
 
@@ -370,17 +364,12 @@ def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, .
     more_columns = across * columns - x.shape[-1] if columns else 0
     if more_rows or more_columns:
         x = aten.constant_pad_nd.default(x, [0, more_columns, 0, more_rows])
-    dims: list[int] = []
+    row = -3 if columns > 1 else -2
     if columns > 1:
         x = torch.unflatten(x, -1, (across, columns))
-    if columns != 1:
-        dims.append(-1)
-    row = -3 if columns > 1 else -2
     if rows > 1:
         x = torch.unflatten(x, row, (down, rows))
-    if rows != 1:
-        dims.append(row)
-    return x, tuple(dims)
+    return x, (*((-1,) if columns != 1 else ()), *((row,) if rows != 1 else ()))
 
 
 def grid_of(shape: Sequence[int], tile: Tile) -> list[int]:

@@ -65,16 +65,16 @@ def resolve(policy: Policy, model: nn.Module, every: bool = False) -> dict[str, 
     matched = {i: _matched(i, rule, model, layers) for i, rule in enumerate(policy.rules)}
     decisions = {}
     for name, layer in layers.items():
-        rules = {i: policy.rules[i] for i in matched if name in matched[i]}
         if name in exceptions:
             sources = (source_of(policy.others),) * len(CASTS)
             chosen = composed(sources, auto_of(layer))
-            decisions[name] = Decision(chosen, sources, exceptions[name], kept=True)
+            decision = Decision(chosen, sources, exceptions[name], kept=True)
         else:
-            decisions[name] = _decide(policy, name, layer, rules)
-        recipe = decisions[name].recipe
-        if isinstance(layer, ACTIVATIONS) and recipe and recipe.saved_activations is None:
-            del decisions[name]
+            rules = {i: policy.rules[i] for i in matched if name in matched[i]}
+            decision = _decide(policy, name, layer, rules)
+        saves = decision.recipe is None or decision.recipe.saved_activations is not None
+        if saves or not isinstance(layer, ACTIVATIONS):
+            decisions[name] = decision
     return decisions
 
 

