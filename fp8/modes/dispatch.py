@@ -98,8 +98,7 @@ _COMPLEX = (
 def _linear(recipe: Recipe, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not _floating(input, weight):
         return NotImplemented
-    backend = ACTIVE.blocks[-1].backend
-    return matmul.linear(input, weight, bias, recipe=recipe, backend=backend)
+    return matmul.linear(input, weight, bias, recipe=recipe, backend=ACTIVE.blocks[-1].backend)
 
 
 def _layer(function: Callable[..., Any]) -> Handler:
@@ -114,13 +113,11 @@ def _layer(function: Callable[..., Any]) -> Handler:
     return handler
 
 
-def _is_product(left: object, right: object, ranks: tuple[int, int] | None) -> bool:
+def _is_product(left: Any, right: Any, ranks: tuple[int, int] | None) -> bool:
     """Whether torch accepts these operands (if not, torch raises) and they sum over more than
     one term."""
     if not _floating(left, right):
         return False
-    assert isinstance(left, Tensor)
-    assert isinstance(right, Tensor)
     if ranks is not None:
         equal_batch = ranks[0] < 3 or left.shape[:1] == right.shape[:1]
         if (left.ndim, right.ndim) != ranks or not equal_batch:
@@ -140,10 +137,9 @@ def _two(ranks: tuple[int, int] | None = None) -> Handler:
         vec: Tensor | None = None,
         tensor: Tensor | None = None,
     ) -> Any:
-        right = next((t for t in (other, mat2, vec, tensor) if t is not None), None)
+        right: Any = next((t for t in (other, mat2, vec, tensor) if t is not None), None)
         if not _is_product(input, right, ranks):
             return NotImplemented
-        assert right is not None
         return matmul.matmul(input, right, recipe=recipe, backend=ACTIVE.blocks[-1].backend)
 
     return handler
@@ -161,8 +157,7 @@ def _vecdot(recipe: Recipe, x: Tensor, y: Tensor, *, dim: int = -1) -> Any:
     if not _floating(x, y):
         return NotImplemented
     rows, columns = x.movedim(dim, -1).unsqueeze(-2), y.movedim(dim, -1).unsqueeze(-1)
-    y = matmul.matmul(rows, columns)
-    return y.squeeze(-1).squeeze(-1)
+    return matmul.matmul(rows, columns).squeeze(-1).squeeze(-1)
 
 
 def _added(

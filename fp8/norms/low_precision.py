@@ -48,13 +48,9 @@ _CALLS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
 """The function that a norm's forward calls -> its low-precision version."""
 
 PRECISIONS: dict[str, torch.dtype | None] = {
-    "amp": torch.float16,
-    "amp_fp16": torch.float16,
+    **dict.fromkeys(("amp", "amp_fp16"), torch.float16),
     "amp_bf16": torch.bfloat16,
-    "amp_fp8": None,
-    "fp32": None,
-    "fp16": None,
-    "bf16": None,
+    **dict.fromkeys(("amp_fp8", "fp32", "fp16", "bf16")),
 }
 """Composer's name of a precision -> the dtype of norms. None: no effect, as the norms already run
 in the dtype of their input."""
@@ -190,15 +186,13 @@ def rows_of_norms(model: nn.Module) -> list[Row]:
     A norm is a module of `NORMS`, or a module without children that has "norm" in its class name. A
     norm with several names appears under the first.
     """
+    other = f"computes otherwise than {', '.join(norm.__name__ for norm in NORMS)}"
     rows = []
     for name, module in _norms(model):
-        kind = bare_class(module).__name__
-        if isinstance(module, _LowPrecision):
-            rows.append(Row(name, kind, "low precision", _how(module)))
-        else:
-            supported = ", ".join(norm.__name__ for norm in NORMS)
-            why = "not chosen" if _kind(module) in NORMS else f"computes otherwise than {supported}"
-            rows.append(Row(name, kind, LEFT_ALONE, why))
+        low = isinstance(module, _LowPrecision)
+        why = _how(module) if low else "not chosen" if _kind(module) in NORMS else other
+        done = "low precision" if low else LEFT_ALONE
+        rows.append(Row(name, bare_class(module).__name__, done, why))
     return [] if all(row.left_alone for row in rows) else rows
 
 

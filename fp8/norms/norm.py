@@ -62,18 +62,10 @@ def rms_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.rms_norm` in low precision.
+    """`torch.nn.functional.rms_norm` in low precision, as `layer_norm`.
 
-    Args:
-        input, normalized_shape, weight, dtype: as in `layer_norm`.
-        eps: added to the mean square; the default is timm's. None, the default of torch: the
-            machine epsilon of float32, the dtype of the statistics.
-
-    Returns:
-        As `layer_norm`.
-
-    Raises:
-        TypeError: as `layer_norm`.
+    eps: added to the mean square; the default is timm's. None, the default of torch, is the machine
+    epsilon of float32, the dtype of the statistics.
     """
     eps = torch.finfo(wide(input, input[:0]).dtype).eps if eps is None else eps
     return _norm(lambda x, w: F.rms_norm(x, list(normalized_shape), w, eps), (input, weight), dtype)
@@ -88,19 +80,9 @@ def group_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.group_norm` in low precision.
+    """`torch.nn.functional.group_norm` in low precision, as `layer_norm`.
 
-    Args:
-        input: (batch, channels, ...).
-        num_groups: the number of groups of channels.
-        weight, bias: (channels,) or None.
-        eps, dtype: as in `layer_norm`.
-
-    Returns:
-        (batch, channels, ...), in ``dtype``.
-
-    Raises:
-        TypeError: as `layer_norm`.
+    input: (batch, channels, ...), as the result. weight, bias: (channels,) or None.
     """
     tensors, shape = (input, weight, bias), input.shape[1:2]
     return _norm(lambda x, w, b: F.group_norm(x, num_groups, w, b, eps), tensors, dtype, shape)
@@ -114,18 +96,10 @@ def layer_norm2d(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Layer norm over the channels of each pixel, in low precision.
+    """`fp8.norms.layer_norm2d.layer_norm2d` in low precision, as `layer_norm`.
 
-    Args:
-        input: (batch, channels, ...).
-        weight, bias: (channels,) or None.
-        eps, dtype: as in `layer_norm`.
-
-    Returns:
-        (batch, channels, ...), in ``dtype`` and the memory format of the input, as its gradient.
-
-    Raises:
-        ValueError, TypeError: as `layer_norm` and `fp8.norms.layer_norm2d.layer_norm2d`.
+    input: (batch, channels, ...), as the result, which has its memory format. weight, bias:
+    (channels,) or None. Raises as both functions.
     """
     tensors, shape = (input, weight, bias), input.shape[1:2]
     return _norm(lambda x, w, b: over_channels(x, w, b, eps), tensors, dtype, shape)
