@@ -101,6 +101,7 @@ def note(model: object, line: str) -> None:
 
 
 def notes_on(model: object) -> tuple[str, ...]:
+    """The lines stored by `note`."""
     return vars(model).get(_NOTES, ())
 
 

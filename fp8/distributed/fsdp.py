@@ -264,9 +264,9 @@ class _Weight(Tensor):
         exponent: int = 0,
         cached: list[Any] | None = None,
     ) -> _Weight:
-        options = {"dtype": plain.dtype, "layout": plain.layout, "device": plain.device}
-        memory = {"strides": plain.stride(), "storage_offset": plain.storage_offset()}
-        self: _Weight = torch.Tensor._make_wrapper_subclass(cls, plain.size(), **memory, **options)
+        options = {name: getattr(plain, name) for name in ("dtype", "layout", "device")}
+        options |= {"strides": plain.stride(), "storage_offset": plain.storage_offset()}
+        self: _Weight = torch.Tensor._make_wrapper_subclass(cls, plain.size(), **options)
         self.plain, self.cast, self.exponent = plain, cast, exponent
         self.cached = [] if cached is None else cached
         return self

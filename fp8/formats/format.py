@@ -113,8 +113,8 @@ class Format:
         require(row == self, f"fp8.FORMATS has other values of that name: {row!r}; choose another")
         *values, dtype = [getattr(self, field.name) for field in fields(self)]
         texts = [str(float(v) if isinstance(v, float) else int(v)) for v in values[1:]]
-        kind = "" if dtype is None else dtype_name(dtype)
-        object.__setattr__(self, "text", "|".join([self.name, *texts, kind]))
+        texts.append("" if dtype is None else dtype_name(dtype))
+        object.__setattr__(self, "text", "|".join([self.name, *texts]))
 
     def _is_in(self, dtype: torch.dtype) -> bool:
         """Whether a dtype has the range and precision of the format."""
