@@ -374,7 +374,8 @@ def test_public_names_are_documented(path: Path):
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     last = {node.name: node for node in tree.body if isinstance(node, kinds)}  # of overloads
     for name in last.keys() & set(exported(path) or defined(path)):
-        assert ast.get_docstring(last[name]), f"{name} has no docstring"
+        made = getattr(importlib.import_module(module_of(path)), name).__doc__  # by a base class
+        assert ast.get_docstring(last[name]) or made, f"{name} has no docstring"
 
 
 # What no module does

@@ -33,7 +33,7 @@ class Conv1d(_Convolution, nn.Conv1d, op=U.conv1d):
     Input is (batch, in_channels, length) or (in_channels, length). The weight is initialised with a
     standard normal, the bias with zero. There is no bias by default, unlike in torch: the
     state_dict of a module with one loads with ``bias=True``. Other arguments are those of
-    `torch.nn.Conv1d`, including padding "same" and "valid".
+    `torch.nn.Conv1d`, including padding "same" and "valid". So for the other convolutions.
 
     Args:
         constraint: see `Linear`.
@@ -41,41 +41,9 @@ class Conv1d(_Convolution, nn.Conv1d, op=U.conv1d):
     """
 
 
-class Conv2d(_Convolution, nn.Conv2d, op=U.conv2d):
-    """`unit_scaling.functional.conv2d` as a module; arguments as in `Conv1d`.
-
-    Input is (batch, in_channels, height, width), or without batch.
-    """
-
-
-class Conv3d(_Convolution, nn.Conv3d, op=U.conv3d):
-    """`unit_scaling.functional.conv3d` as a module; arguments as in `Conv1d`.
-
-    Input is (batch, in_channels, depth, height, width), or without batch.
-    """
-
-
-class ConvTranspose1d(_Transposed, nn.ConvTranspose1d, op=U.conv_transpose1d):
-    """`unit_scaling.functional.conv_transpose1d` as a module.
-
-    Input is (batch, in_channels, length), or without batch. There is no bias by default, as in
-    `Conv1d`. Other arguments are those of `torch.nn.ConvTranspose1d`.
-
-    Args:
-        constraint: see `Linear`.
-        weight_mup_type: see `Linear`.
-    """
-
-
-class ConvTranspose2d(_Transposed, nn.ConvTranspose2d, op=U.conv_transpose2d):
-    """`unit_scaling.functional.conv_transpose2d` as a module; arguments as in `ConvTranspose1d`.
-
-    Input is (batch, in_channels, height, width), or without batch.
-    """
-
-
-class ConvTranspose3d(_Transposed, nn.ConvTranspose3d, op=U.conv_transpose3d):
-    """`unit_scaling.functional.conv_transpose3d` as a module; arguments as in `ConvTranspose1d`.
-
-    Input is (batch, in_channels, depth, height, width), or without batch.
-    """
+# fmt: off
+class Conv2d(_Convolution, nn.Conv2d, op=U.conv2d): ...
+class Conv3d(_Convolution, nn.Conv3d, op=U.conv3d): ...
+class ConvTranspose1d(_Transposed, nn.ConvTranspose1d, op=U.conv_transpose1d): ...
+class ConvTranspose2d(_Transposed, nn.ConvTranspose2d, op=U.conv_transpose2d): ...
+class ConvTranspose3d(_Transposed, nn.ConvTranspose3d, op=U.conv_transpose3d): ...

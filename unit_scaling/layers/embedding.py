@@ -13,24 +13,22 @@ from .scaled import Weighted
 __all__ = ["Embedding", "EmbeddingBag"]
 
 
-class _Embedding(Weighted):
-    """An embedding. torch initialises it with a standard normal, the padding row with zero."""
-
-    weight_mup_type: MupType = "weight"
-
-
-class Embedding(_Embedding, nn.Embedding, op=U.embedding):
+class Embedding(Weighted, nn.Embedding, op=U.embedding):
     """`unit_scaling.functional.embedding` as a module, with a standard normal weight.
 
     Arguments and ``from_pretrained``, including freezing, are those of `torch.nn.Embedding`.
     """
 
+    weight_mup_type: MupType = "weight"
 
-class EmbeddingBag(_Embedding, nn.EmbeddingBag, op=U.embedding_bag):
+
+class EmbeddingBag(Weighted, nn.EmbeddingBag, op=U.embedding_bag):
     """`unit_scaling.functional.embedding_bag` as a module, with a standard normal weight.
 
     Arguments and ``from_pretrained`` are those of `torch.nn.EmbeddingBag`.
     """
+
+    weight_mup_type: MupType = "weight"
 
     def forward(
         self,

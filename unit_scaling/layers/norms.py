@@ -44,10 +44,6 @@ class RMSNorm(Weighted, nn.RMSNorm, op=U.rms_norm):
         return super().forward(input)
 
 
-class GroupNorm(Weighted, nn.GroupNorm, op=U.group_norm):
-    """`unit_scaling.functional.group_norm` as a module."""
-
-
 class _BatchNorm(Weighted):
     def forward(self: Any, input: Tensor) -> Tensor:
         """As in torch: statistics of the batch in training, otherwise running ones, if any."""
@@ -63,34 +59,19 @@ class _BatchNorm(Weighted):
         return U.batch_norm(input, mean, var, self.weight, self.bias, batch, momentum, self.eps)
 
 
-class BatchNorm1d(_BatchNorm, nn.BatchNorm1d, op=U.batch_norm):
-    """`unit_scaling.functional.batch_norm` as a module, for (batch, channels[, length])."""
-
-
-class BatchNorm2d(_BatchNorm, nn.BatchNorm2d, op=U.batch_norm):
-    """`unit_scaling.functional.batch_norm` as a module, for (batch, channels, height, width)."""
-
-
-class BatchNorm3d(_BatchNorm, nn.BatchNorm3d, op=U.batch_norm):
-    """`unit_scaling.functional.batch_norm` as a module, for (batch, channels, depth, height,
-    width).
-    """
-
-
 class _InstanceNorm(Weighted):
     forward = Weighted.substituted
 
 
-class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d, op=U.instance_norm):
-    """`unit_scaling.functional.instance_norm` as a module, for (batch, channels, length)."""
-
-
-class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d, op=U.instance_norm):
-    """`unit_scaling.functional.instance_norm` as a module, for (batch, channels, height, width)."""
-
-
-class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d, op=U.instance_norm):
-    """`unit_scaling.functional.instance_norm` as a module, for (batch, channels, depth, h, w)."""
+# fmt: off
+class GroupNorm(Weighted, nn.GroupNorm, op=U.group_norm): ...
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d, op=U.batch_norm): ...
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d, op=U.batch_norm): ...
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d, op=U.batch_norm): ...
+class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d, op=U.instance_norm): ...
+class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d, op=U.instance_norm): ...
+class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d, op=U.instance_norm): ...
+# fmt: on
 
 
 class LayerNorm2d(Weighted, norm.LayerNorm2d, op=U.layer_norm2d):

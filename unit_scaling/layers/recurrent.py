@@ -36,7 +36,8 @@ class LSTM(_Recurrent, nn.LSTM, op=U.lstm, like=_LSTM):
     """`unit_scaling.functional.lstm` as a module: `torch.nn.LSTM` with weights at unit scale.
 
     Arguments, input, states and results are those of torch. Weights are initialised with a standard
-    normal, biases with zero.
+    normal, biases with zero. So for the other recurrent layers; those of `RNN` and `RNNCell` take a
+    ``nonlinearity``, "tanh" or "relu".
 
     Raises:
         NotImplementedError: proj_size is used, or (in ``forward``) the sequence is packed.
@@ -48,34 +49,9 @@ class LSTM(_Recurrent, nn.LSTM, op=U.lstm, like=_LSTM):
             raise NotImplementedError("an LSTM with proj_size has no unit-scaled form")
 
 
-class GRU(_Recurrent, nn.GRU, op=U.gru, like=_GRU):
-    """`unit_scaling.functional.gru` as a module: `torch.nn.GRU` with weights at unit scale; see
-    `LSTM`.
-    """
-
-
-class RNN(_Recurrent, nn.RNN, op=U.rnn_tanh, like=[*_GRU[:3], _NONLINEARITY, *_GRU[3:]]):
-    """`torch.nn.RNN` with weights at unit scale; see `LSTM`.
-
-    Args:
-        nonlinearity: "tanh" or "relu".
-    """
-
-
-class LSTMCell(_Recurrent, nn.LSTMCell, op=U.lstm_cell):
-    """`unit_scaling.functional.lstm_cell` as a module: `torch.nn.LSTMCell` at unit scale; see
-    `LSTM`.
-    """
-
-
-class GRUCell(_Recurrent, nn.GRUCell, op=U.gru_cell):
-    """`unit_scaling.functional.gru_cell` as a module: `torch.nn.GRUCell` at unit scale; see
-    `LSTM`."""
-
-
-class RNNCell(_Recurrent, nn.RNNCell, op=U.rnn_tanh_cell):
-    """`torch.nn.RNNCell` with weights at unit scale; see `LSTM`.
-
-    Args:
-        nonlinearity: "tanh" or "relu".
-    """
+# fmt: off
+class GRU(_Recurrent, nn.GRU, op=U.gru, like=_GRU): ...
+class RNN(_Recurrent, nn.RNN, op=U.rnn_tanh, like=[*_GRU[:3], _NONLINEARITY, *_GRU[3:]]): ...
+class LSTMCell(_Recurrent, nn.LSTMCell, op=U.lstm_cell): ...
+class GRUCell(_Recurrent, nn.GRUCell, op=U.gru_cell): ...
+class RNNCell(_Recurrent, nn.RNNCell, op=U.rnn_tanh_cell): ...

@@ -22,15 +22,16 @@ WEIGHT_MUP_TYPE = MULT.replace(name="weight_mup_type", default="weight", annotat
 class Scaled(nn.Module):
     """Makes torch's module call ``op``: ``class Dropout1d(Scaled, nn.Dropout1d, op=U.dropout1d)``.
 
-    The constructor has torch's arguments and ours, which become attributes. Attributes that are
-    named like an argument of ``op`` are passed to it.
+    The constructor has torch's arguments and the ``mult`` and ``constraint`` of ``op``, which
+    become attributes. Attributes that are named like an argument of ``op`` are passed to it.
     """
 
     #: The function in `unit_scaling.functional`.
     op: ClassVar[Callable[..., Any]]
-    #: Our arguments before and after torch's.
-    _first: ClassVar[tuple[Parameter, ...]] = ()
-    _last: ClassVar[tuple[Parameter, ...]] = ()
+    #: Whether our arguments come before torch's.
+    _leads: ClassVar[bool] = False
+    #: Our arguments, of those that ``op`` has.
+    _ours: ClassVar[tuple[Parameter, ...]] = (MULT, CONSTRAINT)
     #: Defaults that differ from torch's.
     _defaults: ClassVar[Mapping[str, Any]] = {}
     #: All arguments of the constructor.
@@ -47,15 +48,18 @@ class Scaled(nn.Module):
         super().__init_subclass__(**kwargs)
         if op is not None:
             cls.op = staticmethod(op)
+            cls.__doc__ = cls.__doc__ or f"`unit_scaling.functional.{op.__name__}` as a module."
         torch_class: Any = cls.__bases__[-1]
         if op is not None and not issubclass(torch_class, Scaled):
-            theirs = like or signature(torch_class).parameters.values()
-            changed = [
+            known = signature(op).parameters
+            cls._ours = tuple(p for p in cls._ours if p.name in known or p is WEIGHT_MUP_TYPE)
+            theirs = [
                 p.replace(default=cls._defaults.get(p.name, p.default))
-                for p in theirs
+                for p in like or signature(torch_class).parameters.values()
                 if p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD
             ]
-            cls._arguments = Signature([*cls._first, *changed, *cls._last])
+            both = (cls._ours, theirs) if cls._leads else (theirs, cls._ours)
+            cls._arguments = Signature([*both[0], *both[1]])
             cls.__signature__ = cls._arguments  # type: ignore[attr-defined]
             if cls.forward in (Scaled.forward, Weighted.substituted):
                 cls.forward = _with_signature(torch_class.forward, cls.forward)  # type: ignore[method-assign]
@@ -67,7 +71,7 @@ class Scaled(nn.Module):
         bound = self._arguments.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
-        ours = {p.name: arguments.pop(p.name) for p in (*self._first, *self._last)}
+        ours = {p.name: arguments.pop(p.name) for p in self._ours}
         super().__init__(**arguments)
         for name, value in ours.items():
             setattr(self, name, checked_constraint(value) if name == "constraint" else value)
@@ -116,13 +120,7 @@ class _Substitute(TorchFunctionMode):
 class Activation(Scaled):
     """A `Scaled` with ``mult`` and ``constraint`` before torch's arguments, as `uu.GELU`."""
 
-    _first = (MULT, CONSTRAINT)
-
-
-class Constrained(Scaled):
-    """A `Scaled` with ``constraint`` after torch's arguments."""
-
-    _last = (CONSTRAINT,)
+    _leads = True
 
 
 class Weighted(Scaled, TaggedModule):
@@ -143,7 +141,7 @@ class Weighted(Scaled, TaggedModule):
 
         For modules whose ``forward`` does more than call one function.
         """
-        ours = {p.name: getattr(self, p.name) for p in (*self._first, *self._last)}
+        ours = {p.name: getattr(self, p.name) for p in self._ours}
         with _Substitute(type(self).op.__module__, ours):
             return super(TaggedModule, self).forward(*inputs, **named)
 
@@ -169,5 +167,5 @@ class Product(Normal):
     """A `Normal` without a bias by default, with ``constraint`` and ``weight_mup_type`` after
     torch's arguments."""
 
-    _last = (CONSTRAINT, WEIGHT_MUP_TYPE)
+    _ours = (CONSTRAINT, WEIGHT_MUP_TYPE)
     _defaults: ClassVar = {"bias": False}

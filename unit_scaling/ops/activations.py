@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.constant import specialised
 from ..core.functional import logarithmic_interpolation
 from ..rules.batch import row_scale
-from ..rules.elementwise import elementwise_scales, scaled_elementwise
+from ..rules.elementwise import elementwise_scales
 from ..rules.table import Scales, row, tie
-from ..scale import scale_each, scale_output, written_to
-from .generated import CONSTRAINT, REQUIRED, by_name, described
+from ..scale import scale_each, scale_output
+from .generated import CONSTRAINT, REQUIRED, described, spellings, unary
 
 # u-muP's fitted factors: between the limits of an op for a small and a large mult
 
@@ -74,58 +73,31 @@ Returns:
 """
 
 
-def _spellings(names: Sequence[str]) -> list[Callable[..., Any]]:
-    """Every torch function with one of these names, in place (with _) or not."""
-    spaces = (F, torch, Tensor, torch.special)
-    spelled = [(space, name + mark) for mark in ("", "_") for name in names for space in spaces]
-    return [getattr(space, name) for space, name in spelled if hasattr(space, name)]
-
-
 def _activation(
     name: str,
     fn: Callable[..., Tensor],
     settings: dict[str, Any] | None = None,
     *,
     rule: Callable[[float, str | None], Scales] | None = None,
-    spelled: Sequence[str] | None = None,
+    replaces: Sequence[Callable[..., Any]] | None = None,
 ) -> Callable[..., Tensor]:
     """Adds a row for an elementwise function and returns its unit-scaled version.
 
     settings: the arguments of ``fn`` after the first, and their defaults. rule: of mult and
-    constraint; by default the factors are computed from ``fn``. spelled: its names in torch, by
-    default ``name``; () if a transform must not replace it.
+    constraint; by default the factors are computed from ``fn``. replaces: () if a transform must
+    not replace it.
     """
-    settings, spelled = settings or {}, (name,) if spelled is None else spelled
-    defaults = {**_OURS, **settings, "inplace": False}
-    names = tuple(defaults)
+    theirs = settings or {}
 
     def computed(
         mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any
     ) -> Scales:
         return elementwise_scales(fn, (), named, mult, constraint)
 
-    def op(input: Tensor, *args: Any, **named: Any) -> Tensor:
-        mult, constraint, inplace, extra = 1.0, "to_output_scale", False, {}
-        if args or named:
-            extra = {**defaults, **by_name(name, names, args, named)}
-            extra = {key: specialised(value) for key, value in extra.items()}
-            mult, constraint, inplace = (
-                extra.pop("mult"),
-                extra.pop("constraint"),
-                extra.pop("inplace"),
-            )
-        if not (input.dtype.is_floating_point or input.dtype.is_complex):
-            return written_to(input if inplace else None, fn(input, **extra))
-        s = rule(mult, constraint) if rule else elementwise_scales(fn, (), extra, mult, constraint)
-        x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
-        x = x if mult == 1.0 else x * mult
-        output = scale_output(fn(x, **extra), s["output"] / mult, s["input"] / mult)
-        return input.copy_(output) if inplace else output
-
-    about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
-    described(op, name, about, {"input": REQUIRED, **defaults})
-    described(computed, f"{name}_scales", _RULE.format(name=name), {**_OURS, **settings})
-    return row(rule or computed, replaces=_spellings(spelled))(op)
+    described(computed, f"{name}_scales", _RULE.format(name=name), {**_OURS, **theirs})
+    about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *theirs]))
+    settings = {**_OURS, **theirs, "inplace": False}
+    return unary(fn, rule or computed, about, settings, name=name, replaces=replaces)
 
 
 def gelu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
@@ -145,10 +117,10 @@ def _relu_squared(input: Tensor) -> Tensor:
     return torch.relu(input).square()
 
 
-abs = _activation("abs", torch.abs, spelled=("abs", "absolute"))
-atan = _activation("atan", torch.atan, spelled=("atan", "arctan"))
+abs = _activation("abs", torch.abs, replaces=spellings("abs", "absolute"))
+atan = _activation("atan", torch.atan, replaces=spellings("atan", "arctan"))
 celu = _activation("celu", F.celu, {"alpha": 1.0})
-clamp = _activation("clamp", torch.clamp, {"min": None, "max": None}, spelled=())
+clamp = _activation("clamp", torch.clamp, {"min": None, "max": None}, replaces=())
 cos = _activation("cos", torch.cos)
 elu = _activation("elu", F.elu, {"alpha": 1.0})
 erf = _activation("erf", torch.erf)
@@ -160,13 +132,13 @@ hardswish = _activation("hardswish", F.hardswish)
 hardtanh = _activation("hardtanh", F.hardtanh, {"min_val": -1.0, "max_val": 1.0})
 leaky_relu = _activation("leaky_relu", F.leaky_relu, {"negative_slope": 0.01})
 # Losses use log-probabilities, so the transform does not scale them.
-logsigmoid = _activation("logsigmoid", F.logsigmoid, spelled=())
+logsigmoid = _activation("logsigmoid", F.logsigmoid, replaces=())
 mish = _activation("mish", F.mish)
 relu = _activation("relu", torch.relu)
 relu6 = _activation("relu6", F.relu6)
-relu_squared = _activation("relu_squared", _relu_squared, spelled=())
+relu_squared = _activation("relu_squared", _relu_squared, replaces=())
 selu = _activation("selu", F.selu)
-sigmoid = _activation("sigmoid", torch.sigmoid, spelled=("sigmoid", "expit"))
+sigmoid = _activation("sigmoid", torch.sigmoid, replaces=spellings("sigmoid", "expit"))
 silu = _activation("silu", F.silu, rule=silu_scales)
 sin = _activation("sin", torch.sin)
 softplus = _activation("softplus", F.softplus, {"beta": 1.0, "threshold": 20.0})
@@ -182,8 +154,9 @@ def pow_scales(exponent: float, constraint: str | None = "to_output_scale") -> S
     return elementwise_scales(torch.pow, (exponent,), constraint=constraint)
 
 
-@row(pow_scales)
-def pow(input: Tensor, exponent: float, constraint: str | None = "to_output_scale") -> Tensor:
+pow = unary(
+    torch.pow,
+    pow_scales,
     """Computes ``s * input ** exponent``.
 
     Args:
@@ -191,14 +164,13 @@ def pow(input: Tensor, exponent: float, constraint: str | None = "to_output_scal
         exponent: a positive whole number.
         constraint: see `unit_scaling.constraints`.
 
-    Returns:
-        The shape and dtype of ``input``.
-
     Raises:
         ValueError: the exponent is anything else: a normal variable has no roots, and no inverse
             with a finite second moment.
-    """
-    return scaled_elementwise(torch.pow, input, (exponent,), {}, 1.0, constraint)
+    """,
+    {"exponent": REQUIRED, **CONSTRAINT},
+    replaces=(),
+)
 
 
 def prelu_scales(
@@ -262,20 +234,18 @@ def glu_scales(constraint: str | None = "to_output_scale") -> Scales:
     return tie(constraint, output=s["output"], input=gradient**-0.5)
 
 
-@row(glu_scales, replaces=(F.glu,))
-def glu(input: Tensor, dim: int = -1, constraint: str | None = "to_output_scale") -> Tensor:
+glu = unary(
+    F.glu,
+    glu_scales,
     """Computes ``s * a * sigmoid(b)``, where a and b are the halves of ``input`` along ``dim``.
 
     Args:
         input: floating point, of even size along ``dim``.
         dim: the dimension to split.
         constraint: see `unit_scaling.constraints`.
-
-    Returns:
-        Half of the size of ``input`` along ``dim``.
-    """
-    s = glu_scales(constraint)
-    return scale_output(F.glu(input, dim), s["output"], s["input"])
+    """,
+    {"dim": -1, **CONSTRAINT},
+)
 
 
 def geglu_scales(mult: float = 1.0, approximate: str = "none") -> Scales:

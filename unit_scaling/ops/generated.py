@@ -1,11 +1,19 @@
-"""Names, docstrings and signatures of generated functions."""
+"""Generated ops: names, docstrings and signatures, and the row of a function of one tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..common.constant import specialised
+from ..rules.table import Scales, row
+from ..scale import scale_output, written_to
 
 #: Stands for the default of an argument without a default.
 REQUIRED: Any = Parameter.empty
@@ -38,12 +46,67 @@ def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def by_name(
-    name: str, names: tuple[str, ...], args: tuple[Any, ...], named: dict[str, Any]
+    name: str, names: Sequence[str], args: Sequence[Any], named: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call after the first by name, without their defaults."""
+    """The arguments of a call, after an input, by name, without their defaults."""
     if len(args) > len(names):
         raise TypeError(f"{name} takes {len(names) + 1} arguments by position")
     return {**dict(zip(names, args, strict=False)), **named}
+
+
+def spellings(
+    *names: str, spaces: Sequence[Any] = (functional, torch, Tensor, torch.special)
+) -> list[Callable[..., Any]]:
+    """Every torch function with one of these names, in place (with _) or not."""
+    spelled = [(space, name + mark) for mark in ("", "_") for name in names for space in spaces]
+    return [getattr(space, name) for space, name in spelled if hasattr(space, name)]
+
+
+def unary(
+    fn: Callable[..., Any],
+    rule: Callable[..., Scales],
+    about: str,
+    settings: Mapping[str, Any],
+    *,
+    name: str = "",
+    replaces: Sequence[Callable[..., Any]] | None = None,
+) -> Callable[..., Tensor]:
+    """Adds the row of a torch function of one tensor, and returns the unit-scaled function.
+
+    Its output has the factors of ``rule``, unless it is of integers. If it is a tuple, that is so
+    for its first item.
+
+    about: the docstring. settings: the arguments after ``input``, with their defaults or
+    `REQUIRED`: those of ``fn`` and, of ours, "mult" (fn(mult * x) / mult), "constraint" and
+    "inplace" (the result is written into ``input``). name, replaces: by default that of ``fn``, and
+    its `spellings`.
+    """
+    name = name or fn.__name__
+    names, read = tuple(settings), tuple(signature(rule).parameters)
+    defaults = {key: value for key, value in settings.items() if value is not REQUIRED}
+
+    def op(input: Tensor, *args: Any, **named: Any) -> Any:
+        bound = {**defaults, **by_name(name, names, args, named)}
+        bound = {key: specialised(value) for key, value in bound.items()}
+        call = {"input": input, **bound}
+        mult, inplace = bound.pop("mult", 1.0), bound.pop("inplace", False)
+        bound.pop("constraint", None)
+        if not (input.dtype.is_floating_point or input.dtype.is_complex):
+            return written_to(input if inplace else None, fn(input, **bound))
+        s = rule(**{key: call[key] for key in read if key in call})
+        x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
+        output = fn(x if mult == 1.0 else x * mult, **bound)
+        values = output[0] if isinstance(output, tuple) else output
+        scaled = scale_output(values, s["output"] / mult, s["input"] / mult)
+        if isinstance(output, tuple):
+            return (scaled, *output[1:])
+        return input.copy_(scaled) if inplace else scaled
+
+    described(op, name, about, {"input": REQUIRED, **settings})
+    op.__module__ = rule.__module__
+    hints = {key: hint for key, hint in get_type_hints(rule).items() if key in settings}
+    op.__annotations__ = {"input": Tensor, **hints}
+    return row(rule, replaces=spellings(name) if replaces is None else replaces)(op)
 
 
 def renamed(body: Callable[P, R], name: str, documentation: str) -> Callable[P, R]:

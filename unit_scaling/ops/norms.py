@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -15,12 +17,8 @@ from ..common.constant import constant
 from ..rules.batch import row_scale
 from ..rules.quadrature import absolute_moment, largest_square
 from ..rules.table import Adapter, Scales, positional, row, tie
-from ..scale import scale_each, scale_output
-
-
-def _scaled(s: Scales, *parameters: Tensor | None) -> list[Tensor | None]:
-    """Weight and bias, with the factor of their gradients."""
-    return [None if p is None else scale_each(p, 1.0, s["weight"]) for p in parameters]
+from ..scale import scale_each
+from .generated import CONSTRAINT, REQUIRED, by_name, defaults_of, described, unary
 
 
 def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
@@ -29,64 +27,10 @@ def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
     return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
 
 
-def _form(arguments: str) -> Adapter:
-    """The adapter of torch's norm with these arguments and a last one about cuDNN."""
-    return positional(f"{arguments} cudnn_enabled", cudnn_enabled=None, cudnn_enable=None)
-
-
-_ROWS = {torch.layer_norm: _form("input normalized_shape weight bias eps")}
-
-
-@row(layer_norm_scales, replaces=(F.layer_norm,), adapters=_ROWS)
-def layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-05,
-) -> Tensor:
-    """`torch.nn.functional.layer_norm` with unit-scaled gradients of weight and bias.
-
-    Args:
-        input: (..., *normalized_shape).
-        normalized_shape: the trailing dimensions to normalise.
-        weight: of shape ``normalized_shape``, or None.
-        bias: of shape ``normalized_shape``, or None.
-        eps: added to the variance.
-    """
-    weight, bias = _scaled(layer_norm_scales(input, normalized_shape), weight, bias)
-    return F.layer_norm(input, normalized_shape, weight, bias, eps)
-
-
 def rms_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
     """As `layer_norm_scales`."""
     s = layer_norm_scales(input, normalized_shape)
     return {"output": 1.0, "input": 1.0, "weight": s["weight"]}
-
-
-_RMS = positional("input normalized_shape weight eps", {"eps": None})
-
-
-@row(rms_norm_scales, adapters=dict.fromkeys((F.rms_norm, torch.rms_norm), _RMS))
-def rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = 1e-05,
-) -> Tensor:
-    """`torch.nn.functional.rms_norm` with a unit-scaled gradient of the weight.
-
-    Args:
-        input: (..., *normalized_shape).
-        normalized_shape: the trailing dimensions to normalise.
-        weight: of shape ``normalized_shape``, or None.
-        eps: added to the mean square; None is the machine epsilon of the dtype, torch's default.
-    """
-    (weight,) = _scaled(rms_norm_scales(input, normalized_shape), weight)
-    return F.rms_norm(input, list(normalized_shape), weight, eps)
-
-
-# Over channels, groups and batches
 
 
 def channel_norm_scales(input: Tensor) -> Scales:
@@ -96,17 +40,74 @@ def channel_norm_scales(input: Tensor) -> Scales:
     return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
 
 
-_GROUPS = {torch.group_norm: _form("input num_groups weight bias eps")}
+def _norm(
+    fn: Callable[..., Tensor],
+    rule: Callable[..., Scales],
+    about: str,
+    adapters: Mapping[Callable[..., Any], Adapter],
+) -> Callable[..., Tensor]:
+    """Adds the row of a norm: the gradients of its weight and bias are scaled.
+
+    about: the docstring. adapters: as in `Op`.
+    """
+    name = fn.__name__
+    _, *settings = (arguments := {**defaults_of(fn), "eps": 1e-5})
+    defaults = {key: arguments[key] for key in settings if arguments[key] is not REQUIRED}
+    read = [key for key in signature(rule).parameters if key != "input"]
+
+    def norm(input: Tensor, *args: Any, **named: Any) -> Tensor:
+        bound = {**defaults, **by_name(name, settings, args, named)}
+        s = rule(input, **{key: bound[key] for key in read})
+        for parameter in ("weight", "bias"):
+            if bound.get(parameter) is not None:
+                bound[parameter] = scale_each(bound[parameter], 1.0, s["weight"])
+        return fn(input, **bound)
+
+    described(norm, name, about, arguments)
+    norm.__annotations__ = get_type_hints(fn)
+    replaces = () if fn in adapters else (fn,)
+    return row(rule, replaces=replaces, adapters=adapters)(norm)
 
 
-@row(channel_norm_scales, replaces=(F.group_norm,), adapters=_GROUPS)
-def group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
+def _of_torch(name: str, arguments: str) -> dict[Callable[..., Any], Adapter]:
+    """torch's norm with these arguments and a last one about cuDNN."""
+    adapter = positional(f"{arguments} cudnn_enabled", cudnn_enabled=None, cudnn_enable=None)
+    return {getattr(torch, name): adapter}
+
+
+_RMS = positional("input normalized_shape weight eps", {"eps": None})
+_CHANNELS = positional("input weight bias eps", {"eps": 1e-6})
+_STATISTICS = "input weight bias running_mean running_var {} momentum eps"
+
+layer_norm = _norm(
+    F.layer_norm,
+    layer_norm_scales,
+    """`torch.nn.functional.layer_norm` with unit-scaled gradients of weight and bias.
+
+    Args:
+        input: (..., *normalized_shape).
+        normalized_shape: the trailing dimensions to normalise.
+        weight: of shape ``normalized_shape``, or None.
+        bias: of shape ``normalized_shape``, or None.
+        eps: added to the variance.
+    """,
+    _of_torch("layer_norm", "input normalized_shape weight bias eps"),
+)
+rms_norm = _norm(
+    F.rms_norm,
+    rms_norm_scales,
+    """`torch.nn.functional.rms_norm` with a unit-scaled gradient of the weight.
+
+    Other arguments are as in `layer_norm`.
+
+    Args:
+        eps: added to the mean square; None is the machine epsilon of the dtype, torch's default.
+    """,
+    dict.fromkeys((F.rms_norm, torch.rms_norm), _RMS),
+)
+group_norm = _norm(
+    F.group_norm,
+    channel_norm_scales,
     """`torch.nn.functional.group_norm` with unit-scaled gradients of weight and bias.
 
     Args:
@@ -115,89 +116,46 @@ def group_norm(
         weight: (channels,) or None.
         bias: (channels,) or None.
         eps: added to the variance.
-    """
-    weight, bias = _scaled(channel_norm_scales(input), weight, bias)
-    return F.group_norm(input, num_groups, weight, bias, eps)
-
-
-_STATISTICS = "input weight bias running_mean running_var {} momentum eps"
-_BATCH = {torch.batch_norm: _form(_STATISTICS.format("training"))}
-_INSTANCE = {torch.instance_norm: _form(_STATISTICS.format("use_input_stats"))}
-
-
-@row(channel_norm_scales, replaces=(F.batch_norm,), adapters=_BATCH)
-def batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
+    """,
+    _of_torch("group_norm", "input num_groups weight bias eps"),
+)
+batch_norm = _norm(
+    F.batch_norm,
+    channel_norm_scales,
     """`torch.nn.functional.batch_norm` with unit-scaled gradients of weight and bias.
 
+    Other arguments are as in `group_norm`.
+
     Args:
-        input: (batch, channels, ...).
         running_mean: (channels,) or None; updated in place if training, otherwise used.
         running_var: as ``running_mean``.
-        weight: (channels,) or None.
-        bias: (channels,) or None.
         training: whether to normalise with the statistics of the batch.
         momentum: the weight of the batch in the running statistics.
-        eps: added to the variance.
-    """
-    weight, bias = _scaled(channel_norm_scales(input), weight, bias)
-    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
-@row(channel_norm_scales, replaces=(F.instance_norm,), adapters=_INSTANCE)
-def instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
+    """,
+    _of_torch("batch_norm", _STATISTICS.format("training")),
+)
+instance_norm = _norm(
+    F.instance_norm,
+    channel_norm_scales,
     """`torch.nn.functional.instance_norm` with unit-scaled gradients of weight and bias.
 
     Arguments are as in `batch_norm`; ``use_input_stats`` is its ``training``.
-    """
-    weight, bias = _scaled(channel_norm_scales(input), weight, bias)
-    return F.instance_norm(
-        input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
-    )
-
-
-_CHANNELS = {over_channels: positional("input weight bias eps", {"eps": 1e-6})}
-
-
-@row(channel_norm_scales, adapters=_CHANNELS)
-def layer_norm2d(
-    input: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
+    """,
+    _of_torch("instance_norm", _STATISTICS.format("use_input_stats")),
+)
+layer_norm2d = _norm(
+    over_channels,
+    channel_norm_scales,
     """`layer_norm` over the channels of each pixel, as in ConvNeXt.
 
-    Strides are those of `fp8.norms.layer_norm2d.layer_norm2d`.
-
-    Args:
-        input: (batch, channels, ...).
-        weight: (channels,) or None.
-        bias: (channels,) or None.
-        eps: added to the variance.
+    Strides are those of `fp8.norms.layer_norm2d.layer_norm2d`. Other arguments are as in
+    `group_norm`.
 
     Raises:
         ValueError: the input has fewer than two dimensions.
-    """
-    weight, bias = _scaled(channel_norm_scales(input), weight, bias)
-    return over_channels(input, weight, bias, eps)
+    """,
+    {over_channels: _CHANNELS},
+)
 
 
 def local_response_norm_scales(alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Scales:
@@ -206,13 +164,12 @@ def local_response_norm_scales(alpha: float = 1e-4, beta: float = 0.75, k: float
     return {"output": scale, "input": scale}
 
 
-@row(local_response_norm_scales, replaces=(F.local_response_norm,))
-def local_response_norm(
-    input: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
-) -> Tensor:
-    """Computes ``s * local_response_norm(input, size)`` for input (batch, channels, ...)."""
-    scale = local_response_norm_scales(alpha, beta, k)["output"]
-    return F.local_response_norm(input, size, alpha, beta, k) * scale
+local_response_norm = unary(
+    F.local_response_norm,
+    local_response_norm_scales,
+    "Computes ``s * local_response_norm(input, size)`` for input (batch, channels, ...).",
+    {"size": REQUIRED, "alpha": 1e-4, "beta": 0.75, "k": 1.0},
+)
 
 
 def normalize_scales(
@@ -236,14 +193,9 @@ def normalize_scales(
     return tie(constraint, output=norm, input=norm)
 
 
-@row(normalize_scales, replaces=(F.normalize,))
-def normalize(
-    input: Tensor,
-    p: float = 2.0,
-    dim: int | Sequence[int] = 1,
-    eps: float = 1e-12,
-    constraint: str | None = "to_output_scale",
-) -> Tensor:
+normalize = unary(
+    F.normalize,
+    normalize_scales,
     """Computes ``s * input / norm(input)``: vectors along ``dim`` of norm s, which is about
     sqrt(n).
 
@@ -256,7 +208,6 @@ def normalize(
 
     Raises:
         ValueError: p is not above 0.
-    """
-    s = normalize_scales(input, p, dim, constraint)
-    output = F.normalize(input, p, dim, eps)  # type: ignore[arg-type]
-    return scale_output(output, s["output"], s["input"])
+    """,
+    {"p": 2.0, "dim": 1, "eps": 1e-12, **CONSTRAINT},
+)

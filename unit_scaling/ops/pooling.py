@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.constant import constant, specialised
+from ..common.constant import constant
 from ..rules.quadrature import absolute_moment, largest_square
-from ..rules.table import Scales, row, tie
-from ..scale import scale_output
+from ..rules.table import Scales, tie
 from .convolution import each
-from .generated import CONSTRAINT, REQUIRED, by_name, described
+from .generated import CONSTRAINT, REQUIRED, described, unary, with_first
 
 Sizes = int | Sequence[int]
 Wanted = int | Sequence[int | None] | None
@@ -180,30 +179,13 @@ Args:
 
 def _pool(kind: str, dims: int) -> Callable[..., Any]:
     name = f"{kind}{dims}d"
-    fn = getattr(F, name)
     rule_of, settings = _KINDS.get(name) or _KINDS[kind]
-    arguments = {"input": REQUIRED, **settings, **CONSTRAINT}
-    names = tuple(arguments)
-
-    def rule(input: Tensor, **bound: Any) -> Scales:
-        return rule_of(dims, input, **{k: v for k, v in bound.items() if k not in _UNREAD})
-
-    def op(input: Tensor, *args: Any, **named: Any) -> Any:
-        bound = by_name(name, names[1:], args, named)
-        bound = {key: specialised(value) for key, value in bound.items()}
-        s = rule(input, **bound)
-        bound.pop("constraint", None)
-        output = fn(input, **bound)
-        values = output[0] if isinstance(output, tuple) else output
-        scaled = scale_output(values, s["output"], s["input"])
-        return (scaled, output[1]) if isinstance(output, tuple) else scaled
-
-    read = {k: v for k, v in arguments.items() if k not in _UNREAD}
-    described(rule, f"{name}_scales", rule_of.__doc__, read)
-    described(op, name, _DOCUMENTATION.format(name=name, dims=dims), arguments)
-    op.__annotations__ |= {k: v for k, v in rule_of.__annotations__.items() if k in settings}
-    same = [getattr(space, name) for space in (F, torch) if hasattr(space, name)]
-    return row(rule, replaces=same)(op)
+    settings = {**settings, **CONSTRAINT}
+    read = {key: value for key, value in settings.items() if key not in _UNREAD}
+    rule = with_first(rule_of, dims, f"{name}_scales", rule_of.__doc__ or "")
+    described(rule, rule.__name__, rule.__doc__, {"input": REQUIRED, **read})
+    about = _DOCUMENTATION.format(name=name, dims=dims)
+    return unary(getattr(F, name), rule, about, settings, name=name)
 
 
 def _three(kind: str) -> list[Callable[..., Any]]:
@@ -269,17 +251,9 @@ def interpolate_scales(
     return tie(constraint, output=math.sqrt(output), input=math.sqrt(gradient))
 
 
-@row(interpolate_scales, replaces=(F.interpolate,))
-def interpolate(
-    input: Tensor,
-    size: Sizes | None = None,
-    scale_factor: float | Sequence[float] | None = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-    constraint: Constraint = "to_output_scale",
-) -> Tensor:
+interpolate = unary(
+    F.interpolate,
+    interpolate_scales,
     """Computes ``s * interpolate(input)``, with torch's arguments.
 
     The rule assumes uncorrelated neighbours and ignores ``antialias``.
@@ -287,7 +261,14 @@ def interpolate(
     Args:
         input: (batch, channels, ...), floating point.
         constraint: see `unit_scaling.constraints`.
-    """
-    s = interpolate_scales(input, size, scale_factor, mode, align_corners, constraint)
-    settings: Any = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-    return scale_output(F.interpolate(input, *settings), s["output"], s["input"])
+    """,
+    {
+        "size": None,
+        "scale_factor": None,
+        "mode": "nearest",
+        "align_corners": None,
+        "recompute_scale_factor": None,
+        "antialias": False,
+        **CONSTRAINT,
+    },
+)

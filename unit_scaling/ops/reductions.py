@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..rules.table import Scales, row, tie
-from ..scale import scale_output
 from .arithmetic import scaled_terms, shares
+from .generated import CONSTRAINT, REQUIRED, unary
 
 Dims = int | Sequence[int] | None
 
@@ -25,11 +25,6 @@ def _summed(input: Tensor, dim: Dims) -> int:
     return math.prod([input.shape[d] for d in dim]) or 1 if input.ndim else 1
 
 
-def _keeps_value(input: Tensor, dim: Dims, keepdim: bool) -> bool:
-    """Whether a sum or mean keeps its value: over all elements (a loss), or a statistic."""
-    return keepdim or dim is None or not (input.dtype.is_floating_point or input.dtype.is_complex)
-
-
 def sum_scales(
     input: Tensor,
     dim: Dims = None,
@@ -41,7 +36,7 @@ def sum_scales(
     Not scaled over all elements (a loss) or with keepdim (a statistic that is combined with the
     input again).
     """
-    if _keeps_value(input, dim, keepdim):
+    if keepdim or dim is None:
         return tie(constraint, output=1.0, input=1.0)
     return tie(constraint, output=_summed(input, dim) ** -0.5, input=1.0)
 
@@ -57,19 +52,16 @@ def mean_scales(
     Not scaled where `sum_scales` does not scale; the gradient of a loss is then that of the sum.
     """
     count = _summed(input, dim)
-    if _keeps_value(input, dim, keepdim):
+    if keepdim or dim is None:
         return tie(constraint, output=1.0, input=count if dim is None else 1.0)
     return tie(constraint, output=count**0.5, input=count)
 
 
-@row(sum_scales, replaces=(torch.sum, Tensor.sum))
-def sum(
-    input: Tensor,
-    dim: Dims = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-    constraint: str | None = "to_output_scale",
-) -> Tensor:
+_OVER = {"dim": None, "keepdim": False, "dtype": None, **CONSTRAINT}
+
+sum = unary(
+    torch.sum,
+    sum_scales,
     """Computes ``s * input.sum(dim)``.
 
     Not scaled over all dimensions, with ``keepdim``, and for integers.
@@ -80,51 +72,35 @@ def sum(
         keepdim: whether to keep reduced dimensions with size 1.
         dtype: the dtype of the result.
         constraint: see `unit_scaling.constraints`.
-    """
-    s = sum_scales(input, dim, keepdim, constraint)
-    output = torch.sum(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
-    return scale_output(output, s["output"], s["input"])
-
-
-@row(mean_scales, replaces=(torch.mean, Tensor.mean))
-def mean(
-    input: Tensor,
-    dim: Dims = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-    constraint: str | None = "to_output_scale",
-) -> Tensor:
+    """,
+    _OVER,
+)
+mean = unary(
+    torch.mean,
+    mean_scales,
     """Computes ``s * input.mean(dim)``; arguments as in `sum`.
 
     The value is not scaled over all dimensions and with ``keepdim``.
-    """
-    s = mean_scales(input, dim, keepdim, constraint)
-    output = torch.mean(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
-    return scale_output(output, s["output"], s["input"])
+    """,
+    _OVER,
+)
 
 
 def cumsum_scales(input: Tensor, dim: int, constraint: str | None = "to_output_scale") -> Scales:
     """Sum k has k terms, (n + 1)/2 on average, in both directions."""
-    if not (input.dtype.is_floating_point or input.dtype.is_complex):
-        return {"output": 1.0, "input": 1.0}
     count = input.shape[dim] if input.ndim else 1
     scale = (2 / (count + 1)) ** 0.5
     return tie(constraint, output=scale, input=scale)
 
 
-@row(cumsum_scales, replaces=(torch.cumsum, Tensor.cumsum))
-def cumsum(
-    input: Tensor,
-    dim: int,
-    dtype: torch.dtype | None = None,
-    constraint: str | None = "to_output_scale",
-) -> Tensor:
+cumsum = unary(
+    torch.cumsum,
+    cumsum_scales,
     """Computes ``s * input.cumsum(dim)``; integers are not scaled. The factor depends on the
     length.
-    """
-    s = cumsum_scales(input, dim, constraint)
-    output = torch.cumsum(input, dim, dtype=dtype)
-    return scale_output(output, s["output"], s["input"])
+    """,
+    {"dim": REQUIRED, "dtype": None, **CONSTRAINT},
+)
 
 
 # Variances
@@ -141,35 +117,11 @@ def var_scales(
     distance from the mean over n - c. Not scaled where `sum_scales` does not scale.
     """
     count = _summed(input, dim)
-    if _keeps_value(input, dim, keepdim) or count <= max(1, correction):
+    if keepdim or dim is None or count <= max(1, correction):
         return tie(constraint, output=1.0, input=1.0)
     free = count - correction
     gradient = free / 2 * (count / (count - 1)) ** 0.5
     return tie(constraint, output=free * (count**2 - 1) ** -0.5, input=gradient)
-
-
-@row(var_scales, replaces=(torch.var, Tensor.var))
-def var(
-    input: Tensor,
-    dim: Dims = None,
-    correction: int = 1,
-    keepdim: bool = False,
-    constraint: str | None = "to_output_scale",
-) -> Tensor:
-    """Computes ``s * torch.var(input, dim)``.
-
-    Not scaled over all dimensions and with ``keepdim``.
-
-    Args:
-        input: any shape, floating point.
-        dim: one or several dimensions; None for all.
-        correction: subtracted from the number of values in the divisor.
-        keepdim: whether to keep reduced dimensions with size 1.
-        constraint: see `unit_scaling.constraints`.
-    """
-    s = var_scales(input, dim, correction, keepdim, constraint)
-    output = torch.var(input, dim, correction=correction, keepdim=keepdim)  # type: ignore[arg-type]
-    return scale_output(output, s["output"], s["input"])
 
 
 def std_scales(
@@ -184,24 +136,36 @@ def std_scales(
     Not scaled where `sum_scales` does not scale.
     """
     count = _summed(input, dim)
-    if _keeps_value(input, dim, keepdim) or count <= max(1, correction):
+    if keepdim or dim is None or count <= max(1, correction):
         return tie(constraint, output=1.0, input=1.0)
     free = count - correction
     return tie(constraint, output=(free / (count - 1)) ** 0.5, input=(count * free) ** 0.5)
 
 
-@row(std_scales, replaces=(torch.std, Tensor.std))
-def std(
-    input: Tensor,
-    dim: Dims = None,
-    correction: int = 1,
-    keepdim: bool = False,
-    constraint: str | None = "to_output_scale",
-) -> Tensor:
-    """Computes ``s * torch.std(input, dim)``; arguments as in `var`. The gradient at 0 is NaN."""
-    s = std_scales(input, dim, correction, keepdim, constraint)
-    output = torch.std(input, dim, correction=correction, keepdim=keepdim)  # type: ignore[arg-type]
-    return scale_output(output, s["output"], s["input"])
+_SPREAD = {"dim": None, "correction": 1, "keepdim": False, **CONSTRAINT}
+
+var = unary(
+    torch.var,
+    var_scales,
+    """Computes ``s * torch.var(input, dim)``.
+
+    Not scaled over all dimensions and with ``keepdim``.
+
+    Args:
+        input: any shape, floating point.
+        dim: one or several dimensions; None for all.
+        correction: subtracted from the number of values in the divisor.
+        keepdim: whether to keep reduced dimensions with size 1.
+        constraint: see `unit_scaling.constraints`.
+    """,
+    _SPREAD,
+)
+std = unary(
+    torch.std,
+    std_scales,
+    "Computes ``s * torch.std(input, dim)``; arguments as in `var`. The gradient at 0 is NaN.",
+    _SPREAD,
+)
 
 
 # Cosine similarity
