@@ -62,7 +62,10 @@ def function(name: str, value: Any, parent: griffe.Module | griffe.Class) -> gri
 
 
 def add_constructor(documented: griffe.Class, value: type) -> None:
-    """Adds the arguments of a class that inherits or generates its constructor."""
+    """Adds the arguments of a class that inherits or generates its constructor, and a docstring
+    that it generates."""
+    if documented.docstring is None and value.__doc__:
+        documented.docstring = griffe.Docstring(as_markdown(value.__doc__), parent=documented)
     if "__init__" in documented.all_members and "__signature__" not in vars(value):
         return
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any, get_type_hints
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,7 +15,7 @@ from fp8.products.convolution import conv, conv_transpose
 from ..rules.batch import row_scale
 from ..rules.table import Scales, row, tie
 from ..scale import scale_each
-from .generated import P, R, renamed
+from .generated import REQUIRED, by_name, defaults_of, described
 from .products import SQRT, ScalePower, inverse
 
 Ints = int | Sequence[int]
@@ -23,11 +25,6 @@ def each(value: Ints, dims: int) -> list[int]:
     """One setting for each dimension; a number applies to all."""
     values = [value] if isinstance(value, int) else list(value)
     return values * dims if len(values) == 1 else values
-
-
-def _op(body: Callable[P, R], rule: Callable[..., Scales], name: str, about: str) -> Callable[P, R]:
-    """Adds the row of torch.nn.functional's function ``name``."""
-    return row(rule, replaces=(getattr(F, name),))(renamed(body, name, about))
 
 
 def conv_scales(
@@ -68,48 +65,6 @@ def conv_scales(
     return {"weight": grad, "bias": grad, **tied}
 
 
-def _conv(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: str | Ints = 0,
-    dilation: Ints = 1,
-    groups: int = 1,
-    constraint: str | None = "to_output_scale",
-    scale_power: ScalePower = SQRT,
-) -> Tensor:
-    s = conv_scales(input, weight, stride, padding, dilation, groups, constraint, scale_power)
-    if bias is not None:
-        bias = scale_each(bias, s["output"], 1.0)
-    scales = (s["output"], s["input"], s["weight"])
-    return conv(input, weight, bias, stride, padding, dilation, groups, scales=scales, unit=True)
-
-
-_CONV = """Computes ``s * (conv1d(input, weight) + bias)``.
-
-Args:
-    input: (batch, in, length) or (in, length).
-    weight: (out, in / groups, kernel).
-    bias: (out,) or None.
-    stride: a number or a tuple of one, as in torch.
-    padding: a number, a tuple of one, "same" or "valid".
-    dilation: a number or a tuple of one.
-    groups: the number of groups of channels.
-    constraint: see `unit_scaling.constraints`.
-    scale_power: see `linear`.
-
-Returns:
-    (batch, out, positions) or (out, positions).
-"""
-
-_ALSO = "{}D convolution: as `conv1d`, with weight (out, in / groups, {})."
-
-conv1d = _op(_conv, conv_scales, "conv1d", _CONV)
-conv2d = _op(_conv, conv_scales, "conv2d", _ALSO.format(2, "height, width"))
-conv3d = _op(_conv, conv_scales, "conv3d", _ALSO.format(3, "depth, height, width"))
-
-
 def conv_transpose_scales(
     input: Tensor,
     weight: Tensor,
@@ -138,52 +93,56 @@ def conv_transpose_scales(
     return {"weight": grad, "bias": grad / outputs, **tied}
 
 
-def _conv_transpose(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints = 0,
-    output_padding: Ints = 0,
-    groups: int = 1,
-    dilation: Ints = 1,
-    constraint: str | None = "to_output_scale",
-    scale_power: ScalePower = SQRT,
-) -> Tensor:
-    s = conv_transpose_scales(input, weight, stride, groups, constraint, scale_power)
-    if bias is not None:  # the product applies its weight's factor to the bias
-        bias = scale_each(bias, s["output"], s["bias"] / s["weight"])
-    scales = (s["output"], s["input"], s["weight"])
-    sizes = (stride, padding, output_padding, groups, dilation)
-    return conv_transpose(input, weight, bias, *sizes, scales=scales, unit=True)
-
-
-_TRANSPOSED = """Computes ``s * (conv_transpose1d(input, weight) + bias)``.
+_ABOUT = """Computes ``s * ({name}(input, weight) + bias)``.
 
 Args:
-    input: (batch, in, length) or (in, length).
-    weight: (in, out / groups, kernel).
+    input: (batch, in, {sizes}), or without batch.
+    weight: {weight}.
     bias: (out,) or None.
-    stride: a number or a tuple of one, as in torch.
-    padding: likewise.
-    output_padding: likewise.
+    stride: a number, or one for each dimension, as in torch.
+    padding: likewise{or_name}.{output_padding}
+    dilation: likewise.
     groups: the number of groups of channels.
-    dilation: a number or a tuple of one.
     constraint: see `unit_scaling.constraints`.
     scale_power: see `linear`.
 """
-_ALSO_TRANSPOSED = "As `conv_transpose1d` in {} dimensions, with weight (in, out / groups, {})."
 
-conv_transpose1d = _op(_conv_transpose, conv_transpose_scales, "conv_transpose1d", _TRANSPOSED)
-conv_transpose2d = _op(
-    _conv_transpose,
-    conv_transpose_scales,
-    "conv_transpose2d",
-    _ALSO_TRANSPOSED.format("two", "height, width"),
-)
-conv_transpose3d = _op(
-    _conv_transpose,
-    conv_transpose_scales,
-    "conv_transpose3d",
-    _ALSO_TRANSPOSED.format("three", "depth, height, width"),
+
+def _convolution(dims: int, transposed: bool = False) -> Callable[..., Tensor]:
+    """Adds the row of a convolution."""
+    name = f"conv_transpose{dims}d" if transposed else f"conv{dims}d"
+    fn: Callable[..., Tensor] = conv_transpose if transposed else conv
+    rule: Callable[..., Scales] = conv_transpose_scales if transposed else conv_scales
+    kernel_has = ("input", "weight", "scales", "unit")
+    settings = {key: value for key, value in defaults_of(fn).items() if key not in kernel_has}
+    settings |= {"constraint": "to_output_scale", "scale_power": SQRT}
+    names, read = tuple(settings), tuple(signature(rule).parameters)[2:]
+
+    def op(input: Tensor, weight: Tensor, *args: Any, **named: Any) -> Tensor:
+        theirs = by_name(name, names, args, named)
+        s = rule(input, weight, **{key: theirs[key] for key in read if key in theirs})
+        bias = theirs.pop("bias", None)
+        if bias is not None:  # the product applies its weight's factor to the bias
+            bias = scale_each(bias, s["output"], s["bias"] / s["weight"])
+        for ours in ("constraint", "scale_power"):
+            theirs.pop(ours, None)
+        scales = (s["output"], s["input"], s["weight"])
+        return fn(input, weight, bias, **theirs, scales=scales, unit=True)
+
+    channels = "(in, out / groups, {})" if transposed else "(out, in / groups, {})"
+    about = _ABOUT.format(
+        name=name,
+        sizes=", ".join(("depth", "height", "width")[-dims:]),
+        weight=channels.format("*kernel"),
+        or_name="" if transposed else ', "same" or "valid"',
+        output_padding="\n    output_padding: likewise." if transposed else "",
+    )
+    described(op, name, about, {"input": REQUIRED, "weight": REQUIRED, **settings})
+    op.__annotations__ = {**get_type_hints(rule), "bias": Tensor | None}
+    return row(rule, replaces=(getattr(F, name),))(op)
+
+
+conv1d, conv2d, conv3d = (_convolution(dims) for dims in (1, 2, 3))
+conv_transpose1d, conv_transpose2d, conv_transpose3d = (
+    _convolution(dims, transposed=True) for dims in (1, 2, 3)
 )

@@ -82,20 +82,24 @@ def unary(
     its `spellings`.
     """
     name = name or fn.__name__
-    names, read = tuple(settings), tuple(signature(rule).parameters)
+    first, *others = signature(rule).parameters
+    reads_input, read = first == "input", (first, *others)
+    names = tuple(settings)
     defaults = {key: value for key, value in settings.items() if value is not REQUIRED}
 
     def op(input: Tensor, *args: Any, **named: Any) -> Any:
-        bound = {**defaults, **by_name(name, names, args, named)}
-        bound = {key: specialised(value) for key, value in bound.items()}
-        call = {"input": input, **bound}
-        mult, inplace = bound.pop("mult", 1.0), bound.pop("inplace", False)
-        bound.pop("constraint", None)
+        mult, inplace, factors, theirs = 1.0, False, {}, {}
+        if args or named:
+            theirs = {**defaults, **by_name(name, names, args, named)}
+            theirs = {key: specialised(value) for key, value in theirs.items()}
+            factors = {key: theirs[key] for key in read if key in theirs}
+            mult, inplace = theirs.pop("mult", 1.0), theirs.pop("inplace", False)
+            theirs.pop("constraint", None)
         if not (input.dtype.is_floating_point or input.dtype.is_complex):
-            return written_to(input if inplace else None, fn(input, **bound))
-        s = rule(**{key: call[key] for key in read if key in call})
+            return written_to(input if inplace else None, fn(input, **theirs))
+        s = rule(input, **factors) if reads_input else rule(**factors)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
-        output = fn(x if mult == 1.0 else x * mult, **bound)
+        output = fn(x if mult == 1.0 else x * mult, **theirs)
         values = output[0] if isinstance(output, tuple) else output
         scaled = scale_output(values, s["output"] / mult, s["input"] / mult)
         if isinstance(output, tuple):
@@ -107,16 +111,6 @@ def unary(
     hints = {key: hint for key, hint in get_type_hints(rule).items() if key in settings}
     op.__annotations__ = {"input": Tensor, **hints}
     return row(rule, replaces=spellings(name) if replaces is None else replaces)(op)
-
-
-def renamed(body: Callable[P, R], name: str, documentation: str) -> Callable[P, R]:
-    """Returns a function that calls ``body``, with another name and docstring."""
-
-    @wraps(body)
-    def function(*args: P.args, **kwargs: P.kwargs) -> R:
-        return body(*args, **kwargs)
-
-    return described(function, name, documentation, defaults_of(body))
 
 
 def with_first(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
 from typing import Any, get_type_hints
 
 import torch
@@ -51,13 +50,12 @@ def _norm(
     about: the docstring. adapters: as in `Op`.
     """
     name = fn.__name__
-    _, *settings = (arguments := {**defaults_of(fn), "eps": 1e-5})
-    defaults = {key: arguments[key] for key in settings if arguments[key] is not REQUIRED}
-    read = [key for key in signature(rule).parameters if key != "input"]
+    arguments = {**defaults_of(fn), "eps": 1e-5}
+    names, by_shape = tuple(arguments)[1:], "normalized_shape" in arguments
 
     def norm(input: Tensor, *args: Any, **named: Any) -> Tensor:
-        bound = {**defaults, **by_name(name, settings, args, named)}
-        s = rule(input, **{key: bound[key] for key in read})
+        bound = {"eps": 1e-5, **by_name(name, names, args, named)}
+        s = rule(input, bound["normalized_shape"]) if by_shape else rule(input)
         for parameter in ("weight", "bias"):
             if bound.get(parameter) is not None:
                 bound[parameter] = scale_each(bound[parameter], 1.0, s["weight"])

@@ -44,7 +44,6 @@ def unit_scaled(fn: Elementwise) -> Elementwise:
     >>> snake(torch.tensor([0.0, 1.0]))
     tensor([0.0000, 1.4938])
     """
-
     if not callable(fn):
         raise TypeError(f"unit_scaled needs a function, got {type(fn).__name__}")
 
@@ -56,25 +55,13 @@ def unit_scaled(fn: Elementwise) -> Elementwise:
         constraint: str | None = "to_output_scale",
         **named: Any,
     ) -> Tensor:
-        return scaled_elementwise(fn, input, settings, named, mult, constraint)
+        mult, settings = specialised(mult), tuple([specialised(value) for value in settings])
+        named = {key: specialised(value) for key, value in named.items()}
+        s = elementwise_scales(fn, settings, named, mult, constraint)
+        output = fn(input if mult == 1.0 else input * mult, *settings, **named)
+        return scale_output(output, s["output"] / mult, s["input"] / mult)
 
     return scaled
-
-
-def scaled_elementwise(
-    fn: Elementwise,
-    input: Tensor,
-    settings: tuple[Any, ...],
-    named: dict[str, Any],
-    mult: float,
-    constraint: str | None,
-) -> Tensor:
-    """Returns ``s * fn(mult * input, *settings, **named) / mult``."""
-    mult, settings = specialised(mult), tuple([specialised(value) for value in settings])
-    named = {key: specialised(value) for key, value in named.items()}
-    s = elementwise_scales(fn, settings, named, mult, constraint)
-    output = fn(input if mult == 1.0 else input * mult, *settings, **named)
-    return scale_output(output, s["output"] / mult, s["input"] / mult)
 
 
 def elementwise_scales(
