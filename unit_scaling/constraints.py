@@ -4,8 +4,7 @@ If an op scales its output and its input's gradient differently, its gradient is
 a constant. This is harmless at a cut edge of the graph, but wrong inside a residual branch, where
 two paths meet again. A constraint replaces the scales of an op by one common value.
 
-`CONSTRAINTS` holds all constraints by name. A constraint is given by name, or None for no
-constraint.
+A constraint is given by its name in `CONSTRAINTS`, or None for no constraint.
 
 Source: Blake, Orr and Luschi 2023, "Unit Scaling", section 4.3.
 """
@@ -34,28 +33,21 @@ def amean(*scales: float) -> float:
 
 
 def gmean(*scales: float) -> float:
-    """Returns the geometric mean of the scales; for negative scales, minus that of their
-    magnitudes.
+    """Returns the geometric mean of the scales; for negative scales, minus that of magnitudes.
 
-    Raises:
-        ValueError: the scales differ in sign, or one is 0.
+    Raises ValueError if the scales differ in sign, or one is 0.
     """
     sign = _sign("gmean", scales)
     return float(sign * abs(math.prod(scales)) ** (1 / len(scales)))
 
 
 def hmean(*scales: float) -> float:
-    """Returns the harmonic mean of the scales.
-
-    Raises:
-        ValueError: the scales differ in sign, or one is 0.
-    """
+    """Returns the harmonic mean of the scales. Raises ValueError as `gmean`."""
     _sign("hmean", scales)
     return len(scales) / sum(1 / scale for scale in scales)
 
 
 def _sign(name: str, scales: tuple[float, ...]) -> int:
-    """1 or -1. Raises ValueError for scales without a common sign."""
     if any(scale <= 0 for scale in scales) and any(scale >= 0 for scale in scales):
         raise ValueError(f"{name} is a mean of numbers of one sign, none of them 0, got {scales}")
     return -1 if scales[0] < 0 else 1

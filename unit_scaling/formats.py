@@ -9,6 +9,7 @@ Source: Noune et al. 2022, arXiv 2206.02915.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -102,23 +103,20 @@ class FPFormat:
         """The smallest positive value."""
         return self.format.min_subnormal
 
-    def quantise(self, x: Tensor) -> Tensor:
-        """Returns ``x`` rounded to the format, in its shape and floating-point dtype, without a
-        gradient.
-        """
+    def _rounded(self, quantize: Callable[..., Tensor], x: Tensor) -> Tensor:
         return quantize(x, self.format, rounding=self.rounding, random_bits=self.random_bits)
+
+    def quantise(self, x: Tensor) -> Tensor:
+        """Returns ``x`` rounded to the format, in its shape and dtype, without a gradient."""
+        return self._rounded(quantize, x)
 
     def quantise_fwd(self, x: Tensor) -> Tensor:
         """Returns ``quantise(x)``; the gradient is propagated unchanged."""
-        return quantize_forward(
-            x, self.format, rounding=self.rounding, random_bits=self.random_bits
-        )
+        return self._rounded(quantize_forward, x)
 
     def quantise_bwd(self, x: Tensor) -> Tensor:
         """Returns ``x``; its gradient is rounded in the backward pass."""
-        return quantize_backward(
-            x, self.format, rounding=self.rounding, random_bits=self.random_bits
-        )
+        return self._rounded(quantize_backward, x)
 
     def __str__(self) -> str:
         return f"{self.format.name}-{_SHORT[self.rounding]}"

@@ -76,11 +76,8 @@ _SGD_RULES = {None: "sgd", "to_output_scale": "sgd_to_output_scale"}
 def lr_scale_func_sgd(readout_constraint: str | None) -> LrScale:
     """Returns a function parameter -> learning-rate factor under SGD.
 
-    Args:
-        readout_constraint: the constraint of the model's readout: None or "to_output_scale".
-
-    Raises:
-        ValueError: ``readout_constraint`` is anything else.
+    readout_constraint: that of the model's readout, None or "to_output_scale". Raises ValueError
+    for anything else.
     """
     check_name("readout_constraint", readout_constraint, _SGD_RULES)
     return partial(lr_scale, _SGD_RULES[readout_constraint])
@@ -175,7 +172,6 @@ def _warn_of_decay(decay: float) -> None:
 
 
 def _default_rate(rule: LrScale | str, parameters: Sequence[Any]) -> float:
-    """The rate of a rule. Raises ValueError for parameters that it is not for."""
     if not isinstance(rule, str):
         raise ValueError("lr: a function has no default rate; pass lr, or an 'lr' in every group")
     is_start = any(getattr(p, "mup_divisor", None) for p in parameters)
@@ -191,11 +187,11 @@ def _default_rate(rule: LrScale | str, parameters: Sequence[Any]) -> float:
 
 
 def _entries(params: Any) -> list[Any]:
+    """Parameters or (name, parameter) pairs."""
     return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _tensor(entry: Any) -> Any:
-    """The parameter of an entry, which may be a (name, parameter) pair."""
     return entry[1] if isinstance(entry, tuple) else entry
 
 
@@ -212,7 +208,8 @@ def _factors(rule: LrScale | str, lr_mult: LrMult | None) -> LrScale:
             raise ValueError(
                 f"lr_mult must be finite and not negative, got {factor!r} for {kind!r}"
             )
-    return partial(_multiplied, rule if callable(rule) else partial(lr_scale, rule), mult)
+    scale = rule if callable(rule) else partial(lr_scale, rule)
+    return partial(_multiplied, scale, mult)
 
 
 def _multiplied(scale: LrScale, mult: LrMult, param: ParameterData) -> float:
@@ -231,7 +228,6 @@ def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
 def _by_scale(
     group: dict[str, Any], lr_scale_func: LrScale, allow_untagged: bool
 ) -> Iterable[tuple[float, list[Any]]]:
-    """The entries of a group by their learning-rate factor, in order of appearance."""
     by_scale: dict[float, list[Any]] = {}
     for index, entry in enumerate(group["params"]):
         name, parameter = entry if isinstance(entry, tuple) else (f"number {index}", entry)
@@ -391,19 +387,15 @@ _FLAT = (
 
 
 @eager_only()
-def _before_step(opt: Any, args: Any, kwargs: Any) -> None:
-    _refuse_flat_rates(opt)
-    opt._late.before_step(opt)
-
-
-@eager_only()
 def _after_step(opt: Any, args: Any, kwargs: Any) -> None:
     opt._late.after_step()
 
 
-def _refuse_flat_rates(opt: Any) -> None:
+@eager_only()
+def _before_step(opt: Any, args: Any, kwargs: Any) -> None:
     """Raises ValueError for equal rates before the first step with a nonzero rate; warns later, as
     a schedule may end in one rate. Tensors, whose values may be on a device, are not read then."""
+    opt._late.before_step(opt)
     groups = opt.param_groups
     if len(opt._rates) < 2 or (opt._has_stepped and isinstance(groups[0]["lr"], Tensor)):
         return

@@ -152,7 +152,7 @@ def tag(
 
 
 def tags_of(parameter: Tensor | ParameterData) -> Tags:
-    """Returns the tags of a parameter; missing ones have the values of a weight."""
+    """The tags of a parameter; missing ones have the values of a weight."""
     tags = {name: getattr(parameter, name) for name in Tags._fields if hasattr(parameter, name)}
     return Tags(**{"mup_type": "weight", **tags})
 
@@ -225,9 +225,6 @@ def remember_tags(model: nn.Module) -> None:
 
     Modules of unit_scaling do so themselves. Call this for other modules before their parameters
     are replaced.
-
-    Args:
-        model: the model.
     """
     for module in model.modules():
         tags = _tags(module)
@@ -248,10 +245,6 @@ def set_depth(stack: nn.Module, depth: int) -> None:
     For stacks of residual layers that are neither `DepthSequential` nor `DepthModuleList`: call
     ``set_depth(model.blocks, len(model.blocks))`` after `unit_scale` and before creating the
     optimizer.
-
-    Args:
-        stack: the module that contains the layers.
-        depth: the number of layers, 1 or more.
 
     Raises:
         TypeError: ``stack`` is not an `nn.Module`.
@@ -278,9 +271,6 @@ def restore_tags(model: nn.Module) -> None:
 
     If a parametrization has split a weight (`torch.nn.utils.parametrizations.weight_norm`), the
     part with the weight's shape gets the weight's tags; other parts are tagged as gains ("norm").
-
-    Args:
-        model: the model, changed in place.
 
     >>> from unit_scaling import Linear
     >>> layer = torch.nn.utils.parametrizations.weight_norm(Linear(4, 3))

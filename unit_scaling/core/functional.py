@@ -41,16 +41,13 @@ def rms(
     """Returns ``sqrt(mean(x**2) + eps)`` over ``dims``.
 
     Half-precision input is squared in float32, so squares neither underflow nor overflow. NaN and
-    Inf propagate.
+    Inf propagate. The result has the dtype of ``x``.
 
     Args:
         x: floating point.
         dims: the dimensions to reduce; by default all.
         keepdim: whether to keep reduced dimensions with size 1, if ``dims`` is given.
         eps: added to the mean.
-
-    Returns:
-        The RMS, in the dtype of ``x``.
 
     >>> rms(torch.tensor([1.0, -7.0]))
     tensor(5.)
@@ -87,9 +84,8 @@ def scale_elementwise(
     return scaled
 
 
+#: The branches, four layers of a transformer, at which CompleteP's and u-muP's weights are equal.
 FEW_BRANCHES = 8
-"""The branches, four layers of a transformer, at which CompleteP's and u-muP's weights are equal.
-"""
 
 
 def completep_residual_scaling_rule() -> ResidualScalingFn:

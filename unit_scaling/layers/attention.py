@@ -22,9 +22,7 @@ __all__ = ["MHSA", "KeyValueCache", "MultiheadAttention"]
 
 
 class KeyValueCache:
-    """The keys and values of the tokens that an attention layer has processed. len() is their
-    number.
-    """
+    """The keys and values of the tokens that an attention layer has seen. len() counts them."""
 
     def __init__(self) -> None:
         self._seen: tuple[Tensor, Tensor] | None = None
@@ -196,9 +194,7 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the output and, if ``need_weights``, the probabilities, with torch's shapes and
-        masks.
-        """
+        """Returns the output and, if ``need_weights``, the probabilities, as torch does."""
         if is_causal and attn_mask is None:
             raise ValueError("is_causal is a hint about attn_mask: give the mask as well")
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -227,7 +223,6 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
         return out if self.batch_first else out.transpose(0, 1), probabilities
 
     def _heads(self, *tensors: Tensor) -> list[Tensor]:
-        """Reshapes inputs of any layout to (batch, heads, length, width)."""
         if tensors[0].dim() == 2:
             tensors = tuple(t.unsqueeze(0) for t in tensors)
         elif not self.batch_first:

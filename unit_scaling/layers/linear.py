@@ -83,9 +83,4 @@ class LinearReadout(Linear, op=U.linear_readout):
 
 
 class Bilinear(Product, nn.Bilinear, op=U.bilinear):
-    """`unit_scaling.functional.bilinear` as a module.
-
-    Inputs are (..., in1_features) and (..., in2_features), the output is (..., out_features). The
-    weight (out_features, in1_features, in2_features) is initialised with a standard normal, the
-    bias with zero. Other arguments are as in `Linear`; there is no bias by default.
-    """
+    """`unit_scaling.functional.bilinear` as a module; as `Linear`, without a bias by default."""

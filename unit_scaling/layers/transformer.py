@@ -153,12 +153,8 @@ class TransformerDecoder(nn.Sequential):
         hidden_size: the width of the layers.
         vocab_size: the number of tokens.
         layers: the number of layers.
-        heads: see `MHSA`.
-        dropout_p: see `TransformerLayer`.
         residual_scaling: see `TransformerStack`.
-        kv_heads: see `MHSA`.
-        rotary_base: see `MHSA`.
-        context_length: the maximum sequence length.
+        context_length: the maximum sequence length. Other arguments are as in `TransformerLayer`.
 
     >>> import torch, unit_scaling as uu
     >>> model = uu.TransformerDecoder(16, 11, layers=2, heads=2, context_length=64)
@@ -211,18 +207,11 @@ class TransformerDecoder(nn.Sequential):
         return logits
 
     def new_cache(self) -> list[KeyValueCache]:
-        """Returns an empty cache for each layer; ``model(tokens, cache)`` continues the cached
-        sequence.
-        """
+        """Returns an empty cache for each layer; ``model(tokens, cache)`` continues it."""
         return [KeyValueCache() for _ in self.layers]
 
     def loss(self, input_ids: Tensor) -> Tensor:
-        """Returns the mean cross entropy of predicting each token from the previous ones.
-
-        Computed in at least float32.
-
-        Args:
-            input_ids: (..., length), length 2 or more.
-        """
+        """Returns the mean cross entropy of predicting each token from the previous ones, in at
+        least float32. input_ids: (..., length), length 2 or more."""
         logits: Tensor = self(input_ids)[..., :-1, :]
         return U.cross_entropy(logits.float().flatten(0, -2), input_ids[..., 1:].flatten())

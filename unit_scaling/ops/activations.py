@@ -40,8 +40,7 @@ _LINEAR_STD = 1 / 2
 
 def _limit_weight(weight: float, mult: float) -> float:
     """The interpolation weight of an op's limit for large mult. Raises ValueError if mult is not a
-    positive number, as for torch's positional arguments: ``silu(x, inplace)``.
-    """
+    positive number, as for torch's positional arguments: ``silu(x, inplace)``."""
     default = mult == 1.0 and mult is not True  # the only check in most graphs
     if not default and (isinstance(mult, (bool, str)) or not mult > 0):
         raise ValueError(f"mult is {mult!r}, not a number above 0; give torch's arguments by name")
@@ -217,9 +216,6 @@ def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
         input: floating point, broadcastable with ``gate``.
         gate: floating point.
         mult: the non-linearity of the gate, above 0.
-
-    Returns:
-        The broadcast shape.
     """
     scale = silu_glu_scales(mult)["output"] / mult
     gate = gate if mult == 1.0 else gate * mult
@@ -255,13 +251,7 @@ def geglu_scales(mult: float = 1.0, approximate: str = "none") -> Scales:
 
 @row(geglu_scales)
 def geglu(input: Tensor, gate: Tensor, mult: float = 1.0, approximate: str = "none") -> Tensor:
-    """Computes ``s * input * gelu(mult * gate) / mult``.
-
-    Args:
-        input: floating point, broadcastable with ``gate``.
-        gate: floating point.
-        mult: the non-linearity of the gate, above 0.
-        approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
+    """Computes ``s * input * gelu(mult * gate) / mult``; arguments as in `silu_glu` and `gelu`.
 
     Source: Shazeer 2020, arXiv 2002.05202.
     """
@@ -277,11 +267,7 @@ def reglu_scales() -> Scales:
 
 @row(reglu_scales)
 def reglu(input: Tensor, gate: Tensor) -> Tensor:
-    """Computes ``s * input * relu(gate)``.
-
-    Args:
-        input: floating point, broadcastable with ``gate``.
-        gate: floating point.
+    """Computes ``s * input * relu(gate)``; arguments as in `silu_glu`.
 
     Source: Shazeer 2020, arXiv 2002.05202.
     """
@@ -329,9 +315,6 @@ def softmax(
         dtype: the dtype that ``input`` is cast to first.
         constraint: see `unit_scaling.constraints`.
         mult: the inverse of a temperature.
-
-    Returns:
-        The shape of ``input``.
     """
     s = softmax_scales(input, dim, constraint, mult)
     logits = input if mult == 1.0 else input * mult
@@ -352,9 +335,7 @@ def softmin(
 
 
 def log_softmax_scales() -> Scales:
-    """Log-probabilities are not scaled, as losses use them. The gradient is ``g - softmax *
-    sum(g)``.
-    """
+    """Log-probabilities are not scaled: losses use them. The gradient is g - softmax * sum(g)."""
     return {"output": 1.0, "input": 1.0}
 
 

@@ -99,9 +99,6 @@ def add(
         constraint: see `unit_scaling.constraints`.
         alpha: the factor of ``other``.
         out: a tensor that the result is copied into and that is returned; may require gradients.
-
-    Returns:
-        The broadcast shape.
     """
     s = add_scales(input, other, constraint, alpha)
     operands: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
@@ -147,14 +144,7 @@ def mul(
 ) -> Tensor:
     """Computes ``input * other``, which has RMS 1; gradients of broadcast operands are scaled.
 
-    Args:
-        input: a tensor or a number.
-        other: a tensor broadcastable with ``input``, or a number.
-        constraint: see `unit_scaling.constraints`.
-        out: a tensor that the result is copied into and that is returned; may require gradients.
-
-    Returns:
-        The broadcast shape.
+    Arguments are as in `add`.
     """
     operands: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
     return written_to(out, scaled_terms(torch.mul, operands, mul_scales(input, other, constraint)))
@@ -178,10 +168,8 @@ def div(
 ) -> Tensor:
     """Computes ``input / other``, for a divisor of magnitude about 1.
 
-    Division by 0 gives Inf or NaN, as in torch. Other arguments are as in `mul`.
-
-    Args:
-        rounding_mode: as in `torch.div`.
+    Division by 0 gives Inf or NaN, as in torch. ``rounding_mode`` is torch's, other arguments are
+    as in `add`.
     """
     operands: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
     divide = partial(torch.div, rounding_mode=rounding_mode)
@@ -236,11 +224,7 @@ def lerp(
 ) -> Tensor:
     """Computes ``s * (input + weight * (end - input))``; the shapes must be broadcastable.
 
-    Args:
-        input: floating point.
-        end: floating point.
-        weight: a number, or a tensor, which the rule assumes to be standard normal.
-        constraint: see `unit_scaling.constraints`.
+    weight: a number, or a tensor, which the rule assumes to be standard normal.
     """
     s = lerp_scales(input, end, weight, constraint)
     operands = {"input": input, "end": end}
@@ -259,20 +243,13 @@ def cat_scales() -> Scales:
 
 @row(cat_scales, replaces=(torch.cat, torch.concat, torch.concatenate))
 def cat(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> Tensor:
-    """Concatenates tensors as `torch.cat`; no factor is needed.
-
-    Args:
-        tensors: of equal shapes except in ``dim``; dtypes are promoted.
-        dim: the dimension to concatenate.
-        out: a tensor to write the result into.
-    """
+    """`torch.cat`, with its arguments; no factor is needed."""
     return torch.cat(tensors, dim, out=out)  # type: ignore[arg-type]
 
 
 @row(cat_scales, replaces=(torch.stack,))
 def stack(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> Tensor:
-    """Stacks tensors of equal shapes as `torch.stack`; no factor is needed. Arguments as in
-    `cat`."""
+    """`torch.stack`, with its arguments; no factor is needed."""
     return torch.stack(tensors, dim, out=out)  # type: ignore[arg-type]
 
 

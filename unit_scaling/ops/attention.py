@@ -89,10 +89,9 @@ def scaled_dot_product_attention(
     if context_length is not None and context_length < 1:
         raise ValueError(f"context_length must be 1 or more, got {context_length}")
     settings = (dropout_p, is_causal, mult, scale, context_length)
-    temperature = mult * (1 / query.shape[-1] if scale is None else scale)
-    causal = is_causal and attn_mask is None
-    options = (dropout_p, causal, temperature, enable_gqa)
     s = scaled_dot_product_attention_scales(query, value, *settings)
+    temperature = mult * (1 / query.shape[-1] if scale is None else scale)
+    options = (dropout_p, is_causal and attn_mask is None, temperature, enable_gqa)
     if is_fused(query, key, value, attn_mask, dropout_p, enable_gqa):
         output = attention(query, key, value, attn_mask, *options, unit=True)
     else:

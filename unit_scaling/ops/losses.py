@@ -72,7 +72,6 @@ def _unit_loss(
     s: Scales,
     allowed: Sequence[str] = _REDUCTIONS,
 ) -> Tensor:
-    """Returns ``loss(**arguments)`` with the gradients of the sum, times the factors."""
     legacy = arguments.pop("size_average", None), arguments.pop("reduce", None)
     kind = _reduction_of(arguments.pop("reduction", "mean"), *legacy, allowed)
     _, scale, *others = s.values()
@@ -151,8 +150,7 @@ def cross_entropy(
 
 
 def nll_loss_scales(input: Tensor) -> Scales:
-    """The gradient with respect to log-probabilities is -1 for the target class and 0 for
-    others."""
+    """The gradient of log-probabilities is -1 for the target class and 0 for others."""
     classes = input.shape[_class_dim(input)] if input.ndim else 1
     return {"output": 1.0, "input": float((classes or 1) ** 0.5)}
 
@@ -200,12 +198,6 @@ def ctc_loss(
 
     Args:
         log_probs: (frames, batch, classes) or (frames, classes), from `log_softmax`.
-        targets: class indices, (batch, length) or concatenated.
-        input_lengths: (batch,).
-        target_lengths: (batch,).
-        blank: the class index of the blank.
-        reduction: "mean", "sum" or "none".
-        zero_infinity: whether to zero infinite losses and their gradients.
 
     Raises:
         ValueError: the reduction is unknown.
@@ -278,8 +270,7 @@ l1_loss = _loss_row(F.l1_loss, l1_loss_scales)
 
 
 def smooth_l1_loss_scales(input: Tensor, target: Tensor, beta: float = 1.0) -> Scales:
-    """The gradient is the difference of two standard normals divided by beta, clipped to [-1,
-    1]."""
+    """The gradient is the difference of two standard normals over beta, clipped to [-1, 1]."""
     return _pair(input, target, _clipped_rms(beta) / beta if beta else 1.0)
 
 
@@ -302,15 +293,8 @@ def binary_cross_entropy_with_logits_scales() -> Scales:
 binary_cross_entropy_with_logits = _loss_row(
     F.binary_cross_entropy_with_logits,
     binary_cross_entropy_with_logits_scales,
-    """`torch.nn.functional.binary_cross_entropy_with_logits` with 2 times the gradient of the sum.
-
-    Other arguments and errors are as in `mse_loss`.
-
-    Args:
-        input: logits.
-        target: probabilities of the same shape.
-        weight: broadcastable, multiplies loss and gradient.
-        pos_weight: as in torch.
+    """`torch.nn.functional.binary_cross_entropy_with_logits` with 2 times the gradient of the sum;
+    see `mse_loss`.
     """,
 )
 
@@ -323,12 +307,10 @@ def binary_cross_entropy_scales() -> Scales:
 binary_cross_entropy = _loss_row(
     F.binary_cross_entropy,
     binary_cross_entropy_scales,
-    """`torch.nn.functional.binary_cross_entropy` with half the gradient of the sum, for "mean" too.
+    """`torch.nn.functional.binary_cross_entropy` with half the gradient of the sum; see `mse_loss`.
 
-    Prefer logits and `binary_cross_entropy_with_logits`. Other arguments and errors are as there.
-
-    Args:
-        input: probabilities in [0, 1]; not the scaled outputs of the unit-scaled `sigmoid`.
+    The input are probabilities in [0, 1], not the scaled outputs of the unit-scaled `sigmoid`.
+    Prefer logits and `binary_cross_entropy_with_logits`.
     """,
 )
 
@@ -346,23 +328,15 @@ def kl_div_scales(input: Tensor) -> Scales:
 kl_div = _loss_row(
     F.kl_div,
     kl_div_scales,
-    """`torch.nn.functional.kl_div` with s times the gradient of the sum.
-
-    Other arguments and errors are as in `mse_loss`.
-
-    Args:
-        input: log-probabilities, classes last.
-        target: probabilities, or log-probabilities if ``log_target``.
-        reduction: "mean", "sum", "none" or "batchmean".
-        log_target: whether ``target`` has log-probabilities.
+    """`torch.nn.functional.kl_div` of log-probabilities, classes last, with s times the gradient of
+    the sum; see `mse_loss`. reduction: "batchmean" too.
     """,
     ("mean", "none", "sum", "batchmean"),
 )
 
 
 def cosine_embedding_loss_scales(input1: Tensor) -> Scales:
-    """The gradient of the cosine of n unit normal values has RMS 1/n: the other input over
-    norms."""
+    """The gradient of the cosine of n normal values has RMS 1/n: the other input over norms."""
     width = input1.shape[-1] if input1.ndim else 1
     return {"output": 1.0, "input1": float(width), "input2": float(width)}
 
@@ -370,15 +344,7 @@ def cosine_embedding_loss_scales(input1: Tensor) -> Scales:
 cosine_embedding_loss = _loss_row(
     F.cosine_embedding_loss,
     cosine_embedding_loss_scales,
-    """`torch.nn.functional.cosine_embedding_loss` with n times the gradient of the sum, for "mean"
-    too.
-
-    Other arguments and errors are as in `mse_loss`.
-
-    Args:
-        input1: (batch, n) or (n,).
-        input2: (batch, n) or (n,).
-        target: 1 or -1 for each pair.
-        margin: as in torch.
+    """`torch.nn.functional.cosine_embedding_loss` of (batch, n) or (n,) with n times the gradient
+    of the sum; see `mse_loss`.
     """,
 )

@@ -17,7 +17,7 @@ from ..rules.batch import row_scale
 from ..rules.quadrature import absolute_moment, largest_square
 from ..rules.table import Adapter, Scales, positional, row, tie
 from ..scale import scale_each
-from .generated import CONSTRAINT, REQUIRED, by_name, defaults_of, described, unary
+from .generated import CONSTRAINT, REQUIRED, P, by_name, defaults_of, described, unary
 
 
 def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
@@ -40,11 +40,11 @@ def channel_norm_scales(input: Tensor) -> Scales:
 
 
 def _norm(
-    fn: Callable[..., Tensor],
+    fn: Callable[P, Tensor],
     rule: Callable[..., Scales],
     about: str,
     adapters: Mapping[Callable[..., Any], Adapter],
-) -> Callable[..., Tensor]:
+) -> Callable[P, Tensor]:
     """Adds the row of a norm: the gradients of its weight and bias are scaled.
 
     about: the docstring. adapters: as in `Op`.

@@ -78,9 +78,7 @@ def _all_states(step: Step, hx: Tensor | Sequence[Tensor]) -> States:
 
 
 def _scales(w_ih: Tensor, w_hh: Tensor, weight_factor: bool) -> tuple[Constraint, Constraint]:
-    """The constraints of the input and hidden products; without a factor of weight gradients, their
-    scales.
-    """
+    """The constraints of the input and hidden products, or their scales without weight_factor."""
     if weight_factor:
         return "to_output_scale", "to_grad_input_scale"
     inner, outer = inverse(w_ih.shape[1]), inverse(w_hh.shape[0])

@@ -55,10 +55,6 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
         averaged_over: the number that gradients are divided by on their way to the optimizer
             although the loss is a sum: the number of processes, 1 or more.
 
-    Raises:
-        TypeError: an argument is not an int.
-        ValueError: an argument is below 1.
-
     >>> with batch_multiplier(4):
     ...     row_scale(16)
     0.125

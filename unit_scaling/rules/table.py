@@ -64,8 +64,8 @@ class Op:
     ) -> dict[str, Any]:
         """Returns the keyword arguments of ``fn`` for a call of the torch function ``func``.
 
-        args, kwargs: the arguments of the torch function. func: one of ``replaces``, by default the
-        first. Raises TypeError for arguments that do not fit, as torch does.
+        func: one of ``replaces``, by default the first. Raises TypeError for arguments that do not
+        fit, as torch does.
         """
         func = self.replaces[0] if func is None else func
         names = _SIGNATURES[self.fn]
