@@ -11,6 +11,7 @@ continues in --out.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import unit_scaling as uu
-from benchmarks import problems
+from benchmarks import common, problems
 from benchmarks.architectures import VOCABULARY
 from benchmarks.common import Finished, Row, report
 from benchmarks.nanochat import NanoChat
@@ -186,8 +187,8 @@ def measured(
 
 
 def rows(name: str, rate: float, runs: Sequence[Run]) -> list[Row]:
-    """One row for each way: its loss, its gap to plain training with the same seeds, with a 95 %
-    confidence interval, and the cost of FP8, the gap to the same way without."""
+    """One row for each way: its loss, its gap to plain training with the same seeds, and the cost
+    of FP8, the gap to the same way without; gaps with a 95 % confidence interval."""
     losses = {way: [run.held_out for run in runs if run.name == way] for way in WAYS}
     result = []
     for way in WAYS:
@@ -201,14 +202,25 @@ def rows(name: str, rate: float, runs: Sequence[Run]) -> list[Row]:
             row |= {"gap": _rounded(found.mean), "gap_low": _rounded(found.low)}
             row |= {"gap_high": _rounded(found.high), "met": found.mean <= CLOSE}
         if other := WAYS[way].without:
-            cost = statistics.fmean(losses[way]) - statistics.fmean(losses[other])
-            row |= {"cost_of_fp8": _rounded(cost), "cost_met": cost <= CLOSE_FP8}
+            without = [replace(run, name=REFERENCE) for run in runs if run.name == other]
+            cost = gap([*without, *(run for run in runs if run.name == way)], way)
+            if cost is not None:
+                row |= {"cost_of_fp8": _rounded(cost.mean), "cost_met": cost.mean <= CLOSE_FP8}
+                row |= {"cost_low": _rounded(cost.low), "cost_high": _rounded(cost.high)}
         result.append(row)
     return result
 
 
 def _rounded(value: float) -> float | None:
     return round(value, 4) if math.isfinite(value) else None
+
+
+def recorded(benchmark: str) -> dict[str, list[Row]]:
+    """The rows of its results by model: those of models that are not trained again stay."""
+    file, found = common.RESULTS / f"{benchmark}.json", dict[str, list[Row]]()
+    for row in json.loads(file.read_text())["rows"] if file.exists() else ():
+        found.setdefault(row["name"], []).append(row)
+    return found
 
 
 def parsed(name: str, models: Mapping[str, Any], doc: str | None) -> argparse.Namespace:
@@ -227,18 +239,18 @@ def main() -> int:
     args = parsed("one_line", MODELS, __doc__)
     torch.set_num_threads(1)
     seeds = [int(seed) for seed in args.seeds.split(",")]
-    finished, result = Finished(args.out), list[Row]()
+    finished, result = Finished(args.out), recorded("one_line")
     for name in args.models.split(";"):
-        result += rows(name, *measured(name, finished, seeds, args.steps))
+        result[name] = rows(name, *measured(name, finished, seeds, args.steps))
     question = (
-        f"held-out loss after {args.steps} steps, seeds {args.seeds}, and the gap to plain "
+        f"held-out loss after {args.steps} steps, seed by seed from 0, and the gap to plain "
         "training with a 95 % interval. plain AdamW: torch's, at the best of rates a factor of two "
         "apart, found with another seed. unit_scale: with `uu.optim.AdamW(model.parameters())`, "
         f"no other argument; met: the mean gap is at most {CLOSE:g}. FP8: `simulate_fp8` of it; "
         f"cost: the gap to the same without; cost met: at most {CLOSE_FP8:g}. Same function: "
         '`init="preserve"`, and the optimizer and rate of the plain model'
     )
-    report("one_line", question, result)
+    report("one_line", question, [row for name in MODELS for row in result.get(name, ())])
     return 0
 
 

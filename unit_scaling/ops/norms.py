@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ def _norm(
 
     about: the docstring. adapters: as in `Op`.
     """
-    name = fn.__name__
+    name, theirs = fn.__name__, cast("Callable[..., Tensor]", fn)
     arguments = {**defaults_of(fn), "eps": 1e-5}
     names, by_shape = tuple(arguments)[1:], "normalized_shape" in arguments
 
@@ -59,12 +59,12 @@ def _norm(
         for parameter in ("weight", "bias"):
             if bound.get(parameter) is not None:
                 bound[parameter] = scale_each(bound[parameter], 1.0, s["weight"])
-        return fn(input, **bound)
+        return theirs(input, **bound)
 
     described(norm, name, about, arguments)
     norm.__annotations__ = get_type_hints(fn)
     replaces = () if fn in adapters else (fn,)
-    return row(rule, replaces=replaces, adapters=adapters)(norm)
+    return cast("Callable[P, Tensor]", row(rule, replaces=replaces, adapters=adapters)(norm))
 
 
 def _of_torch(name: str, arguments: str) -> dict[Callable[..., Any], Adapter]:

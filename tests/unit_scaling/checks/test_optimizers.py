@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -143,80 +145,39 @@ def test_compiled_steps_are_left_alone():
     assert not torch.equal(model[0].weight, before)
 
 
-# torch's rate on unit-scaled weights
+# A rate far from the rule's on unit-scaled weights
 
-TORCHS: list[Callable[..., torch.optim.Optimizer]] = [
-    torch.optim.AdamW,
-    torch.optim.SGD,
-    torch.optim.NAdam,
-    fp8.optim.AdamW,
-]
-each_optimizer = pytest.mark.parametrize("make", TORCHS)
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "transform": lambda: unit_scale(plain()),
     "modules": lambda: nn.Sequential(uu.Linear(16, 32), uu.GELU(), uu.LinearReadout(32, 8)),
+    "preserve": lambda: unit_scale(plain(), init="preserve"),
+    "plain": plain,
 }
-each_model = pytest.mark.parametrize("of", MODELS)
 
 
-@each_model
-@each_optimizer
-def test_torchs_rate_on_unit_scaled_weights_warns_once(
-    make: Callable[..., torch.optim.Optimizer], of: str
-):
-    model = MODELS[of]()
-    lr = 1e-4 if make is torch.optim.SGD else 1e-3
-    optimizer = make(model.parameters(), lr=lr)
-    message = rf"2 unit-scaled weights.*rate of {lr:g}, \d+ times below .* unit_scaling.optim"
-    with pytest.warns(fp8.warnings.OptimizerWarning, match=message) as caught:
-        step(model, optimizer)
-    assert len(caught) == 1
-    step(model, optimizer)
+def named(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> Callable[..., Any]:
+    return lambda model: make(model.parameters(), **settings)
 
 
-@each_model
-@each_optimizer
-def test_a_rate_that_was_chosen_for_them_does_not(
-    make: Callable[..., torch.optim.Optimizer], of: str
-):
-    """One near the rule's, groups of `scaled_parameters`, rates by group, or a warm-up to such a
-    rate."""
-    model, is_sgd = MODELS[of](), make is torch.optim.SGD
-    rate = 0.5 if is_sgd else 0.1
-    step(model, make(model.parameters(), lr=rate))
-    rule = "sgd" if is_sgd else "adam"
-    step(model, make(uu.optim.scaled_parameters(model.parameters(), rule), lr=1.0))
-    rates = [{"params": [p], "lr": rate * (1 + i / 4)} for i, p in enumerate(model.parameters())]
-    step(model, make(rates, lr=rate))
-    optimizer = make(model.parameters(), lr=rate)
-    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, total_iters=10)
-    step(model, optimizer)
-    warm.step()
-    optimizer = make(model.parameters(), lr=rate)
+def by_group(model: nn.Module) -> torch.optim.Optimizer:
+    parameters = enumerate(model.parameters())
+    groups = [{"params": [p], "lr": 0.1 * (1 + i / 4)} for i, p in parameters]
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+def warm(model: nn.Module) -> torch.optim.Optimizer:
+    """At the start of a schedule to a rate near the rule's."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, total_iters=10)
+    return optimizer
+
+
+def reduced(model: nn.Module) -> torch.optim.Optimizer:
+    """In a loop that sets rates itself."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for group in optimizer.param_groups:
-        group["lr"] = rate * 1e-3
-    step(model, optimizer)
-
-
-@each_model
-def test_rates_far_from_the_rule_warn(of: str):
-    """Of our optimizers in both directions; far above for Adam alone, as others may multiply
-    theirs by a factor of their own."""
-    model = MODELS[of]()
-    with pytest.warns(
-        fp8.warnings.OptimizerWarning, match=r"rate of 4, \d+ times above that of the rule"
-    ):
-        step(model, torch.optim.NAdam(model.parameters(), lr=4.0))
-    step(model, torch.optim.Adagrad(model.parameters(), lr=4.0))
-    for lr, message in ((2**-5, "16 times below"), (2**4, "32 times above")):
-        model = MODELS[of]()
-        with pytest.warns(
-            fp8.warnings.OptimizerWarning, match=f"lr={lr:.4g}, {message}.* Leave lr out"
-        ):
-            step(model, uu.optim.AdamW(model.parameters(), lr=lr))
-    for settings in ({}, {"lr": 0.125}, {"lr": 2.0}, {"lr_mult": uu.optim.UMUP}):
-        model = MODELS[of]()
-        step(model, uu.optim.AdamW(model.parameters(), **settings))
+        group["lr"] = 1e-4
+    return optimizer
 
 
 class Container(torch.optim.Optimizer):
@@ -226,15 +187,45 @@ class Container(torch.optim.Optimizer):
         pass
 
 
-def test_nor_do_fine_tuning_a_plain_model_and_an_optimizer_without_a_rate():
-    """Weights of init="preserve" keep their sizes, and take rates of any size."""
-    for make, lr in ((uu.optim.AdamW, 2**-10), (torch.optim.AdamW, 1e-3)):
-        model = unit_scale(plain(), init="preserve")
-        step(model, make(model.parameters(), lr=lr))
-    model = plain()
-    step(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    model = unit_scale(plain())
-    step(model, Container(model.parameters(), {}))
+OPT, SCALED = torch.optim, uu.optim.scaled_parameters
+BELOW = r"2 unit-scaled weights.*rate of {}, \d+ times below .* unit_scaling.optim"
+#: (The optimizer of a model, what it is warned of or None).
+UNIT: list[tuple[Callable[[nn.Module], torch.optim.Optimizer], str | None]] = [
+    *((named(cls, lr=1e-3), BELOW.format("0.001")) for cls in (OPT.AdamW, OPT.NAdam)),
+    (named(fp8.optim.AdamW, lr=1e-3), BELOW.format("0.001")),
+    (named(OPT.SGD, lr=1e-4), BELOW.format("0.0001")),
+    (named(OPT.NAdam, lr=4.0), r"rate of 4, \d+ times above that of the rule"),
+    (named(OPT.Adagrad, lr=4.0), None),  # others may multiply theirs by a factor of their own
+    (named(uu.optim.AdamW, lr=2**-5), "lr=0.03125, 16 times below.* Leave lr out"),
+    (named(uu.optim.AdamW, lr=2**4), "lr=16, 32 times above.* Leave lr out"),
+    *((named(cls, lr=0.1), None) for cls in (OPT.AdamW, OPT.NAdam, fp8.optim.AdamW)),
+    (named(OPT.SGD, lr=0.5), None),
+    (lambda m: OPT.AdamW(SCALED(m.parameters(), "adam"), lr=1.0), None),
+    (lambda m: OPT.SGD(SCALED(m.parameters(), "sgd"), lr=1.0), None),
+    *((make, None) for make in (by_group, warm, reduced)),
+    *((named(uu.optim.AdamW, **s), None) for s in ({}, {"lr": 0.125}, {"lr": 2.0})),
+    (named(uu.optim.AdamW, lr_mult=uu.optim.UMUP), None),
+    (lambda m: Container(m.parameters(), {}), None),
+]
+#: Weights with their own scales take rates of any size.
+OTHERS = {
+    "preserve": [(named(uu.optim.AdamW, lr=2**-10), None), (named(OPT.AdamW, lr=1e-3), None)],
+    "plain": [(named(OPT.AdamW, lr=1e-3), None)],
+}
+CASES = [(of, *case) for of in MODELS for case in OTHERS.get(of, UNIT)]
+
+
+@pytest.mark.parametrize(("of", "make", "message"), CASES)
+def test_a_rate_far_from_the_rule_is_named_once(of: str, make: Any, message: str | None):
+    model = MODELS[of]()
+    optimizer = make(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(model, optimizer)
+    found = [str(w.message) for w in caught if w.category is fp8.warnings.OptimizerWarning]
+    assert len(found) == (message is not None)
+    assert message is None or re.search(message, found[0])
 
 
 def test_weights_in_a_scale_of_their_own_take_torchs_rate():

@@ -126,14 +126,6 @@ def test_broadcast_target_collects_gradients():
     torch.testing.assert_close(y.grad, (y.detach() - X).sign().sum(0, keepdim=True) / 2)
 
 
-def test_log_softmax_and_nll_make_cross_entropy():
-    """Up to sqrt(1 - 1/classes), in which cross_entropy knows more about the gradient."""
-    a, b = X.clone().requires_grad_(), X.clone().requires_grad_()
-    U.nll_loss(U.log_softmax(a, -1), CLASSES).backward()
-    U.cross_entropy(b, CLASSES).backward()
-    torch.testing.assert_close(a.grad, b.grad * (1 - 1 / 6) ** 0.5)
-
-
 def test_delta_of_zero_is_refused_as_in_torch():
     for library in (F, U):
         with pytest.raises(RuntimeError, match="non-positive values for delta"):
