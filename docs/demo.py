@@ -135,13 +135,11 @@ def one_line() -> str:
     lines = []
     for name, ways in found.items():
         plain = ways["plain AdamW"]
-        gaps = [
-            f"{r['gap']:+.3f} ({r['gap_low']:+.3f} to {r['gap_high']:+.3f})"
-            for r in map(ways.get, WAYS)
-            if r
-        ]
-        cost = f"{ways[WAYS[1]]['cost_of_fp8']:+.3f}"
-        lines.append([name, f"{plain['lr']:g}", f"{plain['held_out_loss']:.3f}", *gaps, cost])
+        names = [f"gap{end}" for end in ("", "_low", "_high")]
+        gaps = [[r[n] for n in names] for r in map(ways.get, WAYS) if r]
+        gaps.append([ways[WAYS[1]][f"cost_{end}"] for end in ("of_fp8", "low", "high")])
+        cells = [f"{mean:+.3f} ({low:+.3f} to {high:+.3f})" for mean, low, high in gaps]
+        lines.append([name, f"{plain['lr']:g}", f"{plain['held_out_loss']:.3f}", *cells])
     return table(
         "model | best rate of plain AdamW | its loss | gap of `unit_scale` | in FP8 | cost of FP8",
         lines,

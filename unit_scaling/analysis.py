@@ -309,14 +309,8 @@ def visualiser(
 
     Args:
         model: the language model.
-        tokenizer: see `example_batch`.
-        batch_size: see `example_batch`.
-        seq_len: see `example_batch`.
         backward: whether to run the backward pass.
-        dataset_path: see `example_batch`.
-        dataset_name: not used.
-        text: see `example_batch`.
-        plot_kwargs: arguments of `plot`.
+        plot_kwargs: arguments of `plot`; the others are those of `example_batch`.
 
     Raises:
         ValueError: the output has no loss. Errors of `example_batch` and `plot` are raised as well.

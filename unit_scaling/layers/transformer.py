@@ -54,7 +54,6 @@ class TransformerLayer(nn.Module):
     arguments are as in `MHSA`.
 
     Args:
-        hidden_size: the width of input and output.
         mhsa_tau: the weight of the attention branch; see `unit_scaling.functional.residual_split`.
         mlp_tau: the weight of the MLP branch.
         dropout_p: the dropout probability at the end of each branch and in attention, in training

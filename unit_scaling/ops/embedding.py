@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, get_type_hints
+
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -10,6 +12,7 @@ from fp8.common.compiler import compiled_as
 from ..rules.batch import row_scale
 from ..rules.table import Scales, row
 from ..scale import scale_each
+from .generated import by_name, defaults_of, described
 
 
 def embedding_scales(input: Tensor, weight: Tensor) -> Scales:
@@ -83,49 +86,29 @@ def embedding_bag_scales(
     return {"output": output, "weight": grad, "per_sample_weights": entry_scale}
 
 
-@row(embedding_bag_scales, replaces=(F.embedding_bag,))
-def embedding_bag(
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Tensor:
-    """Computes ``s * embedding_bag(input, weight)``, with a unit-scaled gradient of the weight.
-
-    Other arguments are torch's.
-
-    Args:
-        input: integers, (bags, size), or (entries,) with ``offsets``.
-        weight: (rows, width).
-        offsets: (bags,), the start of each bag.
-        mode: "sum", "mean" or "max".
-        per_sample_weights: as input, RMS about 1; only for "sum". Their gradient is torch's.
-
-    Returns:
-        (bags, width).
-    """
-    s = embedding_bag_scales(input, weight, offsets, mode, include_last_offset)
-    if per_sample_weights is not None:  # on top of the output's gradient factor
+def _embedding_bag(input: Tensor, weight: Tensor, *args: Any, **named: Any) -> Tensor:
+    theirs = by_name("embedding_bag", _NAMES, args, named)
+    read = ("offsets", "mode", "include_last_offset")
+    s = embedding_bag_scales(input, weight, **{key: theirs[key] for key in read if key in theirs})
+    if theirs.get("per_sample_weights") is not None:  # on top of the output's gradient factor
         entry_scale = s["per_sample_weights"] / s["weight"]
-        per_sample_weights = scale_each(per_sample_weights, 1.0, entry_scale)
-    output = F.embedding_bag(
-        input,
-        weight,
-        offsets,
-        max_norm,
-        norm_type,
-        scale_grad_by_freq,
-        mode,
-        sparse,
-        per_sample_weights,
-        include_last_offset,
-        padding_idx,
-    )
-    return scale_each(output, s["output"], s["weight"])
+        theirs["per_sample_weights"] = scale_each(theirs["per_sample_weights"], 1.0, entry_scale)
+    return scale_each(F.embedding_bag(input, weight, **theirs), s["output"], s["weight"])
+
+
+_NAMES = tuple(defaults_of(F.embedding_bag))[2:]
+_ABOUT = """Computes ``s * embedding_bag(input, weight)``, with a scaled gradient of the weight.
+
+Other arguments are torch's.
+
+Args:
+    input: integers, (bags, size), or (entries,) with ``offsets``.
+    weight: (rows, width).
+    offsets: (bags,), the start of each bag.
+    mode: "sum", "mean" or "max".
+    per_sample_weights: as input, RMS about 1; only for "sum". Their gradient is torch's.
+"""
+_embedding_bag.__annotations__ = get_type_hints(F.embedding_bag)
+embedding_bag = row(embedding_bag_scales, replaces=(F.embedding_bag,))(
+    described(_embedding_bag, "embedding_bag", _ABOUT, defaults_of(F.embedding_bag))
+)

@@ -107,22 +107,6 @@ def test_forward_mode_in_a_graph():
     torch.testing.assert_close(got, derivatives(x, tangent))
 
 
-def test_a_saturated_number_has_the_gradient_zero():
-    """As in torch: the limit is a number of the dtype, and not beyond the factor as rounded."""
-    for op in (U.tanh, U.sigmoid):
-        x = torch.tensor([200.0, torch.inf], dtype=torch.bfloat16, requires_grad=True)
-        torch.compile(op, backend="aot_eager_decomp_partition")(x).sum().backward()
-        assert x.grad.tolist() == [0.0, 0.0]
-
-
-def test_a_cast_before_the_softmax_keeps_the_dtype_of_the_gradient():
-    x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
-    graph = torch.compile(lambda x: U.softmax(x, -1, torch.float32), backend="aot_eager")
-    y = graph(x)
-    y.square().sum().backward()
-    assert (y.dtype, x.grad.dtype) == (torch.float32, torch.bfloat16)
-
-
 def test_relu_keeps_what_a_recipe_says():
     """A bit for each number."""
     recipe = dataclasses.replace(fp8.RECIPES["unit"], saved_activations=fp8.Cast(format="e4m3"))
