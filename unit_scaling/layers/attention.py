@@ -7,20 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from fp8.products.attention import check_masks, merge_masks, projections
 
 from .. import functional as U
 from ..ops.attention import attention_with_weights
-from ..parameter import MupType
+from ..parameter import TaggedModule
 from ..rules.batch import row_scale
 from ..scale import scale_bwd
 from .linear import Linear
-from .scaled import MULT, Normal
 
 __all__ = ["MHSA", "KeyValueCache", "MultiheadAttention"]
-
-CONTEXT_LENGTH = MULT.replace(name="context_length", default=None, annotation=int | None)
 
 
 class KeyValueCache:
@@ -127,7 +125,7 @@ class MHSA(nn.Module):
         return f"heads={self.heads}, is_causal={self.is_causal}{grouped}"
 
 
-class MultiheadAttention(Normal, nn.MultiheadAttention, op=U.scaled_dot_product_attention):
+class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention`, unit-scaled, with the same arguments, masks and results.
 
     Weights are standard normal, biases zero, and the logits are ``mult * query @ key.T / width``,
@@ -139,20 +137,41 @@ class MultiheadAttention(Normal, nn.MultiheadAttention, op=U.scaled_dot_product_
         context_length: as in `MHSA`, for the length S of the keys.
     """
 
-    _ours = (MULT, CONTEXT_LENGTH)
-    mult: float
-    context_length: int | None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        like = self.out_proj.weight
-        bias = self.in_proj_bias is not None
-        self.out_proj: Any = Linear(self.embed_dim, self.embed_dim, bias, like.device, like.dtype)
-        self.reset_parameters()
-
-    def _kinds(self) -> dict[str, MupType]:
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        mult: float = 1.0,
+        context_length: int | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
+        self.mult = mult
+        self.context_length = context_length
+        self.out_proj: Any = Linear(embed_dim, embed_dim, bias, device, dtype)
         names = [name for name, _ in self.named_parameters(recurse=False)]
-        return {name: "bias" if "bias" in name else "weight" for name in names}
+        self.tag_parameters(**{name: "bias" if "bias" in name else "weight" for name in names})
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialises weights with a standard normal and biases with zero.

@@ -108,8 +108,8 @@ def unary(
 
     described(op, name, about, {"input": REQUIRED, **settings})
     op.__module__ = rule.__module__
-    hints = {key: hint for key, hint in get_type_hints(rule).items() if key in settings}
-    op.__annotations__ = {"input": Tensor, **hints}
+    hints = {**get_type_hints(fn), **get_type_hints(rule)}
+    op.__annotations__ = {"input": Tensor, **{key: hints[key] for key in settings if key in hints}}
     return row(rule, replaces=spellings(name) if replaces is None else replaces)(op)
 
 
