@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from inspect import signature
-from typing import Any, get_type_hints
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -137,8 +137,8 @@ def _convolution(dims: int, transposed: bool = False) -> Callable[..., Tensor]:
         or_name="" if transposed else ', "same" or "valid"',
         output_padding="\n    output_padding: likewise." if transposed else "",
     )
-    described(op, name, about, {"input": REQUIRED, "weight": REQUIRED, **settings})
-    op.__annotations__ = {**get_type_hints(rule), "bias": Tensor | None}
+    arguments = {"input": REQUIRED, "weight": REQUIRED, **settings}
+    described(op, name, about, arguments, fn, rule)
     return row(rule, replaces=(getattr(F, name),))(op)
 
 

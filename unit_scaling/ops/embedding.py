@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_type_hints
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -96,7 +96,8 @@ def _embedding_bag(input: Tensor, weight: Tensor, *args: Any, **named: Any) -> T
     return scale_each(F.embedding_bag(input, weight, **theirs), s["output"], s["weight"])
 
 
-_NAMES = tuple(defaults_of(F.embedding_bag))[2:]
+_ARGUMENTS = defaults_of(F.embedding_bag)
+_NAMES = tuple(_ARGUMENTS)[2:]
 _ABOUT = """Computes ``s * embedding_bag(input, weight)``, with a scaled gradient of the weight.
 
 Other arguments are torch's.
@@ -108,7 +109,6 @@ Args:
     mode: "sum", "mean" or "max".
     per_sample_weights: as input, RMS about 1; only for "sum". Their gradient is torch's.
 """
-_embedding_bag.__annotations__ = get_type_hints(F.embedding_bag)
 embedding_bag = row(embedding_bag_scales, replaces=(F.embedding_bag,))(
-    described(_embedding_bag, "embedding_bag", _ABOUT, defaults_of(F.embedding_bag))
+    described(_embedding_bag, "embedding_bag", _ABOUT, _ARGUMENTS, F.embedding_bag)
 )

@@ -27,15 +27,27 @@ R = TypeVar("R")
 First = TypeVar("First")
 
 
-def described(function: F, name: str, documentation: str | None, arguments: Mapping[str, Any]) -> F:
+def described(
+    function: F,
+    name: str,
+    documentation: str | None,
+    arguments: Mapping[str, Any],
+    *of_types: Callable[..., Any],
+) -> F:
     """Returns ``function`` with this name, docstring and signature.
 
-    arguments: name -> default or `REQUIRED`, in order.
+    arguments: name -> default or `REQUIRED`, in order. of_types: functions whose annotations it
+    has, the last first.
     """
     function.__name__ = function.__qualname__ = name
     function.__doc__ = documentation
+    hints = {key: hint for other in of_types for key, hint in get_type_hints(other).items()}
+    function.__annotations__ = {key: hints[key] for key in arguments if key in hints}
     kind = Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [Parameter(n, kind, default=default) for n, default in arguments.items()]
+    parameters = [
+        Parameter(key, kind, default=default, annotation=hints.get(key, Parameter.empty))
+        for key, default in arguments.items()
+    ]
     function.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return function
 
@@ -106,10 +118,8 @@ def unary(
             return (scaled, *output[1:])
         return input.copy_(scaled) if inplace else scaled
 
-    described(op, name, about, {"input": REQUIRED, **settings})
+    described(op, name, about, {"input": REQUIRED, **settings}, op, fn, rule)
     op.__module__ = rule.__module__
-    hints = {**get_type_hints(fn), **get_type_hints(rule)}
-    op.__annotations__ = {"input": Tensor, **{key: hints[key] for key in settings if key in hints}}
     return row(rule, replaces=spellings(name) if replaces is None else replaces)(op)
 
 
@@ -123,4 +133,4 @@ def with_first(
         return body(first, *args, **kwargs)
 
     _, *others = defaults_of(body).items()
-    return described(function, name, documentation, dict(others))
+    return described(function, name, documentation, dict(others), body)

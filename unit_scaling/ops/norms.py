@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -61,8 +61,7 @@ def _norm(
                 bound[parameter] = scale_each(bound[parameter], 1.0, s["weight"])
         return theirs(input, **bound)
 
-    described(norm, name, about, arguments)
-    norm.__annotations__ = get_type_hints(fn)
+    described(norm, name, about, arguments, fn)
     replaces = () if fn in adapters else (fn,)
     return cast("Callable[P, Tensor]", row(rule, replaces=replaces, adapters=adapters)(norm))
 

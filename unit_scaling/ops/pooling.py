@@ -183,7 +183,7 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
     settings = {**settings, **CONSTRAINT}
     read = {key: value for key, value in settings.items() if key not in _UNREAD}
     rule = with_first(rule_of, dims, f"{name}_scales", rule_of.__doc__ or "")
-    described(rule, rule.__name__, rule.__doc__, {"input": REQUIRED, **read})
+    described(rule, rule.__name__, rule.__doc__, {"input": REQUIRED, **read}, rule_of)
     about = _DOCUMENTATION.format(name=name, dims=dims)
     return unary(getattr(F, name), rule, about, settings, name=name)
 
