@@ -112,14 +112,28 @@ def test_an_optimizer_made_before_the_first_call_takes_the_steps_of_one_made_aft
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)  # Adam's eps is that of the group
 
 
-def test_late_rates_of_many_weights_are_named_once():
-    def trained(residual: str) -> None:
-        model = unit_scale(Net(), residual=residual)
-        opt = AdamW(model.parameters())
-        for _ in range(2):
-            model(torch.randn(2, 4, 16)).square().mean().backward()
-            opt.step()
+def trained(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        model(torch.randn(2, 4, 16)).square().mean().backward()
+        opt.step()
 
+
+def test_late_rates_of_many_weights_are_named_once():
+    model = unit_scale(Net(), residual="umup")
     with pytest.warns(OptimizerWarning, match="made before the model's first call") as caught:
-        trained("umup")
+        trained(model, AdamW(model.parameters()))
     assert len(caught) == 1
+
+
+def test_late_rates_of_few_weights_and_those_after_the_first_call_are_not_named():
+    net = Net()
+    head = net.head
+    del net.head
+    net.head = head  # the last layer, which is the readout: the positions alone are found late
+    model = unit_scale(net)
+    opt = AdamW(model.parameters())
+    trained(model, opt)
+    assert [p.shape for p, _ in opt._late._late] == [(4, 16)]
+    model = unit_scale(Net(), residual="umup")
+    model(torch.randn(2, 4, 16))
+    trained(model, AdamW(model.parameters()))
