@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import textwrap
 from collections.abc import Iterator
@@ -13,12 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from ..common.mixin import bare_class, check_module
 from ..common.report import CHANGES
 from ..common.step import unwrapped
 from ..recipes.cast import Cast
+from ..recipes.history import is_history
 from ..recipes.recipe import SAME, Recipe
 from ..selection.layers import is_unit_scaled
 from ..version import __version__
@@ -59,9 +62,10 @@ def eject(model: nn.Module, path: str | Path) -> Path:
 
     Args:
         model: a model that `fp8.convert` has converted and, with scaling "static", `fp8.calibrate`
-            has calibrated. Its layers are linear layers (exactly `torch.nn.Linear`, in float32,
-            bfloat16 or float16), and their casts "e4m3" or "e5m2" with scaling "unit", "static",
-            "tensor" or "row" (rule "up"), or none.
+            has calibrated. Its layers are linear layers in float32, bfloat16 or float16:
+            `torch.nn.Linear`, and subclasses whose forward pass is that of nn.Linear, or with the
+            parameters in the dtype of the input. Their casts are "e4m3" or "e5m2" with
+            scaling "unit", "static", "tensor" or "row" (rule "up"), or none.
         path: the file to write: a name that can be imported, with the suffix ".py".
 
     Returns:
@@ -137,14 +141,37 @@ def _why_layer(layer: nn.Module) -> str:
         return "unit-scaled"
     if parametrize.is_parametrized(layer):
         return "its weight is computed by a parametrization"
-    if kind is not nn.Linear:
+    if not issubclass(kind, nn.Linear):
         return f"a {kind.__name__}, not an nn.Linear"
+    if kind.forward is not nn.Linear.forward and not _casts(layer, kind):
+        return f"a {kind.__name__}, whose forward pass is its own"
     for weight in layer.parameters(recurse=False):
         if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
             return f"its weight is a {type(weight.data).__name__}"
         if weight.dtype not in DTYPES:
             return f"its weight is {weight.dtype}"
     return ""
+
+
+@torch.no_grad()
+def _casts(layer: nn.Linear, kind: type[nn.Linear]) -> bool:
+    """Whether ``kind.forward`` is F.linear with the parameters in the dtype of the input."""
+    others = [name for name, _ in layer.named_buffers() if not is_history(name)]
+    if {*layer._parameters} != {"weight", "bias"} or others or [*layer.children()]:
+        return False
+    layer = copy.deepcopy(layer).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.normal_(generator=generator)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(2, layer.in_features, generator=generator).to(dtype)
+        parameters = (p if p is None else p.to(dtype) for p in (layer.weight, layer.bias))
+        try:
+            if not torch.equal(kind.forward(layer, x), F.linear(x, *parameters)):
+                return False
+        except RuntimeError:  # of unlike dtypes
+            return False
+    return True
 
 
 def _why_recipe(recipe: Recipe) -> str:

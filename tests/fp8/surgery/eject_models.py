@@ -8,12 +8,20 @@ from torch import nn
 WIDTH, HIDDEN, TOKENS = 48, 64, 32
 
 
+class Casting(nn.Linear):
+    """As the layers of nanochat and modded-nanogpt."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
 class Model(nn.Module):
-    """Blocks with and without biases, a frozen layer, an embedding that is the head's weight."""
+    """Blocks with and without biases, a frozen layer, an embedding that is the head's weight, a
+    layer whose input is in another dtype than its weight."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(16, WIDTH)
+        self.first = Casting(16, WIDTH)
         self.tokens = nn.Embedding(TOKENS, WIDTH)
         blocks = [
             nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH, bias=False))
@@ -25,7 +33,7 @@ class Model(nn.Module):
         self.blocks[1][0].weight.requires_grad_(False)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        h = self.first(x) + self.tokens(ids)
+        h = self.first(x.bfloat16()).to(x.dtype) + self.tokens(ids)
         for block in self.blocks:
             h = h + block(h)
         return self.head(h)

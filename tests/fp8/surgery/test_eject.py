@@ -162,7 +162,16 @@ def test_layers_that_stay_are_left_out(tmp_path: Path):
     fp8.convert(model, fp8.Policy("tensor", rules=[("4", None, None)]))
     module = load(fp8.eject(model, tmp_path / "some.py"))
     layers = module.convert(plain(model))
-    assert [isinstance(layer, module.FP8Linear) for layer in layers] == [i != 4 for i in range(12)]
+    assert [isinstance(layer, module.Float8Linear) for layer in layers] == [i != 4 for i in range(12)]
+
+
+def test_a_subclass_stays_one(tmp_path: Path):
+    layer = eject_models.Casting(4, 4)
+    module = load(fp8.eject(fp8.convert(copy.deepcopy(layer), "tensor"), tmp_path / "one.py"))
+    layer = module.convert(layer)
+    assert isinstance(layer, eject_models.Casting)
+    assert type(layer).__name__ == "Float8Casting"
+    assert layer(torch.ones(2, 4).bfloat16()).dtype == torch.bfloat16
 
 
 def test_a_model_that_is_one_layer(tmp_path: Path):
@@ -173,9 +182,9 @@ def test_a_model_that_is_one_layer(tmp_path: Path):
     assert not torch.allclose(layer(x), wanted)
     assert layer(x[0]).shape == (4,)
     assert layer(x[:0]).shape == (0, 4)
-    module.FP8Linear.enabled = False
+    module.Float8Linear.enabled = False
     assert torch.allclose(layer(x), wanted)
-    with pytest.raises(TypeError, match="a FP8Linear is not an nn"):
+    with pytest.raises(TypeError, match="a Float8Linear is not an nn.Linear"):
         module.convert(layer)
 
 
@@ -226,6 +235,11 @@ def low_norm() -> nn.Module:
     return fp8.convert(fp8.apply_low_precision_layernorm(model, "amp_bf16"), "tensor")
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
 OPERANDS = ("input", "weight", "grad")
 E5M2 = fp8.Recipe(name="e5m2", **dict.fromkeys(OPERANDS, fp8.Cast(format="e5m2")))
 HALF = fp8.Recipe(
@@ -254,10 +268,7 @@ REFUSED = {
         lambda: fp8.convert(parametrizations.orthogonal(nn.Linear(4, 4)), "tensor"),
         "computed by a parametrization",
     ),
-    "subclass": (
-        lambda: fp8.convert(type("Mine", (nn.Linear,), {})(4, 4), "tensor"),
-        "a Mine, not an nn.Linear",
-    ),
+    "subclass": (lambda: fp8.convert(Doubled(4, 4), "tensor"), "a Doubled, whose forward"),
     "nothing": (lambda: nn.Linear(4, 4), "no layer of the model is converted"),
 }
 
