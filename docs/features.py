@@ -229,6 +229,7 @@ FEATURES = [
 _TE = "TransformerEngine's"
 _AO = "torchao's"
 _RECIPE = "not by name: `recipe` is documented as a `DelayedScaling`"
+_UNREAD = ("TransformerEngine", "Megatron-LM", "MS-AMP")
 _ENGINE = "run by `make test-engines`, not by `make test`: [trainers](trainers.md)"
 
 COMPARISONS = [
@@ -444,6 +445,18 @@ COMPARISONS = [
         "in trl's SFTTrainer, with PEFT",
         {"Accelerate": "not known with adapters"},
         _ENGINE,
+    ),
+    Comparison("in axolotl's Trainer", {"Accelerate": f"{_AO}, by axolotl's `fp8`"}, _ENGINE),
+    Comparison("layers as a file without the library", dict.fromkeys(_UNREAD, "not known")),
+    Comparison(
+        "trainer and FP8 engine compared by log-probability",
+        dict.fromkeys(_UNREAD, "not known") | {"torchtitan": "its RL experiment logs it; no bound"},
+    ),
+    Comparison(
+        "time of a step on a GPU that is not there",
+        dict.fromkeys(_UNREAD, "not known")
+        | {"torchao": "of a linear layer by its shape, `roofline_utils`"},
+        "a roofline of the compiler's code; nothing is measured",
     ),
     Comparison(
         "precision by layer",

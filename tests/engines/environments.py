@@ -40,6 +40,12 @@ ENGINES: dict[str, Engine] = {
     "litgpt": Engine(("jsonargparse[signatures]==4.41.0",), alone=("litgpt==0.5.13",)),
     "deepspeed": Engine(("deepspeed==0.19.8",)),
     "trl": Engine(("trl==1.16.0",), python=(3, 11)),
+    # It asks for other versions of torch and of nearly all that it imports.
+    "axolotl": Engine(
+        ("numba==0.68.1", "addict==2.4.0", "datasets==5.2.0"),
+        alone=("axolotl==0.19.0", "trl==1.9.0"),
+        python=(3, 11),
+    ),
 }
 """Name, that of the module and of tests/engines/test_NAME.py -> what its environment has."""
 

@@ -1,9 +1,9 @@
 """torchtitan's Trainer on the CPU: ``python torchtitan_worker.py FOLDER CASE``, losses as JSON.
 
 torchtitan 0.3 trains on accelerators, with a torch after 2.13. What is put in place here: its name
-of the device, functions of devices that `torch.cpu` lacks, `torch.distributed.set_timeout`, and the
-attention that its own tests use where FlexAttention has no backward pass. All else is torchtitan's:
-the models, their sharding by FSDP2, the loop.
+of the device, functions of devices that `torch.cpu` lacks, `torch.distributed.set_timeout` where
+torch has none, and the attention that its own tests use where FlexAttention has no backward pass.
+All else is torchtitan's: the models, their sharding by FSDP2, the loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ torch.cpu.get_device_name = lambda device=None: "cpu"
 torch.cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=1)
 torch.cpu.memory_stats = lambda device=None: {}
 torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda: None
-torch.distributed.set_timeout = lambda timeout, group: None
+if not hasattr(torch.distributed, "set_timeout"):  # torch 2.13
+    torch.distributed.set_timeout = lambda timeout, group: None
 
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402

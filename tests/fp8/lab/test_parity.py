@@ -56,6 +56,7 @@ def logits(model: nn.Module, recipe: Any, ids: Tensor) -> Tensor:
         return own(ids).double()
 
 
+@pytest.mark.proves("the field", "trainer and FP8 engine compared by log-probability", how="own")
 @pytest.mark.parametrize("named", [False, True])
 def test_the_figures_are_those_of_the_distributions(named: bool):
     """By the definitions, from models that are converted here."""

@@ -170,6 +170,7 @@ def test_the_command_prints_the_table_or_json(
 # From the compiler's code
 
 
+@pytest.mark.proves("the field", "time of a step on a GPU that is not there", how="own")
 @compiles
 def test_kernels_are_those_of_the_recipe():
     model, before = mlp(), torch.cuda.is_available()

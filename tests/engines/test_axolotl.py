@@ -1,0 +1,85 @@
+"""axolotl, run for real: its plugin manager and its Trainer, on a tiny model."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("axolotl", reason="its own environment: make test-engines")
+    import peft
+    import transformers
+    from axolotl.core.trainers.base import AxolotlTrainer
+    from axolotl.core.training_args import AxolotlTrainingArguments
+    from axolotl.integrations.base import PluginManager
+    from axolotl.utils.dict import DictDefault
+    from datasets import Dataset
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of axolotl and what it imports
+
+IDS = torch.randint(64, (32, 16), generator=torch.Generator().manual_seed(0)).tolist()
+ROWS = Dataset.from_list([{"input_ids": row, "labels": row} for row in IDS])
+LORA = peft.LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def loaded() -> nn.Module:
+    """As `axolotl.loaders.ModelLoader` gives a model to the plugins of a configuration."""
+    manager = PluginManager.get_instance()
+    manager.register("tests.engines.fp8_plugin.FP8Plugin")
+    model = llama()
+    manager.pre_lora_load(DictDefault({}), model)
+    return model
+
+
+def losses(folder: Path, model: nn.Module, kind: Any, arguments: Any) -> list[float]:
+    settings = arguments(
+        str(folder),
+        max_steps=4,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1,
+    )
+    trainer = kind(model, settings, train_dataset=ROWS)
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.proves("the field", "in axolotl's Trainer", how="library")
+@pytest.mark.parametrize("lora", [False, True])
+def test_plugin(lora, tmp_path):
+    """To the bit as transformers' Trainer with a model that the caller has converted."""
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, LORA) if lora else model
+
+    theirs = (AxolotlTrainer, AxolotlTrainingArguments)
+    trained = losses(tmp_path / "plugin", adapted(loaded()), *theirs)
+    by_hand = adapted(fp8.convert(llama(), "tensor"))
+    usual = (transformers.Trainer, transformers.TrainingArguments)
+    assert trained == losses(tmp_path / "hand", by_hand, *usual)
+    assert trained != losses(tmp_path / "plain", adapted(llama()), *theirs)
