@@ -25,22 +25,7 @@ from ..recipes.rules import CORRECTED
 from ..recipes.scaling import SCALINGS, Tile, grid_of, scale_of, scaled_tiles, unit_of, widened
 from ..tensors.scaled_tensor import Memory
 
-__all__ = [
-    "INPUTS",
-    "LAYOUTS",
-    "NAMES",
-    "Entry",
-    "Layout",
-    "configuration",
-    "global_unit",
-    "layout_of",
-    "memory_of",
-    "misfit",
-    "names_in",
-    "rounded",
-    "stored",
-    "unfit",
-]
+__all__ = ["INPUTS", "LAYOUTS", "NAMES", "Entry", "Layout"]
 
 E8M0_BIAS, E8M0_NAN = 127, 255
 """OCP MX specification 1.0, section 5.4.1."""
@@ -130,12 +115,6 @@ configuration. "dynamic": the scale is computed at serving time. None: served in
 as NVFP4's engines need a constant for the inputs of each layer, which no recipe has."""
 
 
-def layout_of(recipe: Recipe) -> Layout:
-    """The layout for the weights of a recipe that is not `unfit`."""
-    assert recipe.weight is not None
-    return LAYOUTS[recipe.weight.scaling]
-
-
 def unfit(recipe: Recipe) -> str:
     """Why the forward pass of a recipe has no layout; "" if it has one."""
     weight, input = recipe.weight, recipe.input
@@ -186,13 +165,10 @@ class Rounded(NamedTuple):
 def rounded(
     weight: Tensor, cast: Cast, scale: Tensor | None = None, unit: Tensor | None = None
 ) -> Rounded:
-    """A weight rounded as its cast does.
+    """A float32 weight (outputs, inputs) rounded as its cast does.
 
-    Args:
-        weight: float32, (outputs, inputs).
-        cast: its cast.
-        scale: the scale, for a cast that has one for the weight and does not compute it.
-        unit: of the scales of scaling "nv", 0-dim; None computes that of the weight.
+    scale: of a cast that does not compute it. unit: of the scales of scaling "nv", 0-dim; None
+    computes that of the weight.
     """
     format, (down, along) = get_format(cast.format), cast.tile or (0, 0)
     if scale is None:
@@ -276,15 +252,9 @@ def memory_of(
 ) -> Memory:
     """A weight as FP8 values and float32 scales, without rounding. e2m1 values become e4m3.
 
-    Args:
-        weight: its name, for errors.
-        values: e4m3 or e5m2; uint8 for packed e2m1.
-        scale: of the tensor, of each row or of each block; bytes are biased exponents. None: 1.
-        divisor: of the scales; None: 1.
-        device: of the result.
-
-    Raises:
-        ValueError: for another dtype, or scales that fit no tiles of powers of two.
+    weight: its name, for errors. values: e4m3, e5m2, or packed e2m1 in uint8. scale: of the
+    tensor, of each row or of each block; bytes are biased exponents. divisor: of the scales.
+    Raises ValueError for another dtype, and scales that fit no tiles of powers of two.
     """
     if values.dtype == torch.uint8:
         codes = torch.stack([values & 15, values >> 4], -1).flatten(-2)
@@ -325,12 +295,8 @@ def _tile_of(weight: str, shape: Sequence[int], grid: Sequence[int]) -> Tile:
 
 
 def configuration(layers: dict[str, nn.Module], ignore: list[str]) -> dict[str, Any]:
-    """The quantization_config.
-
-    Args:
-        layers: those in low precision, by name, under recipes of one layout.
-        ignore: the names of other linear layers.
-    """
+    """The quantization_config. layers: those in low precision, under recipes of one layout.
+    ignore: the names of other linear layers."""
     first: Any = next(iter(layers.values()))
     layout = LAYOUTS[first.fp8_recipe.weight.scaling]
     if layout.method == "fp8":

@@ -88,7 +88,6 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
 
 
 def _write(stream: Weights, folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes the files."""
     model: Any = stream.model
     if hasattr(model, "save_pretrained"):
         tensors |= {name: tensors[first] for name, first in stream.tied.items()}
@@ -189,7 +188,6 @@ class Weights:
                 yield from self._stored(name, tensor, self._factors.get(id(source), 1.0), units)
 
     def _entries(self, name: str, tensor: Tensor) -> dict[str, Entry]:
-        """The entries of the manifest for a tensor of the state_dict."""
         path, _, last = name.rpartition(".")
         layer = self._layers.get(path)
         if layer is None or last != "weight":
@@ -274,7 +272,6 @@ def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers under all their names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
 
@@ -293,7 +290,7 @@ def _layers(modules: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
         is_rounded = is_transposed(module) and not why
         if not (why or is_rounded):
             first = next(iter(layers.values()), module).fp8_recipe
-            layout, other = layouts.layout_of(recipe), layouts.layout_of(first)
+            layout, other = (LAYOUTS[r.weight.scaling] for r in (recipe, first))
             why = layouts.misfit(layout, module.weight.shape) or _no_history(module)
             if (layout.method, layout.format) != (other.method, other.format):
                 used = other.format or other.method
@@ -335,7 +332,6 @@ def _no_history(layer: Any) -> str:
 
 
 def _has_input_scale(recipe: Any) -> bool:
-    """Whether the scale of the input is stored."""
     if INPUTS[recipe.weight.scaling] is None:
         return False
     return (INPUTS[recipe.input.scaling] or {}).get("dynamic") is False

@@ -269,8 +269,6 @@ def _checked_logits(output: Any, ids: Tensor) -> Tensor:
 
 
 class _Measures(NamedTuple):
-    """Those of `Parity`."""
-
     kl: float
     ess: float
     changed: float

@@ -145,7 +145,6 @@ class Converted(Mixin):
 
 @eager_only()
 def _note_ragged(layer: Any, input: Tensor) -> None:
-    """Notes a number of tokens that the kernels do not support."""
     tokens = input.shape[:-1].numel()
     if tokens % layer.fp8_multiple:
         vars(layer)["fp8_ragged"] = tokens
@@ -305,7 +304,6 @@ def _without_adapters(model: M) -> M:
 
 
 def _adapt(model: M, policy: Policy, adapter: Any, where: Where | None) -> M:
-    """`convert` with the layers of another library."""
     base = recipe_of(policy.recipe)
     if not policy.selects and base is not None:
         adapter.its_recipe(base)  # raises before anything changes

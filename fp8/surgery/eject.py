@@ -159,10 +159,12 @@ def _casts(layer: nn.Linear, kind: type[nn.Linear]) -> bool:
     others = [name for name, _ in layer.named_buffers() if not is_history(name)]
     if {*layer._parameters} != {"weight", "bias"} or others or [*layer.children()]:
         return False
-    layer = copy.deepcopy(layer).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
-    for parameter in layer.parameters():
-        parameter.normal_(generator=generator)
+    random = {
+        id(p): nn.Parameter(torch.randn(p.shape, generator=generator).to(p.dtype))
+        for p in layer.parameters()
+    }
+    layer = copy.deepcopy(layer, random)
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(2, layer.in_features, generator=generator).to(dtype)
         parameters = (p if p is None else p.to(dtype) for p in (layer.weight, layer.bias))

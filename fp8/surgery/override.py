@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -67,7 +66,6 @@ class override:
         self._sources()  # raises before anything changes
 
     def _sources(self) -> dict[Any, tuple[Source, ...]]:
-        """Layer -> what its casts come from in the block."""
         modules = self._model.named_modules()
         named: dict[str, Any] = {n: m for n, m in modules if isinstance(m, Converted)}
         by_layer: dict[Any, list[Source]] = {}
@@ -114,12 +112,10 @@ class override:
                 if self not in notes:
                     notes.append(self)
                     frame.f_locals["ctx"].register_prehook(self._check_open)
-            elif frame.f_code is CheckpointFunction.backward.__code__:
-                self._check_noted(vars(frame.f_locals["ctx"]).get(_NOTES, ()))
-
-    def _check_noted(self, notes: Sequence[override]) -> None:
-        if self not in notes:
-            raise RuntimeError(_OTHER_SIDE)
+            elif frame.f_code is CheckpointFunction.backward.__code__ and self not in vars(
+                frame.f_locals["ctx"]
+            ).get(_NOTES, ()):
+                raise RuntimeError(_OTHER_SIDE)
 
     def _check_open(self, *grads: Any) -> None:
         if not self._before:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import fp8
+
 
 def loaded(model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any]) -> nn.Module:
     """A plain ``model`` with exported ``tensors`` under their quantization_config."""
@@ -21,6 +23,12 @@ def loaded(model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any])
     for module in quantized:
         decompress_module(module)
     return model
+
+
+def exact(scaling: str) -> fp8.Recipe:
+    """With scales as compressed-tensors finds them: amax / 448."""
+    cast = fp8.Cast(format="e4m3", scaling=scaling, rule="exact")
+    return fp8.Recipe(name=f"exact, by {scaling}", input=cast, weight=cast)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -16,7 +16,7 @@ from fp8 import Cast, Recipe
 from fp8.casts.casting import lowered, rounded
 from tests.fp8.adapters import hub_models
 from tests.fp8.adapters.hub_models import quiet, transformers  # noqa: F401
-from tests.fp8.checkpoints.reading import loaded
+from tests.fp8.checkpoints.reading import exact, loaded
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 with warnings.catch_warnings():
@@ -27,18 +27,12 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 
-def exact(name: str, scaling: str) -> Recipe:
-    """With scales as compressed-tensors finds them: amax / 448."""
-    cast = Cast(format="e4m3", scaling=scaling, rule="exact")
-    return Recipe(name=name, input=cast, weight=cast)
-
-
 RECIPES: dict[str, Any] = {
     "unit": "unit",
     "delayed": "delayed",
     "static": "static",
-    "tensor": exact("exact", "tensor"),
-    "row": exact("exact rows", "row"),
+    "tensor": exact("tensor"),
+    "row": exact("row"),
     "mixed": Recipe(
         name="mixed", input=Cast(format="e4m3"), weight=Cast(format="e4m3", scaling="row")
     ),
@@ -363,7 +357,7 @@ def test_rows_of_inputs_of_any_dimension(shape, tmp_path):
     """A scale for each token: compressed-tensors' strategy "token" has one for all of an input of
     two dimensions, 2e-2 off."""
     model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32))
-    model = fp8.convert(model, exact("exact rows", "row"))
+    model = fp8.convert(model, exact("row"))
     fp8.export(model, tmp_path)
     plain = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32))
     x = torch.randn(shape) * torch.logspace(-3, 3, shape[-2])[:, None]
@@ -443,23 +437,6 @@ def test_tied_heads(tmp_path):
     fp8.export(model, tmp_path)
     got, want = logits(served(tmp_path)), logits(model)
     assert (got - want).norm() < 1e-3 * want.norm()
-
-
-def test_files(tmp_path):
-    model = trained(fp8.convert(llama(), fp8.Policy.hidden("unit")))
-    weight = model.model.layers[0].mlp.up_proj.weight.detach()
-    fp8.export(model, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert config["ignore"] == ["lm_head"]
-    assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
-    stored = safetensors.load_file(tmp_path / "model.safetensors")
-    prefix = "model.layers.0.mlp.up_proj"
-    assert stored[f"{prefix}.weight"].dtype == torch.float8_e4m3fn
-    assert torch.equal(stored[f"{prefix}.weight"].float(), fp8.quantize(weight, "e4m3"))
-    assert (
-        stored[f"{prefix}.weight_scale"].tolist() == stored[f"{prefix}.input_scale"].tolist() == [1]
-    )
-    assert stored["lm_head.weight"].dtype == torch.float32
 
 
 class Tied(nn.Module):

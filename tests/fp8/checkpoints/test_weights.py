@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 import fp8
 from fp8.distributed.fsdp import gather_in_fp8
-from tests.fp8.checkpoints.reading import loaded, same
+from tests.fp8.checkpoints.reading import exact, loaded, same
 from tests.launch import run_ranks
 
 
@@ -68,7 +68,7 @@ def check_sharded(folder: Path) -> None:
         check_equal(whole, model, folder / f"{recipe} in parallel")
 
 
-def check_sent(recipe: str) -> None:
+def check_sent(recipe: str | fp8.Recipe) -> None:
     """Process 0 trains and sends, after each of two steps; process 1 has never seen the model."""
     x = torch.randn(4, 7, 64, generator=torch.Generator().manual_seed(1))
     sizes = [(64, 48), (48, 64)]
@@ -103,14 +103,8 @@ def check_sent(recipe: str) -> None:
 
 def check_ranks(rank: int, store: Path) -> None:
     check_sharded(store.parent)
-    for recipe in ("unit", "exact rows"):
-        check_sent(recipe if recipe in fp8.RECIPES else exact("row"))
-
-
-def exact(scaling: str) -> fp8.Recipe:
-    """With scales as compressed-tensors finds them: amax / 448."""
-    cast = fp8.Cast(format="e4m3", scaling=scaling, rule="exact")
-    return fp8.Recipe(name="exact rows", input=cast, weight=cast)
+    for recipe in ("unit", exact("row")):
+        check_sent(recipe)
 
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -222,13 +216,6 @@ def test_nvfp4_layers_beside_each_other_share_a_scale():
     a, b, d = (found[f"{name}.weight_global_scale"].item() for name in ("a", "b", "c.d"))
     assert a == b == pytest.approx(448 * 6 / model["b"].weight.abs().max().item())
     assert d == pytest.approx(448 * 6 / model["c"]["d"].weight.abs().max().item())
-
-
-def test_refused():
-    with pytest.raises(TypeError, match=r"an nn\.Module, got int"):
-        fp8.weights(3)
-    with pytest.raises(ValueError, match=r"fp8\.convert was not called"):
-        fp8.weights(nn.Sequential(nn.Linear(2, 2)))
 
 
 @pytest.mark.proves("the field", "weights sent to a running engine", how="library")

@@ -89,6 +89,8 @@ def test_the_order_of_unit_scale_and_convert_does_not_matter(init):
     assert set(chosen(first)) == {"unit" if init == "unit" else "tensor"}
     x = torch.randn(4, 32)
     assert torch.equal(first(x), second(x))
+    if init == "unit":
+        assert torch.equal(first(x), simulate_fp8(unit_scale(plain()))(x))
     assert chosen(pickle.loads(pickle.dumps(first))) == chosen(first)
 
 

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import orthogonal, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import fp8
@@ -241,21 +239,6 @@ def test_what_an_encoder_computes_besides_its_layers_is_as_it_was() -> None:
         assert torch.equal(model(x), cast)
 
 
-def test_inside_a_unit_scaled_model_the_layers_are_cast_once() -> None:
-    from unit_scaling.transforms import simulate_fp8, unit_scale
-
-    torch.manual_seed(0)
-    x = torch.randn(64, 16)
-    make = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32))
-    scaled = unit_scale(make)
-    want = simulate_fp8(scaled)(x)
-    assert torch.equal(fp8.convert(copy.deepcopy(scaled), "unit")(x), want)
-    # In the other order too, and through a pickle of both.
-    both = unit_scale(fp8.convert(make, "unit"))
-    assert torch.equal(both(x), want)
-    assert torch.equal(pickle.loads(pickle.dumps(both))(x), want)
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_are_cast_in_the_recomputation_too(
@@ -291,20 +274,6 @@ def test_bad_input() -> None:
         fp8.convert(F.gelu)  # type: ignore[type-var]
     with pytest.raises(ValueError, match="unknown recipe 'int3'"):
         fp8.convert(nn.Linear(2, 2), "int3")
-
-
-@pytest.mark.parametrize("wrap", [weight_norm, orthogonal], ids=lambda wrap: wrap.__name__)
-def test_a_layer_whose_weight_is_computed(wrap):
-    torch.manual_seed(0)
-    model, x = nn.Sequential(wrap(nn.Linear(16, 16)), nn.Linear(16, 16)), torch.randn(4, 16)
-    with fp8.autocast("tensor"):
-        expected = model(x)
-    assert [row.done for row in fp8.report(fp8.convert(model))] == ["converted"] * 2
-    assert torch.equal(model(x), expected)
-    model(x).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-    parametrize.remove_parametrizations(fp8.revert(model)[0], "weight")
-    assert type(model[0]) is nn.Linear
 
 
 def test_a_layer_with_another_forward_is_left_alone():

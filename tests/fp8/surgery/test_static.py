@@ -8,7 +8,6 @@ import math
 import pickle
 import random
 import threading
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -382,7 +381,7 @@ def test_checkpoints(reentrant: bool):
 
 
 def test_two_threads_calibrate_two_models():
-    models = [fp8.convert(net(), "static") for _ in range(2)]
+    models = [fp8.convert(net().eval(), "static") for _ in range(2)]  # without dropout
     alone = [fp8.calibrate(m, 8.0**i * batch(), loss_of) for i, m in enumerate(models)]
     assert alone[0] != alone[1]
     found, barrier = [{}, {}], threading.Barrier(2)
@@ -393,9 +392,6 @@ def test_two_threads_calibrate_two_models():
             for _ in range(3):
                 found[i] = fp8.calibrate(models[i], 8.0**i * batch(), loss_of)
 
-    for model in models:
-        model.eval()  # dropout draws from the generator of the process
-    alone = [fp8.calibrate(m, 8.0**i * batch(), loss_of) for i, m in enumerate(models)]
     threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
     for thread in threads:
         thread.start()
@@ -420,22 +416,6 @@ def test_stats_warn_where_an_operand_has_left_its_scale():
         tensor(2.0**7 * x)
 
 
-def test_export_writes_the_scales_as_they_are(tmp_path: Path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    torch.manual_seed(0)
-    model = fp8.convert(nn.Sequential(nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 16)), "static")
-    x = 1e-3 * randn(64, 32).detach()
-    scales = fp8.calibrate(model, x)
-    fp8.export(model, tmp_path)
-    stored = safetensors.load_file(tmp_path / "model.safetensors")
-    for layer in ("0", "2"):
-        for role in ("input", "weight"):
-            assert stored[f"{layer}.{role}_scale"].tolist() == [2.0 ** scales[f"{layer}.{role}"]]
-    weight = stored["0.weight"].float() * stored["0.weight_scale"]
-    expected = fp8.quantize(model[0].weight.detach(), "e4m3", scale=2.0 ** scales["0.weight"])
-    assert torch.equal(weight, expected)
-
-
 def test_mup_scales_of_weights_are_left_to_what_was_measured():
     """A tag of a weight of unit_scale(init="preserve") says what "unit" casts by."""
     layer, x = nn.Linear(16, 16), randn(32, 16).detach()
@@ -444,33 +424,6 @@ def test_mup_scales_of_weights_are_left_to_what_was_measured():
     expected = model(x)
     layer.weight.mup_scale = 2.0**-8
     assert torch.equal(model(x), expected)
-
-
-def test_training_falls_as_plain_and_below_unscaled_fp8():
-    """A regression whose weights and gradients are too small for FP8 as they are."""
-
-    def trained(recipe: str | None) -> float:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
-        x, y = randn(256, 32).detach(), randn(256, 8, seed=1).detach()
-        loss = lambda out: 1e-4 * F.mse_loss(out, y)  # noqa: E731
-        if recipe:
-            fp8.convert(model, recipe)
-        if recipe == "static":
-            fp8.calibrate(model, x, loss)
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        for _ in range(60):
-            optimizer.zero_grad()
-            loss(model(x)).backward()
-            optimizer.step()
-        return 1e4 * float(loss(model(x)).detach())
-
-    plain, static = trained(None), trained("static")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        unit = trained("unit")
-    assert abs(static - plain) < 0.03 * plain
-    assert static < unit - 0.05
 
 
 WORKER = Path(__file__).with_name("static_worker.py")
