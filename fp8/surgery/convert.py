@@ -286,7 +286,7 @@ def convert(
 def _why_left(module: nn.Module, decision: Decision) -> str:
     """Why a layer is not converted; "" if it is."""
     recipe = composed(decision.sources, PLAIN)
-    return decision.why if recipe is None else _unfit(module, recipe)
+    return decision.why if recipe is None else unfit(module, recipe)
 
 
 def check_ready(model: nn.Module) -> None:
@@ -403,7 +403,7 @@ def _advance(owner: nn.Module, policy: Policy, fraction: float) -> bool:
             now = module.fp8_sources
             for _, source in reached:
                 now = tuple(None if was is None else source for was in now)
-            why = _unfit(module, composed(now, PLAIN) or _HIGH)
+            why = unfit(module, composed(now, PLAIN) or _HIGH)
             if why:
                 now = module.fp8_sources
             set_recipe(module, now)
@@ -432,7 +432,7 @@ def choose_static(model: nn.Module) -> None:
 
 def _choose_static(module: Any) -> None:
     auto = set(module.fp8_sources) == {AUTO}
-    if auto and module.fp8_recipe == PLAIN and not _unfit(module, STATIC):
+    if auto and module.fp8_recipe == PLAIN and not unfit(module, STATIC):
         vars(module)["fp8_recipe"] = STATIC
         history.add_buffers(module, STATIC, not has_one_product(module))
 
@@ -569,13 +569,7 @@ def _how(module: Any) -> str:
     return f"{name}, {where}{ragged}"
 
 
-def check_fits(name: str, module: nn.Module, recipe: Recipe | None) -> None:
-    """Raises ValueError if a layer cannot run under this recipe."""
-    if recipe is not None and (why := _unfit(module, recipe)):
-        raise ValueError(f"{name or '(model)'} cannot run under {recipe.name!r}: {why}")
-
-
-def _unfit(module: nn.Module, recipe: Recipe) -> str:
+def unfit(module: nn.Module, recipe: Recipe) -> str:
     """Why a layer cannot run under this recipe; "" if it can."""
     if isinstance(module, nn.Bilinear) and not is_whole(recipe):
         return "it sums over two axes, and the recipe has scales along one"

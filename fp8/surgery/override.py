@@ -15,7 +15,7 @@ from ..products.active import ACTIVE, origin_of
 from ..recipes.policy import CASTS, Rule, RuleTuple, Source, composed, source_of
 from ..selection.layers import auto_of
 from ..selection.policies import matches
-from .convert import Converted, check_fits, set_recipe
+from .convert import Converted, set_recipe, unfit
 
 _RESTORED = (
     *("fp8_recipe", "fp8_backend", "fp8_multiple", "fp8_since"),
@@ -78,7 +78,10 @@ class override:
                 sources = by_layer.setdefault(layer, [vars(layer)["fp8_recipe"]] * len(CASTS))
                 for cast in rule.casts:
                     sources[cast] = source_of(rule.recipe)
-                check_fits(name, layer, composed(tuple(sources), auto_of(layer)))
+                recipe = composed(tuple(sources), auto_of(layer))
+                if recipe is not None and (why := unfit(layer, recipe)):
+                    shown = name or "(model)"
+                    raise ValueError(f"{shown} cannot run under {recipe.name!r}: {why}")
         return {layer: tuple(sources) for layer, sources in by_layer.items()}
 
     def __enter__(self) -> override:

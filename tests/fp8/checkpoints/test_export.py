@@ -162,40 +162,41 @@ def in_high_precision(name: str) -> Recipe:
     return Recipe(name=f"weights of {name}", input=None, weight=recipe.weight)
 
 
-@pytest.mark.parametrize("scaled", ["plain", "preserve", "unit"])
+def written(
+    recipe: str, scaled: str, folder: Any, model: nn.Module | None = None
+) -> tuple[nn.Module, dict[str, Any], dict[str, torch.Tensor]]:
+    """A Llama that is trained and exported, the quantization_config, and the tensors."""
+    model = fp8.convert(llama() if model is None else model, fp8.Policy.hidden(recipe))
+    model = trained(model if scaled == "plain" else unit_scale(model, init=scaled))
+    assert {row.done for row in fp8.export(model, folder)} == {"FP8"}
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return model, config, safetensors.load_file(folder / "model.safetensors")
+
+
+each_init = pytest.mark.parametrize("scaled", ["plain", "preserve", "unit"])
+
+
+@each_init
 def test_blocks(scaled, tmp_path):
     """Transformers multiplies weights by their scales where no GPU is: the logits are those of the
     recipe's weights and of inputs in high precision."""
-    model = fp8.convert(llama(), fp8.Policy.hidden("block"))
-    if scaled != "plain":
-        model = unit_scale(model, init=scaled)
-    model = trained(model)
-    report = fp8.export(model, tmp_path)
-    assert {row.done for row in report} == {"FP8"}
-    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    model, config, stored = written("block", scaled, tmp_path)
     assert config["quant_method"] == "fp8"
     assert config["modules_to_not_convert"] == ["lm_head"]
-    stored = safetensors.load_file(tmp_path / "model.safetensors")
     scale = stored["model.layers.0.mlp.down_proj.weight_scale_inv"]
     assert (scale.dtype, tuple(scale.shape)) == (torch.float32, (1, 1))
     want = logits(fp8.convert(model, fp8.Policy.hidden(in_high_precision("block"))))
     torch.testing.assert_close(logits(served(tmp_path)), want, rtol=1e-4, atol=10 * tolerance(want))
 
 
-@pytest.mark.parametrize("scaled", ["plain", "preserve", "unit"])
+@each_init
 def test_mxfp8(scaled, tmp_path):
     """compressed-tensors casts inputs as well, and rounds their scales up as the recipe does, but
     for blocks whose largest magnitude is 448 times a power of two, which get the next power.
     Operands of other tokens are the same, and so are products to the bit."""
     model = llama() if scaled == "unit" else llama().bfloat16()
-    model = fp8.convert(model, fp8.Policy.hidden("mxfp8"))
-    if scaled != "plain":
-        model = unit_scale(model, init=scaled)
-    model = trained(model)
-    fp8.export(model, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    model, config, stored = written("mxfp8", scaled, tmp_path, model)
     assert (config["quant_method"], config["format"]) == ("compressed-tensors", "mxfp8-quantized")
-    stored = safetensors.load_file(tmp_path / "model.safetensors")
     scale = stored["model.layers.0.mlp.down_proj.weight_scale"]
     assert (scale.dtype, tuple(scale.shape)) == (torch.uint8, (32, 2))
     plain = fp8.revert(model)
@@ -244,20 +245,14 @@ def nvfp4_oracle(weights: list[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("scaled", ["plain", "preserve", "unit"])
+@each_init
 def test_nvfp4(scaled, tmp_path):
     """The weights that Transformers unpacks are those of torchao's NVFP4 under the largest unit of
     the layers beside each other. compressed-tensors unpacks to bfloat16."""
     pytest.importorskip("torchao", reason="the oracle")
-    model = fp8.convert(llama(), fp8.Policy.hidden("nvfp4"))
-    if scaled != "plain":
-        model = unit_scale(model, init=scaled)
-    model = trained(model)
-    report = fp8.export(model, tmp_path)
-    assert report[0].why == "nvfp4: its inputs are served in high precision"
-    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    model, config, stored = written("nvfp4", scaled, tmp_path)
     assert config["format"] == "nvfp4-pack-quantized"
-    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    assert config["config_groups"]["group_0"]["input_activations"] is None
     assert "model.layers.0.mlp.down_proj.weight" not in stored
     shapes = {"packed": (torch.uint8, (32, 32)), "scale": (torch.float8_e4m3fn, (32, 4))}
     for part, (dtype, shape) in (shapes | {"global_scale": (torch.float32, (1,))}).items():

@@ -325,6 +325,14 @@ def test_meta_parameters_get_memory(tmp_path):
     assert model.head.weight.tag == "tied"
 
 
+def saved(x: Tensor) -> Tensor:
+    """From a file."""
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
 @each_recipe
 def test_a_frozen_weight_is_a_tensor(recipe, tmp_path):
     """Views, copies, files and writes of a weight with its own scales for tiles are those of the
@@ -337,17 +345,11 @@ def test_a_frozen_weight_is_a_tensor(recipe, tmp_path):
         assert torch.equal(view(weight.detach()) * 1, view(want))
         assert torch.equal(view(weight.detach()).clone() * 1, view(want))
         assert torch.equal(view(weight.detach()).to(torch.bfloat16) * 1, view(want).bfloat16())
-        file = io.BytesIO()
-        torch.save(view(weight.detach()), file)
-        file.seek(0)
-        assert torch.equal(torch.load(file, weights_only=True), view(want))
+        assert torch.equal(saved(view(weight.detach())), view(want))
     for again in (weight.detach() * 2 / 2, copy.deepcopy(weight)):
         assert isinstance(again, fp8.ScaledTensor)
         assert torch.equal(again.dequantize(), want)
-    file = io.BytesIO()
-    torch.save(weight, file)
-    file.seek(0)
-    again = torch.load(file, weights_only=True)
+    again = saved(weight)
     assert torch.equal(again.stored.float(), weight.stored.float())
     assert torch.equal(again.dequantize(), want)
 
