@@ -154,10 +154,10 @@ def _why_layer(layer: nn.Module) -> str:
 
 
 @torch.no_grad()
-def _casts(layer: nn.Linear, kind: type[nn.Linear]) -> bool:
+def _casts(layer: Any, kind: type[nn.Linear]) -> bool:
     """Whether ``kind.forward`` is F.linear with the parameters in the dtype of the input."""
     others = [name for name, _ in layer.named_buffers() if not is_history(name)]
-    if {*layer._parameters} != {"weight", "bias"} or others or [*layer.children()]:
+    if {*layer._parameters} != {"weight", "bias"} or others or layer._modules:
         return False
     generator = torch.Generator().manual_seed(0)
     random = {
@@ -167,9 +167,9 @@ def _casts(layer: nn.Linear, kind: type[nn.Linear]) -> bool:
     layer = copy.deepcopy(layer, random)
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(2, layer.in_features, generator=generator).to(dtype)
-        parameters = (p if p is None else p.to(dtype) for p in (layer.weight, layer.bias))
+        bias = None if layer.bias is None else layer.bias.to(dtype)
         try:
-            if not torch.equal(kind.forward(layer, x), F.linear(x, *parameters)):
+            if not torch.equal(kind.forward(layer, x), F.linear(x, layer.weight.to(dtype), bias)):
                 return False
         except RuntimeError:  # of unlike dtypes
             return False
