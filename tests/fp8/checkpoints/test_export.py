@@ -493,3 +493,20 @@ def test_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="Simulate is no part of the weights"):
         fp8.export(simulate_fp8(llama()), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_files(tmp_path):
+    model = trained(fp8.convert(llama(), fp8.Policy.hidden("unit")))
+    weight = model.model.layers[0].mlp.up_proj.weight.detach()
+    fp8.export(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head"]
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    prefix = "model.layers.0.mlp.up_proj"
+    assert stored[f"{prefix}.weight"].dtype == torch.float8_e4m3fn
+    assert torch.equal(stored[f"{prefix}.weight"].float(), fp8.quantize(weight, "e4m3"))
+    assert (
+        stored[f"{prefix}.weight_scale"].tolist() == stored[f"{prefix}.input_scale"].tolist() == [1]
+    )
+    assert stored["lm_head.weight"].dtype == torch.float32

@@ -217,3 +217,10 @@ def test_nvfp4_layers_beside_each_other_share_a_scale():
 def test_two_processes(tmp_path: Path):
     pytest.importorskip("compressed_tensors", reason="reads what is sent")
     run_ranks(check_ranks, 2, tmp_path / "store", warnings="default")
+
+
+def test_refused():
+    with pytest.raises(TypeError, match=r"an nn\.Module, got int"):
+        fp8.weights(3)
+    with pytest.raises(ValueError, match=r"fp8\.convert was not called"):
+        fp8.weights(nn.Sequential(nn.Linear(2, 2)))

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import fp8
@@ -301,3 +303,17 @@ def test_shapes_on_the_meta_device(recipe):
     y.sum().backward()
     assert y.shape == (4, 8)
     assert model[0].weight.grad.shape == (16, 32)
+
+
+@pytest.mark.parametrize("wrap", [weight_norm, orthogonal], ids=lambda wrap: wrap.__name__)
+def test_a_layer_whose_weight_is_computed(wrap):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(wrap(nn.Linear(16, 16)), nn.Linear(16, 16)), torch.randn(4, 16)
+    with fp8.autocast("tensor"):
+        expected = model(x)
+    assert [row.done for row in fp8.report(fp8.convert(model))] == ["converted"] * 2
+    assert torch.equal(model(x), expected)
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    parametrize.remove_parametrizations(fp8.revert(model)[0], "weight")
+    assert type(model[0]) is nn.Linear

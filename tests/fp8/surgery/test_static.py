@@ -432,3 +432,19 @@ WORKER = Path(__file__).with_name("static_worker.py")
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
 def test_two_processes_have_the_scales_of_the_whole_batch(tmp_path: Path):
     run_ranks(WORKER, 2, tmp_path / "store")
+
+
+def test_export_writes_the_scales_as_they_are(tmp_path: Path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.manual_seed(0)
+    model = fp8.convert(nn.Sequential(nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 16)), "static")
+    x = 1e-3 * randn(64, 32).detach()
+    scales = fp8.calibrate(model, x)
+    fp8.export(model, tmp_path)
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    for layer in ("0", "2"):
+        for role in ("input", "weight"):
+            assert stored[f"{layer}.{role}_scale"].tolist() == [2.0 ** scales[f"{layer}.{role}"]]
+    weight = stored["0.weight"].float() * stored["0.weight_scale"]
+    expected = fp8.quantize(model[0].weight.detach(), "e4m3", scale=2.0 ** scales["0.weight"])
+    assert torch.equal(weight, expected)
