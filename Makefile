@@ -36,7 +36,7 @@ test: $(STAMP)  ## run the tests (10 to 15 minutes, no GPU)
 test-all: $(STAMP)  ## run the tests and the exhaustive checks, every fp32 bit pattern (long)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m ''
 
-test-engines: $(STAMP)  ## make environments of torchtitan, litgpt, DeepSpeed, trl, axolotl; run their tests (20 minutes)
+test-engines: $(STAMP)  ## make environments of other trainers and of TransformerEngine; run their tests (an hour)
 	$(BIN)/python -m tests.engines.environments
 
 lint: $(STAMP)  ## check with ruff and mypy (seconds)

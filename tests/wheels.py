@@ -48,15 +48,3 @@ def signature(path: Path, name: str) -> str:
         if argument is not None:
             argument.annotation = None
     return ast.unparse(given)
-
-
-def fields(path: Path, name: str) -> dict[str, str]:
-    """The annotated names of a class body -> the source of their defaults, "" for none."""
-    node = _body(path, name)
-    assert isinstance(node, ast.ClassDef)
-    annotated = [line for line in node.body if isinstance(line, ast.AnnAssign)]
-    return {
-        line.target.id: ast.unparse(line.value) if line.value else ""
-        for line in annotated
-        if isinstance(line.target, ast.Name)
-    }

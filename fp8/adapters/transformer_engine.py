@@ -1,8 +1,7 @@
-"""TransformerEngine: its Linear, LayerNorm and RMSNorm in a model, under its recipes, and back.
+"""TransformerEngine: its layers in a model, under its recipes, and back.
 
-Nothing here has run on a GPU yet; the tests use the recipes of the published package, and layers
-generated from its signatures. Every field of a recipe is set explicitly, because defaults differ
-between versions and devices and may come from the environment.
+Its kernels were never run: the tests run its Python on the CPU. Every field of a recipe is set
+explicitly, because defaults differ between versions and devices and may come from the environment.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,12 +22,12 @@ from ..common.mixin import Mixin, add_mixin, bare_class, remove_mixin
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
 from ..selection.layers import Where, checked_where
-from ..surgery.swap import Padded, layers_for, swap, why_not_fit
+from ..surgery.swap import Make, Padded, layers_for, swap, why_not_fit
 from ..tensors.scaled_tensor import DTYPES
 
 __all__ = ["autocast", "convert", "delayed_scaling", "revert", "te_recipe", "weights"]
 
-_TYPES = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
 _MULTIPLES = {"MXFP8BlockScaling": 32, "Float8BlockScaling": 128}
 """Recipe -> the sizes of a weight and the number of tokens must be multiples of this; others: 16
 (utils.assert_dim_for_fp8_exec and the quantizers' is_quantizable, 2.20)."""
@@ -263,12 +262,33 @@ class _Linear(Padded, _Layer):
     """A linear layer for any number of tokens."""
 
 
+class _Fused(_Linear):
+    """A layer that computes with parameters of other modules too; its own have torch's names."""
+
+    #: TransformerEngine's name of a parameter -> the module that holds it, and its name there.
+    fp8_parameters: dict[str, tuple[nn.Module, str]]
+
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        for name, (module, parameter) in self.fp8_parameters.items():
+            vars(self)[name] = getattr(module, parameter)
+        return super().around(forward, args, kwargs)
+
+
+class _Skipped(Mixin):
+    """A module whose function a fused layer computes: it returns its input."""
+
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        (input,) = (*args, *kwargs.values())
+        return input
+
+
 def convert(
     model: nn.Module,
     recipe: Any = AUTO,
     *,
     where: Where | None = None,
     in_eval: bool = False,
+    fuse: bool | Sequence[Sequence[str]] = False,
 ) -> nn.Module:
     """Replaces nn.Linear, nn.LayerNorm and nn.RMSNorm with TransformerEngine's layers, under its
     autocast; `fp8.convert` with backend="transformer_engine".
@@ -283,6 +303,11 @@ def convert(
             "tensor", because the converted layers are torch's, which are not unit-scaled.
         where: (name, layer) -> whether to convert it; None converts every layer.
         in_eval: whether to use FP8 in evaluation too.
+        fuse: groups of modules, each a sequence of names in the order of their calls: a norm and a
+            linear layer become a te.LayerNormLinear; a norm, a linear layer, an activation and a
+            linear layer a te.LayerNormMLP. The output of each must have no other use than as the
+            input of the next, which is not checked. True selects what follows each other in an
+            nn.Sequential.
 
     Returns:
         ``model``; if it is itself a layer, the layer that replaces it. Calls of the returned model
@@ -290,7 +315,8 @@ def convert(
 
     Raises:
         ImportError: without TransformerEngine.
-        ValueError: as `te_recipe`.
+        ValueError: as `te_recipe`, and for a named group that has no such layer.
+        AttributeError: for a name in ``fuse`` that the model does not have.
     """
     te, chosen, where = need("transformer_engine"), its_recipe(recipe), checked_where(where)
     kind = type(chosen).__name__
@@ -303,9 +329,17 @@ def convert(
             return "has two names, and DelayedScaling takes one call a pass"
         return _why_not(module, multiple) or _te_layer(te, module, multiple)
 
-    how = f"TransformerEngine, {kind}"
-    layers = layers_for(model, _TYPES, where, make, "TransformerEngine has no such layer")
-    model = swap(model, layers, adapter="transformer_engine", how=how)
+    other = "TransformerEngine has no such layer"
+    single = layers_for(model, (nn.Linear, *_NORMS), where, make, other)
+    groups = _groups(model, fuse, single, uses)
+    fused = {name: new for group in groups for name, new in _fused(te, group, multiple).items()}
+    kinds = {name: f", in te.{_fused_kind(group)}" for group in groups for name in group}
+    model = swap(
+        model,
+        lambda name, module: fused[name] if name in fused else single(name, module),
+        adapter="transformer_engine",
+        how=lambda name: f"TransformerEngine, {kind}{kinds.get(name, '')}",
+    )
     add_mixin(model, _Autocast)
     model.fp8_te_recipe = chosen
     model.fp8_in_eval = in_eval  # type: ignore[assignment]
@@ -314,7 +348,7 @@ def convert(
 
 def _why_not(module: nn.Module, multiple: int) -> str:
     """Why TransformerEngine has no layer like one of torch; "" if it has one."""
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and not module.elementwise_affine:
+    if isinstance(module, _NORMS) and not module.elementwise_affine:
         return f"te.{type(module).__name__} has no form without weight"
     if isinstance(module, nn.LayerNorm) and module.bias is None:
         return "te.LayerNorm has no form without bias"
@@ -326,27 +360,128 @@ def _te_layer(te: Any, module: nn.Module, multiple: int) -> nn.Module:
     """The replacement layer, on the meta device; it gets the parameters of ``module`` later."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     if isinstance(module, nn.Linear):
-        bias = module.bias is not None
-        sizes = (module.in_features, module.out_features)
-        layer = te.Linear(*sizes, bias=bias, params_dtype=weight.dtype, device="meta")
-        if not bias:  # an empty tensor that is not a parameter
-            layer.bias = weight.detach().new_empty(0)
-        add_mixin(layer, _Linear)
-        layer.fp8_multiple = multiple
-        return layer
-    eps = torch.finfo(weight.dtype).eps if module.eps is None else module.eps
+        options = {"bias": module.bias is not None, "params_dtype": weight.dtype}
+        layer = te.Linear(module.in_features, module.out_features, device="meta", **options)
+        return _padded(layer, _Linear, module, ("bias",), multiple)
     norm = getattr(te, type(module).__name__)
-    shape = tuple(weight.shape)
-    layer = norm(shape, eps=eps, device="meta", dtype=weight.dtype)
+    layer = norm(tuple(weight.shape), eps=_eps(module), device="meta", dtype=weight.dtype)
     vars(layer)[_EPS] = module.eps
     add_mixin(layer, _Layer)
     return layer
 
 
+def _eps(norm: nn.Module) -> float:
+    return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+
+
+def _padded(layer: Any, mixin: type[_Linear], linear: nn.Linear, biases: Any, multiple: int) -> Any:
+    """``layer`` with the mixin. A bias that it lacks is an empty tensor that is no parameter."""
+    if linear.bias is None:
+        vars(layer).update(dict.fromkeys(biases, linear.weight.detach().new_empty(0)))
+    add_mixin(layer, mixin)
+    layer.fp8_multiple = multiple
+    return layer
+
+
+_Group = dict[str, nn.Module]
+"""Names and modules that one layer replaces."""
+
+
+def _groups(
+    model: nn.Module, fuse: bool | Sequence[Sequence[str]], single: Make, uses: Mapping[int, int]
+) -> list[_Group]:
+    """The groups to fuse. Raises ValueError for a named one that TransformerEngine has not."""
+    groups: list[_Group] = []
+    for names in _neighbours(model) if fuse is True else fuse or ():
+        if isinstance(names, str):
+            raise TypeError(f"fuse must be True or sequences of names, got the name {names!r}")
+        group = {name: model.get_submodule(name) for name in names}
+        again = [name for other in groups for name in other if name in group]
+        why = f"{again[0]} is in another group" if again else _why_not_fused(group, single, uses)
+        if not why:
+            groups.append(group)
+        elif fuse is not True:
+            raise ValueError(f"cannot fuse {', '.join(names)}: {why}")
+    return groups
+
+
+def _neighbours(model: nn.Module) -> Iterator[list[str]]:
+    """Names of 4 and of 2 modules that follow each other in an nn.Sequential."""
+    for path, module in model.named_modules():
+        if type(module) is nn.Sequential:
+            names = [f"{path}.{name}" if path else name for name in module._modules]
+            yield from (names[i : i + size] for i in range(len(names)) for size in (4, 2))
+
+
+def _why_not_fused(group: _Group, single: Make, uses: Mapping[int, int]) -> str:
+    """Why TransformerEngine has no layer for a group; "" if it has one."""
+    modules = list(group.values())
+    kinds = [type(module) for module in modules]
+    if len(group) not in (2, 4) or kinds[0] not in _NORMS or set(kinds[1::2]) != {nn.Linear}:
+        return "expected a norm and a linear layer, or these, an activation and a linear layer"
+    for name, module in group.items():
+        if isinstance(why := single(name, module), str):
+            return f"{name}: {why}"
+        if uses[id(module)] > 1:
+            return f"{name} has two names"
+        if any("hook" in key and value for key, value in vars(module).items()):
+            return f"{name} has hooks, which would see other values"
+    norm, linear, *rest = modules
+    if norm.weight.shape != (linear.in_features,):
+        return f"the norm is over {tuple(norm.weight.shape)}, not ({linear.in_features},)"
+    if len({m.weight.dtype for m in (norm, linear, *rest[1:])}) > 1:
+        return "the weights have several dtypes"
+    return _why_no_mlp(linear, *rest) if rest else ""
+
+
+def _why_no_mlp(first: nn.Linear, activation: nn.Module, second: nn.Linear) -> str:
+    if _activation(activation) is None:
+        return "its activations are nn.GELU('tanh'), nn.ReLU and nn.SiLU"
+    if (second.in_features, second.out_features) != (first.out_features, first.in_features):
+        return "the second linear layer does not return to the size of the norm"
+    return "" if (first.bias is None) == (second.bias is None) else "one linear layer has a bias"
+
+
+def _activation(module: nn.Module) -> str | None:
+    """TransformerEngine's name; its "gelu" is the approximation by tanh."""
+    if isinstance(module, nn.GELU):
+        return "gelu" if module.approximate == "tanh" else None
+    return {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(module))
+
+
+def _fused_kind(group: _Group) -> str:
+    return "LayerNormLinear" if len(group) == 2 else "LayerNormMLP"
+
+
+def _fused(te: Any, group: _Group, multiple: int) -> _Group:
+    """Name -> what replaces the module: the fused layer in the place of the first linear one, which
+    registers the same parameters as that; the others stay, and return their input."""
+    norm, linear, *rest = group.values()
+    options = {"normalization": type(norm).__name__, "eps": _eps(norm), "device": "meta"}
+    options |= {"bias": linear.bias is not None, "params_dtype": linear.weight.dtype}
+    if rest:
+        options["activation"] = _activation(rest[0])
+    layer = getattr(te, _fused_kind(group))(linear.in_features, linear.out_features, **options)
+    biases = ("fc1_bias", "fc2_bias") if rest else ("bias",)
+    _padded(layer, _Fused, linear, biases, multiple)
+    holders = {"layer_norm": norm, **({"fc1": layer, "fc2": rest[1]} if rest else {})}
+    layer.fp8_parameters = {
+        f"{prefix}_{name}": (holder, name)
+        for prefix, holder in holders.items()
+        for name in ("weight", "bias")
+        if f"{prefix}_{name}" in layer._parameters
+    }
+    for name in layer.fp8_parameters:
+        delattr(layer, name)
+    for module in (norm, *rest):
+        add_mixin(module, _Skipped)
+    return dict(zip(group, (norm, layer, *rest), strict=True))
+
+
 def revert(model: nn.Module) -> nn.Module:
     """Replaces TransformerEngine's layers, whatever created them, with torch's with the same
-    parameters. Those without an equivalent (LayerNormLinear, split parameters, zero-centered norms)
-    stay.
+    parameters. Those without an equivalent (split parameters, zero-centered norms, fused layers
+    that `convert` did not make) stay.
 
     Args:
         model: changed in place.
@@ -359,6 +494,7 @@ def revert(model: nn.Module) -> nn.Module:
     """
     te = need("transformer_engine")
     for module in model.modules():
+        remove_mixin(module, _Skipped)
         if isinstance(module, _Autocast):
             remove_mixin(module, _Autocast)
             del module.fp8_te_recipe, module.fp8_in_eval
@@ -371,7 +507,7 @@ def _torch_layer(te: Any, module: nn.Module) -> nn.Module | None:
     if weight is None or getattr(module, "zero_centered_gamma", False):
         return None
     options: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
-    if kind is te.Linear:
+    if kind is te.Linear or isinstance(module, _Fused):
         return nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in parameters, **options)
     norm = {te.LayerNorm: nn.LayerNorm, te.RMSNorm: nn.RMSNorm}.get(kind)
     if norm is None:

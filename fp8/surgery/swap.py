@@ -39,7 +39,9 @@ def is_replacement(module: nn.Module) -> bool:
     return _CARRIED in vars(module)
 
 
-def swap(model: nn.Module, make: Make, *, adapter: str = "", how: str = "") -> nn.Module:
+def swap(
+    model: nn.Module, make: Make, *, adapter: str = "", how: str | Callable[[str], str] = ""
+) -> nn.Module:
     """Replaces every module for which ``make`` returns a replacement, under all its names.
 
     The replacement gets the parameters of the old module, not copies: ties, dtype, device,
@@ -49,7 +51,8 @@ def swap(model: nn.Module, make: Make, *, adapter: str = "", how: str = "") -> n
 
     adapter: the library of the new layers. The model is marked as `adapted`, with a row for each
     module for which ``make`` returns an answer. "" reverts: only the attributes are given back, and
-    the records are removed. how: the reason shown in the rows of replaced modules.
+    the records are removed. how: the reason shown in the row of a replaced module, or a function of
+    its name that returns it.
     """
     replacements: dict[int, nn.Module] = {}
     rows = []
@@ -63,7 +66,7 @@ def swap(model: nn.Module, make: Make, *, adapter: str = "", how: str = "") -> n
             continue
         _take_over(answer, module, carry=bool(adapter))
         replacements[id(module)] = answer
-        rows.append(Row(name, kind, "converted", how))
+        rows.append(Row(name, kind, "converted", how(name) if callable(how) else how))
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if name and id(module) in replacements:
             parent, _, last = name.rpartition(".")
@@ -72,6 +75,7 @@ def swap(model: nn.Module, make: Make, *, adapter: str = "", how: str = "") -> n
     if not adapter:
         for module in model.modules():
             vars(module).pop(_ADAPTED, None)
+            vars(module).pop(_CARRIED, None)
     else:
         vars(model)[_ADAPTED] = Adapted(adapter, Report(rows))
         if not replacements:

@@ -11,6 +11,7 @@ tests.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -29,6 +30,11 @@ class Engine(NamedTuple):
     """What pip installs, the first with all that it requires."""
     alone: tuple[str, ...] = ()
     """What pip installs without its requirements, which contradict those of other libraries."""
+    compiled: tuple[str, ...] = ()
+    """What pip compiles with CUDA's nvcc, at last, against the packages; these then have versions
+    of their own, and are not those of constraints.txt."""
+    tests: tuple[str, ...] = ()
+    """Tests beside tests/engines/test_NAME.py that run there."""
     python: tuple[int, int] = (3, 10)
     """The oldest Python."""
 
@@ -46,6 +52,18 @@ ENGINES: dict[str, Engine] = {
         alone=("axolotl==0.19.0", "trl==1.9.0"),
         python=(3, 11),
     ),
+    "transformer_engine": Engine(
+        (
+            *("torch==2.14.1", "onnx", "onnxscript", "pydantic", "packaging", "importlib-metadata"),
+            *("nvdlfw-inspect", "nvidia-mathdx", "nvidia-cudnn-frontend"),
+            *("pybind11", "ninja", "setuptools", "wheel"),
+        ),
+        alone=("transformer-engine==2.20.2", "transformer-engine-cu13==2.20.2"),
+        compiled=("transformer-engine-torch==2.20.2",),
+        tests=tuple(
+            f"tests/fp8/adapters/test_{name}.py" for name in ("te_recipe", "transformer_engine")
+        ),
+    ),
 }
 """Name, that of the module and of tests/engines/test_NAME.py -> what its environment has."""
 
@@ -62,12 +80,30 @@ def create(name: str) -> Path:
     target = Path(subprocess.check_output(inside, text=True).strip())
     (target / "parent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    pip += ["-c", ROOT / "constraints.txt"]
+    if not engine.compiled:
+        pip += ["-c", ROOT / "constraints.txt"]
     if engine.alone:
         subprocess.run([*pip, "--no-deps", *engine.alone], check=True)
     subprocess.run([*pip, *engine.packages], check=True)
+    if engine.compiled:
+        options = ["--no-build-isolation", "--no-deps"]
+        subprocess.run([*pip, *options, *engine.compiled], check=True, env=_cuda(python))
     done.write_text(wanted)
     return python
+
+
+def _cuda(python: Path) -> dict[str, str]:
+    """The environment of a compilation against CUDA's headers and libraries in pip's packages."""
+    inside = [python, "-c", "import nvidia; print(list(nvidia.__path__)[0])"]
+    root = Path(subprocess.check_output(inside, text=True).strip())
+    folders = [root / name for name in ("cu13", "cudnn", "nccl", "nvshmem")]
+    return os.environ | {
+        "CUDA_HOME": str(Path(shutil.which("nvcc") or "").parents[1]),
+        "CPATH": ":".join(str(folder / "include") for folder in folders),
+        "LIBRARY_PATH": ":".join(str(folder / "lib") for folder in folders),
+        "NVTE_FRAMEWORK": "pytorch",
+        "MAX_JOBS": "2",
+    }
 
 
 def main(names: list[str]) -> int:
@@ -77,11 +113,14 @@ def main(names: list[str]) -> int:
         if sys.version_info < ENGINES[name].python:
             print(f"{name}: skipped, needs Python {'.'.join(map(str, ENGINES[name].python))}")
             continue
+        if ENGINES[name].compiled and shutil.which("nvcc") is None:
+            print(f"{name}: skipped, needs CUDA's nvcc")
+            continue
         python = create(name)
-        test = ROOT / "tests" / "engines" / f"test_{name}.py"
+        tests = [f"tests/engines/test_{name}.py", *ENGINES[name].tests]
         # deepspeed compiles a part of itself at its first run, for minutes
         settings = os.environ | {"TORCH_EXTENSIONS_DIR": str(FOLDER / name / "extensions")}
-        run = [python, "-m", "pytest", "-p", "no:cacheprovider", "--timeout=900", test]
+        run = [python, "-m", "pytest", "-p", "no:cacheprovider", "--timeout=900", *tests]
         failed += subprocess.run(run, cwd=ROOT, env=settings).returncode != 0
     return failed
 

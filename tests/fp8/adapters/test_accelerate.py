@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import fp8
 from fp8.adapters import accelerate
-from tests.fp8.adapters import te_standin
 from tests.fp8.adapters.loops import Model, accelerated, adam, batches, plain_loop
+from tests.fp8.adapters.te_library import RAN, te  # noqa: F401
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -43,10 +43,10 @@ def reset() -> None:
 
 
 @pytest.fixture
-def te(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """TransformerEngine's stand-in, which Accelerate takes for installed."""
+def te_kwargs(te: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
+    """TERecipeKwargs, which asks whether TransformerEngine is installed."""
     monkeypatch.setattr(kwargs_module, "is_transformer_engine_available", lambda: True)
-    return te_standin.install(monkeypatch)
+    return TERecipeKwargs
 
 
 @pytest.mark.proves("Accelerate", "FP8 by prepare", how="library")
@@ -155,73 +155,54 @@ def test_with_bf16_and_gradient_accumulation():
     assert {row.done for row in fp8.report(unwrapped)} == {"converted", "left alone"}
 
 
-def te_kwargs(**given: Any) -> Any:
-    return TERecipeKwargs(**given)
-
-
-@pytest.mark.proves("Accelerate", "TERecipeKwargs", how="signatures")
-def test_recipe_object_of_transformer_engine(te):
+@pytest.mark.proves("Accelerate", "TERecipeKwargs", how="library")
+@pytest.mark.parametrize("in_eval", [False, True])
+def test_recipe_object_of_transformer_engine(te, te_kwargs, in_eval):  # noqa: F811
     """Accelerate drops amax_compute_algo="most_recent", which it documents, since that is its own
     default: TransformerEngine's, "max", is what then runs."""
     model = Model()
     accelerator = library.Accelerator(cpu=True)
-    given = te_kwargs(margin=1, fp8_format="E4M3", amax_history_len=64)
+    options = {"margin": 1, "fp8_format": "E4M3", "amax_history_len": 64}
+    given = te_kwargs(use_autocast_during_eval=in_eval, **options)
     assert "amax_compute_algo" not in given.to_kwargs()
     model, _ = accelerate.prepare(accelerator, model, adam(model), recipe=given)
     model(batches(1)[0])
-    entered = te_standin.STATE["entered"][-1]
-    assert entered["enabled"]
-    recipe = entered["recipe"]
-    assert type(recipe).__name__ == "DelayedScaling"
-    assert (recipe.margin, recipe.fp8_format) == (1, te_standin.Format.E4M3)
-    assert (recipe.amax_history_len, recipe.amax_compute_algo) == (64, "most_recent")
+    recipe = RAN[-1]
+    assert (type(recipe).__name__, recipe.margin) == ("DelayedScaling", 1)
+    assert (recipe.fp8_format.name, recipe.amax_history_len) == ("E4M3", 64)
+    assert recipe.amax_compute_algo == "most_recent"
     assert model.head.weight is model.embed.weight
     assert isinstance(model.up, te.Linear)
     assert isinstance(model.norm, te.LayerNorm)
-
-
-@pytest.mark.proves("Accelerate", "TERecipeKwargs", how="signatures")
-@pytest.mark.parametrize("in_eval", [False, True])
-def test_in_eval_as_it_says(te, in_eval):
-    accelerator, model = library.Accelerator(cpu=True), Model()
-    given = te_kwargs(use_autocast_during_eval=in_eval)
-    model, _ = accelerate.prepare(accelerator, model, adam(model), recipe=given)
     model.eval()(batches(1)[0])
-    assert te_standin.STATE["entered"][-1]["enabled"] is in_eval
+    assert RAN[-1] is (recipe if in_eval else None)
 
 
-def test_mxfp8_of_transformer_engine(te):
+def test_mxfp8_of_transformer_engine(te_kwargs):
     accelerator, model = library.Accelerator(cpu=True), Model()
     given = te_kwargs(use_mxfp8_block_scaling=True)
-    model = accelerate.prepare(accelerator, model, recipe=given)
-    recipe = model.fp8_te_recipe
+    recipe = accelerate.prepare(accelerator, model, recipe=given).fp8_te_recipe
     assert type(recipe).__name__ == "MXFP8BlockScaling"
-    assert recipe.fp8_format is te_standin.Format.HYBRID  # as the object says
+    assert recipe.fp8_format.name == "HYBRID"  # as the object says
     given = te_kwargs(use_mxfp8_block_scaling=True, amax_history_len=16)
     with pytest.raises(ValueError, match="amax_history_len=16 is no option of MXFP8"):
         accelerate.prepare(accelerator, Model(), recipe=given)
 
 
-@pytest.mark.proves("TransformerEngine", "interval", how="signatures")
-@pytest.mark.proves("TransformerEngine", "override_linear_precision", how="signatures")
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"interval": 2}, "interval must be 1, got 2"),
-        ({"override_linear_precision": (True, False, False)}, "override_linear_precision must be"),
-        ({"fp8_format": "E5M2"}, "must be 'HYBRID' or 'E4M3', got 'E5M2'"),
-    ],
-)
-def test_what_nothing_computes_is_an_error(te, given, message):
-    """Accelerate hands the first two to a TransformerEngine that ignores them, and accepts E5M2,
-    which TransformerEngine does not."""
+@pytest.mark.proves("TransformerEngine", "interval", how="library")
+@pytest.mark.proves("TransformerEngine", "override_linear_precision", how="library")
+def test_what_nothing_computes_is_an_error(te_kwargs):
+    """Accelerate hands these to a TransformerEngine that ignores them."""
     accelerator, model = library.Accelerator(cpu=True), Model()
-    with pytest.raises(ValueError, match=message):
-        accelerate.prepare(accelerator, model, adam(model), recipe=te_kwargs(**given))
+    with pytest.raises(ValueError, match="interval must be 1, got 2"):
+        accelerate.prepare(accelerator, model, adam(model), recipe=te_kwargs(interval=2))
+    given = te_kwargs(override_linear_precision=(True, False, False))
+    with pytest.raises(ValueError, match="override_linear_precision must be"):
+        accelerate.prepare(accelerator, model, adam(model), recipe=given)
     assert type(model.up) is nn.Linear
 
 
-def test_back_from_under_accelerate(te):
+def test_back_from_under_accelerate(te):  # noqa: F811
     """Accelerate keeps the forward that the model had in a wrapper on the instance."""
     accelerator = library.Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerate.prepare(accelerator, Model(), recipe="tensor", backend="transformer_engine")
@@ -229,12 +210,12 @@ def test_back_from_under_accelerate(te):
     plain = fp8.revert(accelerator.unwrap_model(model))
     assert type(plain.up) is nn.Linear
     assert "forward" in vars(plain)
-    assert len(te_standin.STATE["ran"]) == 3
+    assert len(RAN) == 3
     plain(batches(1)[0])
-    assert len(te_standin.STATE["ran"]) == 3
+    assert len(RAN) == 3
 
 
-def test_an_optimizer_with_more_than_the_model(te):
+def test_an_optimizer_with_more_than_the_model(te_kwargs):
     """A KeyError in Accelerate, which looks the new parameters up by name."""
     accelerator, model = library.Accelerator(cpu=True), Model()
     extra = nn.Parameter(torch.ones(3))
@@ -276,7 +257,7 @@ def test_filter_of_torchao():
     assert [row.path for row in fp8.report(model) if not row.left_alone] == ["up"]
 
 
-def test_bad_input(te):
+def test_bad_input():
     accelerator, model = library.Accelerator(cpu=True), Model()
     with pytest.raises(ValueError, match="AORecipeKwargs is for backend 'torchao', got 'native'"):
         accelerate.prepare(accelerator, model, recipe=AORecipeKwargs(), backend="native")
@@ -348,8 +329,8 @@ def test_recipe_object_of_ms_amp(recipe):
     assert {row.why.partition(",")[0] for row in report if not row.left_alone} == {products}
 
 
-@pytest.mark.proves("Accelerate", "FP8RecipeKwargs", how="signatures")
-def test_deprecated_recipe_object(te):
+@pytest.mark.proves("Accelerate", "FP8RecipeKwargs", how="library")
+def test_deprecated_recipe_object(te, te_kwargs):  # noqa: F811
     """Accelerate leaves its opt_level None where the backend is MS-AMP."""
     accelerator, model = library.Accelerator(cpu=True), Model()
     given = library.utils.FP8RecipeKwargs(backend="msamp")
@@ -361,9 +342,9 @@ def test_deprecated_recipe_object(te):
     assert isinstance(model.up, te.Linear)
 
 
-@pytest.mark.proves("Accelerate", "TransformerEngine with MS-AMP", how="signatures")
+@pytest.mark.proves("Accelerate", "TransformerEngine with MS-AMP", how="library")
 @pytest.mark.parametrize("backend", ["transformer_engine", "torchao"])
-def test_layers_of_another_library_and_a_level(te, backend):
+def test_layers_of_another_library_and_a_level(te, backend):  # noqa: F811
     """ "Combining the two": the products are TransformerEngine's, the states of the optimizer those
     of the level."""
     model = Model(64)

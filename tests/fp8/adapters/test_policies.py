@@ -23,7 +23,7 @@ from fp8.adapters.policies import (
     for_torchao,
     for_transformer_engine,
 )
-from tests.fp8.adapters import te_standin
+from tests.fp8.adapters.te_library import recipe_in_force, te  # noqa: F401
 from tests.fp8.selection.test_policies import Net, net
 from tests.wheels import unpacked
 
@@ -93,13 +93,7 @@ def test_what_torchao_does_not_have():
         for_torchao(Policy("row", rules=[("1", None, "nvfp4")]), model)
 
 
-# TransformerEngine: its Python does not install here; the stand-in has its signatures
-
-
-@pytest.fixture
-def te(monkeypatch: pytest.MonkeyPatch) -> Any:
-    te_standin.install(monkeypatch)
-    return sys.modules["transformer_engine.pytorch"]
+# TransformerEngine
 
 
 def enabled(policy: Policy, model: nn.Module, plain: nn.Module) -> dict[str, str | None]:
@@ -108,7 +102,7 @@ def enabled(policy: Policy, model: nn.Module, plain: nn.Module) -> dict[str, str
 
     def see(name: str) -> Any:
         def hook(*_: Any) -> None:
-            recipe = te_standin.STATE["recipe"]
+            recipe = recipe_in_force()
             found[name] = None if recipe is None else type(recipe).__name__
 
         return hook
@@ -124,11 +118,11 @@ def enabled(policy: Policy, model: nn.Module, plain: nn.Module) -> dict[str, str
     finally:
         for handle in (*handles, *seen):
             handle.remove()
-    assert te_standin.STATE["recipe"] is None
+    assert recipe_in_force() is None
     return found
 
 
-def test_transformer_engine_runs_each_layer_in_its_context(te):
+def test_transformer_engine_runs_each_layer_in_its_context(te):  # noqa: F811
     policy = Policy("mxfp8", rules=[("*.down", None, "tensor")], first=1, keep=["readout"])
     assert enabled(policy, net(), net()) == {
         "patch": "MXFP8BlockScaling",
@@ -142,17 +136,17 @@ def test_transformer_engine_runs_each_layer_in_its_context(te):
     assert {name for name, recipe in found.items() if recipe} == {"head"}
 
 
-def test_transformer_engine_closes_the_context_of_a_layer_that_raises(te):
+def test_transformer_engine_closes_the_context_of_a_layer_that_raises(te):  # noqa: F811
     model = net()
     for_transformer_engine(Policy("mxfp8", keep=["readout"]), net()).attach(model)
     with pytest.raises(RuntimeError):
         model.head(torch.randn(2, 3))
     with pytest.raises(RuntimeError):
         model(torch.randn(2, 3))
-    assert te_standin.STATE["recipe"] is None
+    assert recipe_in_force() is None
 
 
-def test_what_transformer_engine_does_not_have(te):
+def test_what_transformer_engine_does_not_have(te):  # noqa: F811
     policy = Policy("mxfp8", rules=[("head", "grad_weight", None)])
     with pytest.raises(ValueError, match="layer 'head': TransformerEngine has no recipe"):
         for_transformer_engine(policy, net())
@@ -346,7 +340,7 @@ def test_the_code_for_torchao_runs():
     assert kinds == {n for n, m in net().named_modules() if isinstance(m, nn.Linear)} - {"head"}
 
 
-def test_the_code_for_transformer_engine_runs(te):
+def test_the_code_for_transformer_engine_runs(te):  # noqa: F811
     space: dict[str, Any] = {"model": net(), "te_model": net()}
     exec(as_code(Policy("mxfp8", keep=["readout"]))["transformer_engine"], space)
     assert space["contexts"].inner == {"head": None}

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fp8 import RECIPES, Cast, Recipe
 from fp8.adapters import transformer_engine
 from fp8.adapters.transformer_engine import delayed_scaling
-from tests.fp8.adapters import te_signatures, te_standin
-from tests.wheels import unpacked
+from tests.fp8.adapters.te_library import te  # noqa: F401
 
 KINDS = {
     "unit": "DelayedScaling",
@@ -41,34 +41,17 @@ ENVIRONMENT = {
 """Everything that the defaults of the package read from the environment, turned around."""
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """TransformerEngine's published wheel, unpacked; skips where it cannot be fetched."""
-    requirement = f"transformer_engine=={te_signatures.VERSION}"
-    return unpacked(requirement, tmp_path_factory.mktemp("transformer_engine"))
-
-
-@pytest.fixture(params=["generated", "published"])
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The recipes generated from the signatures that are kept, and those of the package itself,
-    whose file needs nothing but pydantic."""
+@pytest.fixture
+def library(te: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
+    """The package's recipes, imported under that environment, which it reads at import."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    te_standin.install(monkeypatch)
     name = "transformer_engine.common.recipe"
-    if request.param == "generated":
-        return sys.modules[name]
-    pytest.importorskip("pydantic", reason="the package's recipes are pydantic dataclasses")
-    file = request.getfixturevalue("wheel") / "transformer_engine/common/recipe/__init__.py"
-    spec = importlib.util.spec_from_file_location(name, file)
+    spec = importlib.util.spec_from_file_location(name, sys.modules[name].__file__)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
-
-
-def test_the_signatures_kept_are_those_of_the_package(wheel):
-    assert te_signatures.read(wheel) == te_signatures.kept()
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -115,8 +98,6 @@ def test_powers_of_two_are_set_where_they_are_read(library, scaling, rule, power
 
 
 def test_scales_of_unit_are_one(library):
-    import torch
-
     algorithm = transformer_engine.te_recipe("unit").scaling_factor_compute_algo
     scale = torch.tensor([3.0, 0.5])
     assert algorithm(torch.tensor([100.0, 0.0]), scale, 448.0, None).tolist() == [1.0, 1.0]

@@ -1,6 +1,6 @@
-"""TransformerEngine's layers in a model and out of it, with a stand-in made from its signatures.
+"""TransformerEngine's own layers and contexts in a model and out of it, without their kernels.
 
-What `swap` does for every library is tested with torchao's layers, which run here.
+What `swap` does for every library is tested with torchao's layers, whose products run here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,22 @@ from torch import Tensor, nn
 
 import fp8
 from fp8.adapters import transformer_engine
-from tests.fp8.adapters import te_standin
+from tests.fp8.adapters.te_library import RAN, recipe_in_force, te  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("te")
+KINDS = {
+    "unit": "DelayedScaling",
+    "delayed": "DelayedScaling",
+    "tensor": "Float8CurrentScaling",
+    "block": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4_nvidia": "NVFP4BlockScaling",
+}
 
 
 @pytest.fixture(autouse=True)
-def te(monkeypatch: pytest.MonkeyPatch) -> Any:
+def _seed() -> None:
     torch.manual_seed(0)
-    return te_standin.install(monkeypatch)
 
 
 class Model(nn.Module):
@@ -51,7 +60,25 @@ class Model(nn.Module):
         return self.head(x)
 
 
+class Block(nn.Module):
+    """Modules of its own in an order that its forward alone knows, and an nn.Sequential."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.mix = nn.Linear(32, 32, bias=bias)
+        self.norm = nn.LayerNorm(32, eps=1e-3)
+        up, down = nn.Linear(32, 64, bias=bias), nn.Linear(64, 32, bias=bias)
+        self.mlp = nn.Sequential(nn.RMSNorm(32), up, nn.SiLU(), down, nn.RMSNorm(32))
+        self.mlp.append(nn.Linear(32, 32, bias=bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(self.norm(x))
+        return x + self.mlp(x)
+
+
 TOKENS = torch.arange(48).view(12, 4)
+INPUTS = {Model: TOKENS, Block: torch.linspace(-2, 2, 3 * 32).view(3, 32)}
+FUSED = [("norm", "mix"), ("mlp.0", "mlp.1", "mlp.2", "mlp.3"), ("mlp.4", "mlp.5")]
 
 
 def convert(model: nn.Module, recipe: str = "tensor") -> nn.Module:
@@ -66,15 +93,14 @@ def report_of_nothing(model: nn.Module) -> Any:
 
 def ran(model: nn.Module, *args: Tensor) -> set[str | None]:
     """The recipes in force in the products of a call."""
-    te_standin.STATE["ran"].clear()
+    RAN.clear()
     model(*args)
-    recipes = te_standin.STATE["ran"]
-    return {None if recipe is None else type(recipe).__name__ for recipe in recipes}
+    return {None if recipe is None else type(recipe).__name__ for recipe in RAN}
 
 
-@pytest.mark.proves("TransformerEngine", "nn.Linear to te.Linear", how="signatures")
-@pytest.mark.proves("TransformerEngine", "nn.LayerNorm to te.LayerNorm", how="signatures")
-def test_each_layer_is_converted_or_said_to_be_left_alone(te):
+@pytest.mark.proves("TransformerEngine", "nn.Linear to te.Linear", how="library")
+@pytest.mark.proves("TransformerEngine", "nn.LayerNorm to te.LayerNorm", how="library")
+def test_each_layer_is_converted_or_said_to_be_left_alone(te):  # noqa: F811
     model = convert(Model())
     rows = {row.path: (row.done, row.why) for row in fp8.report(model)}
     done = ("converted", "TransformerEngine, Float8CurrentScaling")
@@ -98,32 +124,112 @@ def test_sizes_are_those_that_the_recipe_takes(recipe, size):
     assert [row.left_alone for row in rows] == [False, True]
 
 
-def test_there_and_back_the_model_stays_itself():
-    """The same parameters without copies or random numbers, ties, attributes, and no
-    `_extra_state` in checkpoints; a copy has them too. Nothing is left after the way back."""
-    model = Model()
-    model.a.comment = "mine"
+@pytest.mark.parametrize("make", [Model, Block])
+def test_there_and_back_the_model_stays_itself(make):
+    """The same parameters without copies or random numbers, in an optimizer made before too, ties,
+    attributes, and no `_extra_state` in checkpoints; a copy has them too. Nothing is left after the
+    way back. Fused layers are no exception."""
+    model, x = make(), INPUTS[make]
+    model.norm.comment = "mine"
     model.norm.eval()
-    plain = model(TOKENS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     modules = {name: (type(m), set(vars(m)), m.training) for name, m in model.named_modules()}
     parameters = [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
-    keys, state = list(model.state_dict()), torch.get_rng_state()
-    assert convert(model, "unit") is model
+    plain, keys, state = model(x), list(model.state_dict()), torch.get_rng_state()
+    assert transformer_engine.convert(model, "unit", fuse=make is Block and FUSED) is model
     for module in (model, copy.deepcopy(model)):
-        assert torch.allclose(module(TOKENS), plain, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(module(x), plain, rtol=1e-5, atol=1e-5)
         assert list(module.state_dict()) == keys
-        assert module.a is module.b
-        assert module.head.weight is module.embed.weight
-        assert (module.a.comment, module.norm.training) == ("mine", False)
-        assert not module.frozen.weight.requires_grad
+        assert (module.norm.comment, module.norm.training) == ("mine", False)
+        if make is Model:
+            assert module.a is module.b
+            assert module.head.weight is module.embed.weight
+            assert not module.frozen.weight.requires_grad
     assert [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)] == parameters
     assert torch.equal(torch.get_rng_state(), state)
+    model(x).square().mean().backward()
+    optimizer.step()
+    stepped = model(x)
+    assert not torch.allclose(stepped, plain)
     assert fp8.revert(model) is model
     found = {name: (type(m), set(vars(m)), m.training) for name, m in model.named_modules()}
     assert found == modules
     assert [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)] == parameters
-    assert (model.rms.eps, model.norm.eps, model.head.bias) == (None, 1e-3, None)
-    assert torch.equal(model(TOKENS), plain)
+    assert torch.allclose(model(x), stepped, rtol=1e-5, atol=1e-5)
+    if make is Model:
+        assert (model.rms.eps, model.norm.eps, model.head.bias) == (None, 1e-3, None)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_fused(te, bias):  # noqa: F811
+    """As accurate as apart, gradients too, with the weights that were loaded or assigned last."""
+    model, x = transformer_engine.convert(Block(bias), "tensor", fuse=FUSED), INPUTS[Block]
+    kinds = (te.LayerNormLinear, te.LayerNormMLP, te.LayerNormLinear)
+    how = "TransformerEngine, Float8CurrentScaling, in te."
+    rows = {n: how + k.__name__ for names, k in zip(FUSED, kinds, strict=True) for n in names}
+    assert {row.path: row.why for row in fp8.report(model)} == rows
+    assert all(isinstance(model.get_submodule(n[1]), k) for n, k in zip(FUSED, kinds, strict=True))
+    for assign in (False, True):
+        plain = Block(bias)
+        model.load_state_dict(plain.state_dict(), assign=assign)
+        assert ran(model, x) == {"Float8CurrentScaling"}
+        assert len(RAN) == 4
+        both = [
+            torch.autograd.grad(m(x).square().sum(), tuple(m.parameters())) for m in (model, plain)
+        ]
+        for one, other in zip(*both, strict=True):
+            assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_neighbours_in_a_sequential_are_fused():
+    model = Block()
+    model.mlp.append(nn.ReLU())
+    model.mlp.append(nn.LayerNorm(32))  # before a layer that is converted to none
+    model.mlp.append(nn.Linear(32, 10))
+    wanted = model.mlp(INPUTS[Block])
+    transformer_engine.convert(model, "unit", fuse=True)
+    fused = {row.path for row in fp8.report(model) if ", in te." in row.why}
+    assert fused == {f"mlp.{i}" for i in range(6)}
+    assert torch.allclose(model.mlp(INPUTS[Block]), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("mix", "norm"), "expected a norm and a linear layer, or these, an activation and a"),
+        (("norm", "mlp.1", "mlp.2"), "expected a norm and a linear layer"),
+        (("norm", "odd"), "odd: 10 is no multiple of 16"),
+        (("plain", "mix"), "plain: te.LayerNorm has no form without weight"),
+        (("wide", "mix"), r"the norm is over \(4, 32\), not \(32,\)"),
+        (("norm", "short"), "the weights have several dtypes"),
+        (("norm", "twice"), "twice has two names"),
+        (("norm", "hooked"), "hooked has hooks, which would see other values"),
+        (("norm", "mlp.1", "gelu", "mlp.3"), r"its activations are nn.GELU\('tanh'\), nn.ReLU"),
+        (("norm", "mlp.1", "mlp.2", "back"), "does not return to the size of the norm"),
+        (("norm", "mlp.1", "mlp.2", "unbiased"), "one linear layer has a bias"),
+    ],
+)
+def test_what_is_not_fused(names, message):
+    model = Block()
+    layers = {"odd": nn.Linear(32, 10), "short": nn.Linear(32, 32).half(), "gelu": nn.GELU()}
+    layers |= {"twice": nn.Linear(32, 32), "hooked": nn.Linear(32, 32), "back": nn.Linear(64, 16)}
+    layers |= {"wide": nn.LayerNorm((4, 32)), "plain": nn.LayerNorm(32, elementwise_affine=False)}
+    layers["unbiased"] = nn.Linear(64, 32, bias=False)
+    layers["hooked"].register_forward_hook(lambda *_: None)
+    for name, layer in (*layers.items(), ("again", layers["twice"])):
+        model.add_module(name, layer)
+    with pytest.raises(ValueError, match=f"cannot fuse {', '.join(names)}: .*{message}"):
+        transformer_engine.convert(model, "tensor", fuse=[names])
+    assert type(model.mix) is nn.Linear
+
+
+def test_wrong_names_of_what_to_fuse():
+    with pytest.raises(ValueError, match="norm is in another group"):
+        transformer_engine.convert(Block(), fuse=[("norm", "mix"), ("norm", "mlp.1")])
+    with pytest.raises(TypeError, match="sequences of names, got the name 'norm'"):
+        transformer_engine.convert(Block(), fuse=("norm", "mix"))
+    with pytest.raises(AttributeError, match="nrm"):
+        transformer_engine.convert(Block(), fuse=[("nrm", "mix")])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -135,47 +241,55 @@ def test_dtype_is_kept(dtype):
     assert row.why == "TransformerEngine has no torch.float64"
 
 
-@pytest.mark.proves("TransformerEngine", "FP8 products, everything else as it is", how="signatures")
-def test_under_its_recipe_in_training_and_in_evaluation_if_asked():
-    layer, x = nn.Linear(32, 32), torch.randn(16, 32)
-    assert ran(convert(layer, "mxfp8"), x) == {"MXFP8BlockScaling"}  # a model that is a layer
-    model = convert(Model())
-    assert ran(model, TOKENS) == {"Float8CurrentScaling"}
-    assert ran(model.eval(), TOKENS) == {None}
-    recipe = transformer_engine.delayed_scaling(amax_history_len=4)
-    model = transformer_engine.convert(nn.Sequential(layer), recipe, in_eval=True)
-    assert ran(model.eval(), x) == {"DelayedScaling"}
-    assert te_standin.STATE["entered"][-1]["recipe"] is recipe
+@pytest.mark.proves("TransformerEngine", "FP8 products, everything else as it is", how="library")
+@pytest.mark.parametrize("recipe", KINDS)
+def test_under_its_recipe_in_training_and_in_evaluation_if_asked(recipe):
+    """TransformerEngine checks at the entry of its context whether the device has the recipe."""
+    x = torch.randn(5, 128)
+    model = convert(nn.Sequential(nn.Linear(128, 128), nn.RMSNorm(128)), recipe)
+    assert ran(model, x) == {KINDS[recipe]}
+    assert ran(model.eval(), x) == {None}
+    with transformer_engine.autocast(recipe):
+        assert recipe_in_force() == transformer_engine.te_recipe(recipe)
+        with transformer_engine.autocast("tensor", enabled=False):
+            assert recipe_in_force() is None
     assert ran(fp8.revert(model), x) == set()
 
 
-def test_its_context():
-    with transformer_engine.autocast("delayed"):
-        assert te_standin.STATE["recipe"] == transformer_engine.te_recipe("delayed")
-        with transformer_engine.autocast("tensor", enabled=False):
-            assert te_standin.STATE["recipe"] is None
+def test_a_recipe_of_its_own_and_a_model_that_is_a_layer():
+    x = torch.randn(16, 32)
+    recipe = transformer_engine.delayed_scaling(amax_history_len=4)
+    model = transformer_engine.convert(nn.Linear(32, 32), recipe, in_eval=True).eval()
+    assert ran(model, x) == {"DelayedScaling"}
+    assert RAN[0] is recipe
+    assert type(fp8.revert(model)) is nn.Linear
 
 
-def test_back_from_layers_that_others_put_there(te):
+def test_back_from_layers_that_others_put_there(te):  # noqa: F811
     """As accelerate's: bias=False is an empty tensor, the state_dict has `_extra_state`."""
-    model = nn.Sequential(
+    layers = [
         te.Linear(32, 16, bias=False, device="cpu"),
         te.LayerNorm(16, device="cpu"),
         te.RMSNorm(16, zero_centered_gamma=True, device="cpu"),
-    )
+        te.LayerNormLinear(16, 16, device="cpu"),
+    ]
+    model, x = nn.Sequential(*layers), torch.randn(16, 32)
     for parameter in model.parameters():
         nn.init.normal_(parameter)
-    x = torch.randn(16, 32)
-    want = model[1](model[0](x))
-    state = model.state_dict()
+    want = model[:2](x)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     assert [key for key in state if key.endswith("_extra_state")]
     back = transformer_engine.revert(model)
-    assert [type(layer) for layer in back] == [nn.Linear, nn.LayerNorm, te.RMSNorm]
+    assert [type(m) for m in back] == [nn.Linear, nn.LayerNorm, te.RMSNorm, te.LayerNormLinear]
     assert back[0].bias is None
-    assert torch.equal(back[1](back[0](x)), want)
-    fresh = nn.Sequential(nn.Linear(32, 16, bias=False), nn.LayerNorm(16), nn.RMSNorm(16))
-    fresh.load_state_dict(transformer_engine.weights(state))
-    assert torch.equal(fresh[1](fresh[0](x)), want)
+    assert torch.equal(back[:2](x), want)
+    fresh = nn.Sequential(nn.Linear(32, 16, bias=False), nn.LayerNorm(16))
+    first = {name: value for name, value in state.items() if name[0] in "01"}
+    fresh.load_state_dict(transformer_engine.weights(first))
+    assert torch.equal(convert(fresh)(x), want)
+    missing, unexpected = nn.Sequential(*layers[:2]).load_state_dict(fresh.state_dict(), False)
+    assert unexpected == []
+    assert {name.rpartition(".")[2] for name in missing} == {"_extra_state"}
 
 
 def test_weights_go_both_ways_with_strict_keys():
@@ -250,4 +364,4 @@ def test_the_fast_path_of_the_encoder_does_not_skip_its_layers():
     model = convert(nn.TransformerEncoder(layer, 2).eval())
     with torch.no_grad():
         assert ran(model, torch.randn(2, 8, 32)) == {None}
-    assert len(te_standin.STATE["ran"]) == 4
+    assert len(RAN) == 4
