@@ -51,11 +51,10 @@ DOCUMENTS = {
         "This package takes its place, so that the two cannot be installed together: tests compare "
         "with recorded values and signatures of 0.3.5.",
     ),
-    "Accelerate": (_GUIDE, "Installed and run on CPU, with a stand-in for TransformerEngine."),
+    "Accelerate": (_GUIDE, "Installed and run on CPU, with TransformerEngine's Python."),
     "TransformerEngine": (
         _GUIDE,
-        "It needs a GPU: its published recipes are run, and a CPU stand-in that is made from its "
-        "signatures.",
+        "Its Python was run, on CPU: recipes, contexts and layers. Its kernels need a GPU.",
     ),
     "MS-AMP": (
         _GUIDE,
@@ -74,7 +73,7 @@ DOCUMENTS = {
     ),
 }
 
-_PYTHON = "its Python was run, with stand-ins for what is compiled; no GPU"
+_PYTHON = "its Python was run, without its kernels; no GPU"
 _NO_GPU = "not shown: nothing here has been run on a GPU"
 
 
@@ -135,13 +134,13 @@ FEATURES = [
         "FP8RecipeKwargs",
     ),
     *_rows("Accelerate", "MS-AMP", "opt_level", "AORecipeKwargs"),
-    *_rows("Accelerate", "combining the two", "TransformerEngine with MS-AMP"),
+    *_rows("Accelerate", "combining the two", ("TransformerEngine with MS-AMP", _PYTHON)),
     *_rows(
         "TransformerEngine",
         "TransformersEngine",
         ("nn.Linear to te.Linear", _PYTHON),
         ("nn.LayerNorm to te.LayerNorm", _PYTHON),
-        "FP8 products, everything else as it is",
+        ("FP8 products, everything else as it is", _PYTHON),
         "margin",
         ("interval", "TransformerEngine ignores it: refused, but for 1"),
         "fp8_format",

@@ -11,6 +11,7 @@ import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -81,11 +82,12 @@ class Filtered:
         """Converts the layers of ``model`` in place by torchao's own function; returns it."""
         library = need("torchao")
         if isinstance(self.config, library.Float8LinearConfig):
-            options = {"config": self.config, "module_filter_fn": self.filter}
-            converted: nn.Module = library.convert_to_float8_training(model, **options)
-            return converted
-        quantize = importlib.import_module("torchao.quantization").quantize_
-        quantize(model, self.config, filter_fn=self.filter)
+            library.convert_to_float8_training(
+                model, config=self.config, module_filter_fn=self.filter
+            )
+        else:
+            quantize = importlib.import_module("torchao.quantization").quantize_
+            quantize(model, self.config, filter_fn=self.filter)
         return model
 
 
@@ -122,9 +124,9 @@ def for_torchao(
             groups.setdefault(recipe, set()).add(name)
         else:
             notes.append(f"torchao converts linear layers only: {name!r} stays in high precision")
-    make = lambda recipe: torchao.ao_config(recipe, emulate=emulate)  # noqa: E731
+    config = partial(torchao.ao_config, emulate=emulate)
     parts = [
-        Filtered(_translated(min(names), make, recipe), frozenset(names))
+        Filtered(_translated(min(names), config, recipe), frozenset(names))
         for recipe, names in groups.items()
     ]
     return parts, notes
@@ -157,13 +159,12 @@ class Contexts:
 def _hooked(module: nn.Module, recipe: Any) -> list[Any]:
     contexts: list[Any] = []
 
-    def before(module: nn.Module, args: Any) -> None:
-        recipe_of_context = te_recipe("tensor") if recipe is None else recipe
-        context = transformer_engine.autocast(recipe_of_context, enabled=recipe is not None)
+    def before(*_: Any) -> None:
+        context = transformer_engine.autocast(recipe or "tensor", enabled=recipe is not None)
         context.__enter__()
         contexts.append(context)
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
+    def after(*_: Any) -> None:
         contexts.pop().__exit__(None, None, None)
 
     return [
@@ -279,7 +280,7 @@ def for_megatron(policy: Policy) -> MegatronFiles:
         notes.append("the scales of Megatron's tensorwise recipe are not powers of two")
     if policy.rules:
         notes.append("the patterns are matched with the names of Megatron's modules")
-    return MegatronFiles(flags, _yaml(matchers) if matchers else "", notes)
+    return MegatronFiles(flags, _precision_file(matchers) if matchers else "", notes)
 
 
 def _base_flags(base: dict[str, str]) -> dict[str, str]:
@@ -292,14 +293,14 @@ def _base_flags(base: dict[str, str]) -> dict[str, str]:
     return flags | (history if flags["fp8-recipe"] == "delayed" else {})
 
 
-def _matchers(policy: Policy, base: dict[str, str]) -> dict[str, tuple[str, dict[str, str]]]:
+def _matchers(policy: Policy, base: dict[str, str]) -> dict[str, tuple[str, dict[str, Any]]]:
     """Name -> (pattern, configuration), the last rule first: the first that matches decides."""
-    matchers: dict[str, tuple[str, dict[str, str]]] = {
+    matchers: dict[str, tuple[str, dict[str, Any]]] = {
         f"keep_{role}_{i}": (pattern, {})
         for role in policy.keep
         for i, pattern in enumerate(_MEGATRON_ROLES.get(role, ()), 1)
     }
-    enable = {} if base else {"override_nonquantized_autocast": "true"}
+    enable = {} if base else {"override_nonquantized_autocast": True}
     for index, rule in reversed(list(enumerate(policy.rules, 1))):
         what = f"rule {index} ({rule})"
         if rule.product is not None:
@@ -311,25 +312,23 @@ def _matchers(policy: Policy, base: dict[str, str]) -> dict[str, tuple[str, dict
     return matchers
 
 
-def _yaml(matchers: dict[str, tuple[str, dict[str, str]]]) -> str:
-    names: dict[str, dict[str, str]] = {}
-    lines = ["matchers:"]
-    for matcher, (pattern, config) in matchers.items():
-        name = "_".join(list(config.values())[:2]) or "high_precision"
-        names[name] = config
-        lines += [
-            f"  {matcher}:",
-            f'    config: "{name}"',
-            '    type: "glob"',
-            f"    pattern: {json.dumps(pattern)}",
-            "    enabled: true",
-        ]
-    configs = ["configs:"]
-    for name, config in names.items():
-        configs += [f"  {name}:", '    transformer_engine_config_type: "TEQuantizationParams"']
-        fields = [f"      {k}: {v if v == 'true' else json.dumps(v)}" for k, v in config.items()]
-        configs += ["    training_recipe:", *fields] if fields else ["    training_recipe: {}"]
-    return "\n".join([*configs, *lines]) + "\n"
+def _precision_file(matchers: dict[str, tuple[str, dict[str, Any]]]) -> str:
+    configs, entries = {}, {}
+    for matcher, (pattern, recipe) in matchers.items():
+        name = "_".join(list(recipe.values())[:2]) or "high_precision"
+        kind = {"transformer_engine_config_type": "TEQuantizationParams"}
+        configs[name] = kind | {"training_recipe": recipe}
+        entries[matcher] = {"config": name, "type": "glob", "pattern": pattern, "enabled": True}
+    return _yaml({"configs": configs, "matchers": entries})
+
+
+def _yaml(mapping: Mapping[str, Any], indent: str = "") -> str:
+    return "".join(
+        f"{indent}{key}:\n{_yaml(value, indent + '  ')}"
+        if isinstance(value, dict) and value
+        else f"{indent}{key}: {json.dumps(value)}\n"
+        for key, value in mapping.items()
+    )
 
 
 def as_code(policy: Policy) -> dict[str, str]:
@@ -346,20 +345,28 @@ def as_code(policy: Policy) -> dict[str, str]:
     policy = fp8.Policy("mxfp8", keep=["readout"])
     fp8.convert(model, policy)
     """
-    made = f"policy = {_source(policy)}"
+    source = _source(policy)
     step = "fp8.advance(model, step / steps)  # before each step\n" if policy.switch else ""
-    first = "import fp8\nfrom fp8.adapters.policies import"
-    return {
-        "fp8": f"import fp8\n\n{made}\nfp8.convert(model, policy)\n{step}".rstrip(),
-        "torchao": f"{first} for_torchao\n\n{made}\n"
-        "parts, notes = for_torchao(policy, model)\n"
-        "for part in parts:  # convert_to_float8_training(model, config=, module_filter_fn=)\n"
-        "    part.apply(model)\nprint(*notes)",
-        "transformer_engine": f"{first} for_transformer_engine\n\n{made}\n"
-        "contexts = for_transformer_engine(policy, model)  # the model with layers of torch\n"
-        "contexts.attach(te_model)  # with te.Linear under the same names\nprint(*contexts.notes)",
+    codes = {
+        "fp8": f"import fp8\n\npolicy = {source}\nfp8.convert(model, policy)\n{step}",
+        "torchao": f"""import fp8
+from fp8.adapters.policies import for_torchao
+
+policy = {source}
+parts, notes = for_torchao(policy, model)
+for part in parts:  # convert_to_float8_training(model, config=, module_filter_fn=)
+    part.apply(model)
+print(*notes)""",
+        "transformer_engine": f"""import fp8
+from fp8.adapters.policies import for_transformer_engine
+
+policy = {source}
+contexts = for_transformer_engine(policy, model)  # the model with layers of torch
+contexts.attach(te_model)  # with te.Linear under the same names
+print(*contexts.notes)""",
         "megatron": _megatron_code(policy),
     }
+    return {library: code.rstrip() for library, code in codes.items()}
 
 
 def _megatron_code(policy: Policy) -> str:

@@ -278,8 +278,7 @@ class _Skipped(Mixin):
     """A module whose function a fused layer computes: it returns its input."""
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        (input,) = (*args, *kwargs.values())
-        return input
+        return args[0] if args else next(iter(kwargs.values()))
 
 
 def convert(
@@ -370,7 +369,7 @@ def _te_layer(te: Any, module: nn.Module, multiple: int) -> nn.Module:
     return layer
 
 
-def _eps(norm: nn.Module) -> float:
+def _eps(norm: Any) -> float:
     return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
 
 
@@ -383,7 +382,7 @@ def _padded(layer: Any, mixin: type[_Linear], linear: nn.Linear, biases: Any, mu
     return layer
 
 
-_Group = dict[str, nn.Module]
+_Group = dict[str, Any]
 """Names and modules that one layer replaces."""
 
 

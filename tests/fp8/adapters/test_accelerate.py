@@ -108,27 +108,6 @@ def test_an_error_for_one_model_converts_none():
     assert {row.why for row in fp8.report(model)} == {"not chosen", "a lookup, not a product"}
 
 
-def test_checkpointed_and_resumed_as_if_it_had_not_stopped(tmp_path):
-    model = Model()
-    accelerator = library.Accelerator(cpu=True)
-    schedule: Any = []
-
-    def start(model: nn.Module) -> Any:
-        optimizer = adam(model)
-        schedule.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
-        return accelerate.prepare(accelerator, model, optimizer, recipe="tensor")
-
-    first = start(copy.deepcopy(model))
-    accelerated(accelerator, *first, batches(3))
-    accelerator.save_state(str(tmp_path))
-    want = accelerated(accelerator, *first, batches(3, start=3))
-    accelerator.free_memory()
-    second = start(copy.deepcopy(model))
-    accelerator.load_state(str(tmp_path))
-    assert accelerated(accelerator, *second, batches(3, start=3)) == want
-    assert (tmp_path / "model.safetensors").exists()
-
-
 @pytest.mark.proves("Accelerate", "BF16 around FP8", how="library")
 def test_with_bf16_and_gradient_accumulation():
     model = Model()

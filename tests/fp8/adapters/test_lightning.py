@@ -30,6 +30,7 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
 
 TRAINERS = ["lightning", "pytorch_lightning"]
+BITS = ["fp8.optim", "bitsandbytes"]
 
 
 @pytest.fixture(autouse=True)
@@ -146,102 +147,72 @@ def plain_loop(net: nn.Module, precision: str, epochs: int, optimizer: Any = ada
 @pytest.mark.proves("Lightning", "precision=bf16", how="library")
 @pytest.mark.proves("Lightning", "no casts by hand", how="library")
 @pytest.mark.proves("Lightning", "bf16 on CPU", how="library")
-@pytest.mark.parametrize("library", TRAINERS)
+@pytest.mark.proves("Lightning", "the 8-bit optimizer of bitsandbytes", how="library")
+@pytest.mark.parametrize(
+    ("library", "optimizer"), [*((n, "torch") for n in TRAINERS), *(("lightning", n) for n in BITS)]
+)
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_the_same_losses_as_a_plain_loop(library, precision, tmp_path):
+def test_the_same_losses_as_a_plain_loop(library, optimizer, precision, tmp_path):
     net = Net()
     other = fp8.convert(copy.deepcopy(net), "tensor")
-    lit = module(library, net)
+    lit = module(library, net, optimizer)
     plugin = FP8Precision("tensor", precision=precision, library=library)
     trainer(library, plugin, tmp_path, 2).fit(lit, loader())
-    assert lit.losses == plain_loop(other, precision, 2)
-    assert lit.losses[-1] < lit.losses[0]
-
-
-@pytest.mark.proves("Lightning", "the 8-bit optimizer of bitsandbytes", how="library")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("optimizer", ["fp8.optim", "bitsandbytes"])
-def test_8_bit_optimizers(optimizer, precision, tmp_path):
-    """Beside FP8 as beside Lightning's own precisions."""
-    net = Net()
-    other = fp8.convert(copy.deepcopy(net), "unit")
-    lit = module("lightning", net, optimizer)
-    trainer("lightning", FP8Precision("unit", precision=precision), tmp_path, 2).fit(lit, loader())
     assert lit.losses == plain_loop(other, precision, 2, OPTIMIZERS[optimizer])
+    assert lit.losses[-1] < lit.losses[0]
 
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
 def test_weights_in_16_bits(precision, tmp_path):
     lit = module("lightning", Mlp())
-    trainer("lightning", FP8Precision("unit", precision=precision), tmp_path, 1).fit(lit, loader())
+    plugin = FP8Precision("unit", precision=precision, where=lambda name, layer: "head" not in name)
+    trainer("lightning", plugin, tmp_path, 1).fit(lit, loader())
     dtype = torch.float16 if precision == "16-true" else torch.bfloat16
     assert {p.dtype for p in lit.parameters()} == {dtype}
-    assert all(row.done == "converted" for row in fp8.report(lit) if "Linear" in row.what)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "precision"),
-    [
-        ("unit", "32-true"),
-        ("delayed", "32-true"),
-        ("delayed", "bf16-mixed"),
-        ("static", "32-true"),
-        ("tensor", "16-mixed"),
-    ],
-)
-@pytest.mark.parametrize("library", TRAINERS)
-def test_resumed_as_if_it_had_not_stopped(library, recipe, precision, tmp_path):
-    """To the bit, in a model that has never been converted, from a checkpoint of the second of
-    four epochs."""
-    path = tmp_path / "checkpoint.ckpt"
-
-    def plugin() -> Any:
-        return FP8Precision(recipe, precision=precision, library=library)
-
-    first = module(library, Mlp())
-    start = copy.deepcopy(first)
-    run = trainer(library, plugin(), tmp_path, 2)
-    run.fit(first, loader())
-    run.save_checkpoint(path)
-    resumed = copy.deepcopy(start)
-    trainer(library, plugin(), tmp_path, 4).fit(resumed, loader(), ckpt_path=path)
-    trainer(library, plugin(), tmp_path, 4).fit(start, loader())
-    assert first.losses + resumed.losses == start.losses
-    weights = start.state_dict()
-    assert all(torch.equal(value, weights[name]) for name, value in resumed.state_dict().items())
+    assert [row.done for row in fp8.report(lit)] == ["left alone", "converted", "left alone"]
 
 
 STATES = ["delayed", "static", fp8.Policy("row", switch=[(0.4, "delayed")])]
 
 
-def fitted(recipe: Any, folder: Path, epochs: int = 2, **options: Any) -> tuple[Any, Any]:
+def fitted(
+    recipe: Any, folder: Path, epochs: int = 2, precision: str = "32-true", **options: Any
+) -> tuple[Any, Any]:
     """A module with layers of one product and of several, and the Trainer that has trained it."""
     torch.manual_seed(0)
     lit = module("lightning", Net())
-    run = trainer("lightning", FP8Precision(recipe), folder, epochs, **options)
+    plugin = FP8Precision(recipe, precision=precision)
+    run = trainer("lightning", plugin, folder, epochs, **options)
     run.fit(lit, loader())
     return lit, run
 
 
-@pytest.mark.parametrize("recipe", STATES, ids=["delayed", "static", "switched"])
-def test_what_follows_a_fit(recipe, tmp_path):
-    """Each call of a Trainer that loads weights into a model that is trained already."""
-    lit, run = fitted(recipe, tmp_path, enable_checkpointing=True)
+@pytest.mark.parametrize(
+    ("recipe", "precision"),
+    [*((r, "32-true") for r in STATES), ("delayed", "bf16-mixed"), ("tensor", "16-mixed")],
+)
+def test_what_follows_a_fit(recipe, precision, tmp_path):
+    """Each call of a Trainer that loads weights into a model that is trained already; and training
+    resumed to the bit, in that model and in a new one, as if it had not stopped."""
+    how = {"precision": precision, "enable_checkpointing": True}
+    lit, run = fitted(recipe, tmp_path, **how)
     assert not any("fp8" in name for name in lit.state_dict())
     state = {name: value.clone() for name, value in lit.named_buffers()}
     lit.load_state_dict(lit.state_dict())
-    assert state
+    assert bool(state) == (recipe != "tensor")
     assert all(torch.equal(value, state[name]) for name, value in lit.named_buffers())
     best = run.checkpoint_callback.best_model_path
     for call in (run.validate, run.test, run.predict):
         call(lit, loader(), ckpt_path="best", **({} if call == run.predict else {"verbose": False}))
-    again = trainer("lightning", FP8Precision(recipe), tmp_path, 4)
-    again.fit(lit, loader(), ckpt_path=best)  # the model that is converted, and a new one
-    other = module("lightning", Net())
-    trainer("lightning", FP8Precision(recipe), tmp_path, 4).fit(other, loader(), ckpt_path=best)
-    assert lit.losses[8:] == other.losses
-    weights = lit.state_dict()
-    assert all(torch.equal(value, weights[name]) for name, value in other.state_dict().items())
+    models = [fitted(recipe, tmp_path, 4, **how)[0]] if isinstance(recipe, str) else []
+    for model in (lit, module("lightning", Net())):  # a switch comes later in a longer training
+        plugin = FP8Precision(recipe, precision=precision)
+        trainer("lightning", plugin, tmp_path, 4).fit(model, loader(), ckpt_path=best)
+        models.append(model)
+    weights = models[0].state_dict()
+    for model in models[1:]:
+        assert model.losses[-8:] == models[0].losses[-8:]
+        assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
 
 
 @pytest.mark.parametrize("recipe", STATES[:2])
@@ -358,28 +329,6 @@ def test_evaluated_under_the_recipe(tmp_path):
         assert lit.seen != [loss_of(plain.net, tokens).item() for tokens in batches()]
 
 
-def test_nothing_of_the_model_is_lost(tmp_path):
-    """Each of these Lightning's TransformerEnginePrecision loses, or raises at."""
-    net = Net()
-    seen: list[int] = []
-    net.up.register_forward_hook(lambda *_: seen.append(1))
-    parameters = dict(net.named_parameters())
-    frozen = net.frozen.weight.clone()
-    lit = module("lightning", net)
-    trainer("lightning", FP8Precision("unit"), tmp_path, 1).fit(lit, loader())
-    assert net.head.weight is net.embed.weight
-    assert all(value is parameters[name] for name, value in net.named_parameters())
-    assert not net.frozen.weight.requires_grad
-    assert torch.equal(net.frozen.weight, frozen)
-    assert len(seen) == 4
-    rows = {row.path: row for row in fp8.report(lit)}
-    assert rows["net.attention"].done == "converted"
-    assert rows["net.attention.out_proj"].why == "computed by net.attention"
-    assert rows["net.down"].done == rows["net.frozen"].done == "converted"
-    assert "24 is no multiple of 16" in rows["net.up"].why
-    assert rows["net.embed"].left_alone
-
-
 def fabric_loop(
     fabric: Any, model: Any, optimizer: Any, max_norm: float | None = None
 ) -> list[float]:
@@ -436,13 +385,6 @@ def test_mixed_precision_is_that_of_a_device_that_is_there(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
     with FP8Precision("unit", precision="bf16-mixed").forward_context():
         assert torch.is_autocast_enabled("cpu")
-
-
-def test_only_the_chosen_layers(tmp_path):
-    lit = module("lightning", Mlp())
-    plugin = FP8Precision("unit", where=lambda name, layer: "head" not in name)
-    trainer("lightning", plugin, tmp_path, 1).fit(lit, loader())
-    assert [row.done for row in fp8.report(lit)] == ["left alone", "converted", "left alone"]
 
 
 @pytest.mark.parametrize("make", [FP8Precision, FP8FabricPrecision])

@@ -249,35 +249,13 @@ def test_megatron_reads_the_rules_as_they_were_meant(megatron, tmp_path):
 
 
 def test_megatron_enables_rules_of_a_model_in_high_precision(megatron, tmp_path):
-    files = for_megatron(Policy(None, rules=[("*.mlp.*", None, "block")]))
+    files = for_megatron(Policy(None, rules=[('*"x', None, "bf16"), ("*.mlp.*", None, "block")]))
     assert files.flags == []
     for name, found in read(megatron, files.yaml, tmp_path).items():
         assert (found is not None) == (".mlp." in name)
         if found is not None:
             assert found.override_nonquantized_autocast is True
             assert (found.fp8_quantization_recipe, found.fp8_format) == ("blockwise", "e4m3")
-
-
-def test_the_file_of_megatron_without_its_reader():
-    yaml = pytest.importorskip("yaml")
-    files = for_megatron(Policy("mxfp8", rules=[('*"x', None, "bf16")]))
-    assert yaml.safe_load(files.yaml) == {
-        "configs": {
-            "high_precision": {
-                "transformer_engine_config_type": "TEQuantizationParams",
-                "training_recipe": {},
-            }
-        },
-        "matchers": {
-            "rule_1": {
-                "config": "high_precision",
-                "type": "glob",
-                "pattern": '*"x',
-                "enabled": True,
-            }
-        },
-    }
-    assert for_megatron(Policy("mxfp8")).yaml == ""
 
 
 def test_the_flags_of_megatron():
@@ -287,6 +265,7 @@ def test_the_flags_of_megatron():
         "--num-layers-at-end-in-bf16=0",
     ]
     delayed = for_megatron(Policy("delayed"))
+    assert delayed.yaml == ""
     assert delayed.flags[:2] == ["--fp8-format=hybrid", "--fp8-recipe=delayed"]
     assert "--fp8-amax-history-len=16" in delayed.flags
     assert any("not powers of two" in note for note in for_megatron(Policy("tensor")).notes)
