@@ -130,8 +130,6 @@ def test_with_bf16_and_gradient_accumulation():
             opt.step()
             opt.zero_grad()
     assert got == want
-    unwrapped = accelerator.unwrap_model(model)
-    assert {row.done for row in fp8.report(unwrapped)} == {"converted", "left alone"}
 
 
 @pytest.mark.proves("Accelerate", "TERecipeKwargs", how="library")

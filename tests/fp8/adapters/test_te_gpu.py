@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8
+from fp8.adapters import transformer_engine
 from fp8.common.libraries import probe
 
 pytestmark = [
@@ -39,9 +40,10 @@ def sqnr(got: Tensor, exact: Tensor) -> float:
     return 20 * math.log10(float(exact.norm() / (got.double() - exact).norm()))
 
 
+@pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("tokens", [256, 37])
 @pytest.mark.parametrize("recipe", ["tensor", "unit"])
-def test_as_accurate_as_our_own_products(recipe: str, tokens: int):
+def test_as_accurate_as_our_own_products(recipe: str, tokens: int, fuse: bool):
     """Within half a decibel of simulation, outputs and gradients: the same casts, other sums."""
     torch.manual_seed(0)
     layers = (nn.Linear(256, 512), nn.LayerNorm(512), nn.Linear(512, 256, bias=False))
@@ -49,7 +51,7 @@ def test_as_accurate_as_our_own_products(recipe: str, tokens: int):
     x = torch.randn(tokens, 256, device="cuda")
     exact = results(copy.deepcopy(model).double(), x.double())
     ours = results(fp8.convert(copy.deepcopy(model), recipe, backend="simulate"), x)
-    converted = fp8.convert(model, recipe, backend="transformer_engine")
+    converted = transformer_engine.convert(model, recipe, fuse=fuse)
     theirs = results(converted, x)
     for one, other, value in zip(ours, theirs, exact, strict=True):
         assert sqnr(other, value) > sqnr(one, value) - 0.5
