@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..common.foreign import refuses_foreign
 from ..common.libraries import need
 from ..common.mixin import Mixin, add_mixin, bare_class, remove_mixin
+from ..common.validation import check_name
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
 from ..selection.layers import Where, checked_where
@@ -65,8 +66,7 @@ def _make(kind: str, **options: Any) -> Any:
 
 def format_of(name: str) -> Any:
     """TransformerEngine's Format. Raises ValueError for "E5M2", with which it does not train."""
-    if name not in _FORMATS.values():
-        raise ValueError(f"fp8_format must be 'HYBRID' or 'E4M3', got {name!r}")
+    check_name("fp8_format", name, _FORMATS.values())
     return getattr(_library().Format, name)
 
 
@@ -106,10 +106,7 @@ def delayed_scaling(
             f"{tuple(override_linear_precision)}: TransformerEngine's DelayedScaling computes all "
             "three products in FP8"
         )
-    if amax_compute_algo not in ("max", "most_recent"):
-        raise ValueError(
-            f"amax_compute_algo must be 'max' or 'most_recent', got {amax_compute_algo!r}"
-        )
+    check_name("amax_compute_algo", amax_compute_algo, ("max", "most_recent"))
     return _make(
         "DelayedScaling",
         margin=margin,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Model(nn.Module):
@@ -59,15 +61,32 @@ def accelerated(
     return losses
 
 
-def plain_loop(model: nn.Module, optimizer: Any, data: list[Tensor]) -> list[float]:
-    losses = []
-    for tokens in data:
-        loss = loss_of(model, tokens)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+def plain_loop(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    data: Iterable[Any],
+    loss_of: Callable[[Any, Any], Tensor] = loss_of,
+    *,
+    clip: float = 1.0,
+    every: int = 1,
+    dtype: torch.dtype | None = None,
+) -> list[float]:
+    """The losses of what a trainer does, spelled out: torch.autocast to ``dtype``, scaled losses in
+    float16, a step for ``every`` batches, which DDP does not synchronize before, and clipping."""
+    scaler, losses = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16), []
+    for i, batch in enumerate(data, 1):
+        apart = i % every and isinstance(model, DistributedDataParallel)
+        with model.no_sync() if apart else contextlib.nullcontext():
+            with torch.autocast("cpu", dtype, dtype is not None, cache_enabled=False):
+                loss = loss_of(model, batch)
+            scaler.scale(loss / every).backward()
         losses.append(loss.item())
+        if i % every == 0:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
     return losses
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import fp8
 from fp8.adapters.lightning import PRECISIONS, FP8FabricPrecision, FP8Precision
-from tests.fp8.adapters.loops import adam, batches, loss_of
+from tests.fp8.adapters.loops import adam, batches, loss_of, plain_loop
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -123,23 +123,7 @@ def loader() -> Any:
     return DataLoader(batches(), batch_size=None)
 
 
-def plain_loop(net: nn.Module, precision: str, epochs: int, optimizer: Any = adam) -> list[float]:
-    """What the Trainer does, spelled out: autocast, gradient scaling, clipping."""
-    optimizer = optimizer(net)
-    dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(precision)
-    scaler = torch.amp.GradScaler("cpu", enabled=precision == "16-mixed")
-    losses = []
-    for tokens in batches() * epochs:
-        with torch.autocast("cpu", dtype=dtype, cache_enabled=False, enabled=dtype is not None):
-            loss = loss_of(net, tokens)
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    return losses
+DTYPES = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 @pytest.mark.proves("Lightning", "precision=32", how="library")
@@ -158,7 +142,8 @@ def test_the_same_losses_as_a_plain_loop(library, optimizer, precision, tmp_path
     lit = module(library, net, optimizer)
     plugin = FP8Precision("tensor", precision=precision, library=library)
     trainer(library, plugin, tmp_path, 2).fit(lit, loader())
-    assert lit.losses == plain_loop(other, precision, 2, OPTIMIZERS[optimizer])
+    stepping, dtype = OPTIMIZERS[optimizer](other), DTYPES[precision]
+    assert lit.losses == plain_loop(other, stepping, batches() * 2, dtype=dtype)
     assert lit.losses[-1] < lit.losses[0]
 
 
@@ -281,14 +266,14 @@ def test_a_policy_and_its_switch(library, tmp_path):
         fp8.advance(other, next(done) / 8)
 
     other["net"].register_forward_pre_hook(advance)
-    want = plain_loop(other["net"], "32-true", 2)
+    want = plain_loop(other["net"], adam(other["net"]), batches() * 2)
     lit = module(library, copy.deepcopy(net))
     trainer(library, FP8Precision(POLICY, library=library), tmp_path, 2).fit(lit, loader())
     assert lit.losses == want
     assert "since 0.4" in str(fp8.report(lit))
     never = fp8.Policy(POLICY.recipe, rules=POLICY.rules)
     plain = fp8.convert(nn.ModuleDict({"net": copy.deepcopy(net)}), never)["net"]
-    assert plain_loop(plain, "32-true", 2) != want
+    assert plain_loop(plain, adam(plain), batches() * 2) != want
 
 
 @pytest.mark.parametrize(
@@ -357,7 +342,8 @@ def test_fabric(recipe, precision):
     losses = fabric_loop(fabric, model, optimizer, max_norm=1.0)
     # Fabric's autocast is around the forward pass alone, and its output is float32.
     tolerance = 0 if precision == "32-true" else 0.02
-    assert losses == pytest.approx(plain_loop(other, precision, 1), rel=tolerance, abs=0)
+    want = plain_loop(other, adam(other), batches(), dtype=DTYPES[precision])
+    assert losses == pytest.approx(want, rel=tolerance, abs=0)
     layer = nn.Linear(32, 32)
     assert fp8.report(fabric.setup(layer).module)[0].done == "converted"
 

@@ -2,7 +2,6 @@
 first two are those of a plain loop over DDP, to the bit; and all train on from a checkpoint, in a
 new model, as if they had not stopped."""
 
-import contextlib
 import os
 import warnings
 from pathlib import Path
@@ -21,7 +20,7 @@ from fp8.adapters.lightning import FP8Precision
 from fp8.tensors.scaled_tensor import dequantized
 from tests.fp8.adapters import hub_models
 from tests.fp8.adapters.hub_models import transformers
-from tests.fp8.adapters.loops import accelerated
+from tests.fp8.adapters.loops import accelerated, plain_loop
 from tests.launch import run_ranks
 from unit_scaling.transforms import unit_scale
 
@@ -57,23 +56,6 @@ def check_equal(model: nn.Module) -> None:
         assert torch.equal(*weights)
 
 
-def plain_loop(
-    model: nn.Module, optimizer: torch.optim.Optimizer, every: int, epochs: int = 1
-) -> list[float]:
-    """A step for ``every`` micro-batches, with the gradient clipped."""
-    ddp, losses = DistributedDataParallel(model), []
-    for i, x in enumerate(batches() * epochs, 1):
-        with ddp.no_sync() if i % every else contextlib.nullcontext():
-            loss = loss_of(ddp, x)
-            (loss / every).backward()
-        if i % every == 0:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def check_accelerate(level: str | None, folder: Path) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 
@@ -93,7 +75,8 @@ def check_accelerate(level: str | None, folder: Path) -> None:
         fp8.convert(other, "unit")
     else:
         fp8.initialize(other, second, level, "unit")
-    assert losses == plain_loop(other, second, every=2)
+    ddp = DistributedDataParallel(other)
+    assert losses == plain_loop(ddp, second, batches(), loss_of, clip=0.5, every=2)
     check_equal(model)
     model, optimizer = start()
     accelerator.load_state(str(folder))
@@ -141,7 +124,8 @@ def check_lightning(level: str | None, folder: Path) -> None:
     model, _ = fit(2)
     other = Lit(level)
     fp8.convert(other.net, "unit")
-    assert model.losses == plain_loop(other.net, other.optimizer, every=1, epochs=2)
+    ddp = DistributedDataParallel(other.net)
+    assert model.losses == plain_loop(ddp, other.optimizer, batches() * 2, loss_of, clip=0.5)
     check_equal(model)
     fit(1)[1].save_checkpoint(folder / "stopped")
     assert fit(2, folder / "stopped")[0].losses == model.losses[STEPS:]

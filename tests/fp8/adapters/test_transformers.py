@@ -14,6 +14,7 @@ from torch import nn
 import fp8
 import unit_scaling as uu
 from tests.fp8.adapters.hub_models import gpt2, llama, quiet, transformers  # noqa: F401
+from tests.fp8.adapters.loops import plain_loop
 from unit_scaling.transforms import unit_scale
 from unit_scaling.transforms.state import EXTRA_STATE, MARKER
 
@@ -70,19 +71,9 @@ def losses(trained: Any) -> list[float]:
     return [row["loss"] for row in trained.state.log_history if "loss" in row]
 
 
-def plain_loop(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> list[float]:
-    stepping = optimizer(model)
-    model.train()
-    found = []
-    for batch in batches:
-        count = (batch["labels"] != -100).sum()  # by which the Trainer has the sum divided
-        loss = model(**batch, num_items_in_batch=count).loss
-        found.append(loss.item())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        stepping.step()
-        stepping.zero_grad()
-    return found
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The sum, divided as the Trainer has it."""
+    return model(**batch, num_items_in_batch=(batch["labels"] != -100).sum()).loss
 
 
 def same_weights(one: nn.Module, other: nn.Module) -> bool:
@@ -99,7 +90,7 @@ def test_the_same_as_a_plain_loop(name, way, tmp_path):
     trained = trainer(model, tmp_path)
     batches = list(copy.deepcopy(trained).get_train_dataloader())
     trained.train()
-    assert losses(trained) == plain_loop(other, batches)
+    assert losses(trained) == plain_loop(other.train(), optimizer(other), batches, loss_of)
     assert same_weights(model, other)
 
 
