@@ -44,8 +44,9 @@ LAYERS: dict[str, Any] = {
 def test_kernels_are_all_that_is_out_of_reach(kind):
     """A layer is made and takes part in a step of an optimizer; a pass ends at the device."""
     layer = LAYERS[kind]()
-    with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA|cuda"):
-        layer(torch.randn(16, 32))
+    for model in (layer, fp8.convert(nn.Linear(32, 32), "tensor", backend="transformer_engine")):
+        with pytest.raises(RuntimeError, match="CUDA"):
+            model(torch.randn(16, 32))
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     for parameter in layer.parameters():
@@ -57,11 +58,3 @@ def test_kernels_are_all_that_is_out_of_reach(kind):
     }
     assert all(torch.equal(after[n], before[n] - 1) for n, _ in layer.named_parameters())
     layer.load_state_dict(before)
-
-
-def test_a_converted_pass_ends_at_the_device():
-    model = fp8.convert(nn.Sequential(nn.Linear(32, 32)), "tensor", backend="transformer_engine")
-    with pytest.raises(
-        RuntimeError, match=r"TransformerEngine needs CUDA\. Got input on device: cpu"
-    ):
-        model(torch.randn(16, 32))
