@@ -77,6 +77,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _import_wheel(folder: Path) -> None:
     """Fills MODULES. Skips the test where the wheel cannot be fetched."""
+    importlib.import_module("torch._dynamo")  # asks once whether there is triton: before the finder
     root = unpacked(f"transformer_engine=={VERSION}", folder)
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
