@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ..common.mixin import Mixin, bare_class
 from ..common.report import LEFT_ALONE, Report, Row
@@ -146,8 +146,8 @@ def why_not_fit(module: nn.Module, multiple: int) -> str:
 
 
 class Padded(Mixin):
-    """A linear layer that pads its input with rows of zeros to the multiple that its kernels need;
-    they do not change other rows, maxima or gradients."""
+    """A linear layer that fills up its input with copies of the last row, to the multiple that its
+    kernels need; they do not change other rows, maxima or gradients."""
 
     fp8_multiple: int
 
@@ -156,6 +156,7 @@ class Padded(Mixin):
         short = -(input.numel() // max(input.shape[-1], 1)) % self.fp8_multiple
         if not short:
             return forward(*args, **kwargs)
-        rows = F.pad(input.reshape(-1, input.shape[-1]), (0, 0, 0, short))
+        rows = input.reshape(-1, input.shape[-1])
+        rows = torch.cat([rows, rows[-1:].detach().expand(short, -1)])
         output = forward(rows, *others, **kwargs)[:-short]
         return output.reshape(*input.shape[:-1], output.shape[-1])

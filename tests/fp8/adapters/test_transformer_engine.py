@@ -347,8 +347,8 @@ def test_where_and_another_recipe_after_it():
 
 
 def test_any_number_of_tokens():
-    """TransformerEngine raises for a ragged last batch (its issue 1571). Rows of zeros are added
-    and taken away."""
+    """TransformerEngine raises for a ragged last batch (its issue 1571). Rows are added and taken
+    away."""
     layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16, bias=False))
     for shape in ((5, 32), (2, 3, 32), (1, 32), (0, 32), (16, 32)):
         model, x = convert(copy.deepcopy(layers)), torch.randn(shape)
@@ -357,6 +357,16 @@ def test_any_number_of_tokens():
         gradients = [torch.autograd.grad(m(x).square().sum(), m[0].weight) for m in (model, layers)]
         assert torch.allclose(gradients[0][0], gradients[1][0], rtol=1e-4, atol=1e-5)
         assert y.shape == (*shape[:-1], 16)
+
+
+def test_added_rows_are_copies(te, monkeypatch):  # noqa: F811
+    """What a fused norm makes of them then has no larger maximum, as it has of zeros."""
+    seen, forward = [], te.LayerNormLinear.forward
+    record = lambda self, x: seen.append(x) or forward(self, x)  # noqa: E731
+    monkeypatch.setattr(te.LayerNormLinear, "forward", record)
+    model, x = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)), torch.randn(5, 32)
+    transformer_engine.convert(model, "tensor", fuse=True)(x)
+    assert torch.equal(seen[0], torch.cat([x, x[-1:].expand(11, -1)]))
 
 
 def test_the_fast_path_of_the_encoder_does_not_skip_its_layers():
