@@ -11,6 +11,7 @@ tests.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -97,8 +98,11 @@ def _cuda(python: Path) -> dict[str, str]:
     inside = [python, "-c", "import nvidia; print(list(nvidia.__path__)[0])"]
     root = Path(subprocess.check_output(inside, text=True).strip())
     folders = [root / name for name in ("cu13", "cudnn", "nccl", "nvshmem")]
+    dry = ["nvcc", "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
+    steps = subprocess.run(dry, capture_output=True, text=True, check=True).stderr
+    (toolkit,) = re.findall(r"^#\$ TOP=(.*?)\s*$", steps, re.MULTILINE)
     return os.environ | {
-        "CUDA_HOME": str(Path(shutil.which("nvcc") or "").parents[1]),
+        "CUDA_HOME": str(Path(toolkit).resolve()),
         "CPATH": ":".join(str(folder / "include") for folder in folders),
         "LIBRARY_PATH": ":".join(str(folder / "lib") for folder in folders),
         "NVTE_FRAMEWORK": "pytorch",
