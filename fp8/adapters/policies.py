@@ -345,28 +345,22 @@ def as_code(policy: Policy) -> dict[str, str]:
     policy = fp8.Policy("mxfp8", keep=["readout"])
     fp8.convert(model, policy)
     """
-    source = _source(policy)
-    step = "fp8.advance(model, step / steps)  # before each step\n" if policy.switch else ""
-    codes = {
-        "fp8": f"import fp8\n\npolicy = {source}\nfp8.convert(model, policy)\n{step}",
-        "torchao": f"""import fp8
-from fp8.adapters.policies import for_torchao
-
-policy = {source}
-parts, notes = for_torchao(policy, model)
+    made = f"policy = {_source(policy)}\n"
+    step = "\nfp8.advance(model, step / steps)  # before each step" if policy.switch else ""
+    first = "import fp8\nfrom fp8.adapters.policies import"
+    torchao_lines = """parts, notes = for_torchao(policy, model)
 for part in parts:  # convert_to_float8_training(model, config=, module_filter_fn=)
     part.apply(model)
-print(*notes)""",
-        "transformer_engine": f"""import fp8
-from fp8.adapters.policies import for_transformer_engine
-
-policy = {source}
-contexts = for_transformer_engine(policy, model)  # the model with layers of torch
+print(*notes)"""
+    te_lines = """contexts = for_transformer_engine(policy, model)  # layers of torch
 contexts.attach(te_model)  # with te.Linear under the same names
-print(*contexts.notes)""",
+print(*contexts.notes)"""
+    return {
+        "fp8": f"import fp8\n\n{made}fp8.convert(model, policy){step}",
+        "torchao": f"{first} for_torchao\n\n{made}{torchao_lines}",
+        "transformer_engine": f"{first} for_transformer_engine\n\n{made}{te_lines}",
         "megatron": _megatron_code(policy),
     }
-    return {library: code.rstrip() for library, code in codes.items()}
 
 
 def _megatron_code(policy: Policy) -> str:
@@ -381,7 +375,6 @@ def _megatron_code(policy: Policy) -> str:
 
 
 def _source(policy: Policy) -> str:
-    """The policy as Python."""
     named = (policy.recipe, policy.others, *(r for _, r in policy.switch))
     if any(isinstance(recipe, Recipe) for recipe in (*named, *(r.recipe for r in policy.rules))):
         return f"fp8.Policy.from_json({json.dumps(json.dumps(policy.to_dict()))})"
