@@ -257,7 +257,7 @@ PREFLIGHT_FLOW = (
         where="fp8/lab/preflight/sources.py",
         about="the same weights and batches for every run",
     ),
-    Step(what="trace: the products of a forward pass", where="fp8/lab/preflight/trace.py"),
+    Step(what="trace: the products of a forward pass", where="fp8/lab/trace.py"),
     Step(what="reference: a run with snapshots", where="fp8/lab/preflight/training.py"),
     Step(
         what="update errors of every recipe at the snapshots",

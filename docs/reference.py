@@ -35,7 +35,7 @@ MODULES = (
     "fp8.recipes.tensor_cores",
     "fp8.lab.preflight.preflight",
     "fp8.lab.stats",
-    "fp8.lab.parity",
+    "fp8.lab.parity.parity",
     "fp8.lab.blame",
     "fp8.lab.preflight.findings",
     "fp8.lab.hardware",

@@ -75,7 +75,7 @@ LATE = {
     "initialize": "fp8.levels.initialize",
     "load": "fp8.checkpoints.load",
     "optim": "fp8.optim",
-    "parity": "fp8.lab.parity",
+    "parity": "fp8.lab.parity.parity",
     "preflight": "fp8.lab.preflight.preflight",
     "stats": "fp8.lab.stats",
     "store_frozen": "fp8.levels.weights",
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from .checkpoints.weights import export, weights
     from .lab.blame import blame
     from .lab.forecast.forecast import forecast
-    from .lab.parity import parity
+    from .lab.parity.parity import parity
     from .lab.preflight.preflight import preflight
     from .lab.stats import stats
     from .levels.initialize import LEVELS, initialize

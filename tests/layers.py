@@ -32,9 +32,11 @@ LAYERS = {
         hardware
         stats
         doctor
+        setups
+        trace
         parity
-        preflight
         forecast
+        preflight
         blame
     """,
     "unit_scaling": """

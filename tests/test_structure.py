@@ -60,7 +60,7 @@ PRIVATE = {
     "fp8/lab/forecast/forecast.py": {
         "torch.utils._pytree": "the tensors of a batch",
     },
-    "fp8/lab/preflight/trace.py": {
+    "fp8/lab/trace.py": {
         "torch.utils._python_dispatch": "TorchDispatchMode: what sees the operations of ATen",
     },
     "fp8/tensors/scaled_tensor.py": {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import platform
 
 import torch
@@ -11,6 +13,8 @@ from ..common.report import as_table
 from ..native.kernels import why_not_device
 from ..native.product import why_not_here
 from ..recipes.recipe import RECIPES
+
+ABOUT = "what this machine can run"
 
 Section = list[dict[str, str]]
 
@@ -63,6 +67,18 @@ def _library(name: str) -> dict[str, str]:
         "why": probed.why,
         "to get it": LIBRARIES[name].get if probed.error else "",
     }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fp8 doctor``."""
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(options: argparse.Namespace) -> tuple[str, int]:
+    """The findings as text; 1 if a library is installed and broken."""
+    findings = examine()
+    text = json.dumps(findings, indent=2) if options.json else as_text(findings)
+    return text, int(any(row["status"] == "broken" for row in findings["libraries"]))
 
 
 def as_text(findings: dict[str, Section]) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from ..preflight.sources import made_by
+from ..setups import made_by
 from .card import CARDS
 from .forecast import RECIPES, forecast
+
+ABOUT = "how long a training step takes on a GPU"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,20 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
-def run(arguments: argparse.Namespace) -> str:
-    """The result as text. Raises as `fp8.forecast` and
-    `fp8.lab.preflight.sources.made_by`."""
-    made = made_by(arguments.setup)
+def run(options: argparse.Namespace) -> tuple[str, int]:
+    """The result as text. Raises as `fp8.forecast` and `made_by`."""
+    made = made_by(options.setup)
     if not isinstance(made, tuple | list) or len(made) < 2:
-        raise ValueError(
-            f"{arguments.setup} must return (model, batches[, loss]), got {made!r:.80}"
-        )
+        raise ValueError(f"{options.setup} must return (model, batches[, loss]), got {made!r:.80}")
     result = forecast(
         made[0],
         next(iter(made[1])),
         loss=made[2] if len(made) > 2 else None,
-        recipes=arguments.recipes,
-        hardware=arguments.hardware,
-        layers=not arguments.total,
+        recipes=options.recipes,
+        hardware=options.hardware,
+        layers=not options.total,
     )
-    return result.to_json() if arguments.json else str(result)
+    return result.to_json() if options.json else str(result), 0

@@ -26,7 +26,7 @@ from ...recipes.policy import Policy, Rule
 from ...recipes.recipe import Recipe, get_recipe
 from ...surgery.convert import convert, report
 from ..hardware import LAUNCH, Hardware, estimate, get_hardware
-from ..preflight.trace import trace
+from ..trace import trace
 from .card import CARDS, compiling_for, why_not
 from .compiled import OTHER, TRITON, Graph, Kernel, graphs
 

@@ -14,7 +14,7 @@ from ...selection.roles import roles
 from ...surgery.convert import convert, report
 from ..hardware import Product
 from ..stats import stats
-from .trace import trace
+from ..trace import trace
 from .training import Problem
 from .update_error import quiet
 

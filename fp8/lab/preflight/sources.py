@@ -1,13 +1,9 @@
-"""Where a preflight's problem comes from: a function in a file, or a configuration of
-transformers."""
+"""A preflight's problem from a configuration of transformers."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...common.libraries import need
-from ...common.step import described, seeded, with_seed
+from ...common.step import described
 from .demo import text_batches
 from .training import FullSize, Setup
 
@@ -31,47 +27,6 @@ BATCH, CONTEXT, COUNT = 4, 128, 1024
 BASE_LR, BASE_WIDTH = 2e-3, 128
 """AdamW's learning rate is ``BASE_LR * BASE_WIDTH / width``: hidden weights' rates are inverse to
 their fan-in (u-muP, arXiv:2407.17465, table 2)."""
-
-
-def from_function(name: str) -> Callable[..., Any]:
-    """The function of "train.py:setup" or "package.module:setup". Raises ValueError for a text
-    without a colon and for what does not exist, TypeError for what is not callable."""
-    where, colon, function = name.rpartition(":")
-    if not (colon and where and function):
-        raise ValueError(f"give a file and a function, as train.py:setup, got {name!r}")
-    setup = getattr(_module(where), function, None)
-    if setup is None:
-        raise ValueError(f"{where} has no {function!r}")
-    if not callable(setup):
-        raise TypeError(f"{name} is a {type(setup).__name__}, not a function that returns a setup")
-    return setup
-
-
-def made_by(name: str) -> Any:
-    """What the function of "train.py:setup" returns with seed 0. Raises as `from_function`."""
-    function = from_function(name)
-    with seeded(0):
-        return with_seed(function, 0)
-
-
-def _module(where: str) -> Any:
-    if not where.endswith(".py"):
-        try:
-            return importlib.import_module(where)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"no module {where!r}: {error}") from error
-    path = Path(where).resolve()
-    if not path.is_file():
-        raise ValueError(f"no file {where!r}")
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def from_transformers(config: str | Path, text: str | Path) -> Callable[[int], Setup]:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import fp8
 from fp8.__main__ import main
-from fp8.lab.parity import ENGINES, read_prompts
+from fp8.lab.parity.parity import ENGINES, read_prompts
 
 WORDS = 32
 
@@ -123,7 +123,7 @@ def test_the_layers_that_make_it():
     model, ids = Model(), prompts()
     high = fp8.Policy(None)
 
-    def study(*layers: str) -> fp8.lab.parity.Parity:
+    def study(*layers: str) -> fp8.lab.parity.parity.Parity:
         rollout = fp8.Policy(None, rules=[(layer, None, "mxfp4") for layer in layers])
         return fp8.parity(model, ids, train=high, rollout=rollout, bound=1.0)
 

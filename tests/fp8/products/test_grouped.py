@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8
 from fp8.casts.casting import lowered
 from fp8.casts.groups import Groups, cast_groups
-from fp8.lab.preflight.trace import trace
+from fp8.lab.trace import trace
 from fp8.products.grouped import grouped_mm
 from fp8.products.matmul import linear, matmul
 from tests.fp8.blocks import block, keeper

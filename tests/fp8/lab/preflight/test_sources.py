@@ -18,11 +18,11 @@ from fp8.lab.preflight.sources import (
     BASE_LR,
     BASE_WIDTH,
     _thinned,
-    from_function,
     from_transformers,
     shrunk,
 )
-from fp8.lab.preflight.trace import trace
+from fp8.lab.setups import from_function
+from fp8.lab.trace import trace
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,9 +8,9 @@ from torch import nn
 
 import fp8
 from fp8.lab.preflight.search import score, shares
-from fp8.lab.preflight.trace import trace
 from fp8.lab.preflight.training import Problem, Setup, Snapshot, train
 from fp8.lab.preflight.update_error import EPSILON, Probe
+from fp8.lab.trace import trace
 from fp8.recipes.policy import CASTS
 
 from .problems import Classifier, batches, setup

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..adapters.transformers import cache_argument, is_pretrained, kv_cache
-from ..common.mixin import check_module
-from ..common.report import as_table, finite
-from ..common.step import evaluating, seeded, unwrapped
-from ..common.validation import check_flag, check_name, check_number
-from ..recipes.cast import Cast
-from ..recipes.policy import Policy, as_policy, name_of
-from ..recipes.recipe import AUTO, RECIPES, Recipe
-from ..surgery.calibrate import calibrate
-from ..surgery.convert import Converted, convert, revert_layers
+from ...adapters.transformers import cache_argument, is_pretrained, kv_cache
+from ...common.mixin import check_module
+from ...common.report import as_table, finite
+from ...common.step import evaluating, seeded, unwrapped
+from ...common.validation import check_flag, check_name, check_number
+from ...recipes.cast import Cast
+from ...recipes.policy import Policy, as_policy, name_of
+from ...recipes.recipe import AUTO, RECIPES, Recipe
+from ...surgery.calibrate import calibrate
+from ...surgery.convert import Converted, convert, revert_layers
 
 __all__ = ["ENGINES", "LayerEffect", "Parity", "parity", "read_prompts"]
 

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fp8.lab.preflight.demo import GPT
-from fp8.lab.preflight.trace import trace
+from fp8.lab.trace import trace
 
 
 def flops(model, *args):

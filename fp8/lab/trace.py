@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from ...common.step import Batch, call, copied, tensors, untouched
-from ...products.grouped import MULTIPLY_GROUPS
-from ..hardware import Product
+from ..common.step import Batch, call, copied, tensors, untouched
+from ..products.grouped import MULTIPLY_GROUPS
+from .hardware import Product
 
 aten = torch.ops.aten
 
