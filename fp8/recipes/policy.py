@@ -218,6 +218,26 @@ class Policy:
         """
         return Policy(recipe, keep=("embedding", "readout", "residual"), others=others)
 
+    @staticmethod
+    def forecast(
+        hardware: str,
+        model: Any,
+        batch: Any,
+        recipe: str | Recipe | Policy = PLAIN.name,
+        *,
+        loss: Any = None,
+    ) -> Policy:
+        """The recipe without the layers that it makes slower on a GPU, by `fp8.forecast`: from the
+        compiler's code, or with a CPU build of torch from the shapes of the products.
+
+        hardware, model, batch, loss: as for `fp8.forecast`, which raises the errors. recipe: a
+        recipe, or the policy to start from.
+        """
+        from ..lab.forecast.forecast import forecast
+
+        result = forecast(model, batch, loss=loss, recipes=[recipe], hardware=hardware)
+        return result.policy(result.variants[1].recipe)
+
     @property
     def selects(self) -> bool:
         """Whether layers may differ in their recipe, so that a model is needed to apply it."""

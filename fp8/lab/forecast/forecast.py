@@ -8,7 +8,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -22,18 +22,16 @@ from ...common.report import as_table
 from ...common.step import Batch, Loss, call, loss_value, unwrapped
 from ...native import selftest
 from ...native.product import why_not_recipe
-from ...recipes.policy import Policy, Rule
-from ...recipes.recipe import Recipe, get_recipe
+from ...recipes.policy import Policy, Rule, as_policy, name_of, recipe_of
+from ...recipes.recipe import Recipe
+from ...selection.policies import resolve
 from ...surgery.convert import convert, report
-from ..hardware import LAUNCH, Hardware, estimate, get_hardware
+from ..hardware import BF16, LAUNCH, Hardware, estimate, get_hardware
 from ..trace import trace
 from .card import CARDS, compiling_for, why_not
 from .compiled import OTHER, TRITON, Graph, Kernel, graphs
 
 __all__ = ["Forecast", "Variant", "forecast", "kernel_seconds"]
-
-HIGH = "bf16"
-"""The variant that is not converted, in the dtype of the model."""
 
 TORCHAO = "torchao "
 """Prefix of torchao's recipes among those to compare: "torchao tensorwise"."""
@@ -49,10 +47,10 @@ UNSEEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A training step, forward and backward, under one recipe.
+    """A training step, forward and backward, under one policy.
 
     Attributes:
-        recipe: its name; "bf16" for the model as it is.
+        recipe: the name of the policy; "bf16" for the model as it is.
         kernels: the number of kernels.
         fp8, high: the numbers of products with FP8 operands, and with wider ones.
         flops: of all products and attention.
@@ -63,6 +61,7 @@ class Variant:
             takes less than `fp8.lab.hardware.LAUNCH`.
         layers: layer -> seconds of its products and casts, compiled alone.
         simulated: why products are not those of FP8 kernels; "" if they are.
+        policy: `fp8.Policy.to_dict`; {} for the model as it is and for torchao's recipes.
     """
 
     recipe: str
@@ -76,6 +75,7 @@ class Variant:
     seconds: float = 0.0
     layers: Mapping[str, float] = field(default_factory=dict)
     simulated: str = ""
+    policy: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,16 +103,28 @@ class Forecast:
 
     def ratio(self, recipe: str) -> float:
         """The time under a recipe relative to that of the model as it is."""
-        return self[recipe].seconds / self[HIGH].seconds
+        return self[recipe].seconds / self[BF16].seconds
 
     def slower(self, recipe: str) -> list[str]:
         """The layers that take longer under a recipe than as they are, compiled alone."""
-        high, low = self[HIGH].layers, self[recipe].layers
+        high, low = self[BF16].layers, self[recipe].layers
         return [name for name in low if low[name] > high[name]]
 
     def policy(self, recipe: str) -> Policy:
-        """The recipe for all layers but those that it makes slower."""
-        return Policy(recipe, rules=tuple(Rule(name) for name in self.slower(recipe)))
+        """The policy of a variant, without the layers that it makes slower.
+
+        Raises:
+            KeyError: for an unknown recipe.
+            ValueError: for one of torchao, and if the layers were not forecast.
+        """
+        variant = self[recipe]
+        if not variant.policy:
+            raise ValueError(f"{recipe!r} is no policy of fp8")
+        if not variant.layers:
+            raise ValueError("no layers were forecast: call fp8.forecast with layers=True")
+        policy = Policy.from_dict(dict(variant.policy))
+        slower = (Rule(name) for name in self.slower(recipe))
+        return replace(policy, rules=(*policy.rules, *slower))
 
     def table(self) -> str:
         """The variants as a text table."""
@@ -121,7 +133,7 @@ class Forecast:
         for v in self.variants:
             slower = f"{len(self.slower(v.recipe))} of {len(v.layers)}" if v.layers else "-"
             compiled: tuple[str, ...] = (
-                f"{v.peak / self[HIGH].peak:.3f}",
+                f"{v.peak / self[BF16].peak:.3f}",
                 str(v.kernels),
                 f"{v.fp8} / {v.high}",
                 f"{v.moved / 1e6:.0f}",
@@ -129,8 +141,8 @@ class Forecast:
             )
             if self.source != "compiler":  # shapes do not tell
                 compiled = ("-",) * 5
-            ratio = f"{v.seconds / self[HIGH].seconds:.3f}"
-            slower = "-" if v.recipe == HIGH else slower
+            ratio = f"{v.seconds / self[BF16].seconds:.3f}"
+            slower = "-" if v.recipe == BF16 else slower
             rows.append((v.recipe, f"{1e3 * v.seconds:.3g}", ratio, *compiled, slower))
         return as_table(rows)
 
@@ -153,7 +165,7 @@ def forecast(
     batch: Batch,
     *,
     loss: Loss | None = None,
-    recipes: Sequence[str | Recipe] = RECIPES,
+    recipes: Sequence[str | Recipe | Policy] = RECIPES,
     hardware: str = "h100",
     layers: bool = True,
 ) -> Forecast:
@@ -169,7 +181,7 @@ def forecast(
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
             Only shapes and dtypes matter.
         loss: a function of the output. None: the backward pass starts from the output.
-        recipes: names or Recipes to convert the model to, as `fp8.convert` does, and names of
+        recipes: recipes or policies to convert the model to, as `fp8.convert` does, and names of
             torchao's recipes for training ("torchao tensorwise"). Static scales count as
             calibrated.
         hardware: a name in `fp8.lab.forecast.card.CARDS`.
@@ -186,7 +198,7 @@ def forecast(
     """
     check_module("forecast", model)
     model, device = unwrapped(model), get_hardware(hardware)
-    converters = [_Converter.of(recipe) for recipe in (None, *recipes)]
+    converters = [_Converter(BF16), *map(_Converter.of, recipes)]
     reason = why_not()
     if device.name not in CARDS:
         reason = f"the compiler's view of {device.name} is not known, only of {', '.join(CARDS)}"
@@ -199,20 +211,19 @@ def forecast(
 
 
 class _Converter(NamedTuple):
-    """What a variant makes of a model. recipe: ours; None for the model as it is and torchao's."""
+    """What a variant makes of a model; without ``policy`` and ``torchao``, nothing."""
 
     name: str
-    recipe: Recipe | None = None
+    policy: Policy | None = None
     torchao: str = ""
 
     @staticmethod
-    def of(recipe: str | Recipe | None) -> _Converter:
-        if recipe is None:
-            return _Converter(HIGH)
+    def of(recipe: str | Recipe | Policy) -> _Converter:
         if isinstance(recipe, str) and recipe.startswith(TORCHAO):
             need("torchao")
             return _Converter(recipe, torchao=recipe.removeprefix(TORCHAO))
-        return _Converter(get_recipe(recipe).name, get_recipe(recipe))
+        policy = as_policy(recipe)
+        return _Converter(policy.name or name_of(policy.recipe), policy)
 
     def __call__(self, model: nn.Module) -> nn.Module:
         if self.torchao:
@@ -220,10 +231,20 @@ class _Converter(NamedTuple):
             config = float8.Float8LinearConfig.from_recipe_name(self.torchao)
             converted: nn.Module = float8.convert_to_float8_training(model, config=config)
             return converted
-        if self.recipe is not None:
-            model = convert(model, self.recipe)
+        if self.policy is not None:
+            model = convert(model, self.policy)
             _calibrated(model)
         return model
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The fields of a `Variant` that are known before it is compiled."""
+        if self.policy is None:
+            return {"recipe": self.name}
+        recipes = map(recipe_of, self.policy.recipes)
+        whys = (why_not_recipe(recipe) for recipe in recipes if recipe is not None)
+        simulated = next(filter(None, whys), "")
+        return {"recipe": self.name, "policy": self.policy.to_dict(), "simulated": simulated}
 
 
 class _Step:
@@ -244,8 +265,7 @@ class _Step:
 
         compiled = graphs(run, self.batch)
         times = self._layers(model, converter.name, device) if layers else {}
-        simulated = "" if converter.recipe is None else why_not_recipe(converter.recipe)
-        return _summary(compiled, converter.name, device, times, simulated)
+        return Variant(**converter.described, **_summed(compiled, device), layers=times)
 
     def _layers(self, model: nn.Module, recipe: str, device: Hardware) -> dict[str, float]:
         """Layer -> seconds of all its calls, compiled alone, once for each kind."""
@@ -299,28 +319,20 @@ def kernel_seconds(kernel: Kernel, device: Hardware, peak: bool = False) -> floa
     return seconds if peak else max(seconds, LAUNCH)
 
 
-def _summary(
-    compiled: Sequence[Graph],
-    recipe: str,
-    device: Hardware,
-    layers: Mapping[str, float],
-    simulated: str,
-) -> Variant:
+def _summed(compiled: Sequence[Graph], device: Hardware) -> dict[str, Any]:
+    """The fields of a `Variant` that its kernels give."""
     kernels = [kernel for graph in compiled for kernel in graph.kernels]
     kinds = Counter(kernel.kind for kernel in kernels)
-    return Variant(
-        recipe=recipe,
-        kernels=len(kernels),
-        fp8=kinds["fp8"],
-        high=kinds["bf16"] + kinds["fp32"],
-        flops=sum(kernel.flops for kernel in kernels),
-        moved=sum(kernel.moved for kernel in kernels if kernel.kind in (TRITON, OTHER)),
-        saved=sum(graph.saved for graph in compiled),
-        peak=sum(kernel_seconds(kernel, device, peak=True) for kernel in kernels),
-        seconds=sum(kernel_seconds(kernel, device) for kernel in kernels),
-        layers=layers,
-        simulated=simulated,
-    )
+    return {
+        "kernels": len(kernels),
+        "fp8": kinds["fp8"],
+        "high": kinds["bf16"] + kinds["fp32"],
+        "flops": sum(kernel.flops for kernel in kernels),
+        "moved": sum(kernel.moved for kernel in kernels if kernel.kind in (TRITON, OTHER)),
+        "saved": sum(graph.saved for graph in compiled),
+        "peak": sum(kernel_seconds(kernel, device, peak=True) for kernel in kernels),
+        "seconds": sum(kernel_seconds(kernel, device) for kernel in kernels),
+    }
 
 
 # Fake tensors
@@ -379,26 +391,21 @@ def _estimated(
     """From the shapes of products alone; torchao's recipes are left out."""
     left = {row.path: row.why for row in report(convert(copy.deepcopy(model), "tensor")).left_alone}
     products = trace(model, batch, why_not=left)
-    cast = [product.layer for product in products if not product.why_not]
+    cast = {product.layer for product in products if not product.why_not}
     variants = []
-    for name, recipe, torchao in converters:
-        if torchao:
+    for converter in converters:
+        if converter.torchao:
             continue
-        result = estimate(products, dict.fromkeys(cast, recipe), device)
-        times = {
-            time.layer: time.bf16 if recipe is None else time.low
-            for time in result.layers
-            if time.layer in cast
-        }
-        seconds = result.step_bf16 if recipe is None else result.step
+        policy = converter.policy or Policy(None)
+        decided = {name or "(model)": d.recipe for name, d in resolve(policy, model).items()}
+        result = estimate(products, {n: r for n, r in decided.items() if n in cast}, device)
         variants.append(
             Variant(
-                recipe=name,
+                **converter.described | {"simulated": result.why_not},
                 flops=3 * sum(product.flops for product in products),
-                peak=seconds,
-                seconds=seconds,
-                layers=times,
-                simulated=result.why_not,
+                peak=result.step,
+                seconds=result.step,
+                layers={time.layer: time.low for time in result.layers if time.layer in cast},
             )
         )
     return Forecast(device.name, "estimate", tuple(variants), (reason,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from fp8.__main__ import main
 from fp8.lab.forecast import forecast as module
 from fp8.lab.forecast.card import gradients, why_not
 from fp8.lab.forecast.compiled import OTHER, TRITON, Kernel
-from fp8.lab.forecast.forecast import HIGH, kernel_seconds
-from fp8.lab.hardware import HARDWARE, LAUNCH
+from fp8.lab.forecast.forecast import kernel_seconds
+from fp8.lab.hardware import BF16, HARDWARE, LAUNCH
 
 H100 = HARDWARE["h100"]
 compiles = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -92,21 +93,49 @@ def test_without_a_cuda_build_shapes_give_an_estimate(monkeypatch: pytest.Monkey
     result = fp8.forecast(mlp(), batch(), recipes=("unit", "tensor"))
     assert result.source == "estimate"
     assert result.notes == ("torch is a build without CUDA",)
-    assert [variant.recipe for variant in result.variants] == [HIGH, "unit", "tensor"]
+    assert [variant.recipe for variant in result.variants] == [BF16, "unit", "tensor"]
     assert result.ratio("unit") < result.ratio("tensor") < 1
     assert "an estimate from the shapes" in str(result)
     assert json.loads(result.to_json())["variants"][1]["recipe"] == "unit"
 
 
-def test_layers_that_get_slower_stay_as_they_are(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "why_not", lambda: "no")
+def uneven() -> tuple[nn.Module, Tensor]:
+    """Two of three products are so small that casts take longer than they save."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 64), nn.Linear(64, 64))
-        tokens = torch.empty(8192, 4096)
-    result = fp8.forecast(model, tokens, recipes=("tensor",))
+        return model, torch.empty(8192, 4096)
+
+
+def left_alone(model: nn.Module, policy: fp8.Policy) -> list[str]:
+    return [row.path for row in fp8.report(fp8.convert(model, policy)) if row.left_alone]
+
+
+def test_layers_that_get_slower_stay_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "why_not", lambda: "no")
+    model, tokens = uneven()
+    result = fp8.forecast(model, tokens, recipes=("tensor", fp8.Policy.hidden("row")))
     assert result.slower("tensor") == ["1", "2"]
-    rows = fp8.report(fp8.convert(model, result.policy("tensor")))
-    assert [row.path for row in rows if row.left_alone] == ["1", "2"]
+    assert left_alone(model, result.policy("tensor")) == ["1", "2"]
+    assert result.policy("row").keep == ("embedding", "readout")
+    assert fp8.Policy.from_json(result.policy("row").to_json()) == result.policy("row")
+    with pytest.raises(ValueError, match="'bf16' is no policy"):
+        result.policy(BF16)
+    with pytest.raises(ValueError, match="layers=True"):
+        replace(result, variants=(replace(result["tensor"], layers={}),)).policy("tensor")
+
+
+def test_a_policy_by_hardware(monkeypatch: pytest.MonkeyPatch):
+    """It adds rules to those of the policy, and every layer that it leaves alone is slower."""
+    monkeypatch.setattr(module, "why_not", lambda: "no")
+    model, tokens = uneven()
+    policy = fp8.Policy.forecast("h100", model, tokens)
+    assert (policy.recipe, [rule.layers for rule in policy.rules]) == ("tensor", ["1", "2"])
+    assert fp8.Policy.forecast("h100", model, tokens, "unit").recipe == "unit"
+    first = fp8.Policy("tensor", rules=[("0", "grad_weight", None)])
+    rules = fp8.Policy.forecast("b200", model, tokens, first).rules
+    assert rules[0] == first.rules[0]
+    own = replace(fp8.RECIPES["tensor"], name="my recipe")
+    assert fp8.Policy.forecast("h100", model, tokens, own).recipe == own
 
 
 def test_a_device_that_the_compiler_does_not_know_is_estimated():
