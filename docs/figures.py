@@ -265,6 +265,7 @@ PREFLIGHT_FLOW = (
     ),
     Step(what="search: which layers to keep", where="fp8/lab/preflight/search.py"),
     Step(what="estimates for each accelerator", where="fp8/lab/hardware.py"),
+    Step(what="forecast of the best one's step", where="fp8/lab/preflight/forecasts.py"),
     Step(what="training: finalists, paired seeds", where="fp8/lab/preflight/paired_runs.py"),
     Step(
         what="policy, sentences, table, page, JSON",

@@ -104,6 +104,7 @@ def _patches(card: Card) -> Iterator[Any]:
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+    from torch._inductor.graph import GraphLowering
     from torch._inductor.runtime import triton_helpers
     from torch._subclasses import FakeTensorMode
 
@@ -129,7 +130,10 @@ def _patches(card: Card) -> Iterator[Any]:
             return deduce(self, node)
 
     yield mock.patch.object(UniformValueConstantFolder, "_deduce_value", on_cpu)
-    yield inductor.patch(compile_threads=1, force_disable_caches=True)
+    # Constants are not copied to the device.
+    yield mock.patch.object(GraphLowering, "constant_name", lambda self, name, device: name)
+    # Padding of products would be timed.
+    yield inductor.patch(compile_threads=1, force_disable_caches=True, shape_padding=False)
     yield functorch.patch(force_non_lazy_backward_lowering=True)
 
 

@@ -24,11 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--hardware", default="h100", choices=CARDS, help="(%(default)s)")
     parser.add_argument("--total", action="store_true", help="no figures for single layers")
+    parser.add_argument(
+        "--policy",
+        metavar="FILE.json",
+        help="also write a policy: the fastest recipe, without the layers that it slows down",
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
-    """The result as text. Raises as `fp8.forecast` and `made_by`."""
+    """The result as text. Raises as `fp8.forecast`, `made_by` and `Forecast.policy`."""
     made = made_by(options.setup)
     if not isinstance(made, tuple | list) or len(made) < 2:
         raise ValueError(f"{options.setup} must return (model, batches[, loss]), got {made!r:.80}")
@@ -40,4 +45,10 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         hardware=options.hardware,
         layers=not options.total,
     )
+    if options.policy:
+        ours = [variant for variant in result.variants if variant.policy]
+        if not ours:
+            raise ValueError("--policy needs a recipe of fp8 among --recipes")
+        fastest = min(ours, key=lambda variant: variant.seconds)
+        result.policy(fastest.recipe).to_json(options.policy)
     return result.to_json() if options.json else str(result), 0

@@ -150,6 +150,12 @@ class Forecast:
         """All figures as JSON."""
         return json.dumps(asdict(self), indent=1)
 
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Forecast:
+        """The forecast of `dataclasses.asdict`, also after JSON."""
+        variants = tuple(Variant(**row) for row in values["variants"])
+        return Forecast(**{**values, "variants": variants, "notes": tuple(values["notes"])})
+
     def __str__(self) -> str:
         title = f"{self.hardware}, from the {self.source}'s code, not measured"
         if self.source != "compiler":
@@ -166,7 +172,7 @@ def forecast(
     *,
     loss: Loss | None = None,
     recipes: Sequence[str | Recipe | Policy] = RECIPES,
-    hardware: str = "h100",
+    hardware: str | Hardware = "h100",
     layers: bool = True,
 ) -> Forecast:
     """Forecasts the time of a training step on a GPU that is not there.
@@ -184,7 +190,8 @@ def forecast(
         recipes: recipes or policies to convert the model to, as `fp8.convert` does, and names of
             torchao's recipes for training ("torchao tensorwise"). Static scales count as
             calibrated.
-        hardware: a name in `fp8.lab.forecast.card.CARDS`.
+        hardware: a name in `fp8.lab.hardware.HARDWARE`, or a row. The compiler knows those of
+            `fp8.lab.forecast.card.CARDS`.
         layers: whether to compile each kind of layer alone too, for `Forecast.slower`. Its casts
             are not fused with neighbours then, so that a loss is more likely than in the model.
 
@@ -281,7 +288,7 @@ class _Step:
                     for graph in graphs(layer, x.detach().requires_grad_())
                     for kernel in graph.kernels
                 )
-            times[name] = self._calls[name] * self._alone[kind]
+            times[name or "(model)"] = self._calls[name] * self._alone[kind]
         return times
 
     def _of_layers(self) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..forecast.forecast import Forecast
 from ..hardware import Estimate, LayerTime, Product
 
 __all__ = [
@@ -167,6 +168,9 @@ class Findings:
         ranges: of operands.
         choices: the frontier of the search, and published selections beside it.
         estimates: by hardware.
+        forecasts: of the finalists, by the compiler's code for an accelerator.
+        not_forecast: why forecasts are missing; "" if none is, and where the compiler does not know
+            the accelerators.
         cache: of keys and values, as `fp8.adapters.transformers.cache_found` returns it; {} without
             one.
         notes: what was not measured, and why.
@@ -184,6 +188,8 @@ class Findings:
     ranges: list[OperandRange] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     estimates: list[Estimate] = field(default_factory=list)
+    forecasts: list[Forecast] = field(default_factory=list)
+    not_forecast: str = ""
     cache: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -207,6 +213,7 @@ class Findings:
         read["cache"] = {key: _number(x) for key, x in values.get("cache", {}).items()}
         for estimate in read["estimates"]:
             estimate.layers = [LayerTime(**row) for row in estimate.layers]
+        read["forecasts"] = list(map(Forecast.from_dict, values.get("forecasts", [])))
         return Findings(**read)
 
 

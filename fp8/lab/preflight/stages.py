@@ -30,6 +30,7 @@ from ..hardware import Hardware, Product, estimate
 from .budget import Budget
 from .choices import FINE, finalists, recommended, worst_error
 from .findings import Candidate, CastScore, Choice, Findings, Run
+from .forecasts import forecast_steps
 from .paired_runs import REFERENCE, OutOfTime, compare, train_pairs
 from .reference import check_reference, left_alone, products_of
 from .search import bits_of, choice, frontier, keeping, knee, name_of, published, score, shares
@@ -130,6 +131,9 @@ class PreflightRun:
             "update errors": self._errors,
             "search": self._search,
             "estimates": self._estimate,
+            "forecast": lambda: forecast_steps(
+                self.problem, self.settings.hardware, self.findings, self.budget
+            ),
             "cache": self._cache,
             "operands": self._operands,
             "single casts": self._casts,

@@ -11,6 +11,7 @@ from ..hardware import BF16, Estimate
 from .budget import MARGIN
 from .choices import AS_GOOD, FAILED, FINE, finalists, worst_error
 from .findings import Candidate, Findings, OperandRange
+from .forecasts import step_in_words
 from .paired_runs import ERROR, REFERENCE, Gap, seeds_needed
 
 ZERO = 0.1
@@ -153,7 +154,8 @@ def _savings(findings: Findings, shown: Mapping[str, Candidate], decided: bool) 
     devices: dict[str, list[str]] = {}
     for row in findings.estimates:
         if row.hardware in shown and row.candidate == shown[row.hardware].name:
-            devices.setdefault(_saving(row, several), []).append(row.hardware)
+            step = step_in_words(findings, row.hardware, row.candidate)
+            devices.setdefault(_saving(row, several) + step, []).append(row.hardware)
     lines = [f"On {' and '.join(names)}{text}" for text, names in devices.items()]
     return lines if decided else [f"If it trains as well: {line}" for line in lines]
 

@@ -192,6 +192,9 @@ def test_the_command_prints_the_table_or_json(
     assert "of bf16" in capsys.readouterr().out
     assert main(["forecast", setup, "--recipes", "unit", "--json", "--hardware", "b200"]) == 0
     assert json.loads(capsys.readouterr().out)["hardware"] == "b200"
+    file = tmp_path / "policy.json"
+    assert main(["forecast", setup, "--recipes", "row", "unit", "--policy", str(file)]) == 0
+    assert fp8.Policy.from_json(file).recipe == "unit"
     assert main(["forecast", setup.replace(":setup", ":alone")]) == 2
     assert "(model, batches[, loss])" in capsys.readouterr().err
 

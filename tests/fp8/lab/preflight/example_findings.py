@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 
+from fp8.lab.forecast.forecast import Forecast, Variant
 from fp8.lab.hardware import Estimate, LayerTime, Product
 from fp8.lab.preflight.findings import (
     Candidate,
@@ -146,6 +147,13 @@ def _choices() -> list[Choice]:
     return rows
 
 
+def _forecasts() -> list[Forecast]:
+    """Of one of two accelerators."""
+    high = Variant(recipe="bf16", kernels=33, high=39, moved=1 << 30, saved=1 << 28, seconds=2e-3)
+    low = dataclasses.replace(high, recipe="mxfp8 except lm_head", fp8=36, high=3, seconds=1.3e-3)
+    return [Forecast("b200", "compiler", (high, low))]
+
+
 def _estimates() -> list[Estimate]:
     elements = sum(product.weight_elements for product in _products())
     memory = {
@@ -238,6 +246,8 @@ def rich() -> Findings:
         ranges=_ranges(),
         choices=_choices(),
         estimates=_estimates(),
+        forecasts=_forecasts(),
+        not_forecast="1 of 2 accelerators: compiling took longer than 20% of the budget",
         cache={"bytes": 96.0, "bytes_bf16": 128.0, "kl": 0.0005, "largest": 0.12},
         notes=[
             "unit was not trained: its update error is above 0.5.",
