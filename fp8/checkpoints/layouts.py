@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..casts.casting import lowered
 from ..formats.format import FORMATS, get_format
 from ..formats.quantize import quantize_operand
-from ..native.kernels import in_pairs
+from ..native.blackwell import in_pairs
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
 from ..recipes.rules import CORRECTED

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ..casts.casting import LoweredCast, QuantizedOperand, format_of, quantized, static_scale
 from ..formats.quantize import in_dtype
 from ..recipes.rules import CORRECTED, UNITS, scale_format
-from ..recipes.scaling import widened
+from .blackwell import block_scaled
 
 ALIGNMENT = 16
 """The sizes of a weight must be multiples of this, because CUDA kernels read 16 bytes at a time.
@@ -150,7 +150,7 @@ def store(
     values: in an FP8 dtype; e2m1 as uint8 (outer, inner / 2), the first value of a pair in the
     lower four bits. scale: float32, 0-dim, or (outer, 1) for rows; otherwise in the layout of the
     kernel: "block" (inner / 128, outer), or for square tiles (outer / 128, inner / 128 padded to a
-    multiple of 4); "mx" and "nv" `swizzled`, in e8m0 and e4m3. Operands with scales by tiles are
+    multiple of 4); "mx" and "nv" as `fp8.native.blackwell`. Operands with scales by tiles are
     padded with zeros to the sizes that the kernel needs.
     """
     if spec is None:
@@ -168,33 +168,7 @@ def store(
         else:
             scale = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0)
         return QuantizedOperand(in_dtype(y, dtype), scale)
-    scale = widened(scale, (y.shape[0], scale.shape[1]), (across, 1))
-    scale = F.pad(scale, (0, y.shape[1] // along - scale.shape[1]), value=1.0)
-    if unit is None:
-        return QuantizedOperand(in_dtype(y, dtype), swizzled(scale.to(torch.float8_e8m0fnu)))
-    # Restores the e4m3 values of the rule; a value above their range occurs only for all-zero
-    # tiles.
-    scale = (scale / unit).clamp(max=448.0).to(torch.float8_e4m3fn)
-    return QuantizedOperand(in_pairs(y), swizzled(scale), unit)
-
-
-def in_pairs(y: Tensor) -> Tensor:
-    """Packs e2m1 values, which may be off by errors of float32, as uint8, two of a row in one; the
-    first is in the lower four bits. The magnitudes 0 to 2 in steps of 0.5, 3, 4 and 6 have the
-    codes 0 to 7. NaN becomes an arbitrary code."""
-    m = y.abs()
-    bits = torch.minimum(torch.minimum(2 * m, m + 2), m / 2 + 4).round() + 8 * y.signbit()
-    return (bits[:, ::2] + 16 * bits[:, 1::2]).to(torch.uint8)
-
-
-def swizzled(scale: Tensor) -> Tensor:
-    """One-byte scales (rows, columns) in the layout of the kernels, flattened to one dimension:
-    padded with zeros to tiles of 128 x 4, stored row by row. Within a tile, row i and column j are
-    at 16 * (i % 32) + 4 * (i // 32) + j (cuBLAS, "1D Block Scaling Factors Layout")."""
-    rows, columns = scale.shape
-    x = F.pad(scale.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
-    tiles = x.view(-(-rows // 128), 4, 32, -(-columns // 4), 4)
-    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
+    return block_scaled(y, scale, unit, spec)
 
 
 def multiply(

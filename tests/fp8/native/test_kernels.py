@@ -13,7 +13,8 @@ from fp8.casts import casting
 from fp8.casts.casting import lowered
 from fp8.casts.operands import casts_of
 from fp8.native import kernels
-from fp8.native.kernels import KERNELS, kernel_of, store, swizzled
+from fp8.native.blackwell import swizzled
+from fp8.native.kernels import KERNELS, kernel_of, store
 from tests.fp8.native.scaled_mm import SWIZZLES, TYPES, decoded, unswizzled
 from tests.fp8.products.test_matmul import randn
 
