@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo record test test-all test-engines lint format bench notebooks docs clean
+.PHONY: help setup demo record test test-all test-engines lint format bench gpu notebooks docs clean
 
 help:  ## list the targets and what each costs (times: 2 CPU cores)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ format: $(STAMP)  ## format the code with ruff (seconds)
 
 bench: $(STAMP)  ## run every benchmark, results in benchmarks/results (hours)
 	$(BIN)/python -m benchmarks
+
+gpu: $(STAMP)  ## measure what FP8 gains on the GPU of this machine (at most 8 minutes)
+	$(BIN)/python -m benchmarks.gpu
 
 notebooks: $(STAMP)  ## run the notebooks and save their outputs (minutes)
 	$(BIN)/python -m notebooks.execute

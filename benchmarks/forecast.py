@@ -36,20 +36,21 @@ beside the forecast"""
 class Block(nn.Module):
     """A pre-norm block: attention with causal mask, and a SwiGLU."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, inner: int = INNER, heads: int = HEADS) -> None:
         super().__init__()
+        self.heads = heads
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False)
 
-        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.q, self.k, self.v, self.o = (linear(WIDTH, WIDTH) for _ in range(4))
-        self.gate, self.up = linear(WIDTH, INNER), linear(WIDTH, INNER)
-        self.down = linear(INNER, WIDTH)
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (linear(width, width) for _ in range(4))
+        self.gate, self.up = linear(width, inner), linear(width, inner)
+        self.down = linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
-        heads = (*x.shape[:2], HEADS, WIDTH // HEADS)
+        heads = (*x.shape[:2], self.heads, -1)
         q, k, v = (layer(y).view(heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         x = x + self.o(y.reshape(x.shape))

@@ -1,216 +1,241 @@
-"""What FP8 gains where it runs: products, an MLP and a transformer layer on a GPU.
+"""What FP8 gains on a GPU: one command of at most eight minutes, `make gpu`.
 
-python -m benchmarks.gpu [--device cuda] [--small] [case ...] [hardware]
+python -m benchmarks.gpu [--device cuda] [--small] [--seconds 470] [--out FILE] [STAGE ...]
 
-One run compares bfloat16 with the recipes here, natively, and with torchao's where that is
-installed, each compiled: forward and backward, the median over rounds in which all take turns.
-"delayed" leaves the attention of the transformer layer in bfloat16: its history is of one product.
-A recipe whose kernels the device does not have, or that fail their proof there, is a row that says
-so: simulation is not timed. "--device cpu --small" only shows that the script runs; it is not
-compiled to code, and nothing is written.
+Each stage runs in a process of its own and sends rows, which are written at once: the file is
+complete up to the moment at which the command is ended, by SIGTERM, by Ctrl-C or by the time. A
+stage that fails, hangs or runs out of its time is ended, and the next one begins. Named stages
+replace their rows in the file and leave the others.
 
-"hardware" measures the rates of products and of memory, and writes them to
-results/gpu_hardware.json as the fields of a `fp8.lab.hardware.Hardware`:
-`Hardware(**json.load(file)["rows"][0])` is a row for `fp8.lab.hardware.estimate`.
+"--device cpu --small" shows that the script runs: products are simulated or torch's CPU kernels,
+nothing is compiled to code, and times say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import importlib.util
+import json
 import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable
-from datetime import date
-from functools import partial
-from statistics import median
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-import fp8
-from benchmarks.common import Row, compare, fix_allocator, report, show
-from fp8.casts.casting import lowered
-from fp8.native.kernels import kernel_of, multiply, store
-from fp8.native.product import why_not_here
+from benchmarks.common import RESULTS, Row, machine, show
+from benchmarks.gpu_stages import FORECASTS, STAGES, Sizes
+from fp8.lab.hardware import BF16
+from fp8.lab.preflight.preflight import terminable
 
-QUESTION = "what does a step of a bf16 layer cost under an FP8 recipe on a GPU, relative to bf16?"
+QUESTION = """\
+what does a step, forward and backward, of a bf16 model cost on a GPU under an FP8 recipe, relative
+to bf16 (paired rounds on one warm card; ratio: median, and the 95 % interval of 2000 resamples);
+forecast: what fp8.forecast says"""
 
-WIDTHS, TOKENS = (1024, 2048, 4096, 8192), (4096, 8192, 16384, 32768)
-SMALL = ((128,), (128,))
-OURS = ("unit", "tensor", "row", "delayed", "block", "mxfp8", "nvfp4")
-TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-CONTEXT, HEAD = 1024, 64
-DTYPE = torch.bfloat16
-TARGET = (4096, 16384, 1 / 1.5)
-"""Width, tokens, and what "unit" may cost there, in steps of bf16."""
+SECONDS = 470.0
+"""For everything: the command promises eight minutes."""
 
+RATES = {"selftest": 70.0, "rates": 30.0, "nanochat": 70.0, "block": 110.0, "model": 90.0}
+LAST = {"tests": 100.0, **dict.fromkeys(FORECASTS, 100.0)}
+"""Stage -> its share of the time, in seconds of SECONDS. Those of LAST time nothing and run side by
+side; time that a stage leaves is the next ones'."""
 
-def linear(width: int) -> nn.Module:
-    return nn.Linear(width, width, bias=False)
-
-
-def mlp(width: int) -> nn.Module:
-    up, down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-    return nn.Sequential(up, nn.GELU(), down)
+GRACE = 5.0
+"""Seconds between SIGTERM and SIGKILL for a stage."""
 
 
-def layer(width: int) -> nn.Module:
-    options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
-    return nn.TransformerEncoderLayer(width, width // HEAD, 4 * width, **options)
+class Record:
+    """The file of results, written after each change: first under another name, so that it is whole
+    at any moment."""
+
+    def __init__(self, path: Path, stages: Sequence[str], device: str) -> None:
+        self._path = path
+        before = json.loads(path.read_text()) if path.exists() else {}
+        self.values: dict[str, Any] = {
+            "question": QUESTION,
+            "machine": machine() | before.get("machine", {}) | {"device": device},
+            "stages": {k: v for k, v in before.get("stages", {}).items() if k not in stages},
+            "rows": [row for row in before.get("rows", ()) if row["stage"] not in stages],
+        }
+        self.save()
+
+    def add(self, stage: str, row: Row) -> None:
+        self.values["rows"].append({"stage": stage, **row})
+        self.save()
+
+    def end(self, stage: str, how: str, seconds: float) -> None:
+        self.values["stages"][stage] = {"ended": how, "seconds": round(seconds, 1)}
+        self.save()
+
+    def save(self) -> None:
+        self.values["rows"] = with_forecasts(self.values["rows"])
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.values, indent=2) + "\n")
+        temporary.replace(self._path)
 
 
-CASES: dict[str, Callable[[int], nn.Module]] = {"linear": linear, "mlp": mlp, "layer": layer}
+def with_forecasts(rows: list[Row]) -> list[Row]:
+    """The rows, measured ones with the forecast of their case and recipe: its ratio to bf16, and by
+    how much it is off. A model is the sum of its parts."""
+    forecast: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row["stage"] in FORECASTS:
+            case, recipe = row["case"], row["recipe"]
+            forecast[case, recipe] = row["ms"]
+            in_model = row["times_in_model"] * row["ms"]
+            forecast["model", recipe] = forecast.get(("model", recipe), 0.0) + in_model
+    if not {"forecast block", "forecast readout"} <= {row["stage"] for row in rows}:
+        forecast = {key: ms for key, ms in forecast.items() if key[0] != "model"}
+    return [_with_forecast(row, forecast) for row in rows]
 
 
-def as_torchao(model: nn.Module, recipe: str) -> nn.Module:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    return convert_to_float8_training(model, config=config)
-
-
-def variants(model: nn.Module, names: Iterable[str] = OURS) -> dict[str, nn.Module]:
-    """Name -> the model under it; "bf16" is the model itself."""
-    found = {"bf16": model}
-    found |= {name: fp8.convert(copy.deepcopy(model), name, backend="native") for name in names}
-    if importlib.util.find_spec("torchao"):
-        found |= {f"torchao {name}": as_torchao(copy.deepcopy(model), name) for name in TORCHAO}
-    return found
+def _with_forecast(row: Row, forecast: dict[tuple[str, str], float]) -> Row:
+    case, recipe = row.get("case", ""), row.get("recipe", "")
+    if row["stage"] in FORECASTS or "ratio" not in row or (case, recipe) not in forecast:
+        return row
+    ratio = forecast[case, recipe] / forecast[case, BF16]
+    return {**row, "forecast": round(ratio, 3), "off": round(ratio / row["ratio"] - 1, 3)}
 
 
-def step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
-    """Forward and backward, waited for."""
-    run = torch.compile(model, backend="inductor" if x.device.type == "cuda" else "eager")
+class Process:
+    """A stage that runs. Its rows are put into a queue with its name; None at its end."""
 
-    def call() -> None:
-        run(x).sum().backward()
-        model.zero_grad(set_to_none=True)
-        if x.device.type == "cuda":
-            torch.cuda.synchronize()
+    def __init__(self, stage: str, device: str, small: bool, rows: queue.Queue[Any]) -> None:
+        self.stage, self.begun = stage, time.monotonic()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
+        command = [sys.executable, "-m", "benchmarks.gpu", "--run", stage, "--device"]
+        command += [(stage in FORECASTS and card()) or device]
+        environment = dict(os.environ)
+        if stage in FORECASTS:
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # compiled for, not used
+        self._process = subprocess.Popen(
+            [*command, *(["--small"] if small else [])],
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environment,
+            start_new_session=True,  # a signal of the terminal is the parent's
+        )
+        self._reader = threading.Thread(target=self._read, args=(rows,), daemon=True)
+        self._reader.start()
 
-    return call
+    def _read(self, rows: queue.Queue[Any]) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                with suppress(ValueError):  # what else is printed
+                    rows.put((self.stage, json.loads(line)))
+        rows.put((self.stage, None))
 
-
-def measure(case: str, width: int, tokens: int, device: str, rounds: int) -> list[Row]:
-    """One row for each variant of a case at one size; of one that fails, the error."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    model = CASES[case](width).to(device, DTYPE)
-    context = min(CONTEXT, tokens)
-    x = torch.randn(tokens // context, context, width, device=device, dtype=DTYPE)
-    x.requires_grad_()
-    where = {"case": case, "width": width, "tokens": tokens}
-    why = {name: why_not_here(fp8.RECIPES[name], x.device, DTYPE) for name in OURS}
-    failed = [{**where, "name": name, "error": why[name]} for name in OURS if why[name]]
-    steps = {}
-    for name, variant in variants(model, [n for n in OURS if not why[n]]).items():
-        call = step(variant, x)
+    def end(self, record: Record, why: str = "") -> None:
+        """Ends it, if it still runs, with its children."""
+        if why:
+            self._signal(signal.SIGTERM)
         try:
-            call()
-        except Exception as error:  # a kernel that refuses is a result
-            failed.append({**where, "name": name, "error": str(error).partition("\n")[0]})
-            continue
-        steps[name] = call
-    rows = compare(steps.pop("bf16"), steps, rounds=rounds)
-    return [{**where, **row, **_target(row, width, tokens)} for row in rows] + failed
+            self._process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+        self._reader.join()
+        how = why or ("done" if self._process.returncode == 0 else f"failed: {self._last_error()}")
+        record.end(self.stage, how, time.monotonic() - self.begun)
+        self._errors.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _last_error(self) -> str:
+        self._errors.seek(0)
+        lines = [line.strip() for line in self._errors if line.strip()]
+        return f"exit code {self._process.returncode}: {(lines or [''])[-1][:300]}"
 
 
-def _target(row: Row, width: int, tokens: int) -> Row:
-    if (row["name"], width, tokens) != ("unit", *TARGET[:2]):
-        return {}
-    return {"target": round(TARGET[2], 3), "met": row["ratio"] <= TARGET[2]}
+def run_together(
+    stages: Sequence[str], record: Record, until: float, device: str, small: bool
+) -> None:
+    """Runs stages side by side, until they end or the time has come."""
+    rows: queue.Queue[Any] = queue.Queue()
+    running = {stage: Process(stage, device, small, rows) for stage in stages}
+    try:
+        while running:
+            try:
+                stage, row = rows.get(timeout=max(until - time.monotonic(), 0.0))
+            except queue.Empty:
+                break
+            if row is None:
+                running.pop(stage).end(record)
+            else:
+                record.add(stage, row)
+                print(stage, json.dumps(row), flush=True)
+        for stage in list(running):
+            running.pop(stage).end(record, "its time was up")
+    finally:
+        for process in running.values():
+            process.end(record, "interrupted")
 
 
-MEASURED = {"fp8": "tensor", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
-"""Kind of matrix unit -> the recipe whose forward product measures it."""
-
-ASKED = (*CASES, "hardware")
-
-RATES = "which rates do matrix products and copies reach on this device?"
-
-
-def seconds(call: Callable[[], object], rounds: int = 30) -> float:
-    """The median time of a call, waited for."""
-
-    def timed() -> float:
-        start = time.perf_counter()
-        call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    for _ in range(3):
-        timed()
-    return median(timed() for _ in range(rounds))
+def run_all(
+    stages: Sequence[str], record: Record, seconds: float, device: str, small: bool
+) -> None:
+    """Runs stages one after the other, and those of LAST at the end, side by side."""
+    end = time.monotonic() + seconds
+    groups = [[stage] for stage in stages if stage in RATES]
+    groups += [last] if (last := [stage for stage in stages if stage in LAST]) else []
+    shares = [max((RATES | LAST)[stage] for stage in group) for group in groups]
+    for i, group in enumerate(groups):
+        left = end - GRACE - time.monotonic()
+        until = time.monotonic() + left * shares[i] / sum(shares[i:])
+        run_together(group, record, until, device, small)
 
 
-def hardware_row(
-    device: str, size: int, seconds: Callable[[Callable[[], object]], float] = seconds
-) -> Row:
-    """The fields of a `fp8.lab.hardware.Hardware`: what products of ``size`` x ``size`` and
-    copies reach, as peaks of which all is achieved."""
-    torch.manual_seed(0)
-    x = torch.randn(size, size, device=device, dtype=DTYPE)
-    calls: dict[str, Callable[[], object]] = {"bf16": partial(torch.matmul, x, x.t())}
-    for unit, name in MEASURED.items():
-        recipe = fp8.RECIPES[name]
-        if not why_not_here(recipe, x.device, DTYPE):
-            a, b = (lowered(cast) for cast in recipe.forward if cast is not None)
-            kind, _ = kernel_of(a, b)
-            calls[unit] = partial(multiply, kind, store(x, a), store(x, b), 1.0, DTYPE)
-    peak = {unit: 2 * size**3 / seconds(call) for unit, call in calls.items()}
-    moved = 2 * x.numel() * x.element_size()
-    if x.is_cuda:
-        memory = torch.cuda.get_device_properties(x.device).total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "name": "here",
-        "device": torch.cuda.get_device_name(x.device) if x.is_cuda else device,
-        "peak": peak,
-        "bandwidth": moved / seconds(partial(torch.empty_like(x).copy_, x)),
-        "memory": memory,
-        "source": f"benchmarks.gpu, torch {torch.__version__}",
-        "date": date.today().strftime("%Y-%m"),
-        "achieved": dict.fromkeys([*peak, "memory"], 1.0),
-    }
+def card() -> str:
+    """The name of the GPU; "" without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures what the arguments ask for and writes results/gpu.json and gpu_hardware.json; with
-    --small, or on another device, it prints only."""
+    """Runs the stages that the arguments name, or all, and writes the file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="one small size, to try the script")
-    parser.add_argument("cases", nargs="*", default=[], help=f"of {', '.join(ASKED)}")
+    parser.add_argument("--small", action="store_true", help="small sizes, to try the script")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="(%(default)s)")
+    parser.add_argument("--out", type=Path, help="(benchmarks/results/gpu.json; else out/gpu.json)")
+    parser.add_argument("--run", choices=STAGES, help=argparse.SUPPRESS)
+    parser.add_argument("stages", nargs="*", default=[], help=f"of {', '.join(STAGES)}")
     given = parser.parse_args(arguments)
-    unknown = [case for case in given.cases if case not in ASKED]
+    if given.run:
+        for row in STAGES[given.run](given.device, Sizes.small() if given.small else Sizes()):
+            print(json.dumps(row), flush=True)
+        return
+    unknown = [stage for stage in given.stages if stage not in STAGES]
     if unknown:
-        parser.error(f"unknown case {unknown[0]!r}; choose one of {', '.join(ASKED)}")
-    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"unknown stage {unknown[0]!r}; choose of {', '.join(STAGES)}")
+    stages = given.stages or list(STAGES)
+    if given.device == "cuda" and not card() and set(stages) - set(FORECASTS):
         parser.error("no CUDA device; --device cpu --small shows that the script runs")
-    widths, tokens = SMALL if given.small else (WIDTHS, TOKENS)
-    cases = given.cases or ASKED
-    rows = [
-        row
-        for case in cases
-        if case in CASES
-        for width in widths
-        for count in tokens
-        for row in measure(case, width, count, given.device, 3 if given.small else 30)
-    ]
-    device = torch.cuda.get_device_name() if given.device == "cuda" else given.device
-    rows = [{"device": device, **row} for row in rows]
-    finish = report if device != given.device and not given.small else show
-    if "hardware" in cases:
-        finish("gpu_hardware", RATES, [hardware_row(given.device, 2 * widths[-1])])
-    if rows:
-        finish("gpu", QUESTION, rows)
+    recorded = given.device == "cuda" and not given.small
+    path = given.out or (RESULTS if recorded else Path("out")) / "gpu.json"
+    with terminable():
+        record = Record(path, stages, card() or given.device)
+        try:
+            run_all(stages, record, given.seconds, given.device, given.small)
+        except KeyboardInterrupt:
+            print("interrupted")
+        for stage in record.values["stages"]:
+            rows = [row for row in record.values["rows"] if row["stage"] == stage]
+            show(stage, record.values["stages"][stage]["ended"], rows)
+        print(f"written: {path}")
 
 
 if __name__ == "__main__":
-    fix_allocator("benchmarks.gpu")
     main()

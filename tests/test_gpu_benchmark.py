@@ -1,52 +1,135 @@
-"""benchmarks/gpu.py, exercised on the CPU at a size that says nothing about speed."""
+"""benchmarks/gpu.py, exercised on the CPU at sizes that say nothing about speed."""
+
+from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu
-from fp8.lab.hardware import Hardware, Product, estimate, matmul_seconds
+from benchmarks import gpu, gpu_stages
+from benchmarks.gpu_stages import STAGES, Case, Sizes
+from fp8.lab.hardware import BF16, Hardware, Product, estimate, matmul_seconds
+
+ROOT = Path(__file__).parents[1]
+SMALL = Sizes.small()
 
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    torch._dynamo.reset()
+    torch.compiler.reset()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
+
+
+def command(out: Path, *arguments: str) -> list[str]:
+    given = ["--device", "cpu", "--small", "--out", str(out), *arguments]
+    return [sys.executable, "-m", "benchmarks.gpu", *given]
+
+
+def test_rows_are_written_as_they_come_and_stay_after_sigterm(tmp_path: Path):
+    out = tmp_path / "gpu.json"
+    process = subprocess.Popen(
+        command(out, "selftest", "nanochat"), cwd=ROOT, env={**os.environ, "OUT": str(out)}
+    )
+    end = time.monotonic() + 300
+    while time.monotonic() < end and process.poll() is None:
+        if out.exists() and "nanochat" in {r["stage"] for r in json.loads(out.read_text())["rows"]}:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM
+    record = json.loads(out.read_text())
+    assert record["stages"]["selftest"]["ended"] == "done"
+    assert record["stages"]["nanochat"]["ended"] == "interrupted"
+    measured = [row for row in record["rows"] if row["stage"] == "nanochat"]
+    assert {"case": "linear", "recipe": BF16}.items() <= measured[0].items()
+    assert measured[0]["ratio_low"] <= measured[0]["ratio"] <= measured[0]["ratio_high"]
+    assert "error" not in measured[0]
+    assert not stages_running(out)
+
+
+def stages_running(out: Path) -> list[str]:
+    """The commands of stages that this test began and that have not ended."""
+    running = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+            ours = f"OUT={out}" in (process / "environ").read_bytes().decode()
+        except (OSError, UnicodeDecodeError):
+            continue
+        running += [" ".join(words)] if "--run" in words and ours else []
+    return running
+
+
+def test_a_stage_ends_with_its_time_and_a_failure_is_not_the_end(tmp_path: Path):
+    """Named stages replace their rows alone."""
+    out = tmp_path / "gpu.json"
+    record = gpu.Record(out, [], "cpu")
+    record.add("rates", {"hardware": {}})
+    record.add("selftest", {"recipe": "old"})
+    record = gpu.Record(out, ["selftest", "model"], "cpu")
+    gpu.run_all(["selftest"], record, gpu.GRACE + 0.5, "cpu", small=True)
+    gpu.run_all(["model"], record, 1000.0, "no device", small=True)
+    written = json.loads(out.read_text())
+    assert [row["stage"] for row in written["rows"]] == ["rates"]
+    assert written["stages"]["selftest"]["ended"] == "its time was up"
+    assert written["stages"]["model"]["ended"].startswith("failed: exit code 1: RuntimeError")
 
 
 @pytest.mark.native(whole_graph=True)
-def test_small_on_the_cpu(tmp_path, monkeypatch, capsys):
-    """Rows of what runs and of what does not, printed; they are no figures to be kept."""
-    monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
-    monkeypatch.setattr(gpu, "OURS", ("unit", "block"))  # each is traced, which takes its time
-    monkeypatch.setattr(gpu, "TORCHAO", ())
-    gpu.main(["--device", "cpu", "--small", "linear"])
-    unit, block = capsys.readouterr().out.splitlines()[-2:]
-    assert unit.split()[:5] == ["cpu", "linear", "128", "128", "unit"]
-    assert block.split()[:5] == ["cpu", "linear", "128", "128", "block"]
-    assert block.endswith("scales by block need CUDA devices of compute capability 9.0")
-    assert not list(tmp_path.iterdir())
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's
+@pytest.mark.parametrize("name", ["linear", "model"])  # the others are parts of these
+def test_each_case_takes_a_step_under_each_recipe(name: str):
+    case = Case(name, *gpu_stages.MODELS[name](SMALL), "cpu")
+    for recipe in gpu_stages.recipes():
+        if gpu_stages.why_not(recipe, "cpu"):
+            continue
+        model = case.variant(recipe) if recipe in ("unit", "static") else case.converted(recipe)
+        case.step(model)
+        assert all(p.grad is None for p in case.model.parameters()), recipe
 
 
-@pytest.mark.native
-@pytest.mark.parametrize("case", ["mlp", "layer"])
-def test_each_case_makes_every_variant(case):
-    model = gpu.CASES[case](64).bfloat16()
-    x = torch.randn(2, 16, 64, dtype=torch.bfloat16)
-    for name, variant in gpu.variants(model, ("unit", "tensor", "row", "delayed")).items():
-        assert variant(x).shape == x.shape, name
+def test_the_model_has_a_billion_and_a_half_parameters():
+    with torch.device("meta"):
+        model, _ = gpu_stages.decoder(Sizes())
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(1.5e9, rel=0.05)
+
+
+def test_forecasts_stand_beside_what_was_measured():
+    rows = [
+        {"stage": "block", "case": "block", "recipe": "unit", "ratio": 0.8},
+        {"stage": "model", "case": "model", "recipe": "unit", "ratio": 0.5},
+        {"stage": "model", "case": "model", "recipe": "row", "error": "no kernel"},
+    ]
+    for case, count in (("block", 3), ("readout", 1)):
+        for recipe, ms in ((BF16, 2.0), ("unit", 1.0 if case == "block" else 2.0)):
+            row = {"case": case, "recipe": recipe, "ms": ms, "times_in_model": count}
+            rows.append({"stage": f"forecast {case}", **row})
+    block, model, row, *_ = gpu.with_forecasts(rows)
+    assert (block["forecast"], block["off"]) == (0.5, -0.375)
+    assert (model["forecast"], model["off"]) == (5 / 8, 0.25)
+    assert "forecast" not in row
+    assert gpu.with_forecasts(gpu.with_forecasts(rows)) == gpu.with_forecasts(rows)
+
+
+def test_a_forecast_is_a_row_for_each_recipe():
+    rows = list(STAGES["forecast readout"]("NVIDIA B200", SMALL))
+    ours = [name for name in gpu_stages.recipes() if not name.startswith("torchao")]
+    named = [row["recipe"] for row in rows]
+    assert set(named) >= {BF16, *ours}
+    assert all(row["ms"] > 0 for row in rows)
 
 
 def test_what_it_refuses(capsys):
-    for arguments, message in (
-        (
-            ["--device", "cpu", "conv"],
-            "unknown case 'conv'; choose one of linear, mlp, layer, hardware",
-        ),
-        *([] if torch.cuda.is_available() else [([], "no CUDA device")]),
-    ):
+    refused = [(["--device", "cpu", "conv"], "unknown stage 'conv'; choose of selftest, rates")]
+    for arguments, message in refused + ([] if gpu.card() else [([], "no CUDA device")]):
         with pytest.raises(SystemExit):
             gpu.main(arguments)
         assert message in capsys.readouterr().err
@@ -55,7 +138,7 @@ def test_what_it_refuses(capsys):
 @pytest.mark.native
 def test_rates_of_this_machine_are_a_row_of_the_roofline():
     """With a clock that says that every call takes a millisecond."""
-    measured = gpu.hardware_row("cpu", 64, lambda call: call() is None or 1e-3)
+    measured = gpu_stages.hardware_row("cpu", 64, lambda call: call() is None or 1e-3)
     row = Hardware(**json.loads(json.dumps(measured)))
     assert row.peak == {"bf16": 2 * 64**3 / 1e-3, "fp8": 2 * 64**3 / 1e-3}
     assert row.bandwidth == 2 * 64**2 * 2 / 1e-3
@@ -67,5 +150,6 @@ def test_rates_of_this_machine_are_a_row_of_the_roofline():
 
 def test_the_clock():
     passed = []
-    assert gpu.seconds(lambda: passed.append(1), rounds=5) > 0
-    assert len(passed) == 8
+    clock = gpu_stages.clock_of("cpu")
+    assert gpu_stages.median_seconds(clock, lambda: passed.append(1)) > 0
+    assert len(passed) == 33
