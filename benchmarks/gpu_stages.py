@@ -25,7 +25,7 @@ import fp8
 from benchmarks.common import Row, compare
 from benchmarks.forecast import TORCHAO, Block
 from fp8.casts.casting import lowered
-from fp8.common.step import Batch, call
+from fp8.common.step import Batch, call, tensors
 from fp8.lab.forecast.card import CARDS
 from fp8.lab.hardware import BF16
 from fp8.native.kernels import kernel_of, multiply, store
@@ -83,7 +83,16 @@ class Sizes:
     @staticmethod
     def small() -> Sizes:
         """Sizes that show that the stages run."""
-        return Sizes((64, 32, 64), (64, 32, 64), (1, 16, 32, 64, 2), 2, 64, 64, 2, 0.0)
+        return Sizes(
+            linear=(64, 32, 64),
+            head=(64, 32, 64),
+            block=(1, 16, 32, 64, 2),
+            layers=2,
+            vocabulary=64,
+            square=64,
+            rounds=2,
+            seconds=0.0,
+        )
 
 
 class Case:
@@ -105,7 +114,8 @@ class Case:
             output.backward(self._grad)
         else:
             output.backward()
-        model.zero_grad(set_to_none=True)
+        for tensor in (*model.parameters(), *tensors(self.batch)):
+            tensor.grad = None
 
     def variant(self, recipe: str) -> nn.Module:
         """`converted`, and compiled."""
@@ -289,13 +299,14 @@ def clock_of(device: str) -> Callable[[], float]:
 
 
 def tests(device: str, sizes: Sizes) -> Iterator[Row]:
-    """``pytest -m gpu``: the counts, and the names of those that fail."""
+    """``pytest -m gpu``: for each file the counts, and the names of those that fail."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rf", "-p", "no:cacheprovider"]
     files = [path for path in Path("tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
-    done = subprocess.run([*command, *map(str, files)], stdout=subprocess.PIPE, text=True)
-    counts = re.findall(r"(\d+) (passed|failed|skipped|errors?|deselected)", done.stdout)
-    failed = re.findall(r"^FAILED (\S+)", done.stdout, re.M)
-    yield {"pytest": {what: int(count) for count, what in counts}, "failed": failed}
+    for file in sorted(files, key=lambda path: ("native" not in path.parts, path)):
+        done = subprocess.run([*command, str(file)], stdout=subprocess.PIPE, text=True)
+        counts = re.findall(r"(\d+) (passed|failed|skipped|errors?)", done.stdout)
+        failed = re.findall(r"^FAILED (\S+)", done.stdout, re.M)
+        yield {"file": str(file), **{what: int(n) for n, what in counts}, "names": failed}
 
 
 def forecast(name: str, device: str, sizes: Sizes) -> Iterator[Row]:
