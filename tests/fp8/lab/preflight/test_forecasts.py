@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 
 import pytest
@@ -99,7 +100,7 @@ def test_an_error_of_the_model_is_the_reason(monkeypatch):
     monkeypatch.setattr(forecasts, "why_not", lambda: "")
     found = findings("tensor")
     forecast_steps(problem(inputs=3), DEVICES, found, Budget(1e5))
-    assert found.not_forecast.startswith("0 of 2 accelerators: RuntimeError: ")
+    assert re.match("0 of 2 accelerators: .*RuntimeError", found.not_forecast)
 
 
 @pytest.mark.skipif(bool(card.why_not()), reason=card.why_not())
