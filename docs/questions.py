@@ -284,6 +284,18 @@ def _forecast(rows: list[Row]) -> str:
     )
 
 
+def _gpu(rows: list[Row]) -> str:
+    cases: dict[str, list[str]] = {"block": [], "model": []}
+    for row in rows:
+        if row["stage"] in cases and "ratio" in row and row["recipe"] != "bf16":
+            beside = f" (forecast {row['forecast']:.2f})" if "forecast" in row else ""
+            cases[row["stage"]].append(f"{row['recipe']} {row['ratio']:.2f}{beside}")
+    listed = (
+        f"{case}, of bf16's time: {', '.join(texts)}" for case, texts in cases.items() if texts
+    )
+    return "; ".join(listed)
+
+
 QUESTIONS: dict[str, Question] = {
     "forecast": Question(text="How long would a training step take on an H100?", answer=_forecast),
     "demo": Question(
@@ -402,6 +414,9 @@ QUESTIONS: dict[str, Question] = {
     ),
 }
 """Study -> question, in the order of the page."""
+
+if "gpu" in studies():  # where there was a GPU
+    QUESTIONS["gpu"] = Question(text="What does FP8 gain on a GPU?", answer=_gpu)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import gpu, gpu_stages
 from benchmarks.gpu_stages import STAGES, Case, Sizes
+from docs import questions
 from fp8.lab.hardware import BF16, Hardware, Product, estimate, matmul_seconds
 
 ROOT = Path(__file__).parents[1]
@@ -116,6 +117,10 @@ def test_forecasts_stand_beside_what_was_measured():
     assert (block["forecast"], block["off"]) == (0.5, -0.375)
     assert (model["forecast"], model["off"]) == (5 / 8, 0.25)
     assert "forecast" not in row
+    assert questions._gpu([block, model, row]) == (
+        "block, of bf16's time: unit 0.80 (forecast 0.50); "
+        "model, of bf16's time: unit 0.50 (forecast 0.62)"
+    )
     assert gpu.with_forecasts(gpu.with_forecasts(rows)) == gpu.with_forecasts(rows)
 
 
