@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..hardware import Estimate
-from .findings import Candidate
+from .findings import Candidate, Findings
 
 FINE = 0.25
 """The update error up to which a policy is expected to train as the reference. On a GPT of two
 layers the recipes with errors up to 0.14 ended within 0.005 nats of it after 600 steps, and one
 with 0.37 ended 0.067 above (docs/preflight.md). It selects the finalists; training runs decide."""
 
-AS_GOOD = ("as the reference", "better")
+AS_GOOD = ("as the reference", "better", "within chance")
 FAILED = ("worse", "diverges")
 
 
@@ -22,25 +21,21 @@ def worst_error(candidate: Candidate) -> float:
     return max(candidate.errors.values(), default=math.inf)
 
 
-def _by_device(
-    candidates: Sequence[Candidate], estimates: Sequence[Estimate]
-) -> dict[str, list[Candidate]]:
+def _by_device(candidates: Sequence[Candidate], findings: Findings) -> dict[str, list[Candidate]]:
     """Device -> the candidates that it has units for. Without estimates: one device for all."""
-    if not estimates:
+    if not findings.estimates:
         return {"": list(candidates)}
-    runs = {(row.hardware, row.candidate) for row in estimates if not row.why_not}
-    devices = dict.fromkeys(row.hardware for row in estimates)
+    runs = {(row.hardware, row.candidate) for row in findings.estimates if not row.why_not}
+    devices = dict.fromkeys(row.hardware for row in findings.estimates)
     return {device: [c for c in candidates if (device, c.name) in runs] for device in devices}
 
 
-def finalists(
-    candidates: Sequence[Candidate], estimates: Sequence[Estimate]
-) -> dict[str, Candidate]:
+def finalists(findings: Findings) -> dict[str, Candidate]:
     """Device -> the policy to train: the fine one with the fewest bits, or else the one with the
     smallest error. Of several with equal bits it is that of an earlier device, if it runs here too.
     Candidates that save nothing (16 bits), and those that were trained and failed, are left out."""
     chosen: dict[str, Candidate] = {}
-    for device, runs in _by_device(candidates, estimates).items():
+    for device, runs in _by_device(findings.candidates, findings).items():
         usable = [c for c in runs if c.bits < 15.5 and c.outcome not in FAILED]
         finite = [c for c in usable if math.isfinite(worst_error(c))]
         fine = [c for c in usable if worst_error(c) <= FINE]
@@ -52,14 +47,18 @@ def finalists(
     return chosen
 
 
-def recommended(
-    candidates: Sequence[Candidate], estimates: Sequence[Estimate]
-) -> dict[str, Candidate]:
-    """Device -> the candidate with the fewest bits that trains as the reference, if there is one.
-    Transforms have no policy and are not recommended."""
-    good = [c for c in candidates if c.outcome in AS_GOOD and c.policy]
-    devices = _by_device(good, estimates)
-    return {device: min(runs, key=_cost) for device, runs in devices.items() if runs}
+def recommended(findings: Findings) -> dict[str, Candidate]:
+    """Device -> the candidate with the fewest bits that trains as the reference; without one, that
+    within chance whose gap has the lowest upper end. Transforms have no policy and are not
+    recommended."""
+    good = [c for c in findings.candidates if c.outcome in AS_GOOD and c.policy]
+    devices = _by_device(good, findings)
+    return {device: min(runs, key=_rank) for device, runs in devices.items() if runs}
+
+
+def _rank(candidate: Candidate) -> tuple[bool, float, float, float]:
+    is_chance = candidate.outcome == "within chance"
+    return is_chance, (candidate.high or 0.0) if is_chance else 0.0, *_cost(candidate)
 
 
 def _cost(candidate: Candidate) -> tuple[float, float]:

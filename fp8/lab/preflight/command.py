@@ -23,6 +23,8 @@ ABOUT = "whether a model trains in FP8, and what that saves"
 HARDWARE_SHOWN = ["h100", "b200"]
 BUDGET, DEMO_BUDGET = 540.0, 180.0
 """Seconds by default, and for ``--demo``. Imports and the page take some seconds more."""
+SEEDS = 32
+"""The largest number of pairs of runs by default."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200, help="of each run (%(default)s)")
     parser.add_argument("--budget", type=float, help=budget)
     parser.add_argument("--target", type=float, default=0.01, help=target)
-    parser.add_argument("--seeds", type=int, default=8, help="at most (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="at most (%(default)s)")
     parser.add_argument(
         "--recipes",
         nargs="+",
@@ -110,7 +112,7 @@ def _command(options: argparse.Namespace, seconds: float, seeds: int) -> str:
     words += ["--recipes", *options.recipes] if options.recipes else []
     words += ["--hardware", *options.hardware] if options.hardware != HARDWARE_SHOWN else []
     words += ["--resume", "--budget", f"{seconds:g}"]
-    return shlex.join(words + (["--seeds", str(seeds)] if seeds != 8 else []))
+    return shlex.join(words + (["--seeds", str(seeds)] if seeds != SEEDS else []))
 
 
 def _source(options: argparse.Namespace) -> Callable[..., Any]:

@@ -1,19 +1,19 @@
-"""The figures of the preflight's page: matplotlib's SVG, in colours that the page's style sets."""
+"""The figure of the preflight's page: matplotlib's SVG, in colours that the page's style sets."""
 
 from __future__ import annotations
 
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ...common.libraries import need
-from .findings import Choice, Run
+from .findings import Run
+from .paired_runs import REFERENCE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,10 +26,20 @@ Curve = tuple[str, Values]
 _INK, _LINE = "#010101", "#020202"  # of the text, of the grid
 _SERIES = [f"#03030{i}" for i in range(5)]
 _DASHES = {"solid": "-", "dashed": "--", "dotted": ":"}  # CSS border style -> matplotlib's
-_MARKS = {"△": "^", "□": "s", "◇": "D", "▽": "v", "☆": "*", "✕": "x"}  # character -> matplotlib's
+_REPLACED = {
+    r"<style.*?</style>|<!--.*?-->": "",  # a style would hold for all of the page
+    r'<g id="[^"]*"': "<g",
+    r"^ [^>]*?(viewBox=\"[^\"]*\")[^>]*>": r' class="plot" \1>',
+    r"'DejaVu Sans'[^;\"]*": "system-ui, sans-serif",
+    r"#03030(\d)": r"var(--series-\1)",
+    _INK: "currentColor",
+    _LINE: "var(--line)",
+}
+"""Pattern in matplotlib's SVG -> what the page has in its place."""
 _POINTS = 400  # of a loss curve
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
+    "svg.hashsalt": "losses",  # equal figures have equal identifiers
     "font.size": 10.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -46,12 +56,16 @@ _STYLE: dict[str, Any] = {
 
 class Key(NamedTuple):
     """A row of a legend. series: number of the colour, -1 for that of the text. line: a CSS border
-    style, or "". mark: a character, or ""."""
+    style."""
 
     text: str
     series: int
-    line: str = ""
-    mark: str = ""
+    line: str
+
+    @property
+    def colour(self) -> str:
+        """That of matplotlib's lines."""
+        return _INK if self.series < 0 else _SERIES[self.series]
 
 
 class Drawing(NamedTuple):
@@ -63,133 +77,58 @@ class Drawing(NamedTuple):
     keys: list[Key]
 
 
-def _as_svg(figure: Figure, salt: str) -> str:
-    """The figure in the page's colours. salt: makes identifiers of a page's figures distinct."""
-    import matplotlib
-
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
-        nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])
-        figure.savefig(text, format="svg", metadata=nothing)
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # it would hold for all the page
-    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    svg = re.sub(r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>", r'<svg class="plot" \1>', svg, count=1)
-    svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
-    svg = re.sub(r"#03030(\d)", r"var(--series-\1)", svg)
-    return svg.replace(_INK, "currentColor").replace(_LINE, "var(--line)").strip()
-
-
-@contextmanager
-def _new_figure(height: float) -> Iterator[Figure]:
-    """A figure that is drawn in the page's style, whatever the user's matplotlibrc says."""
-    need("matplotlib")
-    from matplotlib import style
-    from matplotlib.figure import Figure
-
-    with style.context(["default", _STYLE]):
-        yield Figure(figsize=(5.2, height), layout="constrained")
-
-
-def _shown(value: float | None) -> float:
-    """The value if a logarithmic axis can show it, else NaN, which is not drawn."""
-    return value if value is not None and math.isfinite(value) and value > 0 else math.nan
-
-
-def frontier(choices: Sequence[Choice]) -> Drawing | None:
-    """The share of FLOPs that is cast against the update error, by recipe. None if no error is
-    positive and finite."""
-    drawn = [c for c in choices if _shown(c.predicted) > 0 or _shown(c.measured) > 0]
-    if not drawn:
-        return None
-    recipes = list(dict.fromkeys(choice.recipe for choice in drawn))
-    names = list(dict.fromkeys(choice.name for choice in drawn if choice.published))
-    marks = {name: list(_MARKS)[i % len(_MARKS)] for i, name in enumerate(names)}
-    keys = []
-    for i, recipe in enumerate(recipes):
-        keys.append(Key(f"{recipe}: predicted", i % len(_SERIES), line=_dash(i)))
-        keys.append(Key(f"{recipe}: measured", i % len(_SERIES), mark="●"))
-    keys += [Key("chosen", -1, mark="○")] if any(choice.chosen for choice in drawn) else []
-    keys += [Key(name, -1, mark=mark) for name, mark in marks.items()]
-    with _new_figure(3.8) as figure:
-        axes = figure.subplots()
-        for i, recipe in enumerate(recipes):
-            _frontier_of(axes, i, [c for c in drawn if c.recipe == recipe], marks)
-        axes.set_xlabel("share of the products' FLOPs that is cast (%)")
-        axes.set_ylabel("update error")
-        _log_axis(axes, [v for c in drawn for v in (c.predicted, c.measured)])
-        svg = _as_svg(figure, "frontier")
-    return Drawing(svg, f"Update error against share of FLOPs cast, {len(drawn)} selections.", keys)
-
-
-def _dash(series: int) -> str:
-    return list(_DASHES)[series % len(_DASHES)]
-
-
-def _frontier_of(axes: Axes, i: int, choices: list[Choice], marks: dict[str, str]) -> None:
-    colour = _SERIES[i % len(_SERIES)]
-    line = sorted((c for c in choices if not c.published), key=lambda c: c.share)
-    shares, predicted = [100 * c.share for c in line], [_shown(c.predicted) for c in line]
-    axes.plot(shares, predicted, color=colour, linestyle=_DASHES[_dash(i)], linewidth=1.6)
-    measured = [_shown(c.measured) for c in line]
-    axes.plot(shares, measured, "o", color=colour, markersize=5)
-    for choice in choices:
-        share, error = 100 * choice.share, _shown(choice.measured)
-        error = error if error > 0 else _shown(choice.predicted)
-        if choice.published:
-            mark = _MARKS[marks[choice.name]]
-            axes.plot(share, error, mark, color=colour, markersize=7, fillstyle="none")
-        if choice.chosen:
-            axes.plot(share, error, "o", color=_INK, markersize=12, fillstyle="none")
-
-
-def _log_axis(axes: Axes, values: Iterable[float | None]) -> None:
-    from matplotlib import ticker
-
-    positive = [value for value in map(_shown, values) if value > 0]
-    wide = max(positive) > 300 * min(positive)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1,) if wide else (1, 2, 5)))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
-
-
 def losses(runs: Sequence[Run]) -> Drawing | None:
-    """The losses of each policy, and below them the difference to the reference, paired by seed.
-    None if no loss is finite."""
+    """The losses of each policy, and below them the difference to the reference, paired by seed,
+    drawn in the page's style, whatever the user's matplotlibrc says. None if no loss is finite."""
     runs = [run for run in runs if np.isfinite(run.losses).any()]
     if not runs:
         return None
-    curves = [(run.name, _smooth(run.losses)) for run in runs]
-    differences = _differences(runs)
-    names = sorted(dict.fromkeys(run.name for run in runs), key=lambda name: name != "reference")
+    need("matplotlib")
+    from matplotlib import style
+
+    names = sorted(dict.fromkeys(run.name for run in runs), key=lambda name: name != REFERENCE)
     keys = [
-        Key(name, -1 if name == "reference" else i % len(_SERIES), _dash(i))
+        Key(name, -1 if name == REFERENCE else i % len(_SERIES), [*_DASHES][i % len(_DASHES)])
         for i, name in enumerate(names)
     ]
-    with _new_figure(5.4 if differences else 3.2) as figure:
-        panels = figure.subplots(2 if differences else 1, 1, sharex=True, squeeze=False)[:, 0]
-        for axes, drawn in zip(panels, (curves, differences), strict=False):
-            for key in keys:
-                _draw_curves(axes, key, [values for name, values in drawn if name == key.text])
-        _frame(panels[0], curves)
-        if differences:
-            _frame_differences(panels[1], differences, float(np.ptp(panels[0].get_ylim())))
-        panels[-1].set_xlabel("step")
-        svg = _as_svg(figure, "losses")
+    with style.context(["default", _STYLE]):
+        svg = _as_svg(_drawn(runs, keys))
     return Drawing(svg, f"Training loss by step of {', '.join(names)}.", keys)
 
 
+def _as_svg(figure: Figure) -> str:
+    """The figure in the page's colours."""
+    text = io.StringIO()
+    nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])
+    figure.savefig(text, format="svg", metadata=nothing)
+    svg = text.getvalue().partition("<svg")[2]
+    for pattern, new in _REPLACED.items():
+        svg = re.sub(pattern, new, svg, flags=re.DOTALL)
+    return f"<svg{svg}".strip()
+
+
+def _drawn(runs: Sequence[Run], keys: Sequence[Key]) -> Figure:
+    from matplotlib.figure import Figure
+
+    curves = [(run.name, _smooth(run.losses)) for run in runs]
+    differences = _differences(runs)
+    figure = Figure(figsize=(5.2, 5.4 if differences else 3.2), layout="constrained")
+    panels = figure.subplots(2 if differences else 1, 1, sharex=True, squeeze=False)[:, 0]
+    for axes, drawn in zip(panels, (curves, differences), strict=False):
+        for key in keys:
+            _draw_curves(axes, key, [values for name, values in drawn if name == key.text])
+    _frame(panels[0], curves)
+    if differences:
+        _frame_differences(panels[1], differences, float(np.ptp(panels[0].get_ylim())))
+    panels[-1].set_xlabel("step")
+    return figure
+
+
 def _differences(runs: Sequence[Run]) -> list[Curve]:
-    base = {run.seed: _smooth(run.losses) for run in runs if run.name == "reference"}
-    curves = []
-    for run in runs:
-        if run.name != "reference" and run.seed in base:
-            steps = min(len(run.losses), len(base[run.seed]))
-            curves.append((run.name, _smooth(run.losses)[:steps] - base[run.seed][:steps]))
-    return curves
+    base = {run.seed: _smooth(run.losses) for run in runs if run.name == REFERENCE}
+    paired = [run for run in runs if run.name != REFERENCE and run.seed in base]
+    curves = [(run.name, _smooth(run.losses), base[run.seed]) for run in paired]
+    return [(name, a[: len(b)] - b[: len(a)]) for name, a, b in curves]
 
 
 def _smooth(losses: Sequence[float]) -> Values:
@@ -203,27 +142,29 @@ def _smooth(losses: Sequence[float]) -> Values:
 
 def _draw_curves(axes: Axes, key: Key, curves: list[Values]) -> None:
     """Thin lines for the curves of one policy, a thick one for their mean while all are finite."""
-    steps = min((len(curve) for curve in curves), default=0)
-    if not steps:
+    if not curves:
         return
-    colour = _INK if key.series < 0 else _SERIES[key.series]
     for curve in curves:
-        at = np.arange(0, len(curve), max(1, len(curve) // _POINTS))
-        axes.plot(at, curve[at], color=colour, linewidth=0.6, alpha=0.45)
+        at = _points(len(curve))
+        axes.plot(at, curve[at], color=key.colour, linewidth=0.6, alpha=0.45)
         end = np.flatnonzero(np.isfinite(curve)).max(initial=-1)
         if 0 <= end < len(curve) - 1:  # at the top of the axes: the curve may leave them
-            axes.plot(end, 0.97, "x", color=colour, transform=axes.get_xaxis_transform())
-    mean = np.mean([curve[:steps] for curve in curves], axis=0)
-    at = np.arange(0, steps, max(1, steps // _POINTS))
+            axes.plot(end, 0.97, "x", color=key.colour, transform=axes.get_xaxis_transform())
+    steps = min(map(len, curves))
+    mean, at = np.mean([curve[:steps] for curve in curves], axis=0), _points(steps)
     mark = "." if np.isfinite(mean).sum() < 3 else ""
-    line = _DASHES[key.line]
-    axes.plot(at, mean[at], color=colour, linewidth=1.8, linestyle=line, marker=mark)
+    dash = _DASHES[key.line]
+    axes.plot(at, mean[at], color=key.colour, linewidth=1.8, linestyle=dash, marker=mark)
+
+
+def _points(steps: int) -> npt.NDArray[np.int_]:
+    return np.arange(0, steps, max(1, steps // _POINTS))
 
 
 def _frame(axes: Axes, curves: list[Curve]) -> None:
     """From the smallest loss to the largest one of the reference: what diverges leaves the axes."""
     axes.set_ylabel("training loss")
-    reference = [curve for curve in curves if curve[0] == "reference"]
+    reference = [curve for curve in curves if curve[0] == REFERENCE]
     low, high = _finite(curves).min(), _finite(reference or curves).max()
     if high > low:
         pad = 0.05 * (high - low)

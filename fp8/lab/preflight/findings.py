@@ -47,9 +47,10 @@ class Candidate:
         bits: per operand, averaged over the FLOPs of all products; high precision counts as 16.
         errors, slopes: snapshot step -> update error; <g_q, g> / <g, g>.
         gap, low, high: the training loss of the last steps minus the reference's: mean over pairs
-            of runs, and the interval of the sequential test; None if not trained.
-        seeds: the number of paired runs.
-        outcome: "as the reference", "better", "worse", "diverges", "not decided", "not trained".
+            of runs, and the interval of the sequential test at its last look; None if not trained.
+        seeds: the number of pairs of runs at that look; before the first look, of all.
+        outcome: "as the reference", "better", "within chance", "worse", "diverges", "not decided",
+            "not trained".
     """
 
     name: str
@@ -109,11 +110,10 @@ class OperandRange:
 
 @dataclass
 class Choice:
-    """Which layers to keep in high precision: a point of the frontier, or a published selection.
+    """Which layers to keep in high precision: a point of the frontier.
 
     share: of the product FLOPs that are cast. predicted: the update error by the sum of the squared
-    errors of the layers. measured: with all casts at once; None if not measured. published: a
-    published selection, not a point of the frontier.
+    errors of the layers. measured: with all casts at once; None if not measured.
     """
 
     name: str
@@ -123,7 +123,6 @@ class Choice:
     predicted: float
     measured: float | None = None
     chosen: bool = False
-    published: bool = False
 
 
 @dataclass
@@ -157,7 +156,8 @@ class Findings:
 
     Attributes:
         model: name, parameters, dtype, device.
-        settings: steps, held_out, target, budget, recipes, threads, peak_memory.
+        settings: steps, held_out, target, budget, recipes, threads; and chance, the
+            standard deviation of the reference's loss over seeds, 0 before there are three.
         versions: fp8, torch, python, platform, date.
         seconds: stage -> seconds.
         verdict: the decision.
@@ -166,7 +166,7 @@ class Findings:
         candidates: in order of their update error.
         scores: of single casts.
         ranges: of operands.
-        choices: the frontier of the search, and published selections beside it.
+        choices: the frontier of the search.
         estimates: by hardware.
         forecasts: of the finalists, by the compiler's code for an accelerator.
         not_forecast: why forecasts are missing; "" if none is, and where the compiler does not know

@@ -54,7 +54,7 @@ def forecast_steps(
 def _question(hardware: Hardware, findings: Findings) -> _Question | None:
     runs = {e.candidate for e in findings.estimates if e.hardware == hardware.name}
     runs -= {e.candidate for e in findings.estimates if e.hardware == hardware.name and e.why_not}
-    best = finalists(findings.candidates, findings.estimates).get(hardware.name)
+    best = finalists(findings).get(hardware.name)
     names = runs & {PLAIN.name, best.name if best else ""}
     asked = [c for c in findings.candidates if c.name in names]
     policies = [replace(Policy.from_dict(c.policy), name=c.name) for c in asked]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ...common.libraries import need
 from ...formats.format import FORMATS
 from ..hardware import Estimate
-from .figures import frontier, losses
+from .figures import losses
 from .findings import Candidate, CastScore, Findings, OperandRange
 from .verdict import recipe_in_words
 
@@ -27,27 +27,6 @@ _LEVELS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # shares of the error at which t
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-WORDS = {
-    "Recipe": "Which numbers with few bits the operands of the matrix products of a layer are "
-    "rounded to, and with which scale factors. All else stays in high precision.",
-    "FP8, e4m3, e5m2": "Numbers of 8 bits. e4m3 has 4 bits for the exponent and 3 for the "
-    "fraction: finer steps, magnitudes up to 448. e5m2 has 5 and 2: a wider range, for gradients.",
-    "Scale factor": "What values are divided by before they are rounded, so that they fit into the "
-    "range of the format.",
-    "Gap": "How much higher the loss is at the end of training in low precision than in the "
-    "model’s own precision. Below zero: it is lower.",
-    "Estimate": "Computed from published rates of the accelerator, not measured.",
-    "Policy": "A recipe, and the layers that stay in high precision.",
-    "Outcome": "“as the reference” and “better”: the gap is known to be small, or below zero. "
-    "“worse”: known to be large. “not decided”: chance may explain it so far.",
-    "Update error": "How far rounding moves one update of the weights, relative to the update: 0 "
-    "is not at all, 1 is as far as the update itself.",
-    "Slope": "Below 1, rounding shrinks the gradient.",
-    "unit": "The recipe without scale factors. It is meant for models with unit scaling, whose "
-    "activations and gradients have a root mean square of about 1.",
-}
-"""Term -> what it means, for the page."""
 
 Variables = dict[str, Any]
 """Of the template, by name."""
@@ -78,14 +57,12 @@ def page(findings: Findings) -> str:
     return environment.from_string(text).render(
         findings=findings,
         verdict=findings.verdict,
-        words=WORDS,
         candidates=sorted(findings.candidates, key=lambda row: row.outcome == "not trained"),
         snapshots=sorted({step for row in findings.candidates for step in row.errors}),
         axis=_axis(findings.candidates),
         maps=_maps(findings),
         levels=_LEVELS,
         flops=sum(product.flops for product in findings.products),
-        frontier=frontier(findings.choices),
         losses=losses(findings.runs),
         memories=_memories(findings.estimates),
         policy=json.dumps(findings.verdict.policy, indent=2) if findings.verdict.policy else "",

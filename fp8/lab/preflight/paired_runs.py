@@ -3,12 +3,17 @@
 A candidate and the reference train from the same weights on the same batches with the same random
 numbers, so what differs between seeds cancels in the difference of their losses.
 
-After each pair the test looks at the mean difference of n seeds. One end of the interval at n has
-the error ``ERROR / (n (n - 1))``. The sum over n = 2, 3, ... telescopes to ERROR, so by the union
-bound an end that was ever seen excludes the gap with a probability of at most ERROR, whenever the
-test stops. A verdict reads one end: "as the reference" and "better" are wrong only if the upper
+The test looks at the mean difference after 3, 4, 6, 8, 12, ... pairs. One end of the interval at
+the k-th look has the error ``ERROR / (k (k + 1))``. The sum over k telescopes to ERROR, so by the
+union bound an end that was ever seen excludes the gap with a probability of at most ERROR, whenever
+the test stops. A verdict reads one end: "as the reference" and "better" are wrong only if the upper
 end is too low, "worse" only if the lower end is too high. Differences are taken as normal and
 independent between seeds.
+
+Some trainings amplify rounding errors until runs end about as far apart as with other seeds, and no
+affordable number of pairs shows a small gap. A candidate that is not decided when the time is over
+is "within chance" if the upper end of its gap is below the standard deviation of the reference's
+loss over seeds: one training does not show such a gap.
 """
 
 from __future__ import annotations
@@ -86,19 +91,23 @@ def half_width(values: Sequence[float], error: float = 0.025) -> float:
     return student(len(values) - 1, error) * deviation
 
 
-def error_at(seeds: int) -> float:
-    """The error of one end of the interval of the sequential test after this many seeds."""
-    return ERROR / (seeds * (seeds - 1))
+LOOKS = {
+    seeds: ERROR / (k * (k + 1))
+    for k, seeds in enumerate((3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256), 1)
+}
+"""The number of pairs at each look of the sequential test -> the error of an end there."""
+FIRST_LOOK = min(LOOKS)
 
 
 def seeds_needed(gap: Gap, tolerance: float) -> int:
     """About how many seeds give the sequential test an interval with a half-width of ``tolerance``,
-    by the deviation of those so far."""
-    ratio = gap.half_width / student(gap.seeds - 1, error_at(gap.seeds)) / tolerance
-    deviation, count = ratio * math.sqrt(gap.seeds), gap.seeds
-    while student(count - 1, error_at(count)) * deviation / math.sqrt(count) > 1 and count < 1000:
-        count += max(count // 10, 1)
-    return count
+    by the deviation of those of its last look."""
+    deviation = gap.half_width / student(gap.seeds - 1, LOOKS[gap.seeds]) * math.sqrt(gap.seeds)
+
+    def is_narrow(seeds: int) -> bool:
+        return student(seeds - 1, LOOKS[seeds]) * deviation / math.sqrt(seeds) <= tolerance
+
+    return next(filter(is_narrow, LOOKS), max(LOOKS))
 
 
 # Gaps
@@ -108,31 +117,38 @@ def gap(runs: Sequence[Run], name: str) -> Gap | None:
     """The difference of held-out losses, with its 95 % interval (Student's t), over the seeds that
     a candidate shares with the reference, without those with which the reference diverged. None
     without seeds; infinite if a run of the candidate diverged."""
-    return _gap(runs, name, lambda run, other: run.held_out - other.held_out, lambda n: 0.025)
+    values = _differences(runs, name, lambda run, other: run.held_out - other.held_out)
+    return _gap(values, 0.025 if len(values) > 1 else None)
 
 
 def sequential_gap(runs: Sequence[Run], name: str) -> Gap | None:
-    """As `gap`, of `end_difference` and with the interval of the sequential test."""
-    return _gap(runs, name, end_difference, error_at)
+    """As `gap`, of `end_difference`, with the interval of the last look of the sequential test."""
+    values = _differences(runs, name, end_difference)
+    look = max((seeds for seeds in LOOKS if seeds <= len(values)), default=0)
+    return _gap(values[: look or None] if math.inf not in values else values, LOOKS.get(look))
 
 
-def _gap(
-    runs: Sequence[Run],
-    name: str,
-    difference: Callable[[Run, Run], float],
-    error: Callable[[int], float],
-) -> Gap | None:
+def _differences(
+    runs: Sequence[Run], name: str, difference: Callable[[Run, Run], float]
+) -> list[float]:
+    """Of each seed whose reference is finite, in their order; inf for a run that diverged."""
     references = {r.seed: r for r in runs if r.name == REFERENCE and math.isfinite(r.held_out)}
-    pairs = [(r, references[r.seed]) for r in runs if r.name == name and r.seed in references]
-    if not pairs:
+    pairs = {r.seed: r for r in runs if r.name == name and r.seed in references}
+    return [
+        difference(run, references[seed]) if math.isfinite(run.held_out) else math.inf
+        for seed, run in sorted(pairs.items())
+    ]
+
+
+def _gap(values: Sequence[float], error: float | None) -> Gap | None:
+    """error: of each end of the interval; None: it is infinite."""
+    if not values:
         return None
-    n = len(pairs)
-    if not all(math.isfinite(run.held_out) for run, _ in pairs):
-        return Gap(math.inf, math.inf, math.inf, n)
-    values = [difference(run, reference) for run, reference in pairs]
+    if math.inf in values:
+        return Gap(math.inf, math.inf, math.inf, len(values))
     mean = statistics.fmean(values)
-    half = half_width(values, error(n)) if n > 1 else math.inf
-    return Gap(mean, mean - half, mean + half, n)
+    half = math.inf if error is None else half_width(values, error)
+    return Gap(mean, mean - half, mean + half, len(values))
 
 
 def end_difference(run: Run, reference: Run) -> float:
@@ -143,8 +159,15 @@ def end_difference(run: Run, reference: Run) -> float:
     return statistics.fmean(a - b for a, b in pairs)
 
 
-def outcome(gap: Gap | None, tolerance: float) -> str:
-    """What a gap says, in the words of `Candidate.outcome`."""
+def chance_of(runs: Sequence[Run]) -> float:
+    """The standard deviation of the reference's held-out loss over seeds; 0 before there are
+    `FIRST_LOOK` of them."""
+    losses = [r.held_out for r in runs if r.name == REFERENCE and math.isfinite(r.held_out)]
+    return statistics.stdev(losses) if len(losses) >= FIRST_LOOK else 0.0
+
+
+def outcome(gap: Gap | None, tolerance: float, chance: float = 0.0) -> str:
+    """What a gap says, in the words of `Candidate.outcome`. chance: `chance_of` the runs."""
     if gap is None:
         return "not trained"
     if math.isinf(gap.mean):
@@ -153,20 +176,17 @@ def outcome(gap: Gap | None, tolerance: float) -> str:
         return "worse"
     if gap.high < 0:
         return "better"
-    narrow = gap.mean <= tolerance and gap.half_width <= tolerance
-    return "as the reference" if gap.high <= tolerance or narrow else "not decided"
-
-
-def is_decided(gap: Gap | None, tolerance: float) -> bool:
-    """Whether more seeds are not needed: the outcome is known."""
-    return outcome(gap, tolerance) not in ("not trained", "not decided")
+    if gap.high <= tolerance or (gap.mean <= tolerance and gap.half_width <= tolerance):
+        return "as the reference"
+    return "within chance" if gap.high <= chance else "not decided"
 
 
 def compare(candidates: Iterable[Candidate], runs: Sequence[Run], tolerance: float) -> None:
     """Writes gaps, intervals and outcomes of ``runs`` into the candidates."""
+    chance = chance_of(runs)
     for candidate in candidates:
         measured = sequential_gap(runs, candidate.name)
-        candidate.outcome = outcome(measured, tolerance)
+        candidate.outcome = outcome(measured, tolerance, chance)
         if measured is not None:
             finite = [value if math.isfinite(value) else None for value in measured[:3]]
             candidate.gap, candidate.low, candidate.high = finite
@@ -187,8 +207,9 @@ def train_pairs(
     has_time: Callable[[Collection[str]], bool],
     on_run: Callable[[], object] = lambda: None,
 ) -> None:
-    """Trains until every candidate is decided, has all seeds, or has no time left. The next run is
-    that of the candidate with the widest interval; of several, that with the fewest seeds.
+    """Trains until every candidate is decided, has all seeds, or has no time left. First each of
+    them, in their order, gets the pairs of the first look. Then the next pair is that of the
+    candidate whose interval has the lowest upper end: the one nearest to a good verdict.
 
     runs: what has been trained so far; extended in place. train: trains a candidate, or REFERENCE,
     with a seed; may raise `OutOfTime`. has_time: asked before with the names of the runs of a pair
@@ -197,26 +218,26 @@ def train_pairs(
     trained = {(run.name, run.seed) for run in runs}
 
     def missing(name: str) -> list[tuple[str, int]]:
-        seeds = (s for s in range(max_seeds) if (name, s) not in trained)
-        pairs = ([(REFERENCE, s), (name, s)] for s in seeds)
+        seeds = (seed for seed in range(max_seeds) if (name, seed) not in trained)
+        pairs = ([(REFERENCE, seed), (name, seed)] for seed in seeds)
         return [run for run in next(pairs, []) if run not in trained]
 
-    def urgency(name: str) -> tuple[float, int]:
-        measured = sequential_gap(runs, name)
-        return (-measured.half_width, measured.seeds) if measured else (-math.inf, 0)
+    def is_open(name: str) -> bool:
+        return outcome(sequential_gap(runs, name), tolerance) in ("not trained", "not decided")
 
-    candidates = list(names)
+    def upper_end(name: str) -> float:
+        measured = sequential_gap(runs, name)
+        return measured.high if measured and measured.seeds >= FIRST_LOOK else -math.inf
+
     while True:
         candidates = [
             name
-            for name in candidates
-            if not is_decided(sequential_gap(runs, name), tolerance)
-            and missing(name)
-            and has_time([each for each, _ in missing(name)])
+            for name in names
+            if is_open(name) and missing(name) and has_time([each for each, _ in missing(name)])
         ]
         if not candidates:
             return
-        for name, seed in missing(min(candidates, key=urgency)):
+        for name, seed in missing(min(candidates, key=upper_end)):
             try:
                 runs.append(train(name, seed))
             except OutOfTime:

@@ -118,7 +118,7 @@ def preflight(
     held_out: int = 8,
     budget: float = 600.0,
     target: float = 0.01,
-    max_seeds: int = 8,
+    max_seeds: int = 32,
     hardware: Sequence[str | Hardware] = ("h100", "b200"),
     transforms: bool = True,
     save: str | Path | None = None,
@@ -169,7 +169,7 @@ def preflight(
 
     def proceed(seconds: float, seeds: int) -> str:
         first = _first(model, loss, optimizer)
-        return _call([*first, *_changed(arguments)], path, seconds, budget, max(seeds, max_seeds))
+        return _call(first, arguments, path, seconds, budget, max(seeds, max_seeds))
 
     settings = Settings(
         recipes=tuple(map(get_recipe, RECIPES_TRIED if recipes is None else recipes)),
@@ -248,21 +248,23 @@ def by_label(transforms: Mapping[str, Any]) -> dict[str, Any]:
     return {getattr(transform, "label", name): transform for name, transform in transforms.items()}
 
 
-DEFAULTS = {
-    name: parameter.default for name, parameter in inspect.signature(preflight).parameters.items()
-}
-
-
-def _call(parts: list[str], path: Path | None, seconds: float, budget: float, seeds: int) -> str:
+def _call(
+    first: list[str],
+    arguments: dict[str, Any],
+    path: Path | None,
+    seconds: float,
+    budget: float,
+    seeds: int,
+) -> str:
     """The line of Python that continues a preflight, for so many seconds; or begins one again whose
     figures were not saved, for ``budget`` seconds more."""
-    if path is not None and path.suffix == ".json":
-        parts = [*parts, f"resume={str(path)!r}"]
-    else:
-        seconds += budget
-    parts = [*parts, f"save={str(path or 'preflight.json')!r}", f"budget={seconds:g}"]
-    parts += [f"max_seeds={seeds}"] * (seeds != DEFAULTS["max_seeds"])
-    return f"fp8.preflight({', '.join(parts)})"
+    resumes = path is not None and path.suffix == ".json"
+    more: dict[str, Any] = {"resume": str(path)} if resumes else {}
+    more["save"] = str(path or "preflight.json")
+    more["budget"] = seconds if resumes else seconds + budget
+    return (
+        f"fp8.preflight({', '.join([*first, *_changed(arguments | more | {'max_seeds': seeds})])})"
+    )
 
 
 def _first(model: Any, loss: Any, optimizer: Any) -> list[str]:
@@ -277,11 +279,12 @@ def _first(model: Any, loss: Any, optimizer: Any) -> list[str]:
 def _changed(arguments: Mapping[str, Any]) -> list[str]:
     """The arguments that are not the defaults; by their names what is no number, text or list of
     these."""
+    defaults = inspect.signature(preflight).parameters
     parts = []
     for name, value in arguments.items():
         items = value if isinstance(value, list | tuple) else [value]
         literal = all(isinstance(item, str | int | float) for item in items)
-        if value != DEFAULTS[name]:
+        if value != defaults[name].default:
             parts.append(f"{name}={value!r}" if literal else f"{name}={name}")
     return parts
 

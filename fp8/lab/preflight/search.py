@@ -11,14 +11,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-
-from torch import nn
 
 from ...formats.format import get_format
 from ...recipes.policy import Policy, Rule
 from ...recipes.recipe import PRODUCTS, Recipe
-from ...selection.policies import resolve
 from ..hardware import Product
 from .findings import CastScore, Choice
 from .update_error import Probe
@@ -58,14 +54,10 @@ def frontier(recipe: str, scores: Sequence[CastScore]) -> list[Choice]:
     choices = []
     for count in range(len(order) + 1):
         kept = [s.layer for s in order[:count]]
-        choices.append(choice(name_of(recipe, kept), recipe, kept, order[count:]))
+        error = math.sqrt(sum(s.squared_error for s in order[count:]))
+        share = sum(s.share for s in order[count:])
+        choices.append(Choice(name_of(recipe, kept), recipe, kept, share, error))
     return choices
-
-
-def choice(name: str, recipe: str, kept: Sequence[str], cast: Sequence[CastScore]) -> Choice:
-    """The choice that keeps some layers; its error is predicted from the scores of those cast."""
-    error = math.sqrt(sum(s.squared_error for s in cast))
-    return Choice(name, recipe, list(kept), sum(s.share for s in cast), error)
 
 
 def name_of(recipe: str, kept: Sequence[str]) -> str:
@@ -84,24 +76,6 @@ def knee(choices: Sequence[Choice]) -> Choice:
     first = choices[0]
     height, width = first.predicted**2 or 1.0, first.share or 1.0
     return max(choices, key=lambda c: c.share / width - c.predicted**2 / height)
-
-
-def published(model: nn.Module) -> dict[str, list[str]]:
-    """Selections of papers and of Megatron-LM's flags (the first and the last block) that the model
-    has the blocks for: name -> the layers that they keep."""
-    selections = {}
-    policies = {
-        "hidden": Policy.hidden("bf16"),
-        "umup": Policy.umup("bf16"),
-        "first block": Policy("bf16", first=1),
-        "last block": Policy("bf16", last=1),
-        "first and last block": Policy("bf16", first=1, last=1),
-    }
-    for name, policy in policies.items():
-        with suppress(ValueError):  # the model has not these blocks
-            decided = resolve(policy, model)
-            selections[name] = [x or "(model)" for x, d in decided.items() if d.recipe is None]
-    return selections
 
 
 def bits_of(recipe: Recipe, share: float) -> float:

@@ -81,13 +81,9 @@ def shrunk(config: Any) -> Any:
     and called once, does not run.
     """
     config, why = config.get_text_config(decoder=True), ""
-    tried: list[_Scale] = []
     for own_heads in (True, False):
         try:
             scale = _scale(config, own_heads)
-            if scale in tried:
-                continue
-            tried.append(scale)
             small = type(config).from_dict(_scaled(config.to_dict(), scale))
             why = _why_not(small)
         except Exception as error:  # of the code of a model

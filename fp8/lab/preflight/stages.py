@@ -31,15 +31,16 @@ from .budget import Budget
 from .choices import FINE, finalists, recommended, worst_error
 from .findings import Candidate, CastScore, Choice, Findings, Run
 from .forecasts import forecast_steps
-from .paired_runs import REFERENCE, OutOfTime, compare, train_pairs
+from .paired_runs import FIRST_LOOK, REFERENCE, OutOfTime, chance_of, compare, train_pairs
 from .reference import check_reference, left_alone, products_of
-from .search import bits_of, choice, frontier, keeping, knee, name_of, published, score, shares
+from .search import bits_of, frontier, keeping, knee, name_of, score, shares
 from .training import Prepare, Problem, train, transformed, under
 from .update_error import Probe, quiet
 from .verdict import SIMULATED, Continue, decide
 
-REFERENCE_PART, SEARCH_PART, CASTS_PART = 1 / 20, 1 / 5, 1 / 10
-"""The parts of the budget for the reference run, for the search and for single casts."""
+REFERENCE_PART, SEARCH_PART, CASTS_PART = 1 / 40, 1 / 6, 1 / 20
+"""The parts of the budget for the reference run, for the search and for single casts: pairs of runs
+take most of the rest, and the first look of a candidate takes three."""
 
 FEWEST_STEPS, TIMED_STEPS = 20, 8
 
@@ -163,11 +164,11 @@ class PreflightRun:
     def conclude(self) -> None:
         """Writes outcomes, the recommended policy, or else the first to try, and the verdict."""
         findings, verdict = self.findings, self.findings.verdict
-        findings.settings["peak_memory"] = _peak_memory()
+        findings.settings["chance"] = chance_of(findings.runs)
         compare(findings.candidates, findings.runs, self.settings.target)
-        best = recommended(findings.candidates, findings.estimates)
+        best = recommended(findings)
         verdict.recommended = bool(best)
-        first = next(iter((best or self._finalists()).values()), None)
+        first = next(iter((best or finalists(self.findings)).values()), None)
         verdict.policy = {} if first is None else first.policy
         verdict.code = {} if first is None else as_code(Policy.from_dict(first.policy))
         decide(findings, best, self.settings.named, self._proceed)
@@ -305,29 +306,26 @@ class PreflightRun:
 
     def _errors(self) -> None:
         cast = sum(shares(self.findings.products).values())
-        probes = self.probes
-        if not probes[-1].in_steps:
+        if not self.probes[-1].in_steps:
             self._note(
                 "the optimizer has no second moments: update errors are those of the gradient "
                 "itself, which is the step of SGD alone"
             )
         with self._progress("update errors", len(self.settings.recipes)) as tick:
             for recipe in self.settings.recipes:
-                self._measured(self._candidate(recipe, [], cast), probes)
+                self._try(recipe, [], cast)
                 tick()
         self.findings.candidates.sort(key=worst_error)
 
-    def _candidate(self, recipe: Recipe, kept: Sequence[str], share: float) -> Candidate:
-        policy = keeping(recipe, kept).to_dict()
-        name = name_of(recipe.name, kept)
-        return Candidate(name, recipe.name, policy, list(kept), share, bits_of(recipe, share))
-
-    def _measured(self, candidate: Candidate, probes: Sequence[Probe]) -> None:
-        policy = Policy.from_dict(candidate.policy)
-        for probe in probes:
+    def _try(self, recipe: Recipe, kept: Sequence[str], share: float) -> None:
+        """Adds the candidate that keeps some layers, with its update error at each snapshot."""
+        policy, name = keeping(recipe, kept), name_of(recipe.name, kept)
+        bits = bits_of(recipe, share)
+        candidate = Candidate(name, recipe.name, policy.to_dict(), list(kept), share, bits)
+        for probe in self.probes:
             begun = time.perf_counter()
             measured = probe(policy)
-            self._step_seconds[candidate.name] = time.perf_counter() - begun
+            self._step_seconds[name] = time.perf_counter() - begun
             candidate.errors[probe.step] = measured.error
             candidate.slopes[probe.step] = measured.slope
         self.findings.candidates.append(candidate)
@@ -369,9 +367,9 @@ class PreflightRun:
             chosen = self._first_fine(recipe, choices[1:-1]) or knee(choices)
         chosen.chosen = True
         chosen.measured = probe(keeping(recipe, chosen.kept)).error
-        self.findings.choices += choices + self._published(recipe, scores)
+        self.findings.choices += choices
         if chosen.kept and chosen.share:
-            self._measured(self._candidate(recipe, chosen.kept, chosen.share), self.probes)
+            self._try(recipe, chosen.kept, chosen.share)
 
     def _first_fine(self, recipe: Recipe, choices: Sequence[Choice]) -> Choice | None:
         """The first choice whose error is measured to be fine at all snapshots, or None: errors
@@ -385,17 +383,6 @@ class PreflightRun:
         first = bisect_left(choices, True, key=is_fine)
         return choices[first] if first < len(choices) else None
 
-    def _published(self, recipe: Recipe, scores: Sequence[CastScore]) -> list[Choice]:
-        choices = []
-        for name, kept in published(self.problem.setup.model).items():
-            cast = [s for s in scores if s.layer not in kept]
-            if cast and kept:
-                selected = choice(name, recipe.name, kept, cast)
-                selected.measured = self.probes[-1](keeping(recipe, kept)).error
-                selected.published = True
-                choices.append(selected)
-        return choices
-
     def _operands(self) -> None:
         """The ranges of operands under the best candidate, and under casts without scales."""
         unscaled = [recipe.name for recipe in self.settings.recipes if recipe.unscaled]
@@ -407,7 +394,7 @@ class PreflightRun:
     def _shown(self) -> str:
         """The recipe whose single casts are worth a map: the lowest precision of the finalists, or
         else of the others, with a scale for each product of an operand; "" if there is none."""
-        for among in (self._finalists().values(), self.findings.candidates):
+        for among in (finalists(self.findings).values(), self.findings.candidates):
             single = [c for c in among if not self._recipe(c.recipe).keeps_history]
             if single:
                 return min(single, key=lambda c: (c.bits, worst_error(c))).recipe
@@ -433,38 +420,39 @@ class PreflightRun:
                     score(probe, recipe, layer, share[layer] / 3, cast) for cast in CASTS
                 ]
 
-    def _finalists(self) -> dict[str, Candidate]:
-        return finalists(self.findings.candidates, self.findings.estimates)
-
     def _train_finalists(self) -> None:
-        """Trains the finalists and the recipe of `fp8.convert`. If all of them are worse, the next
-        ones, while there is time; at last the transforms."""
-        findings = self.findings
-        self._train([PLAIN.name, *(c.name for c in self._finalists().values())])
-        while not recommended(findings.candidates, findings.estimates):
-            new = [c.name for c in self._finalists().values() if c.outcome == "not trained"]
-            if not any(self._has_time([name]) for name in new):
-                break
-            self._train(new)
-        for name in self._with_transforms():
-            try:
-                self._train([name])
-            except (ValueError, TypeError, RuntimeError) as error:  # of the transform
-                self._note(f"{name} was not trained: {described(error)}")
-        for run in findings.runs:
+        """Trains the recipe of `fp8.convert`, the finalists and the transforms: all of them to the
+        first look, then those that are not decided."""
+        for pairs in (FIRST_LOOK, self.settings.max_seeds):
+            self._train_policies(min(pairs, self.settings.max_seeds))
+            for name in self._with_transforms():
+                try:
+                    self._train([name], min(pairs, self.settings.max_seeds))
+                except (ValueError, TypeError, RuntimeError) as error:  # of the transform
+                    self._note(f"{name} was not trained: {described(error)}")
+        for run in self.findings.runs:
             if run.name == REFERENCE and not math.isfinite(run.held_out):
                 self._note(f"the reference diverged with seed {run.seed}, which does not count")
 
-    def _train(self, names: Sequence[str]) -> None:
+    def _train_policies(self, pairs: int) -> None:
+        """If all finalists are worse, the next ones are trained, while there is time."""
+        self._train([PLAIN.name, *(c.name for c in finalists(self.findings).values())], pairs)
+        while not recommended(self.findings):
+            untried = finalists(self.findings).values()
+            new = [c.name for c in untried if c.outcome == "not trained"]
+            if not any(self._has_time([name]) for name in new):
+                break
+            self._train(new, pairs)
+
+    def _train(self, names: Sequence[str], pairs: int) -> None:
         """Trains candidates beside the reference until they are decided, and compares."""
         findings, names = self.findings, list(dict.fromkeys(names))
-
         train_pairs(
             names,
             findings.runs,
             self._trained,
             tolerance=self.settings.target,
-            max_seeds=self.settings.max_seeds,
+            max_seeds=pairs,
             has_time=self._has_time,
             on_run=self.save,
         )
@@ -539,12 +527,9 @@ class PreflightRun:
 
     @contextmanager
     def _progress(self, name: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar on stderr, or a line where tqdm is missing; nothing where that is no terminal.
-        Yields the function of a tick."""
-        if not self._shows_progress or not sys.stderr.isatty():
-            yield lambda: None
-        elif find_spec("tqdm") is None:
-            print(f"{name} ...", file=sys.stderr, flush=True)
+        """A bar on stderr, if that is a terminal and tqdm is installed. Yields the function of a
+        tick."""
+        if not self._shows_progress or not sys.stderr.isatty() or find_spec("tqdm") is None:
             yield lambda: None
         else:
             from tqdm import tqdm
@@ -555,16 +540,6 @@ class PreflightRun:
     def _note(self, text: str) -> None:
         if text not in self.findings.notes:
             self.findings.notes.append(text)
-
-
-def _peak_memory() -> int | None:
-    """The largest memory of the process so far, in bytes; None where the system does not say."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _forget_unfinished(findings: Findings) -> None:

@@ -6,7 +6,7 @@ import copy
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -112,14 +112,12 @@ class Setup:
 
 
 def as_setup(value: Any) -> Setup:
-    """A `Setup` from a Setup, a mapping, or a tuple (model, batches[, loss[, optimizer]]).
+    """A `Setup` from a Setup, or a tuple (model, batches[, loss[, optimizer]]).
 
     Raises TypeError for other values.
     """
     if isinstance(value, Setup):
         return value
-    if isinstance(value, Mapping):
-        return Setup(**value)
     if isinstance(value, tuple | list) and 2 <= len(value) <= 4:
         return Setup(*value)
     raise TypeError(

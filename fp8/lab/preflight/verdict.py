@@ -12,7 +12,7 @@ from .budget import MARGIN
 from .choices import AS_GOOD, FAILED, FINE, finalists, worst_error
 from .findings import Candidate, Findings, OperandRange
 from .forecasts import step_in_words
-from .paired_runs import ERROR, REFERENCE, Gap, seeds_needed
+from .paired_runs import ERROR, FIRST_LOOK, LOOKS, REFERENCE, Gap, seeds_needed
 
 ZERO = 0.1
 """The share of an operand that becomes zero above which the verdict names it."""
@@ -62,7 +62,7 @@ def decide(
     recipes that the user asked for."""
     verdict = findings.verdict
     first = next(iter(best.values()), None)
-    untried = finalists(findings.candidates, findings.estimates)
+    untried = finalists(findings)
     shown = best or untried
     candidate = first or next(iter(untried.values()), None)
     verdict.savings = _savings(findings, shown, bool(best))
@@ -82,17 +82,19 @@ def _precision(findings: Findings) -> str:
 
 
 def _yes(candidate: Candidate, precision: str) -> str:
+    within = candidate.outcome == "within chance"
+    chance = "; the loss differs by less than from seed to seed" if within else ""
     if not candidate.kept:
-        return f"Yes, with {recipe_in_words(candidate.recipe)}."
+        return f"Yes, with {recipe_in_words(candidate.recipe)}{chance}."
     return (
         f"Yes, but keep {_layers(candidate.kept)} in {precision}; all other layers with "
-        f"{recipe_in_words(candidate.recipe)}."
+        f"{recipe_in_words(candidate.recipe)}{chance}."
     )
 
 
 def _layers(names: Sequence[str]) -> str:
-    some = ", ".join(names[:3])
-    return f"{some} and {len(names) - 3} more" if names[3:] else some.replace(", ", " and ")
+    *first, last = names if len(names) < 4 else [*names[:3], f"{len(names) - 3} more"]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _no(findings: Findings) -> str:
@@ -117,28 +119,29 @@ def _not_decided(findings: Findings, untried: Iterable[Candidate], proceed: Cont
 
 
 def _missing(findings: Findings, untried: Iterable[Candidate]) -> tuple[int, float]:
-    """About how many seeds decide about the candidates that are trained, and the seconds of the
+    """About how many seeds decide about the first candidate that may be, and the seconds of the
     runs that are missing."""
-    seconds = {run.name: run.seconds for run in findings.runs}
+    settings, seconds = findings.settings, {run.name: run.seconds for run in findings.runs}
     if REFERENCE not in seconds:
-        return 2, float(findings.settings.get("budget", 60.0))
+        return FIRST_LOOK, float(settings.get("budget", 60.0))
     started = [row for row in findings.candidates if row.outcome == "not decided"]
-    rows = {row.name: row for row in (*started, *untried) if row.outcome not in AS_GOOD}
-    most, total = 2, 0.0
-    for row in rows.values():
-        seeds = _seeds(row, findings.settings.get("target", 0.0))
-        each = seconds.get(row.name, SIMULATED * seconds[REFERENCE])
-        most, total = max(most, seeds), total + (seeds - row.seeds) * each
-    references = sum(run.name == REFERENCE for run in findings.runs)
-    return most, MARGIN * (total + max(most - references, 0) * seconds[REFERENCE])
+    least = max(settings.get("target", 0.0), settings.get("chance", 0.0))
+    seeds, missing = FIRST_LOOK, list[float]()
+    for row in (*started, *untried):
+        if row.outcome not in AS_GOOD:
+            needed, each = _seeds(row, least), seconds.get(row.name, SIMULATED * seconds[REFERENCE])
+            missing.append((needed - row.seeds) * (each + seconds[REFERENCE]))
+            seeds = max(seeds, needed)
+    return seeds, MARGIN * min(missing, default=0.0)
 
 
-def _seeds(row: Candidate, target: float) -> int:
+def _seeds(row: Candidate, tolerance: float) -> int:
     """About how many seeds decide about a candidate."""
-    least = max(row.seeds + 1, 3)
-    if row.gap is None or row.low is None or row.high is None or not target:
-        return least
-    return max(seeds_needed(Gap(row.gap, row.low, row.high, row.seeds), target), least)
+    following = min(seeds for seeds in LOOKS if seeds > row.seeds)
+    if row.gap is None or row.low is None or row.high is None or not tolerance:
+        return following
+    needed = seeds_needed(Gap(row.gap, row.low, row.high, row.seeds), tolerance - max(row.gap, 0))
+    return max(needed, following)
 
 
 SIMULATED = 3.0
@@ -225,11 +228,19 @@ def _by_training(findings: Findings, candidate: Candidate) -> str:
     )
     target = findings.settings.get("target")
     if candidate.low is None or candidate.high is None:
-        return f"{text} One pair does not tell a difference from chance."
+        return f"{text} Fewer than {FIRST_LOOK} pairs do not tell a difference from chance."
     within = f" It lies between {candidate.low:+.4f} and {candidate.high:+.4f}"
     counts = f"; a difference below {target:g} counts as none" if target else ""
     sure = f" with {1 - 2 * ERROR:.0%} confidence"
-    return f"{text}{within}{sure}{counts}."
+    return f"{text}{within}{sure}{counts}.{_chance(findings)}"
+
+
+def _chance(findings: Findings) -> str:
+    """How far the reference's runs are apart, where that was measured and is not small."""
+    chance, target = findings.settings.get("chance", 0.0), findings.settings.get("target", 0.0)
+    if chance <= target:
+        return ""
+    return f" Over seeds, the loss of the model itself has a standard deviation of {chance:.4f}."
 
 
 def _asked(findings: Findings, shown: Candidate | None, named: Sequence[str]) -> list[str]:

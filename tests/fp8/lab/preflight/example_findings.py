@@ -139,11 +139,6 @@ def _choices() -> list[Choice]:
             measured = error * 1.04 if i in (0, 1, 4) else None
             chosen = (recipe, i) == ("mxfp8", 1)
             rows.append(Choice(f"keep {len(kept)}", recipe, kept, share, error, measured, chosen))
-        published = {"first/last 1": 0.63, "first/last 2": 0.5, "hidden": 0.72, "umup": 0.54}
-        for name, share in published.items():
-            error = scale * share**1.2
-            kept = [LAYERS[0], "lm_head"]
-            rows.append(Choice(name, recipe, kept, share, error, error * 1.1, published=True))
     return rows
 
 

@@ -449,33 +449,43 @@ def runs_on(device, *names):
     return [Estimate(device, name, 1.0, 1.0) for name in names]
 
 
-def names(found):
-    return list(dict.fromkeys(c.name for c in found.values()))
+def names(chosen):
+    return list(dict.fromkeys(c.name for c in chosen.values()))
+
+
+def found(candidates, estimates):
+    return Findings(candidates=candidates, estimates=estimates)
 
 
 def test_finalists_are_the_fine_ones_with_the_fewest_bits_of_each_device():
-    found = [candidate("row", 8, 0.1), candidate("mx", 8, 0.05), candidate("four", 4, 0.2)]
-    found += [candidate("coarse", 4, 0.9), candidate("bf16", 16, 0.001)]
+    rows = [candidate("row", 8, 0.1), candidate("mx", 8, 0.05), candidate("four", 4, 0.2)]
+    rows += [candidate("coarse", 4, 0.9), candidate("bf16", 16, 0.001)]
     on = runs_on("old", "row", "bf16") + runs_on("new", "row", "mx", "four", "coarse", "bf16")
-    assert names(finalists(found, on)) == ["row", "four"]
-    found[0].outcome = "worse"
-    assert names(finalists(found, on)) == ["four"]
-    found[2].outcome = "worse"
-    assert names(finalists(found, on)) == ["mx"]
+    assert names(finalists(found(rows, on))) == ["row", "four"]
+    rows[0].outcome = "worse"
+    assert names(finalists(found(rows, on))) == ["four"]
+    rows[2].outcome = "worse"
+    assert names(finalists(found(rows, on))) == ["mx"]
     only_coarse = runs_on("x", "coarse")
-    assert names(finalists(found, only_coarse)) == ["coarse"]
+    assert names(finalists(found(rows, only_coarse))) == ["coarse"]
 
 
 def test_without_hardware_all_candidates_can_be_finalists():
-    found = [candidate("row", 8, 0.1), candidate("four", 4, 0.2, "worse"), candidate("mx", 8, 0.2)]
-    assert names(finalists(found, [])) == ["row"]
-    assert names(recommended(found, [])) == ["row"]
+    rows = [candidate("row", 8, 0.1), candidate("four", 4, 0.2, "worse"), candidate("mx", 8, 0.2)]
+    assert names(finalists(found(rows, []))) == ["row"]
+    assert names(recommended(found(rows, []))) == ["row"]
 
 
 def test_recommended_is_for_each_device_what_trains_with_the_fewest_bits():
-    found = [candidate("row", 8, 0.1), candidate("four", 4, 0.2, "worse")]
+    rows = [candidate("row", 8, 0.1), candidate("four", 4, 0.2, "worse")]
     on = runs_on("old", "row") + runs_on("new", "row", "four") + runs_on("none", "four")
-    assert {d: c.name for d, c in recommended(found, on).items()} == {"old": "row", "new": "row"}
+    best = {device: c.name for device, c in recommended(found(rows, on)).items()}
+    assert best == {"old": "row", "new": "row"}
+    rows[1].outcome = "within chance"  # only where nothing else is known to be good
+    best = {device: c.name for device, c in recommended(found(rows, on)).items()}
+    assert best == {"old": "row", "new": "row", "none": "four"}
+    rows[0].outcome, rows[0].high, rows[1].high = "within chance", 0.2, 0.1
+    assert names(recommended(found(rows, on))) == ["row", "four"]  # the lowest upper end
 
 
 def test_if_all_finalists_are_worse_the_next_ones_are_trained(monkeypatch):

@@ -1,16 +1,15 @@
-"""The frontier against all subsets, its knee, and the selections of others."""
+"""The frontier against all subsets, and its knee."""
 
 import itertools
 
 import pytest
 import torch
-from torch import nn
 
 import fp8
 from fp8.lab.hardware import Product
 from fp8.lab.preflight.demo import GPT
 from fp8.lab.preflight.findings import CastScore
-from fp8.lab.preflight.search import frontier, keeping, knee, name_of, published, shares
+from fp8.lab.preflight.search import frontier, keeping, knee, name_of, shares
 
 
 def scores(count, seed):
@@ -68,18 +67,6 @@ def test_names():
     assert name_of("r", []) == "r"
     assert name_of("r", ["a", "b"]) == "r except a and b"
     assert name_of("r", ["a", "b", "c"]) == "r except a and 2 more"
-
-
-def test_selections_of_others_by_hand():
-    found = published(GPT(layers=3))
-    inner = ["qkv", "out", "up", "down"]
-    assert found["hidden"] == ["head"]
-    assert sorted(found["umup"]) == sorted(
-        ["head", *(f"blocks.{i}.{n}" for i in range(3) for n in ("out", "down"))]
-    )
-    assert found["last block"] == [f"blocks.2.{name}" for name in inner]
-    assert found["first and last block"] == [f"blocks.{i}.{n}" for i in (0, 2) for n in inner]
-    assert "first block" not in published(nn.Linear(2, 2))
 
 
 def test_keeping_is_a_policy_that_converts_the_others():

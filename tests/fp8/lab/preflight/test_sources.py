@@ -212,17 +212,6 @@ def test_a_configuration_that_is_not_made_smaller():
         shrunk(transformers.AutoConfig.for_model("blt"))
 
 
-@pytest.mark.parametrize(("heads", "built"), [(64, 1), (32, 2)])
-def test_a_refused_configuration_is_built_once_for_each_size(monkeypatch, heads, built):
-    """Of 64 heads and a width of 4096 both shares are 1/16."""
-    refused = []
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", refused.append)
-    values = {**LLAMA_7B, "hidden_size": 4096, "num_attention_heads": heads}
-    with pytest.raises(ValueError, match="not made smaller by rule"):
-        shrunk(transformers.AutoConfig.for_model(**values))
-    assert len(refused) == built
-
-
 def test_the_trial_draws_no_numbers_of_the_caller():
     torch.manual_seed(3)
     before = torch.get_rng_state()

@@ -81,15 +81,6 @@ def test_a_model_is_copied_and_seeds_reorder_its_batches():
     assert first.optimizer.param_groups[0]["params"][0] is next(first.model.parameters())
 
 
-def test_an_optimizer_is_copied_with_its_model_and_settings():
-    model = Classifier()
-    groups = [{"params": [p], "lr": 0.1 * i} for i, p in enumerate(model.parameters())]
-    start = Problem(Setup(model, batches(6), None, torch.optim.SGD(groups)), 2, 2).start(0)
-    own = {id(p) for p in start.model.parameters()}
-    assert [g["lr"] for g in start.optimizer.param_groups] == [g["lr"] for g in groups]
-    assert all(id(p) in own for g in start.optimizer.param_groups for p in g["params"])
-
-
 def test_a_function_is_called_once_per_seed_with_its_seed():
     seen = []
 

@@ -23,15 +23,17 @@ def candidate(name: str, outcome: str, gap: float | None = 0.001, kept: int = 0)
     )  # fmt: skip
 
 
-def decided(*candidates: Candidate, named: tuple[str, ...] = (), **parts: object) -> Findings:
+def decided(
+    *candidates: Candidate, named: tuple[str, ...] = (), chance: float = 0.0, **parts: object
+) -> Findings:
     memory = {"bf16": {"weights": 2 * 10**9}, "O2": {"weights": 10**9}}
     estimates = [Estimate("h100", c.name, 3.0, 2.0, memory=memory) for c in candidates]
     runs = [Run("reference", 0, [1.0], 1.0, seconds=60.0), Run("row", 0, [1.0], 1.0, 120.0)]
     findings = Findings(
-        model={"dtype": "bfloat16"}, settings={"target": 0.01}, runs=runs,
+        model={"dtype": "bfloat16"}, settings={"target": 0.01, "chance": chance}, runs=runs,
         candidates=list(candidates), estimates=estimates, **parts,
     )  # fmt: skip
-    best = recommended(findings.candidates, findings.estimates)
+    best = recommended(findings)
     decide(findings, best, named, lambda seconds, seeds: f"go --budget {seconds:g} {seeds}")
     return findings
 
@@ -53,11 +55,21 @@ def test_yes():
 
 @pytest.mark.parametrize(
     ("kept", "words"),
-    [(1, "layer0"), (2, "layer0 and layer1"), (5, "layer0, layer1, layer2 and 2 more")],
+    [
+        (1, "layer0"),
+        (3, "layer0, layer1 and layer2"),
+        (5, "layer0, layer1, layer2 and 2 more"),
+    ],
 )
 def test_yes_but(kept, words):
     answer = decided(candidate("row except some", "better", kept=kept)).verdict.answer
     assert answer == f"Yes, but keep {words} in bf16; all other layers with {ROW}."
+
+
+def test_within_chance():
+    verdict = decided(candidate("row", "within chance", 0.02), chance=0.05).verdict
+    assert verdict.answer == f"Yes, with {ROW}; the loss differs by less than from seed to seed."
+    assert "the model itself has a standard deviation of 0.0500" in verdict.reasons[0]
 
 
 def test_no():
@@ -82,9 +94,9 @@ def test_not_decided_names_the_minutes_and_the_command():
 
 
 def test_nothing_is_trained_yet():
-    """A second pair needs a minute of the reference and 30 % more; without it, the whole budget."""
+    """No candidate needs a run; without a run, the whole budget."""
     assert decided().verdict.answer == (
-        "Not decided: run 2 more minutes with this command: go --budget 120 2"
+        "Not decided: run 1 more minute with this command: go --budget 60 3"
     )
     empty = Findings(settings={"budget": 300.0})
     decide(empty, {}, (), lambda seconds, seeds: f"go {seconds:g}")
