@@ -1,9 +1,10 @@
 """Is the policy that `fp8.preflight` recommends the best one?
 
 ``python -m benchmarks.preflight [NAME ...]`` runs a preflight of each of twenty small models
-(`benchmarks.problems`). Then it trains every candidate, all recipes and all searched choices, with
-three seeds that the preflight did not use, and compares. With ``times`` it measures how long the
-command takes. Run again, it continues with what is missing in --out; names are measured anew.
+(`benchmarks.problems`), then trains every candidate with three seeds that the preflight did not
+use, and compares. Where results/preflight.json has that comparison, only a recommended candidate
+that it lacks is trained. With ``times`` it measures how long the command takes. Run again, it
+continues with what is missing in --out; names are measured anew.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks import common
 from benchmarks.common import Row, show, write
 from benchmarks.problems import PROBLEMS, text
 from fp8.lab.preflight.choices import finalists, recommended, worst_error
@@ -42,11 +44,10 @@ from fp8.recipes.policy import Policy
 STEPS, HELD_OUT = 60, 8
 SEEDS = (100, 101, 102)
 """Of the exhaustive comparison. A preflight counts from 0."""
-BUDGET, MOST_SEEDS = 80.0, 5
+BUDGET, MOST_SEEDS = 80.0, 32
 TARGET = 0.01
 COARSE = ("mxfp4", "nvfp4")
-"""The recipes whose kept layers are compared with the first and the last; the first that was
-searched."""
+"""Recipes whose kept layers are compared: the first that was searched."""
 
 OUT = Path("out/benchmark-preflight.jsonl")
 
@@ -61,6 +62,9 @@ class Result:
     none is. excess: of their held-out loss over that of the best one, mean and interval, for the
     device where it is largest.
     kept: selection ("search", "first", "last") -> share of the FLOPs kept, update error, gap.
+    outcomes: candidate -> what the preflight's training says. chance: the deviation of the
+    reference over seeds.
+    statistic: of the verdict: "held-out losses", or "sequential".
     """
 
     name: str
@@ -79,14 +83,19 @@ class Result:
     coarse: str = ""
     kept: dict[str, dict[str, Any]] = field(default_factory=dict)
     failed: str = ""
+    outcomes: dict[str, str] = field(default_factory=dict)
+    chance: float = 0.0
+    statistic: str = "held-out losses"
 
 
 # Measuring
 
 
-def measure(name: str, source: Callable[..., Any], *, steps: int) -> Result:
-    """A preflight of a model, and the exhaustive comparison."""
-    result, begun = Result(name), time.perf_counter()
+def measure(
+    name: str, source: Callable[..., Any], *, steps: int, recorded: Result | None = None
+) -> Result:
+    """A preflight of a model, and the exhaustive comparison, which may be recorded."""
+    result, begun = Result(name, statistic="sequential"), time.perf_counter()
     try:
         found = preflight(
             source,
@@ -104,10 +113,21 @@ def measure(name: str, source: Callable[..., Any], *, steps: int) -> Result:
     result.step_ms = 1000 * first.seconds / steps
     result.losses = first.losses[0], first.held_out
     _conclude(result, found)
+    if recorded is not None and recorded.gaps:
+        _reuse(result, recorded, found, Problem(source, steps, HELD_OUT))
+        result.seconds = time.perf_counter() - begun
+        return result
+    _compare_all(result, found, Problem(source, steps, HELD_OUT))
+    result.seconds = time.perf_counter() - begun
+    return result
+
+
+def _compare_all(result: Result, found: Findings, problem: Problem) -> None:
+    """Trains every candidate and every selection of layers."""
     chosen = _selections(found)
     policies = {c.name: Policy.from_dict(c.policy) for c in found.candidates}
     policies |= {name: keeping(choice.recipe, choice.kept) for name, choice in chosen.items()}
-    runs, probes = exhaustive(Problem(source, steps, HELD_OUT), policies)
+    runs, probes = exhaustive(problem, policies)
     _compare(result, found.candidates, runs)
     cast = sum(shares(found.products).values())
     for selection, choice in chosen.items():
@@ -119,18 +139,44 @@ def measure(name: str, source: Callable[..., Any], *, steps: int) -> Result:
             "error": math.sqrt(statistics.fmean(error**2 for error in errors)),
             "gap": list(_gap(runs, selection)[:3]),
         }
-    result.seconds = time.perf_counter() - begun
-    return result
+
+
+def _reuse(result: Result, recorded: Result, found: Findings, problem: Problem) -> None:
+    """Copies the recorded comparison, and trains what is recommended and not in it."""
+    for each in ("gaps", "differs", "coarse", "kept"):
+        setattr(result, each, getattr(recorded, each))
+    named = result.recommended or result.first_to_try
+    policies = {c.name: Policy.from_dict(c.policy) for c in found.candidates}
+    missing = {name: policies[name] for name in named.values() if name not in result.gaps}
+    if missing:
+        runs, _ = exhaustive(problem, missing)
+        result.gaps = result.gaps | {name: list(_gap(runs, name)[:3]) for name in missing}
+    result.errors = recorded.errors | result.errors
+    result.best = min(result.gaps, key=lambda name: result.gaps[name][0])
+    far = [_widest(result.gaps[name], result.gaps[result.best]) for name in named.values()]
+    same = named == (recorded.recommended or recorded.first_to_try) and not missing
+    result.excess = recorded.excess if same else max(far, default=[])
+
+
+def _widest(gap: Sequence[float], best: Sequence[float]) -> list[float]:
+    """The difference of two gaps, with the widest interval that it can have: of the sum of both
+    deviations."""
+    if gap == best:
+        return [0.0, 0.0, 0.0]
+    mean, half = gap[0] - best[0], (gap[2] - gap[1] + best[2] - best[1]) / 2
+    return [mean, mean - half, mean + half]
 
 
 def _conclude(result: Result, found: Findings) -> None:
     """Writes what the preflight says."""
     result.verdict, result.notes = str(found.verdict).splitlines(), found.notes
     result.errors = {c.name: worst_error(c) for c in found.candidates}
-    best = recommended(found.candidates, found.estimates)
+    result.outcomes = {c.name: c.outcome for c in found.candidates if c.seeds}
+    result.chance = found.settings["chance"]
+    best = recommended(found)
     result.recommended = {device: candidate.name for device, candidate in best.items()}
     if not best:
-        untried = finalists(found.candidates, found.estimates)
+        untried = finalists(found)
         result.first_to_try = {device: candidate.name for device, candidate in untried.items()}
 
 
@@ -200,7 +246,7 @@ def _selections(found: Findings) -> dict[str, Choice]:
     """The layers that the search keeps under a coarse recipe, and the first and the last ones with
     at least as many FLOPs. Empty if no coarse recipe was searched."""
     for recipe in COARSE:
-        choices = [c for c in found.choices if c.recipe == recipe and not c.published]
+        choices = [c for c in found.choices if c.recipe == recipe]
         if choices:
             break
     else:
@@ -327,6 +373,7 @@ def row(result: Result) -> Row:
     return {
         **shown,
         "loss": f"{result.losses[0]:.2f} to {result.losses[1]:.2f}",
+        "statistic": result.statistic,
         "recommended": _by_device(result.recommended)
         or f"not decided; first to try {_by_device(result.first_to_try)}",
         "best": f"{result.best} ({result.gaps[result.best][0]:+.4f})",
@@ -367,7 +414,9 @@ def summary(results: Sequence[Result]) -> Row:
     pairs that differ, of all models together."""
     done = [result for result in results if not result.failed]
     each = [orders(result) for result in done]
-    differing, apart = (_together(found) for found in list(zip(*each, strict=True))[1:])
+    _, differing, apart = (
+        Order(*map(sum, zip(*found, strict=True))) for found in zip(*each, strict=True)
+    )
     taus = [found.every.tau for found in each if found.every.tau is not None]
     searched = [result for result in done if result.kept]
     return {
@@ -392,10 +441,6 @@ def _count(results: Sequence[Result], decided: bool) -> str:
     return f"{sum(found)} of {len(found)}"
 
 
-def _together(found: Iterable[Order]) -> Order:
-    return Order(*map(sum, zip(*found, strict=True)))
-
-
 def _median(values: Sequence[float], form: str) -> str:
     return f"median {form.format(statistics.median(values))}" if values else "none"
 
@@ -403,9 +448,6 @@ def _median(values: Sequence[float], form: str) -> str:
 def _wins(searched: Sequence[Result], figure: str) -> str:
     counts = Counter(standing(result, figure) for result in searched)
     return f"lower in {counts['lower']} of {counts['lower'] + counts['not lower']}"
-
-
-# The time of the command
 
 
 @dataclass(frozen=True)
@@ -467,7 +509,8 @@ def time_row(found: Timed) -> Row:
 QUESTION = f"""\
 small models with random weights and a task each, {STEPS} steps: `fp8.preflight`, then every
 candidate (all recipes and all searched choices) trained with {len(SEEDS)} paired seeds that the
-preflight did not use. excess: held-out loss of the recommended policy (or, where the seeds did
+preflight did not use. statistic: of the preflight's verdict; rows of held-out losses are of an
+earlier one. excess: held-out loss of the recommended policy (or, where the seeds did
 not decide within the budget, of the policy to try first) over that of the best
 candidate, with the 95 % interval over seeds, for the device where it is largest; within: at most
 {TARGET}, or the interval contains 0. tau: Kendall's tau-b of the recipes' update errors and gaps;
@@ -479,13 +522,16 @@ weights, batches and seeds, and the held-out gap"""
 
 
 class Measured:
-    """What was measured so far, in a file of one JSON object a line; the last of a name counts."""
+    """What was measured so far: in results/preflight.json, and in a file of one JSON object a line;
+    the last of a name counts. times: the rows of the commands."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self.results: dict[str, Result] = {}
-        self.times: dict[str, Timed] = {}
+        file = common.RESULTS / "preflight.json"
+        rows = json.loads(file.read_text())["rows"] if file.exists() else []
+        self.results = {r["name"]: Result(**r["details"]) for r in rows if "details" in r}
+        self.times: dict[str, Row] = {r["name"]: r for r in rows if "seconds_of_command" in r}
         for line in path.read_text().splitlines() if path.exists() else []:
             self._take(json.loads(line))
 
@@ -498,7 +544,7 @@ class Measured:
 
     def _take(self, values: dict[str, Any]) -> None:
         if "peak" in values:
-            self.times[values["name"]] = Timed(**values)
+            self.times[values["name"]] = time_row(Timed(**values))
         else:
             self.results[values["name"]] = Result(**values)
 
@@ -507,7 +553,7 @@ class Measured:
         results = [self.results[name] for name in PROBLEMS if name in self.results]
         rows = [row(result) for result in results]
         rows += [summary(results)] if any(not result.failed for result in results) else []
-        return rows + [time_row(found) for found in self.times.values()]
+        return rows + list(self.times.values())
 
 
 def _shown(found: Row) -> Row:
@@ -519,7 +565,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="of PROBLEMS, or times")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument(
+        "--cpu", action="store_true", help="seconds of the processor, beside other load"
+    )
     given = parser.parse_args()
+    if given.cpu:  # one thread: the clock of the budget, of runs and of this file
+        time.perf_counter = time.process_time
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -531,7 +582,8 @@ def main() -> int:
                 for command, (target, arguments) in commands(Path(folder)).items():
                     measured.add(timed(command, target, arguments, Path(folder)))
             continue
-        measured.add(measure(name, PROBLEMS[name], steps=STEPS))
+        before = measured.results.get(name)
+        measured.add(measure(name, PROBLEMS[name], steps=STEPS, recorded=before))
         print(_shown(row(measured.results[name])), flush=True)
     rows = [{k: v for k, v in found.items() if v is not None} for found in measured.rows()]
     question = " ".join(QUESTION.split())

@@ -94,7 +94,6 @@ def test_the_first_and_last_layers_have_at_least_as_many_flops():
     choices = [
         Choice("mxfp4", "mxfp4", [], 1.0, 0.9),
         Choice("mxfp4 except c", "mxfp4", ["c"], 0.7, 0.2, chosen=True),
-        Choice("first block", "mxfp4", ["a"], 0.9, 0.2, published=True),
     ]
     found = preflight._selections(Findings(products=products, choices=choices))
     kept = {name: choice.kept for name, choice in found.items()}
@@ -147,9 +146,18 @@ def test_the_benchmark_measures_and_records(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("sys.argv", ["preflight", f"--out={tmp_path / 'runs.jsonl'}"])
     assert preflight.main() == 0
     rows = json.loads((tmp_path / "preflight.json").read_text())["rows"]
+    measure = preflight.measure
     monkeypatch.setattr(preflight, "measure", None)
     assert preflight.main() == 0
     assert json.loads((tmp_path / "preflight.json").read_text())["rows"] == rows
+    monkeypatch.setattr(preflight, "measure", measure)
+    monkeypatch.setattr(preflight, "exhaustive", None)
+    monkeypatch.setattr("sys.argv", ["preflight", "MLP", f"--out={tmp_path / 'others.jsonl'}"])
+    assert preflight.main() == 0  # the recorded comparison is used
+    again = json.loads((tmp_path / "preflight.json").read_text())["rows"][0]["details"]
+    assert again["gaps"] == rows[0]["details"]["gaps"]
+    assert again["excess"]
+    assert again["statistic"] == "sequential"
     assert [row["name"] for row in rows] == ["MLP", "all"]
     details = rows[0]["details"]
     assert set(preflight.RECIPES_TRIED) <= set(details["gaps"]) == set(details["errors"])
