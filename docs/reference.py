@@ -50,6 +50,7 @@ MODULES = (
     "fp8.common.libraries",
     "fp8.adapters.accelerate",
     "fp8.adapters.composer",
+    "fp8.adapters.last_good",
     "fp8.adapters.lightning",
     "fp8.adapters.msamp",
     "fp8.adapters.policies",
