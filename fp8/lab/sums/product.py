@@ -115,7 +115,10 @@ class _Summed(Function):
         *operands: Tensor | None,
     ) -> Tensor:
         left, right = QuantizedOperand(*operands[:3]), QuantizedOperand(*operands[3:])  # type: ignore[arg-type]
-        y = _output(left, right, how.casts.a, how.casts.b, offs, how)
+        if (of := how.convolution) is None:
+            y = multiply(left, right, how.casts.a, how.casts.b, offs, how)
+        else:
+            y = _convolved(left, right, how.casts.a, how.casts.b, of.geometry, of.output, how)
         y = (y * how.scales[0]).to(getattr(torch, how.dtype))
         if bias is None:
             return y
@@ -144,8 +147,12 @@ class _Summed(Function):
             signs = rotation_signs(casts.grad_for_a, grad)
             g = operand(grad, casts.grad_for_a, along, history, True, signs)
             b = _second(saved[3:], casts.b_for_grad_a, across, signs)
-            da = _grad_a(g, b, casts.grad_for_a, casts.b_for_grad_a, offs, how) * s_a
-            da = da.to(ctx.dtypes[0])
+            if (of := how.convolution) is None:
+                da = multiply(g, b, casts.grad_for_a, casts.b_for_grad_a, offs, how)
+            else:
+                kinds = casts.grad_for_a, casts.b_for_grad_a
+                da = _convolved(g, b.mT, *kinds, of.geometry.turned, of.input, how)
+            da = (da * s_a).to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             signs = rotation_signs(casts.grad_for_b, grad)
             if g is not None and one_copy(casts.grad_for_a, casts.grad_for_b):
@@ -153,8 +160,12 @@ class _Summed(Function):
             else:
                 g = operand(grad, casts.grad_for_b, across, history, True, signs)
             a = _second(saved[:3], casts.a_for_grad_b, across, signs)
-            db = _grad_b(g, a, casts.grad_for_b, casts.a_for_grad_b, offs, how) * s_b
-            db = db.to(ctx.dtypes[1])
+            kinds = casts.grad_for_b, casts.a_for_grad_b
+            if how.convolution is None:
+                db = multiply(g, a, *kinds, offs, how)
+            else:
+                db = _kernel_gradient(g.mT, a.mT, *kinds, how.convolution, how)
+            db = (db * s_b).to(ctx.dtypes[1])
         if ctx.needs_input_grad[2]:
             dbias = grad.sum([d for d in range(grad.ndim) if d != 1]) * s_b
         return da, db, dbias, *[None] * 9
@@ -369,57 +380,25 @@ class _Operand(NamedTuple):
         return None if self.tiles is None else self.tiles[:, column // self.along, None]
 
 
-# The output, from the codes of both operands, and the gradients of both, from the codes of the
-# output's gradient and of the other operand. What is cast along its other axis is given as a
-# transpose.
+# Convolutions. What is cast along its other axis is given as a transpose.
 
 
-def _output(
-    a: QuantizedOperand,
-    b: QuantizedOperand,
-    of_a: LoweredCast | None,
-    of_b: LoweredCast | None,
-    offs: Tensor | None,
-    how: Settings,
-) -> Tensor:
-    if (of := how.convolution) is None:
-        return multiply(a, b, of_a, of_b, offs, how)
-    return _convolved(a, b, of_a, of_b, of.geometry, of.output, how)
-
-
-def _grad_a(
+def _kernel_gradient(
     g: QuantizedOperand,
-    b: QuantizedOperand,
+    x: QuantizedOperand,
     of_g: LoweredCast | None,
-    of_b: LoweredCast | None,
-    offs: Tensor | None,
+    of_x: LoweredCast | None,
+    of: _Convolution,
     how: Settings,
 ) -> Tensor:
-    if (of := how.convolution) is None:
-        return multiply(g, b, of_g, of_b, offs, how)
-    return _convolved(g, b.mT, of_g, of_b, of.geometry.turned, of.input, how)
-
-
-def _grad_b(
-    g: QuantizedOperand,
-    a: QuantizedOperand,
-    of_g: LoweredCast | None,
-    of_a: LoweredCast | None,
-    offs: Tensor | None,
-    how: Settings,
-) -> Tensor:
-    if how.convolution is None:
-        return multiply(g, a, of_g, of_a, offs, how)
-    geometry, _, _, kernel = how.convolution
-    x, g = a.mT, g.mT
-    of_x = of_a
+    geometry = of.geometry
     if geometry.transposed:  # the maps that the kernel moves over, and those with one position each
         x, g, of_x, of_g = g, x, of_g, of_x
     plain = geometry._replace(transposed=False)
-    moved = x._replace(values=_unfolded(x.values, kernel, plain, g.values.shape[2:]).mT)
+    moved = x._replace(values=_unfolded(x.values, of.kernel, plain, g.values.shape[2:]).mT)
     by_group = g.values.unflatten(1, (geometry.groups, -1)).movedim(0, 2).flatten(2)
     y = multiply(moved, g._replace(values=by_group), of_x, of_g, None, how)
-    return y.unflatten(1, (*kernel, -1)).movedim((-1, -2), (1, 2)).flatten(0, 1)
+    return y.unflatten(1, (*of.kernel, -1)).movedim((-1, -2), (1, 2)).flatten(0, 1)
 
 
 def _convolved(
