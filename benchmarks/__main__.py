@@ -32,6 +32,7 @@ BENCHMARKS = (
     "sums",
     "router",
     "preflight",
+    "papers",
     "zoo",
     "strangers",
     "norms",

@@ -129,6 +129,10 @@ def _recipe_claims(rows: list[Row]) -> str:
     return "; ".join(f"{row['name']}: {row['verdict']}" for row in rows)
 
 
+def _papers(rows: list[Row]) -> str:
+    return "; ".join(f"{row['name']}: {row['order']}" for row in rows if "order" in row)
+
+
 def _router(rows: list[Row]) -> str:
     shares: dict[str, list[str]] = {}
     for row in rows:  # kept, then cast
@@ -325,6 +329,9 @@ QUESTIONS: dict[str, Question] = {
     ),
     "recipe_claims_large": Question(
         text="Which claims of papers on recipes show in a larger GPT?", answer=_recipe_claims
+    ),
+    "papers": Question(
+        text="Which orders and ratios of papers on FP4 show in a small GPT?", answer=_papers
     ),
     "sums": Question(text="What do the sums of tensor cores cost?", answer=_sums),
     "router": Question(text="What does a router in low precision change?", answer=_router),
