@@ -13,7 +13,15 @@ from torch.autograd import Function
 
 from ..casts.casting import LoweredCast, QuantizedOperand, lowered, shifted
 from ..casts.operands import Casts, one_copy, saved_tensors
-from ..common.compiler import apply, is_differentiated_again, is_recorded, unaliased, updates_states
+from ..common.compiler import (
+    apply,
+    compiled_as,
+    is_differentiated_again,
+    is_recorded,
+    taken_as_constant,
+    unaliased,
+    updates_states,
+)
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.recipe import Recipe
@@ -102,7 +110,7 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
 class Settings(NamedTuple):
     """The constants of a product. kinds: the kernels of the three products. dtype: the name of that
     of the output. bias_scale: a factor of the bias, but not of its gradient. fast: whether each of
-    the three products is summed fast."""
+    the three products is summed fast. is_weight: whether b is the weight of a layer."""
 
     kinds: tuple[str, ...]
     scales: tuple[float, float, float]
@@ -110,6 +118,7 @@ class Settings(NamedTuple):
     dtype: str
     bias_scale: float = 1.0
     fast: tuple[bool, ...] = (False, False, False)
+    is_weight: bool = False
 
 
 class _Native(Function):
@@ -185,6 +194,45 @@ def _second(
     return None if one else store(x, second, -2)
 
 
+def _at_once(
+    first: QuantizedOperand, second: QuantizedOperand | None
+) -> tuple[QuantizedOperand, QuantizedOperand]:
+    """In a graph a copy, as the partitioner never computes one again, and a sum of no bytes of it,
+    as it moves what the forward product does not need to the backward graph."""
+    later = first.mT if second is None else second
+    scaled = [later.values] if second is None else [later.values, later.scale]
+    copies = [torch.zeros_like(x, memory_format=torch.contiguous_format).copy_(x) for x in scaled]
+    values = first.values.view(torch.uint8)
+    for copy in copies:
+        none = copy.flatten()[:0]
+        none = none.view(torch.uint8) if copy.itemsize == 1 else none
+        values = values | none.sum(dtype=torch.uint8)
+    first = first._replace(values=values.view(first.values.dtype))
+    return first, QuantizedOperand(*copies, *later[len(copies) :])
+
+
+@compiled_as(_at_once)
+def _cast_at_once(
+    first: QuantizedOperand, second: QuantizedOperand | None
+) -> tuple[QuantizedOperand, QuantizedOperand | None]:
+    """An operand for the forward product and, saved, for the backward one."""
+    return first, second
+
+
+@taken_as_constant
+def token_of(casts: tuple[LoweredCast | None, ...]) -> str:
+    """A string that is equal for equal casts, which a graph guards as one value."""
+    return repr([cast and cast.settings for cast in casts])
+
+
+def _cached(b: Tensor, casts: Casts) -> Any:
+    """The operands of `fp8.surgery.cached_weights` for these casts of a weight; None without."""
+    cast: Any = getattr(b, "fp8_cache", None)
+    if cast is None or cast.token != token_of((casts.b, casts.b_for_grad_a)):
+        return None
+    return cast.read(b)
+
+
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, histories: list[Tensor | None], how: Settings
 ) -> Tensor:
@@ -198,12 +246,14 @@ def product(
     record = updates_states()
     with torch.no_grad():
         left = store(a, casts.a, -1, of_a, record)
-        right = store(b, casts.b, -1, of_b, record)
-        second: list[QuantizedOperand | None] = [None, None]
-        if record:
-            second = [
-                _second(a, left, casts.a, casts.a_for_grad_b),
-                _second(b, right, casts.b, casts.b_for_grad_a),
-            ]
-    operands = _flat([left, right, *second])
+        again_a = _second(a, left, casts.a, casts.a_for_grad_b) if record else None
+        if (cached := _cached(b, casts)) is not None:
+            right, again_b = cached if record else (cached[0], None)
+        else:
+            right = store(b, casts.b, -1, of_b, record)
+            again_b = _second(b, right, casts.b, casts.b_for_grad_a) if record else None
+            both = how.is_weight and casts.b_for_grad_a is not None
+            if record and both and right.scale.dtype == torch.float32:
+                right, again_b = _cast_at_once(right, again_b)
+    operands = _flat([left, right, again_a, again_b])
     return apply(_Native, a, b, bias, of_grad, how, *operands, written=of_grad)

@@ -356,7 +356,7 @@ def multiply(
         unnamed = casts_of(recipe.text, layer, "", static) if name else casts
         if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
             dtype, fast = dtype_name(like.dtype), recipe.is_fast
-            settings = native.Settings(kinds, scales, casts, dtype, bias_scale, fast)
+            settings = native.Settings(kinds, scales, casts, dtype, bias_scale, fast, layer)
             return native.product(a, b, bias, histories, settings)
     return simulated(a, b, bias, scales, casts, histories, None, bias_scale)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import fp8
 from fp8 import FORMATS, RECIPES, Cast, Recipe
@@ -246,6 +249,34 @@ def test_compiled_in_one_piece():
     torch.testing.assert_close(compiled(given[0]), layer(given[0]))
     compiled(given[0]).sum().backward()
     assert layer.weight.grad is not None
+
+
+@pytest.mark.native(whole_graph=True)
+@pytest.mark.parametrize("recipe", ["unit", "tensor", "row", "row_gw_hp"])
+def test_a_compiled_backward_pass_reads_no_weight(recipe):
+    """The forward pass has cast it for both: the partitioner saves bytes."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    layer = fp8.convert(nn.Linear(48, 64), recipe, backend="native")
+    twin, x = copy.deepcopy(layer), randn(32, 48).detach().requires_grad_()
+    y, want = torch.compile(layer, fullgraph=True, backend=backend)(x), twin(x)
+    assert torch.equal(y, want)
+    pairs = [
+        torch.autograd.grad(z.square().sum(), [x, *m.parameters()])
+        for z, m in ((y, layer), (want, twin))
+    ]
+    for got, grad in zip(*pairs, strict=True):
+        torch.testing.assert_close(got, grad)
+    read = [node.meta["val"] for node in graphs[-1].graph.nodes if node.op == "placeholder"]
+    weights = [t for t in read if sorted(t.shape) == [48, 64]]
+    assert [t.dtype for t in weights] == [torch.float8_e4m3fn]
+    torch._dynamo.reset()
 
 
 @pytest.mark.native(whole_graph=True)
