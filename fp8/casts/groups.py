@@ -59,11 +59,8 @@ def product_shape(a: Tensor, b: Tensor, offs: Tensor | None) -> list[int]:
 
 
 def group_states(history: Tensor) -> list[Tensor]:
-    """The state of each group, as that of a matrix: the amax history, or a static scale, of shape
-    (1,) if it is not set."""
-    if history.ndim > 1:
-        return list(history.unbind())
-    return [state if float(state) else state.view(1) for state in history.unbind()]
+    """The state of each group, as `fp8.recipes.history.LayerState.buffer` has that of a matrix."""
+    return [state if bool(state.any()) else state[None] for state in history.unbind()]
 
 
 def aligned(offs: Tensor | None, spec: LoweredCast | None) -> Tensor | None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..common.dtensor import is_dtensor, unreduced
 from ..common.threads import Stack
@@ -31,12 +34,15 @@ class Measurement:
     """Sums of squares and element counts of all operands in a pass.
 
     of_states: whether products have states. Otherwise the pass is of a copy of the model.
-    moments: by the address of an operand's state.
+    moments: by the address of an operand's state. leaders: the address of a state -> that of the
+    first product which read the same tensor in the forward pass.
     """
 
     def __init__(self, of_states: bool = True) -> None:
         self.of_states = of_states
         self.moments: dict[int, Moment] = {}
+        self.leaders: dict[int, int] = {}
+        self._read: dict[Any, tuple[int, Tensor]] = {}
 
     def operand(self, state: Tensor | None, x: Tensor, parts: Parts | None = None) -> None:
         """Adds operand ``x`` with state ``state``; None: it has none and is skipped. parts: splits
@@ -52,6 +58,12 @@ class Measurement:
         moment = self.moments.setdefault(state.data_ptr(), Moment(state))
         moment.total = moment.total + total
         moment.elements += x.numel()
+        if torch.is_grad_enabled() and type(x) in (Tensor, Parameter) and not x.is_inference():
+            key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
+            # Keeps x, so that no other tensor gets its address.
+            leader, _ = self._read.setdefault(key, (state.data_ptr(), x.detach()))
+            if leader != state.data_ptr():
+                self.leaders[state.data_ptr()] = leader
 
     def gradient(self, state: Tensor | None, y: Tensor, parts: Parts | None = None) -> Tensor:
         """Returns ``y`` and adds its gradient once that is computed."""

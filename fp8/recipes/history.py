@@ -19,8 +19,9 @@ _ROLES = ("input", "weight", "grad")
 
 
 class MeasuredScales:
-    """Whether each static scale of a layer is set, as attributes: a graph reads an item of a dict
-    as it was when the trace first read the dict, and an attribute as it is."""
+    """Whether each static scale of a layer is set, and each history has entries, as attributes: a
+    graph reads an item of a dict as it was when the trace first read the dict, and an attribute as
+    it is. A tensor: the scale of another layer that reads the same operand, which it shares."""
 
 
 class LayerState:
@@ -56,10 +57,10 @@ class LayerState:
         return f"{str(self._products).zfill(3)}_{product}_"
 
     def buffer(self, name: str, length: int, device: torch.device, groups: int = 0) -> Tensor:
-        """The state of an operand: float32, (length,) for a history; () for a static scale, or (1,)
-        if it is not set. A grouped product adds a first dimension, its number of groups. name: of
-        the product, and the role of the operand. Raises ValueError if the layer has another
-        length."""
+        """The state of an operand: float32, (length,) for a history, () for a static scale; with a
+        first dimension of 1 if it has no entries or is not set, and of the number of groups of a
+        grouped product. name: of the product, and the role of the operand. Raises ValueError if the
+        layer has another length."""
         layer, buffer = self._layer, (_AMAX if length else _SCALE) + name
         shape = _shape(length, groups)
         if buffer not in layer._buffers:
@@ -73,7 +74,10 @@ class LayerState:
                 f"{buffer} has the shape {tuple(state.shape)}, and the recipe and the product need "
                 f"{tuple(shape)}"
             )
-        return state if shape or getattr(layer.fp8_measured, buffer) else state.view(1)
+        measured = getattr(layer.fp8_measured, buffer)
+        if isinstance(measured, Tensor) and measured.device == state.device:
+            return measured
+        return state[None] if measured is False and not groups else state
 
 
 def role_of(operand: int) -> str:
@@ -106,26 +110,39 @@ _EAGER = (
 
 
 def note_scale(layer: Any, name: str) -> None:
-    """Notes whether a buffer of a layer is a static scale that is set. Reads the value, which
-    synchronizes, only if it was written."""
+    """Notes whether a state of a layer is set. Reads the value, which synchronizes, only if it was
+    written."""
     measured = vars(layer.fp8_measured)
-    if not measured.get(name):
+    if measured.get(name, False) is False:
         state = part_of(layer._buffers[name])
         written = not state.is_inference() and state._version > 0
-        measured[name] = written and not torch.compiler.is_exporting() and _is_positive(state)
+        measured[name] = written and not torch.compiler.is_exporting() and _is_set(name, state)
 
 
 def note_scales(layer: nn.Module) -> None:
-    """Checks again which static scales of a layer are set, after they were written."""
+    """Checks again which states of a layer are set, after they were written."""
     if "fp8_measured" in vars(layer):
         measured = vars(vars(layer)["fp8_measured"])
         measured.clear()
         states = histories(layer, recurse=False)
-        measured.update({name: _is_positive(state) for name, state in states.items()})
+        measured.update({name: _is_set(name, state) for name, state in states.items()})
 
 
-def _is_positive(scale: Tensor) -> bool:
-    return not scale.dim() and not scale.is_meta and bool(scale > 0)
+def _is_set(name: str, state: Tensor) -> bool:
+    if state.is_meta or state.dim() != name.startswith(_AMAX):  # of a grouped product
+        return False
+    return bool(0 < state.amax() < torch.inf)
+
+
+def share_scales(model: nn.Module, leaders: Mapping[int, int]) -> None:
+    """Lets layers read the static scale of another layer, of equal value. leaders: the address of a
+    scale -> that of the other one."""
+    scales = {state.data_ptr(): state for state in histories(model).values() if not state.dim()}
+    for module in model.modules():
+        for name, state in histories(module, recurse=False).items():
+            leader = scales.get(leaders.get(state.data_ptr(), 0))
+            if leader is not None and not state.dim() and bool(leader == state):
+                vars(module.fp8_measured)[name] = leader
 
 
 def add_buffers(layer: Any, recipe: Any, by_call: bool = False) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.compiler import eager_only
+from ..common.compiler import compiled_as, eager_only
 from ..common.dtensor import is_dtensor, part_of, reduced
 from ..common.validation import refuse_transformed
 from ..formats.format import Format, get_format
@@ -268,21 +268,25 @@ def in_format(x: Tensor, format: Format, tile: Tile = (0, 0)) -> tuple[Tensor, T
 
 def _delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record: bool) -> Tensor:
     """The scale factor from the largest entry of ``history``; from ``x`` itself if that is zero or
-    not finite.
+    not finite, which a history of the shape (length,) excludes.
 
-    record: add the largest finite magnitude of x in front and drop the oldest entry. Range as in
-    `scale_of`; values beyond it overflow as the cast specifies. history: (length,), float32;
-    updated in place.
+    record: add the largest finite magnitude of x in front and drop the oldest entry, unless it is
+    zero. Range as in `scale_of`; values beyond it overflow as the cast specifies. history:
+    (length,), or (1, length) if it may have no entries; float32; updated in place.
     """
-    now = largest_finite(x.detach(), None).float() if x.numel() else history.new_zeros(()).float()
-    past = history.amax().float()
-    amax = torch.where((past > 0) & (past < torch.inf), past, now)
+    entries = history.view(-1)
+    amax = entries.amax().float()
+    if record or history.dim() > 1:
+        now = largest_finite(x.detach(), None).float() if x.numel() else amax.new_zeros(())
+    if history.dim() > 1:
+        amax = torch.where((amax > 0) & (amax < torch.inf), amax, now)
     scale = defined(RULES[rule](amax, format), amax)
     if record:
-        now = torch.where(now < torch.inf, now, 0.0)
-        newest = torch.cat([now[None], history[:-1]])
+        newest = torch.where(
+            (now > 0) & (now < torch.inf), torch.cat([now[None], entries[:-1]]), entries
+        )
         refuse_transformed(newest)
-        history.copy_(newest)
+        history.copy_(newest.view_as(history))
     return scale
 
 
@@ -306,10 +310,13 @@ def nearest_power(moment: Tensor) -> Tensor:
 
 
 def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
-    """The scale factor that ``state`` holds; 1 if that is 0. A state that is not set has the shape
-    (1,): it is computed from the finite values of ``x``, and stored (record) if all are finite."""
+    """The scale factor that ``state`` holds. A state that is not set has the shape (1,): the scale
+    is computed from the finite values of ``x``, 1 without any, and stored (record) if all are
+    finite."""
     scale = state.float()
-    if state.dim() and x.numel():
+    if not state.dim():
+        return _read(scale)
+    if x.numel():
         x = x.detach()
         clean = torch.where(x.abs() < torch.inf, x, 0.0)
         now = nearest_power(second_moment(clean) / x.numel())
@@ -319,8 +326,14 @@ def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
             refuse_transformed(stored)
             state.copy_(stored)
         scale = now
-    scale = scale.squeeze() if state.dim() else scale
+    scale = scale.squeeze()
     return torch.where(scale > 0, scale, 1.0)
+
+
+@compiled_as(lambda state: state)
+def _read(state: Tensor) -> Tensor:
+    """A copy: products save their scales, and the state may change before their backward pass."""
+    return state.clone()
 
 
 @eager_only(False)

@@ -13,7 +13,7 @@ from ..casts.measuring import MEASURING, Measurement, Moment
 from ..common.mixin import check_module
 from ..common.step import Batch, Loss, call, restored, starts, untouched, unwrapped
 from ..modes.autocast import autocast, outside_compiler
-from ..recipes.history import histories, note_scales, static_scales
+from ..recipes.history import histories, note_scales, share_scales, static_scales
 from ..recipes.recipe import UNIT
 from ..recipes.rules import LARGEST, SMALLEST
 from ..recipes.scaling import nearest_power
@@ -88,6 +88,8 @@ def calibrate(
         _set(states, scales)
     for module in model.modules():
         note_scales(module)
+    if scales is None:
+        share_scales(model, measurement.leaders)
     return calibration(model)
 
 

@@ -22,6 +22,7 @@ from ...common.report import as_table
 from ...common.step import Batch, Loss, call, loss_value, unwrapped
 from ...native import selftest
 from ...native.product import why_not_recipe
+from ...recipes.history import has_scales, histories
 from ...recipes.policy import Policy, Rule, as_policy, name_of, recipe_of
 from ...recipes.recipe import Recipe
 from ...selection.policies import resolve
@@ -240,7 +241,6 @@ class _Converter(NamedTuple):
             return converted
         if self.policy is not None:
             model = convert(model, self.policy)
-            _calibrated(model)
         return model
 
     @property
@@ -265,6 +265,9 @@ class _Step:
 
     def variant(self, converter: _Converter, device: Hardware, layers: bool) -> Variant:
         model = converter(copy.deepcopy(self.model, _same(self.model)))
+        recipes = converter.policy.recipes if converter.policy else ()
+        if any(isinstance(recipe, Recipe) and recipe.keeps_history for recipe in recipes):
+            _calibrated(model, self._of_layers())
 
         def run(batch: Batch) -> Any:
             output = call(model, batch)
@@ -370,12 +373,18 @@ def _same(model: nn.Module) -> dict[int, Any]:
     return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
 
 
-def _calibrated(model: nn.Module) -> None:
-    """Notes static scales as set, as `fp8.calibrate` leaves them."""
-    for module in model.modules():
-        for name in getattr(module, "_buffers", {}):
-            if name.startswith("fp8_scale_"):
-                vars(module.fp8_measured)[name] = True
+def _calibrated(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+    """Notes states of layers as set, and shared, as `fp8.calibrate` or a step leaves them."""
+    scales: dict[int, Tensor] = {}
+    for name, x in inputs.items():
+        layer: Any = model.get_submodule(name)
+        if not hasattr(layer, "fp8_measured"):  # a policy leaves it alone
+            continue
+        measured = vars(layer.fp8_measured)
+        measured.update(dict.fromkeys(histories(layer, recurse=False), True))
+        if has_scales(layer):
+            scale = scales.setdefault(id(x), layer.fp8_scale_input)
+            measured["fp8_scale_input"] = True if scale is layer.fp8_scale_input else scale
 
 
 @contextlib.contextmanager

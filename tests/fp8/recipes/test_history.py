@@ -101,6 +101,18 @@ def test_inf_nan_and_zeros_are_not_recorded(bad):
     assert torch.equal(step(layer, randn(5, 8)), step(fresh, randn(5, 8)))
 
 
+def test_zeros_displace_no_entry():
+    """A history with an entry has one from then on, so that no cast waits for a largest
+    magnitude."""
+    layer = fp8.convert(nn.Linear(8, 4), SHORT)
+    step(layer, randn(5, 8))
+    entries = layer.fp8_amax_input.clone()
+    for _ in range(4):
+        step(layer, torch.zeros(5, 8))
+    assert torch.equal(layer.fp8_amax_input, entries)
+    assert vars(layer.fp8_measured) == dict.fromkeys(NAMES, True)
+
+
 @pytest.mark.parametrize("refused", ["delayed", "static", SHORT], ids=str)
 def test_a_scale_belongs_to_a_layer(refused):
     """Products of a block and of a function have no place for one."""

@@ -354,6 +354,34 @@ def test_compiled_code_reads_the_scales_that_are_set():
     torch._dynamo.reset()
 
 
+class Readers(nn.Module):
+    """Two layers that read the input, and one that reads their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.o = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.q(x) + self.k(x))
+
+
+def test_layers_that_read_one_tensor_share_its_scale():
+    model, x = fp8.convert(Readers(), "static"), randn(3, 8, 16).detach()
+    want = copy.deepcopy(model)(x)
+    fp8.calibrate(model, x)
+    for each in (model, copy.deepcopy(model)):
+        read = [vars(layer.fp8_measured)["fp8_scale_input"] for layer in (each.q, each.k, each.o)]
+        assert [read[0], read[2]] == [True, True]
+        assert read[1] is each.q.fp8_scale_input
+    assert torch.equal(model(x), want)
+    state = model.state_dict()
+    model.load_state_dict(state | {"k.fp8_scale_input": 2.0**20 * state["k.fp8_scale_input"]})
+    assert not torch.equal(model(x), want)  # the scale of k is its own again
+    fp8.calibrate(model, x)
+    assert torch.equal(model(x), want)
+
+
 def test_compiled_from_the_first_step_on():
     torch._dynamo.reset()
     model, twin = (fp8.convert(net().eval(), "static") for _ in range(2))
