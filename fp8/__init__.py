@@ -39,6 +39,7 @@ __all__ = [
     "apply_low_precision_layernorm",
     "autocast",
     "blame",
+    "cached_weights",
     "calibrate",
     "calibration",
     "checkpoint_contexts",
@@ -69,6 +70,7 @@ LATE = {
     "LayerNorm2d": "fp8.norms.norm",
     "apply_low_precision_layernorm": "fp8.norms.low_precision",
     "blame": "fp8.lab.blame",
+    "cached_weights": "fp8.surgery.cached_weights",
     "eject": "fp8.surgery.eject",
     "export": "fp8.checkpoints.weights",
     "forecast": "fp8.lab.forecast.forecast",
@@ -96,6 +98,7 @@ if TYPE_CHECKING:
     from .levels.weights import store_frozen
     from .norms.low_precision import apply_low_precision_layernorm
     from .norms.norm import LayerNorm2d
+    from .surgery.cached_weights import cached_weights
     from .surgery.eject import eject
 else:
 

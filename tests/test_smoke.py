@@ -59,6 +59,16 @@ def recomputed(folder: Path) -> bool:
     return x.grad is not None
 
 
+def cached(folder: Path) -> bool:
+    try:
+        net = fp8.convert(model(), "tensor", backend="native")
+        want = net(batch())
+    except RuntimeError as error:  # before torch 2.12, of a CPU
+        return "has no FP8 product" in str(error)
+    with fp8.cached_weights(net):
+        return torch.equal(net(batch()), want)
+
+
 def overridden(folder: Path) -> bool:
     net = converted()
     with fp8.override(net, ("0", None, None)):
@@ -123,6 +133,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "apply_low_precision_layernorm": lambda _: fp8.apply_low_precision_layernorm(model()),
     "autocast": autocast,
     "blame": lambda _: str(fp8.blame(converted(), batch(), loss=loss)),
+    "cached_weights": cached,
     "calibrate": lambda _: calibrated(),
     "calibration": lambda _: fp8.calibration(calibrated()),
     "checkpoint_contexts": recomputed,

@@ -53,7 +53,12 @@ def marked(function: type[Function]) -> type[Function]:
 
 
 def run_compiled(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> Sequence[Tensor]:
-    """``function(*args)``, without gradients, as inductor compiles it. Takes no lock of the
-    compiler: a thread may call it while a compilation waits for that thread."""
+    """``compiled(function, *args)(*args)``."""
+    return compiled(function, *args)(*args)
+
+
+def compiled(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> Callable[..., Any]:
+    """``function``, without gradients, as inductor compiles it for tensors like ``args``. Takes no
+    lock of the compiler: a thread may call it while a compilation waits for that thread."""
     with torch.no_grad(), _marked(True):
-        return _inductor.compile(make_fx(function)(*args), list(args))(*args)
+        return _inductor.compile(make_fx(function)(*args), list(args))
