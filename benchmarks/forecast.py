@@ -143,5 +143,5 @@ def main(parts: list[str]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
-    main(parser.parse_args().parts)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    main(parser.parse_args().parts or list(PARTS))
