@@ -21,7 +21,8 @@ _ROLES = ("input", "weight", "grad")
 class MeasuredScales:
     """Whether each static scale of a layer is set, and each history has entries, as attributes: a
     graph reads an item of a dict as it was when the trace first read the dict, and an attribute as
-    it is. A tensor: the scale of another layer that reads the same operand, which it shares."""
+    it is. A tensor: the equal scale of another layer that reads the same operand, which a graph
+    takes, so that it casts the operand once."""
 
 
 class LayerState:
@@ -75,7 +76,8 @@ class LayerState:
                 f"{tuple(shape)}"
             )
         measured = getattr(layer.fp8_measured, buffer)
-        if isinstance(measured, Tensor) and measured.device == state.device:
+        shared = isinstance(measured, Tensor) and torch.compiler.is_dynamo_compiling()
+        if shared and measured.device == state.device:
             return measured
         return state[None] if measured is False and not groups else state
 

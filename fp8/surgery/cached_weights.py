@@ -45,7 +45,7 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
     the block opens. Other layers, and sharded weights, are cast as before.
 
     Eager code casts a weight again after any other change that torch counts, which excludes those
-    through ``.data``. Each step, and the end of the block, reads the weights once to compare them
+    through ``.data``. Each step, and the end of the block, reads the weights twice to compare them
     with those that were cast.
 
     Args:
@@ -163,9 +163,9 @@ class WeightCast:
 
 
 def _sums(weight: Tensor) -> Tensor:
-    """The sums of the bits of each column."""
+    """The sums of the bits of each column and of each row."""
     bits = weight.detach().view({2: torch.int16, 4: torch.int32}[weight.itemsize])
-    return bits.sum(0, dtype=torch.int64)
+    return torch.cat([bits.sum(axis, dtype=torch.int64) for axis in (0, 1)])
 
 
 def _layouts(weight: Tensor, casts: Casts, scale: Tensor | None) -> Layouts:

@@ -158,6 +158,12 @@ def test_loading_is_seen_by_graphs():
     torch._dynamo.reset()
 
 
+def test_rows_that_change_places_through_data_are_noticed():
+    model = make()
+    with pytest.raises(RuntimeError, match="was changed inside"), fp8.cached_weights(model):
+        model[2].weight.data.copy_(model[2].weight.data.flip(0))
+
+
 @pytest.mark.parametrize("ends", ["step", "block"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_stale_cast_is_an_error(compiled, ends):

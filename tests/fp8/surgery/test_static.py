@@ -380,6 +380,8 @@ def test_layers_that_read_one_tensor_share_its_scale():
     assert not torch.equal(model(x), want)  # the scale of k is its own again
     fp8.calibrate(model, x)
     assert torch.equal(model(x), want)
+    model.k.fp8_scale_input.mul_(2.0**20)  # eager code reads the buffer
+    assert not torch.equal(model(x), want)
 
 
 def test_compiled_from_the_first_step_on():
