@@ -88,9 +88,9 @@ class Blame:
 def blame(
     model: nn.Module,
     batch: Batch,
-    policy: Policy | Recipe | str | None = None,
-    *,
     loss: Loss | None = None,
+    *,
+    policy: Policy | Recipe | str | None = None,
     optimizer: Optimizer | None = None,
     threshold: float = 2.0,
 ) -> Blame:
@@ -109,8 +109,8 @@ def blame(
     Args:
         model: a model that `fp8.convert` has converted; or one in high precision, with ``policy``.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
-        policy: what to convert the model with; None if it is converted.
         loss: a function of the output that returns a scalar. None: the output's ``loss``.
+        policy: what to convert the model with; None if it is converted.
         optimizer: built on the model's parameters, with its state. None: no step is made, and a
             fault that only the next loss shows is not seen.
         threshold: above 1.
@@ -125,7 +125,7 @@ def blame(
 
     >>> import torch, fp8
     >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(16, 16)), "tensor")
-    >>> fp8.blame(model, torch.randn(4, 16), loss=lambda y: y.square().mean()).rules
+    >>> fp8.blame(model, torch.randn(4, 16), lambda y: y.square().mean()).rules
     ()
     """
     check_module("blame", model)

@@ -170,8 +170,8 @@ class Forecast:
 def forecast(
     model: nn.Module,
     batch: Batch,
-    *,
     loss: Loss | None = None,
+    *,
     recipes: Sequence[str | Recipe | Policy] = RECIPES,
     hardware: str | Hardware = "h100",
     layers: bool = True,

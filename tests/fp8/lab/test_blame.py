@@ -157,7 +157,7 @@ def test_the_casts_at_fault_are_named(name: str):
             fp8.calibrate(model, x, loss=loss)
     if case.is_late:
         case.inject(model, x)
-    result = fp8.blame(model, x, None if converts else case.recipe, loss=loss)
+    result = fp8.blame(model, x, loss, policy=None if converts else case.recipe)
     assert named(result) == case.rules
     if case.rules:
         assert result.repaired is not None
