@@ -149,6 +149,20 @@ rounded = own(torch.round, lambda g, y: g)
 reverse = own(lambda y: y.clone(), lambda g, y: -0.1 * g)
 
 
+class OfLayer(torch.autograd.Function):
+    """Calls a layer without a bias, and reads its weight in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g @ ctx.layer.weight, g.mT @ ctx.saved_tensors[0], None
+
+
 def balance(m: Any, x: Tensor) -> Tensor:
     return 0.01 * m.up(x).softmax(-1).mean(0).square().sum()
 
@@ -194,6 +208,9 @@ INSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "weight used twice": lambda m, x: mse(m.dot(m.down(hidden(m, x)), m.down.weight.T).sin()),
     "weight and transpose": lambda m, x: mse(
         m.again(m.dot(hidden(m, x), m.weight), m.weight.T).sin()
+    ),
+    "function of a layer": lambda m, x: mse(
+        OfLayer.apply(hidden(m, x), m.down.weight, m.down)
     ),
     "checkpoint": lambda m, x: mse(m.down(checkpoint(m.up, x, use_reentrant=False).tanh())),
 }

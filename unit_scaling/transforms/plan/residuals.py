@@ -51,7 +51,7 @@ def find_residuals(flow: Flow, rule: str) -> Residuals:
     """Finds the residual adds of a model. rule: one of `RESIDUALS`."""
     adds: dict[int, _Branch] = {}
     for index, node in enumerate(flow.nodes):
-        suitable = node.kind == "add" and not (node.inside or node.within)
+        suitable = node.kind == "add" and not node.inside
         if suitable and (branch := _branch(flow, adds, index)) is not None:
             adds[index] = branch
     places = _places(flow, adds)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 
 from fp8.common.mixin import bare_class
@@ -58,6 +59,22 @@ def keep_values(model: nn.Module, path: str, names: Collection[str]) -> None:
             parameter.mul_(divisor)
             scale = _nearest_power(divisor)
             retag(parameter, tags_of(parameter)._replace(mup_scale=scale, mup_divisor=None))
+
+
+@torch.no_grad()
+def keep_parametrized(model: nn.Module) -> None:
+    """Gives weights whose parametrization has new parameters (`weight_norm`), and was registered
+    after they were divided by their RMS, their values back."""
+    for part in model.modules():
+        for name, tags in list(getattr(part, "mup_tags", {}).items()):
+            if not (tags.mup_divisor and is_parametrized(part, name)):
+                continue
+            parts: Any = part.get_submodule(f"parametrizations.{name}")
+            if not any(map(has_parameter_data, parts.parameters(recurse=False))):
+                setattr(part, name, getattr(part, name) * tags.mup_divisor)
+                for leaf, parameter in parts.named_parameters(recurse=False):
+                    _prepared(parts, leaf, parameter, "unit", False)
+    remember_tags(model)
 
 
 @torch.no_grad()

@@ -71,8 +71,8 @@ class CallNode:
     """One call, or an external tensor (function None): a parameter, an input, a buffer.
 
     place: None for one that is not seen. where: file and line of the call. inside: the autograd
-    function that makes the call. within: whether a module makes it that runs in such a function.
-    written: the arguments that it writes into.
+    function in which it, or a module that makes it, runs. written: the arguments that it writes
+    into.
     """
 
     place: Place | None
@@ -84,7 +84,6 @@ class CallNode:
     kwargs: dict[str, Any] = field(default_factory=dict)
     where: str = ""
     inside: str = ""
-    within: bool = False
     written: tuple[Slot, ...] = ()
     value: Value = field(default_factory=Value)
 
@@ -211,7 +210,7 @@ class Recorder(Calls):
         path, name = self.path(), named(function)
         kind = self.kinds.get(function) or kind_of(function)
         node = CallNode((path, kind, lines_here()), name, path, function, inputs, args, kwargs)
-        node.where, node.inside, node.within = _location()
+        node.where, node.inside = _location()
         sources = [self.nodes[i.node] for i in inputs]
         node.value.origin = sources[0].value.origin if kind in TRANSPARENT and inputs else None
         node.value.computed = _computed(node.kind, sources)
@@ -369,27 +368,22 @@ _LEARN = str(Path(__file__).parents[1] / "run" / "learn.py")
 _CHECKPOINT = str(Path(torch.utils.checkpoint.__file__))
 
 
-def _location() -> tuple[str, str, bool]:
-    """File and line of the running call, the autograd function that makes it, and whether the
-    running module runs in one. Raises ValueError where `torch.utils.checkpoint` runs a function
-    that is not a module: it would be recomputed in the backward pass without a plan."""
+def _location() -> tuple[str, str]:
+    """File and line of the running call in the running module, and the autograd function of the
+    model that makes it. Raises ValueError where `torch.utils.checkpoint` runs a function that is
+    not a module: it would be recomputed in the backward pass without a plan."""
     where, inside, ended = "", "", False
     for frame in frames():
         file = frame.f_code.co_filename
         if file == _LEARN:
             break  # the recorded model begins here
         ended = ended or file == install.__file__  # the running module begins here
-        if ended:
-            if function_of(frame) and not file.startswith(_TORCH):  # not a checkpoint
-                return where, inside, True
-            continue
-        if not (where or file.startswith((_TORCH, *_OURS))):
-            where = f"{file}:{frame.f_lineno}"
-        if where:
+        if not file.startswith((_TORCH, *_OURS)):
+            where = where or ("" if ended else f"{file}:{frame.f_lineno}")
             inside = function_of(frame) or inside
-        if file == _CHECKPOINT and where:
+        if file == _CHECKPOINT and where and not ended:
             raise ValueError(
                 f"{where} runs under torch.utils.checkpoint as a function, which is computed again "
                 "without the plan of unit_scale: checkpoint a module instead"
             )
-    return where, inside, False
+    return where, inside

@@ -31,7 +31,7 @@ from ..install import (
     warn_of_break,
 )
 from ..plan.plan import CallRow, ModelPlan, Steps, adopt, check_fits
-from ..plan.weights import adopt_tags, pruned
+from ..plan.weights import adopt_tags, keep_parametrized, pruned, refuse_weights
 from ..record.kinds import KINDS, LAYERS, STEPPED
 from ..record.place import Place
 from ..record.values import has_values, rms_of
@@ -191,6 +191,8 @@ class UnitScale(Scope):
         have learned."""
         if not self.plan.covers(path):
             _check_seen(module, given)
+            if self.unit_scaled:
+                keep_parametrized(module)
             self._record(module, path, given)
             self.plan.tags |= _tags(module, path)
             self.plan.entries.append(path)
@@ -353,6 +355,7 @@ def _readable(given: Given, module: nn.Module | None = None) -> bool:
 
 def _check_seen(module: nn.Module, given: Given) -> None:
     """Raises where a model cannot be recorded."""
+    refuse_weights(module)
     if is_flattened(module) or is_sharded(module):
         raise RuntimeError(
             f"{UNSEEN}, and cannot record a sharded {type(module).__name__}: call the model once "
