@@ -126,8 +126,6 @@ class UnitScale(Scope):
 
     def eager(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         warn_of_break(module)
-        if in_shape_inference():
-            return call()
         if vars(module).get("recorded", threading.get_ident()) != threading.get_ident():
             raise RuntimeError(
                 f"unit_scale: {path!r} runs in another thread than the forward pass that it is "
@@ -135,6 +133,8 @@ class UnitScale(Scope):
             )
         self._agree(module)
         if not (self.is_known(path) or (self.preserves and not _readable(given, module))):
+            if in_shape_inference():  # looks at each frame of the stack
+                return call()
             with self.recording:
                 self._begin(module, path, given)
         return run_in_mode(self, call, module, path, given, eager=True)
@@ -170,7 +170,7 @@ class UnitScale(Scope):
             steps = self.plan.steps.get(place)
             if steps is not None:
                 return steps
-            if not _readable((args, kwargs)):
+            if in_shape_inference() or not _readable((args, kwargs)):
                 return steps_by_rule(place, function, args, kwargs, self.preserves)[0]
             if self.adopted:
                 warn_once(ScaleWarning, _unplanned(place), about=module, key="adopted plan")
