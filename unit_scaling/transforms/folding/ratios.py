@@ -28,13 +28,14 @@ from ..record.kinds import (
     TRANSPARENT,
     is_added,
 )
-from ..record.values import MASKING, has_scale
+from ..record.values import has_scale
 
 Ratio = dict[str, float]
 """Unknown -> coefficient, "" -> the constant: log2 of a ratio."""
 
-SMALL = 1e-3
-"""The largest number treated as an eps, which is added to a value or bounds it."""
+SMALL, MASKED = 1e-3, 1e4
+"""The largest number treated as an eps, which is added to a value or bounds it, and the smallest
+one that masks."""
 
 _MOVED = frozenset(
     (
@@ -171,9 +172,7 @@ def _ratio(
     if node.function is None:
         if node.value.parameter is not None:
             return {node.value.parameter: -1.0}
-        return None if node.value.masking or node.value.zero else {}
-    if node.value.masking:
-        return None
+        return {}
     factors = dict(zip([i.slot for i in node.inputs], step.terms, strict=False))
     given = node.tensors
     used = [i for i in node.inputs if has_scale(given[i.slot])]
@@ -209,7 +208,7 @@ def _same(call: _Call) -> Ratio | None:
     bounds = call.numbers()
     if any(0 < abs(n) <= SMALL for n in bounds):
         call.near_one(ratio)
-    if any(SMALL < abs(n) < -MASKING for n in bounds):
+    if any(SMALL < abs(n) < MASKED for n in bounds):
         call.one(ratio, "a number is added or compared: the ratio of the other term is 1")
     return ratio
 

@@ -125,8 +125,7 @@ def _prepared(
         return "unchanged", "parametrized: keeps its values"
     if parameter.dim() - stacked > 1 and not _is_gain(parameter):
         tag(parameter, "output" if is_readout else "weight", mup_stacked=stacked)
-        mask = getattr(module, f"{pruned(module).get(leaf)}_mask", None)
-        return _rescale(parameter, init, mask)
+        return _rescale(parameter, init)
     if leaf.endswith("bias") or leaf.startswith("bias_"):  # recurrent layers have bias_ih_l0
         tag(parameter, "bias")
         if init != "unit" or parameter.is_meta or not bool(parameter.any()):
@@ -184,8 +183,8 @@ def _is_one_number(parameter: nn.Parameter) -> bool:
     return bool((parameter == parameter.flatten()[0]).all())
 
 
-def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> Done:
-    """Divides a weight by its RMS, or tags it with a power of two. mask: the part that is used."""
+def _rescale(parameter: nn.Parameter, init: str) -> Done:
+    """Divides a weight by its RMS, or tags it with a power of two."""
     left = "unchanged" if init == "preserve" else LEFT_ALONE
     if parameter.is_meta:
         return left, "has no values yet (meta device)"
@@ -193,8 +192,7 @@ def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> Done:
         return "unchanged", "is empty"
     if parameter.numel() < 2 or _is_one_number(parameter):
         return left, f"is {parameter.flatten()[0].item():.4g} everywhere"
-    used = parameter if mask is None else parameter * mask
-    rms = used.abs().double().square().mean().sqrt().item() or 1.0
+    rms = parameter.abs().double().square().mean().sqrt().item() or 1.0
     if not math.isfinite(rms):
         return left, "holds Inf or NaN"
     if init == "preserve":

@@ -32,7 +32,7 @@ from .kinds import (
     writes,
 )
 from .place import Place, lines_here
-from .values import all_zero, any_masking, has_scale, is_strided, rms_of
+from .values import has_scale, is_strided, rms_of
 
 Slot = tuple[int | str, ...]
 """The location of a tensor in a call: (1,) is the second argument; ("weight",), (0, 2) in a list.
@@ -52,8 +52,8 @@ class Value:
     """What is known of the result of a call, or of an external tensor.
 
     live: whether it depends on a parameter or a floating-point input. computed: whether it depends
-    on parameters only. zero: whether it is a constant of zeros. parameter: the name of the
-    parameter that it is. origin: the parameter that it is, or is a view or copy of.
+    on parameters only. parameter: the name of the parameter that it is. origin: the parameter that
+    it is, or is a view or copy of.
     """
 
     numel: int = 0
@@ -62,8 +62,6 @@ class Value:
     origin: str | None = None
     live: bool = False
     computed: bool = False
-    masking: bool = False
-    zero: bool = False
 
 
 @dataclass
@@ -317,10 +315,8 @@ class Recorder(Calls):
         value = Value(tensor.numel(), has_scale(tensor), name, name)
         if name is not None:
             value.live, value.computed = value.floating, True
-        elif value.floating:
-            known = id(tensor) in self.inputs
-            value.masking = any_masking([tensor])
-            value.live, value.zero = known and not value.masking, not known and all_zero(tensor)
+        else:
+            value.live = value.floating and id(tensor) in self.inputs
         return value
 
     def _add(
@@ -335,7 +331,6 @@ class Recorder(Calls):
         value.floating = any(map(has_scale, written))
         differs = value.floating and node.kind not in CONSTANT
         value.live = differs and any(s.value.live for s in sources)
-        value.masking = value.floating and not value.live and any_masking(written)
         is_product = node.kind in PRODUCTS and value.floating and len(written) == 1
         if self.normalizes and is_product and is_strided(written[0]) and not node.inside:
             with torch.no_grad():
@@ -353,7 +348,7 @@ def _computed(kind: str, sources: list[CallNode]) -> bool:
     """Whether the result depends on parameters and not on the model's inputs, which integer tensors
     are too. Products of parameters are values."""
     values = [source.value for source in sources]
-    own = all(v.computed if v.live else v.floating and not v.masking for v in values)
+    own = all(v.computed if v.live else v.floating for v in values)
     return own and any(v.live for v in values) and kind not in PRODUCTS | RECURRENT
 
 

@@ -8,10 +8,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-MASKING = -1e4
-"""A term below this is a mask, not a value. Masks use -inf or the lowest finite number."""
-
-
 @torch.no_grad()
 def norm_of(tensor: Tensor) -> Tensor:
     """The norm of the values in double precision, in which squares do not overflow."""
@@ -38,17 +34,6 @@ def has_values(tensors: Iterable[Tensor]) -> bool:
         return all(t.flatten()[:1].any().item() is not None for t in dense)
     except RuntimeError:
         return False
-
-
-def any_masking(tensors: list[Tensor]) -> bool:
-    """Whether one of the tensors has a value that masks. Raises RuntimeError on the meta device."""
-    dense = [t for t in tensors if t.dtype.is_floating_point and is_strided(t)]
-    if any(t.is_meta for t in dense):
-        raise RuntimeError(
-            "the first call of a unit-scaled model looks at values, and there are none on the meta "
-            "device: call it once where its weights are"
-        )
-    return any(bool((t <= MASKING).any()) for t in dense if has_values([t]))
 
 
 def all_zero(tensor: Tensor) -> bool:

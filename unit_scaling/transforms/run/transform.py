@@ -356,6 +356,11 @@ def _readable(given: Given, module: nn.Module | None = None) -> bool:
 def _check_seen(module: nn.Module, given: Given) -> None:
     """Raises where a model cannot be recorded."""
     refuse_weights(module)
+    if any(p.is_meta for p in module.parameters()):
+        raise RuntimeError(
+            "the first call of a unit-scaled model looks at values, and there are none on the meta "
+            "device: call it once where its weights are"
+        )
     if is_flattened(module) or is_sharded(module):
         raise RuntimeError(
             f"{UNSEEN}, and cannot record a sharded {type(module).__name__}: call the model once "
