@@ -235,7 +235,7 @@ TRANSFORM_FLOW = (
         about="its place, and where its inputs came from: a list of CallNode",
     ),
     Step(
-        what="plan: residual adds, and the first of DECIDERS",
+        what="plan: residual adds, then products with a weight",
         where="unit_scaling/transforms/plan/planner.py",
         about="a Step by place, a row of the report",
     ),

@@ -403,7 +403,7 @@ def test_bad_input(call, error: type[Exception], match: str) -> None:
 
 
 def test_the_first_call_needs_values() -> None:
-    """A plan made on the meta device would take a mask for numbers; later calls may be there."""
+    """A plan made on the meta device would know no sizes; later calls may be there."""
     model = unit_scale(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)))
     with pytest.raises(RuntimeError, match="none on the meta device: call it once where"):
         copy.deepcopy(model).to("meta")(torch.empty(3, 8, device="meta"))

@@ -163,6 +163,33 @@ class OfLayer(torch.autograd.Function):
         return g @ ctx.layer.weight, g.mT @ ctx.saved_tensors[0], None
 
 
+class Reversible(torch.autograd.Function):
+    """(a, b) -> (a + f(b), b + g(a + f(b))), computed again in the backward pass.
+
+    Source: Gomez et al. 2017, arXiv:1707.04585."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, f: nn.Module, g: nn.Module) -> Any:
+        ctx.parts = f, g
+        y = a + f(b)
+        z = b + g(y)
+        ctx.save_for_backward(y.detach(), z.detach())
+        return y, z
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dz: Tensor) -> Any:
+        (y, z), (f, g) = ctx.saved_tensors, ctx.parts
+        with torch.enable_grad():
+            y = y.requires_grad_()
+            of_y = g(y)
+            torch.autograd.backward(of_y, dz)
+        dy, b = dy + y.grad, z - of_y.detach()
+        with torch.enable_grad():
+            b = b.requires_grad_()
+            torch.autograd.backward(f(b), dy)
+        return dy, dz + b.grad, None, None
+
+
 def balance(m: Any, x: Tensor) -> Tensor:
     return 0.01 * m.up(x).softmax(-1).mean(0).square().sum()
 
@@ -209,13 +236,23 @@ INSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "weight and transpose": lambda m, x: mse(
         m.again(m.dot(hidden(m, x), m.weight), m.weight.T).sin()
     ),
-    "function of a layer": lambda m, x: mse(
-        OfLayer.apply(hidden(m, x), m.down.weight, m.down)
-    ),
+    "function of a layer": lambda m, x: mse(OfLayer.apply(hidden(m, x), m.down.weight, m.down)),
     "checkpoint": lambda m, x: mse(m.down(checkpoint(m.up, x, use_reentrant=False).tanh())),
 }
 for _name, _loss in INSIDE.items():
     USES[f"inside, {_name}"] = Use(made_of(_loss), lambda m, x: m(x).backward(), graph=True)
+
+
+def reversible() -> nn.Module:
+    model = made_of(
+        lambda m, x: m.down(torch.cat(Reversible.apply(*m.up(x).chunk(2, -1), *m.parts), -1))
+    )()
+    half = HIDDEN // 2
+    model.parts = nn.ModuleList(nn.Sequential(nn.Linear(half, half), nn.GELU()) for _ in range(2))
+    return model
+
+
+USES["reversible layers"] = Use(reversible, step)
 
 
 # Hooks

@@ -37,7 +37,6 @@ class Compile(Scope):
         self.inductor = inductor
 
     def start(self, model: nn.Module) -> None:
-        """Compiles ``model`` in place."""
         model.compile(backend=self._compiled if self.backends else "inductor")
 
     def _compiled(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:

@@ -33,12 +33,10 @@ class Simulate(Scope):
 
     @property
     def title(self) -> str:
-        """What ``print(model)`` shows."""
         casts = (cast for cast in (self.recipe.input, self.recipe.grad) if cast is not None)
         return f"simulated casts to {' and '.join(get_format(cast.format).name for cast in casts)}"
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        """Returns ``call()`` under the recipe."""
         if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             return run_in_mode(self, call, module, path, given)
         return outside_compiler(lambda: self.eager(call, module, path, given))

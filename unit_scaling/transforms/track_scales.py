@@ -66,7 +66,6 @@ class Tap(Observer):
         self._handles.clear()
 
     def forget(self) -> None:
-        """Releases all tensors."""
         self._nodes: dict[int, Node] = {}
         self._names: dict[int, tuple[str, str]] = {}  # id -> (name of the node, name in the model)
         self._targets: dict[Callable[..., Any], str] = {}
@@ -244,7 +243,6 @@ class Track(Scope):
         return output
 
     def install(self, model: nn.Module) -> None:
-        """Installs both scopes."""
         install(model, self)
         install(model, self.observing)
 

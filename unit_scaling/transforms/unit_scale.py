@@ -107,7 +107,7 @@ def restore(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def _install(model: nn.Module, scope: UnitScale, plan: ModelPlan | None, rescale: bool) -> None:
-    """Installs the scope, with a plan if there is one. rescale: as in `plan.plan.adopt`."""
+    """Installs the scope, with a plan if there is one. rescale: as in `adopt_tags`."""
     scope.check_parts(model)
     install(model, scope)
     if plan is not None:

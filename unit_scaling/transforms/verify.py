@@ -21,9 +21,9 @@ from fp8.common.validation import check_name, check_whole
 from fp8.modes.autocast import outside_compiler
 
 from ..checks.first_call import skip_checks
+from .inspect.history import Serializable
 from .inspect.measurement import RANGES, Measurement, diagnosis
 from .inspect.product_probe import Watch
-from .inspect.serialize import Serializable
 from .install import find_scope, install, is_sharded
 from .record.copies import deep_copy
 from .record.probe import Observing
@@ -150,7 +150,6 @@ def verify(
 
 
 def _computing(model: nn.Module) -> Iterator[str]:
-    """The paths of the modules that compute a weight."""
     for path, module in model.named_modules():
         if isinstance(module, ParametrizationList):
             yield from (name for name, _ in module.named_modules(prefix=path))

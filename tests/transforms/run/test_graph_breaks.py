@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 
@@ -44,6 +45,27 @@ def test_a_model_that_breaks_the_graph_runs_in_eager_mode_with_a_warning(name: s
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once
         assert torch.equal(compiled(x), expected)
+
+
+class Grows(Breaks):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if not hasattr(self, "late"):
+            self.late = nn.Sequential(nn.Identity(), nn.Tanh())
+        return self.late(y)
+
+
+@pytest.mark.filterwarnings("ignore::fp8.PitfallWarning")
+@pytest.mark.parametrize("called", [False, True])
+def test_a_module_that_is_registered_in_a_broken_graph(called: bool) -> None:
+    torch.manual_seed(0)
+    model, x = unit_scale(Grows(True)), torch.randn(4, 8)
+    expected = copy.deepcopy(model)(x)
+    if called:
+        model(x)
+    model.compile(backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(model(x), expected)
 
 
 class LossInForward(nn.Module):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
 
 from torch import Tensor
 
@@ -21,8 +20,6 @@ from ..plan.plan import Step, Tie
 from ..record.calls import CallNode, Input
 from ..record.kinds import (
     ATTENTION,
-    AVERAGES,
-    LOSSES,
     PRODUCTS,
     RECURRENT,
     TRANSPARENT,
@@ -54,6 +51,9 @@ _EQUAL = _MOVED | frozenset(
 )
 """Kinds whose arguments and result have equal ratios; a number among them is 0 or a bound."""
 
+ZEROS = "zeros "
+"""The name of the unknown that is the ratio of a constant: zeros have any."""
+
 _POWERS = {"square": 2.0, "var": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "inverse": -1}
 _NORMS = frozenset("layer_norm rms_norm group_norm batch_norm instance_norm".split())
 
@@ -68,7 +68,7 @@ def find_ties(
     the call. buffers: names, by id, of the running statistics of norms. outputs: the nodes of the
     model's results."""
     ties: list[Tie] = []
-    ratios: list[Ratio | None] = []
+    ratios: list[Ratio] = []
     for index, node in enumerate(nodes):
         try:
             ratios.append(_ratio(node, steps.get(index) or Step(), buffers, ratios, ties))
@@ -81,15 +81,9 @@ def find_ties(
     return tuple(ties)
 
 
-@overload
-def _plus(*ratios: Ratio, times: float = 1.0) -> Ratio: ...
-@overload
-def _plus(*ratios: Ratio | None, times: float = 1.0) -> Ratio | None: ...
-def _plus(*ratios: Ratio | None, times: float = 1.0) -> Ratio | None:
+def _plus(*ratios: Ratio, times: float = 1.0) -> Ratio:
     result: Ratio = {}
     for ratio in ratios:
-        if ratio is None:
-            return None
         for name, value in ratio.items():
             result[name] = result.get(name, 0.0) + times * value
     return {name: value for name, value in result.items() if value or not name}
@@ -101,50 +95,44 @@ def _log(factor: float) -> Ratio:
 
 @dataclass
 class _Call:
-    """A call with the ratios of its tensors; None for tensors that fit any ratio, such as zeros.
-    ties: where its equations go."""
+    """A call with the ratios of its tensors. ties: where its equations go."""
 
     node: CallNode
     step: Step
     inputs: list[Input]
     tensors: list[Tensor]
-    ratios: list[Ratio | None]
+    ratios: list[Ratio]
     ties: list[Tie]
 
     @property
     def kind(self) -> str:
         return self.node.kind or self.node.name.strip("_")
 
-    def tie(self, a: Ratio | None, b: Ratio | None, why: str, soft: str = "") -> None:
+    def tie(self, a: Ratio, b: Ratio, why: str, soft: str = "") -> None:
         """Adds the equation that two ratios are equal. soft: as in `Tie`."""
         difference = _plus(a, _plus(b, times=-1))
-        if difference is None:
-            return
         constant = difference.pop("", 0.0)
         if difference or abs(constant) > 1e-9:
             terms = tuple(difference.items())
             self.ties.append(Tie(terms, constant, self.node.path, self.node.name, why, soft))
 
-    def one(self, ratio: Ratio | None, why: str) -> None:
-        """Adds the equation that a ratio is 1."""
+    def one(self, ratio: Ratio, why: str) -> None:
         self.tie(ratio, {}, why)
 
-    def near_one(self, ratio: Ratio | None) -> None:
+    def near_one(self, ratio: Ratio) -> None:
         """A norm adds its eps to squares: the error is least if the ratio of its input is 1."""
         self.tie(ratio, {}, "its eps", "norm")
 
-    def equal(self, *ratios: Ratio | None) -> Ratio | None:
-        """The common ratio of all of these."""
-        known = sorted((r for r in ratios if r is not None), key=len)
-        for other in known[1:]:
-            self.tie(other, known[0], "its terms have one ratio")
-        return known[0] if known else None
+    def equal(self) -> Ratio:
+        first, *others = sorted(self.ratios, key=len)
+        for other in others:
+            self.tie(other, first, "its terms have one ratio")
+        return first
 
-    def first(self) -> Ratio | None:
+    def first(self) -> Ratio:
         return self.ratios[0]
 
-    def named(self) -> dict[str, Ratio | None]:
-        """The ratios of the tensors by the argument names of the op."""
+    def named(self) -> dict[str, Ratio]:
         op = find_op(self.node.function)
         assert op is not None
         by_id = {id(t): r for t, r in zip(self.tensors, self.ratios, strict=True)}
@@ -165,14 +153,14 @@ def _ratio(
     node: CallNode,
     step: Step,
     buffers: Mapping[int, str],
-    ratios: Sequence[Ratio | None],
+    ratios: Sequence[Ratio],
     ties: list[Tie],
-) -> Ratio | None:
+) -> Ratio:
     """The ratio of the result of a call, after those of all calls before it."""
     if node.function is None:
-        if node.value.parameter is not None:
-            return {node.value.parameter: -1.0}
-        return {}
+        return {} if node.value.parameter is None else {node.value.parameter: -1.0}
+    if node.kind.removeprefix("new_").removesuffix("_like") in ("zeros", "empty"):
+        return {f"{ZEROS}{len(ratios)}": 1.0}
     factors = dict(zip([i.slot for i in node.inputs], step.terms, strict=False))
     given = node.tensors
     used = [i for i in node.inputs if has_scale(given[i.slot])]
@@ -201,10 +189,10 @@ def _recurrent(call: _Call) -> Ratio:
     raise ValueError("its factors lie between the steps of the recurrence")
 
 
-def _same(call: _Call) -> Ratio | None:
+def _same(call: _Call) -> Ratio:
     if call.kind in ("max", "min") and len(call.ratios) == 1:
         return call.first()
-    ratio = call.equal(*call.ratios)
+    ratio = call.equal()
     bounds = call.numbers()
     if any(0 < abs(n) <= SMALL for n in bounds):
         call.near_one(ratio)
@@ -213,34 +201,32 @@ def _same(call: _Call) -> Ratio | None:
     return ratio
 
 
-def _product(call: _Call) -> Ratio | None:
+def _product(call: _Call) -> Ratio:
     added = next((n for n, i in enumerate(call.inputs) if is_added(call.kind, i.slot)), None)
-    bias = None if added is None else call.ratios[added]
     ratios = [ratio for n, ratio in enumerate(call.ratios) if n != added]
     result = _plus(*ratios)
-    if result is None:
-        return bias
     call.tie(ratios[0], {}, "", "input")
-    call.tie(bias, result, "its bias has the ratio of its output")
+    if added is not None:
+        call.tie(call.ratios[added], result, "its bias has the ratio of its output")
     return result
 
 
-def _attention(call: _Call) -> Ratio | None:
+def _attention(call: _Call) -> Ratio:
     given = call.named()
     call.one(_plus(given["query"], given["key"]), "the ratios of its queries and keys cancel")
-    call.one(given.get("attn_mask"), "its mask has the ratio 1")
+    call.one(given.get("attn_mask", {}), "its mask has the ratio 1")
     return given["value"]
 
 
-def _norm(call: _Call) -> Ratio | None:
+def _norm(call: _Call) -> Ratio:
     given = call.named()
-    x = given.get("input")
+    x = given["input"]
     call.near_one(x)
     for name, power in (("running_mean", 1.0), ("running_var", 2.0)):
         own = _plus(x, times=power)
-        call.tie(given.get(name), own, f"its {name} has the ratio of its input")
+        call.tie(given.get(name, own), own, f"its {name} has the ratio of its input")
     weight = given.get("weight", {})
-    call.tie(given.get("bias"), weight, "its bias has the ratio of its gain")
+    call.tie(given.get("bias", weight), weight, "its bias has the ratio of its gain")
     return weight
 
 
@@ -249,17 +235,17 @@ def _normalize(call: _Call) -> Ratio:
     return {}
 
 
-def _mul(call: _Call) -> Ratio | None:
+def _mul(call: _Call) -> Ratio:
     return _plus(*call.ratios)
 
 
-def _div(call: _Call) -> Ratio | None:
+def _div(call: _Call) -> Ratio:
     divisor = (0,) if call.node.name.startswith("__r") else (1,)
     signs = [-1.0 if i.slot in (divisor, ("other",)) else 1.0 for i in call.inputs]
     return _plus(*(_plus(r, times=s) for r, s in zip(call.ratios, signs, strict=True)))
 
 
-def _pow(call: _Call) -> Ratio | None:
+def _pow(call: _Call) -> Ratio:
     numbers = call.numbers()
     if len(call.ratios) > 1:
         numbers = [float(t) for t in call.tensors[1:] if t.numel() == 1]
@@ -268,14 +254,16 @@ def _pow(call: _Call) -> Ratio | None:
 
 
 _FIRST = (
-    "relu leaky_relu abs neg sum std norm vector_norm amax amin cumsum sort topk gather fold "
+    "mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "adaptive_avg_pool3d relu leaky_relu abs neg sum std norm vector_norm amax amin cumsum sort "
+    "topk gather fold "
     "interpolate tril triu diag nan_to_num detach dropout1d dropout2d dropout3d embedding "
     "embedding_bag max_pool1d max_pool2d max_pool3d max_pool1d_with_indices "
     "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d "
     "adaptive_max_pool3d broadcast_tensors meshgrid data requires_grad cpu cuda alias"
 ).split()
 
-_RULES: dict[str, Callable[[_Call], Ratio | None]] = {
+_RULES: dict[str, Callable[[_Call], Ratio]] = {
     kind: rule
     for rule, kinds in (
         (_mul, ["mul"]),
@@ -287,14 +275,12 @@ _RULES: dict[str, Callable[[_Call], Ratio | None]] = {
         (_product, [*PRODUCTS, *"outer dot vdot inner multi_dot chain_matmul".split()]),
         (_attention, ATTENTION),
         (_same, _EQUAL),
-        (_Call.first, [*TRANSPARENT, *AVERAGES, *_FIRST]),
+        (_Call.first, [*TRANSPARENT, *_FIRST]),
         (
             lambda _: {},
             "ones ones_like new_ones full full_like new_full new_tensor sign sgn argmax argmin "
             "arange tensor as_tensor rand_like randn_like randint_like".split(),
         ),
-        (lambda _: None, "zeros zeros_like new_zeros empty empty_like new_empty".split()),
-        (_fixed, LOSSES),
         (_recurrent, RECURRENT),
     )
     for kind in kinds

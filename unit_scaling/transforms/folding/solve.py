@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..plan.plan import Tie
+from .ratios import ZEROS
 
 _Row = dict[str, float]
 """Unknown -> coefficient, "" -> the constant."""
@@ -57,7 +58,7 @@ def folded(ties: Iterable[Tie]) -> Folded:
     for tie in (tie for tie in ties if tie.soft == "input"):
         ratio = 2.0 ** round(_value(_row(tie), values), 9)
         inputs.setdefault(tie.path, set()).add(ratio)
-    factors = {name: 2.0**value for name, value in values.items()}
+    factors = {n: 2.0**value for n, value in values.items() if not n.startswith(ZEROS)}
     return Folded(
         {name: factor for name, factor in factors.items() if abs(factor - 1) > 1e-12},
         {path: found.pop() for path, found in inputs.items() if len(found) == 1},
@@ -81,7 +82,6 @@ def _eliminate(tie: Tie, known: dict[str, _Row]) -> bool:
 
 
 def _reduced(row: _Row, known: dict[str, _Row]) -> _Row:
-    """The row in terms of unsolved unknowns."""
     row = dict(row)
     while found := [name for name in row if name in known]:
         for name in found:

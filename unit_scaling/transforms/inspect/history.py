@@ -1,16 +1,52 @@
-"""The scales of a model over time, as measured by `track_scales`."""
+"""Rows that are written as JSON and CSV; the scales of a model over time are such rows."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from torch.fx import Graph
 
-from fp8.common.report import as_table
+from fp8.common.report import Rows, as_table, finite
 
-from .serialize import Serializable
+T = TypeVar("T")
+
+
+class Serializable(Rows[T]):
+    """Rows that are dataclasses, or dicts with equal keys."""
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Returns the rows as a JSON list of objects, and writes them to ``path`` if given.
+
+        NaN and infinities become null, as JSON does not support them.
+        """
+        rows = finite(list(map(_as_dict, self.rows)))
+        return _written(json.dumps(rows, indent=1, allow_nan=False), path)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """Returns the rows as CSV with a header, and writes them to ``path`` if given."""
+        out = io.StringIO()
+        if self.rows:
+            writer = csv.DictWriter(out, list(_as_dict(self.rows[0])), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(map(_as_dict, self.rows))
+        return _written(out.getvalue(), path)
+
+
+def _as_dict(row: Any) -> dict[str, Any]:
+    return row if isinstance(row, dict) else asdict(row)
+
+
+def _written(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
+
 
 Pass = tuple[int, Graph]
 """(number of earlier calls of the model, graph of the measured call)."""

@@ -123,7 +123,6 @@ def _weights(weights: list[Measurement]) -> list[str]:
 
 
 def _change(what: str, outside: list[Measurement], direction: str = "") -> list[str]:
-    """Where tensors begin to be outside of their range, if any are."""
     return [
         f"{what} {'shrink' if row.rms < 1 else 'grow'} from the {row.tensor} of {_place(row)} on, "
         f"{direction}RMS {row.rms:.2g}: {_HIDDEN}"

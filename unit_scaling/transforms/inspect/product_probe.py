@@ -159,7 +159,6 @@ class Watch(Observer):
         return self._origins.get(tensor, _Origin())
 
     def _joined(self, kind: str, origins: list[_Origin]) -> _Origin:
-        """The origin of the result of a call that is not a product."""
         if kind in TRANSPARENT:  # others give a shape, a dtype or an index
             origins = origins[:1]
         sources = frozenset[int]().union(*(o.sources for o in origins))
@@ -200,8 +199,6 @@ class Watch(Observer):
         return output
 
     def _hooked(self, product: _Product, args: Args, kwargs: Kwargs) -> Given:
-        """Returns the arguments with a hook on each operand."""
-
         def watched(slot: Slot, tensor: Tensor) -> Tensor:
             if slot[0] in _UNMEASURED or is_added(product.call, slot):
                 product.biases |= self._origin(tensor).sources

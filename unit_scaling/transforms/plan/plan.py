@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8.common.report import LEFT_ALONE, as_table
 
-from ...parameter import Tags, remember_tags, retag, tags_of
+from ...parameter import Tags
 from ..record.calls import Slot
 from ..record.place import Place
 
@@ -195,7 +195,6 @@ def _read(data: Mapping[str, Any] | None) -> Step | None:
 
 
 def _tupled(value: Any) -> Any:
-    """Converts lists to tuples, recursively."""
     return tuple(map(_tupled, value)) if isinstance(value, list | tuple) else value
 
 
@@ -214,15 +213,3 @@ def check_fits(model: nn.Module, plan: ModelPlan) -> None:
             f"the plan is of another model than this {type(model).__name__}: only one of them has "
             f"{', '.join(map(repr, other[:3]))}{more}"
         )
-
-
-def adopt(model: nn.Module, plan: ModelPlan, rescale: bool) -> None:
-    """Sets the tags of the parameters to those of the plan. rescale: also bring weights to the
-    values that the plan is for, after they were divided by their own RMS."""
-    for name, parameter in model.named_parameters():
-        planned = plan.tags[name]
-        if rescale:
-            own = tags_of(parameter).mup_divisor or 1.0
-            parameter.data.mul_(own / (planned.mup_divisor or 1.0))
-        retag(parameter, planned)
-    remember_tags(model)

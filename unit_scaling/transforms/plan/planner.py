@@ -1,14 +1,12 @@
 """The planner: decides what is done at each recorded call.
 
 A product of values and a weight has the factor of the rule of its op, a residual add has weights
-for its terms, and every other call runs torch's own function. The first row of `DECIDERS` that
-applies to a call decides.
+for its terms, and every other call runs torch's own function.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from fp8.common.report import LEFT_ALONE
@@ -139,39 +137,30 @@ class _Planner:
     def decide(self, index: int, node: CallNode) -> Decision:
         """(step, what the report says was done or "", why)."""
         concerns = node.value.floating and any(self.nodes[i.node].value.live for i in node.inputs)
-        found = (decider(self, index, node) for decider in DECIDERS)
-        return next(filter(None, found), _NOTHING) if concerns else _NOTHING
-
-    # Deciders, in the order of the table
-
-    def _replaced(self, index: int, node: CallNode) -> Decision | None:
-        """A function that the caller replaces."""
-        if node.kind not in self.settings.replaced:
-            return None
-        return Step(op="replace", writes=(0,) in node.written), "replaced", "as asked"
-
-    def _inside(self, index: int, node: CallNode) -> Decision | None:
-        """A call inside an autograd function, which computes its gradient itself: left alone."""
-        if not node.inside:
-            return None
-        before = self.nodes[index - 1]
-        same = (before.inside, before.path) == (node.inside, node.path)
-        done = "" if before.value.live and same else LEFT_ALONE
-        return None, done, f"inside {node.inside}, as all its calls"
-
-    def _preserved(self, index: int, node: CallNode) -> Decision | None:
-        """With init="preserve", any call: no value has a factor."""
-        return _NOTHING if self.preserve else None
-
-    def _residual(self, index: int, node: CallNode) -> Decision | None:
-        """A residual add: the weights of its terms."""
-        return self.residuals.adds.get(index)
-
-    def _weighted(self, index: int, node: CallNode) -> Decision | None:
-        """A product of values and a weight of RMS 1: the factor of its rule."""
+        if not concerns:
+            return _NOTHING
+        if node.kind in self.settings.replaced:
+            return Step(op="replace", writes=(0,) in node.written), "replaced", "as asked"
+        if node.inside:
+            before = self.nodes[index - 1]
+            same = (before.inside, before.path) == (node.inside, node.path)
+            done = "" if before.value.live and same else LEFT_ALONE
+            return None, done, f"inside {node.inside}, as all its calls"
+        if self.preserve:
+            return _NOTHING
+        if index in self.residuals.adds:
+            return self.residuals.adds[index]
         weights = self._scaled_weights(node)
-        if not (self.flow.is_product(index) and weights):
-            return None
+        if self.flow.is_product(index) and weights:
+            return self._weighted(node, weights)
+        if node.kind in EMBEDDINGS and weights:
+            return None, "unchanged", "rows of RMS 1"
+        if node.kind in PRODUCTS | RECURRENT:
+            return None, "unchanged", "no weight of RMS 1 among its operands"
+        return _NOTHING
+
+    def _weighted(self, node: CallNode, weights: frozenset[str]) -> Decision:
+        """A product of values and a weight of RMS 1: the factor of its rule."""
         op = find_op(node.function)
         assert op is not None
         if is_sparse(node):
@@ -182,28 +171,3 @@ class _Planner:
         if op.name == "linear" and weights & (self.weights.readouts - self.inner):
             scales["output"], why = scales["output"] ** 2, "readout: 1/fan_in"
         return Step(op=op.name, factor=scales["output"], names=tuple(scales)), "scaled", why
-
-    def _lookup(self, index: int, node: CallNode) -> Decision | None:
-        """A look-up of rows of a weight of RMS 1: as it is."""
-        found = node.kind in EMBEDDINGS and self._scaled_weights(node)
-        return (None, "unchanged", "rows of RMS 1") if found else None
-
-    def _product(self, index: int, node: CallNode) -> Decision | None:
-        """Any other product: as it is."""
-        why = "no weight of RMS 1 among its operands"
-        return (None, "unchanged", why) if node.kind in PRODUCTS | RECURRENT else None
-
-
-Decider = Callable[[_Planner, int, CallNode], Decision | None]
-"""(planner, index of a call, the call) -> the decision; None if it does not apply."""
-
-DECIDERS: tuple[Decider, ...] = (
-    _Planner._replaced,
-    _Planner._inside,
-    _Planner._preserved,
-    _Planner._residual,
-    _Planner._weighted,
-    _Planner._lookup,
-    _Planner._product,
-)
-"""The first that applies to a call decides; their docstrings say what each is for."""

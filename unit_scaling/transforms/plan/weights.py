@@ -78,13 +78,16 @@ def keep_parametrized(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def adopt_tags(model: nn.Module, path: str, tags: Mapping[str, Tags]) -> None:
-    """Gives the parameters of ``model``, a copy of one that was recorded, the tags of that one."""
-    kept = [n for n, t in tags.items() if t.mup_divisor is None]
-    keep_values(model, path, kept)
+def adopt_tags(model: nn.Module, path: str, tags: Mapping[str, Tags], rescale: bool = True) -> None:
+    """Gives the parameters of ``model`` the tags of those of a recorded one. rescale: also brings
+    them to the values that its plan is for, after they were divided by their own RMS."""
     for name, parameter in model.named_parameters(prefix=path):
         if name in tags:
-            retag(parameter, tags[name]._replace(mup_divisor=tags_of(parameter).mup_divisor))
+            ratio = (tags_of(parameter).mup_divisor or 1.0) / (tags[name].mup_divisor or 1.0)
+            if rescale and ratio != 1:
+                parameter.mul_(ratio)
+            retag(parameter, tags[name])
+    remember_tags(model)
 
 
 def _nearest_power(rms: float) -> float:
@@ -118,7 +121,6 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
 def _prepared(
     module: nn.Module, leaf: str, parameter: nn.Parameter, init: str, is_readout: bool
 ) -> Done | None:
-    """Tags a parameter of ``module``, named ``leaf``, and scales it."""
     stacked = holds_experts(module)
     if isinstance(module, ParametrizationList):
         tag(parameter, "weight" if parameter.dim() > 1 else "norm")
@@ -143,11 +145,11 @@ def pruned(module: nn.Module) -> dict[str, str]:
     return {f"{n}_orig": n for n in names if hasattr(module, f"{n}_mask")}
 
 
-def refuse_weights(model: nn.Module) -> None:
-    """Raises ValueError for quantized weights and for weights that a hook sets before each call,
-    whose computation is not recorded. Weights masked by pruning are allowed."""
+def refuse_weights(model: nn.Module, quantized: bool = False) -> None:
+    """Raises ValueError for weights that a hook sets before each call, whose computation is not
+    recorded, and for quantized ones unless they are allowed. Pruning may mask weights."""
     for path, module in model.named_modules():
-        if why := why_quantized(module):
+        if not quantized and (why := why_quantized(module)):
             raise ValueError(f"{path or 'the model'} is {why}; unit-scale the model before that")
         for hook in module._forward_pre_hooks.values():
             masks = isinstance(hook, BasePruningMethod)

@@ -87,7 +87,6 @@ class CallNode:
 
     @property
     def tensors(self) -> dict[Slot, Tensor]:
-        """The tensor arguments by slot."""
         return dict((*tensors_in(self.args), *tensors_in(self.kwargs)))
 
     @property

@@ -47,11 +47,9 @@ class Flow:
         return [i for i in inputs if self.nodes[i].value.live and not self.nodes[i].value.computed]
 
     def values(self, index: int) -> list[Input]:
-        """The arguments of a call that are values."""
         return [i for i in self.nodes[index].inputs if i.node in self.sources[index]]
 
     def is_product(self, index: int) -> bool:
-        """Whether the call is a product or a recurrent layer on values."""
         return self.nodes[index].kind in PRODUCTS | RECURRENT and self.nodes[index].value.live
 
     def is_attention(self, index: int) -> bool:

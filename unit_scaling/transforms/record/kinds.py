@@ -22,27 +22,15 @@ def _named(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-SELECTIONS = _named("select getitem narrow index_select")
-"""Kinds that select a part of a tensor."""
-
-PARTS = _named("chunk split unbind tensor_split hsplit vsplit dsplit")
-"""Kinds that split a tensor."""
-
-CASTS = _named("bfloat16 clone contiguous double float half to type type_as")
-"""Kinds that keep every element but may change dtype, device or memory format."""
-
-_MOVES = (SELECTIONS | PARTS | CASTS) | _named(
+TRANSPARENT = _named(
+    "select getitem narrow index_select chunk split unbind tensor_split hsplit vsplit dsplit "
+    "bfloat16 clone contiguous double float half to type type_as dropout "
     "broadcast_to expand expand_as flatten moveaxis movedim permute ravel repeat "
     "repeat_interleave reshape squeeze swapaxes swapdims t tile transpose unflatten unsqueeze "
     "view view_as flip roll view_as_complex view_as_real diagonal rot90 unfold pixel_shuffle "
     "pixel_unshuffle channel_shuffle take take_along_dim masked_select atleast_1d atleast_2d "
     "atleast_3d real imag adjoint conj resolve_conj reshape_as as_strided"
 )
-
-MOVES = _MOVES | _named("cat stack pad")
-"""Kinds that move elements without changing them."""
-
-TRANSPARENT = _MOVES | frozenset(["dropout"])
 """Kinds that propagate values: they move, copy, select or convert them."""
 
 CONSTANT = _named(
@@ -94,19 +82,6 @@ STEPPED = PRODUCTS | RECURRENT | {"add"}
 ATTENTION = frozenset(["scaled_dot_product_attention"])
 """Fused attention."""
 
-AVERAGES = _named(
-    "mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
-    "adaptive_avg_pool3d"
-)
-"""Kinds that average over positions."""
-
-LOSSES = frozenset(name for name, op in OPS.items() if op.reduces) | _named(
-    "triplet_margin_loss triplet_margin_with_distance_loss margin_ranking_loss "
-    "soft_margin_loss hinge_embedding_loss poisson_nll_loss gaussian_nll_loss "
-    "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss"
-)
-"""All losses of torch."""
-
 _ALIASES = {
     **dict.fromkeys(("rtruediv", "truediv", "itruediv", "rdiv"), "div"),
     **dict.fromkeys(("rpow", "ipow"), "pow"),
@@ -124,7 +99,6 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def kind_of(function: Callable[..., Any]) -> str:
-    """The kind of the calls of a function."""
     known = KINDS.get(function)
     if known is not None:
         return known

@@ -102,7 +102,6 @@ class Observing(Scope):
 
     @property
     def active(self) -> bool:
-        """Whether an observer is active in this thread."""
         return bool(self._observers.items)
 
     @contextmanager

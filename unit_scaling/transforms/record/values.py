@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+
 @torch.no_grad()
 def norm_of(tensor: Tensor) -> Tensor:
     """The norm of the values in double precision, in which squares do not overflow."""
@@ -37,7 +38,6 @@ def has_values(tensors: Iterable[Tensor]) -> bool:
 
 
 def all_zero(tensor: Tensor) -> bool:
-    """Whether all values are zero."""
     return is_strided(tensor) and has_values([tensor]) and not bool(tensor.any())
 
 
@@ -47,5 +47,4 @@ def has_scale(tensor: Tensor) -> bool:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether a tensor is not a sparse one."""
     return tensor.layout is torch.strided

@@ -39,11 +39,9 @@ class GradientScales:
         return self._names.setdefault(place, f"scale_{len(self._names)}")
 
     def of(self, place: Place) -> GradientScale:
-        """That of the product at a place."""
         return GradientScale(self, self._name(place))
 
     def tensors(self) -> dict[Place, Tensor]:
-        """The scales by place."""
         known = vars(self._values)
         return {place: known[name] for place, name in self._names.items() if name in known}
 
@@ -109,7 +107,6 @@ class GradientScale:
 
 
 def _scale(exponent: int | tuple[int, ...]) -> Tensor:
-    """The power of two, or that of each group."""
     return torch.ldexp(torch.ones(()), torch.tensor(exponent))
 
 

@@ -276,7 +276,6 @@ def corrected(step: Step | None, exponents: dict[Slot, float]) -> Step | None:
 def _rows(
     rows: list[CallRow], nodes: list[CallNode], exponents: dict[Place | None, dict[Slot, float]]
 ) -> list[CallRow]:
-    """The rows of the report, with the scales at which arguments of products are cast."""
     scales: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
     for node in nodes:
         for slot, exponent in exponents[node.place].items() if node.kind in PRODUCTS else ():

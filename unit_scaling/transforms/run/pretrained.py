@@ -110,7 +110,6 @@ def _module(name: str) -> Any:
 
 
 def _config_class() -> type:
-    """The class of the quantization_config."""
     mixin: Any = _module("transformers.utils.quantization_config").QuantizationConfigMixin
 
     class UnitScaleConfig(mixin):
@@ -122,7 +121,6 @@ def _config_class() -> type:
 
 
 def _quantizer_class(restore: Restore) -> type:
-    """The class that processes the model."""
     base: Any = _module("transformers.quantizers.base").HfQuantizer
 
     class UnitScaleQuantizer(base):

@@ -92,7 +92,6 @@ class Replay(Calls):
         return self._stepped(kind, function, args, kwargs)
 
     def _stepped(self, kind: str, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """The result of a call of a kind that may have a step."""
         lines = lines_here() if self._eager else _lines()
         place = self._path[-1], kind, lines
         steps = self._steps.get(place)
@@ -121,7 +120,6 @@ class Replay(Calls):
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        """The result of a call with its step."""
         self.latest, self.place = step, place
         gradient = None
         if place[1] in CAST and (ACTIVE.blocks or MEASURING.items):

@@ -15,7 +15,7 @@ from fp8.common.threads import Stack, in_shape_inference
 from fp8.modes.autocast import outside_compiler
 from fp8.warnings import ScaleWarning, warn_once
 
-from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
+from ...parameter import Tags, has_parameter_data, tag, tags_of
 from ..folding.solve import Folded, folded
 from ..install import (
     Args,
@@ -30,8 +30,9 @@ from ..install import (
     run_in_mode,
     warn_of_break,
 )
-from ..plan.plan import CallRow, ModelPlan, Steps, adopt, check_fits
+from ..plan.plan import CallRow, ModelPlan, Steps, check_fits
 from ..plan.weights import adopt_tags, keep_parametrized, pruned, refuse_weights
+from ..record.calls import tensors_in
 from ..record.kinds import KINDS, LAYERS, STEPPED
 from ..record.place import Place
 from ..record.values import has_values, rms_of
@@ -79,7 +80,6 @@ class UnitScale(Scope):
 
     @property
     def title(self) -> str:
-        """What ``print(model)`` shows."""
         return f"unit_scale(init={self.plan.init!r})"
 
     @property
@@ -197,7 +197,6 @@ class UnitScale(Scope):
             self.plan.tags |= _tags(module, path)
             self.plan.entries.append(path)
         adopt_tags(module, path, self.plan.tags)
-        remember_tags(module)
         self.applied = len(self.plan.entries)
         self._changed()
 
@@ -290,7 +289,7 @@ class UnitScale(Scope):
     def adopt(self, model: nn.Module, plan: ModelPlan, rescale: bool) -> None:
         """Adopts a plan instead of recording the model. Raises ValueError if it is for another."""
         check_fits(model, plan)
-        adopt(model, plan, rescale)
+        adopt_tags(model, "", plan.tags, rescale)
         self.plan, self.gradients = plan.copy(), GradientScales(plan.gradients)
         self.applied, self.adopted = len(plan.entries), True
         self._changed()
@@ -337,7 +336,6 @@ def _unplanned(place: Place) -> str:
 
 
 def _tags(module: nn.Module, path: str) -> dict[str, Tags]:
-    """Parameter name -> its tags."""
     named = module.named_parameters(prefix=path)
     return {n: tags_of(p) for n, p in named if has_parameter_data(p)}
 
@@ -355,8 +353,8 @@ def _readable(given: Given, module: nn.Module | None = None) -> bool:
 
 def _check_seen(module: nn.Module, given: Given) -> None:
     """Raises where a model cannot be recorded."""
-    refuse_weights(module)
-    if any(p.is_meta for p in module.parameters()):
+    refuse_weights(module, quantized=True)
+    if any(t.is_meta for _, t in tensors_in(given)):
         raise RuntimeError(
             "the first call of a unit-scaled model looks at values, and there are none on the meta "
             "device: call it once where its weights are"
