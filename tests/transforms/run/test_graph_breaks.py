@@ -1,4 +1,4 @@
-"""What torch.compile cannot compile in one piece runs in eager mode, with a warning."""
+"""What torch.compile makes of a model: a graph that breaks runs in eager mode, with a warning."""
 
 from __future__ import annotations
 
@@ -86,3 +86,27 @@ def test_calls_that_the_compiler_replaces_are_compiled() -> None:
     expected = model(x, y)
     whole = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(whole(x, y), expected)
+
+
+class Wrapper(nn.Module):
+    """As DDP and trainers have them: one more call around each."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.module(*args)
+
+
+def test_a_model_of_many_levels_compiles() -> None:
+    """A compiler follows each call by dozens of its own, torch 2.12's by more than the others, and
+    Python allows 1000."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(4, 4)
+    for _ in range(2 if (2, 12) <= torch.__version__ < (2, 13) else 4):
+        model = Wrapper(model)
+    ours, x = simulate_fp8(unit_scale(model)), torch.randn(2, 4)
+    expected = ours(x)
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(ours, backend="eager", fullgraph=True)(x), expected)

@@ -138,14 +138,6 @@ def test_eval_and_generate(name: str) -> None:
     step(model.train())
 
 
-def test_generate_is_transformed() -> None:
-    model = transformed("unit_scale").eval()
-    x = torch.tensor([[1, 2, 3]])
-    full = model(x, x)[0][:, -1]
-    torch.testing.assert_close(model(x)[0][:, -1], full)
-    assert not torch.allclose(model(x)[0], GPT.forward(gpt(), x)[0], atol=0.1)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @every_transform
 def test_pure_dtypes(name: str, dtype: torch.dtype) -> None:

@@ -177,7 +177,7 @@ class Recorder(Calls):
     kinds: of functions for which they differ from `kind_of`. parameters: names by id. inputs: the
     ids of the tensors among the arguments. path: returns the path of the running module.
     normalizes: whether results of matrix products are divided by their RMS, as under the plan, so
-    that later calls see values of that size.
+    that later calls see values of that size; einsums of three operands are then seen in pairs.
     """
 
     kinds: dict[Callable[..., Any], str]
@@ -185,10 +185,9 @@ class Recorder(Calls):
     inputs: Collection[int]
     path: Callable[[], str]
     normalizes: bool
-    in_pairs: bool = True
 
     def __post_init__(self) -> None:
-        super().__init__(self.in_pairs)
+        super().__init__(in_pairs=self.normalizes)
         self.nodes: list[CallNode] = []
         self.outputs: list[int] = []  # the nodes of the results
         self.buffers: dict[int, str] = {}  # names by id

@@ -150,7 +150,6 @@ def _record(transform: Any, module: nn.Module, path: str, given: Given) -> Recor
         inputs,
         lambda: running[-1] if running else path,
         normalizes=not transform.preserves,
-        in_pairs=not transform.preserves,
     )
     with _unchanged(copy) as writes:
         output = _run(transform, recorder, copy, path, args, kwargs)
