@@ -22,18 +22,6 @@ from .weights import Weights
 
 
 @dataclass(frozen=True)
-class Settings:
-    """plan: what earlier recordings have decided. weights: those of RMS 1. replaced: the kinds of
-    the functions that the caller replaces. changed: the parameters that the model changes itself
-    when it runs."""
-
-    plan: ModelPlan
-    weights: Weights
-    replaced: frozenset[str] = frozenset()
-    changed: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
 class Decided:
     """steps: by the index of the call. rows: of the report. kept: weights that keep their values.
     inner: readout weights whose output feeds products or residual adds. depths: parameter of a
@@ -44,24 +32,6 @@ class Decided:
     kept: frozenset[str]
     inner: frozenset[str]
     depths: dict[str, int]
-
-
-def decide(nodes: list[CallNode], settings: Settings) -> Decided:
-    """Decides on the recorded calls."""
-    planner = _Planner(nodes, settings)
-    steps: dict[int, Step | None] = {}
-    rows: list[CallRow] = []
-    for index, node in enumerate(nodes):
-        if node.function is None:
-            continue
-        step, done, why = planner.decide(index, node)
-        if node.kind in STEPPED or node.kind in settings.replaced:
-            steps[index] = step
-        if done and node.place not in settings.plan.steps:
-            why = f"{why} ({node.where})" if done == LEFT_ALONE and node.where else why
-            rows.append(CallRow(node.path, node.name, done, why))
-    inner, depths = planner.inner, planner.residuals.depths
-    return Decided(steps, rows, planner.kept, inner, depths)
 
 
 def by_place(nodes: list[CallNode], steps: dict[int, Step | None]) -> dict[Place, Steps]:
@@ -77,24 +47,47 @@ def by_place(nodes: list[CallNode], steps: dict[int, Step | None]) -> dict[Place
 _NOTHING: Decision = (None, "", "")
 
 
-class _Planner:
-    def __init__(self, nodes: list[CallNode], settings: Settings) -> None:
-        self.settings, self.weights = settings, settings.weights
-        self.preserve = settings.plan.init == "preserve"
-        self.nodes = nodes
-        self.flow = Flow(nodes)
+@dataclass
+class Planner:
+    """Decides on recorded calls. plan: what earlier recordings have decided. weights: those of RMS
+    1. replaced: the kinds of the functions that the caller replaces. changed: the parameters that
+    the model changes itself when it runs."""
+
+    nodes: list[CallNode]
+    plan: ModelPlan
+    weights: Weights
+    replaced: frozenset[str] = frozenset()
+    changed: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.preserve = self.plan.init == "preserve"
+        self.flow = Flow(self.nodes)
         self.kept = frozenset[str]() if self.preserve else self._kept()
         self.residuals = Residuals()
         if not self.preserve:
-            self.residuals = find_residuals(self.flow, settings.plan.residual)
+            self.residuals = find_residuals(self.flow, self.plan.residual)
         self.inner = self._inner_readouts()
+
+    def decided(self) -> Decided:
+        steps: dict[int, Step | None] = {}
+        rows: list[CallRow] = []
+        for index, node in enumerate(self.nodes):
+            if node.function is None:
+                continue
+            step, done, why = self._decide(index, node)
+            if node.kind in STEPPED or node.kind in self.replaced:
+                steps[index] = step
+            if done and node.place not in self.plan.steps:
+                why = f"{why} ({node.where})" if done == LEFT_ALONE and node.where else why
+                rows.append(CallRow(node.path, node.name, done, why))
+        return Decided(steps, rows, self.kept, self.inner, self.residuals.depths)
 
     def _kept(self) -> frozenset[str]:
         """The weights that keep their values: those that a call reads which is neither a product
         with values nor a look-up of rows, and those that no call reads. So do gains that a call
         reads which does not multiply values by them."""
         weights: set[str] = set()
-        values: set[str] = set(self.settings.changed)
+        values: set[str] = set(self.changed)
         for index, node in enumerate(self.nodes):
             for i in node.inputs:
                 origin = self.nodes[i.node].value.origin
@@ -105,7 +98,7 @@ class _Planner:
                     weights.add(origin)
                 elif node.kind not in TRANSPARENT or node.inside:
                     values.add(origin)
-        return self.weights.scaled.difference(self.settings.plan.tags, weights - values)
+        return self.weights.scaled.difference(self.plan.tags, weights - values)
 
     def _reads_gain(self, index: int, node: CallNode, origin: str) -> bool:
         """Whether a call multiplies values by a gain."""
@@ -134,12 +127,12 @@ class _Planner:
             self.nodes[i.node].value.origin for i in factors
         }
 
-    def decide(self, index: int, node: CallNode) -> Decision:
+    def _decide(self, index: int, node: CallNode) -> Decision:
         """(step, what the report says was done or "", why)."""
         concerns = node.value.floating and any(self.nodes[i.node].value.live for i in node.inputs)
         if not concerns:
             return _NOTHING
-        if node.kind in self.settings.replaced:
+        if node.kind in self.replaced:
             return Step(op="replace", writes=(0,) in node.written), "replaced", "as asked"
         if node.inside:
             before = self.nodes[index - 1]

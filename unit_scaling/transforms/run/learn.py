@@ -29,7 +29,7 @@ from ...rules.table import find_op
 from ..folding.ratios import find_ties
 from ..install import Args, Given, Kwargs
 from ..plan.plan import CallRow, Step, Steps, Tie
-from ..plan.planner import Settings, by_place, decide
+from ..plan.planner import Planner, by_place
 from ..plan.weights import keep_values, tagged_weights
 from ..record.calls import CallNode, Recorder, Slot, tensors_in
 from ..record.copies import recording_copy
@@ -62,8 +62,7 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
         recording = _record(transform, module, path, given)
         nodes = recording.nodes
         replaced = frozenset(transform.kinds[f] for f in transform.replacements)
-        settings = Settings(transform.plan, weights, replaced, recording.changed)
-        decided = decide(nodes, settings)
+        decided = Planner(nodes, transform.plan, weights, replaced, recording.changed).decided()
         if not transform.plan.covers(path):
             if decided.kept or decided.inner:
                 _refuse_replaced(module)
