@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.transforms.models import Net
+from tests.transforms.models import Net, OfLayer, Reversible, own
 
 ROWS, IN, HIDDEN, OUT = 6, 8, 16, 4
 
@@ -129,65 +129,11 @@ for _name in ("weight_norm", "spectral_norm", "orthogonal"):
 # Losses, with functions of autograd among them
 
 
-def own(value: Callable[..., Tensor], slope: Callable[..., Any]) -> Callable[..., Tensor]:
-    """A function that computes its gradient itself. slope: of the gradient and the arguments."""
-    kind: Any = type("Function", (torch.autograd.Function,), {})
-
-    def forward(ctx: Any, *args: Tensor) -> Tensor:
-        ctx.save_for_backward(*args)
-        return value(*args)
-
-    kind.forward = staticmethod(forward)
-    kind.backward = staticmethod(lambda ctx, g: slope(g, *ctx.saved_tensors))
-    return kind.apply
-
-
 mean_of_squares = own(lambda y: y.square().mean(), lambda g, y: g * 2 * y / y.numel())
 clipped = own(lambda y: y.clone(), lambda g, y: g * (1e-2 / g.norm()).clamp(max=1))
 with_loss = own(lambda y, loss: y.clone(), lambda g, y, loss: (g, torch.ones_like(loss)))
 rounded = own(torch.round, lambda g, y: g)
 reverse = own(lambda y: y.clone(), lambda g, y: -0.1 * g)
-
-
-class OfLayer(torch.autograd.Function):
-    """Calls a layer without a bias, and reads its weight in its backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: nn.Module) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.layer = layer
-        return layer(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g @ ctx.layer.weight, g.mT @ ctx.saved_tensors[0], None
-
-
-class Reversible(torch.autograd.Function):
-    """(a, b) -> (a + f(b), b + g(a + f(b))), computed again in the backward pass.
-
-    Source: Gomez et al. 2017, arXiv:1707.04585."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, f: nn.Module, g: nn.Module) -> Any:
-        ctx.parts = f, g
-        y = a + f(b)
-        z = b + g(y)
-        ctx.save_for_backward(y.detach(), z.detach())
-        return y, z
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor, dz: Tensor) -> Any:
-        (y, z), (f, g) = ctx.saved_tensors, ctx.parts
-        with torch.enable_grad():
-            y = y.requires_grad_()
-            of_y = g(y)
-            torch.autograd.backward(of_y, dz)
-        dy, b = dy + y.grad, z - of_y.detach()
-        with torch.enable_grad():
-            b = b.requires_grad_()
-            torch.autograd.backward(f(b), dy)
-        return dy, dz + b.grad, None, None
 
 
 def balance(m: Any, x: Tensor) -> Tensor:

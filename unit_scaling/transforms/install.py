@@ -183,6 +183,7 @@ _BEGUN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def warn_of_break(module: nn.Module) -> None:
+    """Warns if torch.compile has left the forward pass of a module to eager mode."""
     if module in _BEGUN:
         _BEGUN.discard(module)
         warn_once(

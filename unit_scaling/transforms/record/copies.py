@@ -101,6 +101,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes of a module beside those of every module and those of transforms."""
     others = _OF_MODULES.union(mixin_attributes(module))
     return ((name, value) for name, value in vars(module).items() if name not in others)
 
@@ -125,6 +126,7 @@ def _own_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, str, int, Any]]:
 
 
 def package_of(function: Any) -> str:
+    """The package that defines a function or a class."""
     module: str = getattr(getattr(function, "func", function), "__module__", None) or ""
     return module.partition(".")[0]
 

@@ -99,6 +99,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def kind_of(function: Callable[..., Any]) -> str:
+    """The kind of the calls of a function."""
     known = KINDS.get(function)
     if known is not None:
         return known

@@ -38,6 +38,7 @@ def has_values(tensors: Iterable[Tensor]) -> bool:
 
 
 def all_zero(tensor: Tensor) -> bool:
+    """Whether all values are zero."""
     return is_strided(tensor) and has_values([tensor]) and not bool(tensor.any())
 
 
@@ -47,4 +48,5 @@ def has_scale(tensor: Tensor) -> bool:
 
 
 def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor is not a sparse one."""
     return tensor.layout is torch.strided

@@ -34,6 +34,7 @@ def model_name(parameters: Iterable[str]) -> str:
 
 
 def is_alone() -> bool:
+    """Whether this is the only process of its job."""
     started = distributed.is_available() and distributed.is_initialized()
     return not started or distributed.get_world_size() == 1
 
