@@ -8,7 +8,8 @@ were published, beside the forecast. Minutes for each variant, on one core.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 import fp8
 from benchmarks.common import Row, report, show
+from fp8.common.step import Batch
 from fp8.lab.forecast.card import why_not
 from fp8.lab.hardware import BF16
 
@@ -35,55 +37,140 @@ beside the forecast"""
 
 
 class Block(nn.Module):
-    """A pre-norm block: attention with causal mask, and a SwiGLU."""
+    """A pre-norm block: attention with causal mask, and a SwiGLU. shared: the number of query heads
+    that share a key and a value."""
 
-    def __init__(self, width: int = WIDTH, inner: int = INNER, heads: int = HEADS) -> None:
+    def __init__(
+        self, width: int = WIDTH, inner: int = INNER, heads: int = HEADS, shared: int = 1
+    ) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width, self.shared = width // heads, shared
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False)
 
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q, self.k, self.v, self.o = (linear(width, width) for _ in range(4))
+        self.q, self.o = linear(width, width), linear(width, width)
+        self.k, self.v = linear(width, width // shared), linear(width, width // shared)
         self.gate, self.up = linear(width, inner), linear(width, inner)
         self.down = linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
-        heads = (*x.shape[:2], self.heads, -1)
+        heads = (*x.shape[:2], -1, self.head_width)
         q, k, v = (layer(y).view(heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        x = x + self.o(y.reshape(x.shape))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.shared > 1)
+        x = x + self.o(y.transpose(1, 2).reshape(x.shape))
         y = self.norm2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-class Published(NamedTuple):
-    """A published time of a linear layer, relative to bf16's. needs_grad: whether the input's
-    gradient is computed."""
+class Readout(nn.Module):
+    """Norm, head and loss."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        logits = self.head(self.norm(x))[:, :-1].float()
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Part(NamedTuple):
+    """A part of a model. times: how often the model has it. cast: whether recipes apply to it."""
+
+    model: nn.Module
+    batch: Batch
+    times: int = 1
+    cast: bool = True
+
+
+class Linear(NamedTuple):
+    """A linear layer. needs_grad: whether the input's gradient is computed."""
 
     tokens: int
     inputs: int
     outputs: int
     needs_grad: bool
+
+    def parts(self) -> list[Part]:
+        layer = nn.Linear(self.inputs, self.outputs, bias=False, dtype=torch.bfloat16)
+        x = torch.empty(self.tokens, self.inputs, dtype=torch.bfloat16)
+        return [Part(layer, x.requires_grad_(self.needs_grad))]
+
+
+class Decoder(NamedTuple):
+    """Blocks, and a head in bf16, without rotary embeddings and biases. shared: as in `Block`."""
+
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    shared: int
+    vocabulary: int
+
+    def parts(self, batch: int, length: int) -> list[Part]:
+        block = Block(self.width, self.inner, self.heads, self.shared).to(torch.bfloat16)
+        readout = Readout(self.width, self.vocabulary).to(torch.bfloat16)
+        x = torch.empty(batch, length, self.width, dtype=torch.bfloat16, requires_grad=True)
+        ids = torch.empty(batch, length, dtype=torch.int64)
+        return [Part(block, x, self.layers), Part(readout, (x, ids), cast=False)]
+
+
+MLP, HEAD = Linear(65536, 1664, 6656, False), Linear(65536, 768, 32768, True)
+LLAMA_8B = Decoder(32, 4096, 14336, 32, 4, 128256)
+QWEN = {
+    "0.5B": Decoder(24, 896, 4864, 14, 7, 151936),
+    "1.5B": Decoder(28, 1536, 8960, 12, 6, 151936),
+    "3B": Decoder(36, 2048, 11008, 16, 8, 151936),
+}
+"""Qwen2.5's configurations."""
+
+
+class Published(NamedTuple):
+    """Published times of a step, in milliseconds, in bf16 and under a recipe."""
+
+    parts: Callable[[], list[Part]]
     recipe: str
-    ratio: float
+    bf16: float
+    low: float
 
 
 PUBLISHED: dict[str, Published] = {
-    # nanochat, dev/LOG.md (2026-02-02): H100, compiled, forward and backward; 4.79 ms in bf16, 606
-    # TFLOP/s of two products.
-    "nanochat, MLP, torchao tensorwise": Published(
-        65536, 1664, 6656, False, "torchao tensorwise", 4.06 / 4.79
+    # nanochat, dev/LOG.md (2026-02-02): H100, compiled, forward and backward; 606 TFLOP/s of two
+    # products.
+    "nanochat, MLP, torchao tensorwise": Published(MLP.parts, "torchao tensorwise", 4.79, 4.06),
+    "nanochat, MLP, torchao rowwise": Published(MLP.parts, "torchao rowwise", 4.79, 4.55),
+    # The same page (2026-01-13): the head of d12, 32768 words. Its number of tokens is not
+    # published: with 65536 it is 584 TFLOP/s of three products in bf16.
+    "nanochat, head, dynamic": Published(HEAD.parts, "tensor", 16.95, 12.25),
+    "nanochat, head, static": Published(HEAD.parts, "static", 16.95, 10.31),
+    # torchao, float8/README.md (torchao 0.10): torchtitan on 8 H100, medians of tokens per second
+    # and GPU, with the optimizer, FSDP's communication (tensorwise: weights in FP8) and selective
+    # checkpointing. torchtitan leaves the head in bf16.
+    "torchtitan, Llama 3 8B, torchao tensorwise": Published(
+        partial(LLAMA_8B.parts, 1, 8192), "torchao tensorwise", 8192e3 / 6150, 8192e3 / 7689.5
     ),
-    "nanochat, MLP, torchao rowwise": Published(
-        65536, 1664, 6656, False, "torchao rowwise", 4.55 / 4.79
+    "torchtitan, Llama 3 8B, torchao rowwise": Published(
+        partial(LLAMA_8B.parts, 1, 8192), "torchao rowwise", 8192e3 / 6150, 8192e3 / 6768
     ),
-    # The same page (2026-01-13): the head of d12, 32768 words; 16.95 ms in bf16. Its number of
-    # tokens is not published: with 65536 it is 584 TFLOP/s of three products.
-    "nanochat, head, dynamic": Published(65536, 768, 32768, True, "tensor", 12.25 / 16.95),
-    "nanochat, head, static": Published(65536, 768, 32768, True, "static", 10.31 / 16.95),
+    # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: the same at a limit of 500 W and with
+    # a memory of 2.4 TB/s.
+    "torchtitan, Llama 3.1 8B, batch 2, torchao tensorwise": Published(
+        partial(LLAMA_8B.parts, 2, 8192), "torchao tensorwise", 16384e3 / 6667, 16384e3 / 8532
+    ),
+    # llmq, benchmarks/H100x1.md (2026-05): a step of 16 or 32 batches on one H100, its last logged,
+    # with the optimizer; C++, dynamic scales for tensors, head in bf16.
+    "llmq, Qwen2.5 0.5B": Published(
+        partial(QWEN["0.5B"].parts, 32, 1024), "tensor", 3508 / 16, 3185 / 16
+    ),
+    "llmq, Qwen2.5 1.5B": Published(
+        partial(QWEN["1.5B"].parts, 32, 1024), "tensor", 8930 / 16, 7204 / 16
+    ),
+    "llmq, Qwen2.5 3B": Published(
+        partial(QWEN["3B"].parts, 16, 1024), "tensor", 16935 / 32, 12954 / 32
+    ),
 }
 
 
@@ -111,19 +198,29 @@ def block_rows() -> Iterator[Row]:
 def published_rows() -> Iterator[Row]:
     for name, case in PUBLISHED.items():
         with torch.device("meta"):
-            model = nn.Linear(case.inputs, case.outputs, bias=False).to(torch.bfloat16)
-            x = torch.empty(case.tokens, case.inputs, dtype=torch.bfloat16)
-        x.requires_grad_(case.needs_grad)
-        result = fp8.forecast(model, x, recipes=[case.recipe], hardware=HARDWARE, layers=False)
-        ratio = result.ratio(case.recipe)
+            parts = case.parts()
+        high, low = seconds(parts, case.recipe)
+        ratio, published = low / high, case.low / case.bf16
         yield {
             "case": name,
             "recipe": case.recipe,
-            "bf16_ms": round(1e3 * result[BF16].seconds, 2),
+            "published_bf16_ms": round(case.bf16, 2),
+            "bf16_ms": round(1e3 * high, 2),
+            "published": round(published, 3),
             "ratio": round(ratio, 3),
-            "published": round(case.ratio, 3),
-            "off": round(abs(ratio / case.ratio - 1), 3),
+            "off": round(abs(ratio / published - 1), 3),
         }
+
+
+def seconds(parts: list[Part], recipe: str) -> tuple[float, float]:
+    """The time of a model in bf16 and under a recipe: the sum of its parts."""
+    high = low = 0.0
+    for model, batch, times, cast in parts:
+        recipes = [recipe] if cast else []
+        result = fp8.forecast(model, batch, recipes=recipes, hardware=HARDWARE, layers=False)
+        high += times * result.variants[0].seconds
+        low += times * result.variants[-1].seconds
+    return high, low
 
 
 PARTS = {"block": block_rows, "published": published_rows}

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import fp8
 from benchmarks.common import Row, compare
-from benchmarks.forecast import TORCHAO, Block
+from benchmarks.forecast import TORCHAO, Block, Readout
 from fp8.casts.casting import lowered
 from fp8.common.step import Batch, call, tensors
 from fp8.lab.forecast.card import CARDS
@@ -160,18 +159,6 @@ class Decoder(nn.Module):
     def parts(self) -> list[nn.Module]:
         """What is compiled alone. Blocks share a graph."""
         return [*self.blocks, self.readout]
-
-
-class Readout(nn.Module):
-    """Norm, head and loss."""
-
-    def __init__(self, width: int, vocabulary: int) -> None:
-        super().__init__()
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        logits = self.head(self.norm(x))[:, :-1].float()
-        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
 class Layer(nn.Module):
