@@ -51,6 +51,7 @@ def machine() -> dict[str, Any]:
     )
     return {
         "cpu": _cpu_model(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": [round(load, 2) for load in os.getloadavg()],

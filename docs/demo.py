@@ -162,15 +162,17 @@ TIMED = ("unit_scale", "simulate_fp8", "simulate_fp8(unit_scale)")
 
 def times() -> str:
     """One sentence: the time of a step after each transform, eager and compiled."""
-    found = {row["name"]: row["ratio"] for row in results("transforms")["rows"]}
+    recorded = results("transforms")
+    found = {row["name"]: row["ratio"] for row in recorded["rows"]}
+    instructions = recorded["machine"]["instructions"]
     plain = found["eager plain"]
 
     def ratios(how: str, baseline: float) -> str:
         return ", ".join(f"`{name}` {found[f'{how} {name}'] / baseline:.2f}" for name in TIMED)
 
     return (
-        "Time of a training step on CPU, relative to the plain model, for a GPT of 4 layers, 128 "
-        f"wide: in eager mode {ratios('eager', plain)}; compiled {ratios('compiled', 1.0)} "
+        f"Time of a training step on a CPU with {instructions}, relative to the plain model, for a "
+        f"GPT of 4 layers, 128 wide: in eager mode {ratios('eager', plain)}; compiled {ratios('compiled', 1.0)} "
         "([table](docs/benchmarks.md#transforms)). Wider models lose less: products grow faster "
         "than casts and factors."
     )
