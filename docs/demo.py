@@ -172,7 +172,8 @@ def times() -> str:
 
     return (
         f"Time of a training step on a CPU with {instructions}, relative to the plain model, for a "
-        f"GPT of 4 layers, 128 wide: in eager mode {ratios('eager', plain)}; compiled {ratios('compiled', 1.0)} "
+        f"GPT of 4 layers, 128 wide: in eager mode {ratios('eager', plain)}; compiled "
+        f"{ratios('compiled', 1.0)} "
         "([table](docs/benchmarks.md#transforms)). Wider models lose less: products grow faster "
         "than casts and factors."
     )
