@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import fp8
 from benchmarks.common import Row, compare
+from benchmarks.forecast import PUBLISHED as LAYERS_AND_MODELS
 from benchmarks.forecast import TORCHAO, Block, Readout
 from fp8.casts.casting import lowered
 from fp8.common.step import Batch, call, tensors
@@ -43,23 +44,20 @@ RECIPES = (
     TORCHAO[2],
     "static",
 )
-"""In the order in which they are measured. "static" is the last: its scales are constants of the
-compiled code, so that each block of a model is compiled alone."""
+"""In the order in which they are measured."""
 
 GRAPHS = 256
-"""The most graphs of a function: of blocks with constants of their own, under each recipe."""
+"""The most graphs of a function, which has one under each recipe."""
 
+NANOCHAT = {"linear": "nanochat, MLP", "head": "nanochat, head"}
+"""Case -> what the names of its rows in `benchmarks.forecast.PUBLISHED` begin with."""
 
 PUBLISHED = {
-    # nanochat, dev/LOG.md: one H100, compiled, forward and backward. "linear" (2026-02-02): the
-    # input needs no gradient. "head" (2026-01-13): d12 with 32768 words; its number of tokens is
-    # not published, and 65536 is taken here.
-    ("linear", BF16): 4.79,
-    ("linear", "torchao tensorwise"): 4.06,
-    ("linear", "torchao rowwise"): 4.55,
-    ("head", BF16): 16.95,
-    ("head", "tensor"): 12.25,
-    ("head", "static"): 10.31,
+    (case, recipe): milliseconds
+    for case, prefix in NANOCHAT.items()
+    for name, row in LAYERS_AND_MODELS.items()
+    if name.startswith(prefix)
+    for recipe, milliseconds in ((BF16, row.bf16), (row.recipe, row.low))
 }
 """(case, recipe) -> published milliseconds."""
 

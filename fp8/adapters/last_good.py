@@ -7,7 +7,6 @@ import copy
 import importlib
 import math
 import statistics
-import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,8 @@ from torch.optim import Optimizer
 
 from ..common.libraries import need
 from ..common.step import Batch, copied, find_loss
-from ..common.validation import check_name, check_number, check_whole
+from ..common.validation import check_number, check_whole
+from .lightning import library_of
 
 __all__ = ["LastGood", "State", "lightning_callback", "transformers_callback"]
 
@@ -117,7 +117,9 @@ def lightning_callback(*, library: str | None = None, **options: Any) -> Any:
         TypeError, ValueError: as `LastGood`.
     """
 
-    class LastGoodCallback(_lightning(library).Callback):  # type: ignore[misc]
+    lightning: Any = importlib.import_module(library_of(True, library))
+
+    class LastGoodCallback(lightning.Callback):
         def __init__(self) -> None:
             self.last_good = LastGood(**options)
 
@@ -132,16 +134,6 @@ def lightning_callback(*, library: str | None = None, **options: Any) -> Any:
                 self.last_good.after(float(loss), batch)
 
     return LastGoodCallback()
-
-
-def _lightning(library: str | None) -> Any:
-    names = ("lightning", "pytorch_lightning")
-    check_name("library", library, (None, *names))
-    library = library or next((name for name in names if name in sys.modules), names[0])
-    if library == names[0]:
-        need(library)
-        library += ".pytorch"
-    return importlib.import_module(library)
 
 
 def transformers_callback(**options: Any) -> Any:

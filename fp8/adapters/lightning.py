@@ -105,16 +105,21 @@ def FP8FabricPrecision(
 
 def _base(of_trainer: bool, precision: str, library: str | None) -> Any:
     """The class of Lightning's plugin."""
-    names = ("lightning", "pytorch_lightning" if of_trainer else "lightning_fabric")
     check_name("precision", precision, PRECISIONS)
+    plugins = importlib.import_module(f"{library_of(of_trainer, library)}.plugins.precision")
+    return getattr(plugins, PRECISIONS[precision])
+
+
+def library_of(of_trainer: bool, library: str | None) -> str:
+    """The package of Lightning's Trainer or Fabric. library: as in `FP8Precision`."""
+    names = ("lightning", "pytorch_lightning" if of_trainer else "lightning_fabric")
     check_name("library", library, (None, *names))
     if library is None:
         library = next((name for name in names if name in sys.modules), names[0])
     if library == "lightning":
         need("lightning")
         library += ".pytorch" if of_trainer else ".fabric"
-    plugins = importlib.import_module(f"{library}.plugins.precision")
-    return getattr(plugins, PRECISIONS[precision])
+    return library
 
 
 @functools.cache
