@@ -217,3 +217,12 @@ def test_kernels_are_those_of_the_recipe():
     assert torch.cuda.is_available() == before
     assert all(p.is_meta for p in model.parameters())
     assert "not measured" in str(result)
+
+
+@compiles
+def test_a_graph_reads_magnitudes_for_the_backward_pass_there():
+    """Those of the second layer's input along its columns are read with the gradient. A constant
+    that all layers share would keep them in the forward pass, which reads the input once more."""
+    loss = lambda y: y.float().square().mean()  # noqa: E731
+    plain, row = fp8.forecast(mlp(), batch(), loss, recipes=("row",), layers=False).variants
+    assert row.moved < 1.8 * plain.moved  # 1.76; 1.90 with the constant
