@@ -38,7 +38,6 @@ SUMS: dict[str, tuple[str, int]] = {
     "Hopper": ("hopper", 0),
     "Hopper, promoted every 128": ("hopper", 128),
     "Blackwell": ("blackwell", 0),
-    "CDNA3": ("cdna3", 0),
 }
 """Name -> `Recipe.accumulate` and `Recipe.promote`."""
 
@@ -53,7 +52,6 @@ the 95 % interval over {len(SEEDS)} paired seeds. ratio: processor time of a sim
 
 def recipe(chip: str, promote: int, format: str = "e4m3") -> Recipe:
     """All operands in a format, with one scale each, under the sums of a chip."""
-    format += "fnuz" if chip == "cdna3" else ""
     cast = Cast(format=format, scaling="tensor")
     return Recipe(name=chip, input=cast, weight=cast, grad=cast, accumulate=chip, promote=promote)
 

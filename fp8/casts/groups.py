@@ -9,15 +9,14 @@ operator.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..common.compiler import updates_states
-from ..recipes.scaling import widened
 from ..tensors.scaled_tensor import dequantized
-from .casting import LoweredCast, QuantizedOperand, quantized, rounded
+from .casting import LoweredCast, rounded
 
 
 class Groups(NamedTuple):
@@ -88,7 +87,7 @@ def _zeros(x: Tensor, groups: Groups, hadamard: int) -> Tensor:
     "fp8::cast_groups",
     mutates_args=(),
     schema="(Tensor x, Tensor? offs, Tensor? history, Tensor? signs, int split, int axis, "
-    "bool record, bool apart, str text, str label) -> (Tensor, Tensor, Tensor, Tensor)",
+    "bool record, str text, str label) -> (Tensor, Tensor, Tensor)",
 )
 def _cast_groups(
     x: Tensor,
@@ -98,51 +97,38 @@ def _cast_groups(
     split: int,
     axis: int,
     record: bool,
-    apart: bool,
     text: str,
     label: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The cast operand, its scale factors, the units of groups, and the history afterwards. apart:
-    as in `cast_groups`. text, label: of the cast."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cast operand, its scale factors, and the history afterwards. text, label: of the cast."""
     spec, groups = LoweredCast.from_text(text, label), Groups(offs, split, axis)
-    y, scales, units, after = _results(x, groups, history, apart, spec.hadamard)
+    y, scales, after = _results(x, groups, history, spec.hadamard)
     states: list[Tensor] = [] if history is None else group_states(after)
     ends = aligned(offs, spec) if split == axis else offs
     parts = (pieces(x, offs, split), pieces(y, ends, split), pieces(scales, ends, split))
     for i, (part, values, scaled) in enumerate(zip(*parts, strict=True)):
         if part.numel():
-            arguments = (part, spec, axis, states[i] if states else None, record, signs)
-            cast, scale, unit = _quantized(*arguments) if apart else (*rounded(*arguments), None)
+            state = states[i] if states else None
+            cast, scale = rounded(part, spec, axis, state, record, signs)
             values.copy_(cast)
             if scale is not None:
                 scaled.copy_(scale)
-            if unit is not None:
-                units[i] = unit
-    return y, scales, units, after
+    return y, scales, after
 
 
 @_cast_groups.register_fake
-def _(x, offs, history, signs, split, axis, record, apart, text, label):  # type: ignore[no-untyped-def]
+def _(x, offs, history, signs, split, axis, record, text, label):  # type: ignore[no-untyped-def]
     groups = Groups(offs, split, axis)
-    return _results(x, groups, history, apart, LoweredCast.from_text(text).hadamard)
-
-
-def _quantized(x: Tensor, spec: LoweredCast, axis: int, *options: Any) -> QuantizedOperand:
-    """`quantized` with the scale of each element, in the orientation of ``x``."""
-    y = quantized(x, spec, axis, *options)
-    y = y._replace(scale=widened(y.scale, y.values.shape, spec.tile))
-    return y if axis == -1 else y.mT
+    return _results(x, groups, history, LoweredCast.from_text(text).hadamard)
 
 
 def _results(
-    x: Tensor, groups: Groups, history: Tensor | None, apart: bool, hadamard: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, groups: Groups, history: Tensor | None, hadamard: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """What `_cast_groups` returns if all groups are empty."""
     y = _zeros(x, groups, hadamard)
-    y = y.float() if apart else y
-    scales = torch.ones_like(y) if apart else _ones(y, groups.split)
-    units = scales.new_ones(x.shape[0] if groups.offs is None else groups.offs.shape[0])
-    return y, scales, units, x.new_empty((0,)) if history is None else history.clone()
+    after = x.new_empty((0,)) if history is None else history.clone()
+    return y, _ones(y, groups.split), after
 
 
 def _ones(x: Tensor, split: int) -> Tensor:
@@ -161,27 +147,22 @@ def cast_groups(
     history: Tensor | None = None,
     record: bool | None = None,
     signs: Tensor | None = None,
-    apart: bool = False,
-) -> tuple[Tensor, Any, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """`fp8.casts.casting.rounded` of every group of ``x``, not differentiable, and the scale factor
     of each group in a shape that broadcasts to ``x``; None if all are 1, or if each tile has its
-    own. apart: `quantized` of every group, with the scale of each element and the unit of each
-    group.
+    own.
 
     Elements outside of all groups become zero. An empty group leaves its history, (groups,
     length) or (groups,), unchanged. If rotated along the axis that groups split, the groups of the
     result end at `aligned`.
     """
     if spec is None:
-        return x, None, None
+        return x, None
     (offs, split, axis), record = groups, updates_states() if record is None else record
-    arguments = (offs, history, signs, split, axis, record, apart, spec.text, spec.label)
-    y, scales, units, after = torch.ops.fp8.cast_groups(dequantized(x).detach(), *arguments)
+    arguments = (offs, history, signs, split, axis, record, spec.text, spec.label)
+    y, scales, after = torch.ops.fp8.cast_groups(dequantized(x).detach(), *arguments)
     if history is not None and record:
         with torch.no_grad():
             history.copy_(after)
-    if apart:
-        result = QuantizedOperand(y, scales, units)
-        return result if axis == -1 else result.mT
     scaled = spec.tile == (0, 0) and (spec.rule is not None or spec.margin or history is not None)
-    return y, scales if scaled else None, None
+    return y, scales if scaled else None

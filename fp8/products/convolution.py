@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import is_whole
-from ..casts.counts import is_sampled, product_name
+from ..casts.counts import product_name
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, casts_of
 from ..common.compiler import in_graph
-from ..formats.format import dtype_name
 from .active import layer_histories, product_recipe, static_exponents
-from .matmul import ONES, check_bias, check_scales, measured, simulated, to_autocast_dtype
-from .sums import Geometry, Scales, Settings, summed_convolution, warn_unsummed
+from .matmul import ONES, Geometry, check_scales, measured, simulated
+from .sums import Scales, warn_unsummed
 
 Ints = int | Sequence[int]
 
@@ -50,13 +48,7 @@ def _convolve(
     name = product_name("conv", weight, recipe)
     casts = casts_of(recipe.text, True, name, static, False)
     histories = layer_histories(recipe, "conv", x, weight)
-    if recipe.accumulate is not None and not is_sampled(name):
-        if is_whole(recipe):
-            like, in_dtype = to_autocast_dtype(x[:0], bias)
-            check_bias(in_dtype, like.dtype)
-            how = Settings(scales, casts, recipe.sums, dtype_name(like.dtype))
-            return summed_convolution(x, weight, bias, histories, how, geometry)
-        warn_unsummed(recipe, "a convolution with scales by rows or blocks")
+    warn_unsummed(recipe, "a convolution")
     return simulated(x, weight, bias, scales, casts, histories, geometry)
 
 

@@ -34,13 +34,12 @@ from ..casts.operands import (
 )
 from ..casts.rotation import rotation_signs, without_autocast
 from ..common.compiler import apply, eager_only, in_graph, is_differentiated_again
-from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
 from .active import ACTIVE, chosen, layer_histories, static_exponents
 from .matmul import ONES, check_scales, gemm, measured, multiply
-from .sums import Scales, Settings, summed_product
+from .sums import Scales, warn_unsummed
 
 
 @torch.library.custom_op(
@@ -137,14 +136,14 @@ class _Grouped(Function):
         da = db = for_a = None
         if needs_a:
             signs = rotation_signs(casts.grad_for_a, grad)
-            for_a, *_ = cast_groups(grad, along, casts.grad_for_a, history, True, signs)
-            again, *_ = cast_groups(b, across, casts.b_for_grad_a, signs=signs)
+            for_a, _ = cast_groups(grad, along, casts.grad_for_a, history, True, signs)
+            again, _ = cast_groups(b, across, casts.b_for_grad_a, signs=signs)
             da = MULTIPLY_GROUPS(for_a, again, offs, s_a)
         if needs_b:
             for_b, signs = for_a, rotation_signs(casts.grad_for_b, grad)
             if for_b is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
-                for_b, *_ = cast_groups(grad, across, casts.grad_for_b, history, True, signs)
-            again, *_ = cast_groups(a, across, casts.a_for_grad_b, signs=signs)
+                for_b, _ = cast_groups(grad, across, casts.grad_for_b, history, True, signs)
+            again, _ = cast_groups(a, across, casts.a_for_grad_b, signs=signs)
             ends = aligned(offs, casts.grad_for_b) if how.split == -2 else offs
             if ctx.turned:
                 db = MULTIPLY_GROUPS(again.mT, for_b, ends, s_b).mT
@@ -171,11 +170,10 @@ def _product(
         return measured(pass_, histories, a, b, y, lambda x: pieces(x, offs, split))
     name = product_name("grouped_mm", b if layer else None, recipe)
     casts = Casts() if recipe is None else casts_of(recipe.text, layer, name, static)
-    if recipe is not None and recipe.accumulate is not None and not is_sampled(name):
-        how = Settings(scales, casts, recipe.sums, dtype_name(a.dtype), split)
-        return summed_product(a, b, None, histories, how, offs)
-    if recipe is not None and layer and _runs_native(recipe, backend, name, a, b):
-        return _by_group(a, b, offs, scales, recipe, backend, static)
+    if recipe is not None:
+        warn_unsummed(recipe, "a grouped product")
+        if layer and _runs_native(recipe, backend, name, a, b):
+            return _by_group(a, b, offs, scales, recipe, backend, static)
     return _simulated(a, b, offs, scales, casts, split, histories)
 
 
@@ -192,8 +190,8 @@ def _simulated(
     """Casts the operands and multiplies their values. split: as in `cast_groups`, of a."""
     of_a, of_b, of_grad = histories
     signs, along = rotation_signs(casts.a, a), Groups(offs, split, -1)
-    cast_a, scale_a, _ = cast_groups(a, along, casts.a, of_a, signs=signs)
-    cast_b, scale_b, _ = cast_groups(b, along, casts.b, of_b, signs=signs)
+    cast_a, scale_a = cast_groups(a, along, casts.a, of_a, signs=signs)
+    cast_b, scale_b = cast_groups(b, along, casts.b, of_b, signs=signs)
     operands = (a, b, offs, cast_a.detach(), cast_b.detach(), scale_a, scale_b)
     settings = _Settings(scales, casts, copies_of(casts), split)
     return apply(_Grouped, *operands, of_grad, settings, written=of_grad)
@@ -202,7 +200,7 @@ def _simulated(
 @eager_only(False)
 def _runs_native(recipe: Recipe, backend: str, name: str, a: Tensor, b: Tensor) -> bool:
     """Whether each group is a product of two matrices that kernels may compute."""
-    if recipe.keeps_history or is_sampled(name):
+    if recipe.keeps_history or recipe.accumulate or is_sampled(name):
         return False
     return native.takes(backend, a.flatten(0, -2), b[0])
 

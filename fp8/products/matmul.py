@@ -48,11 +48,27 @@ from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
 from .active import ACTIVE, chosen, layer_histories, static_exponents
-from .sums import Geometry, Scales, Settings, summed_product
+from .sums import Scales, Settings, summed_product
 
 aten = torch.ops.aten
 
 ONES: Scales = (1, 1, 1)  # ints: torch.compile would treat floats as dynamic
+
+
+class Geometry(NamedTuple):
+    """The arguments of `aten.convolution`."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    transposed: bool
+    output_padding: list[int]
+    groups: int
+
+    def along(self, axis: int) -> int:
+        """The axis of the weight, as a matrix, that is summed over where the maps sum over
+        ``axis``."""
+        return -3 - axis if self.transposed else axis
 
 
 def _cast(

@@ -15,39 +15,15 @@ Scales = tuple[float, float, float]
 """Factors of the output and of the gradients of the first and second operand."""
 
 
-class Geometry(NamedTuple):
-    """The arguments of `aten.convolution`."""
-
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    transposed: bool
-    output_padding: list[int]
-    groups: int
-
-    @property
-    def turned(self) -> Geometry:
-        """That of the convolution which computes the input gradient."""
-        return self._replace(transposed=not self.transposed)
-
-    def along(self, axis: int) -> int:
-        """The axis of the weight, as a matrix, that is summed over where the maps sum over
-        ``axis``."""
-        return -3 - axis if self.transposed else axis
-
-
 class Settings(NamedTuple):
     """The constants of a product and its gradients. sums: `fp8.Recipe.sums`. dtype: the name of
-    that of the output. split: the axis that the offsets of a grouped product split, or 0.
-    bias_scale: as in `fp8.products.matmul.linear`."""
+    that of the output. bias_scale: as in `fp8.products.matmul.linear`."""
 
     scales: Scales
     casts: Casts
     sums: str
     dtype: str
-    split: int = 0
-    convolution: Any = None
-    bias_scale: float = 1.0
+    bias_scale: float
 
 
 def summed_product(*args: Any) -> Tensor:
@@ -55,13 +31,6 @@ def summed_product(*args: Any) -> Tensor:
     from ..lab.sums.product import product
 
     return product(*args)
-
-
-def summed_convolution(*args: Any) -> Tensor:
-    """`fp8.lab.sums.product.convolution`."""
-    from ..lab.sums.product import convolution
-
-    return convolution(*args)
 
 
 def warn_unsummed(recipe: Recipe, product: str) -> None:
@@ -72,5 +41,5 @@ def warn_unsummed(recipe: Recipe, product: str) -> None:
 
 _UNSUMMED = (
     "{} has no sums of accumulate={!r}: its operands are cast, and its sums are torch's. Linear "
-    "layers, matrix products, and convolutions with one scale for each operand have them"
+    "layers and matrix products have them"
 )

@@ -56,10 +56,10 @@ class Recipe:
             their input for the backward pass, which computes the derivative at the saved value.
             ReLU saves one bit per element. Scaling by tiles and histories are not supported. None:
             as torch does.
-        accumulate: the accelerator whose sums matrix products have: "ada", "hopper", "blackwell" or
-            "cdna3", the rows of `fp8.recipes.tensor_cores.TENSOR_CORES`. Convolutions with scales
-            by rows or blocks, attention, and products of which an operand is not cast, sum as torch
-            does. On a CPU it takes 10 to 20 times a product in float32. None: torch's sums.
+        accumulate: the accelerator whose sums linear layers and matrix products have: "ada",
+            "hopper" or "blackwell", the rows of `fp8.recipes.tensor_cores.TENSOR_CORES`. Other
+            products, and those of which an operand is not cast, sum as torch does. On a CPU it
+            takes 10 to 20 times a product in float32. None: torch's sums.
         promote: the number of products after which a sum of the accelerator ends and is added in
             float32; 0: after all. Needs ``accumulate``.
         fast_sums: the products ("forward", "grad_input", "grad_weight") that kernels of Hopper sum

@@ -69,14 +69,9 @@ TENSOR_CORES: dict[str, tuple[Instruction, ...]] = {
             term_bits=25,
         ),
     ),
-    "cdna3": (
-        Instruction(
-            formats=("e4m3fnuz", "e5m2fnuz"), step=16, add="in_halves", term_bits=24, of_zero=-500
-        ),
-    ),
 }
 """Accelerator -> its instructions for operands of eight bits and fewer: wgmma of Hopper, mma of
-Ada, tcgen05.mma of Blackwell, mfma of CDNA3 (MI300)."""
+Ada, tcgen05.mma of Blackwell. CDNA3 (MI300) keeps 24 bits: its errors are those of float32."""
 
 
 def instruction(

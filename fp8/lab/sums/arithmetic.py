@@ -138,39 +138,11 @@ def _scale_parts(x: Part, groups: int) -> tuple[Tensor, Tensor]:
     return fraction, exponent
 
 
-def _in_halves(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
-    """AMD's CDNA3: products with even and odd index are aligned and added apart, then together,
-    then to the sum; each shift rounds down, and the result to nearest even."""
-    wide = torch.float64
-    halves = []
-    for which in (range(0, how.step, 2), range(1, how.step, 2)):
-        top = _highest(a, b, which).clamp_min(how.of_zero)
-        unit = _power((how.term_bits - top).clamp_max(_HIGH), torch.float32)
-        halves.append((_truncated(a, b, unit, which).to(wide), top))
-    (even, of_even), (odd, of_odd) = halves
-    top = torch.maximum(of_even, of_odd)
-    dot = torch.floor(even * _power(of_even - top, wide))
-    dot = dot + torch.floor(odd * _power(of_odd - top, wide))  # in units of 2**(top - term_bits)
-    of_c = exponent_of(c).clamp_min(-126)
-    highest = torch.maximum(top, of_c)
-    more = _CDNA3_SUM + 1 - how.term_bits
-    dot = torch.floor(dot * _power(top - highest + more, wide)) * 2.0**-more
-    own = torch.floor(c.to(wide) * _power(how.term_bits - highest, wide))
-    own = torch.where(of_c < highest - how.term_bits - 1, 0.0, own)
-    total = (dot + own) * _power(highest - how.term_bits, wide)
-    field = ((total.view(torch.int64) >> 52 & 0x7FF) - 1023).clamp_min(-126)
-    whole = torch.floor(total * _power(_CDNA3_SUM - field, wide))
-    return (whole * _power(field - _CDNA3_SUM, wide)).float()
-
-
 _GROUP = 16
 """The products that `_in_groups` adds exactly."""
-_CDNA3_SUM = 31
-"""The bits of fraction of CDNA3's accumulator."""
 
 ADDITIONS: dict[str, Callable[[Part, Part, Tensor, Instruction], Tensor]] = {
     "aligned": _aligned,
     "in_groups": _in_groups,
-    "in_halves": _in_halves,
 }
 """`Instruction.add` -> (a, b, the sum so far, the instruction) -> the sum, all for one step."""

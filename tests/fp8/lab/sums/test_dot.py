@@ -16,9 +16,8 @@ from fp8.lab.sums.dot import dot
 from fp8.recipes.tensor_cores import TENSOR_CORES, instruction
 
 nvidia = pytest.importorskip("mmasim.nv_ptx.sim")
-amd = pytest.importorskip("mmasim.amd.sim")
 
-ROWS, K = 64, 256
+K = 128
 
 MAGNITUDES = {
     "normal": lambda shape: torch.randn(shape),
@@ -83,11 +82,6 @@ def plain_instructions() -> list[tuple[str, str, str, Any]]:
                     for a in row.formats
                     for b in row.formats
                 ]
-    names = {"e4m3fnuz": "fp8", "e5m2fnuz": "bf8"}
-    for a, first in names.items():
-        for b, second in names.items():
-            for shape in ("16x16x32", "32x32x16"):
-                found.append(("cdna3", a, b, (amd.MFMA, "CDNA3", f"f32_{shape}_{first}_{second}")))
     return found
 
 
@@ -102,15 +96,12 @@ def check(chip: str, first: str, second: str, op: Any, kind: str, k: int, seed: 
     for start in range(0, k, op.k):
         part = slice(start, start + op.k)
         c = op(left[:, part], right[:, part].T, c)
-    if chip == "cdna3":  # mmasim 2.1.1 drops a NaN of the accumulator beside products above 2**25
-        nan = torch.full((), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
-        c = torch.where(torch.matmul(a, b.T).isnan(), nan, c)
     how = instruction(chip, (first, second))
     low = [get_format(name).min_exponent for name in (first, second)]
     assert same_bits(dot(Matrix(a, low[0]), Matrix(b, low[1]), how), c)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.proves("the field", "sums of tensor cores", how="library")
 @pytest.mark.parametrize(("chip", "first", "second", "made"), plain_instructions(), ids=ids)
 @pytest.mark.parametrize("kind", MAGNITUDES)
@@ -165,7 +156,7 @@ def packed(x: Tensor) -> Tensor:
     return codes[:, ::2] << 4 | codes[:, 1::2]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.proves("the field", "sums of tensor cores", how="library")
 @pytest.mark.parametrize(
     ("first", "second", "along", "scale", "name"), scaled_instructions(), ids=ids
@@ -208,9 +199,13 @@ def test_sums_of_terms_with_the_largest_fractions():
     assert same_bits(got, want)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("chip", "row"), [(chip, i) for chip, rows in TENSOR_CORES.items() for i in range(len(rows))]
+    ("chip", "row"),
+    [
+        pytest.param(chip, i, marks=() if chip == "hopper" else pytest.mark.exhaustive)
+        for chip, rows in TENSOR_CORES.items()
+        for i in range(len(rows))
+    ],
 )
 def test_compiled_sums_are_those_of_eager_mode(chip, row, monkeypatch):
     """Also where tiles and steps are not full."""

@@ -42,15 +42,10 @@ def three(recipe: Recipe | None, dtype: torch.dtype = torch.float32) -> list[Ten
 
 SUMMED = [
     ("tensor", "hopper"),
-    ("tensor", "ada"),
-    ("tensor", "blackwell"),
-    ("unit", "hopper"),
     ("row", "ada"),
     ("block", "hopper"),
     ("mxfp8", "hopper"),
-    ("mxfp8", "blackwell"),
     ("mxfp6", "blackwell"),
-    ("mxfp4", "blackwell"),
     ("nvfp4", "blackwell"),
     ("row_gw_hp", "hopper"),
 ]
@@ -134,7 +129,7 @@ def test_batches_are_single_products():
     assert torch.equal(batched, single)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dtypes(dtype):
     for got, want in zip(three(on("tensor", "blackwell"), dtype), three(None, dtype), strict=True):
         assert got.dtype == dtype
@@ -206,9 +201,8 @@ def test_compiled_is_eager(name, rows, width, backend):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("name", ["tensor", "block"])
-def test_empty_products(name):
-    recipe = on(name, "hopper")
+def test_empty_products():
+    recipe = on("block", "hopper")
     assert linear(torch.randn(0, IN), torch.randn(OUT, IN), recipe=recipe).shape == (0, OUT)
     y = linear(torch.randn(4, 0), torch.randn(OUT, 0), recipe=recipe)
     assert torch.equal(y, torch.zeros(4, OUT))
@@ -217,18 +211,12 @@ def test_empty_products(name):
 def test_recipes_say_what_an_accelerator_lacks():
     with pytest.raises(ValueError, match=r"'hopper' multiplies e4m3, e5m2, not e2m1 by e2m1"):
         on("nvfp4", "hopper")
-    with pytest.raises(ValueError, match=r"'cdna3' multiplies e4m3fnuz, e5m2fnuz, not e4m3"):
-        on("tensor", "cdna3")
     with pytest.raises(ValueError, match="accumulate"):
         on("tensor", "volta")
     with pytest.raises(ValueError, match="promote needs accumulate"):
         dataclasses.replace(fp8.RECIPES["tensor"], promote=128)
     with pytest.raises(ValueError, match="promote must be 0"):
         on("tensor", "hopper", promote=-1)
-    fnuz = Cast(format="e4m3fnuz", scaling="tensor")
-    amd = Recipe(name="amd", input=fnuz, weight=fnuz, grad=fnuz, accumulate="cdna3")
-    for got, want in zip(three(amd), three(None), strict=True):
-        assert (got - want).norm() < 0.1 * want.norm()
 
 
 def test_json_and_policies():
@@ -269,7 +257,7 @@ def test_rules_keep_the_sums_of_a_recipe():
         fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), mixed)
 
 
-@pytest.mark.parametrize("kind", ["attention", "einsum", "bilinear"])
+@pytest.mark.parametrize("kind", ["attention", "einsum", "bilinear", "convolution", "grouped"])
 def test_products_without_these_sums_warn(kind):
     q = torch.randn(1, 2, 4, 16)
     m = torch.randn(4, 4)
@@ -277,6 +265,8 @@ def test_products_without_these_sums_warn(kind):
         "einsum": lambda: torch.einsum("ii,ij->j", m, m),
         "bilinear": lambda: nn.functional.bilinear(m, m, torch.randn(2, 4, 4)),
         "attention": lambda: nn.functional.scaled_dot_product_attention(q, q, q),
+        "convolution": lambda: nn.functional.conv1d(m, torch.randn(2, 4, 3)),
+        "grouped": lambda: nn.functional.grouped_mm(q[0], q[0].mT),
     }
     raised = pytest.raises(fp8.warnings.RecipeWarning, match=kind)  # each is shown once per process
     with fp8.strict(), fp8.autocast(on("tensor", "hopper")), raised:
