@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...adapters.transformers import cache_argument, is_pretrained, kv_cache
+from ...adapters.transformers import is_pretrained, rounding_cache
 from ...common.mixin import check_module
 from ...common.report import as_table, finite
 from ...common.step import evaluating, seeded, unwrapped
@@ -249,10 +249,7 @@ def _logits(model: nn.Module, prompts: Sequence[Tensor], cache: str | None) -> l
     found = []
     with evaluating(model), seeded(0):
         for ids in prompts:
-            options: dict[str, Any] = {}
-            if cache is not None:
-                states = kv_cache(model.config, scaling=cache)
-                options = {cache_argument(model): states, "use_cache": True}
+            options = {} if cache is None else rounding_cache(model, cache)
             found.append(_checked_logits(model(ids, **options), ids))
     return found
 

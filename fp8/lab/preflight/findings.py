@@ -171,8 +171,6 @@ class Findings:
         forecasts: of the finalists, by the compiler's code for an accelerator.
         not_forecast: why forecasts are missing; "" if none is, and where the compiler does not know
             the accelerators.
-        cache: of keys and values, as `fp8.adapters.transformers.cache_found` returns it; {} without
-            one.
         notes: what was not measured, and why.
     """
 
@@ -190,7 +188,6 @@ class Findings:
     estimates: list[Estimate] = field(default_factory=list)
     forecasts: list[Forecast] = field(default_factory=list)
     not_forecast: str = ""
-    cache: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -210,7 +207,6 @@ class Findings:
             row.slopes = {int(step): _number(s) for step, s in row.slopes.items()}
         for run in read["runs"]:
             run.losses, run.held_out = list(map(_number, run.losses)), _number(run.held_out)
-        read["cache"] = {key: _number(x) for key, x in values.get("cache", {}).items()}
         for estimate in read["estimates"]:
             estimate.layers = [LayerTime(**row) for row in estimate.layers]
         read["forecasts"] = list(map(Forecast.from_dict, values.get("forecasts", [])))

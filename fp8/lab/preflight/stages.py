@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from ...adapters.policies import as_code
-from ...adapters.transformers import cache_found, has_cache
 from ...common.step import described
 from ...common.validation import check_whole
 from ...recipes.policy import CASTS, Policy
@@ -135,7 +134,6 @@ class PreflightRun:
             "forecast": lambda: forecast_steps(
                 self.problem, self.settings.hardware, self.findings, self.budget
             ),
-            "cache": self._cache,
             "operands": self._operands,
             "single casts": self._casts,
             "training": self._train_finalists,
@@ -500,16 +498,6 @@ class PreflightRun:
                 self.findings.estimates.append(
                     estimate(products, recipes, device, candidate=candidate.name)
                 )
-
-    def _cache(self) -> None:
-        """What a cache in FP8 saves at the full size, and changes after the reference run."""
-        if not has_cache(self.problem.setup.model, self.problem.batch):
-            return
-        probe, full = self.probes[-1], self.problem.setup.full_size
-        try:
-            self.findings.cache = cache_found(probe.model, probe.batch, full and full.model)
-        except Exception as error:  # of the code of the model
-            self._note(f"a cache in FP8 was not measured: {described(error)}")
 
     def _products_at_full_size(self) -> list[Product]:
         full = self.problem.setup.full_size

@@ -207,8 +207,6 @@ def _reasons(findings: Findings, candidate: Candidate | None) -> list[str]:
             f"Slower than in bf16 are {' and '.join(slower)}: their products are so small that "
             "rounding the operands takes longer than the products save."
         )
-    if findings.cache:
-        lines.append(_cache(findings.cache))
     return lines
 
 
@@ -262,12 +260,4 @@ def _zeros(row: OperandRange) -> str:
         f"Under {recipe_in_words(row.recipe)} {row.zero:.0%} of the "
         f"{OPERANDS.get(row.operand, row.operand)} of {row.layer} are too small for the format "
         f"{format_in_words(row.format)} and become zero."
-    )
-
-
-def _cache(cache: Mapping[str, float]) -> str:
-    return (
-        f"A cache of keys and values takes {cache['bytes']:,.0f} bytes per token in FP8, "
-        f"{cache['bytes_bf16']:,.0f} in bf16; the next-token distributions change by "
-        f"{cache['kl']:.2g} nats (KL), a logit by at most {cache['largest']:.2g}."
     )

@@ -172,25 +172,40 @@ def test_nan_is_beyond_every_bound():
     json.dumps(values, allow_nan=False)
 
 
-def test_a_cache_in_fp8():
-    """Its part is what is left without it, and the layers' that without each."""
-    transformers = pytest.importorskip("transformers")
+def of_rounded(attend: Any, axes: tuple[int, ...]) -> Any:
+    """Attention to keys and values in numbers of e4m3, with a scale for each group."""
+
+    def rounded(x: Tensor) -> Tensor:
+        scale = (x.abs().amax(axes, keepdim=True) / 448).log2().ceil().exp2()
+        return fp8.quantize(x, "e4m3", scale=scale)
+
+    return lambda query, key, value, **how: attend(query, rounded(key), rounded(value), **how)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "axes"), [("tensor", (0, 1, 2, 3)), ("head", (2, 3)), ("token", (3,))]
+)
+def test_a_cache_in_fp8(scaling: str, axes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+    """It rounds what attention reads. Its part is what is left without it, and the layers' that
+    without each."""
+    hub_models = pytest.importorskip("tests.fp8.adapters.hub_models")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        initializer_range=0.1,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = hub_models.llama(initializer_range=0.1).eval()
     ids = torch.arange(24).reshape(2, 12)
     high = fp8.Policy(None)
-    found = fp8.parity(model, ids, rollout=high, bound=1.0, cache="token")
-    assert found.kl > 0
+    found = fp8.parity(model, ids, rollout=high, bound=1.0, cache=scaling)
     assert found.layers == [("(cache)", 0.0, 1.0)]
+    with torch.no_grad():
+        plain = model(ids).logits
+        attend = of_rounded(F.scaled_dot_product_attention, axes)
+        monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+        wanted = model(ids).logits
+    monkeypatch.undo()
+    log_p, log_q = (x.double().log_softmax(-1) for x in (wanted, plain))
+    divergence = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).mean()
+    assert found.kl == pytest.approx(float(divergence), rel=1e-6)
+    if scaling != "token":
+        return
     both = fp8.parity(model, ids, rollout="engine_row", bound=1.0, cache="token")
     alone = fp8.parity(model, ids, rollout="engine_row", bound=1.0)
     assert {row.name: row.kl for row in both.layers}["(cache)"] == alone.kl

@@ -243,7 +243,6 @@ def rich() -> Findings:
         estimates=_estimates(),
         forecasts=_forecasts(),
         not_forecast="1 of 2 accelerators: compiling took longer than 20% of the budget",
-        cache={"bytes": 96.0, "bytes_bf16": 128.0, "kl": 0.0005, "largest": 0.12},
         notes=[
             "unit was not trained: its update error is above 0.5.",
             "Memory of the optimizer is Adam's.",
