@@ -412,14 +412,6 @@ COMPARISONS = [
         "tensors one by one; how they are sent is the trainer's matter",
     ),
     Comparison(
-        "KV cache in FP8",
-        {
-            "TransformerEngine": "not known: its caches take a dtype, FP8 is not tested",
-            "torchtitan": 'no: "FP8 KV cache not supported yet"',
-        },
-        "for `generate` of transformers; engines that serve cast theirs by a setting of their own",
-    ),
-    Comparison(
         "in torchtitan's Trainer",
         {
             "torchao": "by torchtitan's converters",
@@ -489,13 +481,6 @@ COMPARISONS = [
             "TransformerEngine": "`LogFp8TensorStats`, `LogNvfp4TensorStats`",
             "torchao": "of one tensor, `fp8_tensor_statistics`",
             "Megatron-LM": "not known; it depends on the tool that TransformerEngine's run in",
-        },
-    ),
-    Comparison(
-        "dumps of tensors",
-        {
-            "TransformerEngine": "`DumpTensors`",
-            "Megatron-LM": "not known, as above",
         },
     ),
     Comparison(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8.casts.counts import CastRecorder, Observed
 from fp8.formats.format import Format
-from fp8.lab.stats import Sampler
+from fp8.lab.stats import Stats
 
 __all__ = ["SQNR", "TOLERANCE", "CastSeen", "Casts"]
 
@@ -51,7 +51,7 @@ class Casts(CastRecorder):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, 1)
         self.seen: list[CastSeen] = []
-        self.sampled: Any = Sampler(self, lambda number: True)
+        self.sampled: Any = Stats(self)
 
     def count(self, layer: str, operand: str, seen: Observed) -> None:
         """Records one cast."""

@@ -47,7 +47,7 @@ from ..recipes.recipe import Recipe
 from ..recipes.rules import CORRECTED, POWERS, UNITS, scale_format
 from ..recipes.scaling import Tile, inverse_of, scale_of, scaled_tiles, with_margin
 from ..tensors.scaled_tensor import dequantized
-from .counts import Blocks, Observed, observe
+from .counts import Observed, observe
 from .measuring import measuring
 from .rotation import rotated
 
@@ -317,23 +317,20 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int) -> T
 
 def _round_part(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int, of: Any) -> Tensor:
     """`_rounded` for a tensor. of: the DTensor of which it is the local part; None for none."""
-    rule, label, blocks = spec.rule, spec.label, None
+    rule, label = spec.rule, spec.label
     if rule is None or scale is not None or x.numel() == 0:
         inverse = None if scale is None else inverse_of(scale, rule)
         grid = _resolved_grid(spec.format, spec.overflow, x.dtype, scale is not None)
         y = round_operand(x, grid, spec.rounding, scale, inverse)
         whole = scale
     else:
-        values, whole, tiles, dims = by_tiles(x, spec, axis, of)
+        values, whole, tiles, _ = by_tiles(x, spec, axis, of)
         y = untiled(values.mul_(whole).to(x.dtype), x, spec.tile, axis)
-        if label and scale_format(rule) == "e4m3":
-            unit = tensor_unit(tiles, dims, spec, of)
-            blocks = Blocks(tiles.abs().amax(dims, keepdim=True), whole, unit)
         if label:
             whole = untiled(whole.expand(tiles.shape), x, spec.tile, axis)
     if label:
         measured = rule is None and not spec.margin and scale is not None
-        observe(label, Observed(x, y, whole, format_of(spec), measured, blocks))
+        observe(label, Observed(x, y, whole, format_of(spec), measured))
     return y
 
 
@@ -503,9 +500,3 @@ def quantized(
         scale = scale.squeeze(dims) if spec.tile[1] else scale
         result = QuantizedOperand(untiled(values, x, spec.tile, axis), scale, unit)
     return result.mT if axis == -2 else result
-
-
-def narrowed(scale: Tensor, tile: tuple[int, int]) -> Tensor:
-    """One scale for each tile, of the scale of each element of a matrix that is not empty."""
-    rows, columns = (by or size for by, size in zip(tile, scale.shape, strict=True))
-    return scale[::rows, ::columns]

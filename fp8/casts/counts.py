@@ -25,21 +25,15 @@ from torch.autograd import Function
 
 from ..common.compiler import eager_only
 from ..common.threads import in_shape_inference
-from ..formats.format import Format, get_format
+from ..formats.format import Format
 from ..warnings import RecipeWarning, ScaleWarning, warn_once
 
 if TYPE_CHECKING:
     from ..recipes.recipe import Recipe
 
-COUNTS = (
-    *("elements", "sampled", "zero", "subnormal", "saturated", "nonfinite", "signal", "noise"),
-    *("blocks", "flushed_blocks", "clipped_blocks", "casts", "unit"),
-)
+COUNTS = ("elements", "sampled", "zero", "subnormal", "saturated", "nonfinite", "signal", "noise")
 """What is summed for an operand. Shares are of the sampled elements; nonfinite is counted over all.
-signal and noise: squares of the elements and of their errors.
-Of blocks with a scale of two levels (NVFP4): how many are not all zeros; how many have a scale
-that rounds to zero in e4m3, or one rounded so far down that their largest value is beyond the
-format; the casts, and the sum of the base-2 logarithms of their units, the level of the tensor."""
+signal and noise: squares of the elements and of their errors."""
 
 
 class _Open(threading.local):
@@ -60,39 +54,15 @@ _RECORDERS: weakref.WeakValueDictionary[str, CastRecorder | CastLossCheck] = (
 """Token -> recorder. The backward pass may run after the recorded pass is closed."""
 
 
-class Blocks(NamedTuple):
-    """The blocks of a cast with scales of two levels: the largest magnitude and the scale of each,
-    and the unit of the scales, that of the tensor."""
-
-    amax: Tensor
-    scale: Tensor
-    unit: Tensor
-
-    def counts(self, format: Format) -> list[Tensor]:
-        """The last five of `COUNTS`."""
-        amax, scale, unit = (t.detach().double() for t in self)
-        exact = amax / format.max / unit
-        used = (amax > 0) & amax.isfinite()
-        smallest = get_format("e4m3").min_subnormal
-        return [
-            used.sum(),
-            (used & (exact <= smallest / 2)).sum(),
-            (used & (amax > scale * format.max * (1 + 2.0**-20))).sum(),
-            torch.ones_like(unit).sum(),
-            unit.log2().sum(),
-        ]
-
-
 class Observed(NamedTuple):
     """An operand before and after its cast. scale: of each element, or of all. static: whether
-    `fp8.calibrate` set it. blocks: of a cast with scales of two levels."""
+    `fp8.calibrate` set it."""
 
     x: Tensor
     y: Tensor
     scale: Tensor | None
     format: Format
     static: bool = False
-    blocks: Blocks | None = None
 
 
 def stride(x: Tensor, sample: int) -> int:
@@ -135,7 +105,7 @@ class CastRecorder:
 
     def count(self, layer: str, operand: str, cast: Observed) -> None:
         """Adds the statistics of a cast operand."""
-        x, y, scale, format, static, blocks = cast
+        x, y, scale, format, static = cast
         step = stride(x, self.sample)
         low, high = torch.ops.aten.aminmax.default(x.detach())
         clean = bool((low.isfinite() & high.isfinite()).item())  # fast check; the usual case
@@ -152,7 +122,6 @@ class CastRecorder:
             xs.new_zeros(()) if clean else x.numel() - x.isfinite().sum(),
             xs.square().sum(),
             (xs - ys).square().sum(),
-            *(blocks.counts(format) if blocks else [xs.new_zeros(())] * 5),
         )
         key = (layer, operand, str(format))
         total = torch.stack([count.double() for count in counts])
@@ -211,7 +180,7 @@ class CastLossCheck:
 
     def count(self, layer: str, operand: str, cast: Observed) -> None:
         """As `CastRecorder.count`. Does nothing for values that cannot be read (fake tensors)."""
-        x, y, scale, format, static, _ = cast
+        x, y, scale, format, static = cast
         if x.is_meta:
             return
         step = stride(x, _SAMPLE)
@@ -330,10 +299,10 @@ def _checked_name(kind: str, weight: Tensor | None, recipe: Recipe) -> str:
 def observe(label: str, cast: Observed) -> None:
     """Reports a cast to its recorder. Inf and NaN are counted in all elements of the operand, other
     counts in a sample of evenly spaced ones."""
-    x, y, scale, format, static, blocks = cast
+    x, y, scale, format, static = cast
     if label.split("|")[0] in _RECORDERS and x.numel():
-        tensors = [None if t is None else t.detach() for t in (x, y, scale, *(blocks or ()))]
-        _Report.apply(label, format, static, *tensors)
+        scale = None if scale is None else scale.detach()
+        _Report.apply(label, format, static, x.detach(), y.detach(), scale)
 
 
 class _Report(Function):
@@ -341,12 +310,10 @@ class _Report(Function):
 
     @staticmethod
     def forward(
-        label: str, format: Format, static: bool, x: Tensor, y: Tensor, *scales: Tensor | None
+        label: str, format: Format, static: bool, x: Tensor, y: Tensor, scale: Tensor | None
     ) -> Tensor:
         token, layer, operand = label.split("|")
-        scale, *levels = scales
-        blocks = Blocks(*levels) if levels else None  # type: ignore[arg-type]
-        _RECORDERS[token].count(layer, operand, Observed(x, y, scale, format, static, blocks))
+        _RECORDERS[token].count(layer, operand, Observed(x, y, scale, format, static))
         return x.new_empty((0,))
 
     @staticmethod
@@ -360,14 +327,7 @@ class _Report(Function):
                 return t if t is None else t.movedim(dim, 0)
             return t.expand(info.batch_size, *t.shape)
 
-        x, y, scale, *levels = map(of_all, inputs[3:], in_dims[3:])
-        if scale is not None:
-            scale = _beside(scale, x).expand_as(x)
-        if levels:
-            levels[2] = _beside(levels[2], levels[0])
-        return _Report.apply(*inputs[:3], x, y, scale, *levels), None
-
-
-def _beside(scale: Tensor, x: Tensor) -> Tensor:
-    """The scales of samples, (samples,) or as ``x``, with as many dimensions as ``x``."""
-    return scale.reshape(scale.shape + (1,) * (x.dim() - scale.dim()))
+        x, y, scale = map(of_all, inputs[3:], in_dims[3:])
+        if scale is not None:  # of each sample, or of each element
+            scale = scale.reshape(scale.shape + (1,) * (x.dim() - scale.dim())).expand_as(x)
+        return _Report.apply(*inputs[:3], x, y, scale), None
