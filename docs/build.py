@@ -26,7 +26,6 @@ from fp8.formats.format import FORMATS, Format
 from fp8.lab.hardware import ACHIEVED, HARDWARE, UNITS, Hardware
 from fp8.levels.initialize import LEVELS
 from fp8.modes.dispatch import COMPOSED, LEFT, OPAQUE, PRODUCTS
-from fp8.native.coverage import NATIVE
 from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTS, Encoding
 from fp8.recipes.cast import Cast
 from fp8.recipes.policy import ROLES
@@ -261,13 +260,6 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         "What runs under the recipe inside `fp8.autocast`.",
         "torch function | under a recipe",
         [*products()],
-    ),
-    (
-        "Native products",
-        "`fp8.native.coverage.NATIVE`: what torch's FP8 kernels compute under a "
-        "[recipe that has kernels](converted-layers.md#kernels), and what is simulated.",
-        "product | by FP8 kernels | which, or why not",
-        [[name, "yes" if row.is_native else "no", row.about] for name, row in NATIVE.items()],
     ),
     (
         "Operations",
