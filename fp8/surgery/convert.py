@@ -43,6 +43,7 @@ from ..selection.layers import (
     layers_of,
 )
 from ..selection.policies import Decision, resolve
+from ..tensors.scaled_tensor import ScaledTensor
 from ..warnings import RecipeWarning, warn_once
 from .swap import adapted, is_replacement, warn_nothing
 
@@ -530,9 +531,16 @@ def _rows_of_layers(model: nn.Module) -> list[Row]:
         if isinstance(module, Converted):
             rows.append(Row(name, kind, "converted", _how(module)))
         else:
-            why = why_not or vars(module).get("fp8_why", "not chosen")
+            why = why_not or vars(module).get("fp8_why") or _why_unchosen(module)
             rows.append(Row(name, kind, LEFT_ALONE, why))
     return rows
+
+
+def _why_unchosen(module: nn.Module) -> str:
+    weight = vars(module)["_parameters"].get("weight")
+    if isinstance(weight, ScaledTensor) and not weight.requires_grad:
+        return f"frozen: its weight is stored in {weight.format}, its products are not cast"
+    return "not chosen"
 
 
 def _how(module: Any) -> str:

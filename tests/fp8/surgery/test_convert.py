@@ -317,3 +317,12 @@ def test_a_layer_whose_weight_is_computed(wrap):
     assert all(p.grad is not None for p in model.parameters())
     parametrize.remove_parametrizations(fp8.revert(model)[0], "weight")
     assert type(model[0]) is nn.Linear
+
+
+def test_a_stored_weight_is_no_layer_that_was_not_chosen() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].requires_grad_(False)
+    rows = fp8.report(fp8.store_frozen(model))
+    assert [row.left_alone for row in rows] == [True, True]
+    assert rows[0].why == "frozen: its weight is stored in e4m3, its products are not cast"
+    assert rows[1].why == "not chosen"
