@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -212,7 +211,8 @@ def forecast(
         reason = f"the compiler's view of {device.name} is not known, only of {', '.join(CARDS)}"
     if reason:
         return _estimated(model, batch, converters, device, reason)
-    with compiling_for(CARDS[device.name]), selftest.trusted(), _quiet():
+    with compiling_for(CARDS[device.name]), selftest.trusted(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         step = _Step(_absent(model), pytree.tree_map(_on_card, batch), loss)
         variants = [step.variant(converter, device, layers) for converter in converters]
     return Forecast(device.name, "compiler", tuple(variants), (UNSEEN,))
@@ -385,13 +385,6 @@ def _calibrated(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
         if has_scales(layer):
             scale = scales.setdefault(id(x), layer.fp8_scale_input)
             measured["fp8_scale_input"] = True if scale is layer.fp8_scale_input else scale
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 # Without a compiler for GPUs

@@ -19,7 +19,7 @@ from tests.fp8.native.scaled_mm import SWIZZLES, TYPES, decoded, unswizzled
 from tests.fp8.products.test_matmul import randn
 
 TILED = ["block", "mxfp8", "nvfp4"]
-SHAPES = [(16, 32), (5, 48), (130, 600), (257, 16), (300, 130)]
+SHAPES = [(5, 48), (130, 600), (257, 16)]
 
 
 def pairs_of(recipe: fp8.Recipe) -> tuple[tuple[casting.LoweredCast, casting.LoweredCast], ...]:
@@ -50,19 +50,18 @@ def test_swizzled_is_the_documents_formula_and_torchaos(shape):
 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", TILED)
-def test_operands_are_those_of_the_simulation(recipe, dtype, shape, axis):
+def test_operands_are_those_of_the_simulation(recipe, shape, axis):
     """To the bit; of "nv" the simulation rounds twice more, to float32."""
-    x = (randn(*shape, seed=3) * torch.logspace(-9, 5, shape[0])[:, None]).detach().to(dtype)
+    x = (randn(*shape, seed=3) * torch.logspace(-9, 5, shape[0])[:, None]).detach()
     x[2:4, :17] = 0  # whole tiles, and parts
     for pair in pairs_of(RECIPES[recipe]):
         kind, _ = kernel_of(*pair)
         for spec in set(pair):
             torch.manual_seed(0)
-            want = casting.rounded(x.float(), spec, axis)[0]
+            want = casting.rounded(x, spec, axis)[0]
             torch.manual_seed(0)
-            stored = store(x.float(), spec, axis)
+            stored = store(x, spec, axis)
             got = decode(stored, kind)
             want = want if axis == -1 else want.mT
             rest, got = got, got[: want.shape[0], : want.shape[1]]

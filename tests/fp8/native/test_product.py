@@ -32,7 +32,7 @@ KNOWN = [name for name, recipe in RECIPES.items() if not native.why_not_recipe(r
 NATIVE = [name for name in KNOWN if native.alignment(RECIPES[name]) == kernels.ALIGNMENT]
 TILED = [name for name in KNOWN if name not in NATIVE]
 STATELESS = [name for name in NATIVE if not RECIPES[name].keeps_history]
-SHAPES = [(16, 16, 16), (48, 32, 64), (5, 32, 16), (1, 16, 32), (33, 128, 48)]  # rows, in, out
+SHAPES = [(48, 32, 64), (1, 16, 32), (33, 128, 48)]  # rows, in, out
 TILED_SHAPES = [(128, 128, 256), (33, 384, 128), (1, 128, 640)]
 GRID = [(recipe, shape) for recipe in NATIVE for shape in SHAPES]
 GRID += [(recipe, shape) for recipe in TILED for shape in TILED_SHAPES]
@@ -109,7 +109,7 @@ def each_case(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(9)
 @each_case
 def test_native_is_the_simulation(recipe, shape, scales, size, request):
     """Kernels with scales of tiles are emulated from their documents: layouts, gradients and
@@ -129,7 +129,7 @@ def test_native_is_the_simulation_on_a_gpu(recipe, shape, scales, size):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("recipe", ["unit", "unit_e4m3"])
+@pytest.mark.parametrize("recipe", ["unit"])
 def test_native_is_the_simulation_to_the_bit_where_scales_are_one(recipe, shape):
     """One thread sums in one order, and on the CPU the kernels sum as the float32 product does."""
     threads = torch.get_num_threads()
@@ -182,7 +182,7 @@ def test_a_conversion_rounds_as_the_simulation(format, compiled):
         assert_same(got.float(), want, x)
 
 
-@pytest.mark.parametrize("scaling", ["unit", "tensor", "row"])
+@pytest.mark.parametrize("scaling", ["unit", "row"])
 def test_rotated_operands_are_those_of_simulation(scaling, monkeypatch):
     """Also where a product along the other axis has the same cast, which is no second copy then."""
     how = Cast(format="e4m3", scaling=scaling, hadamard=32)
@@ -242,17 +242,7 @@ def test_the_backend_of_a_block_is_that_of_its_products(monkeypatch):
 
 
 @pytest.mark.native(whole_graph=True)
-def test_compiled_in_one_piece():
-    given = tensors(32, 48, 64)
-    layer = fp8.convert(nn.Linear(48, 64), "unit", backend="native")
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(given[0]), layer(given[0]))
-    compiled(given[0]).sum().backward()
-    assert layer.weight.grad is not None
-
-
-@pytest.mark.native(whole_graph=True)
-@pytest.mark.parametrize("recipe", ["unit", "tensor", "row", "row_gw_hp"])
+@pytest.mark.parametrize("recipe", ["unit", "row", "row_gw_hp"])
 def test_a_compiled_backward_pass_reads_no_weight(recipe):
     """The forward pass has cast it for both: the partitioner saves bytes."""
     torch._dynamo.reset()
@@ -350,11 +340,9 @@ def test_bad_input():
         linear(x.to("meta"), w.to("meta"), recipe=RECIPES["unit"], backend="native")
 
 
-@pytest.mark.parametrize("shape", SHAPES[:3])
-@pytest.mark.parametrize("recipe", ["unit", "unit_e4m3"])
-def test_static_scales(recipe, shape):
+def test_static_scales():
     """What is kept are bytes of x / f and w / f; one proof of the kernel is for all scales."""
-    x, w, bias = tensors(*shape)
+    recipe, (x, w, bias) = "unit", tensors(33, 128, 48)
     results = []
     for backend in ("native", "simulate"):
         leaves = [(f * t).detach().requires_grad_() for f, t in ((0.25, x), (2.0**-7, w))]
