@@ -47,11 +47,9 @@ def rounding_cache(model: Any, scaling: str) -> dict[str, Any]:
         scale = scale_of(wide, KV_SCALINGS[scaling], get_format("e4m3"), "up")
         return quantize(wide, "e4m3", scale=scale).to(x.dtype)
 
-    class Rounding(base):  # type: ignore[misc, valid-type]
-        def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().update(rounded(keys), rounded(values), *args, **kwargs)
+    def update(self: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return base.update(self, rounded(keys), rounded(values), *args, **kwargs)
 
-    # The argument's name before transformers 5.24 is the second.
-    names = ("cache", "past_key_values")
-    known = inspect.signature(model.forward).parameters
-    return {next(n for n in names if n in known): Rounding(config=model.config), "use_cache": True}
+    cache = type("RoundingCache", (base,), {"update": update})(config=model.config)
+    new = "cache" in inspect.signature(model.forward).parameters  # from transformers 5.24 on
+    return {"cache" if new else "past_key_values": cache, "use_cache": True}

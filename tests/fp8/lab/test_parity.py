@@ -210,6 +210,8 @@ def test_a_cache_in_fp8(scaling: str, axes: tuple[int, ...], monkeypatch: pytest
     alone = fp8.parity(model, ids, rollout="engine_row", bound=1.0)
     assert {row.name: row.kl for row in both.layers}["(cache)"] == alone.kl
     assert "cache by token" in str(both)
+    with pytest.raises(ValueError, match="unknown scaling of a cache 'row'"):
+        fp8.parity(model, ids, rollout=high, bound=1.0, cache="row")
 
 
 @pytest.mark.parametrize(
