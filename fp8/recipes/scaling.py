@@ -89,6 +89,17 @@ def _largest(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     return torch.maximum(-low, high)
 
 
+def _without_constant(mask: Tensor, x: Tensor) -> Tensor:
+    """A graph has one constant 0 for all layers. The partitioner takes what reads it in a late
+    layer for expensive, and moves the magnitudes for the backward pass into the forward pass."""
+    return torch.where(mask, x, mask.to(x.dtype))
+
+
+@compiled_as(_without_constant)
+def _zero_where_not(mask: Tensor, x: Tensor) -> Tensor:
+    return torch.where(mask, x, 0.0)
+
+
 def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     """The largest magnitude of the finite values over ``dims`` (kept); 0 if there are none.
 
@@ -104,7 +115,7 @@ def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
         except RuntimeError:  # under vmap, or while tracing
             pass
     size = x.abs()
-    size = torch.where(size < torch.inf, size, 0.0)
+    size = _zero_where_not(size < torch.inf, size)
     return size.amax() if dims is None else size.amax(dims, keepdim=True)
 
 
