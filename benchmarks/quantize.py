@@ -17,7 +17,6 @@ TARGETS = {
     "compiled stochastic": 2.5,
     "eager nearest": 4.0,
     "eager nearest, bf16 tensor": None,
-    "eager toward zero": None,
     "eager stochastic": None,
 }
 """What each case may cost, in copies; None where there is no target."""
@@ -44,7 +43,6 @@ def cases() -> dict[str, Callable[[Tensor], Tensor]]:
         "compiled nearest": torch.compile(nearest, fullgraph=True),
         "compiled stochastic": torch.compile(stochastic, fullgraph=True),
         "eager nearest": nearest,
-        "eager toward zero": lambda x: quantize(x, "e4m3", rounding="toward_zero"),
         "eager stochastic": stochastic,
     }
 
@@ -54,7 +52,7 @@ def main() -> None:
     fix_allocator("benchmarks.quantize")
     x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))
     functions = cases()
-    slow = {"eager toward zero", "eager stochastic"}
+    slow = {"eager stochastic"}
     rows: list[Row] = []
     for chosen, rounds in ((set(functions) - slow, 60), (slow, 7)):
         bound = {name: (lambda f=f: f(x)) for name, f in functions.items() if name in chosen}

@@ -89,7 +89,6 @@ CLAIMS = (
     Claim("NVFP4, arXiv:2509.25149", "nvfp4_nvidia", "fp32", 0.015),
     Claim("NVFP4, arXiv:2509.25149", "nvfp4_nvidia", "mxfp4"),
     Claim("Four over six, arXiv:2512.02010", "four_over_six", "nvfp4_nvidia"),
-    Claim("Quartet, arXiv:2505.14669", "quartet", "mxfp4"),
     Claim("Quartet II, arXiv:2601.22813", "quartet2", "nvfp4_nvidia"),
 )
 """The bounds are those of the papers. MXFP8 "matches BF16": the bound of DeepSeek-V3 is used."""

@@ -50,12 +50,6 @@ def scale_of(
         return next(fitting, 2.0**127)
     if rule == "exact":
         return min(max(float(real(amax) / real(format.max)), 2.0**-126), 2.0**127)
-    if rule == "fit":
-        floor = 2.0 ** min(max(exponent - top, -127), 127)
-        return min(max(floor * float(real(2.0 ** (top + 1) / format.max)), 2.0**-126), 2.0**127)
-    if rule == "quest":  # amax is the spread: see scale_by_error
-        largest = min(amax * (2.92247856 / format.max * 2.0**top), np.finfo(np.float64).max)
-        return scale_of(float(largest), format, "floor", 0, real, least)
     if rule == "e4m3_eden":
         share = real(17 / 16 * 0.93)
         amax, whole = float(real(amax) * share), float(real(whole) * share)
@@ -72,20 +66,12 @@ def scale_of(
             codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist()
             e4m3 = min((code for code in codes if code >= steps), default=448.0)
         return min(max(float(real(max(e4m3, 2.0**-9)) * real(unit)), 2.0**-126), 2.0**127)
-    if rule == "ceil":
-        exponent = math.ceil(math.log2(amax)) if math.frexp(amax)[0] != 0.5 else exponent
-    if rule == "even":
-        mantissa = math.floor(amax / 2.0**exponent * 2.0**format.mantissa_bits + 0.5)
-        exponent += mantissa >= 2.0 ** (format.mantissa_bits + 1)
     return 2.0 ** min(max(exponent - top, least), 127)
 
 
 def scale_by_error(x: Tensor, format: Format, rule: str, whole: float, *rest) -> float:
     """`scale_of` of a tile; under "e4m3_4_6" and "e4m3_4_6_up" the better one of it and of that for
-    1.5 * amax; under "quest" that of the standard deviation."""
-    if rule == "quest" and (largest := _largest(x)):
-        spread = float((_finite(x) / largest).std(correction=0)) or 1.0
-        return scale_of(spread * largest, format, rule, whole, *rest)
+    1.5 * amax."""
     scale = scale_of(_largest(x), format, rule, whole, *rest)
     if not rule.startswith("e4m3_4_6"):
         return scale

@@ -197,7 +197,6 @@ def test_an_error_that_is_not_of_a_type_stays():
     [
         (lambda: fp8.recipes.recipe.get_recipe("MXFP8"), "mxfp8"),
         (lambda: fp8.recipes.recipe.get_recipe("tens"), "tensor"),
-        (lambda: fp8.convert(model(), "tensor", backend="te"), "transformer_engine"),
         (lambda: fp8.recipes.recipe.get_recipe("tensr"), "tensor"),
         (lambda: fp8.formats.format.get_format("E4M3"), "e4m3"),
         (lambda: check_name("level", "o2", fp8.LEVELS), "O2"),

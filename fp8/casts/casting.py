@@ -1,12 +1,7 @@
 """Casts an operand of a product, or its gradient: rotates it, scales it by tiles and rounds it.
 
-A `Cast` is passed to autograd functions as a `LoweredCast` of strings and numbers; None means no
-cast. A kernel reads the numbers of the format and the scales apart, as `quantized` returns them. An
-operand is a matrix or a batch of matrices. The product sums over axis -1 (the operand's rows are
-multiplied) or -2 (its columns are).
-
-Each process rounds its part of a DTensor by the scales of the whole: the largest magnitude of the
-elements that share a scale is reduced over the processes that divide them.
+An operand is a matrix or a batch of matrices; the product sums over axis -1 (its rows are
+multiplied) or -2. Each process rounds its part of a DTensor by the scales of the whole.
 """
 
 from __future__ import annotations
@@ -53,12 +48,9 @@ from .rotation import rotated
 
 
 class LoweredCast(NamedTuple):
-    """A `Cast` as strings and numbers, which autograd functions and compiled graphs accept as
-    arguments. Fields without a description are those of `Cast`.
-
-    Without a rule, the scale factor comes from the operand's history (scaling "static"), or is
-    ``2**margin``: 1, or the static scale set by `shifted`.
-    """
+    """A `Cast` as strings and numbers, which autograd functions and compiled graphs accept. Without
+    a rule the scale comes from a history (scaling "static"), or is ``2**margin``, as `shifted` sets
+    it."""
 
     format: str
     """A name in FORMATS, or a `Format.text`."""
@@ -76,8 +68,7 @@ class LoweredCast(NamedTuple):
 
     @property
     def settings(self) -> LoweredCast:
-        """The cast without its label. Casts with equal settings have equal results, apart from
-        random bits."""
+        """The cast without its label: equal settings give equal results, but for random bits."""
         return self._replace(label="")
 
     @property
@@ -106,8 +97,8 @@ def lowered(cast: Cast) -> LoweredCast:
 def _from_text(
     text: str, exponent: int = 0, name: str = "", operand: str = "", rotated: bool = True
 ) -> LoweredCast:
-    """The cast with a `LoweredCast.text`, `shifted` by ``exponent``, `labelled`, and `unrotated`
-    unless ``rotated``."""
+    """The cast with a `LoweredCast.text`, `shifted`, `labelled`, and `unrotated` unless
+    ``rotated``."""
     cast: LoweredCast | None = LoweredCast.from_text(text)
     cast = labelled(shifted(cast if rotated else unrotated(cast), exponent), name, operand)
     assert cast is not None
@@ -123,8 +114,7 @@ _lowered = compiled_as(lambda *key: LoweredCast(*_fields(*key)))(cache(_from_tex
 
 
 def shifted(spec: LoweredCast | None, exponent: int) -> LoweredCast | None:
-    """The cast with its static scale factor multiplied by ``2**exponent``; unchanged if it computes
-    its scale by a rule."""
+    """The cast with a static scale factor times ``2**exponent``; unchanged if it has a rule."""
     if spec is None or spec.rule is not None:
         return spec
     return spec._replace(margin=spec.margin + exponent)
@@ -141,8 +131,7 @@ def unrotated(spec: LoweredCast | None) -> LoweredCast | None:
 
 
 def is_whole(recipe: Recipe) -> bool:
-    """Whether no operand is scaled by rows or blocks, so that no cast depends on the summed
-    axis."""
+    """Whether no operand has scales by rows or blocks, which depend on the summed axis."""
     return all(cast is None or cast.tile == (0, 0) for cast in recipe.casts)
 
 
@@ -155,12 +144,9 @@ def cast_forward(
     operand: str = "input",
     exponent: int = 0,
 ) -> Tensor:
-    """``x`` rounded under ``cast``; straight-through gradient, also where values saturate.
-
-    name: the name of the product, for `fp8.stats`. exponent: as in `shifted`. While `fp8.calibrate`
-    measures, ``x`` is measured and returned unchanged. A rotation is omitted, because it cancels
-    only in a product whose other operand is rotated too.
-    """
+    """``x`` rounded under ``cast``, without its rotation; straight-through gradient, also where
+    values saturate. name: of the product, for `fp8.stats`. While `fp8.calibrate` measures, ``x`` is
+    measured and returned."""
     if cast is None:
         return x
     if (pass_ := measuring()) is not None:
@@ -170,8 +156,8 @@ def cast_forward(
 
 
 def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: str) -> Tensor:
-    """``x`` unchanged; its gradient is rounded under ``cast`` along axis -1, or measured as in
-    `cast_forward`. A rotation is omitted."""
+    """``x``, whose gradient is rounded under ``cast`` along axis -1, or measured, as in
+    `cast_forward`."""
     if cast is None:
         return x
     if (pass_ := measuring()) is not None:
@@ -197,13 +183,9 @@ def rounded(
     record: bool | None = None,
     signs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``x`` rounded (and rotated, if specified) under a cast, with a straight-through gradient, and
-    the scale factor of all of it; None if that is 1 or if each tile has its own.
-
-    history: the operand's history, for scaling "delayed" or "static". record: whether x is added to
-    it (None: if gradients are recorded). signs: the `rotation_signs` of the product, common to both
-    operands.
-    """
+    """``x`` rotated and rounded under a cast, with a straight-through gradient, and the scale of
+    all of it; None if that is 1 or each tile has its own. record: whether x enters the history
+    (None: if gradients are recorded). signs: the `rotation_signs` of the product."""
     if spec is None:
         return x, None
     x = as_read(x)
@@ -216,8 +198,8 @@ def rounded(
 
 
 def as_read(x: Tensor) -> Tensor:
-    """``x`` as a cast reads it: a plain tensor, or a DTensor without partial sums. Raises TypeError
-    for one that cannot be cast."""
+    """``x`` as a plain tensor, or a DTensor without partial sums. Raises TypeError if it cannot be
+    cast."""
     if type(x) in (Tensor, Parameter):  # the usual case first
         nested = x.is_nested
         if not nested and x.dtype in DTYPES and x.layout == torch.strided:
@@ -244,8 +226,7 @@ def cast_values(
 
 @eager_only(False)
 def _has_tangent(x: Tensor) -> bool:
-    """Whether a forward-mode derivative is computed, for which torch refuses an autograd
-    function."""
+    """Whether a forward-mode derivative is computed, for which torch refuses autograd functions."""
     return unpack_dual(x).tangent is not None
 
 
@@ -285,10 +266,7 @@ def format_of(spec: LoweredCast) -> Format:
     return get_format(FORMATS[spec.format])
 
 
-# Caches, of functions that torch.compile does not trace: it warns of a cache.
-
-
-@cache
+@cache  # not traced by torch.compile, which warns of a cache
 def resolved_format(text: str) -> Format:
     """`format_of`, for the text of a format."""
     return Format.from_text(text) if "|" in text else FORMATS[text]
@@ -300,16 +278,15 @@ def _resolved_grid(format: str, overflow: str, dtype: torch.dtype, scaled: bool)
 
 
 def rounding_of(cast: LoweredCast | Cast, converts: bool = False) -> dict[str, Any]:
-    """The keyword arguments of `fp8.formats.quantize.quantize_operand` for a cast. converts: as in
-    `quantized`."""
+    """The arguments of `quantize_operand` for a cast. converts: as in `quantized`."""
     if converts and (cast.rounding, cast.overflow) == ("nearest", "saturate"):
         return {"rounding": "none"}
     return {"rounding": cast.rounding, "overflow": cast.overflow}
 
 
 def _rounded(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int) -> Tensor:
-    """``x`` rounded to the format of the cast and multiplied by its scale factors again. scale: of
-    all of x; None if each tile has its own. Not differentiable."""
+    """``x`` rounded and multiplied by its scales again; not differentiable. scale: of all of x, or
+    None."""
     if type(x) is not Tensor and is_dtensor(x):
         return as_shard(x, _round_part(part_of(x), scale, spec, axis, x))
     return _round_part(x, scale, spec, axis, None)
@@ -337,8 +314,8 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int, o
 def by_tiles(
     x: Tensor, spec: LoweredCast, axis: int, of: Any = None, converts: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """The numbers of the format in ``x``, by one scale for each tile; these scales; `scaled_tiles`
-    of x, and the dimensions of a tile. of: as in `_round_part`. converts: as in `quantized`."""
+    """The numbers of the format in ``x``, the scales of tiles, `scaled_tiles` of x and the
+    dimensions of a tile. of: as in `_round_part`. converts: as in `quantized`."""
     assert spec.rule is not None
     rule, format = spec.rule, format_of(spec)
     tiles, dims = scaled_tiles(x, spec.tile, axis)
@@ -415,8 +392,8 @@ def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
 
 
 class _Round(Function):
-    """Saves an empty tensor: activation checkpointing counts saved tensors, and so detects that a
-    segment with casts is recomputed outside of its block."""
+    """Saves an empty tensor: activation checkpointing counts saved tensors, and so detects a
+    segment that is recomputed outside of its block."""
 
     generate_vmap_rule = True
 
@@ -453,9 +430,8 @@ class _RoundGradient(Function):
 
 
 class QuantizedOperand(NamedTuple):
-    """values: numbers of the format, float32, (..., outer, inner); the product sums over inner.
-    scale: float32: 0-dim; (outer, 1) for rows; (..., outer / across, inner / along) for tiles.
-    unit: the tensor-level factor of scales in e4m3, 0-dim; None for others."""
+    """values: float32, (..., outer, inner), summed over inner. scale: float32, 0-dim, (outer, 1),
+    or one for each tile. unit: of scales in e4m3, 0-dim."""
 
     values: Tensor
     scale: Tensor
@@ -477,12 +453,8 @@ def quantized(
     signs: Tensor | None = None,
     converts: bool = False,
 ) -> QuantizedOperand:
-    """``x``, or with axis -2 its transpose, in numbers of the format.
-
-    axis: the axis that the product sums over. history, record, signs: as in `rounded`. converts:
-    whether the values are converted to the dtype of the format, which rounds to nearest, so that
-    they need not be rounded before.
-    """
+    """``x``, or with axis -2 its transpose, in numbers of the format. history, record, signs: as in
+    `rounded`. converts: whether a conversion to the dtype of the format rounds the values."""
     converts = converts and format_of(spec).dtype is not None and not spec.label
     x = rotated(dequantized(x), spec.hadamard, axis, signs) if spec.hadamard else x
     x = dequantized(x, torch.float32)

@@ -1,11 +1,8 @@
 """Statistics of casts, for `fp8.stats` and for a check of the first pass without scales.
 
-A recorder is open while a sampled pass runs. The products of that pass get a name, which is stored
-as a string in their lowered casts, including those of the backward pass. A cast with a name reports
-to the recorder.
-
-A `CastLossCheck` is a recorder for recipes that cast without scales. It observes the first product
-of each weight that is recorded for a backward pass, and the weightless products that follow it.
+The products of a recorded pass get a name, which is stored in their lowered casts, also those of
+the backward pass. A cast with a name reports to the recorder. A `CastLossCheck` observes the first
+recorded product of each weight, and the weightless products that follow it.
 """
 
 from __future__ import annotations
@@ -37,8 +34,8 @@ signal and noise: squares of the elements and of their errors."""
 
 
 class _Open(threading.local):
-    """The recorders whose pass runs in this thread, innermost last, each with a counter of unnamed
-    products by kind; and the `CastLossCheck` of products without a weight."""
+    """The recorders open in this thread, innermost last, each with a counter of unnamed products by
+    kind; and the check of products without a weight."""
 
     def __init__(self) -> None:
         self.recorders: list[tuple[CastRecorder, Counter[str]]] = []
@@ -87,8 +84,8 @@ class CastRecorder:
         self._model = model
 
     def layers(self) -> dict[int, str]:
-        """id of a parameter -> the name of the module that owns it; its own name, if it is one of
-        several stacks of weights."""
+        """id of a parameter -> the name of its module; its own name, if it is one of several
+        stacks."""
         names: dict[int, str] = {}
         for path, parameter in self._model.named_parameters():
             module, _, attribute = path.rpartition(".")
@@ -132,8 +129,7 @@ class CastRecorder:
 
 
 def _check_scale(layer: str, operand: str, units: Tensor, about: Any) -> None:
-    """Warns, once for ``about``, if a static scale factor is far from the RMS of its operand.
-    units: elements divided by it. Does nothing for values that cannot be read (fake tensors)."""
+    """Warns, once for ``about``, of a static scale far from the RMS of its operand."""
     try:
         ratio = math.sqrt(float(units.square().mean()))
     except RuntimeError:
@@ -143,10 +139,8 @@ def _check_scale(layer: str, operand: str, units: Tensor, about: Any) -> None:
 
 
 DRIFT = 64.0
-"""The factor, up or down, between the RMS of an operand and its static scale beyond which
-`fp8.stats` and the first backward pass warn: 6 of the 18 octaves of e4m3, of which 8 are above the
-RMS that calibration sets.
-"""
+"""The factor between the RMS of an operand and its static scale beyond which a warning is shown: 6
+of the 18 octaves of e4m3, of which 8 are above the RMS that calibration sets."""
 _DRIFTED = (
     "the RMS of the {} of {} is {:.2g} times the scale that fp8.calibrate has set, beyond "
     "[2**-6, 2**6]: call fp8.calibrate again, with the loss of training, the factor of a "
@@ -154,12 +148,9 @@ _DRIFTED = (
 )
 
 LOST = 0.1
-"""The lost share of an operand, beyond that of a standard normal one (e4m3: 0.0008 become zero,
-e5m2: 0.000006), above which a `CastLossCheck` warns. Half of the smallest number of e4m3 is 2**-10,
-of e5m2 2**-17: a normal operand loses this share if its RMS is below 2**-7 or 2**-14. In
-unit-scaled models a GELU or the product of two standard normals loses less than 0.01 in e4m3. The
-gradients of queries and keys, the smallest at initialization, lose up to 0.06 in e5m2.
-"""
+"""The lost share of an operand, beyond that of a standard normal one, above which a `CastLossCheck`
+warns: of a normal operand with an RMS below 2**-7 (e4m3) or 2**-14 (e5m2). Unit-scaled models lose
+up to 0.06, of the gradients of queries and keys in e5m2."""
 LEAST = 1024
 """The minimum number of nonzero elements for a share."""
 _SAMPLE = 1 << 14
@@ -233,8 +224,8 @@ def forget_checks(model: nn.Module) -> None:
 
 
 def check_block(recipe: Recipe | None) -> CastLossCheck | None:
-    """The check of products without a weight in a block that is being opened. None if that line of
-    the caller's code was already observed, or if the recipe's scales follow the operands."""
+    """The check of products without a weight in a block that opens; None if that line of the caller
+    was observed, or the recipe's scales follow the operands."""
     if recipe is None or not recipe.fixed:
         return None
     frame = sys._getframe(1)

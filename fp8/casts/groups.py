@@ -1,9 +1,8 @@
 """Casts of grouped operands: every group is cast as a matrix of its own.
 
-A grouped operand is a stack of matrices (groups, rows, columns), or one matrix whose rows (axis
--2) or columns (axis -1) are split into groups by the offsets of their ends. A group may be empty.
-The sizes of groups are data, so a compiled graph holds the casts of an operand as one opaque
-operator.
+A grouped operand is a stack of matrices, or one matrix whose rows (axis -2) or columns (axis -1)
+are split by the offsets of their ends. The sizes of groups are data, so a compiled graph holds the
+casts of an operand as one opaque operator.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from .casting import LoweredCast, rounded
 
 
 class Groups(NamedTuple):
-    """The layout of the groups of an operand, and the axis that the product sums over. offs:
-    (groups,), int32, their ends along the axis ``split`` of a matrix; None for a stack. Axes: -2 or
-    -1."""
+    """The groups of an operand: their ends (int32) along the axis ``split`` of a matrix, None for a
+    stack; and the axis that the product sums over, -2 or -1."""
 
     offs: Tensor | None
     split: int
@@ -30,8 +28,8 @@ class Groups(NamedTuple):
 
 
 def bounds(offs: Tensor, size: int) -> list[int]:
-    """The starts of the groups and the end of the last one, of ``size`` rows or columns. Raises
-    ValueError for offsets that descend or exceed ``size``."""
+    """The starts of the groups and the last end. Raises ValueError if they descend or exceed
+    ``size``."""
     ends = [0, *offs.tolist()]
     if any(a > b for a, b in pairwise(ends)) or ends[-1] > size:
         raise ValueError(
@@ -71,8 +69,7 @@ def aligned(offs: Tensor | None, spec: LoweredCast | None) -> Tensor | None:
 
 
 def _zeros(x: Tensor, groups: Groups, hadamard: int) -> Tensor:
-    """Zeros for the cast operand: `rotated` pads the summed axis, or each group along it, to a
-    multiple of its size."""
+    """Zeros for the cast operand: `rotated` pads the summed axis, or each group along it."""
     if not hadamard:
         return torch.zeros_like(x)
     shape, axis = list(x.shape), groups.axis

@@ -22,8 +22,7 @@ Parts = Callable[[Tensor], Iterable[Tensor]]
 
 @dataclass
 class Moment:
-    """The operands with one static scale. state: that scale. total: the sum of their squares.
-    elements: their number."""
+    """The operands with one static scale: its state, the sum of their squares, their number."""
 
     state: Tensor
     total: Tensor | float = 0.0
@@ -31,12 +30,9 @@ class Moment:
 
 
 class Measurement:
-    """Sums of squares and element counts of all operands in a pass.
-
-    of_states: whether products have states. Otherwise the pass is of a copy of the model.
-    moments: by the address of an operand's state. leaders: the address of a state -> that of the
-    first product which read the same tensor in the forward pass.
-    """
+    """Sums of squares of all operands in a pass. of_states: whether products have states. moments:
+    by the address of a state. leaders: the address of a state -> that of the first product that
+    read the same tensor."""
 
     def __init__(self, of_states: bool = True) -> None:
         self.of_states = of_states
@@ -45,8 +41,8 @@ class Measurement:
         self._read: dict[Any, tuple[int, Tensor]] = {}
 
     def operand(self, state: Tensor | None, x: Tensor, parts: Parts | None = None) -> None:
-        """Adds operand ``x`` with state ``state``; None: it has none and is skipped. parts: splits
-        x into groups, each of which has a state."""
+        """Adds ``x`` with its state, if it has one. parts: splits x into groups with a state
+        each."""
         if parts is not None and state is not None:
             for each, part in zip(state, parts(x), strict=True):
                 self.operand(each, part)
@@ -86,6 +82,5 @@ def uncast() -> Iterator[None]:
 
 
 def measuring() -> Measurement | None:
-    """The active `Measurement` of this thread, or None. While there is one, products are not
-    cast, and nothing is compiled (`fp8.modes.autocast.outside_compiler`)."""
+    """The active `Measurement` of this thread, or None. Meanwhile nothing is cast or compiled."""
     return MEASURING.items[-1] if MEASURING.items else None

@@ -1,16 +1,9 @@
 """The operands of a layer's three products: their casts, which of them share one copy, and how they
 are saved for the backward pass.
 
-A recipe without a rule for scales ("unit") casts operands without a scale. An operand of known RMS
-may have a *static* scale factor instead: a power of two that is a constant of the call,
-``f * Q(x / f)``.
-
-An operand with values of a format times one scale factor is saved in the dtype of the format and
-restored bit for bit. In compiled code a parameter, which is in memory anyway, may be cast a second
-time instead, and layers with the same input (query, key and value; gate and up) save its bytes
-once; in eager mode each saves a copy. A backward pass that is differentiated itself
-(``create_graph=True``) reads them with the gradient of the operand, straight through its cast.
-Under torch.func operands are saved unchanged.
+An operand with one scale factor is saved in the dtype of its format and restored bit for bit;
+compiled, layers with the same input save it once. A backward pass that is differentiated itself
+reads it with the gradient of the operand. Under torch.func operands are saved unchanged.
 """
 
 from __future__ import annotations
@@ -40,8 +33,7 @@ Exponents = tuple[int, ...]
 
 
 class Casts(NamedTuple):
-    """The lowered casts of the six operands of a layer's three products. An operand of the backward
-    products is None if it needs no cast, or no second one."""
+    """The lowered casts of the six operands; None in the backward products for no (second) cast."""
 
     a: LoweredCast | None = None
     b: LoweredCast | None = None
@@ -52,8 +44,7 @@ class Casts(NamedTuple):
 
 
 def static_exponent(weight: object) -> int:
-    """The exponent of the static scale factor of a parameter, from its tag ``mup_scale`` set by
-    `unit_scaling.parameter`; 0 without a tag."""
+    """The exponent of a parameter's static scale, its tag ``mup_scale``; 0 without one."""
     return math.frexp(getattr(weight, "mup_scale", 1.0))[1] - 1
 
 
@@ -64,12 +55,8 @@ def _casts_of(
     static: Exponents = (0, 0),
     rotated: bool = True,
 ) -> Casts:
-    """The lowered casts of the recipe with this `Recipe.text`.
-
-    layer: whether b is a weight; otherwise it is cast like a, and in the backward pass rotated like
-    the gradient that it is multiplied by. name: of the product, for `fp8.stats`. rotated: False
-    omits rotations.
-    """
+    """The lowered casts of the recipe with this `Recipe.text`. layer: whether b is a weight;
+    otherwise it is cast like a, and in the backward pass rotated like the gradient."""
     specs = [LoweredCast.from_text(line) if line else None for line in text.split("\n")]
     a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b = specs
     if not layer:
@@ -102,8 +89,7 @@ casts_of = compiled_as(_in_graph)(cache(_casts_of))
 
 
 def one_copy(first: LoweredCast | None, second: LoweredCast | None) -> bool:
-    """Whether an operand cast under ``first`` can be reused where ``second`` applies, along the
-    other axis."""
+    """Whether an operand cast under ``first`` serves ``second``, along the other axis."""
     if first is None or second is None:
         return first is second
     across, along = first.tile
@@ -112,8 +98,8 @@ def one_copy(first: LoweredCast | None, second: LoweredCast | None) -> bool:
 
 
 class Copies(NamedTuple):
-    """What the backward products need of the operands. a, b: whether they use the cast copy of the
-    forward product. casts: the specs, without those of second casts that are not needed."""
+    """Whether the backward products use the cast copies of a and b; the casts, without needless
+    ones."""
 
     a: bool
     b: bool
@@ -135,9 +121,8 @@ def copies_of(casts: Casts) -> Copies:
 
 
 class SavedOperand(NamedTuple):
-    """A tensor to save. spec: its cast. scale: its scale factor, if one is for the whole tensor.
-    source: the tensor before the cast, an input of the autograd function, which has the gradient of
-    the saved one; None for an input itself."""
+    """A tensor to save, its cast, and the scale of all of it. source: the tensor before the cast,
+    which has its gradient; None for an input itself."""
 
     values: Tensor
     spec: LoweredCast | None = None
@@ -146,11 +131,9 @@ class SavedOperand(NamedTuple):
 
 
 def save_operands(ctx: Any, *operands: SavedOperand) -> None:
-    """Saves operands for the backward pass, as bytes where that is smaller.
-
-    The first saved tensor is empty: activation checkpointing counts saved tensors, and so detects
-    that a segment with casts is recomputed outside of its block.
-    """
+    """Saves operands for the backward pass, as bytes where that is smaller. The first saved tensor
+    is empty: activation checkpointing counts saved tensors, and so detects a segment that is
+    recomputed outside of its block."""
     recorded, compiling = is_recorded(ctx), torch.compiler.is_compiling()
     saved = [] if compiling else [operands[0].values.new_empty((0,))]
     encodings, sources = [], []
@@ -178,8 +161,8 @@ def save_operands(ctx: Any, *operands: SavedOperand) -> None:
 
 
 def _connection(source: Tensor | None) -> Tensor | None:
-    """A tensor in the graph of ``source`` that does not keep its memory, except that of a leaf;
-    None if it needs no gradient. Not saved, as hooks on saved tensors would store the full size."""
+    """A tensor in the graph of ``source`` without its memory, except of a leaf. Not saved, as hooks
+    on saved tensors would store its full size."""
     if source is None or not source.requires_grad:
         return None
     if source.is_leaf:
@@ -190,8 +173,7 @@ def _connection(source: Tensor | None) -> Tensor | None:
 
 
 def saved_operands(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
-    """The operands saved by `save_operands`, in ``dtype``, differentiable where the backward pass
-    is."""
+    """The operands of `save_operands`, in ``dtype``, differentiable where the backward pass is."""
     tensors = iter(saved_tensors(ctx)[ctx.marked :])
     operands = []
     for in_bytes, scaled in ctx.encodings:
@@ -228,8 +210,7 @@ class _Zeros(Function):
 
 @compiled_as(lambda ctx: ctx.saved_tensors)
 def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
-    """``ctx.saved_tensors``, which an activation checkpoint recomputes. If the recomputation saved
-    other tensors, the error names the remedy."""
+    """``ctx.saved_tensors``; names the remedy if a checkpoint has recomputed other ones."""
     try:
         return ctx.saved_tensors
     except CheckpointError as error:
@@ -254,14 +235,13 @@ def _dtype(x: Tensor, spec: LoweredCast) -> torch.dtype | None:
 
 @compiled_as(lambda x, dtype: torch.zeros_like(x, dtype=dtype).copy_(convertible(x, dtype)))
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in ``dtype``; in a graph by a copy, because the partitioner counts twice the bytes of a
-    conversion and would save the 16-bit tensor instead."""
+    """``x`` in ``dtype``; in a graph by a copy, because the partitioner counts a conversion
+    twice."""
     return x.to(dtype)
 
 
 def restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``data * scale``, computed in float32 or wider and rounded to ``dtype``. scale: 0-dim, or
-    broadcastable to ``data``."""
+    """``data * scale``, computed in float32 or wider and rounded to ``dtype``."""
     one_scale = scale is None or not scale.ndim
     lookup = one_scale and type(data) is Tensor and data.dtype.itemsize == 1
     lookup = lookup and data.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()

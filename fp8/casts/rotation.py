@@ -29,12 +29,8 @@ def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
 
 
 def rotation_signs(spec: Any, like: Tensor) -> Tensor | None:
-    """Random signs for the rotation of both operands of a product: (hadamard,), 1 or -1, float32;
-    None if the signs are fixed.
-
-    spec: the `LoweredCast` of one of the operands, or None. Raises ValueError for a DTensor, for
-    which each process would draw other signs.
-    """
+    """Random signs, (hadamard,), for both operands of a product; None if they are fixed. Raises
+    ValueError for a DTensor, for which each process would draw others."""
     if spec is None or spec.signs == "fixed":
         return None
     if is_dtensor(like):
@@ -47,19 +43,15 @@ def rotation_signs(spec: Any, like: Tensor) -> Tensor | None:
 
 @compiled_as(lambda x, like: x + like[:0].sum())
 def _after(x: Tensor, like: Tensor) -> Tensor:
-    """``x``; in a graph plus 0, the sum of no elements of ``like``. Without this dependence torch's
-    partitioner may move the rotation of a saved operand, which no gradient enters, to the forward
-    graph, and draw other signs in the backward graph (torch 2.13)."""
+    """``x``; in a graph plus the sum of no elements of ``like``: else torch's partitioner may draw
+    other signs in the backward graph (torch 2.13)."""
     return x
 
 
 def rotated(x: Tensor, size: int, axis: int, signs: Tensor | None = None) -> Tensor:
-    """Multiplies ``x`` by an orthogonal matrix along ``axis``, in blocks of ``size`` elements.
-
-    The product of two operands does not change if both are rotated along the summed axis, and the
-    rotation spreads an outlier over its block. The axis is padded with zeros to a multiple of
-    ``size``. signs: one for each element of a block, which multiply it first; None: no signs.
-    """
+    """``x`` times an orthogonal matrix along ``axis``, padded with zeros, in blocks of ``size``,
+    which cancels in a product and spreads an outlier over its block. signs: of the elements of a
+    block."""
     if is_dtensor(x):
         check_whole(x, axis, size)
         local = x.to_local()  # type: ignore[attr-defined]
@@ -79,6 +71,5 @@ def rotated(x: Tensor, size: int, axis: int, signs: Tensor | None = None) -> Ten
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Context in which `torch.autocast` of the device of ``x`` is disabled. The meta device has
-    none."""
+    """Context without the `torch.autocast` of the device of ``x``; the meta device has none."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

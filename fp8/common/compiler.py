@@ -1,8 +1,5 @@
-"""How the two packages behave differently in eager code and in compiled graphs.
-
-torch.compile guards every object read during tracing, from function bodies to builtins, and
-rechecks the guards on each call, at about 0.3 microseconds per guard.
-"""
+"""What differs between eager code and compiled graphs. torch.compile guards every object that is
+read during tracing, and rechecks it on each call, in about 0.3 microseconds."""
 
 from __future__ import annotations
 
@@ -46,10 +43,8 @@ class FirstLook(TorchFunctionMode):
 
 
 def taken_as_constant(fn: Fn) -> Fn:
-    """Decorator: torch.compile evaluates the function during tracing and stores the result as a
-    constant, without guards on what it reads. The arguments are constants; the result is a number,
-    a string or a tuple of these. `torch.compiler.assume_constant_result` sets the same mark, but
-    imports the compiler."""
+    """Decorator: torch.compile stores the result for constant arguments as a constant, without
+    guards. `torch.compiler.assume_constant_result` does so too, but imports the compiler."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
@@ -70,21 +65,19 @@ def compiled_as(graph: Callable[..., Any]) -> Callable[[Fn], Fn]:
 
 
 def eager_only(otherwise: Any = None) -> Callable[[Fn], Fn]:
-    """Decorator: compiled code skips the function, whose result is ``otherwise`` there. For checks
-    that read values, and for state between calls."""
+    """Decorator: compiled code skips the function, whose result is ``otherwise`` there."""
     return compiled_as(lambda *args, **kwargs: otherwise)
 
 
-#: Torch functions that a mode intercepts in eager code but not under torch.compile, which shows a
-#: mode only the functions that torch lists as overridable. A compiled model would silently compute
-#: these, which are not listed, without a recipe or plan.
+#: Functions that torch does not list as overridable: torch.compile hides them from modes, and a
+#: compiled model would silently compute them without a recipe or plan.
 HIDDEN: list[Callable[..., Any]] = [F.hardsigmoid, F.hardswish, F.sigmoid, F.tanh]
 
 
 @taken_as_constant
 def reveal() -> bool:
     """Moves `HIDDEN` to torch's list, for the whole process; torch has no public way to extend it.
-    Called when a mode is entered. The tracer executes it, because it is a constant."""
+    The tracer executes it, because it is a constant."""
     if HIDDEN:
         torch.overrides.get_overridable_functions()[F].extend(HIDDEN)
         HIDDEN.clear()
@@ -95,12 +88,8 @@ def reveal() -> bool:
 
 
 def in_graph(function: Fn, graph: Callable[..., Any] | None = None) -> Fn:
-    """Decorator: the function is a single call by name in a graph, without tracing.
-
-    graph: the function that a graph calls; by default ``function``. It may read only its arguments
-    (tensors, numbers, strings and tuples) and state that every compiled graph already guards
-    (autocast, the gradient mode).
-    """
+    """Decorator: in a graph the function, or ``graph``, is a single call by name. It may read only
+    its arguments, and state that every graph guards (autocast, the gradient mode)."""
     name = f"{function.__module__}.{function.__qualname__}"
     GRAPH_FUNCTIONS[name] = graph or function
 
@@ -116,33 +105,27 @@ def in_graph(function: Fn, graph: Callable[..., Any] | None = None) -> Fn:
 
 
 def reads_values(x: Tensor) -> bool:
-    """Whether control flow can depend on values of ``x``: in eager mode, and without a device
-    synchronization."""
+    """Whether control flow may depend on ``x``: eager code, and no synchronization."""
     return not torch.compiler.is_compiling() and x.device.type == "cpu"
 
 
 def updates_states() -> bool:
-    """Whether a pass updates the state of a recipe: if gradients are recorded. An exported program
-    records none, and has the scales of the model at its export."""
+    """Whether a pass updates the state of a recipe: if it records gradients; an exported program
+    has fixed scales."""
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         return False  # in torch 2.11, every graph that the compiler traces counts as exported
     return torch.is_grad_enabled()
 
 
 def is_differentiated_again() -> bool:
-    """Whether the backward pass that is running records its own (``create_graph=True``). A compiled
-    one is not differentiated again."""
+    """Whether the running backward pass records its own (``create_graph=True``); never compiled."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def apply(function: type[Function], *args: Any, written: Tensor | None = None) -> Any:
-    """``function.apply(*args)``, for a function with ``forward(*args)`` and ``setup_context``.
-
-    Inside, no torch-function mode sees a call: an autocast and the plan of a unit-scaled model have
-    seen the product as a whole, and so does the class of a tensor subclass. A graph compiled
-    without gradients contains only ``forward``, without guards on what ``backward`` needs. written:
-    the argument that ``backward`` writes into.
-    """
+    """``function.apply(*args)`` outside of torch-function modes, which have seen the product as a
+    whole. A graph without gradients contains only ``forward``, without guards on what ``backward``
+    needs. written: the argument that ``backward`` writes into."""
     if not torch.compiler.is_compiling():
         return apply_eagerly(function, *args)
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
@@ -150,9 +133,8 @@ def apply(function: type[Function], *args: Any, written: Tensor | None = None) -
     if not torch.is_grad_enabled():
         call, inputs = function.forward, list(args)
     else:
-        # The compiler assumes that an argument which `torch.func.grad` differentiates needs no
-        # gradient (torch 2.13), and would differentiate ``forward`` instead of calling
-        # ``backward``. It does see that a view of it needs one.
+        # The compiler (torch 2.13) assumes that an argument which `torch.func.grad` differentiates
+        # needs no gradient, and would not call ``backward``; of a view it sees that.
         if not torch.compiler.is_dynamo_compiling():  # which traces the backward itself
             from .traced import marked  # imports the compiler
 
@@ -168,14 +150,9 @@ def apply(function: type[Function], *args: Any, written: Tensor | None = None) -
 
 
 def apply_eagerly(function: type[Function], *args: Any) -> Any:
-    """`apply` in eager mode.
-
-    torch's ``apply`` of a function with ``setup_context`` binds the arguments to the signature of
-    ``forward``, which takes 30 to 40 microseconds, more than a small product. The older form
-    ``forward(ctx, *args)`` does not. Under a torch.func transform torch rejects that form with a
-    RuntimeError before it computes anything, and the second call computes the function; a
-    RuntimeError of ``forward`` itself is raised again.
-    """
+    """`apply` in eager mode. torch's ``apply`` of a function with ``setup_context`` binds arguments
+    to a signature, which takes longer than a small product; the older form ``forward(ctx, *args)``
+    does not. torch rejects that form under a torch.func transform, before it computes."""
     for arg in args:  # as in `apply`, without a call: a small product has time for 18
         if isinstance(arg, Tensor) and type(arg) is not Tensor and type(arg) is not Parameter:
             # As in any call of torch, its class decides what class the results have.
@@ -189,18 +166,17 @@ def apply_eagerly(function: type[Function], *args: Any) -> Any:
 
 
 def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``function(*args, **kwargs)`` from inside a torch-function mode, where torch.compile cannot
-    trace `Tensor.unflatten`, which calls C++ through ``super()``."""
+    """``function(*args, **kwargs)`` inside a torch-function mode, where torch.compile cannot trace
+    `Tensor.unflatten`."""
     if function is Tensor.unflatten:
         return torch.unflatten(*args, **kwargs)
     return function(*args, **kwargs)
 
 
 def same(x: Tensor) -> Tensor:
-    """``x``, for the forward of an autograd function that changes its gradient alone: a view (for
-    all strides, unlike ``x.view_as(x)``), or a copy in a graph. The compiler (torch 2.13) derives
-    results of a graph that share memory from each other, outside of the autograd functions between
-    them, whose backward is then not called. Inductor omits copies that it does not need."""
+    """``x``, for an autograd function that changes its gradient alone: a view, or a copy in a
+    graph. The compiler (torch 2.13) derives results that share memory from each other, outside of
+    the autograd functions between them. Inductor omits needless copies."""
     return x.clone() if torch.compiler.is_compiling() else x[...]
 
 
@@ -208,14 +184,14 @@ _LOSES_GRADIENTS = torch.__version__ < "2.12"
 
 
 def unaliased(output: Tensor) -> Tensor:
-    """``output``, which the forward of an autograd function changed in place; a copy while torch
-    2.11 compiles: that version compiles such a function to one whose gradient is zero."""
+    """``output``, which a forward changed in place; a copy while torch 2.11 compiles, whose
+    gradient would be zero."""
     return output.clone() if _LOSES_GRADIENTS and torch.compiler.is_compiling() else output
 
 
 def is_recorded(ctx: Any) -> bool:
-    """Whether ``ctx`` belongs to an eager call by `apply` that autograd records, outside of any
-    torch.func transform."""
+    """Whether ``ctx`` belongs to an eager call by `apply` that autograd records, outside of
+    torch.func."""
     return getattr(ctx, "is_recorded", False)
 
 

@@ -38,14 +38,14 @@ def unreduced(x: Any) -> Tensor:
 
 
 def _divides(x: Any, placement: Any) -> int | None:
-    """The dimension of ``x`` that a placement divides, if any. That includes strided placements,
-    which result from flattening a divided inner dimension; torch's ``is_shard`` excludes them."""
+    """The dimension of ``x`` that a placement divides, if any; strided placements, from flattening
+    a divided inner dimension, too."""
     return placement.dim % x.dim() if hasattr(placement, "dim") else None
 
 
 def as_shard(x: Any, local: Tensor) -> Tensor:
-    """A DTensor like ``x`` with ``local`` as the part of this process. The sizes of dimensions that
-    are not divided may differ."""
+    """A DTensor like ``x`` with the local part ``local``; dimensions that are not divided may
+    differ."""
     from torch.distributed.tensor import DTensor
 
     divided = {_divides(x, p) for p in x.placements}
@@ -58,8 +58,8 @@ def as_shard(x: Any, local: Tensor) -> Tensor:
 
 
 def reduced(x: Any, part: Tensor, dims: Iterable[int], how: str) -> Tensor:
-    """``part``, of the local part of ``x``, reduced over the processes that divide the dimensions
-    ``dims`` of ``x``. how: "sum" or "max"."""
+    """``part`` reduced ("sum", "max") over the processes that divide the dimensions ``dims`` of
+    ``x``."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     divided = {d % x.dim() for d in dims}

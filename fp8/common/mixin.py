@@ -1,9 +1,5 @@
-"""Adds mixins to a module in place.
-
-The class of the instance becomes a subclass whose ``forward`` runs through the mixin. The module
-keeps its type, name, parameters, hooks, signature and identity, so an optimizer that holds its
-parameters stays valid.
-"""
+"""Adds mixins to a module in place: the class of the instance becomes a subclass whose ``forward``
+runs through the mixin. The module keeps its type, parameters, hooks, signature and identity."""
 
 from __future__ import annotations
 
@@ -83,8 +79,8 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 
 
 def _bare(module: Any) -> Any:
-    """An object of the original class that shares the module's attributes. The module itself is not
-    changed, because another thread may be running it."""
+    """An object of the original class that shares the module's attributes; another thread may run
+    the module."""
     bare = object.__new__(module._original)
     object.__setattr__(bare, "__dict__", vars(module))
     return bare
@@ -168,7 +164,7 @@ def _become(module: nn.Module, mixins: tuple[type[Mixin], ...]) -> None:
 
 def _below(cls: Any, base: type[nn.Module]) -> Any:
     """``base`` below the classes that parametrizations and FSDP2 have derived from a subclass with
-    mixins. These are created at run time, and their methods do not refer to a class."""
+    mixins."""
     if not issubclass(cls, Mixin) or "_original" in vars(cls):
         return base
     bases = tuple(_below(b, base) if issubclass(b, Mixin) else b for b in cls.__bases__)
@@ -177,8 +173,8 @@ def _below(cls: Any, base: type[nn.Module]) -> Any:
 
 
 def add_mixin(module: nn.Module, mixin: type[Mixin], *, inside: bool = False) -> None:
-    """Adds a mixin to ``module`` unless it has it: outside of the others or, for a mixin that
-    replaces the forward, inside."""
+    """Adds a mixin to ``module`` unless it has it: outside of the others, or ``inside`` if it
+    replaces the forward."""
     has = module._mixins if isinstance(module, Mixin) else ()
     if mixin not in has:
         _become(module, (mixin, *has) if inside else (*has, mixin))

@@ -1,7 +1,4 @@
-"""One step of a user's model: its wrappers, its call on a batch, the start of its backward pass.
-
-Used to measure models: by calibration, `verify`, and the recordings of `unit_scale`.
-"""
+"""One step of a user's model: its wrappers, its call on a batch, the start of its backward pass."""
 
 from __future__ import annotations
 
@@ -53,17 +50,16 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def copied(batch: Batch) -> Batch:
-    """The copy of `detached`, for a model that writes into its input or takes parts out of it; the
-    batch itself if it has no copy."""
+    """The copy of `detached`, for a model that changes its input; the batch itself if it has no
+    copy."""
     with suppress(RuntimeError, TypeError, NotImplementedError):
         return detached(batch)[0]
     return batch
 
 
 def detached(value: Any, records: bool = True) -> tuple[Any, dict[int, Tensor]]:
-    """A copy of a batch or of arguments that shares neither storage nor autograd graph with them,
-    and the copies of tensors by the ids of the originals. records: whether the copies require
-    gradients as the originals do."""
+    """A copy of a batch with no storage or graph in common, and the copies of tensors by id.
+    records: whether copies require gradients as the originals do."""
     copies: dict[int, Tensor] = {}
     for tensor in tensors_within(value):
         made = tensor.detach().clone()
@@ -84,9 +80,8 @@ def as_container(output: Any) -> Any:
 
 
 def unfolded(value: Any, visited: set[int] | None = None) -> Any:
-    """A value as dicts, lists and tensors, including those of objects within objects: a
-    distribution, a cache. Modules, and repeated containers, are None. visited: the ids of
-    containers."""
+    """A value as dicts, lists and tensors, also of objects within objects (a distribution, a
+    cache). Modules, and repeated containers, are None."""
     if isinstance(value, Tensor):
         return value
     if value is None or isinstance(value, str | int | float):
@@ -118,9 +113,8 @@ def tensors_within(value: Any, visited: set[int] | None = None) -> Iterator[Tens
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """The ``loss`` of a model's output; else its first 0-dim tensor that requires a gradient,
-    unless that does not train every parameter that the other results are computed from: an
-    auxiliary loss (of a router, of a codebook)."""
+    """The ``loss`` of an output; else its first 0-dim tensor with a gradient, unless an auxiliary
+    loss (of a router): one that does not train every parameter of the other results."""
     candidates = scalars(output)
     if not candidates or _named_loss(output) is not None:
         return candidates[0] if candidates else None
@@ -144,8 +138,7 @@ def _leaves(results: Iterable[Tensor]) -> set[Node]:
 
 
 def scalars(output: Any) -> list[Tensor]:
-    """The candidates of `find_loss`: the ``loss`` of an output if it requires a gradient, else all
-    0-dim tensors that do."""
+    """The ``loss`` of an output if it requires a gradient, else all 0-dim tensors that do."""
     named = _named_loss(output)
     for parts in (named, as_container(output)):
         if losses := [t for t in tensors([parts]) if t.dim() == 0 and t.requires_grad]:
@@ -154,8 +147,7 @@ def scalars(output: Any) -> list[Tensor]:
 
 
 def loss_value(output: Any, loss: Loss | None) -> Tensor | None:
-    """``loss(output)``, or without a loss `find_loss`. Raises ValueError if ``loss`` returns
-    anything but a tensor of one element."""
+    """``loss(output)``, or `find_loss`. Raises ValueError unless it is a tensor of one element."""
     if loss is None:
         return find_loss(output)
     value: Any = loss(output)
@@ -170,7 +162,7 @@ def starts(
     output: Any, loss: Loss | None = None, seed: int = 0
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """The tensors that a backward pass starts from, and their gradients: the loss and None, or all
-    outputs that require a gradient and i.i.d. standard normal numbers. Raises as `loss_value`."""
+    outputs and standard normal numbers. Raises as `loss_value`."""
     value = loss_value(output, loss)
     if value is not None:
         return ([value], [None]) if value.requires_grad else ([], [])
@@ -196,9 +188,8 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int | None, cuda: Sequence[int] | None = None) -> Iterator[None]:
-    """Seeds the random number generators of torch, Python and numpy, which models and data loaders
-    draw from, and restores their states on exit. seed: None keeps the states that they have. cuda:
-    the devices whose generators are restored; None: all."""
+    """Seeds the generators of torch, Python and numpy (None: leaves them), and restores their
+    states on exit. cuda: the devices whose generators are restored; None: all."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         with torch.random.fork_rng(cuda):
@@ -220,8 +211,7 @@ def with_seed(function: Callable[..., Any], seed: int) -> Any:
 
 @contextmanager
 def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
-    """Restores the buffers of ``model`` and the states of the random number generators on exit.
-    seed: as in `seeded`."""
+    """Restores buffers and the states of random number generators on exit. seed: as in `seeded`."""
     tensors = [*model.parameters(), *model.buffers()]
     cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
     buffers = [
@@ -242,50 +232,16 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-class Writes:
-    """The values that tensors had before torch calls wrote into them. Tensors without storage
-    (inside torch.vmap, sharded) are ignored."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._of = tensors
-        self._values: dict[int, tuple[Tensor, Tensor]] = {}
-        self._data: list[tuple[Tensor, Tensor]] = []
-        self._at: dict[int, Tensor] | None = None
-
-    def note(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        if function == _SET_DATA:
-            self._data.append((args[0], args[0].detach()))
-            return
-        name = getattr(function, "__name__", "")
-        if name in _STATISTICS or _renorms(name, args, kwargs) or is_in_place(name, kwargs):
-            if self._at is None:
-                self._at = {key: t for t in self._of if (key := _storage(t)) is not None}
-            for tensor in tensors([args, kwargs]):
-                key = _storage(tensor)
-                if key in self._at and key not in self._values:
-                    values = self._at[key].detach()
-                    self._values[key] = values, values.clone()
-
-    def changed(self, tensor: Tensor) -> bool:
-        if any(owner is tensor for owner, _ in self._data):
-            return True
-        values, before = self._values.get(_storage(tensor) or 0, (tensor, None))
-        return before is not None and not torch.equal(values, before)
-
-    def undo(self) -> None:
-        for tensor, before in reversed(self._data):
-            tensor.data = before
-        for tensor, before in self._values.values():
-            tensor.data.copy_(before)
-
-
 class restored(TorchFunctionMode):
-    """Restores the values of parameters on exit: a momentum encoder updates its parameters in the
-    forward pass, through ``.data`` or under `torch.no_grad`."""
+    """Restores the values of parameters on exit: a momentum encoder updates its own in the forward
+    pass."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
-        self.writes = Writes(list(parameters))
+        self._parameters = list(parameters)
+        self._at: dict[int, Tensor] | None = None
+        self._values: dict[int, tuple[Tensor, Tensor]] = {}
+        self._data: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(
         self,
@@ -294,18 +250,38 @@ class restored(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        self.writes.note(function, args, kwargs or {})
-        return function(*args, **kwargs or {})
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if function == _SET_DATA:
+            self._data.append((args[0], args[0].detach()))
+        elif _renorms(name, args, kwargs) or is_in_place(name, kwargs):
+            self._keep(tensors([args, kwargs]))
+        return function(*args, **kwargs)
+
+    def _keep(self, written: Iterable[Tensor]) -> None:
+        if self._at is None:
+            self._at = {key: t for t in self._parameters if (key := _storage(t)) is not None}
+        for key in map(_storage, written):
+            if key in self._at and key not in self._values:
+                values = self._at[key].detach()
+                self._values[key] = values, values.clone()
+
+    def changed(self, parameter: Tensor) -> bool:
+        """Whether a call has changed its values."""
+        if any(owner is parameter for owner, _ in self._data):
+            return True
+        values, before = self._values.get(_storage(parameter) or 0, (parameter, None))
+        return before is not None and not torch.equal(values, before)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.writes.undo()
+        for tensor, before in reversed(self._data):
+            tensor.data = before
+        for tensor, before in self._values.values():
+            tensor.data.copy_(before)
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-_STATISTICS = ("batch_norm", "instance_norm")
-"""Functions that write into their running mean and variance."""
 
 
 def _renorms(name: str, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -24,11 +24,9 @@ can hold a string where it cannot hold a class."""
 
 
 class Stack(threading.local):
-    """A per-thread stack, innermost last. Copies and pickles are empty.
-
-    torch.compile traces mutations of a list in a thread-local; it loses attribute assignments there
-    and cannot trace context variables.
-    """
+    """A per-thread stack, innermost last. Copies and pickles are empty. A list in a thread-local,
+    whose mutations torch.compile traces; it loses assignments there, and refuses context
+    variables."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []
@@ -38,9 +36,8 @@ class Stack(threading.local):
 
 
 class Setting(ContextDecorator):
-    """A process-wide setting that is changed while at least one thread holds it; a thread that
-    restored it separately could restore the value of another thread. change: changes the setting
-    and returns a context manager whose exit restores it."""
+    """A process-wide setting, changed while at least one thread holds it. change: changes it and
+    returns a context manager whose exit restores it."""
 
     def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
         self._change = change
@@ -86,8 +83,8 @@ def _runs(function: Any) -> bool:
 
 
 def refuse_split_graphs() -> None:
-    """Raises RuntimeError while `torch.distributed.pipelining.pipeline` exports a model, to train
-    its parts: an exported program has no backward pass of an autograd function."""
+    """Raises RuntimeError while `torch.distributed.pipelining.pipeline` exports a model: an
+    exported program has no backward pass of autograd functions."""
     library = sys.modules.get(_PIPELINING)
     if library is not None and _runs(library.pipeline):
         raise RuntimeError(
@@ -98,8 +95,8 @@ def refuse_split_graphs() -> None:
 
 
 def in_shape_inference() -> bool:
-    """Whether `torch.distributed.pipelining` is inferring the shapes that stages exchange: before
-    its first step it runs each stage, in training also backward, on uninitialized tensors."""
+    """Whether `torch.distributed.pipelining` infers shapes: it runs each stage on uninitialized
+    tensors before its first step."""
     if torch.compiler.is_dynamo_compiling():
         return False
     stage = sys.modules.get(f"{_PIPELINING}.stage")
@@ -110,8 +107,7 @@ def in_shape_inference() -> bool:
 
 
 def in_reentrant() -> bool:
-    """Whether the forward pass of a checkpoint with ``use_reentrant=True`` is running, without
-    gradients."""
+    """Whether the forward pass, without gradients, of a reentrant checkpoint is running."""
     return not torch.is_grad_enabled() and _runs(CheckpointFunction.forward)
 
 
@@ -126,8 +122,7 @@ def checkpoints() -> int:
 
 
 def apart() -> AbstractContextManager[Any]:
-    """Context in which a running checkpoint with ``use_reentrant=False`` neither sees nor counts
-    saved tensors."""
+    """Context in which a running checkpoint neither sees nor counts saved tensors."""
     if _checkpoint_calls("checkpoint", "recompute_fn"):
         return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     return nullcontext()
@@ -143,8 +138,7 @@ def _checkpoint_calls(*names: str) -> int:
 
 
 def is_from_graph() -> bool:
-    """Whether code that Inductor has generated makes the running call of torch: of a graph that was
-    compiled under the open blocks."""
+    """Whether code that Inductor has generated makes the running call of torch."""
     if torch.compiler.is_dynamo_compiling():
         return False
     caller = next(f for f in frames() if not f.f_code.co_filename.startswith(_OWN))
@@ -157,8 +151,8 @@ def function_around() -> str:
 
 
 def function_of(frame: FrameType) -> str:
-    """The autograd function whose ``forward`` runs in ``frame``; "" if the frame runs none. From
-    torch 2.14 on, ``apply`` has no frame."""
+    """The autograd function whose ``forward`` runs in ``frame``; "" for none. From torch 2.14 on,
+    ``apply`` has no frame."""
     code = frame.f_code
     name = _name_of(code)
     if not name:

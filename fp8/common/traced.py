@@ -21,8 +21,8 @@ of an autograd function."""
 
 @contextmanager
 def _marked(sets: bool = _UNMARKED) -> Iterator[None]:
-    """Sets the private flag of `torch.compiler.is_compiling`, which torch sets by itself from 2.13
-    on: without it, `same` and `unaliased` would return views whose gradients are lost."""
+    """Sets the private flag of `torch.compiler.is_compiling`, as torch itself does from 2.13 on:
+    else `same` and `unaliased` would return views whose gradients are lost."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = before or sets
     try:
@@ -58,7 +58,7 @@ def run_compiled(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> Se
 
 
 def compiled(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> Callable[..., Any]:
-    """``function``, without gradients, as inductor compiles it for tensors like ``args``. Takes no
-    lock of the compiler: a thread may call it while a compilation waits for that thread."""
+    """``function``, without gradients, as inductor compiles it for tensors like ``args``; takes no
+    lock of the compiler."""
     with torch.no_grad(), _marked(True):
         return _inductor.compile(make_fx(function)(*args), list(args))

@@ -27,16 +27,11 @@ def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
 
 
 def nearest(got: object, names: tuple[object, ...]) -> str | None:
-    """The name that differs only in case, has ``got`` as a prefix or as the initials of its words,
-    or is spelled alike; else None."""
-    if not isinstance(got, str) or not got:
+    """The name that is spelled alike; else None."""
+    if not isinstance(got, str):
         return None
     lower = {name.lower(): name for name in names if isinstance(name, str)}
-    short = got.lower()
-    initials = {name: "".join(word[:1] for word in name.split("_")) for name in lower}
-    matches = [name for name in lower if name.startswith(short) or initials[name] == short]
-    if short in lower or len(matches) != 1:
-        matches = get_close_matches(short, lower, n=1)
+    matches = get_close_matches(got.lower(), lower, n=1)
     return lower[matches[0]] if matches else None
 
 
@@ -77,8 +72,8 @@ def check_between(what: str, got: object, low: int, high: int) -> None:
 def check_keys(
     what: str, got: Mapping[str, Any], allowed: Iterable[str], needed: Iterable[str] = ()
 ) -> None:
-    """Raises unless ``got`` is a mapping with only the keys ``allowed``, and all those ``needed``.
-    what: the name of the object that is read from it."""
+    """Raises unless ``got``, read as a ``what``, is a mapping with keys ``allowed``, all those
+    ``needed`` among them."""
     names = tuple(allowed)
     if not isinstance(got, Mapping):
         raise TypeError(f"a {what} is read from a dict, not from a {type(got).__name__}")
@@ -95,7 +90,7 @@ def check_keys(
 @eager_only()
 def refuse_transformed(value: torch.Tensor) -> None:
     """Raises NotImplementedError if ``value``, which becomes state, was computed under a transform
-    of `torch.func`, outside of which it is not valid."""
+    of `torch.func`."""
     if torch.func.debug_unwrap(value) is not value:
         raise NotImplementedError(
             "a recipe that keeps scales between passes, or fp8.calibrate, would store a value that "

@@ -144,8 +144,7 @@ class Format:
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal value: of exponent field 1, or 0 for formats without
-        subnormals."""
+        """Exponent of the smallest normal value; of all values in formats without subnormals."""
         return 1 - self.bias if self.signed else -self.bias
 
     @property
@@ -170,8 +169,7 @@ class Format:
 
     @property
     def nonfinite(self) -> float | None:
-        """The result of overflow without saturation: inf, else nan, else None (no code for
-        either)."""
+        """The result of overflow without saturation: inf, nan, or None (no code for either)."""
         return math.inf if self.infinity else math.nan if self.nan else None
 
 
@@ -202,8 +200,6 @@ _add("e5m2fnuz", (5, 2), 16, 57344.0, **_FNUZ, dtype=torch.float8_e5m2fnuz)
 _add("e3m2", (3, 2), 3, 28.0)
 _add("e2m3", (2, 3), 1, 7.5)
 _add("e2m1", (2, 1), 1, 6.0)
-# The uniform grid of 4 bits: 0 to 7 quarters and a sign ("UFP4", arXiv:2606.20381).
-_add("e1m2", (1, 2), 1, 1.75)
 _add("e8m0", (8, 0), 127, 2.0**127, **_FNUZ, signed=False, dtype=torch.float8_e8m0fnu)
 
 # The upper half of a float32.

@@ -28,13 +28,10 @@ __all__ = ["quantize", "quantize_backward", "quantize_forward"]
 OVERFLOWS = ("saturate", "nonfinite")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""The dtypes that can be quantized. 16-bit dtypes are computed in float32, the others in
-themselves; either way values are rounded once."""
+"""The dtypes that can be quantized; 16-bit dtypes are computed in float32."""
 
 CHUNK = 1 << 17
-"""Elements per thread and step in eager mode on a CPU. An input, an output and an intermediate
-chunk (1.5 MiB per thread) stay in cache over the half dozen passes. Measured in
-benchmarks/quantize.py."""
+"""Elements per thread and step in eager mode on a CPU: three chunks, 1.5 MiB, stay in cache."""
 
 
 def quantize(
@@ -61,11 +58,11 @@ def quantize(
         x: float32, bfloat16, float16 or float64, any shape and strides. Each element is rounded
             once, from its exact value.
         format: a name in `FORMATS`, or a `Format`.
-        rounding: "nearest" (ties to even); "toward_zero"; "stochastic": to one of the two
-            neighbours, so that the expected value is x.
+        rounding: "nearest" (ties to even); "stochastic": to one of the two neighbours, so that the
+            expected value is x.
         overflow: "saturate": values beyond the largest value, including Inf, become the largest
             value with their sign. "nonfinite": they become Inf if the format has Inf, else NaN. As
-            in IEEE 754 the rounded value decides, so under "toward_zero" only Inf overflows.
+            in IEEE 754 the rounded value decides.
         scale: the scale factor: a positive float, or a tensor of positive values that broadcasts to
             `x`. It is applied in float32 (float64 for float64), exactly for powers of two. For
             tensors outside of the CPU and in compiled code, values that are not positive and finite
@@ -101,14 +98,10 @@ def quantize_operand(
     inverse: Tensor | None = None,
     unscaled: Tensor | None = None,
 ) -> Tensor:
-    """`quantize` for casts of products: nonfinite values stay nonfinite in every format.
-
-    Under overflow="saturate" finite values saturate, and +-Inf becomes +-Inf if the format has Inf,
-    else NaN. A check of the results, such as GradScaler's, thereby detects nonfinite operands.
-    rounding may be "none", as `saturated` has it. scale: a result of a rule, not validated; NaN
-    gives NaN. inverse: a factor that replaces the division by the scale. unscaled: with rounding
-    "none", ``x`` before it was divided by a scale, which then is read once.
-    """
+    """`quantize` for casts of products: NaN and Inf stay nonfinite in every format, so that a check
+    of the results (GradScaler's) detects them. rounding may be "none", as `saturated` has it.
+    scale: not validated. inverse: replaces the division by it. unscaled: for "none", ``x`` before
+    that division."""
     grid = operand_grid(format, overflow, x.dtype, scale is not None)
     if rounding == "none":
         return saturated(x.detach(), (x if unscaled is None else unscaled).detach(), grid)
@@ -164,8 +157,7 @@ def quantize_backward(x: Tensor, format: str | Format, **options: Any) -> Tensor
 
 
 class _Forward(torch.autograd.Function):
-    """The grid is one plain tuple: with *args, torch 2.13 compiled a tensor argument into a wrong
-    position."""
+    """Without *args: torch 2.13 compiles a tensor among them into a wrong position."""
 
     @staticmethod
     def forward(
@@ -207,8 +199,8 @@ class _Backward(torch.autograd.Function):
 
 
 def _in_graph(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Inf becomes NaN: Triton converts by ``cvt.rn.satfinite.e5m2x2.f32``, which turns Inf into the
-    largest finite value and keeps NaN (PTX ISA, section "cvt")."""
+    """Inf becomes NaN: Triton's ``cvt.rn.satfinite.e5m2x2.f32`` makes it finite (PTX ISA,
+    "cvt")."""
     if dtype != torch.float8_e5m2 or x.device.type == "cpu":
         return x
     return torch.add(x, x, alpha=0.0)  # Inf * 0 is NaN: one multiply-add
@@ -283,8 +275,7 @@ def _grid(
     random_bits: int,
     infinity: float | None,
 ) -> Grid:
-    """The values of `format` that `dtype` can represent (with a scale, all), and the result of
-    overflow."""
+    """The values of `format` that `dtype` can represent (with a scale, all), and overflow."""
     largest, smallest = format.max, 0.0 if format.signed else format.min_subnormal
     if not scaled and dtype in (torch.bfloat16, torch.float16):
         limits = torch.finfo(dtype)
@@ -329,9 +320,8 @@ def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
 
 
 def _positive(scale: Tensor) -> Tensor:
-    """Validates ``scale``: raises ValueError unless positive and finite. Where a check is not
-    possible (in a graph, under vmap, or where it would synchronize with a device) invalid values
-    become NaN."""
+    """Raises ValueError unless positive and finite; where values cannot be read, those become
+    NaN."""
     valid = (scale > 0) & (scale < torch.inf)
     if reads_values(scale):
         with suppress(RuntimeError):  # under vmap

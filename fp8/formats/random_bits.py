@@ -21,12 +21,10 @@ Key = int | Tensor
 
 FIRST, SECOND, THIRD = (0xED5AD4BB - 2**32, 0xAC4C1B51 - 2**32, 0x31848BAB)
 """Multipliers of `triple32` as int32, with shifts 17, 11, 15, 14: the 32-bit mixer with the
-smallest avalanche bias found by Wellons' search (https://github.com/skeeto/hash-prospector; 0.0208,
-compared to 0.17 for two rounds)."""
+smallest avalanche bias of Wellons' search (https://github.com/skeeto/hash-prospector)."""
 
 KEY_STEP = 0x5851F42D4C957F2D
-"""The multiplier that combines the parts of a seed: that of Knuth's MMIX generator, which does well
-in the spectral test."""
+"""The multiplier that combines the parts of a seed: that of Knuth's MMIX generator."""
 
 KEY_START = 0x243F6A8885A308D3
 """The initial value of a key: the first 64 bits of the fraction of pi."""
@@ -41,23 +39,15 @@ def _wrap(word: Word) -> Word:
 
 
 def _mix64(word: Word) -> Word:
-    """Stafford's variant 13 of the 64-bit murmur finaliser, as in SplitMix64 (Steele et al., OOPSLA
-    2014), in signed integers: `>>` copies the sign, hence the masks."""
+    """Stafford's variant 13 of the murmur finaliser, as in SplitMix64, in signed integers."""
     word = _wrap((word ^ ((word >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64))
     word = _wrap((word ^ ((word >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64))
     return word ^ ((word >> 31) & (2**33 - 1))
 
 
 def random_key(seed: Seed) -> Key:
-    """A 64-bit key from a seed: an int, or a 0-dim int64 tensor if the seed contains a tensor.
-
-    seed: an int in [-2**63, 2**63), a 0-dim int64 tensor, or a sequence of these such as (seed,
-    step, stream). Order and number of parts matter: (1, 2), (2, 1) and (1, 2, 0) give unrelated
-    keys.
-
-    An int and a tensor of the same value give the same key. Raises TypeError for other types, and
-    ValueError for an int that does not fit into 64 bits.
-    """
+    """A 64-bit key from a seed as `quantize` describes it: an int, or a 0-dim int64 tensor of the
+    same value if the seed contains a tensor. Raises TypeError and ValueError for other seeds."""
     parts = list(seed) if isinstance(seed, Sequence) else [seed]
     for part in parts:
         _check_seed(part)
@@ -76,9 +66,8 @@ def _halves(key: Key) -> tuple[Key, Key]:
 
 
 def _combine(start: Word, parts: list[int | Tensor]) -> Word:
-    """Combines the parts of a seed into a 64-bit word: linearly, then mixed once at the end.
-    Inductor's compile time is exponential in the length of a chain of steps that use their operand
-    twice."""
+    """The parts of a seed in a 64-bit word, mixed once at the end: inductor's compile time is
+    exponential in a chain of steps that use their operand twice."""
     word: Any = start
     for part in parts:
         word = _wrap(word * KEY_STEP + part)
@@ -107,8 +96,7 @@ def _shift(bits: Tensor, by: int) -> Tensor:
 def bits_from_key(
     shape: Sequence[int], key: Key, *, device: torch.device, start: int = 0
 ) -> Tensor:
-    """An int32 tensor of `shape`, all 32 bits random: a hash of `key` and the row-major index,
-    counted from `start`."""
+    """An int32 tensor of random bits: a hash of `key` and the row-major index, from `start`."""
     count = math.prod(shape)
     first, second = _halves(key)
     if start + count <= 1 << INDEX_BITS:
@@ -125,15 +113,15 @@ def bits_from_key(
 
 
 def key_at(key: Key, start: int) -> Key:
-    """The key whose bits at index 0 are those of ``key`` at ``start``. ``start`` must be a multiple
-    of a power of two that is at least the number of elements and at most 2**31."""
+    """The key whose bits at index 0 are those of ``key`` at ``start``, a multiple of a power of two
+    between the number of elements and 2**31."""
     block, index = divmod(start, 1 << INDEX_BITS)
     return key ^ _wrap(index ^ (block * FIRST % 2**32 << 32))
 
 
 def fewer_bits(bits: Tensor, count: int) -> Tensor:
-    """The first `count` of the 31 bits used in rounding, followed by a one and zeros: the midpoint
-    of the possible values of the missing bits, so that their error averages out."""
+    """The first `count` of the 31 bits, then the midpoint of the missing ones, so that their error
+    averages out."""
     if count == 31:
         return bits
     return (bits & (2**31 - 2 ** (31 - count))) | 2 ** (30 - count)

@@ -12,12 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ROUNDINGS = ("nearest", "stochastic", "toward_zero")
+ROUNDINGS = ("nearest", "stochastic")
 
 
 class Layout(NamedTuple):
-    """The storage layout of a floating-point dtype: the integer dtype of the same size, mantissa
-    bits and exponent bias."""
+    """The storage layout of a floating-point dtype, and the integer dtype of the same size."""
 
     integer: torch.dtype
     mantissa_bits: int
@@ -65,12 +64,8 @@ class Grid(NamedTuple):
 
 
 def divided(x: Tensor, by: Tensor | float) -> Tensor:
-    """``x / by``, rounded as IEEE 754 does on every device, in eager and in compiled code.
-
-    On CUDA devices torch multiplies by the reciprocal of a number, and Triton divides by
-    ``div.full.f32``, which is off by up to two units in the last place (PTX ISA, section "div").
-    `torch.addcdiv` becomes ``div.rn.f32``, and adding -0 changes no quotient.
-    """
+    """``x / by``, correctly rounded on every device: CUDA and Triton multiply by a reciprocal or
+    divide by ``div.full.f32`` (PTX ISA, "div"), but `torch.addcdiv` becomes ``div.rn.f32``."""
     if x.device.type == "cpu":
         return x / by
     divisor = by if isinstance(by, Tensor) else x.new_full((), by)
@@ -78,16 +73,9 @@ def divided(x: Tensor, by: Tensor | float) -> Tensor:
 
 
 def round_to_grid(x: Tensor, grid: Grid, rounding: str, *, bits: Tensor | None = None) -> Tensor:
-    """`x` rounded to the values of `grid`, in a new tensor.
-
-    x: float32 or float64, any shape and strides. rounding: "nearest" (ties to even), "toward_zero",
-    "stochastic" (up with a probability equal to the distance from the lower neighbour in steps,
-    truncated to 31 bits). bits: for "stochastic", int32 like `x`; the low 31 bits are used.
-
-    NaN stays NaN. +-Inf and values that round beyond `grid.largest` become +-`grid.beyond`; toward
-    zero, finite values stop at `grid.largest` (IEEE 754-2019, section 7.4). If they saturate,
-    `grid.infinity` specifies the result for Inf. Exact under torch.set_flush_denormal(True).
-    """
+    """`x`, float32 or float64, rounded to the values of `grid` in a new tensor. rounding: a name in
+    ROUNDINGS. bits: for "stochastic", int32 like `x`, of which the low 31 decide. NaN stays
+    NaN. Exact under torch.set_flush_denormal(True)."""
     layout = LAYOUTS[x.dtype]
     if rounding == "nearest" and _fits_floats(grid, layout):
         return _round_by_magic(x, grid, layout)
@@ -95,9 +83,8 @@ def round_to_grid(x: Tensor, grid: Grid, rounding: str, *, bits: Tensor | None =
 
 
 def saturated(x: Tensor, unscaled: Tensor, grid: Grid) -> Tensor:
-    """Clamps finite values to `grid.largest`, for a conversion of dtype that rounds. The result is
-    nonfinite where ``unscaled`` is, of which ``x`` is a multiple: compiled code keeps a quotient
-    in memory that is used twice. For grids whose values saturate."""
+    """Clamps finite values to `grid.largest`, for a conversion that rounds; nonfinite where
+    ``unscaled`` is, of which ``x`` is a multiple."""
     y = x.clamp(-grid.largest, grid.largest)
     if grid.infinity is None or math.isnan(grid.infinity):
         return torch.add(y, unscaled, alpha=0.0)  # Inf * 0 is NaN
@@ -106,7 +93,7 @@ def saturated(x: Tensor, unscaled: Tensor, grid: Grid) -> Tensor:
 
 
 def _fits_floats(grid: Grid, layout: Layout) -> bool:
-    """Whether `_round_by_magic` is exact: it needs two mantissa bits, room above the largest value,
+    """Whether `_round_by_magic` is exact: two mantissa bits to spare, room above the largest value,
     and subnormals of the dtype far below every step."""
     top = math.frexp(grid.largest)[1] - 1
     return (
@@ -119,12 +106,8 @@ def _fits_floats(grid: Grid, layout: Layout) -> bool:
 
 def _round_by_magic(x: Tensor, grid: Grid, layout: Layout) -> Tensor:
     """Nearest, ties to even: adds and subtracts a number so large that the addition itself rounds.
-
-    With p the power of two at or below |x|, clamped to the exponents of the grid, the spacing of
-    floats at 1.5 * p * 2**(23 - m) is that of the grid at x, on both sides: the factor 1.5 keeps
-    the sum of either sign inside one binade. The product in `alpha` is exact, so fusing it makes no
-    difference.
-    """
+    With p the power of two at or below |x|, floats at 1.5 * p * 2**(23 - m) have the spacing of the
+    grid at x; 1.5 keeps sums of either sign in one binade."""
     magic = 1.5 * 2.0 ** (layout.mantissa_bits - grid.mantissa_bits)
     low = (grid.min_exponent + layout.bias) << layout.mantissa_bits
     high = (math.frexp(grid.largest)[1] - 1 + layout.bias) << layout.mantissa_bits
@@ -133,8 +116,8 @@ def _round_by_magic(x: Tensor, grid: Grid, layout: Layout) -> Tensor:
 
 
 def _overflow(y: Tensor, x: Tensor, grid: Grid) -> Tensor:
-    """Applies the overflow policy and the sign of zero of `round_to_grid` in place to `y`: `x`, or
-    `x` rounded to nearest without a limit."""
+    """Applies overflow and the sign of zero in place to `y`, which is `x` rounded without a
+    limit."""
     if grid.beyond != grid.largest:
         y.mul_(torch.where(y.abs() > grid.largest, grid.beyond, 1.0))
     else:
@@ -150,12 +133,8 @@ def _overflow(y: Tensor, x: Tensor, grid: Grid) -> Tensor:
 def _round_by_bits(
     x: Tensor, grid: Grid, layout: Layout, rounding: str, bits: Tensor | None
 ) -> Tensor:
-    """Any rounding, computed on the bits of x. With integers only, float32 subnormals need no
-    special case.
-
-    x is significand * 2**e; the low `drop` bits of the significand are below the grid's spacing at
-    x. They are shifted out and decide, as a fraction of 31 bits, whether the rest is incremented.
-    """
+    """Both roundings, on the bits of x, in integers alone. x is significand * 2**e; the low `drop`
+    bits of the significand are below the spacing of the grid and decide about an increment."""
     width = layout.mantissa_bits
     raw = x.view(layout.integer)
     magnitude = raw & (layout.infinity | ((1 << width) - 1))
@@ -172,14 +151,11 @@ def _round_by_bits(
     step = layout.encode(2.0 ** (grid.min_exponent - grid.mantissa_bits))
     shift = drop.clamp(max=width)
     rounded = torch.where(drop > width, up * step, ((magnitude >> shift) + up) << shift)
-    return _finish_bits(raw, magnitude, rounded, grid, layout, rounding).view(x.dtype)
+    return _finish_bits(raw, magnitude, rounded, grid, layout).view(x.dtype)
 
 
 def _round_up(significand: Tensor, drop: Tensor, rounding: str, bits: Tensor | None) -> Tensor:
-    """1 where `significand` without its low `drop` bits is incremented, else 0; integers like
-    `significand`."""
-    if rounding == "toward_zero":
-        return torch.zeros_like(significand)
+    """1 where `significand` without its low `drop` bits is incremented, else 0."""
     # The dropped bits as a fraction of 2**places. Where that truncates, the fraction is below 2**-7
     # anyway.
     places = significand.element_size() * 8 - 1
@@ -195,7 +171,7 @@ def _round_up(significand: Tensor, drop: Tensor, rounding: str, bits: Tensor | N
 
 
 def _finish_bits(
-    raw: Tensor, magnitude: Tensor, rounded: Tensor, grid: Grid, layout: Layout, rounding: str
+    raw: Tensor, magnitude: Tensor, rounded: Tensor, grid: Grid, layout: Layout
 ) -> Tensor:
     """The bits of the result: applies overflow, NaN and sign to the rounded magnitude."""
     largest = layout.encode(grid.largest)
@@ -204,8 +180,6 @@ def _finish_bits(
     if grid.beyond == grid.largest:
         rounded = rounded.clamp_(max=largest)
     else:
-        if rounding == "toward_zero":
-            rounded = torch.where(magnitude < layout.infinity, rounded.clamp(max=largest), rounded)
         rounded = torch.where(rounded > largest, layout.encode(grid.beyond), rounded)
     special = layout.infinity + (grid.infinity is None)  # Inf and NaN, or NaN alone
     quiet = grid.infinity is not None and math.isnan(grid.infinity)

@@ -18,7 +18,6 @@ from ..levels.initialize import LEVELS, Level
 from ..optim.encodings import ENCODINGS
 from ..recipes.cast import Cast
 from ..recipes.recipe import OPERANDS, PRODUCTS, SAME, Recipe, get_recipe
-from ..recipes.scaling import SCALINGS
 from ..recipes.tensor_cores import TENSOR_CORES
 
 __all__ = [
@@ -421,13 +420,12 @@ _MULTIPLIED = {
 
 def _unit(cast: Cast) -> str:
     """The kind of matrix unit that multiplies operands under this cast; the format where no unit
-    does. Scales by rule "fit" are powers of two and one factor of the product."""
+    does."""
     format = get_format(cast.format)
     bits = format.bits
     if bits < 16 and format.name not in _MULTIPLIED:
         return format.name
-    scaling = "mx" if cast.rule == "fit" and cast.tile == SCALINGS["mx"].tile else cast.scaling
-    prefix = {"mx": "mxfp", "nv": "nvfp"}.get(scaling, "fp")
+    prefix = {"mx": "mxfp", "nv": "nvfp"}.get(cast.scaling, "fp")
     return BF16 if bits == 16 else f"{prefix}{bits}"
 
 

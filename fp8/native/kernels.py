@@ -108,7 +108,7 @@ def _kind(spec: LoweredCast) -> str:
     kind = _ALONG.get(along, "")
     rules = {
         "nv": scale_format(rule) == "e4m3" and rule not in CORRECTED,
-        "mx": rule not in (*UNITS, "exact", "fit"),
+        "mx": rule not in (*UNITS, "exact"),
         "block": rule not in UNITS,
     }
     return kind if across in (1, along) and rules.get(kind) else ""

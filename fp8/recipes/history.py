@@ -19,33 +19,22 @@ _ROLES = ("input", "weight", "grad")
 
 
 class MeasuredScales:
-    """Whether each static scale of a layer is set, and each history has entries, as attributes: a
-    graph reads an item of a dict as it was when the trace first read the dict, and an attribute as
-    it is. A tensor: the equal scale of another layer that reads the same operand, which a graph
-    takes, so that it casts the operand once."""
+    """Whether each static scale of a layer is set and each history has entries; a tensor is the
+    equal scale of another layer that reads the same operand. Attributes, which a graph reads anew;
+    it reads an item of a dict once."""
 
 
 class LayerState:
-    """The state of a converted layer during one call: the amax histories or static scales of its
-    operands.
-
-    A call that records gradients adds one entry per operand (for the gradient, a backward pass
-    does); other calls only read. An operand without entries is scaled by its largest magnitude.
-    Zero, Inf and NaN are not recorded. With scaling "static", the first pass in which an operand is
-    finite and not all zeros sets its scale permanently, to the power of two nearest to its RMS.
-
-    The buffers of a layer with one product are ``fp8_amax_input`` or ``fp8_scale_input``, and so
-    on. A layer of several products names each by its order in the forward pass, as in
-    ``fp8_amax_001_grouped_mm_input``, or after the matrix of a stack of weights, as in
-    ``fp8_amax_down_proj_3_linear_input``. Its first pass creates them.
-    """
+    """The states of a layer's operands in one call. A call that records gradients adds one entry
+    for each operand; other calls only read. A layer of several products names each by its order,
+    ``fp8_amax_001_grouped_mm_input``, or by its stack of weights,
+    ``fp8_amax_down_proj_3_linear_input``."""
 
     def __init__(self, layer: Any) -> None:
         self._layer, self._products = layer, 0
 
     def name_of(self, product: str, *operands: Tensor) -> str:
-        """The name of the next product, as a part of the names of its buffers; "" if it is the only
-        product."""
+        """The next product in names of buffers; "" if it is the only one."""
         if not self._layer.fp8_by_call:
             return ""
         stacks = {n: p for n, p in self._layer.named_parameters(recurse=False) if p.dim() == 3}
@@ -59,9 +48,8 @@ class LayerState:
 
     def buffer(self, name: str, length: int, device: torch.device, groups: int = 0) -> Tensor:
         """The state of an operand: float32, (length,) for a history, () for a static scale; with a
-        first dimension of 1 if it has no entries or is not set, and of the number of groups of a
-        grouped product. name: of the product, and the role of the operand. Raises ValueError if the
-        layer has another length."""
+        first dimension of 1 if it is not set, and of the groups of a grouped product. Raises
+        ValueError for another shape."""
         layer, buffer = self._layer, (_AMAX if length else _SCALE) + name
         shape = _shape(length, groups)
         if buffer not in layer._buffers:
@@ -112,8 +100,7 @@ _EAGER = (
 
 
 def note_scale(layer: Any, name: str) -> None:
-    """Notes whether a state of a layer is set. Reads the value, which synchronizes, only if it was
-    written."""
+    """Notes whether a state is set. Reads the value, which synchronizes, only if it was written."""
     measured = vars(layer.fp8_measured)
     if measured.get(name, False) is False:
         state = part_of(layer._buffers[name])
@@ -137,8 +124,8 @@ def _is_set(name: str, state: Tensor) -> bool:
 
 
 def share_scales(model: nn.Module, leaders: Mapping[int, int]) -> None:
-    """Lets layers read the static scale of another layer, of equal value. leaders: the address of a
-    scale -> that of the other one."""
+    """Lets layers read the equal static scale of another layer. leaders: address -> the other
+    one's."""
     scales = {state.data_ptr(): state for state in histories(model).values() if not state.dim()}
     for module in model.modules():
         for name, state in histories(module, recurse=False).items():
@@ -148,8 +135,8 @@ def share_scales(model: nn.Module, leaders: Mapping[int, int]) -> None:
 
 
 def add_buffers(layer: Any, recipe: Any, by_call: bool = False) -> None:
-    """Adds the buffers of ``recipe`` to ``layer``, zeros, unless it has them. by_call: the layer
-    computes several products, and its first pass creates the buffers."""
+    """Adds the missing buffers of ``recipe``. by_call: several products, whose first pass adds
+    them."""
     for role in () if by_call else _ROLES:
         cast = getattr(recipe, role)
         if cast is not None and cast.keeps_history:

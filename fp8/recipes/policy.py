@@ -29,7 +29,6 @@ ROLES: dict[str, str] = {
     "the weights of experts",
     "router": "layers with one output per expert of the list or stack of experts beside them",
     "attention": "layers inside of a module whose class or name contains 'attention' or 'attn'",
-    "norm": "normalization layers, which have no product",
 }
 """What `Policy.keep` may name -> the rule by which `fp8.selection.roles` finds it."""
 
@@ -363,9 +362,8 @@ def as_policy(policy: Any) -> Policy:
 
 
 def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
-    """The recipe of a layer whose casts, in the order of `CASTS`, come from ``sources``; None if
-    nothing is cast. auto: the recipe of "auto". Saved activations are as in the first source.
-    Raises ValueError for a combination that no `Recipe` can represent."""
+    """The recipe of a layer whose casts come from ``sources``; None if nothing is cast. auto: the
+    recipe of "auto". Raises ValueError for a combination that no `Recipe` can represent."""
     recipes = [auto if isinstance(source, str) else source for source in sources]
     if all(recipe == recipes[0] for recipe in recipes):
         return recipes[0]

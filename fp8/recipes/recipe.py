@@ -321,13 +321,6 @@ RECIPES: dict[str, Recipe] = {
         # casts.
         _nvfp4("four_over_six", "e4m3_4_6", "e4m3_4_6_up"),
         # Of papers; docs/recipes.md lists the differences, and what else they do.
-        # Quartet (arXiv:2505.14669) and its published code: MX blocks by the standard deviation;
-        # for gradients stochastic rounding of 3/4 of the operands, products divided by 9/16.
-        _one_way_each(
-            "quartet",
-            Cast(format="e2m1", scaling="mx", rule="quest", hadamard=32),
-            Cast(format="e2m1", scaling="block", tile=(1, 32), rule="fit", hadamard=32, **_RANDOM),
-        ),
         # Quartet II (arXiv:2601.22813) and its published code: four over six, without square
         # blocks; MS-EDEN for gradients.
         _one_way_each(

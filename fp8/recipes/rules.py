@@ -13,8 +13,7 @@ from ..formats.quantize import quantize
 from ..formats.rounding import LAYOUTS, divided
 
 SMALLEST, LARGEST = -126, 127
-"""The range of scale factors as exponents of two: the normal powers of float32. E8M0 starts at
-2**-127. Static scales end at 2**126, so that their inverse is normal too."""
+"""The exponents of scale factors: the normal powers of two of float32. E8M0 starts at 2**-127."""
 
 E8M0 = " e8m0"
 """Suffix of a rule name in a spec whose scales are stored in E8M0: see `scale_of`."""
@@ -26,13 +25,9 @@ def defined(scale: Tensor, amax: Tensor) -> Tensor:
 
 
 def _power(amax: Tensor, format: Format, carry: int) -> Tensor:
-    """2**(e - E), for ``amax`` = m * 2**e and the format's largest value M * 2**E (m, M in [1, 2)),
-    within the range of E8M0.
-
-    carry: added to the bits of ``amax``; e is one larger if the addition carries into the exponent.
-    A subnormal amax counts as exponent field zero, below every scale. Few operations, because a
-    compiled product has each of them once for every use of the scale.
-    """
+    """2**(e - E), for ``amax`` = m * 2**e and the format's largest value M * 2**E, in the range of
+    E8M0. carry: added to the bits of ``amax``; e is one larger if it carries into the exponent. Few
+    operations: a compiled product has each of them for every use of the scale."""
     layout = LAYOUTS[amax.dtype]
     one, (low, high) = 1 << layout.mantissa_bits, _LIMITS[amax.dtype]
     top = math.frexp(format.max)[1] - 1
@@ -45,11 +40,6 @@ _LIMITS = {
     for dtype, layout in LAYOUTS.items()
 }
 """The bits of the smallest and largest result of `_power`."""
-
-
-def _one(amax: Tensor) -> int:
-    """The step of the exponent field in the bits of ``amax``."""
-    return 1 << LAYOUTS[amax.dtype].mantissa_bits
 
 
 def _up(amax: Tensor, format: Format) -> Tensor:
@@ -67,39 +57,9 @@ def _floor(amax: Tensor, format: Format) -> Tensor:
     return _power(amax, format, 0)
 
 
-def _ceil(amax: Tensor, format: Format) -> Tensor:
-    """As floor, with amax rounded up to a power of two (torchao's CEIL)."""
-    return _power(amax, format, _one(amax) - 1)
-
-
-def _even(amax: Tensor, format: Format) -> Tensor:
-    """As floor, with amax rounded to the format's mantissa bits (torchao's EVEN)."""
-    return _power(amax, format, _one(amax) >> (format.mantissa_bits + 1))
-
-
 def _exact(amax: Tensor, format: Format) -> Tensor:
     """amax divided by the format's largest value, in float32; not a power of two."""
     return divided(amax, format.max)
-
-
-def _fit(amax: Tensor, format: Format) -> Tensor:
-    """``floor``, times the factor that keeps all values of all tiles within the format (4 / 3 for
-    e2m1; "Training LLMs with MXFP4", arXiv:2502.20586): none saturates, so stochastic rounding is
-    unbiased. The factor, one for all tiles, is that of a product there."""
-    return _floor(amax, format) * (2.0 ** (format.max_exponent + 1) / format.max)
-
-
-CLIP = 2.92247856
-"""The multiple of the standard deviation of normal data that is e2m1's largest value where the mean
-squared error is smallest (the published code of Quartet)."""
-
-
-def _quest(spread: Tensor, format: Format) -> Tensor:
-    """The power of two, rounded down, for which the largest value stands for 2.92 times the
-    standard deviation of the tile, in place of its largest magnitude: larger values saturate
-    (QuEST's quantizer in Quartet, arXiv:2505.14669, and its published code; optimal for normal data
-    in e2m1). Zeros that fill a tile up count. Of equal values the deviation is their magnitude."""
-    return _floor(spread * (CLIP / format.max * 2.0**format.max_exponent), format)
 
 
 def _e4m3(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
@@ -170,11 +130,7 @@ def _eden(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
 RULES: dict[str, Callable[..., Tensor]] = {
     "up": _up,
     "floor": _floor,
-    "ceil": _ceil,
-    "even": _even,
     "exact": _exact,
-    "fit": _fit,
-    "quest": _quest,
     "e4m3": _e4m3,
     "e4m3_up": _e4m3_up,
     "e4m3_guarded": _e4m3_guarded,
@@ -183,14 +139,10 @@ RULES: dict[str, Callable[..., Tensor]] = {
     "e4m3_eden": _eden,
 }
 """Name -> function of (largest magnitude of a tile, format) that returns the tile's scale, or the
-first candidate of a rule in BY_ERROR. Those of rules in UNITS take the unit as well; those in
-BY_SPREAD the tile's standard deviation in place of its largest magnitude."""
+first candidate of a rule in BY_ERROR. Those of rules in UNITS take the unit as well."""
 
-POWERS = ("up", "floor", "ceil", "even", "quest")
+POWERS = ("up", "floor")
 """Rules whose scales are powers of two, by which every division is exact."""
-
-BY_SPREAD = ("quest",)
-"""Rules of the standard deviation."""
 
 BY_ERROR = ("e4m3_4_6", "e4m3_4_6_up")
 """Rules that choose the scale of amax or that of 1.5 * amax by its squared error."""

@@ -1,8 +1,5 @@
 """Scale factors of operands: which elements share one (the tile), and the rule that computes it.
-
-The stored operand is ``x / scale``; the scale factor is the value of one unit of the format. With
-powers of two this division is exact.
-"""
+The stored operand is ``x / scale``."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from ..common.dtensor import is_dtensor, part_of, reduced
 from ..common.validation import refuse_transformed
 from ..formats.format import Format, get_format
 from ..formats.quantize import in_dtype, quantize_operand
-from .rules import BY_ERROR, BY_SPREAD, E8M0, LARGEST, RULES, SMALLEST, UNITS, defined
+from .rules import BY_ERROR, E8M0, LARGEST, RULES, SMALLEST, UNITS, defined
 
 __all__ = ["SCALINGS", "Scaling", "Tile"]
 
@@ -41,15 +38,13 @@ class Scaling(NamedTuple):
     """Whether a cast may choose another tile."""
 
 
-_POWERS = ("up", "floor", "ceil", "even")
-
 SCALINGS: dict[str, Scaling] = {
     "unit": Scaling("1: the operand is expected to have RMS about 1", (0, 0), ()),
-    "tensor": Scaling("one of its largest magnitude, now", (0, 0), (*_POWERS, "exact")),
+    "tensor": Scaling("one of its largest magnitude, now", (0, 0), ("up", "floor", "exact")),
     "delayed": Scaling(
         "one of its largest magnitude in the last passes, which a converted layer keeps",
         (0, 0),
-        (*_POWERS, "exact"),
+        ("up", "floor", "exact"),
     ),
     "static": Scaling(
         "one power of two that brings it to RMS 1, measured once: `fp8.calibrate`", (0, 0), ()
@@ -57,18 +52,18 @@ SCALINGS: dict[str, Scaling] = {
     "row": Scaling(
         "one for each row along the axis that is summed over: token, output channel",
         (1, 0),
-        (*_POWERS, "exact"),
+        ("up", "floor", "exact"),
     ),
     "block": Scaling(
         "one for each 128 values along that axis; weights: 128 x 128",
         (1, 128),
-        (*_POWERS, "exact", "fit"),
+        ("up", "floor", "exact"),
         free=True,
     ),
     "mx": Scaling(
         "E8M0, one for each 32 values along that axis",
         (1, 32),
-        (*_POWERS, "quest"),
+        ("up", "floor"),
         free=True,
     ),
     "nv": Scaling(
@@ -101,11 +96,8 @@ def _zero_where_not(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
-    """The largest magnitude of the finite values over ``dims`` (kept); 0 if there are none.
-
-    On a CPU in eager mode, where the check needs no synchronization, the pass that excludes Inf and
-    NaN runs only if there are any.
-    """
+    """The largest magnitude of the finite values over ``dims`` (kept); 0 if there are none. Eager
+    code on a CPU excludes Inf and NaN only if there are any."""
     eager = type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
     if eager and x.device.type == "cpu":
         amax = _largest(x, dims)
@@ -126,34 +118,24 @@ def scale_of(
     rule: str,
     unit: Tensor | None = None,
 ) -> Tensor:
-    """The scale factors of ``x``: one for all elements along ``dims`` (None: all of x).
+    """The scale factors of ``x``, not empty: one along ``dims``, kept as 1, or of all (None).
 
-    unit: of the scales of a rule in UNITS, 0-dim; None is `unit_of` x.
-
-    Returns float32 (float64 for float64), with ``dims`` kept as 1, or 0-dim. It is computed from
-    the finite values; Inf and NaN pass through the cast unchanged. It is 1 if the largest finite
-    magnitude is zero. It is at least 2**-126, the smallest normal float32 (tiles below that times
-    half the format's smallest value become zero), and at most 2**127, which only float64 exceeds. x
-    must not be empty.
-
-    A scale stored in eight bits (a rule in UNITS, or with suffix `E8M0`) is NaN if its tile has Inf
-    or NaN, and so becomes the whole tile, because formats of four and six bits have neither.
-    microxcaling does the same. torchao and the OCP specification agree for NaN (MX 1.0, section
-    5.1); torchao treats Inf as a large number. E8M0 goes down to 2**-127.
+    Of the finite values, from 2**-126 to 2**127; 1 if they are zeros. unit: of the scales of a rule
+    in UNITS, 0-dim; None is `unit_of` x. A scale stored in eight bits (a rule in UNITS, or with
+    suffix `E8M0`, which begins at 2**-127) is NaN if its tile has Inf or NaN, and so becomes the
+    tile, as in microxcaling; torchao treats Inf as a large number (MX 1.0, section 5.1: NaN).
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     name, x = rule.removesuffix(E8M0), x.detach()
     if rule == name and rule not in UNITS:
         amax = largest_finite(x, dims).to(dtype)
-        if name in BY_SPREAD:
-            amax = _spread(torch.where(x.abs() < torch.inf, x, 0.0), dims, amax)
         return defined(RULES[name](amax, format), amax)
     amax = _largest(x, dims).to(dtype)
     finite = amax < torch.inf
     amax = torch.where(finite, amax, 0.0)
     if unit is None and rule in UNITS:
         unit = UNITS[rule](amax, format)
-    scale = _by_rule(_spread(x, dims, amax) if name in BY_SPREAD else amax, format, rule, unit)
+    scale = _by_rule(amax, format, rule, unit)
     if name in BY_ERROR:
         other = _by_rule((1.5 * amax).clamp(max=torch.finfo(dtype).max), format, rule, unit)
         better = _error(x, dims, format, other, scale) < _error(x, dims, format, scale, scale)
@@ -162,17 +144,9 @@ def scale_of(
 
 
 def unit_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) -> Tensor:
-    """The tensor-level unit of the scales that `scale_of` returns for a rule in UNITS: 0-dim,
-    float32 (float64 for float64). x must not be empty."""
+    """The unit of the scales that `scale_of` returns for a rule in UNITS, 0-dim. x is not empty."""
     amax = _largest(x.detach(), dims).to(torch.promote_types(x.dtype, torch.float32))
     return UNITS[rule](torch.where(amax < torch.inf, amax, 0.0), format)
-
-
-def _spread(x: Tensor, dims: tuple[int, ...] | None, amax: Tensor) -> Tensor:
-    """The standard deviation of ``x`` over ``dims``; where it is zero, the largest magnitude."""
-    unit = torch.where(amax > 0, amax, 1.0)
-    square = torch.var(x.to(amax.dtype) / unit, dims, correction=0, keepdim=dims is not None)
-    return torch.where(square > 0, square.sqrt() * unit, amax)
 
 
 def _by_rule(amax: Tensor, format: Format, rule: str, unit: Tensor | None) -> Tensor:
@@ -190,23 +164,10 @@ def corrected(
     dims: tuple[int, ...],
     count: int,
 ) -> Tensor:
-    """The scales of rule "e4m3_eden", which multiply the rounded values: unbiased along ``x``.
-
-    With c = <x, x> / <x, Q(x)> of the tiles that are rotated together, c * Q(x) has the projection
-    <x, x> on x, and after a random rotation the expected value x (EDEN, Vargaftik et al. 2022,
-    arXiv:2108.08842). c multiplies the scales, which are rounded stochastically to e4m3. The
-    published code of Quartet II takes both inner products of values divided by the scale of their
-    tile, which is the same where these are equal.
-
-    Args:
-        x: divided by the scales; tiles in ``dims``, one dimension.
-        values: ``x`` rounded to the format.
-        scale, unit: of rule "e4m3_eden".
-        count: the number of adjacent tiles that share c, those of one rotation.
-
-    Returns:
-        As ``scale``; NaN in tiles where ``scale`` is NaN.
-    """
+    """The scales of rule "e4m3_eden", unbiased along ``x``: times c = <x, x> / <x, Q(x)> of the
+    ``count`` tiles that are rotated together (EDEN, arXiv:2108.08842), rounded stochastically to
+    e4m3. x, values: in units of ``scale``, before and after rounding. dims: those of a tile, one
+    dimension."""
     steps, along = scale / unit, dims[0] - 1
 
     def inner_product(y: Tensor) -> Tensor:
@@ -224,8 +185,8 @@ def corrected(
 def _error(
     x: Tensor, dims: tuple[int, ...] | None, format: Format, scale: Tensor, by: Tensor
 ) -> Tensor:
-    """The sum over ``dims`` of squared errors of rounding ``x`` to nearest, in units of ``by`` and
-    the format's largest power of two."""
+    """The sum over ``dims`` of squared errors of rounding ``x``, in units of ``by`` and of the
+    format's largest power of two."""
     x, by = x.detach().to(scale.dtype), by * 2.0**format.max_exponent
     square = ((quantize_operand(x, format, scale=scale) - x) / by).square()
     return square.sum() if dims is None else square.sum(dims, keepdim=True)
@@ -238,12 +199,9 @@ def with_margin(scale: Tensor, margin: int, rule: str) -> Tensor:
 
 
 def inverse_of(scale: Tensor, rule: str | None) -> Tensor | None:
-    """The factor that replaces the division by ``scale``, a result of `scale_of`; None: divide.
-
-    A static scale (no rule) is a normal power of two, and so is its inverse. 2**-127 is a subnormal
-    float32, which some devices and modes flush to zero. The largest scale of a float32 is 2**126,
-    as the formats reach beyond 2, so its inverse is normal.
-    """
+    """The factor that replaces the division by ``scale``; None: divide. The inverse of a static
+    scale (no rule) is a normal power of two; 2**-127 is subnormal, which some devices flush to
+    zero."""
     if rule is None:
         return 1 / scale
     if not rule.endswith(E8M0):
@@ -261,12 +219,8 @@ def scale_of_number(amax: float, format: Format) -> float:
 
 
 def in_format(x: Tensor, format: Format, tile: Tile = (0, 0)) -> tuple[Tensor, Tensor]:
-    """``x / scale`` in the format's torch dtype, and the scale factors by the rule "up": 0-dim, or
-    one for each tile along axis -1.
-
-    x: float32, any shape. Rounded once, to nearest, ties to even. Inf becomes NaN if the format has
-    no Inf.
-    """
+    """float32 ``x / scale`` in the torch dtype of the format, rounded to nearest, and scales by
+    rule "up": 0-dim, or one for each tile along axis -1. Inf is NaN if the format has no Inf."""
     grid = [] if tile == (0, 0) else grid_of(x.shape, tile)
     scale = x.new_ones(grid)
     if x.numel():
@@ -278,13 +232,9 @@ def in_format(x: Tensor, format: Format, tile: Tile = (0, 0)) -> tuple[Tensor, T
 
 
 def _delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record: bool) -> Tensor:
-    """The scale factor from the largest entry of ``history``; from ``x`` itself if that is zero or
-    not finite, which a history of the shape (length,) excludes.
-
-    record: add the largest finite magnitude of x in front and drop the oldest entry, unless it is
-    zero. Range as in `scale_of`; values beyond it overflow as the cast specifies. history:
-    (length,), or (1, length) if it may have no entries; float32; updated in place.
-    """
+    """The scale from the largest entry of ``history``, (length,) or, if it may have no entries, (1,
+    length); then from ``x`` itself. record: the largest finite magnitude of x becomes the first
+    entry, unless it is zero."""
     entries = history.view(-1)
     amax = entries.amax().float()
     if record or history.dim() > 1:
@@ -302,8 +252,7 @@ def _delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record
 
 
 def second_moment(x: Tensor) -> Tensor:
-    """The sum of squares of ``x``, 0-dim. In float64, where squares of float32 neither overflow nor
-    underflow; in float32 on devices without float64."""
+    """The sum of squares, 0-dim, in float64 (float32 on devices without it)."""
     if is_dtensor(x):
         return reduced(x, second_moment(part_of(x)), range(x.dim()), "sum")
     dtype = torch.float32 if x.device.type == "mps" else torch.float64
@@ -311,19 +260,15 @@ def second_moment(x: Tensor) -> Tensor:
 
 
 def nearest_power(moment: Tensor) -> Tensor:
-    """The power of two nearest, in octaves, to the root of a mean square: 2**round(log2(RMS)).
-
-    An operand divided by it has an RMS between 2**-0.5 and 2**0.5. Returns float32, clamped to the
-    range of scales, and 0 where ``moment`` is zero, Inf or NaN.
-    """
+    """2**round(log2(RMS)) of a mean square, float32, clamped to the range of scales; 0 where that
+    is zero, Inf or NaN."""
     exponent = (moment.log2() / 2).round().clamp(SMALLEST, LARGEST - 1)
     return torch.where((moment > 0) & (moment < torch.inf), exponent.exp2(), 0.0).float()
 
 
 def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
-    """The scale factor that ``state`` holds. A state that is not set has the shape (1,): the scale
-    is computed from the finite values of ``x``, 1 without any, and stored (record) if all are
-    finite."""
+    """The scale that ``state`` holds. One that is not set, (1,), is computed from the finite values
+    of ``x``, and stored (record) if all are finite."""
     scale = state.float()
     if not state.dim():
         return _read(scale)
@@ -350,7 +295,7 @@ def _read(state: Tensor) -> Tensor:
 @eager_only(False)
 def _is_set_outside(state: Tensor, stored: Tensor) -> bool:
     """Whether ``stored`` is computed under a transform of `torch.func` outside of which ``state``
-    was set, as for each model in `torch.func.stack_module_state`."""
+    is set."""
     if torch.func.debug_unwrap(stored) is stored:
         return False
     return bool((torch.func.debug_unwrap(state) > 0).all())
@@ -359,22 +304,17 @@ def _is_set_outside(state: Tensor, stored: Tensor) -> bool:
 def history_scale(
     x: Tensor, history: Tensor, format: Format, rule: str | None, margin: int, record: bool
 ) -> Tensor:
-    """The scale factor of ``x`` from the state of earlier passes, 0-dim, float32.
-
-    history: with a rule, the amax history of scaling "delayed"; without, the scale of "static".
-    """
+    """The scale of ``x`` from earlier passes, 0-dim: by a rule from the history of "delayed",
+    without one the scale of "static"."""
     if rule is None:
         return _static_scale(x, history, record)
     return with_margin(_delayed_scale(x, history, format, rule, record), margin, rule)
 
 
 def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, ...] | None]:
-    """``x`` with tiles as separate dimensions, and those dimensions; None if all of x is one tile.
-
-    x: (..., rows, columns), not empty. axis: -1 or -2, the axis that the product sums over. A size
-    that the tile does not divide is padded with zeros. A size smaller than the tile is one tile,
-    without padding.
-    """
+    """``x``, (..., rows, columns), not empty, with tiles as dimensions of their own, and these;
+    None for one tile. A size that the tile does not divide is padded with zeros; a smaller size is
+    one tile."""
     if tile == (0, 0):
         return x, None
     sides = tile if axis == -1 else tile[::-1]
@@ -403,8 +343,8 @@ def grid_of(shape: Sequence[int], tile: Tile) -> list[int]:
 
 
 def widened(scale: Tensor, shape: Sequence[int], tile: Tile, broadcast: bool = False) -> Tensor:
-    """``scale``, one for each tile of the last two dimensions (0: all), repeated for each element
-    of ``shape``; 0-dim stays so. broadcast: a single tile along a dimension is not repeated."""
+    """``scale``, one for each tile of the last two dimensions, for each element of ``shape``.
+    broadcast: a single tile along a dimension is not repeated."""
     for dim, by in zip((-2, -1), tile, strict=True):
         if scale.ndim and by != 1 and not (broadcast and scale.shape[dim] == 1):
             scale = scale.repeat_interleave(by or shape[dim], dim).narrow(dim, 0, shape[dim])

@@ -71,8 +71,8 @@ def candidates(model: nn.Module, activations: bool = False) -> dict[str, nn.Modu
 def layers_of(
     model: nn.Module, activations: bool = False
 ) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """(name, module, why it cannot be converted or None) for all modules that have a weight or are
-    converted and, if requested, for activations."""
+    """(name, module, why it stays or None) of modules with a weight, converted ones, and
+    activations if requested."""
     inside = inside_attention(model)
     for name, module in model.named_modules():
         if isinstance(module, parametrize.ParametrizationList):
@@ -96,16 +96,14 @@ def inside_attention(model: nn.Module) -> dict[int, str]:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is the linear layer of GPT-2, `transformers.pytorch_utils.Conv1D`: weight (in,
-    out)."""
+    """Whether it is the linear layer of GPT-2, transformers' ``Conv1D``: weight (in, out)."""
     library = sys.modules.get("transformers.pytorch_utils")
     return library is not None and isinstance(module, library.Conv1D)
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether all weights of a module are its own and belong to several experts: stacks of matrices
-    (experts, ., .), and biases (experts, .) if it has any. Not a class of torch: those are layers
-    of one weight."""
+    """Whether all parameters of a module are its own stacks of matrices (experts, ., .) and biases
+    (experts, .). Not a class of torch: those are layers of one weight."""
     parameters = list(module.parameters())
     if bare_class(module).__module__.startswith("torch.") or any(map(is_lazy, parameters)):
         return False
@@ -145,8 +143,7 @@ _QUANTIZERS = ("bitsandbytes", "torchao")
 
 
 def why_quantized(module: nn.Module) -> str:
-    """Why the weights of a layer are quantized codes, which cannot be scaled or cast; "" if they
-    are not."""
+    """Why the weights of a layer are codes, which cannot be scaled or cast; "" if they are not."""
     for parameter in module.parameters(recurse=False):
         kind = type(parameter)
         library = kind.__module__.partition(".")[0]
@@ -162,8 +159,8 @@ Where = Callable[[str, nn.Module], bool]
 
 
 def checked_where(where: Any) -> Where | None:
-    """``where``, a function (name, module) -> bool or None; it raises TypeError if its result is no
-    bool. Raises TypeError for anything else, and for a function of (module, name)."""
+    """``where``, which raises TypeError if its result is no bool. Raises TypeError unless it is a
+    function of (name, module) or None."""
     if where is None:
         return None
     if not callable(where):

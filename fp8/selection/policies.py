@@ -130,8 +130,8 @@ def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, s
 
 
 def _matched(index: int, rule: Rule, model: nn.Module, layers: Layers) -> set[str]:
-    """The names of the layers that a rule matches. Raises ValueError if it matches none, except for
-    a rule that leaves in high precision what is never cast."""
+    """The layers that a rule matches. Raises ValueError for none, except for a rule that leaves in
+    high precision what is never cast."""
     names = {name for name in layers if matches(rule.layers, name)}
     if names:
         return names

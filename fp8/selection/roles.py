@@ -1,10 +1,9 @@
 """The structure of a model, and the roles of its layers, which `fp8.Policy.keep` names.
 
-The *blocks* of a model are its repeated modules: the items of an `nn.ModuleList` or
-`nn.Sequential` that all have the same class and contain layers. The *width* of a block is the
-input size of its first layer, which is that of the residual stream. The *parts* of a block are its
-children (attention, MLP); a list among them counts item by item. Among direct children that are
-layers, a width-preserving layer starts a part, and a widening layer closes the part before it.
+*Blocks* are the items of an `nn.ModuleList` or `nn.Sequential` that have one class and contain
+layers. The *width* of a block is the input size of its first layer: the residual stream's. Its
+*parts* are its children (attention, MLP). Among direct children that are layers, a width-preserving
+layer starts a part, and a widening layer closes the part before it.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ __all__ = ["MAY_LACK", "Layers", "blocks_of", "roles", "sizes_of", "with_role", 
 Layers = Mapping[str, nn.Module]
 """Name -> layer, in the order of the model."""
 
-MAY_LACK = ("embedding", "readout", "norm")
-"""Roles that a model may not have: it repeats its blocks and nothing else, or `fp8.convert` never
-casts these modules (lookups, norms)."""
+MAY_LACK = ("embedding", "readout")
+"""Roles that a model may not have: it repeats its blocks and nothing else, or has only lookups."""
 
 
 def within(name: str, block: str) -> bool:
@@ -87,11 +85,8 @@ def _parts(path: str, block: nn.Module, layers: Layers) -> list[list[str]]:
 
 
 def _outside(model: nn.Module, layers: Layers, reads: bool) -> dict[str, str]:
-    """The layers outside of all blocks that read the residual stream, or those that do not.
-
-    A layer whose input, but not output, has the width of the blocks reads it, and one whose output
-    alone has that width does not. For others the position decides: after the first block or before.
-    """
+    """The layers outside of all blocks that read the residual stream, or those that do not: by the
+    side that has its width, or else by their position, after the first block or before."""
     layers = _weighted(layers)
     names, blocks = list(layers), blocks_of(model, layers)
     if not blocks:
@@ -111,8 +106,7 @@ def _outside(model: nn.Module, layers: Layers, reads: bool) -> dict[str, str]:
 
 
 def _residual(model: nn.Module, layers: Layers) -> dict[str, str]:
-    """The last layer of each part of a block, if its output has the width of the block. An
-    `nn.MultiheadAttention` is one layer, and so is a module that holds the weights of experts."""
+    """The last layer of each part of a block, if its output has the width of the block."""
     layers = _weighted(layers)
     blocks = blocks_of(model, layers)
     reasons = {}
@@ -133,8 +127,8 @@ def _residual(model: nn.Module, layers: Layers) -> dict[str, str]:
 
 
 def _router(model: nn.Module, layers: Layers) -> dict[str, str]:
-    """A layer inside of a block whose number of outputs is the length of a list of modules, or of a
-    stack of weights (3 dimensions), that lies beside it or beside its parent."""
+    """Layers inside of a block with as many outputs as a list of modules, or a stack of weights,
+    beside them or their parent has entries."""
     blocks = blocks_of(model, layers)
     reasons = {}
     for name, layer in layers.items():
@@ -155,8 +149,8 @@ def _router(model: nn.Module, layers: Layers) -> dict[str, str]:
 
 
 def _counts(parent: nn.Module, but: nn.Module) -> Iterator[int]:
-    """The lengths of lists of modules, and of stacks of weights, in ``parent`` and its children.
-    but: not among them."""
+    """The lengths of lists of modules and of stacks in ``parent`` and its children, ``but``
+    aside."""
     for module in (parent, *parent.children()):
         if isinstance(module, nn.ModuleList):
             yield len(module)
@@ -185,7 +179,6 @@ _FINDERS: dict[str, Callable[[nn.Module, Layers], dict[str, str]]] = {
     "residual": _residual,
     "router": _router,
     "attention": _attention,
-    "norm": lambda model, layers: {},  # which has no product to cast
 }
 """Role -> (model, its layers by name) -> the layers with this role: name -> reason."""
 
@@ -201,7 +194,7 @@ def with_role(role: str, model: nn.Module, layers: Layers) -> dict[str, str]:
     """The layers of ``model`` with a role of `fp8.recipes.policy.ROLES`: name -> reason.
 
     layers: name -> layer, those that can be converted. Empty if only modules that are never
-    converted have the role: lookups and norms, and layers whose products are their own.
+    converted have the role: lookups, and layers whose products are their own.
 
     Raises ValueError if nothing in the model has the role: it cannot be determined.
     """

@@ -83,8 +83,8 @@ class ScaledTensor(Tensor):
     """A tensor of ``dtype`` with the values ``stored * scale``.
 
     Created by `scaled`. These operations return a ScaledTensor without rounding again: moving,
-    transposing, reshaping, conversion to another supported dtype, and multiplication or division by
-    one number, which only changes the scale. Any other result is a plain tensor.
+    transposing, reshaping and conversion to another supported dtype. Any other result is a plain
+    tensor. Multiplication or division by one number in place only changes the scale.
 
     In-place operations are exact: they store the values of the whole tensor in float32, with a
     scale of None. `store` rounds them to the format again. ``copy_`` does so at once if no value
@@ -387,16 +387,16 @@ class _Dequantize(Function):
 
 
 def keep_gradients_in(parameter: Any, grad_format: str | None) -> None:
-    """Stores the gradient of the leaf ``parameter`` in ``grad_format`` (None: unchanged), after one
-    backward pass. Later passes add to it in float32. One that requires a gradient stays plain."""
+    """Stores the gradient of the leaf ``parameter`` in ``grad_format`` after one backward pass;
+    later passes add to it in float32. One that requires a gradient stays plain."""
     parameter.grad_format = grad_format
     if grad_format is not None and parameter.requires_grad:
         parameter.register_hook(_Rounding(grad_format))
 
 
 class _Rounding:
-    """The hook of `keep_gradients_in`. A reference to the parameter would be a cycle: the gradient
-    is the first one if the memory of the last one that the hook stored is gone."""
+    """The hook of `keep_gradients_in`, without a reference to the parameter, a cycle: a gradient is
+    the first one if the memory of the last one is gone."""
 
     def __init__(self, format: str) -> None:
         self.format = format
@@ -496,8 +496,8 @@ def _copy_(func: Any, x: Tensor, source: Any, non_blocking: bool = False) -> Ten
 
 @eager_only(otherwise=None)
 def _exact(x: ScaledTensor, numbers: Tensor) -> tuple[Tensor, Tensor] | None:
-    """``numbers`` in the format of ``x`` and their scales, for tiles those of ``x``; None if ``x``
-    is not stored in its format, or if they would be rounded."""
+    """``numbers`` in the format of ``x`` and their scales; None if they would be rounded, or if
+    ``x`` is not stored in its format."""
     format, scales, tile = FORMATS[x.format], x.memory.scales(), x.memory.tile
     if x.scale is None or not x.is_whole():
         return None
@@ -519,23 +519,12 @@ def _new_empty_strided(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) ->
     return new
 
 
-def _by_one_number(x: Any, y: Any) -> bool:
-    """Whether x is a ScaledTensor and y a real number that does not change its dtype."""
-    if not isinstance(x, ScaledTensor) or x.dim() == 0 or isinstance(y, ScaledTensor | complex):
-        return False
-    return not isinstance(y, Tensor) or (y.dim() == 0 and not y.is_complex())
-
-
-def _times(func: Any, x: Any, y: Any) -> Any:
-    if not _by_one_number(x, y) or not x.is_scaled():
-        return NotImplemented
-    if x.scale is None:
-        return _new(x, func(x.stored, y), None)
-    return _new(x, x.stored.clone(), func(x.scale, y).to(torch.float32))
-
-
 def _times_(func: Any, x: Any, y: Any) -> Any:
-    if not _by_one_number(x, y) or x.scale is None or not x.is_whole():
+    """By one real number that does not change the dtype."""
+    if not isinstance(x, ScaledTensor) or x.dim() == 0 or isinstance(y, ScaledTensor | complex):
+        return NotImplemented
+    one_number = not isinstance(y, Tensor) or (y.dim() == 0 and not y.is_complex())
+    if not one_number or x.scale is None or not x.is_whole():
         return NotImplemented
     x.scale.copy_(func(x.scale.clone(), y))
     x.memory.writes = next(_WRITES)
@@ -573,7 +562,6 @@ SHORTCUTS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.clone.default, aten._to_copy.default), _to_copy),
     aten.copy_.default: _copy_,
     aten.new_empty_strided.default: _new_empty_strided,
-    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar), _times),
     **dict.fromkeys(
         (aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar), _times_
     ),

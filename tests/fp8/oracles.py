@@ -29,9 +29,6 @@ ML_DTYPES = {
     "fp16": np.float16,
 }
 
-UNIFORM = {"e1m2": 0.25}
-"""Formats whose values are the multiples of one step."""
-
 GFLOAT = {
     "e4m3": gf.format_info_ocp_e4m3,
     "e5m2": gf.format_info_ocp_e5m2,
@@ -83,11 +80,7 @@ def nearest(x: Tensor, format: Format, overflow: str) -> Tensor:
     if overflow == "saturate":
         values = values.clamp(-format.max, format.max)
     with np.errstate(all="ignore"):
-        if format.name in UNIFORM:
-            step = UNIFORM[format.name]
-            cast = np.rint(values.numpy() / step) * np.float32(step)
-        else:
-            cast = values.numpy().astype(ML_DTYPES[format.name]).astype(np.float32)
+        cast = values.numpy().astype(ML_DTYPES[format.name]).astype(np.float32)
     want = torch.from_numpy(cast)
     if not format.signed:
         tiny = (values >= 0) & (values < 2.0**-126)

@@ -23,15 +23,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("torchao", reason="torchao is the oracle")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M2
+    from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
-MODES = {"up": "RCEIL", "floor": "FLOOR", "ceil": "CEIL", "even": "EVEN"}
+MODES = {"up": "RCEIL", "floor": "FLOOR"}
 ELEMENTS = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
-    "e3m2": DTYPE_FP6_E3M2,
     "e2m3": DTYPE_FP6_E2M3,
     "e2m1": torch.float4_e2m1fn_x2,
 }
@@ -120,60 +119,8 @@ def test_nvfp4_scales_are_torchao_s_and_values_up_to_ties():
     assert (distance <= 1.5 * 2.0**-23).all()
 
 
-def transformer_engine(x: Tensor) -> Tensor:
-    """NVFP4 as the reference of TransformerEngine's own tests has it: e4m3 scales of 16 values,
-    subnormal ones too, in units of one float32."""
-    unit = torch.tensor(448.0 * 6.0) / x.abs().max()
-    tiles = x.unflatten(-1, (-1, 16))
-    decode = (tiles.abs().amax(-1, keepdim=True) / 6.0 * unit).clamp(max=448.0)
-    decode = decode.to(torch.float8_e4m3fn).float()
-    encode = (1 / (decode * (1 / unit))).clamp(max=torch.finfo(torch.float32).max)
-    units = (tiles * encode).clamp(-6.0, 6.0)
-    values = reference.rounded(units, get_format("e2m1")).float()
-    return (values * decode / unit).flatten(-2)
-
-
 def decibel(exact: Tensor, got: Tensor) -> float:
     return 20 * math.log10(float(exact.double().norm() / (got.double() - exact).norm()))
-
-
-def test_nvfp4_keeps_subnormal_scales_as_transformer_engine_does():
-    """Blocks of some 2**-17 of the largest magnitude have scales among e4m3's subnormals."""
-    x = randn(64, 256)
-    x[0, 0] = 2.0**18
-    got, theirs = cast_forward(x, NVFP4), transformer_engine(x)
-    ours_db, theirs_db = decibel(x[1:], got[1:]), decibel(x[1:], theirs[1:])
-    assert ours_db == pytest.approx(theirs_db, abs=0.05)
-    differ = (got - theirs).abs() > 1e-6 * got.abs()
-    assert differ.float().mean() < 1e-3  # next to midpoints: quotients there are rounded thrice
-    floor = 2.0**-6 * x.abs().max() / (448 * 6)  # of torchao's scales
-    tiles = x.unflatten(-1, (-1, 16))
-    scale = (tiles.abs().amax(-1, keepdim=True) / 6).clamp(min=floor)
-    clamped = (reference.rounded(tiles / scale, get_format("e2m1")) * scale).flatten(-2)
-    assert decibel(x[1:], clamped[1:]) < ours_db - 3
-
-
-def test_nvfp4_blocks_below_every_scale_keep_something():
-    """Where TransformerEngine's scale is rounded to zero, ours is the smallest, 2**-9."""
-    x = torch.full((2, 16), 1.0)
-    x[0, 0] = 448 * 6 * 2.0**8  # so the other block's amax / 6 is 2**-11 units or so
-    assert (transformer_engine(x)[1] == 0).all()
-    assert torch.allclose(cast_forward(x, NVFP4)[1], x[1], rtol=0.5)
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_nvfp4_loses_the_block_of_inf_or_nan_and_no_other(bad):
-    """As torchao's scales are for NaN, under the same scale of the tensor; Inf it makes finite."""
-    x = randn(8, 64)
-    clean = cast_forward(torch.where(torch.arange(64) < 16, 0.0, x), NVFP4)
-    x[:, 3] = bad
-    got = cast_forward(x, NVFP4)
-    assert got[:, :16].isnan().all()
-    assert torch.equal(got[:, 16:], clean[:, 16:])
-    unit = per_tensor_amax_to_scale(x[:, 16:].abs().max())
-    theirs = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=unit).dequantize(torch.float32)
-    assert theirs[:, :16].isnan().all() == math.isnan(bad)
-    assert theirs[:, 16:].isfinite().all()
 
 
 # --- Float8Linear
@@ -208,13 +155,12 @@ def three(function, x: Tensor, w: Tensor, g: Tensor) -> list[Tensor]:
 @pytest.mark.proves("the field", "a scale for each tensor, current", how="library")
 @pytest.mark.proves("the field", "a scale for each row", how="library")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("tokens", [64, 48])
 @pytest.mark.parametrize("name", THEIRS)
-def test_float8_linear(name, tokens):
+def test_float8_linear(name):
     """Where the scales are the same powers of two the operands are the same, and what is left is
     the order of summation: as tests.reference.assert_within has it, twice. Exact scales differ by
     their last bit (torchao divides in float64 and multiplies), so there SQNR is compared."""
-    x, w, g = (randn(*s, seed=i) for i, s in enumerate(((tokens, 96), (32, 96), (tokens, 32))))
+    x, w, g = (randn(*s, seed=i) for i, s in enumerate(((48, 96), (32, 96), (48, 32))))
     leaf = w.clone().requires_grad_()
 
     def results(recipe: fp8.Recipe, **changes: bool) -> zip:

@@ -22,6 +22,8 @@ __all__ = ["emulated"]
 
 BAD = [math.inf, -math.inf, math.nan]
 EIGHT_BIT_SCALES = [name for name, r in RECIPES.items() if r.input.scaling in ("mx", "nv")]
+KINDS = ("unit", "tensor", "delayed", "static", "row", "block", "deepseek_v3", "mxfp8", "nvfp4")
+"""A recipe of each scaling, one with the sums of an accelerator, one with rotations."""
 
 
 def results(function, operands, grad: Tensor, recipe: str, backend: str = "simulate"):
@@ -69,15 +71,15 @@ def check_linear(recipe: str, operand: int, bad: float, backend: str, sizes=(32,
 
 
 each_operand = pytest.mark.parametrize("operand", [0, 1, 2], ids=["input", "weight", "grad"])
-BACKENDS = [("simulate", recipe) for recipe in RECIPES]
+BACKENDS = [("simulate", recipe) for recipe in (*KINDS, "quartet2")]
 BACKENDS += [("native", recipe) for recipe in NATIVE]
 
 
-@pytest.mark.parametrize("bad", BAD)
 @each_operand
 @pytest.mark.parametrize(("backend", "recipe"), BACKENDS)
-def test_linear(backend, recipe, operand, bad):
-    check_linear(recipe, operand, bad, backend)
+def test_linear(backend, recipe, operand):
+    for bad in BAD:
+        check_linear(recipe, operand, bad, backend)
 
 
 @pytest.mark.native
@@ -103,7 +105,7 @@ PRODUCTS = {
 @pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.* has no sums of accumulate")
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", KINDS)
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_other_products(product, recipe, bad):
     """In the first operand, the second and the gradient: the results that each is a factor of.
@@ -121,7 +123,7 @@ def test_other_products(product, recipe, bad):
             assert not found[result].isfinite().all()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", KINDS)
 def test_a_gradient_that_overflows_skips_the_step_and_halves_the_scale(recipe):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
@@ -160,7 +162,7 @@ FINITE = torch.tensor([0.0, -0.0, 1.0, -3.3, 1e-7, 3e38, -3e38, 1e30, 440.0, 2.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("format", [f for f in FORMATS.values() if f.signed], ids=str)
 def test_finite_values_saturate_and_others_stay(format, rounding, dtype):
     x = FINITE.to(dtype)

@@ -22,7 +22,6 @@ SPECIFIED = {
     "e3m2": (28.0, 2.0**-2, 2.0**-4, False, False, True, 6),
     "e2m3": (7.5, 1.0, 2.0**-3, False, False, True, 6),
     "e2m1": (6.0, 1.0, 0.5, False, False, True, 4),
-    "e1m2": (1.75, 1.0, 0.25, False, False, True, 4),  # UFP4: quarters
     "e8m0": (2.0**127, 2.0**-127, 2.0**-127, False, True, False, 8),
     "bf16": (float.fromhex("0x1.fep127"), 2.0**-126, 2.0**-133, True, True, True, 16),
     "fp16": (65504.0, 2.0**-14, 2.0**-24, True, True, True, 16),

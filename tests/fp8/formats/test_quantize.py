@@ -13,6 +13,7 @@ from gfloat import RoundMode
 from torch import Tensor
 
 from fp8 import FORMATS, Format, quantize
+from fp8.formats.rounding import ROUNDINGS
 from tests.fp8.oracles import (
     GFLOAT,
     all_patterns,
@@ -22,7 +23,6 @@ from tests.fp8.oracles import (
     random_bits,
     random_patterns,
     with_gfloat,
-    within,
 )
 
 ROWS = list(FORMATS.values())
@@ -48,10 +48,9 @@ def test_every_16_bit_pattern(format: Format, overflow: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("format", ROWS, ids=str)
-def test_ten_million_float32_patterns(format: Format) -> None:
+def test_millions_of_float32_patterns(format: Format) -> None:
     overflow = "saturate" if format.nonfinite is None else "nonfinite"
-    pieces = 16 if format.name in ("e4m3", "e5m2") else 1
-    for seed in range(pieces):
+    for seed in range(4 if format.name in ("e4m3", "e5m2") else 1):
         x = random_patterns(250_000, seed)
         assert_same(quantize(x, format, overflow=overflow), nearest(x, format, overflow), x)
 
@@ -70,30 +69,10 @@ def test_every_float32_pattern(name: str) -> None:
 @pytest.mark.parametrize("name", GFLOAT)
 def test_float64_is_that_of_gfloat(name: str) -> None:
     generator = np.random.default_rng(7)
-    numbers = generator.standard_normal(20_000) * 2.0 ** generator.integers(-160, 150, 20_000)
+    numbers = generator.standard_normal(10_000) * 2.0 ** generator.integers(-160, 150, 10_000)
     x = torch.from_numpy(numbers)
-    for rounding, mode in (
-        ("nearest", RoundMode.TiesToEven),
-        ("toward_zero", RoundMode.TowardZero),
-    ):
-        got = quantize(x, name, rounding=rounding)
-        assert_same(got, with_gfloat(x, FORMATS[name], mode, "saturate"), x)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("format", "overflow"), [c for c in CASES if c[0].name in GFLOAT], ids=str)
-def test_toward_zero_is_that_of_gfloat(format: Format, overflow: str, dtype: torch.dtype) -> None:
-    x = random_patterns(2**16, 1) if dtype == torch.float32 else all_patterns(dtype)
-    if not format.nan:
-        x = x[~x.isnan()]  # gfloat has nothing to give
-    got = quantize(x, format, rounding="toward_zero", overflow=overflow)
-    want = with_gfloat(x, format, RoundMode.TowardZero, overflow)
-    finite = within(want.where(x.isfinite(), 0.0), dtype, format, format.max)
-    nonfinite = (
-        finite.abs().max() if overflow == "saturate" else torch.tensor(format.nonfinite).double()
-    )
-    want = torch.where(x.isinf(), torch.copysign(nonfinite, x), want.where(x.isnan(), finite))
-    assert_same(got, want, x)
+    want = with_gfloat(x, FORMATS[name], RoundMode.TiesToEven, "saturate")
+    assert_same(quantize(x, name), want, x)
 
 
 @pytest.mark.parametrize("name", GFLOAT)
@@ -124,20 +103,16 @@ def test_nearest_is_that_of_torch_within_range(format: Format) -> None:
 
 @pytest.mark.parametrize("format", ROWS, ids=str)
 def test_values_of_a_format_stay(format: Format) -> None:
-    x = quantize(random_patterns(100_000, 4), format)
-    for rounding in ("nearest", "toward_zero", "stochastic"):
+    x = quantize(random_patterns(20_000, 4), format)
+    for rounding in ROUNDINGS:
         assert_same(quantize(x, format, rounding=rounding), x, x)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("format", ROWS, ids=str)
 def test_flush_denormal_loses_nothing(format: Format, rounding: str) -> None:
     seed = 5 if rounding == "stochastic" else None
-    for x in (
-        all_patterns(torch.bfloat16),
-        all_patterns(torch.float16),
-        random_patterns(100_003, 5),
-    ):
+    for x in (all_patterns(torch.bfloat16), random_patterns(20_003, 5)):
         want = quantize(x, format, rounding=rounding, seed=seed)
         with flush_denormal():
             got = quantize(x, format, rounding=rounding, seed=seed)
@@ -161,7 +136,7 @@ def test_float64_is_rounded_once(name: str) -> None:
     assert quantize(torch.tensor(1.0625 + 1e-12, dtype=torch.float64), "e4m3") == 1.125
 
 
-@pytest.mark.parametrize("mantissa_bits", [0, 1, 2, 7, 10, 21, 22, 23])
+@pytest.mark.parametrize("mantissa_bits", [0, 1, 7, 21, 22, 23])
 @pytest.mark.parametrize("exponent_bits", [2, 5, 8])
 def test_custom_formats_are_exact(exponent_bits: int, mantissa_bits: int) -> None:
     bias = 2 ** (exponent_bits - 1)
@@ -170,8 +145,8 @@ def test_custom_formats_are_exact(exponent_bits: int, mantissa_bits: int) -> Non
     format = Format(name="custom", **bits, bias=bias, max=largest)
     assert format.max_exponent == bias - 1
     assert format.bits == 1 + exponent_bits + mantissa_bits
-    x = random_patterns(4000, 8)
-    x = torch.cat([x, torch.randn(2000, generator=torch.Generator().manual_seed(8))])
+    x = random_patterns(1500, 8)
+    x = torch.cat([x, torch.randn(500, generator=torch.Generator().manual_seed(8))])
     x = x[x.isfinite()]
     want = torch.tensor([_nearest_by_fractions(v, format) for v in x.tolist()], dtype=torch.float64)
     assert_same(quantize(x, format), want.float(), x)
@@ -186,7 +161,7 @@ def _nearest_by_fractions(value: float, format: Format) -> float:
     return math.copysign(rounded, value)
 
 
-@pytest.mark.parametrize("format", ["e4m3", "e5m2", "e2m1", "fp16", "bf16"])
+@pytest.mark.parametrize("format", ["e4m3", "e2m1", "bf16"])
 def test_stochastic_rounding_is_unbiased(format: str) -> None:
     row, count = FORMATS[format], 50_000
     fractions = torch.tensor([0.001, 0.1, 1 / 3, 0.5, 0.9, 0.999])
@@ -198,13 +173,6 @@ def test_stochastic_rounding_is_unbiased(format: str) -> None:
         exact = (x.double() - base) / step
         error = (exact * (1 - exact) / count).sqrt()
         assert ((up - exact).abs() <= 5 * error).all()
-
-
-def test_stochastic_rounding_sees_far_below_the_smallest_value() -> None:
-    count, p = 1 << 20, 2.0**-10
-    x = torch.full((count,), FORMATS["e5m2"].min_subnormal * p)
-    ups = int((quantize(x, "e5m2", rounding="stochastic", seed=10) > 0).sum())
-    assert abs(ups - count * p) <= 5 * math.sqrt(count * p)
 
 
 def test_the_seed_decides() -> None:
@@ -245,7 +213,7 @@ def layouts() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("chunk", [1 << 17, 16], ids=["whole", "chunks"])
-@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("layout", layouts())
 def test_layouts(layout: str, rounding: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = layouts()[layout]
@@ -291,16 +259,11 @@ def test_largest_value_is_one_that_the_dtype_holds() -> None:
         ({"format": "fp7"}, ValueError, "unknown format 'fp7'"),
         ({"rounding": "up"}, ValueError, "unknown rounding 'up'; choose one of 'nearest'"),
         ({"overflow": "wrap"}, ValueError, "unknown overflow 'wrap'; choose one of 'saturate'"),
-        *(
-            ({"format": f.name, "overflow": "nonfinite"}, ValueError, f"'{f}' has neither Inf nor")
-            for f in ROWS
-            if f.nonfinite is None
-        ),
+        ({"format": "e2m1", "overflow": "nonfinite"}, ValueError, "'e2m1' has neither Inf nor"),
         *(({"scale": bad}, ValueError, f"scale is {bad}, not positive") for bad in BAD_SCALES),
         *(
-            ({"scale": torch.full(shape, bad)}, ValueError, f"scale has {bad}, not positive")
+            ({"scale": torch.full((1, 2), bad)}, ValueError, f"scale has {bad}, not positive")
             for bad in BAD_SCALES
-            for shape in ((), (1, 2))
         ),
         ({"scale": "1"}, TypeError, "scale is a str; give a number or a tensor"),
         ({"scale": torch.ones(3, 1)}, ValueError, r"\(3, 1\) does not broadcast"),

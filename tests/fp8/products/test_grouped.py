@@ -29,7 +29,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 RECIPES = {name: nearest(recipe) for name, recipe in fp8.RECIPES.items()}
 DYNAMIC = [name for name, recipe in RECIPES.items() if not recipe.keeps_history]
 INEXACT = (
-    *("deepseek_v3", "nvfp4", "nvfp4_nvidia", "four_over_six", "quartet", "quartet2", "tetrajet2"),
+    *("deepseek_v3", "nvfp4", "nvfp4_nvidia", "four_over_six", "quartet2", "tetrajet2"),
     *("bf16", "fp16"),
 )
 

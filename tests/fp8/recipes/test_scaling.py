@@ -6,7 +6,7 @@ import torch
 from fp8 import FORMATS, Cast
 from fp8.casts.casting import cast_forward
 from fp8.casts.rotation import rotated
-from fp8.recipes.rules import BY_SPREAD, CORRECTED, E8M0, RULES, UNITS
+from fp8.recipes.rules import CORRECTED, E8M0, RULES, UNITS
 from fp8.recipes.scaling import SCALINGS, scale_of
 from tests import reference
 from tests.fp8.oracles import randn
@@ -38,14 +38,6 @@ def test_a_rule_is_its_definition(rule, format, dtype):
                 scale = scale_of(x, None, format, rule)
                 wanted = reference.scale_by_error(x, format, rule, whole, real)
                 assert scale.item() == wanted, (amax, factor)
-
-
-def test_rounding_up_never_overflows_and_is_tight():
-    for format in (format for format in FORMATS.values() if format.max < 1e9):
-        amax = torch.tensor([1.0, 1.7, 1.75, 1.76, 1.99])
-        scale = torch.stack([scale_of(a, None, format, "up") for a in amax])
-        assert (amax / scale <= format.max).all()
-        assert (amax / (scale / 2) > format.max).all()
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in UNITS])
@@ -81,11 +73,8 @@ def test_the_range_of_a_scale(rule):
 
 
 TILES = [(name, row.tile) for name, row in NOW.items()]
-TILES += [("block", tile) for tile in ((4, 4), (4, 16), (4, 1))] + [
-    ("mx", (2, 8)),
-    ("nv", (16, 16)),
-]
-SHAPES = [(3, 5), (1, 1), (16, 32), (17, 33), (4, 130), (130, 3), (2, 5, 20), (2, 1, 33, 6)]
+TILES += [("block", (4, 16)), ("block", (4, 1)), ("mx", (2, 8)), ("nv", (16, 16))]
+SHAPES = [(1, 1), (17, 33), (4, 130), (130, 3), (2, 1, 5, 20)]
 
 
 @pytest.mark.proves("the field", "blocks of 128 and of 128 x 128", how="own")
@@ -103,13 +92,13 @@ def test_a_cast_is_the_reference_s_tile_by_tile(scaling, tile, shape, axis):
 
 
 @pytest.mark.parametrize(("scaling", "rule"), EXACT)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_scaling_and_rule_fits_every_dtype(scaling, rule, dtype):
-    x = randn(3, 40).to(dtype)
+def test_every_scaling_and_rule_fits_every_dtype(scaling, rule):
     cast = Cast(format="e5m2", scaling=scaling, rule=rule)
-    got = cast_forward(x, cast)
-    assert got.dtype == dtype
-    assert torch.equal(got, reference.cast(x, cast).to(dtype))
+    for dtype in DTYPES:
+        x = randn(3, 40).to(dtype)
+        got = cast_forward(x, cast)
+        assert got.dtype == dtype
+        assert torch.equal(got, reference.cast(x, cast).to(dtype))
 
 
 @pytest.mark.parametrize(("scaling", "rule"), SCALED)
@@ -132,8 +121,7 @@ def test_zero_inf_nan_tiny_and_huge(scaling, rule):
         assert first(-math.inf, 1.0) == [-math.inf, 1.0]
         assert math.isnan(first(math.nan, 1.0)[0])
         assert first(math.nan, 1.0)[1] == 1.0
-    if rule not in BY_SPREAD:  # under these the only value of a tile saturates
-        assert first(3e38)[0] == pytest.approx(3e38, rel=0.25)
+    assert first(3e38)[0] == pytest.approx(3e38, rel=0.25)
     assert cast_forward(torch.zeros(0, 5), cast).shape == (0, 5)
     assert cast_forward(torch.zeros(5, 0), cast).shape == (5, 0)
 
@@ -143,14 +131,13 @@ def test_tiny_tensors_keep_their_precision(scaling, rule):
     """1e-14 throughout, where a floor under amax of 1e-12 would flush it all."""
     x = 1e-14 * randn(8, 64)
     y = cast_forward(x, Cast(format="e4m3", scaling=scaling, rule=rule))
-    noise = float((y - x).norm() / x.norm())
-    assert noise < (0.05 if rule not in BY_SPREAD else 0.2)  # which saturate a tail
+    assert (y - x).norm() / x.norm() < 0.05
 
 
 # --- rotation
 
 
-@pytest.mark.parametrize("size", [2, 16, 128])
+@pytest.mark.parametrize("size", [2, 128])
 def test_a_rotation_is_orthogonal_and_sylvester_s(size):
     matrix = rotated(torch.eye(size, dtype=torch.float64), size, -2)
     torch.testing.assert_close(matrix, reference.rotation(size))

@@ -135,13 +135,6 @@ def test_others_take_their_recipe_whatever_the_switch(make):
         assert {n: model.get_submodule(n).fp8_recipe.name for n in expected} == expected
 
 
-def test_others_may_have_state():
-    model = fp8.convert(net(), Policy("row", last=1, others="delayed"))
-    assert next(n for n, _ in model.named_buffers()) == "blocks.3.up.fp8_amax_input"
-    with pytest.raises(ValueError, match="the policy gives 'bf16', 'row'"):
-        fp8.convert(net(), Policy.hidden("row", others="bf16"), backend="torchao")
-
-
 def test_roles():
     assert roles(net(), candidates(net())) == {
         "patch": "embedding",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fp8.casts.measuring import uncast
 from fp8.casts.operands import static_exponent
-from fp8.common.step import Writes, detached, restored, seeded
+from fp8.common.step import detached, restored, seeded
 from fp8.common.threads import Setting, apart
 
 from ...parameter import restore_own_tags
@@ -121,7 +121,7 @@ _SILENT = Setting(_without_warnings)
 
 
 @contextmanager
-def _unchanged(copy: nn.Module) -> Iterator[Writes]:
+def _unchanged(copy: nn.Module) -> Iterator[restored]:
     """Restores random states, and the parameters, which ``copy`` shares with its model, with their
     gradients: a model may call ``backward`` itself. Yields what is written into parameters."""
     parameters = list(copy.parameters())
@@ -131,7 +131,7 @@ def _unchanged(copy: nn.Module) -> Iterator[Writes]:
         for parameter in parameters:
             parameter.grad = None
         with seeded(None, devices), restored(parameters) as mode:
-            yield mode.writes
+            yield mode
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -150,10 +150,10 @@ def _record(transform: Any, module: nn.Module, path: str, given: Given) -> Recor
         lambda: running[-1] if running else path,
         normalizes=not transform.preserves,
     )
-    with _unchanged(copy) as writes:
+    with _unchanged(copy) as mode:
         output = _run(transform, recorder, copy, path, args, kwargs)
         named = copy.named_parameters(prefix=path)
-        recorder.changed = frozenset(name for name, p in named if writes.changed(p))
+        recorder.changed = frozenset(name for name, p in named if mode.changed(p))
     recorder.buffers = {id(b): name for name, b in copy.named_buffers()}
     recorder.outputs = recorder.nodes_of(output)
     return recorder
