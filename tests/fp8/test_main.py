@@ -46,12 +46,6 @@ def test_an_unknown_table_is_one_line_and_code_2(capsys):
     assert "invalid choice: 'rounding'" in capsys.readouterr().err
 
 
-def test_as_a_module():
-    run = [sys.executable, "-m", "fp8", "recipes"]
-    result = subprocess.run(run, capture_output=True, text=True, check=True)
-    assert result.stdout.startswith("recipe")
-
-
 @pytest.mark.sampled(len(TABLES))
 @pytest.mark.parametrize("command", TABLES)
 def test_a_reader_that_has_gone(command):

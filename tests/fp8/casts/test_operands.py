@@ -13,7 +13,6 @@ import fp8
 from fp8 import RECIPES, Cast, Recipe
 from fp8.casts import casting
 from fp8.products.matmul import linear
-from fp8.recipes.scaling import SCALINGS
 from tests.fp8.blocks import block, bytes_of, saved_by
 from tests.fp8.products.test_matmul import DTYPES, randn
 
@@ -38,8 +37,8 @@ def test_operands_are_kept_in_bytes(backend, function, name, dtype):
         assert not saved_by(run)
 
 
-@pytest.mark.parametrize("rule", SCALINGS["tensor"].rules)
-@pytest.mark.parametrize("format", ["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"])
+@pytest.mark.parametrize("rule", ["up", "exact"])
+@pytest.mark.parametrize("format", ["e4m3", "e5m2", "e4m3fnuz"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_was_in_bytes_is_the_same_to_the_bit(dtype, format, rule):
     """For every number of the format under a scale, NaN and Inf among them."""
@@ -57,7 +56,7 @@ def test_what_was_in_bytes_is_the_same_to_the_bit(dtype, format, rule):
 
 
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("name", ["unit", "tensor", "row", "mxfp8"])
+@pytest.mark.parametrize("name", ["tensor", "mxfp8"])
 def test_a_second_derivative_reads_bytes_straight_through_their_casts(name, again):
     """torch.func keeps tensors: of products, of a convolution and of an activation."""
     recipe = dataclasses.replace(RECIPES[name], saved_activations=Cast(format="e4m3"))

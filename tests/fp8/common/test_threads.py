@@ -81,15 +81,6 @@ def test_delayed_scaling_with_a_model_for_each_thread():
         assert_same(together(lambda: passes(small, 1.0), lambda: passes(large, 8.0)), alone)
 
 
-def test_delayed_scaling_is_only_read_without_gradients():
-    net = fp8.convert(model(), "delayed")
-    step(net)
-    infer = torch.no_grad()(net.forward)
-    alone = [infer(X * i) for i in (1, 2, 3)]
-    with meeting(3):
-        assert_same(together(*[lambda i=i: infer(X * i) for i in (1, 2, 3)]), alone)
-
-
 def test_stats_of_several_threads():
     """All passes are in the sums, each with products numbered from one."""
 
@@ -190,20 +181,6 @@ def test_a_block_of_another_task_is_refused(enabled: bool):
 
     expected = within(fp8.autocast("tensor"), F.linear, X, W)
     asyncio.run(main())
-
-
-def test_a_block_around_the_loop():
-    expected = within(fp8.autocast("unit"), F.linear, X, W)
-
-    async def main() -> list[Tensor]:
-        async def call() -> Tensor:
-            await asyncio.sleep(0)
-            return F.linear(X, W)
-
-        return await asyncio.gather(call(), call())
-
-    with fp8.autocast("unit"):
-        assert_same(asyncio.run(main()), [expected] * 2)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

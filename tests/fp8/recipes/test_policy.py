@@ -129,7 +129,7 @@ def casts(recipe: Recipe | None) -> dict[str, Cast | None]:
     return dict(zip(CASTS, recipe.casts, strict=True))
 
 
-@pytest.mark.parametrize("name", [n for n, r in RECIPES.items() if not r.keeps_history])
+@pytest.mark.parametrize("name", ["row_gw_hp", "nvfp4", "quartet2"])
 def test_every_combination_with_high_precision_has_the_casts_that_were_asked_for(name: str):
     """All 64 subsets of the casts; those that a rotation refuses are refused."""
     recipe = RECIPES[name]

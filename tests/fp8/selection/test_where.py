@@ -32,10 +32,6 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def bert() -> nn.Module:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, num_attention_heads=4))
-
-
 def t5() -> nn.Module:
     config = transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
     return transformers.T5ForConditionalGeneration(config)
@@ -83,7 +79,6 @@ def wrapped() -> nn.Module:
 PATTERNS = {
     gpt2: (["lm_head"], ["*.c_proj"]),
     llama: (["lm_head"], ["*.o_proj", "*.down_proj"]),
-    bert: (["cls.*"], ["*.output.dense"]),
     t5: (["lm_head"], ["*Attention.o", "*.wo"]),
     encoder: ([], ["*.self_attn", "*.linear2"]),
     nanogpt: (["head"], ["*.out", "*.down"]),
