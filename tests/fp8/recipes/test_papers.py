@@ -109,13 +109,13 @@ STOCHASTIC = [n for n, r in fp8.RECIPES.items() if r.grad and lowered(r.grad).is
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
-@pytest.mark.parametrize("data", ["normal", "heavy", "decades"])
+@pytest.mark.parametrize("data", ["heavy", "decades"])
 def test_stochastic_gradients_are_unbiased(name, data):
     """Their projection on what is cast, over all draws and rows, but for NVIDIA's arithmetic."""
     x, cast = randn(64, 256), fp8.RECIPES[name].grad
     if data == "heavy":
         x = x / randn(3, 64, 256, seed=1).square().sum(0).sqrt()
-    elif data == "decades":  # the last scales are subnormal in e4m3
+    else:  # the last scales are subnormal in e4m3
         x = x * torch.logspace(0, -6, 64)[:, None]
     slopes = []
     torch.manual_seed(0)
