@@ -167,7 +167,9 @@ class _Mode(TorchFunctionMode):
                 return within((self, *FIRST_LOOK.items), expanded)()
         if (handler := handler_of(function)) is not None:
             if kwargs.get("out") is not None:
-                return _written(function, args, kwargs)
+                if is_from_graph():
+                    return function(*args, **kwargs)
+                raise ValueError(_OUT)
             kwargs.pop("out", None)
             result = handler(product_recipe(), *args, **kwargs)
             if isinstance(result, str):
@@ -199,13 +201,6 @@ def _uncast(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return called(function, args, kwargs)
 
 
-def _written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A product with ``out=``, of a compiled graph; raises ValueError for one of eager code."""
-    if is_from_graph():
-        return function(*args, **kwargs)
-    raise ValueError(_OUT)
-
-
 class autocast:
     """Runs every matrix product inside the block under ``recipe``.
 
@@ -229,9 +224,9 @@ class autocast:
             functions of `unit_scaling`, and so of unit-scaled models, and "tensor" for all others.
             Or a `fp8.Policy` without a switch (`fp8.Policy.at`). Its rules and exceptions concern
             the layers of ``model``; products outside of them run under the policy's own recipe.
-        opaque: the action at a call whose products cannot be intercepted (OPAQUE; under scaling by
-            rows or blocks also bilinear, and an einsum with a repeated index). "raise" raises a
-            NotImplementedError that names the call; "warn" leaves it in high precision.
+        opaque: the action at a call whose products cannot be intercepted (OPAQUE, and an einsum
+            with a repeated index). "raise" raises a NotImplementedError that names the call; "warn"
+            leaves it in high precision.
         backend: "simulate" computes from rounded operands in the dtype of the tensors. "native"
             uses torch's kernels for products of two matrices of supported sizes
             (`fp8.native.product.fits`) and simulates the others; operands are saved in one byte or
@@ -239,7 +234,7 @@ class autocast:
             has no kernels for the recipe or none that passes the self-test (`fp8.native.selftest`).
             "auto" is "native" on CUDA devices.
         enabled: False computes as torch does, whatever the recipe and the surrounding blocks, in
-            layers of `fp8.convert` too, unless an `fp8.override` inside of the block concerns them.
+            layers of `fp8.convert` too.
         model: the model whose layers a policy selects; not used otherwise. Such a block cannot be
             compiled: use `fp8.convert`.
 
@@ -273,8 +268,6 @@ class autocast:
         check_name("opaque", opaque, ("raise", "warn"))
         #: Whether converted layers inside run in high precision too.
         self.off = not enabled
-        #: The block with whose settings a checkpoint or a decorated function opens this one.
-        self.origin: autocast | None = None
         layers: _Layers = {}
         source, casts = recipe, True
         if isinstance(recipe, Policy):
@@ -502,7 +495,6 @@ def _again(block: Any) -> autocast:
         again = autocast(recipe, opaque=block.opaque, backend=block.backend)
     if isinstance(opened, autocast):
         again.layers, again._asked = opened.layers, opened._asked
-        again.origin = opened.origin or opened
     return again
 
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,18 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import cast_backward, cast_forward, is_whole
-from ..casts.counts import product_name
 from ..common.compiler import in_graph
 from ..formats.quantize import refuse_nested
 from ..products import matmul
 from ..products.activations import ACTIVATIONS
-from ..products.active import ACTIVE, histories, static_exponents
+from ..products.active import ACTIVE, static_exponents
 from ..products.attention import attention, flex_attention, multi_head_attention_forward
 from ..products.convolution import conv, conv_transpose
-from ..products.einsum import as_equation, einsum, in_pairs, sums_products
+from ..products.einsum import as_equation, as_matmul, in_pairs, sums_products
 from ..products.grouped import grouped_mm
-from ..products.sums import warn_unsummed
 from ..recipes.recipe import Recipe
 from ..warnings import RecipeWarning, warn_once
 from .control_flow import REGION, RUNS, in_python
@@ -50,16 +46,12 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], ...]] = {
     "dot": (torch.dot, Tensor.dot),
     "vdot": (torch.vdot, Tensor.vdot),
     "addmm": (torch.addmm, Tensor.addmm),
-    "addmm_": (Tensor.addmm_,),
     "addmv": (torch.addmv, Tensor.addmv),
-    "addmv_": (torch.addmv_, Tensor.addmv_),
     "addbmm": (torch.addbmm, Tensor.addbmm),
-    "addbmm_": (Tensor.addbmm_,),
     "baddbmm": (torch.baddbmm, Tensor.baddbmm),
-    "baddbmm_": (Tensor.baddbmm_,),
     "grouped_mm": (F.grouped_mm, torch._grouped_mm),  # a mode receives the second for both
 }
-"""Product -> its spellings, which take the same arguments. A trailing _: in place."""
+"""Product -> its spellings, which take the same arguments."""
 
 
 def by_function(table: Mapping[str, T]) -> dict[Callable[..., Any], T]:
@@ -145,27 +137,7 @@ def _two(ranks: tuple[int, int] | None = None) -> Handler:
     return handler
 
 
-def _inner(recipe: Recipe, input: Tensor, other: Tensor) -> Any:
-    if not _is_product(input, other, None) or other.ndim == 0:
-        return NotImplemented
-    right = other if other.ndim == 1 else other.flatten(0, -2).mT
-    y = matmul.matmul(input, right, static=static_exponents(recipe, input, other))
-    return y.reshape((*input.shape[:-1], *other.shape[:-1]))
-
-
-def _vecdot(recipe: Recipe, x: Tensor, y: Tensor, *, dim: int = -1) -> Any:
-    if not _floating(x, y):
-        return NotImplemented
-    rows, columns = x.movedim(dim, -1).unsqueeze(-2), y.movedim(dim, -1).unsqueeze(-1)
-    return matmul.matmul(rows, columns).squeeze(-1).squeeze(-1)
-
-
-def _added(
-    first: str,
-    second: str,
-    ranks: tuple[int, int],
-    prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
-) -> Handler:
+def _added(first: str, second: str, rank: int) -> Handler:
     """Handler of ``beta * input + alpha * first @ second``. As in torch, input is not read if
     beta is 0."""
 
@@ -180,11 +152,9 @@ def _added(
         left, right, *more = (*args, *(named.pop(n, None) for n in (first, second)[len(args) :]))
         if more or not isinstance(input, Tensor):
             raise TypeError("beta and alpha are keywords under fp8.autocast")
-        if named or not _floating(input) or not _is_product(left, right, ranks):
+        if named or not _floating(input) or not _is_product(left, right, (rank, rank)):
             return NotImplemented
         static = static_exponents(recipe, left, right)
-        if prepare is not None:
-            left, right = prepare(left, right)
         product = matmul.matmul(left, right, scales=(alpha, alpha, alpha), static=static)
         return product if beta == 0 else _add(product, input, beta)
 
@@ -201,63 +171,12 @@ def _add(product: Tensor, input: Tensor, beta: float) -> Tensor:
     return product + (input if beta == 1 else input * beta)
 
 
-def _in_place(handler: Handler) -> Handler:
-    def write(recipe: Recipe, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = handler(recipe, input, *args, **kwargs)
-        return result if result is NotImplemented else input.copy_(result)
-
-    return write
-
-
-def _tensordot(recipe: Recipe, a: Tensor, b: Tensor, dims: Any = 2) -> Any:
-    """One product of two matrices; the summed dimensions are flattened into the inner one."""
-    dims = dims.tolist() if isinstance(dims, Tensor) else dims
-    if not _floating(a, b) or (isinstance(dims, int) and not 0 < dims <= min(a.ndim, b.ndim)):
-        return NotImplemented
-    if isinstance(dims, int):
-        dims = (range(a.ndim - dims, a.ndim), range(dims))
-    over_a, over_b = [d % a.ndim for d in dims[0]], [d % b.ndim for d in dims[1]]
-    terms = math.prod([a.shape[d] for d in over_a])
-    if terms == 1:
-        return NotImplemented
-    free_a = [d for d in range(a.ndim) if d not in over_a]
-    free_b = [d for d in range(b.ndim) if d not in over_b]
-    shape = [*[a.shape[d] for d in free_a], *[b.shape[d] for d in free_b]]
-    rows, columns = math.prod([a.shape[d] for d in free_a]), math.prod([b.shape[d] for d in free_b])
-    left = a.permute(*free_a, *over_a).reshape(rows, terms)
-    right = b.permute(*over_b, *free_b).reshape(terms, columns)
-    static = static_exponents(recipe, a, b)
-    return matmul.matmul(left, right, static=static).reshape(shape)
-
-
 def _einsum(recipe: Recipe, *args: Any) -> Any:
     equation, operands = as_equation(args)
     if not _floating(*operands) or not sums_products(equation, operands):
         return NotImplemented
-    return einsum(equation, operands, recipe)
-
-
-def _bilinear(
-    recipe: Recipe, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Any:
-    """Casts the operands and the gradient of the result. The intermediate product is not cast."""
-    if not _floating(input1, input2, weight):
-        return NotImplemented
-    if not is_whole(recipe):
-        return (
-            "it sums over two axes one after the other, and a scale belongs to one; write it with @"
-        )
-    warn_unsummed(recipe, "a bilinear layer")
-    casts = (recipe.input, recipe.input, recipe.weight)
-    *of, of_grad = histories(recipe, "bilinear", (input1, input2), *casts, recipe.grad)
-    name, roles = product_name("bilinear", weight, recipe), ("input 1", "input 2", "weight")
-    static = static_exponents(recipe, input1, input2, weight)
-    operands = zip((input1, input2, weight), casts, of, roles, static, strict=True)
-    rounded = [cast_forward(t, cast, -1, h, name, role, e) for t, cast, h, role, e in operands]
-    first, second, weight, bias = matmul.to_autocast_dtype(*rounded, bias)
-    y = aten.bilinear.default(first, second, weight, None)
-    y = cast_backward(y, recipe.grad, of_grad, name)
-    return y if bias is None else y + bias
+    y = as_matmul(equation, operands, static=static_exponents(recipe, *operands))
+    return "it is not one product of two matrices; write it as such" if y is None else y
 
 
 def _grouped(
@@ -273,37 +192,21 @@ def _grouped(
     return grouped_mm(input, mat2, offs)
 
 
-_ADDED = {
-    "addmm": _added("mat1", "mat2", (2, 2)),
-    "addmv": _added("mat", "vec", (2, 1)),
-    "addbmm": _added(  # sum(left[b] @ right[b] for b), as one product of two matrices
-        *("batch1", "batch2", (3, 3)),
-        lambda left, right: (left.transpose(0, 1).flatten(1), right.flatten(0, 1)),
-    ),
-    "baddbmm": _added("batch1", "batch2", (3, 3)),
-}
-
 _HANDLERS: dict[str, Handler] = {
     "matmul": _two(),
     "rmatmul": lambda recipe, right, left: _two()(recipe, left, right),
     "mm": _two((2, 2)),
     "bmm": _two((3, 3)),
     "mv": _two((2, 1)),
-    "dot": _two((1, 1)),
-    "vdot": _two((1, 1)),
+    "addmm": _added("mat1", "mat2", 2),
+    "baddbmm": _added("batch1", "batch2", 3),
     "grouped_mm": _grouped,
-    **_ADDED,
-    **{f"{name}_": _in_place(handler) for name, handler in _ADDED.items()},
 }
 
 PRODUCTS: dict[Callable[..., Any], Handler] = {
     **by_function(_HANDLERS),
     F.linear: _linear,
-    torch.linalg.vecdot: _vecdot,
-    **dict.fromkeys((torch.inner, Tensor.inner), _inner),
     torch.einsum: _einsum,
-    torch.tensordot: _tensordot,
-    F.bilinear: _bilinear,
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _layer(conv)),
     **dict.fromkeys(
         (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _layer(conv_transpose)
@@ -410,6 +313,7 @@ _COORDINATES = "it computes coordinates, which a cast would move"
 _SOLUTION = (
     "the gradient of the matrix is a product, in which errors of casts grow with its condition"
 )
+_RARE = "write it with @, F.linear or torch.einsum to have it cast"
 _POWERS = "a cast in each of its products would add up errors; write them with @"
 
 _SOLVERS = (
@@ -419,7 +323,14 @@ _SOLVERS = (
     *(torch.cholesky_solve, Tensor.cholesky_solve),
 )
 
+_RARE_PRODUCTS = (
+    *(torch.tensordot, torch.inner, Tensor.inner, torch.linalg.vecdot, F.bilinear),
+    *(function for name in ("dot", "vdot", "addmv", "addbmm") for function in SPELLINGS[name]),
+    *(Tensor.addmm_, torch.addmv_, Tensor.addmv_, Tensor.addbmm_, Tensor.baddbmm_),
+)
+
 LEFT: dict[Callable[..., Any], str] = {
+    **dict.fromkeys(_RARE_PRODUCTS, _RARE),
     torch.cdist: "the distance is a difference of its products, in which errors of casts grow",
     **dict.fromkeys((F.affine_grid, torch.affine_grid_generator), _COORDINATES),
     **dict.fromkeys((torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef), _STATISTICS),

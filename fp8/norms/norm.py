@@ -16,7 +16,6 @@ from torch.types import Device
 from ..casts.rotation import without_autocast
 from ..products.matmul import to_autocast_dtype
 from .layer_norm2d import layer_norm2d as over_channels
-from .layer_norm2d import permuted, wide
 
 __all__ = ["LayerNorm2d", "group_norm", "layer_norm", "layer_norm2d", "rms_norm"]
 
@@ -67,7 +66,8 @@ def rms_norm(
     eps: added to the mean square; the default is timm's. None, the default of torch, is the machine
     epsilon of float32, the dtype of the statistics.
     """
-    eps = torch.finfo(wide(input, input[:0]).dtype).eps if eps is None else eps
+    if eps is None:
+        eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
     return _norm(lambda x, w: F.rms_norm(x, list(normalized_shape), w, eps), (input, weight), dtype)
 
 
@@ -142,8 +142,8 @@ class LayerNorm2d(nn.LayerNorm):
 
     Input and output are (batch, num_channels, ...). The output and the gradient of the input have
     the memory format of the input. The output has the dtype of the input, under `torch.autocast`
-    too; `fp8.apply_low_precision_layernorm` changes that. TorchScript, where the gradient may have
-    another memory format, and `torch.export` are supported.
+    too; `fp8.apply_low_precision_layernorm` changes that. Exported, or compiled by torch 2.11, the
+    gradient may have another memory format.
 
     Args:
         num_channels: the number of channels.
@@ -172,14 +172,8 @@ class LayerNorm2d(nn.LayerNorm):
     ) -> None:
         super().__init__(num_channels, eps, affine, bias, device=device, dtype=dtype)
 
-    def check_channels(self, input: Tensor) -> None:
-        """Raises ValueError for another number of channels, which no weight would reveal."""
-        channels = self.normalized_shape[0]
+    def forward(self, input: Tensor) -> Tensor:
+        channels = self.normalized_shape[0]  # whose number no weight reveals if there is none
         if not self.elementwise_affine and input.ndim > 1 and input.size(1) != channels:
             raise ValueError(f"LayerNorm2d has {channels} channels, its input {input.size(1)}")
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.check_channels(input)
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            return permuted(input, self.weight, self.bias, self.eps)
         return over_channels(input, self.weight, self.bias, self.eps)

@@ -163,17 +163,11 @@ def product_recipe(unit: bool = False) -> Recipe | None:
     return block.unit_recipe if unit else block.recipe
 
 
-def origin_of(block: Block) -> Any:
-    """The `fp8.autocast` object of a block or, in a checkpoint, of that whose settings it has."""
-    return block.opened and (block.opened.origin or block.opened)
-
-
-def is_off(over: Any) -> bool:
-    """Whether the innermost block, of which there is one, turns converted layers off. over: the
-    `origin_of` the block around the `fp8.override` that a layer is under; None without. Raises
+def is_off() -> bool:
+    """Whether the innermost block, of which there is one, turns converted layers off. Raises
     RuntimeError inside of a checkpoint whose other pass would run outside of the block."""
     block = ACTIVE.blocks[-1]
-    if not block.off or (over is not None and origin_of(block) is over) or measuring() is not None:
+    if not block.off or measuring() is not None:
         return False
     if not torch.compiler.is_dynamo_compiling():
         _check_entered(block)

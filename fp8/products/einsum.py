@@ -12,40 +12,9 @@ import torch
 from torch import Tensor
 from torch.backends import opt_einsum
 
-from ..casts.casting import cast_backward, cast_forward, is_whole
-from ..casts.counts import product_name
 from ..casts.operands import Exponents
-from ..recipes.recipe import Recipe
-from .active import histories, static_exponents
 from .matmul import ONES, matmul
-from .sums import Scales, warn_unsummed
-
-aten = torch.ops.aten
-
-
-def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | str:
-    """Computes an equation with `fp8.products.matmul.matmul` where possible.
-
-    With a repeated index in one operand or a sum over a broadcast size, torch computes it from
-    operands cast once, and the gradient of the result is cast. With scales by rows or blocks this
-    is not defined, and a string that says so is returned. Equations of more than two operands come
-    here in pairs (`in_pairs`).
-    """
-    static = static_exponents(recipe, *operands)
-    y = as_matmul(equation, operands, static=static)
-    if y is not None:
-        return y
-    if not is_whole(recipe):
-        return "a scale by rows or blocks needs one axis to sum over; write products of two"
-    warn_unsummed(recipe, "an einsum that is not one product")
-    cast, name = recipe.input, product_name("einsum", None, recipe)
-    *of, of_grad = histories(recipe, "einsum", operands, *[cast] * len(operands), recipe.grad)
-    operands = [
-        cast_forward(t, cast, -1, history, name, f"input {i}", exponent)
-        for i, (t, history, exponent) in enumerate(zip(operands, of, static, strict=True), 1)
-    ]
-    y = aten.einsum.default(equation, operands)
-    return cast_backward(y, recipe.grad, of_grad, name)
+from .sums import Scales
 
 
 def in_pairs(

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as F
 
 from ..casts.counts import is_sampled, product_name
 from ..casts.groups import Groups, aligned, cast_groups, pieces, product_shape
@@ -33,12 +32,11 @@ from ..casts.operands import (
     saved_operands,
 )
 from ..casts.rotation import rotation_signs, without_autocast
-from ..common.compiler import apply, eager_only, in_graph, is_differentiated_again
+from ..common.compiler import apply, in_graph, is_differentiated_again
 from ..formats.quantize import refuse_nested
-from ..native import product as native
 from ..recipes.recipe import Recipe
-from .active import ACTIVE, chosen, layer_histories, static_exponents
-from .matmul import ONES, check_scales, gemm, measured, multiply
+from .active import ACTIVE, layer_histories, product_recipe, static_exponents
+from .matmul import ONES, check_scales, gemm, measured
 from .sums import Scales, warn_unsummed
 
 
@@ -158,7 +156,6 @@ def _product(
     offs: Tensor | None,
     scales: Scales,
     recipe: Recipe | None,
-    backend: str,
     static: Exponents,
 ) -> Tensor:
     """``a b^T`` by groups. b is cast as a weight if it is a stack."""
@@ -166,14 +163,12 @@ def _product(
     groups = b.shape[0] if layer else offs.shape[0]  # type: ignore[union-attr]
     histories = layer_histories(recipe, "grouped_mm", a, b, layer, groups)
     if (pass_ := measuring()) is not None and recipe is not None:
-        y = _product(a, b, offs, scales, None, backend, static)
+        y = _product(a, b, offs, scales, None, static)
         return measured(pass_, histories, a, b, y, lambda x: pieces(x, offs, split))
     name = product_name("grouped_mm", b if layer else None, recipe)
     casts = Casts() if recipe is None else casts_of(recipe.text, layer, name, static)
     if recipe is not None:
         warn_unsummed(recipe, "a grouped product")
-        if layer and _runs_native(recipe, backend, name, a, b):
-            return _by_group(a, b, offs, scales, recipe, backend, static)
     return _simulated(a, b, offs, scales, casts, split, histories)
 
 
@@ -195,23 +190,6 @@ def _simulated(
     operands = (a, b, offs, cast_a.detach(), cast_b.detach(), scale_a, scale_b)
     settings = _Settings(scales, casts, copies_of(casts), split)
     return apply(_Grouped, *operands, of_grad, settings, written=of_grad)
-
-
-@eager_only(False)
-def _runs_native(recipe: Recipe, backend: str, name: str, a: Tensor, b: Tensor) -> bool:
-    """Whether each group is a product of two matrices that kernels may compute."""
-    if recipe.keeps_history or recipe.accumulate or is_sampled(name):
-        return False
-    return native.takes(backend, a.flatten(0, -2), b[0])
-
-
-def _by_group(a: Tensor, b: Tensor, offs: Tensor | None, *settings: Any) -> Tensor:
-    """The product of each group by `multiply`, with its kernels. settings: its other arguments."""
-    if offs is None:
-        return torch.stack([multiply(x, w, None, *settings) for x, w in zip(a, b, strict=True)])
-    pairs = zip(pieces(a, offs, -2), b.unbind(), strict=True)
-    y = torch.cat([multiply(x, w, None, *settings) for x, w in pairs])
-    return F.pad(y, (0, 0, 0, a.shape[0] - y.shape[0]))
 
 
 def _check(left: Tensor, right: Tensor, offs: Tensor | None) -> None:
@@ -264,12 +242,11 @@ def grouped_mm(
     blocks along tokens begin with a group. A group without tokens leaves its history as it is. NaN
     and Inf stay in their group.
 
-    Under `torch.autocast` dtypes do not change, as in torch. Kernels of backend "native" compute
-    the groups one by one, in eager mode, under recipes without histories.
+    Under `torch.autocast` dtypes do not change, as in torch. No backend has kernels for groups: the
+    casts are simulated.
     """
-    backend = "simulate"
     if recipe is None and ACTIVE.blocks:
-        recipe, backend = chosen(unit)
+        recipe = product_recipe(unit)
     _check(left, right, offs)
     if left.dtype != right.dtype:
         raise TypeError(f"grouped_mm needs one dtype, got {left.dtype} and {right.dtype}")
@@ -280,5 +257,5 @@ def grouped_mm(
     static = static_exponents(recipe, left, right)
     if left.ndim == 3 and right.ndim == 2:  # the stack is the weight: (right^T left^T)^T
         turned = (s_y, s_right, s_left)
-        return _product(right.mT, left, offs, turned, recipe, backend, static[::-1]).mT
-    return _product(left, right.mT, offs, (s_y, s_left, s_right), recipe, backend, static)
+        return _product(right.mT, left, offs, turned, recipe, static[::-1]).mT
+    return _product(left, right.mT, offs, (s_y, s_left, s_right), recipe, static)

@@ -22,7 +22,6 @@ ADAPTERS = ("transformer_engine", "torchao")
 
 LAYERS: tuple[type[nn.Module], ...] = (
     nn.Linear,
-    nn.Bilinear,
     nn.Conv1d,
     nn.Conv2d,
     nn.Conv3d,
@@ -41,6 +40,7 @@ _NOT_A_PRODUCT = "a lookup, not a product"
 _KERNEL = "one kernel computes all its products"
 
 EXCEPTIONS: dict[type[nn.Module], str] = {
+    nn.Bilinear: "a product of three operands",
     nn.Embedding: _NOT_A_PRODUCT,
     nn.EmbeddingBag: _NOT_A_PRODUCT,
     nn.RNNBase: _KERNEL,
@@ -116,7 +116,7 @@ def holds_experts(module: nn.Module) -> bool:
 
 def has_one_product(module: nn.Module) -> bool:
     """Whether a layer computes one product, of an input and its weight."""
-    several = isinstance(module, nn.Bilinear | nn.MultiheadAttention)
+    several = isinstance(module, nn.MultiheadAttention)
     return not several and (isinstance(module, LAYERS) or is_transposed(module))
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..casts.casting import is_whole
 from ..casts.counts import forget_checks
 from ..common.compiler import FIRST_LOOK, eager_only, taken_as_constant
 from ..common.mixin import (
@@ -37,7 +36,6 @@ from ..selection.layers import (
     auto_of,
     checked_where,
     has_one_product,
-    holds_experts,
     is_transposed,
     is_unit_scaled,
     layers_of,
@@ -51,7 +49,7 @@ M = TypeVar("M", bound=nn.Module)
 
 _SET = (
     *("fp8_recipe", "fp8_sources", "fp8_asked", "fp8_backend", "fp8_why"),
-    *("fp8_transposed", "fp8_multiple", "fp8_ragged"),
+    *("fp8_transposed", "fp8_multiple"),
     *("fp8_switches", "fp8_since", "fp8_policy", "fp8_apart"),
 )
 """The attributes that `convert` sets on a layer or on the model, besides classes and buffers."""
@@ -82,15 +80,11 @@ class Converted(Mixin):
     fp8_transposed: bool
     #: The kernels need sizes that are multiples of this.
     fp8_multiple: int
-    #: The last number of tokens seen in eager mode that is not such a multiple.
-    fp8_ragged: int
     #: Buffer of a static scale -> whether it is set.
     fp8_measured: history.MeasuredScales
-    #: The block around the `fp8.override` that the layer is under, if any: see `is_off`.
-    fp8_over: Any = None
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        if ACTIVE.blocks and is_off(self.fp8_over):
+        if ACTIVE.blocks and is_off():
             return forward(*args, **kwargs)
         if "parametrizations" in self._modules:  # which may be newer than the conversion
             _leave_parametrizations(self)
@@ -144,16 +138,7 @@ class Converted(Mixin):
         return ", ".join(filter(None, [settings, f"fp8={self.fp8_recipe.name}"]))
 
 
-@eager_only()
-def _note_ragged(layer: Any, input: Tensor) -> None:
-    tokens = input.shape[:-1].numel()
-    if tokens % layer.fp8_multiple:
-        vars(layer)["fp8_ragged"] = tokens
-
-
 def _linear(layer: Any, weight: Tensor, input: Tensor) -> Tensor:
-    if layer.fp8_backend != "simulate":
-        _note_ragged(layer, input)
     recipe, backend = layer.fp8_recipe, layer.fp8_backend
     return linear(input, weight, layer.bias, recipe=recipe, backend=backend)
 
@@ -217,8 +202,8 @@ def convert(
             "tensor". Or a `fp8.Policy`, which selects the recipe of each layer by its name and
             role; `report` names the rule that decided, and `advance` applies its switch.
         backend: as in `fp8.autocast`. Convolutions, and recipes and weight sizes that the kernels
-            do not support, are simulated, and other numbers of tokens are padded with zeros; the
-            report shows both. "transformer_engine" or "torchao" replaces the layers with those of
+            do not support, are simulated, as the report shows; other numbers of tokens are padded
+            with zeros. "transformer_engine" or "torchao" replaces the layers with those of
             that library (`fp8.adapters`); if the model is itself such a layer, use the return
             value.
         where: (name, layer) -> whether to convert it; None: every layer. What can be said by names
@@ -273,7 +258,7 @@ def convert(
             continue
         add_mixin(module, Converted)
         vars(module).update(fp8_sources=decision.sources, fp8_asked=backend, fp8_why=decision.why)
-        vars(module).update(fp8_transposed=is_transposed(module), fp8_ragged=0)
+        vars(module).update(fp8_transposed=is_transposed(module))
         vars(module).update(fp8_switches=not decision.kept)
         _leave_parametrizations(module)
         set_recipe(module, decision.sources)
@@ -286,8 +271,13 @@ def convert(
 
 def _why_left(module: nn.Module, decision: Decision) -> str:
     """Why a layer is not converted; "" if it is."""
-    recipe = composed(decision.sources, PLAIN)
-    return decision.why if recipe is None else unfit(module, recipe)
+    if composed(decision.sources, PLAIN) is None:
+        return decision.why
+    if isinstance(module, nn.MultiheadAttention) and (
+        module.bias_k is not None or module.add_zero_attn
+    ):
+        return "add_bias_kv and add_zero_attn are not supported"
+    return ""
 
 
 def check_ready(model: nn.Module) -> None:
@@ -404,12 +394,9 @@ def _advance(owner: nn.Module, policy: Policy, fraction: float) -> bool:
             now = module.fp8_sources
             for _, source in reached:
                 now = tuple(None if was is None else source for was in now)
-            why = unfit(module, composed(now, PLAIN) or _HIGH)
-            if why:
-                now = module.fp8_sources
             set_recipe(module, now)
             shown = "" if since is None else f"since {since:g} of the training"
-            vars(module)["fp8_since"] = f"not switched: {why}" if why else shown
+            vars(module)["fp8_since"] = shown
     forget_checks(owner)
     return True
 
@@ -433,7 +420,7 @@ def choose_static(model: nn.Module) -> None:
 
 def _choose_static(module: Any) -> None:
     auto = set(module.fp8_sources) == {AUTO}
-    if auto and module.fp8_recipe == PLAIN and not unfit(module, STATIC):
+    if auto and module.fp8_recipe == PLAIN:
         vars(module)["fp8_recipe"] = STATIC
         history.add_buffers(module, STATIC, not has_one_product(module))
 
@@ -558,31 +545,14 @@ def _how(module: Any) -> str:
     none = "" if module.fp8_asked == "simulate" else why_not_recipe(recipe)
     if backend == "simulate":
         return f"{name}, simulated: {none}" if none else str(name)
-    experts = holds_experts(module)
-    if not (experts or isinstance(module, nn.Linear) or module.fp8_transposed):
-        return f"{name}, simulated: the kernels multiply matrices"
-    multiple = module.fp8_multiple
-    stacks = [p for p in module.parameters(recurse=False) if p.dim() == 3]
-    weights = stacks if experts else [module.weight]
-    weight = weights[0]
-    odd = [size for w in weights for size in reversed(w.shape[-2:]) if size % multiple]
+    if not (isinstance(module, nn.Linear) or module.fp8_transposed):
+        return f"{name}, simulated: the kernels multiply two matrices"
+    weight, multiple = module.weight, module.fp8_multiple
+    odd = [size for size in reversed(weight.shape) if size % multiple]
     if odd:
         return f"{name}, simulated: {odd[0]} is no multiple of {multiple}"
     predicted = backend == "auto" and weight.device.type != "cuda"
     if not predicted and (why := why_not_here(recipe, weight.device, weight.dtype)):
         return f"{name}, simulated: {why}"
     where = f"native on {devices(recipe)}" if predicted else "native"
-    tokens = module.fp8_ragged
-    ragged = f"; {tokens} tokens filled up to {tokens + -tokens % multiple}" if tokens else ""
-    return f"{name}, {where}{ragged}"
-
-
-def unfit(module: nn.Module, recipe: Recipe) -> str:
-    """Why a layer cannot run under this recipe; "" if it can."""
-    if isinstance(module, nn.Bilinear) and not is_whole(recipe):
-        return "it sums over two axes, and the recipe has scales along one"
-    if isinstance(module, nn.MultiheadAttention) and (
-        module.bias_k is not None or module.add_zero_attn
-    ):
-        return "add_bias_kv and add_zero_attn are not supported"
-    return ""
+    return f"{name}, {where}"

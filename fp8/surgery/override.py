@@ -11,15 +11,14 @@ from ..casts.counts import forget_checks
 from ..common.compiler import eager_only
 from ..common.mixin import check_module
 from ..common.threads import frames
-from ..products.active import ACTIVE, origin_of
 from ..recipes.policy import CASTS, Rule, RuleTuple, Source, composed, source_of
 from ..selection.layers import auto_of
 from ..selection.policies import matches
-from .convert import Converted, set_recipe, unfit
+from .convert import Converted, set_recipe
 
 _RESTORED = (
     *("fp8_recipe", "fp8_backend", "fp8_multiple", "fp8_since"),
-    *("fp8_measured", "fp8_by_call", "fp8_over", "_buffers"),
+    *("fp8_measured", "fp8_by_call", "_buffers"),
 )
 
 
@@ -28,8 +27,9 @@ class override:
 
     For debugging: which product of which layer makes a loss diverge? Rules are those of
     `fp8.Policy` and apply in order, on top of the recipe in force. Products whose forward pass runs
-    in the block have these casts also in their backward pass, wherever that runs; of a checkpoint
-    both run inside of the block, or both outside. `report` shows them.
+    in the block have these casts also in their backward pass, wherever that runs, but for
+    checkpoints: with ``use_reentrant=False`` both passes run inside of the block, or both outside.
+    `report` shows them.
 
     Afterwards every layer is as before, with its scales and histories. Blocks can be nested. A
     compiled model is compiled again at its next call. `advance` belongs outside of the block. Under
@@ -42,9 +42,8 @@ class override:
     Raises:
         TypeError: if ``model`` is not a module, and for what is no rule.
         ValueError: without rules; for a rule that matches no converted layer; for a combination of
-            casts that no recipe has, or that the layer does not support.
-        RuntimeError: in the backward pass of a checkpoint whose forward pass was on the other side
-            of the block.
+            casts that no recipe has.
+        RuntimeError: inside of a checkpoint with ``use_reentrant=True``.
 
     >>> import torch, fp8
     >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(16, 16)), "mxfp8")
@@ -74,14 +73,11 @@ class override:
             if not layers:
                 names = ", ".join(map(repr, list(named)[:8])) or "none"
                 raise ValueError(f"override: {rule} matches no converted layer; there are {names}")
-            for name, layer in layers.items():
+            for layer in layers.values():
                 sources = by_layer.setdefault(layer, [vars(layer)["fp8_recipe"]] * len(CASTS))
                 for cast in rule.casts:
                     sources[cast] = source_of(rule.recipe)
-                recipe = composed(tuple(sources), auto_of(layer))
-                if recipe is not None and (why := unfit(layer, recipe)):
-                    shown = name or "(model)"
-                    raise ValueError(f"{shown} cannot run under {recipe.name!r}: {why}")
+                composed(tuple(sources), auto_of(layer))  # raises for what no recipe has
         return {layer: tuple(sources) for layer, sources in by_layer.items()}
 
     def __enter__(self) -> override:
@@ -90,9 +86,8 @@ class override:
             attributes = {key: vars(layer)[key] for key in _RESTORED if key in vars(layer)}
             before.append((layer, attributes | {"_buffers": dict(layer._buffers)}))
             set_recipe(layer, sources)
-            over = origin_of(ACTIVE.blocks[-1]) if ACTIVE.blocks else None
-            vars(layer).update(fp8_since="override", fp8_over=over)
-            self._hooks.append(layer.register_forward_pre_hook(self._check_checkpoint))
+            vars(layer)["fp8_since"] = "override"
+            self._hooks.append(layer.register_forward_pre_hook(_check_checkpoint))
         self._before.append(before)
         forget_checks(self._model)
         return self
@@ -105,28 +100,14 @@ class override:
             vars(layer).update(attributes)
         forget_checks(self._model)
 
-    @eager_only()
-    def _check_checkpoint(self, layer: nn.Module, args: Any) -> None:
-        """Raises in the recomputation of a checkpoint with ``use_reentrant=True`` whose forward
-        pass was outside of the block, and has one whose forward pass runs now raise afterwards."""
-        for frame in frames():
-            if frame.f_code is CheckpointFunction.forward.__code__:
-                notes = vars(frame.f_locals["ctx"]).setdefault(_NOTES, [])
-                if self not in notes:
-                    notes.append(self)
-                    frame.f_locals["ctx"].register_prehook(self._check_open)
-            elif frame.f_code is CheckpointFunction.backward.__code__ and self not in vars(
-                frame.f_locals["ctx"]
-            ).get(_NOTES, ()):
-                raise RuntimeError(_OTHER_SIDE)
 
-    def _check_open(self, *grads: Any) -> None:
-        if not self._before:
-            raise RuntimeError(_OTHER_SIDE)
+_REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
 
 
-_NOTES = "fp8_overrides"
-_OTHER_SIDE = (
-    "fp8.override: the forward pass of a checkpoint ran inside of the block and its backward pass "
-    "outside, or the reverse: it would recompute the layers under other recipes"
-)
+@eager_only()
+def _check_checkpoint(layer: nn.Module, args: Any) -> None:
+    if any(frame.f_code in _REENTRANT for frame in frames()):
+        raise RuntimeError(
+            "fp8.override: checkpoint(use_reentrant=True) may recompute layers on the other side "
+            "of the block, under other recipes: use checkpoint(use_reentrant=False)"
+        )

@@ -1,7 +1,7 @@
 """One call of every function in PRODUCTS, and what is cast in it."""
 
 import operator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -44,7 +44,6 @@ class Row:
     kinds: tuple[str, ...] = ("input", "input")
     before: tuple[object, ...] = ()  # positional arguments before the operands
     kwargs: dict = field(default_factory=dict)
-    reference: object = None  # where calling the function itself changes its argument
 
 
 def _added(shape, *shapes, names, **kw):
@@ -56,9 +55,8 @@ def _each(row: Row, *functions: object) -> dict:
 
 
 MATMUL = Row((A, B), ("input", "other"))
-ADDMM, ADDMV = _added((6,), A, B, names=("mat1", "mat2")), _added((5,), A, V, names=("mat", "vec"))
+ADDMM = _added((6,), A, B, names=("mat1", "mat2"))
 BADDBMM = _added((3, 5, 6), *BATCH, names=("batch1", "batch2"))
-ADDBMM = _added((5, 6), *BATCH, names=("batch1", "batch2"))
 BIASED, ROWS = ("input", "weight", "bias"), ("input", "weight", "none")
 T = torch.Tensor
 
@@ -70,26 +68,9 @@ CALLS = {
     **_each(Row((A, B), ("input", "mat2")), torch.mm, T.mm),
     **_each(Row(BATCH, ("input", "mat2")), torch.bmm, T.bmm),
     **_each(Row((A, V), ("input", "vec")), torch.mv, T.mv),
-    **_each(Row((V, V), ("input", "tensor")), torch.dot, T.dot),
-    **_each(Row((V, V), ("input", "other")), torch.vdot, T.vdot),
-    torch.linalg.vecdot: Row(((3, 8, 5), (8, 1)), ("x", "y"), kwargs={"dim": -2}),
-    torch.inner: Row(((2, 5, 8), (3, 8)), ("input", "other")),
-    T.inner: Row((V, V), ("input", "other")),
     **_each(ADDMM, torch.addmm, T.addmm),
-    T.addmm_: _added((5, 6), A, B, names=("mat1", "mat2"), reference=torch.addmm),
-    **_each(ADDMV, torch.addmv, T.addmv),
-    **_each(replace(ADDMV, reference=torch.addmv), torch.addmv_, T.addmv_),
-    **_each(ADDBMM, torch.addbmm, T.addbmm),
-    T.addbmm_: replace(ADDBMM, reference=torch.addbmm),
     **_each(BADDBMM, torch.baddbmm, T.baddbmm),
-    T.baddbmm_: replace(BADDBMM, reference=torch.baddbmm),
     torch.einsum: Row((A, B), before=("ij,jk->ki",)),
-    torch.tensordot: Row(((5, 2, 4), (4, 2, 6)), ("a", "b"), kwargs={"dims": ([1, 2], [1, 0])}),
-    F.bilinear: Row(
-        ((5, 4), (5, 3), (6, 4, 3), (6,)),
-        ("input1", "input2", "weight", "bias"),
-        ("input", "input", "weight", "none"),
-    ),
     F.conv1d: Row((*IMAGE[1], (6,)), BIASED, ROWS, kwargs={"padding": 1}),
     F.conv2d: Row((*IMAGE[2], (6,)), BIASED, ROWS, kwargs={"stride": 2}),
     F.conv3d: Row((*IMAGE[3], (3,)), BIASED, ROWS),

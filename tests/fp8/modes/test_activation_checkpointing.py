@@ -23,7 +23,6 @@ def randn(*shape: int) -> Tensor:
     "block",
     [
         nn.Linear(8, 8),
-        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
         nn.Conv1d(5, 5, 3),
         nn.TransformerEncoderLayer(8, 2, 16, 0.0),
     ],
@@ -42,11 +41,10 @@ def test_checkpointing_is_never_silently_wrong(block, inside):
 
 
 @pytest.mark.parametrize("backend", ["simulate", pytest.param("native", marks=pytest.mark.native)])
-@pytest.mark.parametrize("recipe", ["unit", "tensor"])
-def test_the_error_names_the_remedy(recipe, backend):
+def test_the_error_names_the_remedy(backend):
     """Where the segment ends with a product, which reads what is recomputed first."""
     block = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
-    with fp8.autocast(recipe, backend=backend):
+    with fp8.autocast("tensor", backend=backend):
         y = checkpoint(block, randn(16, 16), use_reentrant=False)
     with pytest.raises(CheckpointError, match=r"context_fn=fp8\.checkpoint_contexts"):
         y.sum().backward()
@@ -94,7 +92,7 @@ def test_outside_of_a_block_and_in_one_that_is_off_the_contexts_do_nothing(aroun
     y.sum().backward()
 
 
-@pytest.mark.parametrize("scaled", [uu.Linear(8, 8), uu.Conv1d(5, 5, 3), unit_scale(CHECKPOINTED)])
+@pytest.mark.parametrize("scaled", [uu.Linear(8, 8), unit_scale(CHECKPOINTED)])
 def test_reentrant_checkpointing_of_what_is_unit_scaled_is_refused_too(scaled):
     """Its products do not come by the block's mode."""
     x = randn(5, 8).requires_grad_()

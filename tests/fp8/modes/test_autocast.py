@@ -25,16 +25,15 @@ def test_every_row_of_products_is_here():
     assert set(CALLS) == set(PRODUCTS) - elsewhere
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("function", CALLS, ids=name_of)
 def test_rows(function, dtype):
     """In every form: the product of the operands cast, in the operands' dtype."""
     row = CALLS[function]
     casts = [getattr(COARSE, kind, None) for kind in row.kinds]
     rounded = [cast(t, c) for t, c in zip(operands(row, dtype), casts, strict=True)]
-    reference = row.reference or function
-    expected = reference(*row.before, *rounded, **row.kwargs)
-    plain = reference(*row.before, *operands(row, dtype), **row.kwargs)
+    expected = function(*row.before, *rounded, **row.kwargs)
+    plain = function(*row.before, *operands(row, dtype), **row.kwargs)
     assert not torch.allclose(expected, plain)
     near = {"rtol": 2**-6, "atol": 2**-6 * float(expected.abs().max())}
     near = near if dtype == torch.bfloat16 else {}
@@ -44,7 +43,7 @@ def test_rows(function, dtype):
             y = call()
         assert y.dtype == dtype
         torch.testing.assert_close(y, expected, **near)
-        assert torch.equal(call(), plain) or row.reference  # the block is over
+        assert torch.equal(call(), plain)  # the block is over
 
 
 @pytest.mark.proves("the field", "attention in FP8", how="own")
@@ -54,28 +53,23 @@ def test_gradients(function):
     row = CALLS[function]
     casts = [getattr(COARSE, kind, None) for kind in row.kinds]
     got, expected = ([t.double().requires_grad_() for t in operands(row)] for _ in range(2))
-    leaves = list(got)
-    if row.reference:
-        got = [got[0] * 1, *got[1:]]  # torch refuses to write into a leaf
     with fp8.autocast(COARSE):
         y = function(*row.before, *got, **row.kwargs)
     straight = [
         t if c is None else t + (cast(t.detach(), c) - t).detach()
         for t, c in zip(expected, casts, strict=True)
     ]
-    reference = row.reference or function
-    z = reference(*row.before, *straight, **row.kwargs)
+    z = function(*row.before, *straight, **row.kwargs)
     g = randn(*y.shape, seed=9).detach().double() * OFF
-    grads = torch.autograd.grad(y, leaves, g)
+    grads = torch.autograd.grad(y, got, g)
     wanted = torch.autograd.grad(z, expected, cast(g, COARSE.grad), retain_graph=True)
     exact = torch.autograd.grad(z, expected, g)
     for one, rounded, untouched, kind in zip(grads, wanted, exact, row.kinds, strict=True):
         torch.testing.assert_close(one, untouched if kind == "none" else rounded)
 
 
-WITH_OUT = [torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.vdot]
-WITH_OUT += [torch.linalg.vecdot, torch.inner, torch.tensordot]
-WITH_OUT += [torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm]
+WITH_OUT = [torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.mv]
+WITH_OUT += [torch.addmm, torch.baddbmm]
 
 
 @pytest.mark.parametrize("function", WITH_OUT, ids=name_of)
@@ -83,12 +77,6 @@ def test_out_is_refused_by_name(function):
     row = CALLS[function]
     with fp8.autocast("unit"), pytest.raises(ValueError, match="cannot write to out="):
         function(*operands(row), **row.kwargs, out=torch.empty(0))
-
-
-def test_in_place_writes_into_its_input():
-    x, a, b = operands(CALLS[torch.Tensor.addmm_])
-    with fp8.autocast(COARSE):
-        assert x.addmm_(a, b) is x
 
 
 # --- what cannot be reached
@@ -297,20 +285,18 @@ def test_everything_is_cast_once_also_when_backward_runs_inside(function, monkey
 # --- with other parts of torch
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("function", [f for f in CALLS if not CALLS[f].reference], ids=name_of)
-def test_torch_autocast(function, dtype):
+@pytest.mark.parametrize("function", CALLS, ids=name_of)
+def test_torch_autocast(function):
     """The result has autocast's dtype where torch's own has, whichever block is the outer one."""
     row = CALLS[function]
-    with torch.autocast("cpu", dtype=dtype):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         plain = function(*row.before, *operands(row), **row.kwargs)
         with fp8.autocast("unit"):
             y = function(*row.before, *operands(row), **row.kwargs)
-    with fp8.autocast("unit"), torch.autocast("cpu", dtype=dtype):
+    with fp8.autocast("unit"), torch.autocast("cpu", dtype=torch.bfloat16):
         z = function(*row.before, *operands(row), **row.kwargs)
     assert torch.equal(y, z)
-    unknown = ("mv", "dot", "vdot", "vecdot", "inner", "addmv", "bilinear")  # to torch.autocast
-    if name_of(function).rpartition(".")[2].removeprefix("linalg_") not in unknown:
+    if not name_of(function).endswith("mv"):  # unknown to torch.autocast
         assert y.dtype == plain.dtype
 
 

@@ -19,22 +19,6 @@ from tests.launch import ROOT
 from tests.reference import nearest
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.conv = nn.Linear(8, 8), nn.Conv1d(8, 8, 3, padding=1)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x):
-        x = self.conv(self.linear(x).mT).mT
-        for need_weights in (True, False):
-            x = x + self.attention(x, x, x, need_weights=need_weights)[0]
-        x = torch.einsum("bij,kj->bik", x, self.linear.weight)
-        x = torch.baddbmm(x, x @ x.mT, x)
-        return torch.tensordot(x, x, ([0, 1], [0, 1]))
-
-
 def results(call, model, x):
     y = call(x)
     return [y.detach(), *torch.autograd.grad(y.sum(), [x, *model.parameters()])]
@@ -53,38 +37,10 @@ def _fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    ("backend", "recipe"),
-    [
-        ("eager", COARSE),
-        pytest.param("eager", "tensor", marks=pytest.mark.exhaustive),
-        pytest.param("aot_eager", COARSE, marks=pytest.mark.exhaustive),
-        pytest.param("aot_eager", "tensor", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_compiled_function_that_contains_the_block(backend, recipe):
-    model, x = Model(), randn(2, 4, 8)
-
-    def block(x):
-        with fp8.autocast(recipe):
-            return model(x)
-
-    expected = results(block, model, x)
-    assert not torch.allclose(expected[0], model(x), rtol=1e-2)
-    compiled = torch.compile(block, fullgraph=True, backend=backend)
-    assert_close(results(compiled, model, x), expected)
-    assert_close(results(compiled, model, randn(2, 4, 8)), expected)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("backend", "names"), [("aot_eager", ("nvfp4",)), ("inductor", ("mxfp8",))]
-)
-def test_scales_along_an_axis(backend, names):
+def test_scales_along_an_axis():
     """Tiles that do not divide the sizes, and rotations, in one graph."""
     x, w = randn(20, 40), randn(36, 40)
-    recipes = [nearest(fp8.RECIPES[name]) for name in names]
-    recipes += [ROTATED] if backend == "aot_eager" else []
+    recipes = [nearest(fp8.RECIPES["nvfp4"]), ROTATED]
 
     def run(x):
         y = 0.0
@@ -93,31 +49,12 @@ def test_scales_along_an_axis(backend, names):
                 y = y + F.linear(x, w).square()
         return y
 
-    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     expected, got = (torch.autograd.grad(f(x).sum(), (x, w)) for f in (run, compiled))
     assert_close(got, expected)
 
 
-@pytest.mark.exhaustive
-def test_random_signs_are_drawn_in_the_graph():
-    """Two calls differ, and both are as near to the uncast product as the eager one."""
-    x, w, g = randn(32, 40), randn(48, 40), randn(32, 48, seed=2).detach()
-    eden = fp8.RECIPES["quartet2"].grad
-    recipe = fp8.Recipe(name="gradient", grad=eden, grad_input_weight=eden, grad_weight_grad=None)
-
-    def run(x):
-        with fp8.autocast(recipe):
-            return F.linear(x, w.detach())
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    found = [torch.autograd.grad(f(x), x, g)[0] for f in (run, compiled, compiled)]
-    wanted = (g @ w).detach()
-    errors = [float((y - wanted).norm() / wanted.norm()) for y in found]
-    assert 0.05 < max(errors) < 1.3 * min(errors)
-    assert not torch.equal(found[1], found[2])
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_what_is_compiled_outside_is_compiled_anew_for_the_block(backend, monkeypatch):
     """Its kernels, which the mode sees at each call, are not cast once more."""
     model, x = nn.Linear(8, 4), randn(5, 8)
@@ -144,8 +81,7 @@ def test_what_is_compiled_outside_is_compiled_anew_for_the_block(backend, monkey
     assert torch._dynamo.utils.counters["stats"] == graphs
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_function_in_blocks_of_several_recipes(backend):
+def test_a_compiled_function_in_blocks_of_several_recipes():
     """Also of attention, which the block expands, and with blocks inside of the function."""
     attention, w = nn.MultiheadAttention(16, 2, batch_first=True), randn(16, 16)
     x = randn(2, 5, 16)
@@ -158,8 +94,8 @@ def test_a_compiled_function_in_blocks_of_several_recipes(backend):
             y = F.linear(F.scaled_dot_product_attention(y, y, y), w)
         return F.conv1d(torch.einsum("bld,de->bel", y, w), w[:5, :, None])
 
-    compiled = torch.compile(call, backend=backend, fullgraph=True)
-    for recipe in ("tensor", COARSE, "row"):
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for recipe in (COARSE, "row"):
         with fp8.autocast(recipe):
             got, want = (results(f, attention, x) for f in (compiled, call))
         assert_close(got, want)
@@ -258,9 +194,9 @@ def test_a_product_with_casts_is_one_call_of_the_graph():
     assert called == ["fp8.products.matmul.simulated"] * 2
 
 
-@pytest.mark.parametrize("backend", ["simulate", "auto"])
-@pytest.mark.parametrize("recipe", ["unit", "tensor", "row", "delayed", "static"])
-@pytest.mark.filterwarnings("ignore::fp8.warnings.RecipeWarning")
+@pytest.mark.parametrize(
+    ("recipe", "backend"), [("tensor", "auto"), ("delayed", "simulate"), ("static", "auto")]
+)
 def test_a_converted_model_is_exported_for_any_batch(recipe, backend):
     """The look for kernels puts no guard on the number of tokens."""
     model = fp8.convert(nn.Sequential(nn.Linear(32, 16), nn.GELU()), recipe, backend=backend)

@@ -27,20 +27,13 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "linear layer": lambda: F.linear(randn(2, 32, 64), randn(64, 64)),
     "product of two matrices": lambda: randn(2, 32, 64) @ randn(64, 64),
     "einsum": lambda: torch.einsum("bik,jk->bij", randn(2, 32, 64), randn(64, 64)),
-    "grouped product with weights": lambda: F.grouped_mm(
-        randn(48, 64), randn(2, 64, 64), offs=ENDS
-    ),
-    "grouped product of two activations": lambda: F.grouped_mm(
-        randn(64, 48), randn(48, 64), offs=ENDS
-    ),
+    "grouped product": lambda: F.grouped_mm(randn(48, 64), randn(2, 64, 64), offs=ENDS),
     "batch of matrices": lambda: torch.bmm(randn(2, 64, 64), randn(2, 64, 64)),
     "attention": lambda: F.scaled_dot_product_attention(*(randn(1, 2, 64, 64) for _ in range(3))),
     "convolution": lambda: F.conv2d(randn(2, 16, 8, 8), randn(16, 16, 1, 1)),
-    "bilinear form": lambda: F.bilinear(randn(32, 64), randn(32, 64), randn(64, 64, 64)),
 }
 
-
-NATIVE = {"linear layer", "product of two matrices", "einsum", "grouped product with weights"}
+NATIVE = {"linear layer", "product of two matrices", "einsum"}
 
 
 def rows() -> dict[str, str]:

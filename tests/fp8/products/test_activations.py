@@ -24,7 +24,7 @@ RECIPES = {
     for name, recipe in fp8.RECIPES.items()
     if name in ("unit", "tensor")
 }
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -117,10 +117,14 @@ class MLP(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "most"), [(torch.float32, 0.35), (torch.bfloat16, 0.6), (None, 0.6)], ids=str
+    ("name", "backend", "dtype", "most"),
+    [
+        ("tensor", "simulate", torch.float32, 0.35),
+        ("unit", "native", torch.bfloat16, 0.6),
+        ("tensor", "simulate", None, 0.6),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("backend", ["simulate", "native"])
-@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", ["gelu", "swiglu", "relu", "U.gelu", "U.silu_glu", "U.relu"])
 def test_what_a_whole_mlp_keeps(kind, name, backend, dtype, most):
     """Of what torch keeps. dtype None: float32 under torch.autocast."""
@@ -135,20 +139,14 @@ def test_what_a_whole_mlp_keeps(kind, name, backend, dtype, most):
         assert bytes_kept(run) <= most * bytes_kept(lambda: plain(x))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "dtype", "backend", "compiler"),
     [  # The first compiler is inductor's choice of what to keep, without its kernels.
-        pytest.param(
-            *("gelu", torch.float32, "simulate", "aot_eager_decomp_partition"),
-            marks=pytest.mark.exhaustive,
-        ),
         pytest.param(
             *("gelu", torch.bfloat16, "native", "aot_eager_decomp_partition"),
             marks=pytest.mark.native(whole_graph=True),
         ),
         ("swiglu", None, "simulate", "aot_eager_decomp_partition"),
-        ("relu", torch.bfloat16, "simulate", "inductor"),
     ],
     ids=str,
 )
@@ -169,26 +167,22 @@ def test_what_a_compiled_mlp_keeps(kind, dtype, backend, compiler):
     assert bytes_kept(compiled, beside=model.parameters()) <= bytes_kept(run)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dynamic"),
-    [("swiglu", False), pytest.param("relu", True, marks=pytest.mark.exhaustive)],
-)
-def test_compiled_in_one_piece(kind, dynamic):
+def test_compiled_in_one_piece():
     torch.compiler.reset()  # torch keeps a few compiled forms of a function only
-    model, x = MLP(kind, width=16), randn(9, 16)
+    model, x = MLP("swiglu", width=16), randn(9, 16)
 
     def run(x: Tensor) -> Tensor:
         with fp8.autocast(RECIPES["unit"]):
             return model(x)
 
-    compiled = torch.compile(run, fullgraph=True, backend="eager", dynamic=dynamic)
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
     leaves = [x, *model.parameters()]
     assert_near(*(outcome(lambda f=f: f(x), leaves) for f in (compiled, run)))
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), run(x))
 
 
-@pytest.mark.parametrize("kind", ["gelu", "swiglu", "relu"])
+@pytest.mark.parametrize("kind", ["swiglu", "relu"])
 def test_checkpointed(kind):
     model, x = MLP(kind, width=16), randn(8, 16)
     how = {"use_reentrant": False, "context_fn": fp8.checkpoint_contexts}

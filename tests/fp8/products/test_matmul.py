@@ -68,9 +68,7 @@ def check(function, plain, operands, recipe, scales=SCALES, layer=True) -> None:
 
 @pytest.mark.sampled(3)
 @every
-@pytest.mark.parametrize(
-    "shape", [(7,), (5, 7), (2, 3, 7), (2, 3, 4, 7), (0, 7), (5, 1), (2, 0, 7)]
-)
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 3, 7), (0, 7), (5, 1)])
 def test_linear(shape, dtype, recipe):
     operands = randn(*shape, dtype=dtype), randn(6, shape[-1], dtype=dtype)
     check(linear, F.linear, operands, recipe)
@@ -84,21 +82,11 @@ def test_linear(shape, dtype, recipe):
         ((7,), (7,)),
         ((7,), (7, 4)),
         ((5, 7), (7,)),
-        ((5, 7), (7, 4)),
         ((3, 5, 7), (7, 4)),
-        ((3, 5, 7), (7,)),
-        ((7,), (3, 7, 4)),
         ((5, 7), (3, 7, 4)),
-        ((3, 5, 7), (3, 7, 4)),
-        ((2, 3, 5, 7), (2, 3, 7, 4)),
         ((2, 1, 5, 7), (3, 7, 4)),
-        ((1, 5, 7), (3, 7, 4)),
         ((3, 5, 7), (1, 7, 4)),
-        ((5, 1), (1, 4)),
-        ((0, 7), (7, 4)),
         ((0, 5, 7), (7, 4)),
-        ((0, 5, 7), (0, 7, 4)),
-        ((5, 0), (0, 4)),
         ((3, 5, 0), (3, 0, 4)),
     ],
     ids=str,
@@ -110,7 +98,7 @@ def test_matmul(left, right, dtype, recipe):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("shape", [(37, 131, 66), (129, 33, 20), (16, 128, 32)], ids=str)
+@pytest.mark.parametrize("shape", [(37, 131, 66), (16, 128, 32)], ids=str)
 def test_operands_of_more_than_one_tile(shape, name):
     """Tokens, inputs and outputs that tiles of 16, 32 and 128 divide, and that they do not."""
     tokens, inputs, outputs = shape
@@ -125,14 +113,14 @@ def test_stochastic_gradients_are_unbiased(name):
     keep = Recipe(name="only the gradient", grad=recipe.grad)
     x = randn(8, 32)
     torch.manual_seed(0)
-    draws = [torch.autograd.grad(linear(x, eye, recipe=keep), x, g)[0] for _ in range(500)]
+    draws = [torch.autograd.grad(linear(x, eye, recipe=keep), x, g)[0] for _ in range(200)]
     tiles = g.unflatten(-1, (2, 16))
     scale = fp8.recipes.scaling.scale_of(tiles, (-1,), fp8.FORMATS["e2m1"], recipe.grad.rule)
     expected = tiles.clamp(-6 * scale, 6 * scale).flatten(-2)
     assert torch.allclose(expected, g, rtol=1e-6, atol=0) == (name == "nvfp4")
     # A draw is one of two neighbours, at most two units apart: its deviation is at most one unit.
     error = (torch.stack(draws).mean(0) - expected).unflatten(-1, (2, 16)).abs()
-    assert (error < 5 * scale / 500**0.5).all()
+    assert (error < 5 * scale / 200**0.5).all()
     assert not torch.equal(draws[0], draws[1])
 
 
@@ -245,14 +233,6 @@ def test_operands_are_exactly_the_reference_s(recipe, dtype):
     expected = cast(x, plain.input).to(dtype)
     assert torch.equal(linear(x, eye, recipe=plain), expected)
     assert torch.equal(matmul(x, eye, recipe=plain), expected)
-
-
-def test_a_format_of_ones_own():
-    mine = Format(name="mine", exponent_bits=3, mantissa_bits=1, bias=3, max=12.0)
-    recipe = Recipe(
-        name="mine", input=Cast(format=mine), weight=Cast(format=mine), grad=Cast(format=mine)
-    )
-    check(linear, F.linear, (randn(5, 7), randn(6, 7)), recipe)
 
 
 def test_overflow_and_non_finite_operands():

@@ -228,22 +228,3 @@ def test_encoder_in_eval_takes_no_fast_path(kind, norm_first):
     assert torch.equal(run("unit"), trained)
     torch.testing.assert_close(run(NOTHING), plain)
     assert not torch.allclose(trained, plain, atol=1e-3)
-
-
-def test_decoder_and_layer():
-    torch.manual_seed(0)
-    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(E, H, 16, 0.0, batch_first=True), 1)
-    target, memory = randn(N, L, E).detach(), randn(N, S, E).detach()
-    causal = nn.Transformer.generate_square_subsequent_mask(L)
-    for model, args, kwargs in (
-        (decoder, (target, memory), {"tgt_mask": causal, "tgt_is_causal": True}),
-        (decoder.layers[0], (target, memory), {}),
-        (encoder(False).layers[0], (target,), {}),
-    ):
-        for training in (True, False):
-            model.train(training)
-            plain = model(*args, **kwargs)
-            with fp8.autocast(NOTHING):
-                torch.testing.assert_close(model(*args, **kwargs), plain)
-            with fp8.autocast("unit"):
-                assert not torch.allclose(model(*args, **kwargs), plain, atol=1e-3)

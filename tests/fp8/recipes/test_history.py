@@ -259,7 +259,6 @@ def test_a_model_from_the_meta_device_has_no_scales_yet(recipe):
 
 
 SEVERAL = {
-    "bilinear": (lambda: nn.Bilinear(8, 8, 4), lambda m, x: m(x, x + 1), 4),
     "attention": (lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x, x)[0], 12),
 }
 

@@ -417,15 +417,6 @@ def test_the_report_states_name_and_switch():
     assert fp8.report(fp8.convert(net(), Policy("row", first=1))).notes == []
 
 
-def test_a_switch_that_a_layer_cannot_follow_is_in_the_report():
-    model = nn.ModuleDict({"two": nn.Bilinear(8, 8, 8), "one": nn.Linear(8, 8)})
-    fp8.convert(model, Policy("tensor", switch=[(0.5, "row")]))
-    assert fp8.advance(model, 0.5)
-    rows = {row.path: row.why for row in fp8.report(model)}
-    assert rows["two"].startswith("tensor (not switched: it sums over two axes")
-    assert rows["one"].startswith("row (since 0.5")
-
-
 def test_a_switch_to_an_impossible_combination_is_refused_at_the_start():
     policy = Policy("row", rules=[("head", "grad_weight.grad", None)], switch=[(0.5, "nvfp4")])
     with pytest.raises(ValueError, match="the casts of 'head' by rule 1"):

@@ -84,21 +84,6 @@ def test_micro_batches_cast_once_and_equal_to_the_bit(recipe, casts):
     assert casts == {"cached": LAYERS * (1 + STEPS), "products": 0}
 
 
-def test_a_block_for_each_step(casts):
-    want, model = train(make()), make()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    casts.clear()
-    for step in range(STEPS):
-        with fp8.cached_weights(model):
-            for i in range(MICRO):
-                x = randn(16, 32, seed=10 * step + i).detach()
-                model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_equal(list(model.parameters()), want[-len(list(model.parameters())) :])
-    assert casts == {"cached": LAYERS * STEPS, "products": 0}
-
-
 @pytest.mark.parametrize(("recipe", "backend"), [("unit", "inductor"), ("static", "aot_eager")])
 def test_compiled(recipe, backend, monkeypatch):
     """A graph reads the casts; after the first step they are cast by compiled code, too."""

@@ -63,7 +63,7 @@ def same(got: list[Tensor], expected: list[Tensor]) -> bool:
     return all(map(torch.equal, got, expected))
 
 
-@pytest.mark.parametrize("recipe", ["unit", "tensor", "mxfp4", "static", "delayed"])
+@pytest.mark.parametrize("recipe", ["mxfp4", "static", "delayed"])
 @pytest.mark.filterwarnings("ignore::fp8.warnings.RecipeWarning")
 def test_it_is_the_plain_model(recipe):
     plain, model = both(recipe)
@@ -88,29 +88,13 @@ def test_the_innermost_block_decides():
     assert same(results(model, OFF(model.forward)), expected)
 
 
-def test_an_override_inside_has_precedence():
-    _, model = both()
-    first = fp8.override(model, ("first", None, "tensor"))
-    policy = fp8.Policy(None, rules=[("first", None, "tensor")])
-    twin = fp8.convert(copy.deepcopy(fp8.revert(model)), policy)
-    fp8.convert(model, "mxfp4")
-    expected = results(twin)
-    with OFF, first:
-        assert same(results(model), expected)
-        how = {"use_reentrant": False, "context_fn": fp8.checkpoint_contexts}
-        assert same(results(model, lambda x: checkpoint(model, x, **how)), expected)
-    plain, _ = both()
-    assert same(results(model, within(first, within(OFF, model))), results(plain))
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled(backend):
+def test_compiled():
     torch._dynamo.reset()
     plain, model = both()
     expected = results(plain)
-    inside = torch.compile(OFF(lambda x: model(x)), backend=backend, fullgraph=True)
+    inside = torch.compile(OFF(lambda x: model(x)), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(results(model, inside), expected)
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend="aot_eager")
     cast = results(model)
     torch.testing.assert_close(results(model, compiled), cast)
     torch.testing.assert_close(results(model, within(OFF, compiled)), expected)

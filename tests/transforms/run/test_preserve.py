@@ -138,7 +138,6 @@ WEIGHT = fp8.Recipe(name="weight", input=fp8.Cast(format="e4m3"), weight=fp8.Cas
 PRODUCTS: dict[str, tuple[nn.Module, Callable[[Any, Tensor], Tensor]]] = {
     "linear": (nn.Linear(16, 16), lambda m, x: m.layer(x)),
     "conv": (nn.Conv1d(4, 16, 3), lambda m, x: m.layer(x.reshape(-1, 4, 4))),
-    "bilinear": (nn.Bilinear(16, 16, 4), lambda m, x: m.layer(x, x)),
     "matmul": (nn.Linear(16, 16), lambda m, x: x @ m.layer.weight.t()),
     "reversed": (nn.Linear(16, 16), lambda m, x: (m.layer.weight @ x.mT).mT),
     "einsum": (nn.Linear(16, 16), lambda m, x: torch.einsum("bi,oi->bo", x, m.layer.weight)),
@@ -148,7 +147,6 @@ PRODUCTS: dict[str, tuple[nn.Module, Callable[[Any, Tensor], Tensor]]] = {
     ),
     "part": (nn.Linear(16, 32), lambda m, x: F.linear(x, m.layer.weight.chunk(2)[1])),
     "converted": (nn.Linear(16, 16), lambda m, x: F.linear(x, m.layer.weight.to(x.dtype))),
-    "tensordot": (nn.Linear(16, 16), lambda m, x: torch.tensordot(x, m.layer.weight, ([1], [1]))),
 }
 
 
