@@ -58,12 +58,11 @@ def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
 
 def _permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """By torch's kernel, which takes parameters in the dtype of x, or in float32 for 16-bit x."""
-    parameters = [weight, bias]
-    if any(t is not None and t.dtype != x.dtype for t in parameters):
+    if any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        parameters = [None if t is None else t.to(dtype) for t in parameters]
+        weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
     last = x.movedim(1, -1)
-    y = torch.layer_norm(last, last.shape[-1:], *parameters, eps).movedim(-1, 1)
+    y = torch.layer_norm(last, last.shape[-1:], weight, bias, eps).movedim(-1, 1)
     return _with_strides(y, _strides(x))
 
 

@@ -135,11 +135,6 @@ def index_of(block: Any) -> int:
     raise RuntimeError("fp8.autocast: a block is closed in the thread that has opened it")
 
 
-def active_recipe() -> Recipe | None:
-    """The recipe of the innermost block of this thread; None without one, or if not enabled."""
-    return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
-
-
 def is_graph_inside() -> bool:
     """Whether the call is traced for a graph that eager code runs inside of a block with a recipe,
     whose mode sees each call of the graph."""
@@ -149,8 +144,9 @@ def is_graph_inside() -> bool:
 
 
 def product_recipe(unit: bool = False) -> Recipe | None:
-    """`active_recipe` for a product. unit: whether it is one of unit-scaled tensors. Raises
-    RuntimeError where the product could be computed without casts, see the messages below."""
+    """The recipe of a product by the innermost block of this thread; None without one, or if not
+    enabled. unit: whether the product is one of unit-scaled tensors. Raises RuntimeError where the
+    product could be computed without casts, see the messages below."""
     if not ACTIVE.blocks:
         return None
     block = ACTIVE.blocks[-1]
@@ -182,20 +178,6 @@ _OFF_IN_CHECKPOINT = (
     "checkpoint(use_reentrant=False, context_fn=fp8.checkpoint_contexts), or open the block in the "
     "function that is checkpointed"
 )
-
-
-class unit_products:
-    """Within the block, under recipe "auto", torch's products count as products of unit-scaled
-    tensors."""
-
-    def __enter__(self) -> None:
-        if ACTIVE.blocks:
-            block = ACTIVE.blocks[-1]
-            ACTIVE.blocks.append(block._replace(recipe=block.unit_recipe))
-
-    def __exit__(self, *error: Any) -> None:
-        if ACTIVE.blocks:
-            ACTIVE.blocks.pop()
 
 
 def _check_entered(block: Block) -> None:

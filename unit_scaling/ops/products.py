@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8.modes.dispatch import by_function
-from fp8.products.active import unit_products
 from fp8.products.einsum import as_equation, as_matmul, in_pairs, letters, sums_products
 from fp8.products.grouped import grouped_mm as grouped_product
 from fp8.products.matmul import linear as linear_product
@@ -318,14 +317,9 @@ def addmm(
 
 
 def scaled(function: Callable[..., Tensor], tensors: dict[str, Tensor], s: Scales) -> Tensor:
-    """Returns ``function(*tensors)`` with the factors of ``s``, for ops without a fused kernel.
-
-    The gradient that ``function`` receives is that of the unit-scaled result, so it may be cast.
-    """
+    """Returns ``function(*tensors)`` with the factors of ``s``, for ops without a fused kernel."""
     operands = [scale_each(t, 1.0, s[name]) for name, t in tensors.items()]
-    with unit_products():
-        output = function(*operands)
-    return scale_each(output, s["output"], 1.0)
+    return scale_each(function(*operands), s["output"], 1.0)
 
 
 def bilinear_scales(

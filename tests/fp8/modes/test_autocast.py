@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8
 from fp8 import Recipe
 from fp8.modes.dispatch import COMPOSED, OPAQUE, PRODUCTS
-from fp8.products.active import active_recipe
+from fp8.products.active import product_recipe
 from fp8.recipes.recipe import get_recipe
 from tests.fp8.calls import CALLS, COARSE, MATMUL, OFF, cast, forms, name_of, operands
 from tests.fp8.products.test_matmul import randn
@@ -204,15 +204,15 @@ def test_nested_blocks():
             torch.testing.assert_close(F.linear(x, w), product(COARSE))
             with mode, fp8.autocast(none):
                 assert torch.equal(F.linear(x, w), plain)
-                assert active_recipe() is none
+                assert product_recipe() is none
             torch.testing.assert_close(F.linear(x, w), product(COARSE))
         with pytest.raises(KeyError), fp8.autocast(COARSE):
             raise KeyError
         torch.testing.assert_close(F.linear(x, w), product("unit"))
         with pytest.raises(RuntimeError), fp8.autocast(COARSE):
             F.linear(x, w.double())
-        assert active_recipe() is fp8.RECIPES["unit"]
-    assert active_recipe() is None
+        assert product_recipe() is fp8.RECIPES["unit"]
+    assert product_recipe() is None
 
 
 @pytest.mark.parametrize("given", [{"recipe": "unit"}, {"enabled": False}], ids=str)

@@ -118,7 +118,7 @@ def test_a_graph_break_within_the_block_is_computed_the_same():
     whole = torch.compile(block, backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         whole(x)
-    assert fp8.products.active.active_recipe() is None
+    assert fp8.products.active.product_recipe() is None
 
 
 def test_a_block_that_is_opened_in_pieces_is_an_error_by_name():
