@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.counts import is_sampled, product_name
+from ..casts.counts import product_name
 from ..casts.groups import Groups, aligned, cast_groups, pieces, product_shape
 from ..casts.measuring import measuring
 from ..casts.operands import (
