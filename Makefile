@@ -29,6 +29,7 @@ record: $(RUN)  ## the demo, with its results written into README.md and docs/ (
 	rm -rf out/record
 	$(BIN)/python -m notebooks.nanogpt --preset small --out out/record
 	$(BIN)/python -m docs.demo out/record
+	$(BIN)/python -m docs.build
 
 test: $(STAMP)  ## run the tests (10 to 15 minutes, no GPU)
 	$(BIN)/python -m pytest -n auto --dist worksteal

@@ -12,6 +12,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 
 import fp8.norms.layer_norm2d
 import unit_scaling.functional  # noqa: F401 - fills OPS
-from docs.docstrings import as_markdown
+from docs import demo, figures, papers, parity
+from docs.markdown import as_markdown, table
 from docs.questions import QUESTIONS, answer, named, record
 from fp8.__main__ import LEVEL_HEADS, level_row
 from fp8.formats.format import FORMATS, Format
@@ -142,13 +144,6 @@ def learning_rates(rule: str, mup_type: str) -> list[str]:
     kinds = (mup_type, "kernel") if mup_type == "weight" else (mup_type,)
     factors = " or ".join(f"{each:g}" for each in dict.fromkeys(mult.get(k, 1.0) for k in kinds))
     return [f"`{rule}`", f"`{mup_type}`", *(f"{factor(shape):.6g}" for shape in shapes), factors]
-
-
-def table(headings: str, rows: Iterable[list[str]]) -> str:
-    """A Markdown table. headings: with | between them."""
-    columns = [heading.strip() for heading in headings.split("|")]
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def products() -> Iterable[list[str]]:
@@ -369,18 +364,19 @@ def render_benchmarks() -> str:
     return f"{BENCHMARKS_PREAMBLE}\n\n{table('question | answer | all numbers', lines)}\n"
 
 
-if __name__ == "__main__":
-    from docs import demo, figures, papers, parity  # which import this module
+GENERATED: dict[Path, Callable[[], str]] = {
+    TABLES: render,
+    BENCHMARKS: render_benchmarks,
+    FULL_TABLES: render_full_tables,
+    parity.PARITY: parity.render,
+    papers.NUMBERS_PAGE: papers.render,
+    **{path: partial(demo.with_parts, path) for path in demo.PARTS},
+    **{figures.FOLDER / f"{name}.svg": made for name, made in figures.FIGURES.items()},
+}
+"""File -> function that returns its text."""
 
-    texts = {
-        TABLES: render(),
-        BENCHMARKS: render_benchmarks(),
-        FULL_TABLES: render_full_tables(),
-        parity.PARITY: parity.render(),
-        papers.NUMBERS_PAGE: papers.render(),
-    }
-    for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
+
+if __name__ == "__main__":
+    for path, made in GENERATED.items():
+        path.write_text(made(), encoding="utf-8")
         print(f"wrote {path}")
-    demo.update()
-    figures.write()

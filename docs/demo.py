@@ -1,25 +1,23 @@
 """`python -m docs.demo FOLDER`: records the results of ``make demo`` in FOLDER.
 
-Writes benchmarks/results/demo.json and docs/demo.png, and then the pages that are made from all
-results, with the parts of README.md, docs/demo-results.md and docs/learning-rates.md between
-``<!-- NAME -->`` and ``<!-- /NAME -->``. ``--without-times`` is for a run on a machine with other
-load.
+Writes benchmarks/results/demo.json and docs/demo.png. `PARTS` are what `python -m docs.build`
+writes of all results into README.md, docs/demo-results.md and docs/learning-rates.md, between
+``<!-- NAME -->`` and ``<!-- /NAME -->``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import machine, write
-from docs.build import BENCHMARKS, FULL_TABLES, render_benchmarks, render_full_tables, table
+from docs.markdown import table
 from docs.questions import RESULTS
 from notebooks.nanogpt.session import PLOT
 from notebooks.nanogpt.session import RESULTS as RUN
@@ -30,23 +28,19 @@ PAGE = Path(__file__).with_name("demo-results.md")
 RATES = Path(__file__).with_name("learning-rates.md")
 PICTURE = Path(__file__).with_name("demo.png")
 
-TIMES = ("ms_per_step", "time_ratio")
 COLUMNS = {  # heading: key of a row of results/demo.json, format
     "variant": ("label", "{}"),
     "learning rate": ("lr", "{:g}"),
     "held-out loss": ("val_loss", "{:.3f}"),
     "gap to FP32": ("gap", "{:+.3f}"),
-    "ms/step": (TIMES[0], "{:.0f}"),
-    "ratio to FP32": (TIMES[1], "{:.2f}"),
     "gradients lost to e5m2": ("gradients_lost", "{:.1%}"),
 }
 
 
-def rows(run: dict[str, Any], *, times: bool) -> list[dict[str, Any]]:
-    """A row for each variant of a run's results.json; times: with what the machine took."""
+def rows(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each variant of a run's results.json."""
     found = []
     for row in run["summary"]:
-        timed = dict(zip(TIMES, (row["ms_per_step"], row["ratio"]), strict=True)) if times else {}
         about = {
             "name": row["variant"],
             "label": VARIANTS[row["variant"]].label,
@@ -54,13 +48,12 @@ def rows(run: dict[str, Any], *, times: bool) -> list[dict[str, Any]]:
             "val_loss": row["val_loss"],
             "gap": row["gap"],
             "gradients_lost": row["flushed_gradients"],
-            **timed,
         }
         found.append({k: round(v, 4) if isinstance(v, float) else v for k, v in about.items()})
     return found
 
 
-def record(folder: Path, *, times: bool) -> None:
+def main(folder: Path) -> None:
     """Writes results/demo.json and the picture from a finished run."""
     run = json.loads((folder / RUN).read_text(encoding="utf-8"))
     settings, seeds = run["settings"], len(run["seeds"])
@@ -68,7 +61,7 @@ def record(folder: Path, *, times: bool) -> None:
         f"make demo: {settings['iters']} steps from the same weights on {run['data']['name']}, "
         f"{seeds} seed{'s' if seeds > 1 else ''}, {'compiled' if run['compile'] else 'eager'}"
     )
-    path = write("demo", question, rows(run, times=times))
+    path = write("demo", question, rows(run))
     content = json.loads(path.read_text(encoding="utf-8"))
     about = {**machine(), **{k: run["machine"][k] for k in ("cpu", "cores", "threads")}}
     content |= {"machine": about, "iters": settings["iters"]}
@@ -89,29 +82,20 @@ def demo() -> str:
         for row in found["rows"]
     ]
     where = found["machine"]
-    milliseconds = sum(row.get(TIMES[0]) or math.nan for row in found["rows"])
-    minutes = found["iters"] * milliseconds / 60_000
-    time = "" if math.isnan(minutes) else f", {minutes:.1f} minutes of training steps"
     torch = where["torch"].partition("+")[0]
     threads = f"{where['threads']} thread{'s' if where['threads'] > 1 else ''}"
     about = (
-        f"{found['iters']} steps from the same weights, one seed, eager{time}; {threads} of an "
+        f"{found['iters']} steps from the same weights, one seed, eager; {threads} of an "
         f"{where['cpu']}, torch {torch}, commit {where['commit'][:7]}."
     )
     return f"{table(' | '.join(COLUMNS), lines)}\n\n{about}"
 
 
 def summary() -> str:
-    """One sentence: the loss of each variant of the demo, and its time per step if it was timed."""
+    """One sentence: the loss of each variant of the demo."""
     found = results("demo")
-    about = f"Held-out loss after {found['iters']} steps, one seed"
-    timed = all(TIMES[1] in row for row in found["rows"])
-    about += " (and time per step, relative to FP32)" if timed else ""
-    losses = [
-        f"{row['label']} {row['val_loss']:.3f}" + (f" ({row[TIMES[1]]:.2f})" if timed else "")
-        for row in found["rows"]
-    ]
-    return f"{about}: {'; '.join(losses)}."
+    losses = [f"{row['label']} {row['val_loss']:.3f}" for row in found["rows"]]
+    return f"Held-out loss after {found['iters']} steps, one seed: {'; '.join(losses)}."
 
 
 def training() -> str:
@@ -203,11 +187,12 @@ PARTS: dict[Path, dict[str, Callable[[], str]]] = {
 """File -> name of a generated part -> function that returns its text."""
 
 
-def with_parts(path: Path, text: str) -> str:
-    """``text``, the content of ``path``, with its generated parts replaced.
+def with_parts(path: Path, text: str | None = None) -> str:
+    """``text``, by default the content of ``path``, with its generated parts replaced.
 
     Raises ValueError if a part is missing or there more than once.
     """
+    text = path.read_text(encoding="utf-8") if text is None else text
     for name, made in PARTS[path].items():
         part = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if len(part.findall(text)) != 1:
@@ -218,23 +203,5 @@ def with_parts(path: Path, text: str) -> str:
     return text
 
 
-def update() -> None:
-    """Writes the generated parts of the README and of PAGE, and the pages of benchmarks."""
-    for path in PARTS:
-        path.write_text(with_parts(path, path.read_text(encoding="utf-8")), encoding="utf-8")
-    BENCHMARKS.write_text(render_benchmarks(), encoding="utf-8")
-    FULL_TABLES.write_text(render_full_tables(), encoding="utf-8")
-
-
-def main() -> None:
-    """Records a run and updates what is made from it."""
-    parser = argparse.ArgumentParser(prog="docs.demo", description=__doc__)
-    parser.add_argument("folder", type=Path, help="what make demo has written, such as out/small")
-    parser.add_argument("--without-times", action="store_true", help="leave the times out")
-    args = parser.parse_args()
-    record(args.folder, times=not args.without_times)
-    update()
-
-
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

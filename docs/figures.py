@@ -311,10 +311,3 @@ FIGURES: dict[str, Callable[[], str]] = {
     **{name: partial(flow, *drawn) for name, drawn in FLOWS.items()},
 }
 """Name of the file in docs/figures -> function that returns its text."""
-
-
-def write() -> None:
-    """Writes every figure."""
-    FOLDER.mkdir(exist_ok=True)
-    for name, made in FIGURES.items():
-        (FOLDER / f"{name}.svg").write_text(made(), encoding="utf-8")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from docs.build import table
+from docs.markdown import table
 from docs.questions import record
 
 NUMBERS_PAGE = Path(__file__).with_name("papers-numbers.md")

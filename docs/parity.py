@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from docs.build import table
 from docs.features import (
     COMPARISONS,
     DOCUMENTS,
@@ -21,6 +20,7 @@ from docs.features import (
     Comparison,
     Feature,
 )
+from docs.markdown import table
 
 ROOT = Path(__file__).parents[1]
 PARITY = Path(__file__).with_name("parity.md")

@@ -20,7 +20,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from docs.docstrings import as_markdown
+from docs.markdown import as_markdown
 from unit_scaling.rules.table import OPS
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ from typing import Any
 
 import griffe
 
-from docs.docstrings import as_markdown
+from docs.markdown import as_markdown
 from docs.reference import MODULES, public_names
 
 _KINDS = {

@@ -1,4 +1,4 @@
-"""The generated pages of docs/ are up to date: tables of the code, benchmarks, parity."""
+"""The generated files of docs/ and the README are up to date: tables, benchmarks, figures."""
 
 import re
 from itertools import pairwise
@@ -7,50 +7,40 @@ from xml.etree import ElementTree
 
 import pytest
 
-from docs import build, demo, figures, papers, parity, questions
+from docs import build, demo, figures, parity, questions
 from docs.features import COMPARISONS, DOCUMENTS, FEATURES, FIELD, HOW, PEERS
+from docs.markdown import as_markdown
 from notebooks.nanogpt.settings import PRESETS
 from notebooks.nanogpt.variants import DEMO, VARIANTS
 
 PAGES = sorted(Path(build.__file__).parent.glob("*.md"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_rows_of_a_table_have_its_columns(page: Path):
+@pytest.mark.parametrize("path", build.GENERATED, ids=lambda path: path.name)
+def test_generated_files_are_up_to_date(path: Path):
+    assert path.read_text(encoding="utf-8") == build.GENERATED[path](), "run `make docs`"
+
+
+def test_rows_of_a_table_have_its_columns():
     """A bar in a cell that is not in code would begin another one."""
-    lines = [re.sub(r"`[^`]*`", "", line) for line in page.read_text(encoding="utf-8").split("\n")]
-    rows = [(a, b) for a, b in pairwise(lines) if a.startswith("|") and b.startswith("|")]
-    assert [b for a, b in rows if a.count("|") != b.count("|")] == []
+    for page in PAGES:
+        text = re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))
+        rows = [pair for pair in pairwise(text.split("\n")) if all(x.startswith("|") for x in pair)]
+        assert [b for a, b in rows if a.count("|") != b.count("|")] == [], page.name
 
 
-def test_tables_are_up_to_date():
-    assert build.TABLES.read_text(encoding="utf-8") == build.render(), "run `make docs`"
-
-
-def test_benchmarks_are_up_to_date():
-    assert build.BENCHMARKS.read_text(encoding="utf-8") == build.render_benchmarks(), (
-        "run `make docs`"
+def test_every_row_is_there():
+    text = build.render()
+    tables = (
+        *(build.FORMATS, build.RECIPES, build.SCALINGS, build.RULES, build.LEVELS),
+        *(build.HARDWARE, build.CONSTRAINTS, build.LR_RULES),
     )
-
-
-def test_full_tables_are_up_to_date():
-    text = build.FULL_TABLES.read_text(encoding="utf-8")
-    assert text == build.render_full_tables(), "run `make docs`"
-
-
-def test_numbers_of_papers_are_up_to_date():
-    text = papers.NUMBERS_PAGE.read_text(encoding="utf-8")
-    assert text == papers.render(), "run `make docs`"
+    assert all(f"| `{name}` |" in text for table in tables for name in table)
+    assert all(f"| `U.{name}` |" in text for name in build.OPS)
 
 
 def test_every_study_has_a_question():
     assert sorted(questions.QUESTIONS) == questions.studies()
-
-
-@pytest.mark.parametrize("path", demo.PARTS, ids=lambda path: path.name)
-def test_generated_parts_are_up_to_date(path: Path):
-    text = path.read_text(encoding="utf-8")
-    assert demo.with_parts(path, text) == text, "run `make docs`"
 
 
 def test_the_readme_says_what_the_demo_has_found():
@@ -79,40 +69,17 @@ def test_the_demo_takes_the_best_rates_of_its_sweep():
 
 
 def test_generated_parts_are_replaced():
-    text = "a\n<!-- demo -->\nold\n<!-- /demo -->\nb\n"
-    text_of_readme = f"{text}<!-- times -->\n<!-- /times --><!-- one_line -->\n<!-- /one_line -->\n"
-    made = demo.with_parts(demo.README, text_of_readme)
+    text = "a\n<!-- demo -->\nold\n<!-- /demo -->\nb\n<!-- training -->\n<!-- /training -->"
+    made = demo.with_parts(demo.PAGE, text)
     assert "old" not in made
-    assert "graph network +0.0" in made
-    assert "compiled `unit_scale` 1.0" in made
-    assert demo.with_parts(demo.README, made) == made
-    assert "; unit-scaled FP8 2." in made
-    made = demo.with_parts(demo.PAGE, f"{text}<!-- training -->\n<!-- /training -->")
     assert "| FP32 | 0.004 |" in made
     assert "| cost of FP8 under unit scaling |" in made
+    assert demo.with_parts(demo.PAGE, made) == made
     with pytest.raises(ValueError, match=r"demo-results.md must have one part <!-- training -->"):
-        demo.with_parts(demo.PAGE, text)
+        demo.with_parts(demo.PAGE, text.replace("training", "times"))
 
 
-def test_every_row_is_there():
-    text = build.render()
-    tables = (
-        build.FORMATS,
-        build.RECIPES,
-        build.SCALINGS,
-        build.RULES,
-        build.LEVELS,
-        build.HARDWARE,
-    )
-    for table in (*tables, build.CONSTRAINTS, build.LR_RULES):
-        assert all(f"| `{name}` |" in text for name in table)
-    assert all(f"| `U.{name}` |" in text for name in build.OPS)
-
-
-@pytest.mark.parametrize("name", figures.FIGURES)
-def test_figures_are_up_to_date(name: str):
-    text = (figures.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
-    assert text == figures.FIGURES[name](), "run `make docs`"
+# Figures
 
 
 def test_every_figure_is_shown_and_none_is_left_over():
@@ -140,7 +107,6 @@ def test_every_signed_format_and_every_operand_is_drawn():
     formats, products = figures.formats(), figures.products()
     for format in build.FORMATS.values():
         assert (f">{format.name}</text>" in formats) == format.signed
-    assert set(figures.IN_THE_FIGURE) <= build.RECIPES.keys()
     assert products.count('class="head">e2m1<') == 6  # of nvfp4, the only recipe in 4 bits
 
 
@@ -150,9 +116,7 @@ def test_files_of_flows_exist():
         assert not [where for where in named if not (figures.FOLDER.parents[1] / where).is_file()]
 
 
-def test_parity_is_up_to_date():
-    assert parity.PARITY.read_text(encoding="utf-8") == parity.render(), "run `make docs`"
-
+# Parity
 
 #: (system, feature) -> what is said of it beside its tests, for all rows of docs/parity.md.
 NOTES = {
@@ -161,28 +125,20 @@ NOTES = {
 }
 
 
-def test_every_feature_has_a_test_or_a_reason():
-    found = {(proof.system, proof.feature) for proof in parity.proofs()}
-    bare = [key for key, note in NOTES.items() if key not in found and not note]
-    assert not bare, f"without a test and a reason: {bare}"
-
-
-def test_every_mark_names_a_feature():
+def test_every_feature_has_a_test_or_a_reason_and_every_mark_a_feature():
+    found = list(parity.proofs())
+    shown = {(proof.system, proof.feature) for proof in found}
     assert len(NOTES) == len(FEATURES) + len(COMPARISONS)
     assert {feature.system for feature in FEATURES} == DOCUMENTS.keys()
-    for proof in parity.proofs():
-        assert (proof.system, proof.feature) in NOTES, proof
-        assert proof.how in HOW, proof
-
-
-def test_every_engine_has_a_cell_in_every_row():
-    found = list(parity.proofs())
+    assert not shown - NOTES.keys()
+    assert not [key for key, note in NOTES.items() if key not in shown and not note]
+    assert {proof.how for proof in found} <= HOW.keys()
     for row in COMPARISONS:
-        assert row.peers.keys() <= PEERS.keys(), row.name
         cells = parity.comparison(row, found)
+        assert row.peers.keys() <= PEERS.keys()
         assert len(cells) == len(PEERS) + 2
-        assert all(cells), row.name
-        assert not any("|" in cell for cell in cells), row.name
+        assert all(cells)
+        assert not any("|" in cell for cell in cells)
 
 
 def test_marks_are_read(tmp_path: Path):
@@ -196,3 +152,24 @@ def test_marks_are_read(tmp_path: Path):
     file.write_text(mark.replace('"export"', "name"))
     with pytest.raises(ValueError, match=r"test_a.py::test_x: the mark is proves\(system"):
         list(parity.proofs(file.parent))
+
+
+# Docstrings, which pages show as they are written
+
+
+@pytest.mark.parametrize(
+    ("docstring", "markdown"),
+    [
+        ("(1 + m)**2 * 2**(e - b)", r"(1 + m)\*\*2 * 2\*\*(e - b)"),
+        ("`2**-4 * x` and ``a<b``", "`2**-4 * x` and ``a<b``"),
+        ("<x, y> / <x, x>; 1 < 2", "&lt;x, y> / &lt;x, x>; 1 < 2"),
+        ("**named: an option. A *sum*.", "**named: an option. A *sum*."),
+        (
+            ">>> f(\n...     2**3)\n<g>\n\n2**3",
+            "```pycon\n>>> f(\n...     2**3)\n<g>\n```\n\n2\\*\\*3",
+        ),
+        ("    >>> 1\n    1", "    ```pycon\n    >>> 1\n    1\n    ```\n"),
+    ],
+)
+def test_docstrings_as_markdown(docstring: str, markdown: str):
+    assert as_markdown(docstring) == markdown

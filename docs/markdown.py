@@ -1,4 +1,4 @@
-"""Docstrings as Markdown, for the pages of the API and for the tables.
+"""Markdown of tables and of docstrings.
 
 A docstring is plain text: it has doctests without a fence, powers as ``2**-9``, products of vectors
 as ``<x, y>``. Markdown reads these as quotations, bold type and tags of HTML.
@@ -7,11 +7,19 @@ as ``<x, y>``. Markdown reads these as quotations, bold type and tags of HTML.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _CODE = re.compile(r"(``.+?``|`[^`]+`)", re.DOTALL)
 _POWER = re.compile(r"(?<=[\w)\]])\*\*(?=[\w(-])")
 _TAG = re.compile(r"<(?=[A-Za-z/])")
 _DOCTEST = re.compile(r"^([ ]*)>>> .*\n?(?:\1.*\S.*\n?)*", re.MULTILINE)
+
+
+def table(headings: str, rows: Iterable[list[str]]) -> str:
+    """A Markdown table. headings: with | between them."""
+    columns = [heading.strip() for heading in headings.split("|")]
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def as_markdown(docstring: str) -> str:
