@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import torch
 
 from .data import TOKENS, load_corpus
-from .optimizers import OPTIMIZERS, check_installed
-from .parallel import ALONE, KINDS, BadInputError, Ranks, start
+from .files import BadInputError
+from .optimizers import OPTIMIZERS
 from .results import summary, table
 from .session import PLOT, RESULTS, Session, prepare, run
 from .settings import PRESETS, Settings
@@ -35,19 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Trains and prints the table; 0. Raises SystemExit(2) for bad input."""
     parser = _build_parser()
     args = parser.parse_args(argv)
-    ranks = ALONE
     try:
-        with start(args.parallel, fp8=args.communication == "fp8") as ranks:
-            session = ranks.together(lambda: _session(args, ranks))
-            session = dataclasses.replace(session, out=ranks.of_first(session.out))
-            ranks.together(lambda: ranks.first and prepare(session, resume=args.resume))
-            runs = run(session)
+        session = _session(args)
+        prepare(session, resume=args.resume)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    try:
+        runs = run(session)
     except BadInputError as error:
-        if ranks.first:
-            parser.error(str(error))
-        raise SystemExit(EXIT_BAD_INPUT) from None
-    if ranks.first:
-        _show(session, runs)
+        parser.error(str(error))
+    _show(session, runs)
     return 0
 
 
@@ -87,15 +84,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "default": torch.get_num_threads(),
         "help": "CPU threads (default: %(default)s)",
     },
-    "--parallel": {
-        "choices": KINDS,
-        "help": "split each batch over the processes that torchrun has started (default: no)",
-    },
-    "--communication": {
-        "choices": ("fp32", "fp8"),
-        "default": "fp32",
-        "help": "DDP's gradients, FSDP2's weights: sent in this (default: %(default)s)",
-    },
     "--sample": {"type": int, "default": 160, "help": "tokens to sample (default: %(default)s)"},
 }
 CHOICES = {"tokens": TOKENS, "optimizer": tuple(OPTIMIZERS)}
@@ -128,7 +116,7 @@ def _add_override(group: argparse._ArgumentGroup, name: str, example: object) ->
         group.add_argument(option, type=type(example), metavar="N")
 
 
-def _session(args: argparse.Namespace, ranks: Ranks = ALONE) -> Session:
+def _session(args: argparse.Namespace) -> Session:
     settings = _settings(args)
     variants = _names(args.variants)
     if args.threads < 1:
@@ -137,22 +125,7 @@ def _session(args: argparse.Namespace, ranks: Ranks = ALONE) -> Session:
         raise ValueError(f"--sample must not be negative, got {args.sample}")
     if args.resume and args.out is None:
         raise ValueError("--resume needs --out: the folder of the run to continue")
-    if settings.batch_size % ranks.world:
-        raise ValueError(
-            f"batch_size must be a multiple of the {ranks.world} processes, "
-            f"got {settings.batch_size}"
-        )
-    if ranks.kind is None and args.communication == "fp8":
-        raise ValueError("--communication fp8 needs --parallel: a single process sends nothing")
-    if ranks.kind is not None and args.compile:
-        raise ValueError("--compile and --parallel have not been tried together; choose one")
-    check_installed(settings.optimizer)
-    if ranks.kind == "fsdp" and settings.optimizer in ("bitsandbytes", "torchao"):
-        raise ValueError(
-            f"--parallel fsdp has not been tried with --optimizer {settings.optimizer}"
-        )
     return Session(
-        ranks=ranks,
         corpus=load_corpus(args.data, tokens=settings.tokens, context=settings.context),
         settings=settings,
         lr=_learning_rates(args.lr, variants, settings),
@@ -228,8 +201,6 @@ def _rate(text: str) -> float:
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and "LOCAL_RANK" in os.environ:  # as torchrun numbers them
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -9,7 +9,9 @@ from typing import IO, Any
 
 import torch
 
-from .parallel import BadInputError
+
+class BadInputError(ValueError):
+    """What the user is to change, in one line."""
 
 
 def write(path: Path, content: Callable[[IO[bytes]], object]) -> None:

@@ -1,4 +1,4 @@
-"""AdamW, and the optimizers that a run may use instead, where they are installed."""
+"""AdamW, and those with states in low precision that a run may use instead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 
 import fp8
 import unit_scaling as uu
-from fp8.common.libraries import need
 from unit_scaling.parameter import has_parameter_data
 
 if TYPE_CHECKING:
@@ -28,34 +27,12 @@ def _blocks(groups: Groups, **settings: Any) -> torch.optim.Optimizer:
     return fp8.optim.AdamW(groups, **formats, **settings)
 
 
-def _bitsandbytes(groups: Groups, **settings: Any) -> torch.optim.Optimizer:
-    return need("bitsandbytes").optim.AdamW8bit(groups, **settings)
-
-
-def _torchao(groups: Groups, **settings: Any) -> torch.optim.Optimizer:
-    need("torchao")
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(groups, **settings)
-
-
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": _torch,
     "fp8": fp8.optim.AdamW,  # first moments in e4m3, second ones in float16
     "8bit": _blocks,
-    "bitsandbytes": _bitsandbytes,
-    "torchao": _torchao,
 }
 """Name -> what makes an AdamW of groups, lr and betas."""
-
-
-def check_installed(optimizer: str) -> None:
-    """Raises ValueError, with the command that installs it, where its library is not there."""
-    if optimizer in ("bitsandbytes", "torchao"):
-        try:
-            need(optimizer)
-        except ImportError as error:
-            raise ValueError(f"--optimizer {optimizer}: {error}") from error
 
 
 def make_optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:

@@ -10,13 +10,13 @@ from typing import Any
 class Progress:
     """A bar with loss and tokens/s on a terminal; elsewhere one line at each evaluation.
 
-    A context manager. Writes to stderr, so that stdout holds results only. quiet: nothing at all.
+    A context manager. Writes to stderr, so that stdout holds results only.
     """
 
-    def __init__(self, name: str, *, start: int, total: int, quiet: bool = False) -> None:
-        self._name, self._quiet = name, quiet
+    def __init__(self, name: str, *, start: int, total: int) -> None:
+        self._name = name
         self._bar: Any = None
-        if sys.stderr.isatty() and not quiet:
+        if sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(desc=name, initial=start, total=total, unit="it", dynamic_ncols=True)
@@ -47,5 +47,5 @@ class Progress:
         line = f"{self._name:<24} {step:>6}/{self._total}  train {train:.4f}  val {val:.4f}"
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
-        elif not self._quiet:
+        else:
             print(line, file=sys.stderr, flush=True)

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from .data import Corpus
-from .files import load_checkpoint, save_checkpoint, write
+from .files import BadInputError, load_checkpoint, save_checkpoint, write
 from .gradients import flushed_share
-from .parallel import ALONE, BadInputError, Ranks
 from .plot import plot_runs
 from .progress import Progress
 from .results import machine, run_result, summary, write_json
@@ -46,7 +45,6 @@ class Session:
     threads: int
     compile: bool = False
     sample: int = 160  # characters to sample from each model at the end
-    ranks: Ranks = ALONE
 
     def checkpoints(self) -> dict[tuple[str, int], Path]:
         """The file of each variant and seed, in the order of training."""
@@ -73,18 +71,6 @@ class Session:
             "compile": self.compile,
             "sample": self.sample,
             "torch": torch.__version__,
-            **self._parallel(),
-        }
-
-    def _parallel(self) -> dict[str, Any]:
-        """Nothing for a single process."""
-        if self.ranks.kind is None:
-            return {}
-        communication = "fp8" if self.ranks.fp8 else "fp32"
-        return {
-            "parallel": self.ranks.kind,
-            "processes": self.ranks.world,
-            "communication": communication,
         }
 
 
@@ -115,8 +101,7 @@ def run(session: Session) -> list[dict[str, Any]]:
     with deterministic(session.threads):
         for (variant, seed), path in session.checkpoints().items():
             runs.append(_train_one(session, variant, seed, path))
-            if session.ranks.first:
-                _write_results(session, runs)
+            _write_results(session, runs)
     return runs
 
 
@@ -128,13 +113,11 @@ def _train_one(session: Session, variant: str, seed: int, path: Path) -> dict[st
     training = _start(session, variant, seed)
     flushed = _restore(training, state, path) if state else {"start": _flushed(training, variant)}
     name = variant if len(session.seeds) == 1 else f"{variant} seed {seed}"
-    quiet = not session.ranks.first
-    total = session.settings.iters
-    with Progress(name, start=training.step, total=total, quiet=quiet) as progress:
+    with Progress(name, start=training.step, total=session.settings.iters) as progress:
         train(
             training,
             progress,
-            save=lambda: _save(session, path, {**training.state_dict(), "flushed": flushed}),
+            save=lambda: save_checkpoint({**training.state_dict(), "flushed": flushed}, path),
         )
     flushed["end"] = _flushed(training, variant)
     result = run_result(
@@ -144,18 +127,12 @@ def _train_one(session: Session, variant: str, seed: int, path: Path) -> dict[st
         flushed=flushed,
         sample=_sample(training, session),
     )
-    _save(session, path, {**training.state_dict(), "result": json.dumps(result)})
+    save_checkpoint({**training.state_dict(), "result": json.dumps(result)}, path)
     return result
 
 
 def _flushed(training: Training, variant: str) -> float:
     return flushed_share(training, scaled=VARIANTS[variant].scaled)
-
-
-def _save(session: Session, path: Path, state: dict[str, Any]) -> None:
-    """Every process has the whole state; the first one writes it."""
-    if session.ranks.first:
-        save_checkpoint(state, path)
 
 
 def _start(session: Session, variant: str, seed: int) -> Training:
@@ -170,7 +147,6 @@ def _start(session: Session, variant: str, seed: int) -> Training:
         autocast=VARIANTS[variant].autocast,
         scale_loss=VARIANTS[variant].scale_loss,
         compile=session.compile,
-        ranks=session.ranks,
     )
 
 

@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8.distributed.fsdp import update_scales
-from unit_scaling import batch_multiplier
-
 from .data import Corpus, window_starts, windows
 from .optimizers import make_optimizer
-from .parallel import ALONE, Ranks, distribute, load, optimizer_state, whole
 from .progress import Progress
 from .settings import Settings
 
@@ -74,7 +70,6 @@ class Training:
         autocast: torch.dtype | None = None,
         scale_loss: bool = False,
         compile: bool = False,
-        ranks: Ranks = ALONE,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """`model` is trained where it is; `autocast` is the dtype of torch.autocast, if any.
@@ -84,11 +79,9 @@ class Training:
         """
         self.model, self.settings, self.seed, self.autocast = model, settings, seed, autocast
         self.device = next(model.parameters()).device
-        self.ranks = ranks
         self._train, self._val = corpus.train.to(self.device), corpus.val.to(self.device)
         self._starts = self._draw(self._train, settings.iters, seed)
-        call = distribute(model, ranks, self._rehearse)
-        self._call = torch.compile(call) if compile else call
+        self._call = torch.compile(model) if compile else model
         self.optimizer = optimizer or make_optimizer(model, lr, settings)
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=scale_loss)
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
@@ -97,7 +90,7 @@ class Training:
         self.curves: dict[str, list[float]] = {"step": [], "train": [], "val": []}
         self.seconds_per_step: list[float] = []
         # Dropout's numbers do not depend on what building the model drew.
-        torch.manual_seed((seed + ranks.rank) % 2**63)
+        torch.manual_seed(seed)
 
     def _draw(self, tokens: Tensor, batches: int, seed: int) -> Tensor:
         shape = (batches, self.settings.batch_size)
@@ -110,16 +103,6 @@ class Training:
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             _, loss = call(idx, targets)
         return loss
-
-    def _rehearse(self, model: nn.Module) -> None:
-        """Calls the model in every way in which it will be called."""
-        for training in (True, False):
-            model.train(training)
-            for starts in (self._starts[0], self.ranks.share(self._starts[0])):
-                self._loss(model, self._train, starts)
-        for length in (1, 2):  # as it samples
-            model(self._train[None, :length])
-        model.train()
 
     def example_loss(self) -> Tensor:
         """The loss of the first training batch, never compiled: its gradients can be hooked."""
@@ -137,7 +120,6 @@ class Training:
         started = time.perf_counter()
         for step in range(first, stop):
             self._train_step(step)
-        self.ranks.average_(self.batch_loss[first:stop])
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds_per_step.append((time.perf_counter() - started) / (stop - first))
@@ -149,15 +131,12 @@ class Training:
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
         self.optimizer.zero_grad(set_to_none=True)
-        # What a unit-scaled model scales by the batch sees the batch of all processes.
-        with batch_multiplier(self.ranks.world, averaged_over=self.ranks.world):
-            loss = self._loss(self._call, self._train, self.ranks.share(self._starts[step]))
+        loss = self._loss(self._call, self._train, self._starts[step])
         self._scaler.scale(loss).backward()
         self._scaler.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self._scaler.step(self.optimizer)
         self._scaler.update()
-        update_scales(self.model)
         self.batch_loss[step] = loss.detach()
 
     def evaluate(self) -> tuple[float, float]:
@@ -185,18 +164,15 @@ class Training:
         return due and (not self.curves["step"] or self.curves["step"][-1] != self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the rest of the run depends on, and what it has measured so far.
-
-        The same on all processes, which call it together; rng has a row for each.
-        """
-        ranks, cuda = self.ranks, self.device.type == "cuda"
+        """All that the rest of the run depends on, and what it has measured so far."""
+        cuda = self.device.type == "cuda"
         return {
             "step": self.step,
-            "model": whole(self.model.state_dict()),
-            "optimizer": optimizer_state(self.optimizer, ranks),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
-            "rng": ranks.of_all(torch.get_rng_state()),
-            "cuda_rng": ranks.of_all(torch.cuda.get_rng_state(self.device)) if cuda else None,
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state(self.device) if cuda else None,
             "batch_loss": self.batch_loss,
             "curves": self.curves,
             "seconds_per_step": self.seconds_per_step,
@@ -205,15 +181,15 @@ class Training:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state`. Raises ValueError if it is not that of such a run."""
         try:
-            load(self.model, self.optimizer, state["model"], state["optimizer"])
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
             self._scaler.load_state_dict(state["scaler"])
             self.batch_loss.copy_(state["batch_loss"])
             self.step, self.curves = state["step"], state["curves"]
             self.seconds_per_step = state["seconds_per_step"]
-            rank = self.ranks.rank  # a clone: torch wants these bytes at an aligned address
-            torch.set_rng_state(state["rng"][rank].clone())
+            torch.set_rng_state(state["rng"].clone())  # torch wants an aligned address
             if self.device.type == "cuda":
-                torch.cuda.set_rng_state(state["cuda_rng"][rank].clone(), self.device)
+                torch.cuda.set_rng_state(state["cuda_rng"].clone(), self.device)
         except (KeyError, RuntimeError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"state does not fit the model: {reason}") from error

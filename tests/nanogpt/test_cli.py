@@ -1,7 +1,6 @@
 """The command line: what it writes, and one line for whatever is wrong."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,28 +36,23 @@ def test_a_run_writes_results_a_plot_and_a_table(tmp_path: Path, argv, capsys) -
     ("changes", "message"),
     [
         ({"data": "missing.txt"}, "cannot read missing.txt: No such file or directory"),
-        ({"data": "."}, "cannot read .: Is a directory"),
         ({"context": 4000}, "words.txt is too short: 4,000 tokens, a context of 4000 needs 40,010"),
         ({"variants": "fp32,fp9"}, "unknown variant 'fp9'; choose from fp32, bf16, fp8"),
-        ({"variants": ""}, "unknown variant ''"),
         ({"preset": "huge"}, "unknown preset 'huge'; choose one of small, shakespeare"),
         ({"heads": 3}, "width must be a multiple of heads, got width 16 and 3 heads"),
         ({"iters": 0}, "iters must be at least 1, got 0"),
         ({"iters": "x"}, "invalid int value: 'x'"),
-        ({"batch-size": -1}, "batch_size must be at least 1, got -1"),
         ({"weight-decay": "nan"}, "weight_decay must be finite and not negative, got nan"),
         ({"seeds": "0,one"}, "--seeds must be whole numbers separated by commas, got '0,one'"),
         ({"seeds": "-1"}, "--seeds must be from 0 to 2**63 - 1, got '-1'"),
         ({"seeds": 2**63}, "--seeds must be from 0 to 2**63 - 1"),
         ({"lr": "fast"}, "--lr must be finite and not negative, got 'fast'"),
-        ({"lr": "inf"}, "--lr must be finite and not negative, got 'inf'"),
         ({"lr": "fp8=0.1"}, "--lr names 'fp8', which is not among --variants fp32"),
         ({"lr": "0.1,0.2"}, "--lr must be a number or variant=number,..., got '0.1,0.2'"),
         ({"device": "gpu"}, "unknown device 'gpu'"),
         ({"device": "meta"}, "unsupported device 'meta'"),
         ({"threads": 0}, "--threads must be at least 1, got 0"),
         ({"sample": -1}, "--sample must not be negative, got -1"),
-        ({"tokens": "word"}, "invalid choice: 'word'"),
         ({"optimizer": "sgd"}, "invalid choice: 'sgd'"),
         ({"colour": "red"}, "unrecognized arguments: --colour=red"),
     ],
@@ -109,28 +103,20 @@ def test_learning_rates(text: str | None, rates: dict[str, float]) -> None:
     assert cli._learning_rates(text, list(rates), Settings(lr=2.0, unit_lr=4.0)) == rates
 
 
-@pytest.mark.parametrize("optimizer", ["fp8", "8bit"])
-def test_optimizers(tmp_path: Path, argv, losses, optimizer: str) -> None:
+def test_optimizers(tmp_path: Path, argv, losses) -> None:
     """They train alike, but for what their states are rounded to."""
-    for name in ("adamw", optimizer):
-        assert cli.main(argv(out=tmp_path / name, optimizer=name, width=64)) == 0
-    ((ours, *_),) = losses(tmp_path / optimizer).values()
-    ((theirs, *_),) = losses(tmp_path / "adamw").values()
-    assert ours != theirs
-    assert ours == pytest.approx(theirs, rel=0.02)
-
-
-def test_an_optimizer_that_is_not_installed(tmp_path: Path, argv, refused, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    message = refused(argv(out=tmp_path / "run", optimizer="bitsandbytes"))
-    assert "--optimizer bitsandbytes: bitsandbytes is " in message
-    assert "pip install" in message
+    found = {}
+    for name in ("adamw", "fp8", "8bit"):
+        assert cli.main(argv(out=tmp_path / name, optimizer=name, sample=0)) == 0
+        ((found[name], *_),) = losses(tmp_path / name).values()
+    for name in ("fp8", "8bit"):
+        assert found[name] != found["adamw"]
+        assert found[name] == pytest.approx(found["adamw"], rel=0.02)
 
 
 def test_fp16_variants(tmp_path: Path, argv, losses) -> None:
-    variants = "fp32,fp16,fp16_mixed,unit_scaled_fp16"
-    assert cli.main(argv(out=tmp_path / "run", variants=variants)) == 0
+    variants = "fp16,fp16_mixed,unit_scaled_fp16"
+    assert cli.main(argv(out=tmp_path / "run", variants=variants, sample=0)) == 0
     found = {name: curves["val"] for (name, _), (_, curves, _) in losses(tmp_path / "run").items()}
     assert found.keys() == set(variants.split(","))
-    for name, val in found.items():
-        assert val[-1] < val[0], name
+    assert all(val[-1] < val[0] for val in found.values())

@@ -69,7 +69,7 @@ def test_other_settings_are_refused(prepared: Path, argv, refused, changes, mess
     assert message in refused(argv("--resume", out=prepared, **changes), unchanged=prepared)
 
 
-def test_a_corrupt_checkpoint_is_refused(prepared: Path, argv, refused) -> None:
+def test_damaged_files_are_refused(prepared: Path, argv, refused) -> None:
     path = prepared / "checkpoints" / "fp32-seed0.pt"
     path.parent.mkdir()
     path.write_bytes(b"PK\x03\x04 not a checkpoint")
@@ -77,21 +77,14 @@ def test_a_corrupt_checkpoint_is_refused(prepared: Path, argv, refused) -> None:
     assert f"{path}: damaged, or no checkpoint" in message
     torch.save({"variant": "fp32", "seed": 0}, path)
     assert "state does not fit" in refused(argv("--resume", out=prepared), unchanged=prepared)
-
-
-def test_damaged_settings_are_refused(prepared: Path, argv, refused) -> None:
     (prepared / "settings.json").write_text('{"settings": ')
     assert "is damaged" in refused(argv("--resume", out=prepared), unchanged=prepared)
 
 
-def test_a_run_is_not_overwritten(prepared: Path, argv, refused) -> None:
+def test_what_is_in_a_folder_is_left_alone(prepared: Path, tmp_path: Path, argv, refused) -> None:
     message = refused(argv(out=prepared), unchanged=prepared)
     assert "holds a run already; pass --resume to continue it, or another --out" in message
-
-
-def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path, argv, refused) -> None:
-    (tmp_path / "thesis.tex").write_text("precious")
-    for flags in ([], ["--resume"]):
+    for flags in ([], ["--resume"]):  # tmp_path holds the folder of the run
         message = refused(argv(*flags, out=tmp_path), unchanged=tmp_path)
         assert "is not empty and holds no run" in message
 
