@@ -1,22 +1,21 @@
 """mkdocs hook: adds the API pages and the notebooks to the site (`hooks` in mkdocs.yml).
 
 The API pages consist of one mkdocstrings directive for each name in the ``__all__`` of a module.
-The notebooks are outside of docs/, rendered by mkdocs-jupyter.
+The notebooks are outside of docs/; their pages are Markdown of their cells and outputs.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bs4 import BeautifulSoup
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -72,17 +71,14 @@ MODULES = (
 )
 
 LONG_TABLES = ("benchmarks-all.md", "parity.md")
-"""Pages that have nearly every word: the search lists them after the pages about a word."""
+"""Pages that have nearly every word: the search leaves them out."""
 
 _SECTIONS = re.compile(r"\n\n(?:Args|Returns|Raises):")
 """Where the sections of a docstring in Google style begin."""
 
-_PAGE = re.compile(r"\.\./docs/([\w-]+)\.md(#.*)?")
-"""A link from a notebook to a page."""
 
-_REMOVED = "script, style, .zeroclipboard-container, .celltoolbar, .clipboard-copy-txt"
-"""What a notebook page has besides its content: MathJax from elsewhere, colours of one theme only,
-and buttons that the site's theme has too."""
+_LINK = re.compile(r"(?<!!)\[([^]]+)\]\(([^)\s]+)\)")
+"""A link of Markdown that is no picture."""
 
 
 def public_names(module: str) -> dict[str, Any]:
@@ -134,6 +130,33 @@ def api_page(module: str, canonical: dict[str, str]) -> str:
     return "\n".join(parts)
 
 
+def notebook(path: Path) -> str:
+    """Returns the Markdown of the cells of a notebook and of their outputs."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(_LINK.sub(_of_the_site, source))
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            if "text" in output:
+                parts.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+            else:
+                picture = "".join(output["data"]["image/png"].split())
+                parts.append(f"![figure](data:image/png;base64,{picture})")
+    return "\n\n".join(parts) + "\n"
+
+
+def _of_the_site(link: re.Match[str]) -> str:
+    """A link of a notebook: to a page, or the text alone where the site has no such file."""
+    text, target = link.groups()
+    if target.startswith(("#", "http")):
+        return link[0]
+    page = target.removeprefix("../docs/")
+    return f"[{text}](../{page})" if page != target else text
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds the pages of the API to the section "Reference" of the navigation."""
     (reference,) = (section["Reference"] for section in config.nav if "Reference" in section)
@@ -141,7 +164,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
-@event_priority(100)  # before mkdocs-jupyter, which looks for notebooks among the files
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages of the API and the notebooks to the files of the site."""
     canonical = canonical_names()
@@ -149,36 +171,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = api_page(module, canonical)
         files.append(File.generated(config, f"api/{module}.md", content=text))
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        source = path.relative_to(ROOT).as_posix()
-        files.append(File(source, str(ROOT), config.site_dir, config.use_directory_urls))
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=notebook(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Redirects links to notebooks, and ranks a page in the search."""
+    """Redirects links to notebooks, and leaves long tables out of the search."""
     if page.file.src_uri in LONG_TABLES:
-        page.meta["search"] = {"boost": 0.2}
-    return re.sub(r"\(\.\./(notebooks/\w+\.ipynb)\)", r"(\1)", markdown)
-
-
-def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Reduces notebooks to their content, which the site's theme styles."""
-    if not page.file.src_uri.endswith(".ipynb"):
-        return html
-    soup = BeautifulSoup(html, "html.parser")
-    for element in soup.select(_REMOVED):
-        element.decompose()
-    for anchor in soup.select("a.anchor-link"):
-        anchor["class"] = "headerlink"
-    for link in soup.select("a[href]"):
-        target = str(link["href"])
-        if _PAGE.fullmatch(target):
-            link["href"] = _PAGE.sub(r"../\1.html\2", target)
-        elif not target.startswith(("#", "http")):
-            link.unwrap()  # to a file of the repository, which the site does not have
-    for block in soup.select(".highlight pre"):
-        block.name = "code"
-        block.wrap(soup.new_tag("pre"))
-    for picture in soup.select("img"):
-        picture["alt"] = "figure"
-    return str(soup)
+        page.meta["search"] = {"exclude": True}
+    return re.sub(r"\(\.\./(notebooks/\w+)\.ipynb\)", r"(\1.md)", markdown)

@@ -20,8 +20,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built with warnings (broken links, pages that nothing leads to) as errors."""
-    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
-    for name in ("material", "mkdocstrings_handlers.python", "mkdocs_jupyter"):
+    for name in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(name, reason="the extra docs is not installed")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]

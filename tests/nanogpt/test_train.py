@@ -37,7 +37,8 @@ def finish(run: Training) -> Training:
     return run
 
 
-def test_warm_up_reaches_the_peak_and_the_cosine_ends_at_its_final_share() -> None:
+def test_the_schedule() -> None:
+    """Warm-up to the peak, then a cosine to its final share."""
     settings = Settings(iters=1000, warmup=100, final_lr=0.1)
     rates = [learning_rate(step, settings) for step in range(1001)]
     assert rates[0] == pytest.approx(0.01)
@@ -46,8 +47,6 @@ def test_warm_up_reaches_the_peak_and_the_cosine_ends_at_its_final_share() -> No
     assert rates[1000] == pytest.approx(0.1)
     assert rates[100:] == sorted(rates[100:], reverse=True)
 
-
-def test_warm_up_longer_than_the_run_and_none_at_all() -> None:
     assert learning_rate(3, Settings(iters=2, warmup=8)) == 0.5
     assert learning_rate(0, Settings(iters=2, warmup=0)) == 1.0
 
