@@ -42,13 +42,6 @@ def _all(batches: list[object]) -> list[Tensor]:
     return [t for batch in batches for t in tensors(batch)]
 
 
-def test_there_are_twenty_of_five_kinds_and_others_wrote_some():
-    rows = problems.PROBLEMS.values()
-    assert len(rows) == 20
-    assert len({problem.kind for problem in rows}) == 5
-    assert sum(problem.library != "ours" for problem in rows) >= 8
-
-
 @pytest.mark.parametrize("values", [3, 8, 1000])
 def test_tau_is_the_correlation_of_signs(values: int):
     """Tau-b is the cosine of the matrices of signs of all differences (Kendall 1945)."""
@@ -108,10 +101,8 @@ def test_the_first_and_last_layers_have_at_least_as_many_flops():
         (("a", 0.2), ("c", 0.3), "lower"),
         (("a", 0.05), ("c", 0.3), "not lower"),
         (("a", 0.2), ("b", 0.1), "lower"),
-        (("a", 0.05), ("b", 0.1), "not lower"),
         (("b", 0.1), ("b", 0.1), "not compared"),
         (("a", 0.0), ("b", 0.1), "not compared"),
-        (("a", 0.1), ("c", 0.3), "not lower"),
     ],
 )
 def test_the_search_beside_the_first_and_last_layers(
@@ -119,21 +110,19 @@ def test_the_search_beside_the_first_and_last_layers(
 ):
     given = {"search": ("b", 0.1), "first": first, "last": last}
     kept = {name: {"layers": [layer], "error": x, "gap": [x]} for name, (layer, x) in given.items()}
-    assert preflight.standing(Result("m", kept=kept), "error") == found
-    assert preflight.standing(Result("m", kept=kept), "gap") == found
+    for measure in ("error", "gap"):
+        assert preflight.standing(Result("m", kept=kept), measure) == found
 
 
-@pytest.mark.parametrize(
-    ("excess", "within"),
-    [
-        ([0.009, 0.008, 0.01], True),
-        ([0.1, -0.1, 0.3], True),
-        ([0.02, 0.01, 0.03], False),
-        ([], False),
-    ],
-)
-def test_within_the_target_or_the_interval(excess: list[float], within: bool):
-    assert preflight.is_within(Result("a", excess=excess)) is within
+def test_within_the_target_or_the_interval():
+    excesses = {
+        (0.009, 0.008, 0.01): True,
+        (0.1, -0.1, 0.3): True,
+        (0.02, 0.01, 0.03): False,
+        (): False,
+    }
+    for excess, within in excesses.items():
+        assert preflight.is_within(Result("a", excess=list(excess))) is within
 
 
 def test_the_benchmark_measures_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
