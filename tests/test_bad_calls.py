@@ -17,6 +17,7 @@ import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8.common.validation import check_name
+from fp8.recipes.recipe import get_recipe
 from tests.unit_scaling.layers.test_module_table import EXAMPLES
 from tests.unit_scaling.ops.test_ops import op_kwargs
 from unit_scaling.common.watched import check_arguments
@@ -39,119 +40,84 @@ def parameters() -> list[nn.Parameter]:
 
 X = torch.ones(4, 8)
 
-#: What is called -> what its error says.
-CALLS: dict[str, tuple[Callable[[], Any], str]] = {
-    "scaled of a list": (lambda: fp8.scaled([1.0], "e4m3"), "x must be a Tensor, got list"),
-    "scaled to no format": (lambda: fp8.scaled(X, 5), "format is a int"),
-    "FPFormat of 99 bits": (lambda: FPFormat(99, 99), "exponent_bits must be 1 to 8, got 99"),
-    "FPFormat of text": (lambda: FPFormat("a", 3), "exponent_bits must be a whole number .*'a'"),
-    "FPFormat of 4.5": (lambda: FPFormat(4.5, 3), "exponent_bits must be a whole number .*4.5"),
-    "srbits of text": (lambda: FPFormat(4, 3, srbits="a"), "srbits must be a whole number .*'a'"),
-    "lr of text": (lambda: fp8.optim.AdamW(parameters(), lr="a"), "lr must be a number, got 'a'"),
-    "eps of text": (lambda: fp8.optim.Adam(parameters(), eps="a"), "eps must be a number"),
-    "decay of text": (
-        lambda: fp8.optim.AdamW(parameters(), weight_decay="a"),
-        "weight_decay must be a number",
-    ),
-    "betas of text": (
-        lambda: fp8.optim.AdamW(parameters(), betas=("a", 0.9)),
-        r"betas\[0\] must be a number, got 'a'",
-    ),
-    "stochastic_weights": (
-        lambda: fp8.optim.AdamW(parameters(), stochastic_weights="yes"),
+AdamW = fp8.optim.AdamW
+
+#: A call, what its error says.
+CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
+    (lambda: fp8.scaled([1.0], "e4m3"), "x must be a Tensor, got list"),
+    (lambda: fp8.scaled(X, 5), "format is a int"),
+    (lambda: FPFormat(99, 99), "exponent_bits must be 1 to 8, got 99"),
+    (lambda: FPFormat("a", 3), "exponent_bits must be a whole number .*'a'"),
+    (lambda: FPFormat(4.5, 3), "exponent_bits must be a whole number .*4.5"),
+    (lambda: FPFormat(4, 3, srbits="a"), "srbits must be a whole number .*'a'"),
+    (lambda: AdamW(parameters(), lr="a"), "lr must be a number, got 'a'"),
+    (lambda: AdamW(parameters(), eps="a"), "eps must be a number"),
+    (lambda: AdamW(parameters(), weight_decay="a"), "weight_decay must be a number"),
+    (lambda: AdamW(parameters(), betas=("a", 0.9)), r"betas\[0\] must be a number, got 'a'"),
+    (
+        lambda: AdamW(parameters(), stochastic_weights="yes"),
         "stochastic_weights must be True or False, got 'yes'",
     ),
-    "lr of SGD": (lambda: fp8.optim.SGD(parameters(), lr="a"), "lr must be a number"),
-    "momentum": (lambda: fp8.optim.SGD(parameters(), 0.1, "a"), "momentum must be a number"),
-    "lr of uu": (lambda: uu.optim.AdamW(parameters(), lr="a"), "lr must be a number, got 'a'"),
-    "lr of uu.SGD": (lambda: uu.optim.SGD(parameters(), lr="a"), "lr must be a number, got 'a'"),
-    "decay of uu": (
-        lambda: uu.optim.AdamW(parameters(), weight_decay="a"),
-        "weight_decay must be a number, got 'a'",
-    ),
-    "parameters": (
+    (lambda: fp8.optim.SGD(parameters(), 0.1, "a"), "momentum must be a number"),
+    (lambda: uu.optim.AdamW(parameters(), lr="a"), "lr must be a number, got 'a'"),
+    (lambda: uu.optim.SGD(parameters(), lr="a"), "lr must be a number, got 'a'"),
+    (lambda: uu.optim.AdamW(parameters(), weight_decay="a"), "weight_decay must be a number"),
+    (
         lambda: uu.optim.scaled_parameters(5, "adam", lr=1.0),
         "params must be parameters or groups of them, got 5",
     ),
-    "rule": (
+    (
         lambda: uu.optim.scaled_parameters(parameters(), 5, lr=1.0),
         "rule must be a name or a function, got 5",
     ),
-    "replace": (lambda: unit_scale(model(), replace=5), "replace: a dict .*, got 5"),
-    "replace by a list": (lambda: unit_scale(model(), replace=[1]), r"replace: a dict .*\[1\]"),
-    "strict": (lambda: unit_scale(model(), strict="yes"), "strict must be True or False"),
-    "init": (lambda: unit_scale(model(), init=5), "unknown init 5; choose one of 'unit'"),
-    "layer_norm": (
-        lambda: U.layer_norm(X, "8"),
-        "normalized_shape must be a sequence, each an int",
-    ),
-    "rms_norm": (lambda: U.rms_norm(X, 8), "normalized_shape must be a seq.*, got int 8"),
-    "reduce_amax": (lambda: fp8.reduce_amax(5), "reduce_amax needs an nn.Module, got int"),
-    "batch_multiplier": (
-        lambda: uu.batch_multiplier("a").__enter__(),
-        "batch_multiplier: n must be a whole number from 1, got 'a'",
-    ),
-    "a flag as batch_multiplier": (
-        lambda: uu.batch_multiplier(True).__enter__(),
-        "batch_multiplier: n must be a whole number from 1, got True",
-    ),
-    "every": (lambda: fp8.stats(model(), every=True), "every must be a whole number from 1"),
-    "every of track_scales": (lambda: track_scales(model(), every=True), "every must be a whole"),
-    "formats": (lambda: track_scales(model(), formats=5), "formats must be a list or tuple"),
-    "one format": (lambda: track_scales(model(), formats="e4m3"), "formats must be a list"),
-    "loss": (lambda: uu.verify(model(), X, loss=5), "loss must be a function .*, got 5"),
-    "seed": (lambda: uu.verify(model(), X, seed="a"), "seed must be a whole number"),
-    "tag": (lambda: tag(5, "weight"), "a parameter must be a Tensor, got int"),
-    "depth": (lambda: tag(parameters()[0], "weight", "a"), "mup_scaling_depth must be a whole"),
-    "a flag as depth": (
-        lambda: tag(parameters()[0], "weight", True),
-        "must be a whole number from 1",
-    ),
-    "set_depth": (lambda: set_depth(5, 2), "set_depth needs an nn.Module, got int"),
-    "residual rule": (
-        lambda: uu.transformer_residual_scaling_rule("a"),
-        "residual_mult must be a number, got 'a'",
-    ),
-    "simulate_fp8": (lambda: simulate_fp8(5), "needs an nn.Module, got int"),
-    "simulate_format": (
+    (lambda: unit_scale(model(), replace=5), "replace: a dict .*, got 5"),
+    (lambda: unit_scale(model(), replace=[1]), r"replace: a dict .*\[1\]"),
+    (lambda: unit_scale(model(), strict="yes"), "strict must be True or False"),
+    (lambda: unit_scale(model(), init=5), "unknown init 5; choose one of 'unit'"),
+    (lambda: U.layer_norm(X, "8"), "normalized_shape must be a sequence, each an int"),
+    (lambda: U.rms_norm(X, 8), "normalized_shape must be a seq.*, got int 8"),
+    (lambda: fp8.reduce_amax(5), "reduce_amax needs an nn.Module, got int"),
+    (lambda: uu.batch_multiplier("a").__enter__(), "n must be a whole number from 1, got 'a'"),
+    (lambda: uu.batch_multiplier(True).__enter__(), "n must be a whole number from 1, got True"),
+    (lambda: fp8.stats(model(), every=True), "every must be a whole number from 1"),
+    (lambda: track_scales(model(), every=True), "every must be a whole"),
+    (lambda: track_scales(model(), formats=5), "formats must be a list or tuple"),
+    (lambda: track_scales(model(), formats="e4m3"), "formats must be a list"),
+    (lambda: uu.verify(model(), X, loss=5), "loss must be a function .*, got 5"),
+    (lambda: uu.verify(model(), X, seed="a"), "seed must be a whole number"),
+    (lambda: tag(5, "weight"), "a parameter must be a Tensor, got int"),
+    (lambda: tag(parameters()[0], "weight", "a"), "mup_scaling_depth must be a whole"),
+    (lambda: tag(parameters()[0], "weight", True), "must be a whole number from 1"),
+    (lambda: set_depth(5, 2), "set_depth needs an nn.Module, got int"),
+    (lambda: uu.transformer_residual_scaling_rule("a"), "residual_mult must be a number, got 'a'"),
+    (lambda: simulate_fp8(5), "needs an nn.Module, got int"),
+    (
         lambda: simulate_format(model(), 5, "e5m2"),
         "fwd_format is an FPFormat, an fp8.Format or the name of one, got int",
     ),
-    "its second format": (
-        lambda: simulate_format(model(), "e4m3", "e5m3"),
-        "unknown format 'e5m3'.*did you mean 'e5m2'",
-    ),
-    "few random bits": (
+    (lambda: simulate_format(model(), "e4m3", "e5m3"), "'e5m3'.*did you mean 'e5m2'"),
+    (
         lambda: simulate_format(model(), FPFormat(4, 3, srbits=4), "e5m2"),
         "fwd_format has srbits=4; casts of products draw all random bits: use srbits=0",
     ),
-    "bias": (lambda: U.linear(X, X, 5), "^U.linear: bias must be a Tensor or None, got int 5$"),
-    "a list of no tensors": (
-        lambda: U.cat([X, 5]),
-        r"U.cat: tensors must be a sequence, each a Tensor, got list \[tensor",
-    ),
-    "a Tensor for a layer": (
-        lambda: uu.Linear(8, 8)("a"),
-        "^U.linear: input must be a Tensor, got str 'a'$",
-    ),
-    "residual_split": (lambda: U.residual_split(5), "^U.residual_split: input must be a Tensor"),
-    "bmm": (lambda: U.bmm(X, 5), "right must be a Tensor, got int 5$"),
-    "heads": (
+    (lambda: U.linear(X, X, 5), "^U.linear: bias must be a Tensor or None, got int 5$"),
+    (lambda: U.cat([X, 5]), r"tensors must be a sequence, each a Tensor, got list \[tensor"),
+    (lambda: uu.Linear(8, 8)("a"), "^U.linear: input must be a Tensor, got str 'a'$"),
+    (lambda: U.residual_split(5), "^U.residual_split: input must be a Tensor"),
+    (
         lambda: uu.TransformerLayer(8, "a", 0.5, 0.5, True),
         "^uu.TransformerLayer: heads must be an int, got str 'a'$",
     ),
-    "hidden_size": (lambda: uu.MLP("a"), "^uu.MLP: hidden_size must be an int, got str 'a'$"),
-    "a subclass": (
+    (
         lambda: type("Own", (uu.Linear,), {})("a", 4),
         "^uu.Linear: in_features must be an int, got str 'a'$",
     ),
-    "strict of fp8": (lambda: fp8.strict("a"), "enabled must be True or False, got 'a'"),
-}
+    (lambda: fp8.strict("a"), "enabled must be True or False, got 'a'"),
+)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_bad_call_is_refused_by_name(name: str):
-    call, message = CALLS[name]
+@pytest.mark.parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
+def test_a_bad_call_is_refused_by_name(call: Callable[[], Any], message: str):
     with pytest.raises((TypeError, ValueError), match=message) as caught:
         call()
     last = traceback.extract_tb(caught.value.__traceback__)[-1]
@@ -192,24 +158,18 @@ def test_an_error_that_is_not_of_a_type_stays():
         U.linear(X)
 
 
-@pytest.mark.parametrize(
-    ("use", "near"),
-    [
-        (lambda: fp8.recipes.recipe.get_recipe("MXFP8"), "mxfp8"),
-        (lambda: fp8.recipes.recipe.get_recipe("tens"), "tensor"),
-        (lambda: fp8.recipes.recipe.get_recipe("tensr"), "tensor"),
+def test_an_unknown_name_comes_with_the_nearest():
+    for use, near in (
+        (lambda: get_recipe("MXFP8"), "mxfp8"),
+        (lambda: get_recipe("tens"), "tensor"),
+        (lambda: get_recipe("tensr"), "tensor"),
         (lambda: fp8.formats.format.get_format("E4M3"), "e4m3"),
         (lambda: check_name("level", "o2", fp8.LEVELS), "O2"),
-    ],
-)
-def test_an_unknown_name_comes_with_the_nearest(use: Callable[[], Any], near: str):
-    with pytest.raises(ValueError, match=f"did you mean '{near}'"):
-        use()
-
-
-def test_a_name_like_none_comes_without():
+    ):
+        with pytest.raises(ValueError, match=f"did you mean '{near}'"):
+            use()
     with pytest.raises(ValueError, match="choose one of") as caught:
-        fp8.recipes.recipe.get_recipe("qqq")
+        get_recipe("qqq")
     assert "did you mean" not in str(caught.value)
 
 
