@@ -28,7 +28,6 @@ class GPTConfig:
     heads: int = 4
     width: int = 128
     dropout: float = 0.0
-    bias: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab", "context", "layers", "heads", "width"):
@@ -49,8 +48,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.dropout = config.dropout
-        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
-        self.out = nn.Linear(config.width, config.width, bias=config.bias)
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,8 +68,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.width, MLP_RATIO * config.width, bias=config.bias)
-        self.down = nn.Linear(MLP_RATIO * config.width, config.width, bias=config.bias)
+        self.up = nn.Linear(config.width, MLP_RATIO * config.width, bias=False)
+        self.down = nn.Linear(MLP_RATIO * config.width, config.width, bias=False)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,9 +81,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.attention_norm = nn.LayerNorm(config.width, bias=False)
         self.attention = Attention(config)
-        self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.mlp_norm = nn.LayerNorm(config.width, bias=False)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,7 +101,7 @@ class GPT(nn.Module):
         self.positions = nn.Embedding(config.context, config.width)
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.norm = nn.LayerNorm(config.width, bias=False)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         self.head.weight = self.tokens.weight
         self._initialise()
@@ -116,8 +115,6 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 depth = 2 * self.config.layers if id(module) in joins else 1
                 nn.init.normal_(module.weight, std=INIT_STD / math.sqrt(depth))
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Logits for each position, and the mean cross-entropy to `targets` (or None).
@@ -147,16 +144,12 @@ class GPT(nn.Module):
     ) -> Tensor:
         """`idx` (batch, time >= 1) followed by `count` sampled tokens.
 
-        Each token sees at most the last `context` ones. `temperature` divides the logits;
-        0 takes the most probable token. Dropout follows the module's mode: call eval() first.
+        Each token sees at most the last `context` ones. `temperature` divides the logits. Dropout
+        follows the module's mode: call eval() first.
         """
         for _ in range(count):
             logits, _ = self(idx[:, -self.config.context :])
-            last = logits[:, -1].float()
-            if temperature == 0:
-                token = last.argmax(dim=-1, keepdim=True)
-            else:
-                weights = torch.softmax(last / temperature, dim=-1)
-                token = torch.multinomial(weights, 1, generator=generator)
+            weights = torch.softmax(logits[:, -1].float() / temperature, dim=-1)
+            token = torch.multinomial(weights, 1, generator=generator)
             idx = torch.cat([idx, token], dim=1)
         return idx

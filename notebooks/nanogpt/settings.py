@@ -32,7 +32,6 @@ class Settings:
     heads: int = 4
     width: int = 128
     dropout: float = 0.0
-    bias: bool = False
     batch_size: int = 16
     iters: int = 250
     warmup: int = 50

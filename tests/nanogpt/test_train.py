@@ -1,6 +1,7 @@
-"""One run: schedule, optimizer, stopping and continuing."""
+"""One run: schedule, optimizer, gradients that a format loses, stopping and continuing."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from notebooks.nanogpt.gradients import flushed_share
 from notebooks.nanogpt.progress import Progress
 from notebooks.nanogpt.settings import PRESETS, Settings
 from notebooks.nanogpt.train import Training, deterministic, learning_rate, make_optimizer, train
-from notebooks.nanogpt.variants import build_model
+from notebooks.nanogpt.variants import VARIANTS, build_model
 
 SETTINGS = Settings(
     layers=1, heads=2, width=16, context=16, batch_size=4, iters=12, warmup=2, dropout=0.3,
@@ -87,20 +88,47 @@ def test_unit_scaled_models_have_the_optimizer_that_the_readme_recommends(traini
     assert {g["lr"] for g in plain.param_groups} == {1.0}
 
 
-@pytest.mark.parametrize("variant", ["fp8_tensor", "fp8_static"])
-def test_scales_keep_what_fp8_without_scales_loses(training, variant: str) -> None:
-    """Products of layers are cast with scales: the gradients are near those of the plain model."""
+@pytest.mark.parametrize(
+    ("gradients", "share"),
+    [
+        ([1.0, 2.0**-16, 0.0, 2.0**-14], 0.0),  # e5m2's smallest value is 2**-16
+        ([1.0, 2.0**-17, 1e-30, 0.0], 2 / 3),  # the tie at half of it goes to zero
+        ([0.0, 0.0, 0.0, 0.0], math.nan),
+    ],
+)
+def test_the_share_of_gradients_that_a_format_flushes(gradients: list[float], share: float) -> None:
+    """Those at the output of a layer that has just these."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 4))
+
+    class Run:
+        optimizer = torch.optim.SGD(model.parameters())
+
+        def example_loss(self) -> torch.Tensor:
+            return (model(torch.ones(1, 1)) * torch.tensor(gradients)).sum()
+
+    run = Run()
+    run.model = model
+    assert flushed_share(run) == pytest.approx(share, nan_ok=True)
+    assert model[0].weight.grad is None
+
+
+@pytest.mark.proves("unit-scaling", "FP8 loses accuracy, unit scaling regains it", how="own")
+def test_scales_and_unit_scaling_keep_what_fp8_without_scales_loses(training) -> None:
+    """With scales the gradients are near those of the plain model."""
     settings = dataclasses.replace(SETTINGS, layers=2, width=32, batch_size=64, dropout=0.0)
-    runs = {name: training(name, settings) for name in ("fp32", variant, "fp8")}
+    names = ("fp32", "fp8", "fp8_tensor", "fp8_static", "unit_scaled_fp8")
+    runs = {name: training(name, settings) for name in names}
     for run in runs.values():
         run.example_loss().backward()
-    exact = runs["fp32"].model.blocks[0].mlp.up.weight.grad
-    errors = {
-        name: ((run.model.blocks[0].mlp.up.weight.grad - exact).norm() / exact.norm()).item()
-        for name, run in runs.items()
-    }
-    assert 0 < errors[variant] < 0.1 < errors["fp8"]
-    assert flushed_share(runs[variant], scaled=True) < 0.01 < flushed_share(runs["fp8"])
+    exact, *cast = (run.model.blocks[0].mlp.up.weight.grad for run in list(runs.values())[:4])
+    without, *scaled = (((grad - exact).norm() / exact.norm()).item() for grad in cast)
+    assert without > 0.1
+    assert all(0 < error < 0.1 for error in scaled)
+    shares = {name: flushed_share(run, VARIANTS[name].scaled) for name, run in runs.items()}
+    assert shares["fp8"] > 0.05
+    assert shares["fp8_tensor"] < 0.01
+    assert shares["fp8_static"] < 0.01
+    assert shares["unit_scaled_fp8"] < 0.005
 
 
 def test_the_loss_falls_on_text_it_has_not_seen(training) -> None:
