@@ -20,16 +20,23 @@ Product = Callable[..., Tensor]
 NONE = Recipe(name="none")
 
 
-def rounded(x: Tensor, format: Format, scale: float = 1.0) -> Tensor:
+def rounded(x: Tensor, format: Format) -> Tensor:
     """x to the nearest value of the format, ties to even, in float64, by definition: what is finite
     saturates, Inf stays Inf where the format has it, and is NaN elsewhere."""
-    magnitude = (x.double() / scale).abs()
+    magnitude = x.double().abs()
     exponent = torch.where(magnitude > 0, magnitude, 1.0).log2().floor()
     exponent = exponent.clamp(min=format.min_exponent)
     step = 2.0 ** (exponent - format.mantissa_bits)
     value = (torch.round(magnitude / step) * step).clamp(max=format.max)  # rounds half to even
     value = torch.where(magnitude.isinf(), format.nonfinite or math.nan, value)
-    return torch.copysign(value, x.double()) * scale
+    return torch.copysign(value, x.double())
+
+
+def rounded_number(x: float, format: Format) -> float:
+    """`rounded` of a positive number."""
+    exponent = max(math.frexp(x)[1] - 1, format.min_exponent)
+    step = 2.0 ** (exponent - format.mantissa_bits)
+    return min(round(x / step) * step, format.max)  # rounds half to even
 
 
 def scale_of(
@@ -46,8 +53,9 @@ def scale_of(
         return 1.0
     exponent, top = math.frexp(amax)[1] - 1, math.frexp(format.max)[1] - 1
     if rule == "up":
-        fitting = (2.0**e for e in range(least, 128) if amax <= format.max * 2.0**e)
-        return next(fitting, 2.0**127)
+        near = math.frexp(amax / format.max)[1]  # of the quotient, which is rounded
+        fitting = (2.0**e for e in range(near - 2, near + 2) if amax <= format.max * 2.0**e)
+        return min(max(next(fitting), 2.0**least), 2.0**127)
     if rule == "exact":
         return min(max(float(real(amax) / real(format.max)), 2.0**-126), 2.0**127)
     if rule == "e4m3_eden":
@@ -60,8 +68,7 @@ def scale_of(
             unit = real(whole) / real(largest / guard * format.max)
             unit = min(max(unit, 2.0**-126), 2.0**127)
         steps = real(guard) * (real(amax) / real(format.max) / real(unit))
-        steps = torch.tensor(float(steps), dtype=torch.float64)
-        e4m3 = float(rounded(steps, get_format("e4m3")))
+        e4m3 = rounded_number(float(steps), get_format("e4m3"))
         if rule.endswith("_up"):
             codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist()
             e4m3 = min((code for code in codes if code >= steps), default=448.0)
@@ -69,14 +76,17 @@ def scale_of(
     return 2.0 ** min(max(exponent - top, least), 127)
 
 
-def scale_by_error(x: Tensor, format: Format, rule: str, whole: float, *rest) -> float:
+def scale_by_error(
+    x: Tensor, format: Format, rule: str, whole: float, real: type = np.float32, least: int = -126
+) -> float:
     """`scale_of` of a tile; under "e4m3_4_6" and "e4m3_4_6_up" the better one of it and of that for
     1.5 * amax."""
-    scale = scale_of(_largest(x), format, rule, whole, *rest)
+    largest = _largest(x)
+    scale = scale_of(largest, format, rule, whole, real, least)
     if not rule.startswith("e4m3_4_6"):
         return scale
-    most = float(np.finfo(rest[0] if rest else np.float32).max)
-    other = scale_of(min(1.5 * _largest(x), most), format, rule, whole, *rest)
+    most = float(np.finfo(real).max)
+    other = scale_of(min(1.5 * largest, most), format, rule, whole, real, least)
     errors = [(_tile(x, format, s) - x.double()).square().sum() for s in (scale, other)]
     return other if errors[1] < errors[0] else scale
 
@@ -118,7 +128,7 @@ def cast(x: Tensor, how: Cast | None, axis: int = -1) -> Tensor:
     if how.scaling == "tensor":
         return _tile(x, format, scale_of(_largest(x), format, how.rule, real=real))
     invalid = how.scaling in ("mx", "nv")
-    result = torch.empty(x.shape, dtype=torch.float64)
+    scales = torch.full(x.shape, math.nan, dtype=torch.float64)
     across, along = how.tile
     along = along or x.shape[-1]
     tiles = [
@@ -127,19 +137,20 @@ def cast(x: Tensor, how: Cast | None, axis: int = -1) -> Tensor:
         for i in range(0, x.shape[-2], across)
         for j in range(0, x.shape[-1], along)
     ]
-    lost = [at for at in tiles if invalid and not bool(x[at].isfinite().all())]
-    kept = [at for at in tiles if at not in lost]
-    whole = max((_largest(x[at]) for at in kept), default=0.0)
+    there, magnitudes = x.isfinite().numpy(), _finite(x).abs().numpy()
+    kept = [at for at in tiles if not invalid or there[at].all()]
+    largest = [float(magnitudes[at].max()) for at in kept]
+    whole = max(largest, default=0.0)
     least = -127 if how.scaling == "mx" else -126
-    for at in lost:
-        result[at] = math.nan
     full = [min(by, max(n, 2)) for by, n in zip((across, along), x.shape[-2:], strict=True)]
-    for at in kept:
-        missing = [by - n for by, n in zip(full, x[at].shape, strict=True)]
-        tile = torch.nn.functional.pad(x[at], (0, missing[1], 0, missing[0]))  # shorter at the end
-        scale = scale_by_error(tile, format, how.rule, whole, real, least)
-        result[at] = _tile(x[at], format, scale)
-    return result
+    for at, amax in zip(kept, largest, strict=True):
+        if how.rule == "quest" or how.rule.startswith("e4m3_4_6"):
+            missing = [by - n for by, n in zip(full, x[at].shape, strict=True)]  # at the end
+            tile = torch.nn.functional.pad(x[at], (0, missing[1], 0, missing[0]))
+            scales[at] = scale_by_error(tile, format, how.rule, whole, real, least)
+        else:
+            scales[at] = scale_of(amax, format, how.rule, whole, real, least)
+    return _tile(x, format, scales)
 
 
 def _largest(x: Tensor) -> float:
@@ -152,10 +163,10 @@ def _finite(x: Tensor) -> Tensor:
     return torch.where(x.double().abs() < math.inf, x.double(), 0.0)
 
 
-def _tile(x: Tensor, format: Format, scale: float) -> Tensor:
-    """One tile: the quotient that is rounded is that of float32, or float64 for float64."""
+def _tile(x: Tensor, format: Format, scale: float | Tensor) -> Tensor:
+    """x under a scale: the quotient that is rounded is that of float32, or float64 for float64."""
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return rounded((x.to(work) / torch.tensor(scale, dtype=work)).double(), format) * scale
+    return rounded((x.to(work) / torch.as_tensor(scale, dtype=work)).double(), format) * scale
 
 
 def nearest(recipe: Recipe) -> Recipe:
