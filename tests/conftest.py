@@ -12,6 +12,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 # Inductor compiles a few small kernels: processes for it take longer to start than they save.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Each of the processes that tests start would compile the packages anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 gc.disable()  # until the tests are collected
 
 

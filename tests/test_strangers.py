@@ -160,24 +160,13 @@ def test_the_collection_is_large_and_says_what_is_missing() -> None:
     assert collection.missing("torch") == ""
 
 
-def test_sizes_of_an_architecture_are_reduced_by_their_names() -> None:
-    for name, value, smaller in (
-        ("hidden_size", 4096, 64),
-        ("hidden_size", 32, 32),
-        ("num_key_value_heads", 8, 2),
-        ("attention_dropout", 0.1, 0.0),
-        ("rope_theta", 1e6, 1e6),
-        ("layer_types", ["full"] * 3 + ["sliding"], ["full", "sliding"]),
-        ("tie_word_embeddings", True, True),
-    ):
-        assert reduced._smaller(name, value) == smaller
-
-
 def test_an_architecture_is_reduced_built_and_run() -> None:
     pytest.importorskip("transformers")
     (llama,) = (stranger for stranger in reduced.strangers() if stranger.name == "llama")
     case = llama.build()
     assert sum(p.numel() for p in case.model.parameters()) < 200_000
+    assert reduced._smaller("layer_types", ["full"] * 3 + ["sliding"]) == ["full", "sliding"]
+    assert reduced._smaller("rope_theta", 1e6) == 1e6
     _, loss = case.run(case.model)
     assert loss is not None
 

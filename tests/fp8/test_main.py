@@ -64,12 +64,9 @@ def test_as_json(command, capsys):
     heads, cells = TABLES[command]
     assert [list(row.values()) for row in rows] == [list(row) for row in cells()]
     assert all(list(row) == heads for row in rows)
-
-
-def test_numbers_are_numbers_in_json(capsys):
-    main(["formats", "--json"])
-    row = next(r for r in json.loads(capsys.readouterr().out) if r["format"] == "e5m2")
-    assert (row["max"], row["bias"], row["Inf"]) == (57344.0, 15, True)
+    if command == "formats":  # numbers are numbers
+        row = next(r for r in rows if r["format"] == "e5m2")
+        assert (row["max"], row["bias"], row["Inf"]) == (57344.0, 15, True)
 
 
 def test_version(capsys):
