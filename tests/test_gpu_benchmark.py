@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_stages
-from benchmarks.gpu_stages import STAGES, Case, Sizes
+from benchmarks.gpu_stages import Case, Sizes
 from docs import questions
 from fp8.lab.hardware import BF16, Hardware, Product, estimate, matmul_seconds
 
@@ -29,16 +29,11 @@ def _fresh():
     torch.compiler.reset()
 
 
-def command(out: Path, *arguments: str) -> list[str]:
-    given = ["--device", "cpu", "--small", "--out", str(out), *arguments]
-    return [sys.executable, "-m", "benchmarks.gpu", *given]
-
-
 def test_rows_are_written_as_they_come_and_stay_after_sigterm(tmp_path: Path):
     out = tmp_path / "gpu.json"
-    process = subprocess.Popen(
-        command(out, "rates", "nanochat"), cwd=ROOT, env={**os.environ, "OUT": str(out)}
-    )
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device=cpu", "--small", f"--out={out}"]
+    command += ["rates", "nanochat"]
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OUT": str(out)})
     end = time.monotonic() + 300
     while time.monotonic() < end and process.poll() is None:
         if out.exists() and "nanochat" in {r["stage"] for r in json.loads(out.read_text())["rows"]}:
@@ -61,8 +56,8 @@ def stages_running(out: Path) -> list[str]:
     running = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            words = (process / "cmdline").read_bytes().decode().split("\0")
-            ours = f"OUT={out}" in (process / "environ").read_bytes().decode()
+            words = (process / "cmdline").read_text().split("\0")
+            ours = f"OUT={out}" in (process / "environ").read_text()
         except (OSError, UnicodeDecodeError):
             continue
         running += [" ".join(words)] if "--run" in words and ours else []
@@ -127,20 +122,10 @@ def test_forecasts_stand_beside_what_was_measured():
     assert gpu.with_forecasts(gpu.with_forecasts(rows)) == gpu.with_forecasts(rows)
 
 
-def test_a_forecast_is_a_row_for_each_recipe():
-    rows = list(STAGES["forecast readout"]("NVIDIA B200", SMALL))
-    ours = [name for name in gpu_stages.recipes() if not name.startswith("torchao")]
-    named = [row["recipe"] for row in rows]
-    assert set(named) >= {BF16, *ours}
-    assert all(row["ms"] > 0 for row in rows)
-
-
 def test_what_it_refuses(capsys):
-    refused = [(["--device", "cpu", "conv"], "unknown stage 'conv'; choose of selftest, rates")]
-    for arguments, message in refused + ([] if gpu.card() else [([], "no CUDA device")]):
-        with pytest.raises(SystemExit):
-            gpu.main(arguments)
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        gpu.main(["--device", "cpu", "conv"])
+    assert "unknown stage 'conv'; choose of selftest, rates" in capsys.readouterr().err
 
 
 @pytest.mark.native
@@ -154,10 +139,3 @@ def test_rates_of_this_machine_are_a_row_of_the_roofline():
     assert matmul_seconds(row, 1024, 1024, 1024) == pytest.approx(1024**3 / 64**3 * 1e-3, rel=1e-3)
     layer = Product("up", "hidden", "linear", 1024, 1024, 1024, weight_elements=1 << 20)
     assert estimate([layer], {"up": "tensor"}, row).step > 0
-
-
-def test_the_clock():
-    passed = []
-    clock = gpu_stages.clock_of("cpu")
-    assert gpu_stages.median_seconds(clock, lambda: passed.append(1)) > 0
-    assert len(passed) == 33

@@ -140,45 +140,32 @@ def test_a_diff_that_does_not_fit_is_refused(tmp_path: Path):
 
 
 @each_document
-def test_every_block_names_its_language(path: Path):
+def test_blocks_name_their_language_and_links_lead_somewhere(path: Path):
     document = path.read_text(encoding="utf-8")
     assert document.count("```") == 2 * len(blocks(path))
     assert {block.language for block in blocks(path)} <= {"python", "text", "bash", "diff"}
-
-
-@each_document
-def test_links_lead_somewhere(path: Path):
-    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document)
     local = [target for target in targets if not target.startswith(("http:", "https:"))]
-    missing = [target for target in local if not (path.parent / target).exists()]
-    assert not missing
+    assert not [target for target in local if not (path.parent / target).exists()]
 
 
-def test_make_targets_exist():
+def test_make_targets_exist_and_install_what_they_need(tmp_path: Path):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     documents = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", documents, re.MULTILINE))
-    assert named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    assert {"demo", "test"} <= named
-
-
-@pytest.mark.parametrize(("target", "extras"), [("demo", ["demo"]), ("test", ["demo", "dev"])])
-def test_a_make_target_installs_what_it_needs(target, extras, tmp_path):
-    command = ["make", "--dry-run", target, f"VENV={tmp_path / 'venv'}"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert re.findall(r"\.\[(\w+)\]", said) == extras
-
-
-def test_readme_is_short():
-    """At most 120 lines, about twenty of them code: other details belong in docs/."""
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
-    code = [b.text for b in blocks(ROOT / "README.md") if b.language == "python"]
-    lines = [line for text in code for line in text.splitlines() if line.strip()]
-    assert 15 <= len(lines) <= 30
+    assert {"demo", "test"} <= named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    for target, extras in (("demo", ["demo"]), ("test", ["demo", "dev"])):
+        command = ["make", "--dry-run", target, f"VENV={tmp_path / 'venv'}"]
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert re.findall(r"\.\[(\w+)\]", said) == extras
 
 
 def test_pages_are_short():
-    """All pages together; CONTRIBUTING at most 1,500 words."""
+    """README: 120 lines, about twenty of them code; CONTRIBUTING 1,500 words; all together."""
+    readme = ROOT / "README.md"
+    assert len(readme.read_text(encoding="utf-8").splitlines()) <= 120
+    code = [b.text for b in blocks(readme) if b.language == "python"]
+    assert 15 <= len([line for text in code for line in text.splitlines() if line.strip()]) <= 30
     assert sum(map(words.words, words.pages())) <= words.LIMIT
     assert words.words(CONTRIBUTING) <= 1500
     assert {path.stem for path in words.pages()} >= {"README", "index", "recipes", "refused"}
