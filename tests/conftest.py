@@ -2,9 +2,11 @@
 
 import gc
 import os
+import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +92,15 @@ def skip_vmap(items: Sequence[pytest.Item]) -> None:
             skip = pytest.mark.skip(reason="torch 2.12 has no vmap of a view in another dtype")
             for item in mapped:
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4,000 characters of words in random order: something to learn in a few steps."""
+    words = random.Random(0).choices(["the ", "quick ", "brown ", "fox ", "jumps.\n"], k=1000)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("".join(words)[:4000])
+    return path
 
 
 @pytest.fixture

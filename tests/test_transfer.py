@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,14 +29,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),  # models this small are slower on several
 ]
 TINY = {"context": 8, "batch_size": 4, "eval_batches": 2}
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = random.Random(0).choices(["the ", "quick ", "brown ", "fox ", "jumps.\n"], k=1000)
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text("".join(words)[:4000])
-    return path
 
 
 def test_all_models_are_the_same_transformer():
@@ -81,8 +72,8 @@ def test_complete_p_weighs_each_branch_by_one_over_the_layers(layers: int):
 
 
 @pytest.mark.parametrize("name", PARAMETRISATIONS)
-def test_training(name: str, text: Path):
-    corpus = load_corpus(str(text), context=8)
+def test_training(name: str, text_file: Path):
+    corpus = load_corpus(str(text_file), context=8)
     data = corpus.train, corpus.val
     experiment = Experiment(vocab=len(corpus.symbols), steps=25, **TINY)
     size = {"width": 32, "layers": 1, "experiment": experiment, "data": data}
@@ -124,7 +115,7 @@ def _parabola(name: str, *, width: int, layers: int, lr: float, seed: int, **sam
     return 2 + (math.log2(lr) - best) ** 2 + 0.01 * seed
 
 
-def test_benchmarks(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_benchmarks(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each writes its record and figure; run again, they train nothing."""
     tiny = {"WIDTHS": (32, 64), "DEPTHS": (1,), "WIDTH": 32, "DEPTH": 1, "SEEDS": (0, 1)}
     for name, value in {**tiny, "train": _parabola}.items():
@@ -134,7 +125,7 @@ def test_benchmarks(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(transfer_depth, "RECORD", tmp_path / "transfer.json")
     monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
     monkeypatch.setattr(
-        "sys.argv", ["transfer", f"--data={text}", f"--out={tmp_path / 'runs.jsonl'}"]
+        "sys.argv", ["transfer", f"--data={text_file}", f"--out={tmp_path / 'runs.jsonl'}"]
     )
 
     def run(module: ModuleType) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """A text and options small enough to train on in a fraction of a second."""
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,6 @@ TINY = {
 @pytest.fixture(autouse=True)
 def _alone(one_thread):
     """Models this small are slower on several threads."""
-
-
-@pytest.fixture(scope="session")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """4,000 characters of words in random order: something to learn in a few steps."""
-    words = random.Random(0).choices(["the ", "quick ", "brown ", "fox ", "jumps.\n"], k=1000)
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text("".join(words)[:4000])
-    return path
 
 
 @pytest.fixture
