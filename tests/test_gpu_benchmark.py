@@ -81,16 +81,15 @@ def test_a_stage_ends_with_its_time_and_a_failure_is_not_the_end(tmp_path: Path)
 
 @pytest.mark.native(whole_graph=True)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's
-@pytest.mark.parametrize(
-    ("name", "recipes"), [("linear", gpu_stages.recipes()), ("model", ["static"])]
-)
+@pytest.mark.parametrize(("name", "recipes"), [("linear", gpu_stages.recipes()), ("model", [BF16])])
 def test_cases_take_a_step(name: str, recipes: list[str]):
-    """A layer under each recipe; the other cases are parts of the model."""
+    """A layer under each recipe; the other cases are parts of the model, compiled in parts."""
     case = Case(name, *gpu_stages.MODELS[name](SMALL), "cpu")
     for recipe in recipes:
         if gpu_stages.why_not(recipe, "cpu"):
             continue
-        model = case.variant(recipe) if recipe in ("unit", "static") else case.converted(recipe)
+        compiled = recipe in ("unit", "static", BF16)
+        model = case.variant(recipe) if compiled else case.converted(recipe)
         case.step(model)
         assert all(p.grad is None for p in case.model.parameters()), recipe
 
