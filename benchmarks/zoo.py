@@ -1,6 +1,6 @@
 """Does `unit_scale` work on models that nobody here wrote?
 
-python -m benchmarks.zoo [NAME ...] [--residual RULE]
+python -m benchmarks.zoo [NAME ...]
 
 Small configurations of the architectures in the transformers library, with random weights: each is
 transformed, makes one training step, and is measured by `uu.verify`. With names or a rule, only
@@ -66,10 +66,10 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return cls(config), entry.batch()
 
 
-def examine(name: str, verbose: bool = False, **options: Any) -> Result:
+def examine(name: str, verbose: bool = False) -> Result:
     """Transforms a model, makes one training step with it, and measures it.
 
-    verbose: print its report and its measurements. options: of `unit_scale`.
+    verbose: print its report and its measurements.
     """
     entry = ZOO[name]
     result = Result(name, entry.model, entry.kind, "converted")
@@ -79,7 +79,7 @@ def examine(name: str, verbose: bool = False, **options: Any) -> Result:
         result.result = f"not built: {str(error).splitlines()[0]}"
         return result
     try:
-        model = unit_scale(plain, **options)
+        model = unit_scale(plain)
         found = uu.verify(model, batch)
         casts = _casts(simulate_fp8(model), batch)
         model(**batch).loss.backward()
@@ -138,16 +138,14 @@ verified where each is 0.95 or more"""
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="of ZOO; all by default")
-    parser.add_argument("--residual", choices=["fixed", "umup"], help="as in unit_scale")
     given = parser.parse_args()
-    options = {"residual": given.residual} if given.residual else {}
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     rows = []
     for name in given.names or ZOO:
-        rows.append(row(examine(name, verbose=len(given.names) == 1, **options)))
+        rows.append(row(examine(name, verbose=len(given.names) == 1)))
         print(*rows[-1].values(), sep="  ", flush=True)
-    if not (given.names or options):
+    if not given.names:
         verified = sum(r["result"] == "verified" for r in rows)
         question = " ".join(QUESTION.split())
         report("zoo", f"{question}: {verified} of {len(rows)}", rows)

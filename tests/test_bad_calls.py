@@ -25,7 +25,7 @@ from unit_scaling.formats import FPFormat
 from unit_scaling.modules import MODULES
 from unit_scaling.parameter import set_depth, tag
 from unit_scaling.rules.table import OPS
-from unit_scaling.transforms import simulate_format, simulate_fp8, track_scales, unit_scale
+from unit_scaling.transforms import simulate_format, simulate_fp8, unit_scale
 
 OURS = tuple(str(Path(__file__).parents[1] / name) for name in ("fp8", "unit_scaling"))
 
@@ -72,7 +72,6 @@ CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
     ),
     (lambda: unit_scale(model(), replace=5), "replace: a dict .*, got 5"),
     (lambda: unit_scale(model(), replace=[1]), r"replace: a dict .*\[1\]"),
-    (lambda: unit_scale(model(), strict="yes"), "strict must be True or False"),
     (lambda: unit_scale(model(), init=5), "unknown init 5; choose one of 'unit'"),
     (lambda: U.layer_norm(X, "8"), "normalized_shape must be a sequence, each an int"),
     (lambda: U.rms_norm(X, 8), "normalized_shape must be a seq.*, got int 8"),
@@ -80,9 +79,6 @@ CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
     (lambda: uu.batch_multiplier("a").__enter__(), "n must be a whole number from 1, got 'a'"),
     (lambda: uu.batch_multiplier(True).__enter__(), "n must be a whole number from 1, got True"),
     (lambda: fp8.stats(model(), every=True), "every must be a whole number from 1"),
-    (lambda: track_scales(model(), every=True), "every must be a whole"),
-    (lambda: track_scales(model(), formats=5), "formats must be a list or tuple"),
-    (lambda: track_scales(model(), formats="e4m3"), "formats must be a list"),
     (lambda: uu.verify(model(), X, loss=5), "loss must be a function .*, got 5"),
     (lambda: uu.verify(model(), X, seed="a"), "seed must be a whole number"),
     (lambda: tag(5, "weight"), "a parameter must be a Tensor, got int"),

@@ -26,7 +26,7 @@ from .layers.transformer import *
 from .parameter import MupType, Parameter
 from .rules.batch import batch_multiplier
 from .rules.elementwise import unit_scaled
-from .transforms import fold, register_transformers, report, verify
+from .transforms import fold, report, verify
 from .transforms.transformed import plan
 from .version import __version__
 
@@ -46,7 +46,6 @@ __all__ = [
     "optim",
     "parameter",
     "plan",
-    "register_transformers",
     "report",
     "scale",
     "transformer_residual_scaling_rule",

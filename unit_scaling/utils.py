@@ -120,7 +120,7 @@ def analyse_module(
     """
     check_module("analyse_module", module)
     tracked = deep_copy(unwrapped(module))
-    track = Track((), every=1, history=1, recurse=recurse_modules)
+    track = Track(recurse=recurse_modules)
     track.install(tracked)
     output = tracked(*inputs) if isinstance(inputs, tuple) else tracked(inputs)
     if not isinstance(output, Tensor):

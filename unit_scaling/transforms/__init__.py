@@ -4,19 +4,16 @@ from fp8.common.report import Report
 
 from . import utils
 from .compile import compile
-from .inspect.history import History
-from .inspect.metrics import InFormat, Metrics
+from .inspect.metrics import Metrics
 from .inspect.prune import prune_non_float_tensors, prune_same_scale_tensors, prune_selected_nodes
 from .plan.plan import ModelPlan
 from .simulate import simulate_format, simulate_fp8
 from .track_scales import track_scales
 from .transformed import fold, report
-from .unit_scale import register_transformers, unit_scale
+from .unit_scale import unit_scale
 from .verify import Verification, verify
 
 __all__ = [
-    "History",
-    "InFormat",
     "Metrics",
     "ModelPlan",
     "Report",
@@ -26,7 +23,6 @@ __all__ = [
     "prune_non_float_tensors",
     "prune_same_scale_tensors",
     "prune_selected_nodes",
-    "register_transformers",
     "report",
     "simulate_format",
     "simulate_fp8",

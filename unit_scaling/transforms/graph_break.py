@@ -29,17 +29,6 @@ beside_control_flow = _breaking(
     "flow (@torch.compiler.disable), in eager mode"
 )
 
-_TRACKED = (
-    "track_scales measures some calls of the model and not others, which no graph can: compile it "
-    "without fullgraph=True"
+measured = _breaking(
+    "track_scales measures the model in eager mode: compile it without fullgraph=True"
 )
-
-
-@torch.compiler.disable(recursive=False, reason=_TRACKED)
-def partly_compiled(
-    choose: Callable[[], int | None], first: Callable[[int], Any], second: Callable[..., Any]
-) -> Any:
-    """Runs ``first`` with the chosen number or, without one, ``second()``, compiled in its own
-    graph."""
-    number = torch.compiler.disable(choose)()
-    return second() if number is None else first(number)

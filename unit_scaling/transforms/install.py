@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fp8.adapters.transformers import is_pretrained
 from fp8.common.compiler import taken_as_constant
 from fp8.common.dtensor import is_dtensor
 from fp8.common.mixin import Mixin, add_mixin, bare_class, check_not_scripted, remove_mixin
@@ -25,7 +26,7 @@ from fp8.modes.autocast import outside_compiler
 from fp8.warnings import PitfallWarning, warn_once
 
 from ..parameter import forget_tags
-from .state import Marked, PlanState, scaling
+from .state import Marked, PlanState, Pretrained, scaling
 
 Call = Callable[..., Any]
 """A module's forward: ``call()`` uses the original arguments, ``call((args, kwargs))`` others."""
@@ -244,8 +245,9 @@ def install(model: nn.Module, scope: Scope) -> None:
 def _keep_plan(module: Any) -> None:
     """Stores the plan in the state_dict of a model whose weights are scaled, not of submodules."""
     scope, path = scaling(module)
-    store = scope is not None and not path
-    (add_mixin if store else remove_mixin)(module, PlanState)
+    (add_mixin if scope is not None and not path else remove_mixin)(module, PlanState)
+    stops = scope is not None and is_pretrained(module)
+    (add_mixin if stops else remove_mixin)(module, Pretrained)
 
 
 def uninstall(model: nn.Module, kind: type) -> None:

@@ -5,6 +5,10 @@ something else in it. Their state_dict has an additional key that strict loading
 class rejects; its name says what to do. Conversely, a unit-scaled model misses the key in a plain
 checkpoint. It is neither parameter nor buffer, so averages and optimizers do not see it.
 
+``from_pretrained`` of transformers would skip the key with a warning and load the weights into the
+plain model. To prevent this, the configuration that `Pretrained` saves has an invalid name of the
+weights file, which says what to do.
+
 The plan makes a resumed process compute the same bit for bit, and the optimizer's state match the
 gradients. It is stored as extra state (`nn.Module.get_extra_state`), which is saved by torch.save,
 safetensors and torch.distributed.checkpoint, and broadcast by the latter from the first process.
@@ -12,8 +16,11 @@ safetensors and torch.distributed.checkpoint, and broadcast by the latter from t
 
 from __future__ import annotations
 
+import json
+import os
 import zlib
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -171,3 +178,36 @@ def _unpacked(state: Tensor) -> str:
     data = bytes(state.cpu().tolist())
     size = int.from_bytes(data[:8], "little")
     return zlib.decompress(data[8 : 8 + size]).decode()
+
+
+_STOP = (
+    "none, as these weights are those of a unit-scaled model. Load them by load_state_dict into "
+    "unit_scale(model), or save unit_scaling.fold(model)"
+)
+"""Replaces the file name that transformers shows in its error."""
+
+
+class Pretrained(Mixin):
+    """A model of transformers whose weights are scaled."""
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in transformers. ``from_pretrained`` refuses the files, unless ``state_dict`` has the
+        weights of another model.
+        """
+        state = kwargs.get("state_dict")
+        ours = state is None or MARKER in state
+        push = ours and kwargs.pop("push_to_hub", False)
+        result = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        path = Path(save_directory) / "config.json"
+        if ours and kwargs.get("is_main_process", True) and path.exists():
+            content = {
+                **json.loads(path.read_text(encoding="utf-8")),
+                "transformers_weights": _STOP,
+            }
+            path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if push:  # saves again, then uploads
+            model: Any = self
+            model.push_to_hub(kwargs.get("repo_id") or Path(save_directory).name)
+        return result

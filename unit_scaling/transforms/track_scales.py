@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,11 +15,9 @@ from torch.fx import Graph, Node
 from fp8.common.mixin import check_module
 from fp8.common.step import as_container, unwrapped
 from fp8.common.threads import Stack
-from fp8.formats.format import Format, get_format
 from fp8.modes.autocast import outside_compiler
 
 from .compile import M, copied
-from .inspect.history import History, Pass
 from .inspect.metrics import Metrics
 from .install import Args, Call, Given, Kwargs, Scope, install, is_exported
 from .record.calls import Slot, mapped, tensors_in
@@ -52,9 +48,8 @@ class Tap(Observer):
     """Records the graph of one call of a model, with `Metrics` for each floating-point tensor.
     recurse: whether to record inside submodules, not one node for each."""
 
-    def __init__(self, formats: tuple[Format, ...], recurse: bool = True) -> None:
+    def __init__(self, recurse: bool = True) -> None:
         super().__init__()
-        self.formats = formats
         self.recurse = recurse
         self._handles: list[Any] = []
         self.forget()
@@ -163,7 +158,7 @@ class Tap(Observer):
                     self._record(self.graph.call_function(operator.getitem, (node, key)), item)
         if floating:
             value = debug_unwrap(value)  # hooks of a wrapper of torch.func are not called
-            metrics = Metrics(value, self.formats)
+            metrics = Metrics(value)
             node.meta["metrics"] = metrics
             if value.requires_grad and torch.is_grad_enabled():
                 # The gradient of a part of a split that nothing reads is None.
@@ -183,63 +178,45 @@ class Taps(Observing):
 
 
 class Track(Scope):
-    """Chooses which calls to measure; entered first, so that all other calls run compiled."""
+    """Measures the calls of the whole model; entered first, so that all transforms run eagerly."""
 
     order = -1
     each = True
 
-    def __init__(
-        self, formats: tuple[Format, ...], every: int, history: int, recurse: bool = True
-    ) -> None:
+    def __init__(self, recurse: bool = True) -> None:
         self.path = Stack()
         self.recurse = recurse
         self.observing = Taps()
-        self.formats = formats
-        self.every = every
-        self.calls = count()
-        self.passes: deque[Pass] = deque(maxlen=history)
-        self._latest = Stack()  # the tap of this thread's latest measured call
+        self.graph = Graph()
+        self._latest = Stack()  # the tap of this thread's latest call
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {"formats": self.formats, "every": self.every, "history": self.passes.maxlen}
-        return {"observing": self.observing, **state}
+        return {name: vars(self)[name] for name in ("recurse", "observing")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        observing = state.pop("observing")
-        self.__init__(**state)  # type: ignore[misc]
-        self.observing = observing
+        self.__init__(state["recurse"])  # type: ignore[misc]
+        self.observing = state["observing"]
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        """Returns ``call()``, measured every ``every`` calls of the whole model."""
         if path or self.observing.active or is_exported():
             return call()
-
-        def measured(number: int) -> Any:
-            return outside_compiler(lambda: self._measured(number, call, given))
-
         if torch.compiler.is_dynamo_compiling():
-            from .graph_break import partly_compiled
+            from .graph_break import measured
 
-            return partly_compiled(self._turn, measured, call)
-        number = self._turn()
-        return call() if number is None else measured(number)
+            return measured(lambda: self._measured(call, given))
+        return outside_compiler(lambda: self._measured(call, given))
 
-    def _turn(self) -> int | None:
-        """The number of previous calls if this one is to be measured, else None."""
+    def _measured(self, call: Call, given: Given) -> Any:
         while self._latest.items:
             self._latest.items.pop().release()
-        number = next(self.calls)
-        return None if number % self.every else number
-
-    def _measured(self, number: int, call: Call, given: Given) -> Any:
-        tap = Tap(self.formats, self.recurse)
+        tap = Tap(self.recurse)
         self._latest.items.append(tap)
         try:
             with self.observing.by(tap):
                 output = call(mapped(_differentiable, given))
         finally:
             tap.forget()
-        self.passes.append((number, tap.graph))
+        self.graph = tap.graph
         return output
 
     def install(self, model: nn.Module) -> None:
@@ -247,13 +224,8 @@ class Track(Scope):
         install(model, self.observing)
 
     def scales_graph(self) -> Graph:
-        """Returns the graph of the latest measured call; an empty graph before the first."""
-        passes = list(self.passes)
-        return passes[-1][1] if passes else Graph()
-
-    def scales_history(self) -> History:
-        """Returns the metrics of the latest measured calls."""
-        return History(list(self.passes))
+        """Returns the graph of the latest call; an empty graph before the first."""
+        return self.graph
 
 
 def _differentiable(slot: Slot, tensor: Tensor) -> Tensor:
@@ -263,37 +235,25 @@ def _differentiable(slot: Slot, tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_().clone()
 
 
-def track_scales(
-    module: M,
-    *,
-    every: int = 1,
-    formats: Sequence[str | Format] = ("e4m3", "e5m2"),
-    history: int = 100,
-) -> M:
+def track_scales(module: M) -> M:
     """Returns a copy of ``module`` that measures its tensors, forward and backward, as it runs.
 
-    The copy has two new methods. ``scales_graph()`` returns the `torch.fx.Graph` of the latest
-    measured call, with a node for each call of torch and `unit_scaling.functional` and for each
-    input, parameter and buffer used. ``node.meta["metrics"]`` is the `Metrics` of a floating-point
-    tensor; it has the gradient after the backward pass. ``scales_history()`` returns a `History` of
-    the measured calls. All values are those the model computed, with all of its transforms, applied
-    before or after.
+    The copy has the new method ``scales_graph()``, which returns the `torch.fx.Graph` of the latest
+    call, with a node for each call of torch and `unit_scaling.functional` and for each input,
+    parameter and buffer used. ``node.meta["metrics"]`` is the `Metrics` of a floating-point tensor;
+    it has the gradient after the backward pass. All values are those the model computed, with all
+    of its transforms, applied before or after.
 
     Floating-point inputs that do not require a gradient are replaced by copies that do, so that
     their gradients are measured; the caller's tensors are not changed. Calls of a submodule on its
-    own and exported models are not measured. Compiling with fullgraph=True is an error, because
-    choosing the calls to measure is not part of a graph.
+    own and exported models are not measured. A compiled model runs in eager mode; compiling it with
+    fullgraph=True is an error.
 
     Args:
         module: the model; it is not changed.
-        every: measures call 1, every + 1, 2 * every + 1, ... eagerly; others run compiled if the
-            model is compiled.
-        formats: the formats to report losses for: `fp8.Format` objects or names in `fp8.FORMATS`.
-        history: the number of measured calls to keep.
 
     Raises:
-        TypeError: ``module`` is not an `nn.Module`, or ``formats`` is not a list or tuple.
-        ValueError: an option is out of range.
+        TypeError: ``module`` is not an `nn.Module`.
 
     >>> model = track_scales(nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
     >>> model(torch.ones(2, 4)).sum().backward()
@@ -301,16 +261,9 @@ def track_scales(
     ['input', 'self_modules_0_parameters_weight', 'self_modules_0_parameters_bias']
     """
     check_module("track_scales", module)
-    for name, value in (("every", every), ("history", history)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number from 1, got {value!r}")
-    if not isinstance(formats, list | tuple):
-        raise TypeError(f"formats must be a list or tuple of formats, got {formats!r}")
-    rows = tuple(map(get_format, formats))
-    Metrics.from_tensor(torch.zeros(0), rows)  # rejects formats that are not for values
     result = copied(module, "track_scales")
     inner: Any = unwrapped(result)
-    track = Track(rows, every, history)
+    track = Track()
     track.install(inner)
-    inner.scales_graph, inner.scales_history = track.scales_graph, track.scales_history
+    inner.scales_graph = track.scales_graph
     return result

@@ -7,26 +7,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8.common.mixin import check_module, remove_mixin
+from fp8.common.mixin import check_module
 from fp8.common.report import Report
 from fp8.common.step import unwrapped
 
 from .compile import M, copied
 from .install import find_scope, uninstall
 from .plan.plan import CallRow, ModelPlan
-from .run.pretrained import Pretrained
 from .run.transform import UnitScale
-from .simulate import Simulate
 
 
 def report(model: nn.Module) -> Report[CallRow]:
-    """Reports what a transform did to each weight and each call of a model, and why.
+    """Reports what `unit_scale` did to each weight and each call of a model, and why.
 
     The calls are known after the first call of the model; a later one that takes another branch
     adds rows.
 
     Args:
-        model: a transformed model.
+        model: a model with `unit_scale`.
 
     Returns:
         Rows with ``path`` (of the module), ``call``, ``done`` and ``why``. ``done`` is "scaled",
@@ -34,20 +32,12 @@ def report(model: nn.Module) -> Report[CallRow]:
         includes the powers of two that arguments of a product are cast at.
 
     Raises:
-        ValueError: the model has no transform.
+        TypeError: ``model`` is not an `nn.Module`.
+        ValueError: the model has no `unit_scale`.
     """
-    scope, simulation = find_scope(model, UnitScale), find_scope(model, Simulate)
-    if scope is None and simulation is None:
-        raise ValueError(f"{type(model).__name__} has no transform to report on")
-    notes = []
-    if scope is not None and not scope.plan.entries:
-        notes.append("The model has not run yet: its calls are not known.")
-    if simulation is not None:
-        recipe = simulation.recipe
-        parts = ((what, getattr(recipe, what)) for what in ("input", "weight", "grad"))
-        casts = ", ".join(f"{what} {cast.format}" for what, cast in parts if cast is not None)
-        notes.append(f"Products are simulated: {casts}.")
-    return Report([] if scope is None else scope.plan.rows, notes, heading="call")
+    plan = _scope("report", model).plan
+    notes = [] if plan.entries else ["The model has not run yet: its calls are not known."]
+    return Report(plan.rows, notes, heading="call")
 
 
 def plan(model: nn.Module) -> ModelPlan:
@@ -118,8 +108,6 @@ def fold(module: M) -> M:
     for name, factor in factors.items():
         tensors[name].mul_(factor)
     uninstall(result, UnitScale)
-    for part in result.modules():
-        remove_mixin(part, Pretrained)
     return result
 
 

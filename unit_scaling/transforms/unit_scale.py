@@ -7,21 +7,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
-from fp8.common.validation import check_flag, check_name
+from fp8.common.validation import check_name
 from fp8.surgery.convert import choose_recipes
 
 from ..checks.trained import warn_if_trained
 from .compile import M, copied
 from .install import find_scope, install, is_in_fsdp, is_sharded
 from .plan.plan import ModelPlan, check_fits
-from .plan.residuals import RESIDUALS
+from .plan.planner import RESIDUALS
 from .plan.weights import prepare, refuse_weights
 from .record.kinds import KINDS, is_torch_function
-from .run.pretrained import keep_transform, register
 from .run.transform import Replacements, UnitScale
 
 
@@ -31,7 +28,6 @@ def unit_scale(
     *,
     init: str = "unit",
     residual: str = "completep",
-    strict: bool = False,
     plan: ModelPlan | None = None,
 ) -> M:
     """Returns a unit-scaled copy of ``module``.
@@ -51,11 +47,8 @@ def unit_scale(
             parameter and no value: casts without scales divide each weight by the power of two
             nearest to its RMS and multiply the product by it.
         residual: the weights of residual branches. "completep": in proportion to one over their
-            number, so that learning rates do not depend on it. "umup":
-            `uu.transformer_residual_scaling_rule`; the first call then tags the parameters of the
-            branches with the depth of their stack, which lowers their learning rates. "fixed": 0.5
-            for feed-forward and 0.01 for attention branches.
-        strict: raise ValueError at the first call that is left alone.
+            number, so that learning rates do not depend on it. "fixed": 0.5 for feed-forward and
+            0.01 for attention branches, as in unit-scaling 0.3.5.
         plan: the result of `unit_scaling.plan` for a model of the same architecture, init and
             residual. The weights are divided by the same numbers and the model is not recorded.
 
@@ -75,7 +68,6 @@ def unit_scale(
     check_module("unit_scale", module)
     check_name("init", init, ("unit", "preserve"))
     check_name("residual", residual, RESIDUALS)
-    check_flag("strict", strict)
     _check(replace)
     refuse_weights(module)
     if is_sharded(module) and not is_in_fsdp(module):
@@ -93,41 +85,14 @@ def unit_scale(
         check_fits(inner, plan)
         init, residual = _of_plan(plan, {"init": init, "residual": residual}, replace)
     others = {function: _out_of_place(other) for function, other in dict(replace or {}).items()}
-    scope = UnitScale(ModelPlan(init, residual), others, strict)
+    scope = UnitScale(ModelPlan(init, residual), others)
     scope.plan.rows += prepare(inner, init)
-    _install(inner, scope, plan, rescale=True)
-    return result
-
-
-def restore(model: nn.Module, plan: ModelPlan) -> None:
-    """Makes ``model``, whose weights are already those of a unit-scaled model, unit-scaled in
-    place. Raises ValueError if the plan is for another model."""
-    check_fits(model, plan)
-    _install(model, UnitScale(ModelPlan(plan.init, plan.residual)), plan, rescale=False)
-
-
-def _install(model: nn.Module, scope: UnitScale, plan: ModelPlan | None, rescale: bool) -> None:
-    """Installs the scope, with a plan if there is one. rescale: as in `adopt_tags`."""
-    scope.check_parts(model)
-    install(model, scope)
+    scope.check_parts(inner)
+    install(inner, scope)
     if plan is not None:
-        scope.adopt(model, plan, rescale)
-    choose_recipes(model)
-    if scope.unit_scaled:
-        keep_transform(model, restore)
-
-
-def register_transformers() -> None:
-    """Makes ``from_pretrained`` of transformers restore the transform of a saved unit-scaled model.
-
-    The transform is restored from the saved plan, and the loaded model computes the same values bit
-    for bit. `unit_scale` calls this function for models of that library; a program that only loads
-    such models must call it once.
-
-    Raises:
-        ImportError: transformers is not installed.
-    """
-    register(restore)
+        scope.adopt(inner, plan, rescale=True)
+    choose_recipes(inner)
+    return result
 
 
 def _of_plan(plan: ModelPlan, given: dict[str, Any], replace: Replacements | None) -> Any:

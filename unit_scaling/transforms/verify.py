@@ -6,7 +6,7 @@ The model's transforms stay active: the measured values are those the model comp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,15 +15,13 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8.common.mixin import check_module
-from fp8.common.report import as_table
+from fp8.common.report import Rows, as_table
 from fp8.common.step import Batch, Loss, call, copied, seeded, starts, tensors, unwrapped
 from fp8.common.validation import check_name, check_whole
 from fp8.modes.autocast import outside_compiler
 
-from ..checks.first_call import skip_checks
-from .inspect.history import Serializable
-from .inspect.measurement import RANGES, Measurement, diagnosis
-from .inspect.product_probe import Watch
+from ..checks.first_call import LOW_GRADIENT, skip_checks
+from .inspect.product_probe import RANGES, Measurement, Watch
 from .install import find_scope, install, is_sharded
 from .record.copies import deep_copy
 from .record.probe import Observing
@@ -31,7 +29,7 @@ from .record.values import rms_of
 from .run.transform import UnitScale
 
 
-class Verification(Serializable[Measurement]):
+class Verification(Rows[Measurement]):
     """The measurements of `verify`; prints as a table.
 
     Attributes:
@@ -95,8 +93,8 @@ def verify(
     propagates, including its factor; that of the output is the whole gradient. What is cast is
     judged: operands and gradients of outputs. With `unit_scale` they are measured as cast, divided
     by powers of two: a gradient by that of `fp8.calibrate` or of the first gradient, else by the
-    nearest. Biases, masks, integer and empty tensors, products inside a parametrization,
-    and gradients that are not computed have no row. A recurrent layer is one call, and so is
+    nearest. Biases, masks, integer and empty tensors, products inside a parametrization, and
+    gradients that are not computed have no row. A recurrent layer is one call, and so is
     `unit_scaling.functional.einsum` of three operands or more: ``notes`` says so.
 
     The step runs eagerly on a copy, in the model's mode (training or evaluation): the model, its
@@ -136,8 +134,9 @@ def verify(
     trial = deep_copy(model)
     trial.zero_grad()
     skip_checks(trial)
-    named = {id(p): name for name, p in trial.named_parameters()}
-    watch, observing = Watch(named, frozenset(_computing(trial))), Observing()
+    lists = [(n, m) for n, m in trial.named_modules() if isinstance(m, ParametrizationList)]
+    computing = {path for name, part in lists for path, _ in part.named_modules(prefix=name)}
+    watch, observing = Watch({id(p) for p in trial.parameters()}, computing), Observing()
     install(trial, observing)
     if any(find_scope(part, UnitScale) for part in trial.modules()):  # the first call makes a plan
         _step(trial, nullcontext(), batch, loss, seed)
@@ -147,12 +146,6 @@ def verify(
     return Verification(
         watch.results(), watch.notes, None if scaled else max(at_output, default=None)
     )
-
-
-def _computing(model: nn.Module) -> Iterator[str]:
-    for path, module in model.named_modules():
-        if isinstance(module, ParametrizationList):
-            yield from (name for name, _ in module.named_modules(prefix=path))
 
 
 def _step(
@@ -189,3 +182,67 @@ def _backward(output: Any, loss: Loss | None, seed: int) -> None:
     if not ends:
         raise ValueError("no tensor in the model's output requires a gradient: nothing to measure")
     torch.autograd.backward(ends, gradients)
+
+
+# The diagnosis
+
+_INIT = (
+    "bring a plain model to RMS 1 by unit_scale; weights of uu layers were overwritten after the "
+    "layers had drawn them: leave them out of the init, or call reset_parameters() after it"
+)
+_LOSS = (
+    "a loss outside of the model divides by the size of the batch: use that of "
+    "unit_scaling.functional (U.cross_entropy), or compute it in the model's forward"
+)
+_HIDDEN = (
+    "unit_scaling.transforms.track_scales shows the calls around it, and unit_scaling.report what "
+    "unit_scale did with them; a function of torch may stand for U's"
+)
+_FEW = ", or only some positions have a gradient, as of a class token or of a mean"
+
+
+def diagnosis(rows: Sequence[Measurement], loss: float | None) -> list[str]:
+    """Sentences, causes before their effects, or one saying that all tensors are in range. loss:
+    the RMS of the gradient at the model's output; None if the loss is inside the model or the model
+    scales that gradient to RMS 1, as `unit_scale` does."""
+    outside = [row for row in rows if row.inside is False]
+    found = _weights([row for row in rows if row.kind == "weight"])
+    found += _change("activations", [row for row in outside if row.kind == "activation"])
+    if loss is not None and 0 < loss < LOW_GRADIENT:
+        size = f"has RMS {loss:.2g} instead of 1"
+        found.append(f"the loss's gradient at the model's output {size}: {_LOSS}")
+    if loss is None or loss >= LOW_GRADIENT:  # otherwise all gradients are that small
+        gradients = [row.rms for row in rows if row.kind == "gradient"]
+        if gradients and not any(gradients):
+            found.append(
+                "every gradient is zero: weights of zeros, or a loss that no product goes into"
+            )
+        # In backward order. Weight gradients do not propagate and come after all others.
+        backward = [row for row in reversed(outside) if row.kind.endswith("gradient")]
+        backward.sort(key=lambda row: row.kind == "weight gradient")
+        found += [f"{line}{_FEW}" for line in _change("gradients", backward, "backward, ")]
+    return found or ["every tensor is in the range of its kind"]
+
+
+def _weights(weights: list[Measurement]) -> list[str]:
+    outside = [row for row in weights if row.inside is False]
+    if not outside:
+        return []
+    low, high = min(row.rms for row in outside), max(row.rms for row in outside)
+    rms = f"{low:.2g}" if high < 1.1 * low else f"{low:.2g} to {high:.2g}"
+    return [
+        f"{len(outside)} of {len(weights)} weights have RMS {rms} instead of 1, the first in "
+        f"{_place(outside[0])}: {_INIT}"
+    ]
+
+
+def _change(what: str, outside: list[Measurement], direction: str = "") -> list[str]:
+    return [
+        f"{what} {'shrink' if row.rms < 1 else 'grow'} from the {row.tensor} of {_place(row)} on, "
+        f"{direction}RMS {row.rms:.2g}: {_HIDDEN}"
+        for row in outside[:1]
+    ]
+
+
+def _place(row: Measurement) -> str:
+    return f"{row.path or 'the model'} ({row.call})"

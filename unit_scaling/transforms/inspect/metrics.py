@@ -1,18 +1,14 @@
-"""Statistics of a tensor: its scale, and the losses of a cast to a format."""
+"""Statistics of a tensor and of its gradient."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.func import debug_unwrap
 
 from fp8.common.validation import check_name
-from fp8.formats.format import Format, get_format
 
 _FULL_NAMES = {
     "mean_abs": "mean absolute value",
@@ -25,26 +21,6 @@ _FULL_NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class InFormat:
-    """The losses of a cast of a tensor to a format, rounding to nearest with scale 1.
-
-    NaN counts for none of the fractions.
-
-    Attributes:
-        zero: the fraction of values that are not zero and would become zero.
-        subnormal: the fraction that would become subnormal, with reduced precision.
-        saturated: the fraction beyond the largest value of the format.
-        headroom: log2 of the largest value of the format over the largest finite magnitude;
-            negative if that is larger, infinite for a tensor of zeros.
-    """
-
-    zero: float
-    subnormal: float
-    saturated: float
-    headroom: float
-
-
 class Metrics:
     """The scale of a tensor in the forward pass, ``fwd``, and of its gradient, ``bwd``.
 
@@ -52,7 +28,6 @@ class Metrics:
 
     Args:
         fwd_tensor: floating point, any shape.
-        formats: `fp8.Format` objects or names in `fp8.FORMATS` to compute the losses of.
     """
 
     @dataclass
@@ -60,8 +35,7 @@ class Metrics:
         """Statistics of one tensor, computed in float32, or in float64 for float64.
 
         ``std`` is the square root of the unbiased variance, and 0 for a single element. A tensor
-        without elements has 0 for every number; NaN propagates to every number. ``formats`` maps
-        names of formats to `InFormat`.
+        without elements has 0 for every number; NaN propagates to every number.
         """
 
         mean_abs: float
@@ -71,52 +45,33 @@ class Metrics:
         abs_min: float
         numel: int
         rms: float = 0.0
-        formats: dict[str, InFormat] = field(default_factory=dict)
 
-    def __init__(self, fwd_tensor: Tensor, formats: Sequence[str | Format] = ()) -> None:
-        self._formats = tuple(formats)
-        self.fwd = self.from_tensor(fwd_tensor, self._formats)
+    def __init__(self, fwd_tensor: Tensor) -> None:
+        self.fwd = self.from_tensor(fwd_tensor)
         self.bwd: Metrics.Data | None = None
 
     def set_bwd(self, bwd_tensor: Tensor) -> None:
         """Records the gradient."""
-        self.bwd = self.from_tensor(bwd_tensor, self._formats)
+        self.bwd = self.from_tensor(bwd_tensor)
 
     def __repr__(self) -> str:
         return f"Metrics(fwd={self.fwd}, bwd={self.bwd})"
 
     @staticmethod
-    def from_tensor(t: Tensor, formats: Sequence[str | Format] = ()) -> Metrics.Data:
+    def from_tensor(t: Tensor) -> Metrics.Data:
         """Returns the statistics of a floating-point tensor of any shape; inside of a transform of
-        `torch.func`, of all that it maps.
-
-        Raises:
-            ValueError: a format is unknown or unsigned.
-        """
-        rows = [get_format(format) for format in formats]
-        for row in rows:
-            if not row.signed:
-                raise ValueError(f"format {row.name!r} is for scales: it has no zero and no sign")
+        `torch.func`, of all that it maps."""
         t = debug_unwrap(t.detach())
         x = (t.to_dense() if t.is_sparse else t).to(torch.promote_types(t.dtype, torch.float32))
         if x.numel() == 0:
-            empty = {row.name: InFormat(0.0, 0.0, 0.0, math.inf) for row in rows}
-            return Metrics.Data(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, empty)
+            return Metrics.Data(0.0, 0.0, 0.0, 0.0, 0.0, 0)
         sizes = x.abs()
         std = x.std() if x.numel() > 1 else torch.zeros_like(x).sum()
-        finite = torch.where(sizes.isfinite(), sizes, 0).max()
-        numbers = [sizes.mean(), x.mean().abs(), std, sizes.max(), sizes.min()]
-        numbers += [torch.linalg.vector_norm(x) / x.numel() ** 0.5, finite]
-        numbers += [number for row in rows for number in _losses(sizes, row)]
+        rms = torch.linalg.vector_norm(x) / x.numel() ** 0.5
+        numbers = [sizes.mean(), x.mean().abs(), std, sizes.max(), sizes.min(), rms]
         found = torch.stack([number.double() for number in numbers])
-        values = iter(debug_unwrap(found).tolist())
-        mean_abs, abs_mean, std, abs_max, abs_min, rms, largest = islice(values, 7)
-        losses = {}
-        for row in rows:
-            zero, subnormal, saturated = islice(values, 3)
-            headroom = math.log2(row.max / largest) if largest else math.inf
-            losses[row.name] = InFormat(zero, subnormal, saturated, headroom)
-        return Metrics.Data(mean_abs, abs_mean, std, abs_max, abs_min, x.numel(), rms, losses)
+        mean_abs, abs_mean, spread, high, low, rms = debug_unwrap(found).tolist()
+        return Metrics.Data(mean_abs, abs_mean, spread, high, low, x.numel(), rms)
 
     @staticmethod
     def get_full_name(short_name: str) -> str:
@@ -137,13 +92,3 @@ class Metrics:
     def full_names() -> list[str]:
         """The full names of the numbers in `Data`."""
         return list(_FULL_NAMES.values())
-
-
-def _losses(sizes: Tensor, format: Format) -> list[Tensor]:
-    """The fractions of magnitudes that become zero, become subnormal or are too large. Ties round
-    to even: half of the smallest subnormal becomes zero, half a step below the smallest normal
-    value becomes that value."""
-    half = format.min_subnormal / 2
-    zero = (sizes > 0) & (sizes <= half)
-    subnormal = (sizes > half) & (sizes < format.min_normal - half)
-    return [mask.double().mean() for mask in (zero, subnormal, sizes > format.max)]

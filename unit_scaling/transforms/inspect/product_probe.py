@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,13 +36,64 @@ from ..record.kinds import (
 from ..record.probe import Observer, on_its_own, unseen
 from ..record.values import is_strided, norm_of
 from ..run.replay import Replay
-from .measurement import Measurement
 
-_UNCAST = frozenset(["chain_matmul", "multi_dot"])
-"""Products that no recipe applies to; they are measured all the same."""
+RANGES: dict[str, tuple[float, float] | None] = {
+    "activation": (1 / 4, 4.0),
+    "output": None,
+    "weight": (1 / 4, 4.0),
+    "gradient": (1 / 4, 4.0),
+    "query-key gradient": (1 / 64, 4.0),
+    "weight gradient": None,
+    "passed gradient": None,
+    "attention": None,
+}
+"""Kind of tensor -> the range that its RMS should be in.
 
-_WEIGHTED = EMBEDDINGS | LAYERS
-"""Products whose second operand is always a weight."""
+A factor of 4 is two steps of the exponent and costs little of a format's range.
+
+"activation" is an operand of a product, "gradient" the gradient of its output: both are cast.
+"output" is judged where another product reads it. "passed gradient" is what a product propagates to
+its input, which is cast once it is the gradient of another output. "weight gradient" is what the
+optimizer receives, in high precision.
+
+"query-key gradient" is the gradient of the outputs of products that compute only queries or keys.
+For queries and keys of RMS 1 and logits q.k/d with head width d, it is about 1/sqrt(d): the
+gradient of a logit is the gradient of its probability times the probability, about 1/n for n keys,
+and a query sums n of these times k/d. 1/64 is a quarter of that for d = 256.
+
+"attention" is a value inside decomposed attention whose scale the softmax determines: logits,
+probabilities and the gradient of probabilities.
+"""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One tensor of one call.
+
+    Attributes:
+        path: the path of the module.
+        call: the kind of product.
+        number: the number of earlier calls of this kind in the module.
+        tensor: "input", "weight", "output", ..., "gradient of input", ...
+        kind: a key of RANGES.
+        rms: the RMS of the tensor.
+        inside: whether rms is in the range of its kind; None if the kind has no range or rms is 0.
+    """
+
+    path: str
+    call: str
+    number: int
+    tensor: str
+    kind: str
+    rms: float
+    inside: bool | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        limits, inside = RANGES[self.kind], None
+        if limits is not None and self.rms != 0:
+            inside = limits[0] <= self.rms <= limits[1]
+        object.__setattr__(self, "inside", inside)
+
 
 _UNMEASURED = frozenset(["out", "per_sample_weights"])
 """Arguments that are neither added nor operands."""
@@ -85,24 +136,20 @@ class _Operand:
         return known or 2.0 ** round(math.log2(rms))
 
 
-PASSED = "passed gradient"
-"""Gradients that are not cast, or are measured as the gradient of the output of another product."""
-
-#: Functions of `unit_scaling` that return their input and scale its gradient.
+#: Functions of `unit_scaling` that return their input.
 _SAME = {"scale_bwd", "residual_split"}
 
 
 @dataclass
 class _Product:
     """A call. tensors: its operands by slot, and its result. scores: whether its output feeds the
-    softmax of an attention. biases: the products that an additive bias of the logits comes from."""
+    softmax of an attention."""
 
     path: str
     call: str
     number: int
     tensors: dict[Slot, _Operand] = field(default_factory=dict)
     scores: bool = False
-    biases: frozenset[int] = frozenset()
 
     @property
     def mixes(self) -> bool:
@@ -112,10 +159,10 @@ class _Product:
 
 
 class Watch(Observer):
-    """Measures one call of a model. parameters: names by id. computing: the paths of modules that
-    compute a weight, whose products are skipped. notes: what could not be measured."""
+    """Measures one call of a model. parameters: by id. computing: the paths of modules that compute
+    a weight, whose products are skipped. notes: what could not be measured."""
 
-    def __init__(self, parameters: dict[int, str], computing: frozenset[str] = frozenset()) -> None:
+    def __init__(self, parameters: Collection[int], computing: Collection[str]) -> None:
         super().__init__()
         self.notes: list[str] = []
         self._parameters = parameters
@@ -126,7 +173,7 @@ class Watch(Observer):
 
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         kind = kind_of(function)
-        product = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | EMBEDDINGS | _UNCAST
+        product = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | EMBEDDINGS
         product = product and self.path.items[-1] not in self._computing
         place = self.path.items[-1] or "the model itself"
         tensors = [t for _, t in tensors_in((args, kwargs))]
@@ -142,7 +189,10 @@ class Watch(Observer):
             for o, t in zip(origins, tensors, strict=True)
         )
         if product and any(debug_unwrap(t) is not t for t in tensors):
-            self.notes.append(f"{kind} in {place} {_TRANSFORMED}")
+            self.notes.append(
+                f"{kind} in {place} runs under a transform of torch.func: measured over all that "
+                "it maps, without the gradients that the transform computes"
+            )
         if product:
             output = self._product(function, kind, args, kwargs)
             origin = _Origin(frozenset([len(self._products) - 1]))
@@ -166,7 +216,6 @@ class Watch(Observer):
             scores = {s for s in sources if self._products[s].mixes}
             for index in scores:
                 self._products[index].scores = True
-                self._products[index].biases |= sources - scores
             return _Origin(probabilities=bool(scores))
         first = origins[0] if origins and kind in TRANSPARENT | _SAME else _Origin()
         return _Origin(sources, first.parameter, first.probabilities)
@@ -201,7 +250,6 @@ class Watch(Observer):
     def _hooked(self, product: _Product, args: Args, kwargs: Kwargs) -> Given:
         def watched(slot: Slot, tensor: Tensor) -> Tensor:
             if slot[0] in _UNMEASURED or is_added(product.call, slot):
-                product.biases |= self._origin(tensor).sources
                 return tensor
             state = product.call in RECURRENT and slot not in ((0,), ("input",))
             weight = self._origin(tensor).parameter and tensor.dim() > 1
@@ -223,7 +271,7 @@ class Watch(Observer):
         origin = self._origin(tensor)
         if product.call in ATTENTION:
             label = slot[0] if isinstance(slot[0], str) else ("query", "key", "value")[slot[0]]
-        elif origin.parameter or (product.call in _WEIGHTED and slot[0] in (1, "weight")):
+        elif origin.parameter or (product.call in EMBEDDINGS | LAYERS and slot[0] in (1, "weight")):
             label = "weight"
         else:
             known = {t.label for t in product.tensors.values()}
@@ -239,55 +287,41 @@ class Watch(Observer):
         small = self._small()
         for index, product in enumerate(self._products):
             for t in product.tensors.values():
-                name = _named(product, t, index in small)
+                kind, of_gradient = _kinds(product, t, index in small)
                 place = (product.path, product.call, product.number)
                 root = t.numel**0.5
                 rms = 2.0**-t.exponent * t.norm.item() / root
-                yield Measurement(*place, name.label, name.kind, rms)
+                yield Measurement(*place, t.label, kind, rms)
                 if t.grad is not None:
                     rms = t.grad.item() / root
                     as_cast = rms / t.cast_at(rms)
-                    yield Measurement(
-                        *place, f"gradient of {name.label}", name.of_gradient, as_cast
-                    )
+                    yield Measurement(*place, f"gradient of {t.label}", of_gradient, as_cast)
 
     def _small(self) -> set[int]:
-        """The products that compute only queries, keys or biases of logits."""
+        """The products that compute only queries and keys."""
         small: set[int] = set()
         other: set[int] = set()
         for index in reversed(range(len(self._products))):
             product = self._products[index]
             if index in other:
                 small.discard(index)
-            small |= product.biases if product.call in ATTENTION or product.scores else set()
             for t in product.tensors.values():
                 logits = product.scores or t.label in ("query", "key")
                 (small if logits or index in small else other).update(t.origin.sources)
         return small
 
 
-class _Named(NamedTuple):
-    """What a tensor is reported as: its label, its kind, the kind of its gradient."""
-
-    label: str
-    kind: str
-    of_gradient: str
-
-
-def _named(product: _Product, t: _Operand, small: bool) -> _Named:
-    if product.scores:
-        if t.label == "output":
-            return _Named("logits", "attention", "gradient")
-        return _Named("query" if t.label == "input" else "key", t.kind, PASSED)
+def _kinds(product: _Product, t: _Operand, small: bool) -> tuple[str, str]:
+    """The kinds of a tensor and of its gradient, keys of `RANGES`."""
+    if product.scores and t.label == "output":
+        return "attention", "gradient"
     if t.origin.probabilities:
-        return _Named("probabilities", "attention", "attention")
+        return "attention", "attention"
     if t.label == "weight":
-        return _Named(t.label, t.kind, "weight gradient")
+        return t.kind, "weight gradient"
     if t.label != "output" or product.call in EMBEDDINGS:
-        averages = any(each.origin.probabilities for each in product.tensors.values())
-        label = "value" if averages and t.label in ("input", "other") else t.label
-        return _Named(label, t.kind, PASSED)
-    return _Named(t.label, t.kind, "query-key gradient" if small else "gradient")
+        return t.kind, "passed gradient"
+    return t.kind, "query-key gradient" if small else "gradient"
 
 
 def _measurable(tensor: Tensor) -> bool:
@@ -298,9 +332,3 @@ def _measurable(tensor: Tensor) -> bool:
 def _norm(tensor: Tensor) -> Tensor:
     """The norm of the values. tensor: of no torch.func transform."""
     return debug_unwrap(norm_of(tensor))
-
-
-_TRANSFORMED = (
-    "runs under a transform of torch.func: measured over all that it maps, without the gradients "
-    "that the transform computes"
-)

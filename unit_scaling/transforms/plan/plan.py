@@ -110,9 +110,9 @@ class ModelPlan:
         """Whether the calls of the module at ``path`` are known."""
         return any(not e or f"{path}.".startswith(f"{e}.") for e in self.entries)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the plan as lists, dicts, strings, numbers and None."""
-        return {
+    def to_json(self) -> str:
+        """Returns the plan as JSON. Numbers are exact."""
+        data = {
             "version": VERSION,
             **{f.name: getattr(self, f.name) for f in fields(self)},
             "tags": {name: list(tags) for name, tags in self.tags.items()},
@@ -124,19 +124,17 @@ class ModelPlan:
             "gradients": [[list(place), e] for place, e in self.gradients.items()],
             "ties": [asdict(tie) for tie in self.ties],
         }
-
-    def to_json(self) -> str:
-        """Returns the plan as JSON. Numbers are exact."""
-        return json.dumps(self.to_dict())
+        return json.dumps(data)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ModelPlan:
-        """Returns the plan that `to_dict` wrote.
+    def from_json(cls, text: str) -> ModelPlan:
+        """Returns the plan that `to_json` wrote.
 
         Raises:
-            ValueError: a field is unknown or missing, or the version differs.
+            ValueError: ``text`` is not JSON, a field is unknown or missing, or the version differs.
         """
-        if not isinstance(data, Mapping):
+        data = json.loads(text)
+        if not isinstance(data, dict):
             raise ValueError(f"a plan is a dict of fields, got {type(data).__name__}")
         version = data.get("version")
         if version != VERSION:
@@ -155,15 +153,6 @@ class ModelPlan:
             gradients={_tupled(place): _tupled(e) for place, e in data["gradients"]},
             ties=tuple(Tie(**{n: _tupled(v) for n, v in tie.items()}) for tie in data["ties"]),
         )
-
-    @classmethod
-    def from_json(cls, text: str) -> ModelPlan:
-        """Returns the plan that `to_json` wrote.
-
-        Raises:
-            ValueError: as `from_dict`, or ``text`` is not JSON.
-        """
-        return cls.from_dict(json.loads(text))
 
     def copy(self) -> ModelPlan:
         return copy.deepcopy(self)

@@ -2,6 +2,10 @@
 
 A product of values and a weight has the factor of the rule of its op, a residual add has weights
 for its terms, and every other call runs torch's own function.
+
+An add is *residual* if one term is an ancestor of the other with products in between. The ancestor
+is the skip connection, the other term the branch. Branches with the same origin are found one by
+one (``x + f(x) + g(x)``) or, already summed (``f(x) + g(x) + x``), as one.
 """
 
 from __future__ import annotations
@@ -11,27 +15,35 @@ from dataclasses import dataclass
 
 from fp8.common.report import LEFT_ALONE
 
+from ...core.functional import completep_residual_scaling_rule
 from ...rules.table import find_op
-from ..record.calls import CallNode, is_sparse
+from ..record.calls import CallNode, Input, is_sparse
 from ..record.flow import Flow
 from ..record.kinds import EMBEDDINGS, GAINS, PRODUCTS, RECURRENT, STEPPED, TRANSPARENT, is_added
 from ..record.place import Place
 from .plan import CallRow, ModelPlan, Step, Steps
-from .residuals import Decision, Residuals, find_residuals
 from .weights import Weights
+
+Decision = tuple[Step | None, str, str]
+"""(step, what the report says was done or "" for no row, why)."""
+
+RESIDUALS = ("completep", "fixed")
+"""The rules for branch weights: by the number of branches, or by the type of branch. The first is
+the default."""
+
+TAU_ATTENTION, TAU_FEED_FORWARD = 0.01, 0.5
+"""The branch weights of "fixed": those of the guide of the Unit Scaling library."""
 
 
 @dataclass(frozen=True)
 class Decided:
     """steps: by the index of the call. rows: of the report. kept: weights that keep their values.
-    inner: readout weights whose output feeds products or residual adds. depths: parameter of a
-    residual branch -> the number of layers of its stack."""
+    inner: readout weights whose output feeds products or residual adds."""
 
     steps: dict[int, Step | None]
     rows: list[CallRow]
     kept: frozenset[str]
     inner: frozenset[str]
-    depths: dict[str, int]
 
 
 def by_place(nodes: list[CallNode], steps: dict[int, Step | None]) -> dict[Place, Steps]:
@@ -63,9 +75,7 @@ class Planner:
         self.preserve = self.plan.init == "preserve"
         self.flow = Flow(self.nodes)
         self.kept = frozenset[str]() if self.preserve else self._kept()
-        self.residuals = Residuals()
-        if not self.preserve:
-            self.residuals = find_residuals(self.flow, self.plan.residual)
+        self.residuals = {} if self.preserve else find_residuals(self.flow, self.plan.residual)
         self.inner = self._inner_readouts()
 
     def decided(self) -> Decided:
@@ -80,7 +90,7 @@ class Planner:
             if done and node.place not in self.plan.steps:
                 why = f"{why} ({node.where})" if done == LEFT_ALONE and node.where else why
                 rows.append(CallRow(node.path, node.name, done, why))
-        return Decided(steps, rows, self.kept, self.inner, self.residuals.depths)
+        return Decided(steps, rows, self.kept, self.inner)
 
     def _kept(self) -> frozenset[str]:
         """The weights that keep their values: those that a call reads which is neither a product
@@ -115,7 +125,7 @@ class Planner:
 
     def _inner_readouts(self) -> frozenset[str]:
         products = set(filter(self.flow.is_product, range(len(self.nodes))))
-        mixes = products & self.flow.before(products.union(self.residuals.adds))
+        mixes = products & self.flow.before(products.union(self.residuals))
         inner = [i.node for index in mixes for i in self.nodes[index].inputs]
         origins = {self.nodes[index].value.origin for index in inner}
         return frozenset(name for name in self.weights.readouts if name in origins)
@@ -141,8 +151,8 @@ class Planner:
             return None, done, f"inside {node.inside}, as all its calls"
         if self.preserve:
             return _NOTHING
-        if index in self.residuals.adds:
-            return self.residuals.adds[index]
+        if index in self.residuals:
+            return self.residuals[index]
         weights = self._scaled_weights(node)
         if self.flow.is_product(index) and weights:
             return self._weighted(node, weights)
@@ -164,3 +174,82 @@ class Planner:
         if op.name == "linear" and weights & (self.weights.readouts - self.inner):
             scales["output"], why = scales["output"] ** 2, "readout: 1/fan_in"
         return Step(op=op.name, factor=scales["output"], names=tuple(scales)), "scaled", why
+
+
+# Residual connections
+
+
+@dataclass
+class _Branch:
+    """A residual branch: its origin and its nodes. skip, end: the arguments of the add, the skip
+    connection and the last node."""
+
+    skip: Input
+    end: Input
+    origin: int
+    region: list[int]
+
+
+def find_residuals(flow: Flow, rule: str) -> dict[int, Decision]:
+    """The decision for each residual add of a model. rule: one of `RESIDUALS`."""
+    adds: dict[int, _Branch] = {}
+    for index, node in enumerate(flow.nodes):
+        suitable = node.kind == "add" and not node.inside
+        if suitable and (branch := _branch(flow, adds, index)) is not None:
+            adds[index] = branch
+    places = _places(flow, adds)
+    decisions: dict[int, Decision] = {}
+    for index, branch in adds.items():
+        number, count = places[index]
+        joined = flow.nodes[branch.end.node].kind == "add"  # of attention and another branch
+        attention = not joined and any(map(flow.is_attention, branch.region))
+        if rule == "fixed":
+            tau = TAU_ATTENTION if attention else TAU_FEED_FORWARD
+        else:
+            tau = completep_residual_scaling_rule()(number, count)
+        norm = (1 + tau**2) ** 0.5
+        weights = {branch.skip.slot: 1 / norm, branch.end.slot: tau / norm}
+        node = flow.nodes[index]
+        terms = tuple(weights[i.slot] for i in node.inputs if i.slot in weights)
+        step = Step(terms=terms, writes=(0,) in node.written)
+        decisions[index] = step, "scaled", f"residual add, tau {tau:.3g}"
+    return decisions
+
+
+def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:
+    terms = flow.values(index)
+    if len(terms) != 2:
+        return None
+    for skip, end in (terms, terms[::-1]):
+        if flow.nodes[skip.node].value.numel != flow.nodes[index].value.numel:
+            continue  # broadcast over positions: a shift
+        origin, region = _origin(flow, adds, skip.node, end.node)
+        if any(map(flow.is_product, region)):
+            return _Branch(skip, end, origin, region)
+    return None
+
+
+def _origin(flow: Flow, adds: dict[int, _Branch], skip: int, end: int) -> tuple[int, list[int]]:
+    """(origin of the branch, nodes of the branch); the origin is the nearest common ancestor."""
+    at: int | None = skip
+    while at is not None:
+        region = flow.between(at, end)
+        if region:
+            return at, region
+        # x + f(x) + g(x): the second branch has the origin of the first
+        at = adds[at].origin if at in adds else flow.up(at, TRANSPARENT)
+    return skip, []
+
+
+def _places(flow: Flow, adds: dict[int, _Branch]) -> dict[int, tuple[int, int]]:
+    """For each residual add, its index in its stream and the number of adds in the stream."""
+    found: dict[int, tuple[int, int]] = {}  # (the first add of the stream, index in it)
+    for index, branch in adds.items():
+        before: int | None = branch.skip.node
+        while before is not None and before not in found:
+            alone = len(flow.sources[before]) == 1 and not flow.is_product(before)
+            before = flow.sources[before][0] if alone else None
+        first, number = (index, -1) if before is None else found[before]
+        found[index] = first, number + 1
+    counts = {first: number + 1 for first, number in sorted(found.values())}
+    return {index: (number, counts[first]) for index, (first, number) in found.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,22 +58,6 @@ def keep_values(model: nn.Module, path: str, names: Collection[str]) -> None:
             parameter.mul_(divisor)
             scale = _nearest_power(divisor)
             retag(parameter, tags_of(parameter)._replace(mup_scale=scale, mup_divisor=None))
-
-
-@torch.no_grad()
-def keep_parametrized(model: nn.Module) -> None:
-    """Gives weights whose parametrization has new parameters (`weight_norm`), and was registered
-    after they were divided by their RMS, their values back."""
-    for part in model.modules():
-        for name, tags in list(getattr(part, "mup_tags", {}).items()):
-            if not (tags.mup_divisor and is_parametrized(part, name)):
-                continue
-            parts: Any = part.get_submodule(f"parametrizations.{name}")
-            if not any(map(has_parameter_data, parts.parameters(recurse=False))):
-                setattr(part, name, getattr(part, name) * tags.mup_divisor)
-                for leaf, parameter in parts.named_parameters(recurse=False):
-                    _prepared(parts, leaf, parameter, "unit", False)
-    remember_tags(model)
 
 
 @torch.no_grad()
@@ -157,6 +140,21 @@ def refuse_weights(model: nn.Module, quantized: bool = False) -> None:
                 raise ValueError(
                     f"{path or 'the model'} has its weight computed by a hook "
                     f"({type(hook).__name__}): use torch.nn.utils.parametrizations instead"
+                )
+
+
+def refuse_split(model: nn.Module) -> None:
+    """Raises ValueError for a weight that a parametrization with new parameters (`weight_norm`)
+    computes, and that was divided by its RMS before."""
+    for path, part in model.named_modules():
+        for name, tags in getattr(part, "mup_tags", {}).items():
+            if not (tags.mup_divisor and is_parametrized(part, name)):
+                continue
+            parts = part.get_submodule(f"parametrizations.{name}")
+            if not any(map(has_parameter_data, parts.parameters(recurse=False))):
+                raise ValueError(
+                    f"{path or 'the model'} has a parametrization of its {name} that came between "
+                    "unit_scale and the first call: register it before unit_scale"
                 )
 
 

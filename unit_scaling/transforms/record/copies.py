@@ -1,12 +1,10 @@
-"""Copies of a model where `copy.deepcopy` alone fails or is wrong.
+"""Copies of models where `copy.deepcopy` alone fails or is wrong.
 
 deepcopy fails for a non-leaf tensor that a module keeps from its last call (an attention map): the
-copy here holds its values without the autograd graph. deepcopy does not copy functions:
-``self.f = lambda x: mlp.act(x)`` of a copy would call the original's submodules. It drops the hooks
-of parameters, such as one that masks a gradient.
-
-A hook that refers to a part of the model (a bound method, a closure) belongs to the model: it may
-store what the forward reads later. Copies made for recording keep these hooks and no others.
+copy here holds its values without the autograd graph. deepcopy does not copy functions, so that
+``self.f = lambda x: mlp.act(x)`` would call the original's submodules, and drops hooks of
+parameters. A hook that refers to a part of the model (a bound method, a closure) may store what the
+forward reads later: copies made for recording keep these hooks and no others.
 """
 
 from __future__ import annotations

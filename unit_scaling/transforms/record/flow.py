@@ -84,16 +84,6 @@ class Flow:
                 found.add(index)
         return sorted(found - {start})
 
-    def weights(self, index: int) -> set[str]:
-        """The parameters that the arguments of a call are, or are computed from."""
-
-        def arguments(call: int) -> list[int]:
-            follows = call == index or self.nodes[call].value.computed
-            return [i.node for i in self.nodes[call].inputs] if follows else []
-
-        found = reached([index], arguments)
-        return {name for i in found if (name := self.nodes[i].value.parameter) is not None}
-
     def up(self, index: int, kinds: Iterable[str]) -> int | None:
         """The only source of a call of one of these kinds; None otherwise."""
         sources = self.sources[index]

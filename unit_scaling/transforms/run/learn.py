@@ -26,7 +26,7 @@ from fp8.common.threads import Setting, apart
 
 from ...parameter import restore_own_tags
 from ...rules.table import find_op
-from ..folding.ratios import find_ties
+from ..folding import find_ties
 from ..install import Args, Given, Kwargs
 from ..plan.plan import CallRow, Step, Steps, Tie
 from ..plan.planner import Planner, by_place
@@ -49,7 +49,6 @@ class Learned:
     steps: dict[Place, Steps]
     rows: list[CallRow]
     inner: frozenset[str]
-    depths: dict[str, int]
     ties: tuple[Tie, ...]
 
 
@@ -57,7 +56,6 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
     """Records and measures a call of ``module``, which is at ``path``, and decides on its calls."""
     restore_own_tags(module)
     weights = tagged_weights(module, path)
-    _refuse_proxies(given)
     with apart(), torch.inference_mode(False), torch.enable_grad(), _SILENT, uncast():
         recording = _record(transform, module, path, given)
         nodes = recording.nodes
@@ -82,22 +80,13 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
     ties: tuple[Tie, ...] = ()
     if not path and not transform.preserves:
         ties = find_ties(nodes, steps, recording.buffers, recording.outputs)
-    return Learned(by_place(nodes, steps), rows, decided.inner, decided.depths, ties)
+    return Learned(by_place(nodes, steps), rows, decided.inner, ties)
 
 
 UNSEEN = "unit_scale has not seen this call yet"
 
 KEPT = "keeps its values"
 """What the report says of a weight that no product reads."""
-
-
-def _refuse_proxies(given: Given) -> None:
-    """Raises TypeError for arguments of `torch.fx.symbolic_trace`."""
-    if any(isinstance(value, torch.fx.Proxy) for value in (*given[0], *given[1].values())):
-        raise TypeError(
-            "torch.fx.symbolic_trace cannot trace a unit-scaled model, whose factors are no calls "
-            "of its modules: trace it before unit_scale, or use torch.export"
-        )
 
 
 def _refuse_replaced(module: nn.Module) -> None:

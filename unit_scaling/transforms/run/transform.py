@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +16,7 @@ from fp8.modes.autocast import outside_compiler
 from fp8.warnings import ScaleWarning, warn_once
 
 from ...parameter import Tags, has_parameter_data, tag, tags_of
-from ..folding.solve import Folded, folded
+from ..folding import Folded, folded
 from ..install import (
     Args,
     Call,
@@ -31,7 +31,7 @@ from ..install import (
     warn_of_break,
 )
 from ..plan.plan import CallRow, ModelPlan, Steps, check_fits
-from ..plan.weights import adopt_tags, keep_parametrized, pruned, refuse_weights
+from ..plan.weights import adopt_tags, pruned, refuse_split, refuse_weights
 from ..record.calls import tensors_in
 from ..record.kinds import KINDS, LAYERS, STEPPED
 from ..record.place import Place
@@ -51,13 +51,10 @@ class UnitScale(Scope):
 
     order = 0
 
-    def __init__(
-        self, plan: ModelPlan, replacements: Replacements | None = None, strict: bool = False
-    ) -> None:
+    def __init__(self, plan: ModelPlan, replacements: Replacements) -> None:
         self.plan = plan
-        self.replacements = dict(replacements or {})
+        self.replacements = replacements
         self.skips = not self.replacements
-        self.strict = strict
         self.edition = "0"
         self.adopted = False  # whether the plan was not recorded here
         self.name = ""
@@ -192,7 +189,7 @@ class UnitScale(Scope):
         if not self.plan.covers(path):
             _check_seen(module, given)
             if self.unit_scaled:
-                keep_parametrized(module)
+                refuse_split(module)
             self._record(module, path, given)
             self.plan.tags |= _tags(module, path)
             self.plan.entries.append(path)
@@ -213,19 +210,12 @@ class UnitScale(Scope):
         plan.steps |= {p: steps for p, steps in found.steps.items() if p not in plan.steps}
         if not plan.covers(path):
             self._demote(module, path, found.inner)
-            self._deepen(module, path, found.depths)
         kept = {(row.path, row.call) for row in found.rows if row.done == KEPT}
         plan.rows = [row for row in plan.rows if (row.path, row.call) not in kept]
         known = set(plan.rows)
         plan.rows += [row for row in found.rows if row not in known]
         if not path:
             plan.ties = plan.ties or found.ties
-        for row in plan.rows if self.strict else ():
-            if row.left_alone:
-                raise ValueError(
-                    f"unit_scale(strict=True): {row.call} in {row.path or 'the model itself'!r} "
-                    f"has no rule: {row.why}"
-                )
 
     def _agree(self, module: nn.Module) -> None:
         """Makes the measured scales of gradients equal in all processes, which name their models
@@ -255,19 +245,6 @@ class UnitScale(Scope):
             owner, _, leaf = name.rpartition(".")
             why = "not the readout"
             self.plan.rows.append(CallRow(owner, leaf, "tagged as weight", why))
-
-    def _deepen(self, module: nn.Module, path: str, depths: dict[str, int]) -> None:
-        """Sets the depth tag of residual branch parameters that have none."""
-        counts: Counter[int] = Counter()
-        for name, depth in depths.items():
-            parameter = _parameter(module, path, name)
-            tags = tags_of(parameter)
-            if hasattr(parameter, "mup_type") and tags.mup_scaling_depth is None:
-                tag(parameter, tags.mup_type, depth)
-                counts[depth] += 1
-        for depth, count in counts.items():
-            why = f"depth {depth}, in residual branches: make the optimizer after the first call"
-            self.plan.rows.append(CallRow("", f"{count} parameters", "tagged with depth", why))
 
     # The plan as data
 

@@ -1,31 +1,38 @@
-"""The ratio of each value of a unit-scaled model to that of the equivalent plain model.
+"""The plain model equivalent to a unit-scaled one: equations for its factors, and their solution.
 
-The log2 of a ratio is an affine function of the unknowns: log2 of the factors of the plain model's
-parameters. A product adds the ratios of its operands and log2 of its step's factor, the result of a
-norm does not depend on the ratio of its input, a sum needs equal ratios of its terms, and a
-function that is not homogeneous needs the ratio 1. Each such condition is a `Tie`: an equation for
-the unknowns. `transforms.fold` solves them.
+The log2 of the ratio of a value of the unit-scaled model to that of the plain model is an affine
+function of the unknowns: log2 of the factors of the plain model's parameters. A product adds the
+ratios of its operands and log2 of its step's factor, the result of a norm does not depend on the
+ratio of its input, a sum needs equal ratios of its terms, and a function that is not homogeneous
+needs the ratio 1. Each such condition is a `Tie`: an equation for the unknowns.
+
+Equations are eliminated one by one, so that a contradiction can be attributed to its call. The
+remaining freedom (queries may be larger and keys smaller, for example) is used so that the inputs
+of norms have the ratio 1, as far as possible, so that eps has the same effect, and then the inputs
+of products. What is free after that stays as it is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ...rules.table import find_op
-from ..plan.plan import Step, Tie
-from ..record.calls import CallNode, Input
-from ..record.kinds import (
+from ..rules.table import find_op
+from .plan.plan import Step, Tie
+from .record.calls import CallNode, Input
+from .record.kinds import (
     ATTENTION,
     PRODUCTS,
     RECURRENT,
     TRANSPARENT,
     is_added,
 )
-from ..record.values import has_scale
+from .record.values import has_scale
 
 Ratio = dict[str, float]
 """Unknown -> coefficient, "" -> the constant: log2 of a ratio."""
@@ -171,6 +178,8 @@ def _ratio(
         call.ratios.append(_plus(own, _log(factors.get(i.slot, 1.0))))
     if step.op == "replace":
         raise ValueError("it is replaced, by a function that the plain model does not call")
+    if node.kind in RECURRENT:
+        raise ValueError("its factors lie between the steps of the recurrence")
     rule = _RULES.get(call.kind, _fixed) if used else _fixed
     return _plus(rule(call), _log(step.factor))
 
@@ -183,10 +192,6 @@ def _fixed(call: _Call) -> Ratio:
         for ratio in call.ratios:
             call.one(ratio, "it is not homogeneous: the ratio of its argument is 1")
     return {}
-
-
-def _recurrent(call: _Call) -> Ratio:
-    raise ValueError("its factors lie between the steps of the recurrence")
 
 
 def _same(call: _Call) -> Ratio:
@@ -214,8 +219,14 @@ def _product(call: _Call) -> Ratio:
 def _attention(call: _Call) -> Ratio:
     given = call.named()
     call.one(_plus(given["query"], given["key"]), "the ratios of its queries and keys cancel")
+    call.tie(given["query"], {}, "", "input")
     call.one(given.get("attn_mask", {}), "its mask has the ratio 1")
     return given["value"]
+
+
+def _normalize(call: _Call) -> Ratio:
+    call.near_one(call.first())
+    return {}
 
 
 def _norm(call: _Call) -> Ratio:
@@ -228,15 +239,6 @@ def _norm(call: _Call) -> Ratio:
     weight = given.get("weight", {})
     call.tie(given.get("bias", weight), weight, "its bias has the ratio of its gain")
     return weight
-
-
-def _normalize(call: _Call) -> Ratio:
-    call.near_one(call.first())
-    return {}
-
-
-def _mul(call: _Call) -> Ratio:
-    return _plus(*call.ratios)
 
 
 def _div(call: _Call) -> Ratio:
@@ -266,7 +268,7 @@ _FIRST = (
 _RULES: dict[str, Callable[[_Call], Ratio]] = {
     kind: rule
     for rule, kinds in (
-        (_mul, ["mul"]),
+        (lambda call: _plus(*call.ratios), ["mul"]),
         (_div, ["div"]),
         (_pow, ["pow"]),
         (_normalize, ["normalize"]),
@@ -281,8 +283,87 @@ _RULES: dict[str, Callable[[_Call], Ratio]] = {
             "ones ones_like new_ones full full_like new_full new_tensor sign sgn argmax argmin "
             "arange tensor as_tensor rand_like randn_like randint_like".split(),
         ),
-        (_recurrent, RECURRENT),
     )
     for kind in kinds
 }
 """Kind -> its rule; the last of several. That of all other kinds is `_fixed`."""
+
+
+# The solution
+
+_TOLERANCE = 1e-6
+"""Of log2 values; factors are products of float64 numbers."""
+
+_NAMED = 5
+"""The maximum number of calls that an error names."""
+
+
+class Folded(NamedTuple):
+    """factors: parameter or buffer -> its multiplier in the plain model. inputs: module with a
+    product -> the ratio of its input to that in the plain model. exponents: module with a product
+    -> the exponent of the power of two that its input is cast at."""
+
+    factors: dict[str, float]
+    inputs: dict[str, float]
+    exponents: Mapping[str, int] = MappingProxyType({})
+
+
+def folded(ties: Iterable[Tie]) -> Folded:
+    """The solution of the equations. Raises ValueError, naming the calls of a contradiction."""
+    ties = list(dict.fromkeys(ties))
+    known: dict[str, Ratio] = {}
+    against = [tie for tie in ties if not tie.soft and not _eliminate(tie, known)]
+    if against:
+        raise ValueError(_refusal(against))
+    for soft in ("norm", "input"):
+        for tie in ties:
+            if tie.soft == soft:
+                _eliminate(tie, known)
+    values: Ratio = {"": 1.0}
+    for name in reversed(known):  # a row has no unknowns that earlier rows have solved for
+        values[name] = _value(known[name], values)
+    inputs: dict[str, set[float]] = {}
+    for tie in (tie for tie in ties if tie.soft == "input"):
+        ratio = 2.0 ** round(_value(_row(tie), values), 9)
+        inputs.setdefault(tie.path, set()).add(ratio)
+    named = {name: value for name, value in values.items() if name and not name.startswith(ZEROS)}
+    return Folded(
+        {name: 2.0**value for name, value in named.items() if abs(value) > 1e-12},
+        {path: found.pop() for path, found in inputs.items() if len(found) == 1},
+    )
+
+
+def _row(tie: Tie) -> Ratio:
+    return {**dict(tie.terms), "": tie.constant}
+
+
+def _value(row: Ratio, values: Ratio) -> float:
+    return sum(share * values.get(name, 0.0) for name, share in row.items())
+
+
+def _eliminate(tie: Tie, known: dict[str, Ratio]) -> bool:
+    """Solves an equation for an unknown; False if it contradicts earlier ones."""
+    row = _row(tie)
+    while solved := [name for name in row if name in known]:
+        for name in solved:
+            share = row.pop(name)
+            for other, value in known[name].items():
+                row[other] = row.get(other, 0.0) + share * value
+        row = {name: value for name, value in row.items() if not name or abs(value) > 1e-9}
+    unknowns = [name for name in row if name]
+    if not unknowns:
+        return abs(row.get("", 0.0)) < _TOLERANCE
+    share = row.pop(unknowns[-1])
+    known[unknowns[-1]] = {other: -value / share for other, value in row.items()}
+    return True
+
+
+def _refusal(against: list[Tie]) -> str:
+    named = (f"{tie.call} in {tie.path or 'the model itself'} ({tie.why})" for tie in against)
+    calls = list(dict.fromkeys(named))
+    some = "; ".join(calls[:_NAMED])
+    more = f"; and {len(calls) - _NAMED} more" if len(calls) > _NAMED else ""
+    return (
+        "the weights of the plain model cannot hold the factors of unit_scale at: "
+        f"{some}{more}. Keep the unit-scaled model, or use init='preserve', which has no factors"
+    )

@@ -1,2 +1,0 @@
-"""The plain model equivalent to a unit-scaled one: equations for its factors, and their
-solution."""
