@@ -314,25 +314,11 @@ def graph(m: Any, x: Tensor) -> Tensor:
     return m.head(F.relu(x))
 
 
-def vae(m: Any, x: Tensor) -> Tensor:
-    mean, log_var = m.code(F.relu(m.enter(x))).chunk(2, -1)
-    z = mean + torch.randn_like(mean) * (0.5 * log_var).exp()
-    y = torch.sigmoid(m.leave(F.relu(m.back(z))))
-    divergence = -0.5 * (1 + log_var - mean.square() - log_var.exp()).mean()
-    return F.binary_cross_entropy(y, x.sigmoid()) + divergence
-
-
 def vector_quantized(m: Any, x: Tensor) -> Tensor:
     y = m.enter(x)
     code = m.codes(torch.cdist(y.flatten(0, 1), m.codes.weight).argmin(-1)).view_as(y)
     loss = F.mse_loss(code, y.detach()) + 0.25 * F.mse_loss(y, code.detach())
     return F.mse_loss(m.leave(y + (code - y).detach()), x) + loss
-
-
-def siamese(m: Any, x: Tensor) -> Tensor:
-    a, b = (F.normalize(m.head(F.relu(m.body(t))), dim=-1) for t in (x, x + 0.1 * x.sin()))
-    logits = a.flatten(0, 1) @ b.flatten(0, 1).mT / 0.2
-    return F.cross_entropy(logits, torch.arange(len(logits)))
 
 
 def encoder(m: Any, ids: Tensor) -> Tensor:
@@ -351,12 +337,6 @@ def einsum_attention(m: Any, x: Tensor) -> Tensor:
     q, k, v = m.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5
     return x + m.out(torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2))
-
-
-def linear_attention(m: Any, x: Tensor) -> Tensor:
-    q, k, v = m.qkv(x).chunk(3, -1)
-    q, k = F.elu(q) + 1, F.elu(k) + 1
-    return x + m.out(q @ (k.mT @ v) / (q @ k.sum(1, keepdim=True).mT))
 
 
 def _net(fn: Callable[..., Tensor], modules: dict[str, nn.Module], **values: Tensor) -> nn.Module:
@@ -460,11 +440,6 @@ def _graph() -> nn.Module:
     return _net(graph, _linears(**_ENDS, edge=(2 * WIDTH, WIDTH), node=(WIDTH, WIDTH)))
 
 
-def _vae() -> nn.Module:
-    sizes = {"enter": (WIDTH, WIDTH), "code": (WIDTH, 8), "back": (4, WIDTH)}
-    return _net(vae, _linears(**sizes, leave=(WIDTH, WIDTH)))
-
-
 def _quantized() -> nn.Module:
     modules = _linears(enter=(WIDTH, WIDTH), leave=(WIDTH, WIDTH))
     return _net(vector_quantized, {**modules, "codes": nn.Embedding(8, WIDTH)})
@@ -495,12 +470,9 @@ KINDS: dict[str, Kind] = {
     "Mamba": Kind(_mamba),
     "experts": Kind(_experts, smooth=False, whole=False),
     "graph network": Kind(_graph),
-    "VAE": Kind(_vae),
     "VQ": Kind(_quantized, smooth=False),
-    "siamese": Kind(lambda: _net(siamese, _linears(body=(WIDTH, WIDTH), head=(WIDTH, 8)))),
     "encoder": Kind(_encoder, "tokens"),
     "tied": Kind(lambda: _net(tied, _linears(a=(WIDTH, 32)), bias=torch.zeros(WIDTH)), folds=False),
     "parametrized": Kind(_parametrized),
     "einsum attention": Kind(lambda: _net(einsum_attention, _linears(**_QKV)), folds=False),
-    "linear attention": Kind(lambda: _net(linear_attention, _linears(**_QKV)), folds=False),
 }

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from collections import deque, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
@@ -86,10 +86,7 @@ WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
     "normalised": F.normalize,
     "normalised in place": lambda w: (_divide(w), w)[1],
     "standardised": lambda w: (w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True),
-    "clamped": lambda w: w.clamp(-0.2, 0.2),
-    "rounded": lambda w: w + (w.mul(8).round() / 8 - w).detach(),
     "low rank": lambda w: w + 0.5 * w[:, :2] @ w[:2],
-    "transposed": lambda w: w.T,
     "in parts": lambda w: torch.cat(w.chunk(2)[::-1]),
 }
 for _name, _of in WEIGHTS.items():
@@ -145,27 +142,15 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "head in parts": lambda m, x: sum(mse(h @ m.down.weight.T) for h in hidden(m, x).chunk(3)),
     "weight read again": lambda m, x: mse(y := m(x)) + mse(y @ m.down.weight),
     "clamped": lambda m, x: m(x).clamp(-0.1, 0.1).square().sum(),
-    "clamped in place": lambda m, x: m(x).clamp_(-0.1, 0.1).square().sum(),
     "written": lambda m, x: m(x).mul_(2).add_(1).square().mean(),
-    "written in part": lambda m, x: mse(m(x).index_fill_(1, torch.tensor([0]), 0.0)),
     "part, activated in place": lambda m, x: mse(m.down(F.relu_(m.up(x)))),
-    "part, written": lambda m, x: mse(m.down(m.up(x).mul_(0.3).sigmoid_())),
-    "part alone": lambda m, x: m.up(x).sin().mean(),
     "model and part": lambda m, x: mse(m(x)) + m.up(x).sin().mean(),
-    "part and model": lambda m, x: m.up(x).sin().mean() + mse(m(x)),
     "detached": lambda m, x: mse(m(x)) + mse(m(x.detach()).detach() * m(x)),
     "two calls": lambda m, x: mse(m(x)) + 1e3 * m(x[:2]).sum(),
     "training and evaluation": lambda m, x: mse(m.train()(x)) + mse(m.eval()(x[:1])),
-    "small": lambda m, x: 1e-20 * mse(m(x)),
     "products of parts": lambda m, x: mse(m.up(x) @ m.up(x).mT) + mse(m(x)),
     "complex": lambda m, x: torch.fft.fft(m(x)).abs().square().mean(),
-    "sorted": lambda m, x: m(x).sort(0).values[:2].sum() + m(x).topk(2).values.prod(),
-    "of rows": lambda m, x: torch.stack([mse(m(row)) for row in x]).sum(),
-    "with noise": lambda m, x: mse(m(x + 0.1 * torch.randn_like(x)) * torch.rand(ROWS, OUT)),
-    "dropped": lambda m, x: mse(F.dropout(m(x), 0.5)),
-    "float32 within": lambda m, x: mse(m(x).float().double()),
     "function of autograd": lambda m, x: mean_of_squares(m(x)),
-    "frozen in part": lambda m, x: (m.up.requires_grad_(False), mse(m(x)))[1],
     "clip of autograd": lambda m, x: mse(clipped(m(x))),
 }
 for _name, _loss in LOSSES.items():
@@ -177,8 +162,6 @@ INSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "auxiliary loss": lambda m, x: mse(m.down(with_loss(hidden(m, x), balance(m, x)))),
     "straight through": lambda m, x: mse(m.down(rounded(3 * m.up(x)).tanh())),
     "reversed": lambda m, x: mse(m.down(hidden(m, x))) + mse(reverse(m.up(x))),
-    "penalty": lambda m, x: mse(m.down(m.dot(hidden(m, x), m.weight))) + mse(m.weight),
-    "weight used twice": lambda m, x: mse(m.dot(m.down(hidden(m, x)), m.down.weight.T).sin()),
     "weight and transpose": lambda m, x: mse(
         m.again(m.dot(hidden(m, x), m.weight), m.weight.T).sin()
     ),
@@ -231,37 +214,20 @@ small = lambda g: g.clamp(-1e-3, 1e-3)  # noqa: E731
 
 HOOKS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
     "forward": lambda m, seen: after(m.up, torch.cos),
-    "forward, of the model": lambda m, seen: after(m, torch.cos),
     "forward, that clones": lambda m, seen: after(m.up, lambda y: y.clone().relu_()),
     "forward, that writes": lambda m, seen: after(m.up, lambda y: y.mul_(0.5)),
     "forward, before": lambda m, seen: m.down.register_forward_pre_hook(lambda _m, a: a[0].cos()),
-    "forward, named": lambda m, seen: m.up.register_forward_hook(
-        lambda _m, _a, _k, y: 2 * y, with_kwargs=True
-    ),
     "forward, of all": lambda m, seen: nn.modules.module.register_module_forward_hook(
         lambda m, _a, y: 0.5 * y if isinstance(m, nn.Linear) else None
     ),
     "backward": lambda m, seen: m.up.register_full_backward_hook(lambda _m, i, o: note(seen, i, o)),
-    "backward, of the model": lambda m, seen: m.register_full_backward_hook(
-        lambda _m, i, o: note(seen, i, o)
-    ),
     "backward, that scales": lambda m, seen: m.down.register_full_backward_hook(
         lambda _m, i, o: (0.1 * i[0],)
     ),
-    "backward, before": lambda m, seen: m.down.register_full_backward_pre_hook(
-        lambda _m, o: (small(o[0]),)
-    ),
-    "tensor": lambda m, seen: at(m.up, lambda g: note(seen, g)),
     "tensor, that clips": lambda m, seen: at(m.up, small),
     "parameter": lambda m, seen: m.up.weight.register_hook(small),
     "parameter, after": lambda m, seen: m.up.weight.register_post_accumulate_grad_hook(
         lambda p: note(seen, p.grad)
-    ),
-    "parameter, that steps": lambda m, seen: m.down.bias.register_post_accumulate_grad_hook(
-        lambda p: p.data.sub_(p.grad) is None or None
-    ),
-    "several gradients": lambda m, seen: torch.autograd.graph.register_multi_grad_hook(
-        list(m.parameters())[:2], lambda grads: note(seen, grads)
     ),
 }
 
@@ -310,14 +276,12 @@ class Slotted:
 
 
 Pair = namedtuple("Pair", "y hidden")
-Both = make_dataclass("Both", ["y", "hidden"])
 PLACES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "attribute": (lambda h: h, lambda held: held),
     "slot": (Slotted, lambda held: held.value),
     "deque": (lambda h: deque([h], maxlen=2), lambda held: held[0]),
     "generator": (lambda h: (t for t in [h]), next),
     "closure": (lambda h: lambda: h, lambda held: held()),
-    "set": (lambda h: {h}, lambda held: next(iter(held))),
 }
 
 
@@ -336,7 +300,6 @@ CONTAINERS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "tuple": (lambda y, h: (y, h), tuple),
     "dict": (lambda y, h: {"y": y, "h": h}, lambda r: r.values()),
     "named tuple": (Pair, tuple),
-    "dataclass": (Both, lambda r: (r.y, r.hidden)),
     "nested": (lambda y, h: {"a": [y, {"h": (h,)}]}, lambda r: (r["a"][0], r["a"][1]["h"][0])),
     "distribution": (
         lambda y, h: torch.distributions.Normal(y, y.exp()),
@@ -406,15 +369,12 @@ def of_weights(m: Any, x: Tensor) -> Callable[[dict[str, Tensor]], Tensor]:
 
 FUNCTIONS: dict[str, Callable[[Any, Tensor], Any]] = {
     "jvp": lambda m, x: jvp(m, (x,), (x.cos(),)),
-    "jacfwd": lambda m, x: jacfwd(m)(x[0]),
     "jacrev": lambda m, x: jacrev(m)(x[0]),
-    "vjp": lambda m, x: (f := vjp(m, x))[1](f[0]),
+    "jacfwd": lambda m, x: jacfwd(m)(x[0]),
     "hessian": lambda m, x: hessian(lambda x: mse(m(x)))(x[0]),
     "grad": lambda m, x: grad(of_weights(m, x))(parameters(m)),
     "vmap": lambda m, x: vmap(m)(x),
     "vmap of grad": lambda m, x: vmap(lambda x: grad(of_weights(m, x))(parameters(m)))(x),
-    "jvp of grad": lambda m, x: jvp(grad(lambda x: mse(m(x))), (x,), (x,)),
-    "jacfwd of weights": lambda m, x: jacfwd(of_weights(m, x))(parameters(m)),
 }
 for _name, _of in FUNCTIONS.items():
     USES[f"func, {_name}"] = Use(
@@ -552,14 +512,6 @@ def actor_and_critic(m: Any, x: Tensor) -> Any:
     (slope,) = torch.autograd.grad(m.b(action := m.a(x)).mean(), action)
     action.backward(-slope)
     return slope
-
-
-@use(pair)
-def siamese_with_a_memory_bank(m: Any, x: Tensor) -> Any:
-    F.triplet_margin_loss(m.a(x), m.a(x.roll(1, 0)), m.a(-x)).backward()
-    with torch.no_grad():
-        bank = F.normalize(m.a(x.flip(0)))
-    F.cross_entropy(F.normalize(m.a(x)) @ bank.T / 0.1, torch.arange(ROWS)).backward()
 
 
 @use(pair)

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 import unit_scaling as uu
-from notebooks.nanogpt.model import GPT, GPTConfig
 from unit_scaling.parameter import has_parameter_data
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
@@ -43,53 +42,6 @@ VISION = {
     "image_size": 32,
     "patch_size": 8,
 }
-SEQ2SEQ = {
-    "vocab_size": 64,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "max_position_embeddings": 32,
-}
-
-
-class Bottleneck(nn.Module):
-    def __init__(self, width: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(width, out, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(out)
-        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(out)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = (
-            nn.Sequential(nn.Conv2d(width, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-            if stride > 1
-            else nn.Identity()
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        out += self.downsample(x)
-        return self.relu(out)
-
-
-class ResNet(nn.Module):
-    """In the way of torchvision's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 16, 7, 2, 3, bias=False)
-        self.bn1 = nn.BatchNorm2d(16)
-        self.pool = nn.MaxPool2d(3, 2, 1)
-        self.layers = nn.Sequential(Bottleneck(16, 16, 1), Bottleneck(16, 32, 2))
-        self.fc = nn.Linear(32, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers(self.pool(F.relu(self.bn1(self.conv1(x)))))
-        return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
 
 
 class Encoder(nn.Module):
@@ -143,38 +95,27 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], float]] = {
         {"input_ids": IDS},
         7e-6,
     ),
-    "Llama, biases": (
+    "Llama, biases, eager": (
         lambda: of(
-            "LlamaForCausalLM", GROUPED, attention_bias=True, mlp_bias=True, hidden_act="gelu"
+            "LlamaForCausalLM",
+            GROUPED,
+            attention_bias=True,
+            mlp_bias=True,
+            hidden_act="gelu",
+            attn_implementation="eager",
         ),
         {"input_ids": IDS},
         7e-6,
     ),
-    "Llama, eager": (
-        lambda: of("LlamaForCausalLM", GROUPED, attn_implementation="eager"),
-        {"input_ids": IDS},
-        7e-6,
-    ),
-    "Qwen2": (lambda: of("Qwen2ForCausalLM", GROUPED), {"input_ids": IDS}, 7e-6),
     "Phi3": (lambda: of("Phi3ForCausalLM", GROUPED, pad_token_id=0), {"input_ids": IDS}, 2e-4),
-    "GPTNeoX": (lambda: of("GPTNeoXForCausalLM", SIZES), {"input_ids": IDS}, 4e-5),
     "GPT2, tied": (lambda: of("GPT2LMHead", GPT2), {"input_ids": IDS}, 4e-5),
     "BERT": (lambda: of("BertForMaskedLM", SIZES), {"input_ids": IDS}, 1e-9),
-    "BERT, without head": (lambda: of("Bert", SIZES), {"input_ids": IDS}, 1e-9),
     "ViT": (lambda: of("ViTForImageClassification", VISION), {"pixel_values": IMAGES}, 4e-5),
     "T5": (lambda: of("T5ForConditionalGeneration", T5), DECODER, 7e-6),
-    "BART": (lambda: of("BartForConditionalGeneration", SEQ2SEQ), DECODER, 1e-8),
-    "ResNet": (ResNet, {"x": IMAGES}, 1e-9),
-    "Encoder": (Encoder, {"ids": IDS}, 1e-9),
     "Encoder, pre-norm": (
         lambda: Encoder(norm_first=True, activation="gelu"),
         {"ids": IDS},
         2e-5,
-    ),
-    "nanoGPT": (
-        lambda: GPT(GPTConfig(vocab=64, context=16, layers=2, width=32, dropout=0.1)),
-        {"idx": IDS},
-        4e-5,
     ),
     "MLP": (
         lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh()),
@@ -231,16 +172,6 @@ def test_the_plain_model_computes_the_same(name):
         assert torch.equal(logits(model, given), want)  # it is as it was
 
 
-@pytest.mark.parametrize("residual", ["fixed", "umup"])
-def test_weights_of_branches(residual):
-    torch.manual_seed(0)
-    model = unit_scale(of("LlamaForCausalLM", GROUPED).double(), residual=residual)
-    given = {"input_ids": IDS}
-    logits(model, given)
-    want = logits(moved(model), given)
-    assert (logits(uu.fold(model), given) - want).abs().max() < 7e-6 * want.abs().max()
-
-
 def test_what_holds_in_training_alone():
     """The model has not run in evaluation: the factors are those of evaluation nevertheless."""
     torch.manual_seed(0)
@@ -276,7 +207,7 @@ def test_what_is_kept_and_what_is_gone():
     assert [type(m) for m in result.modules()] == [type(m) for m in plain.modules()]
     assert not any(has_parameter_data(p) for p in result.parameters())
     assert not any(vars(m).keys() & {"_scopes", "mup_tags"} for m in result.modules())
-    with pytest.raises(ValueError, match="has no transform"):
+    with pytest.raises(ValueError, match="needs a model with unit_scale"):
         uu.report(result)
     copy.deepcopy(result)
 
@@ -284,8 +215,7 @@ def test_what_is_kept_and_what_is_gone():
 def test_other_transforms_stay():
     model = simulate_fp8(unit_scale(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))))
     model(torch.randn(2, 8))
-    result = uu.fold(model)
-    assert "Products are simulated" in str(uu.report(result))
+    assert "simulated casts to e4m3 and e5m2" in str(uu.fold(model))
 
 
 @pytest.mark.parametrize("normed", ["weight_norm", "spectral_norm", "orthogonal", "pruned"])
@@ -336,7 +266,6 @@ class Tied(nn.Module):
     ("make", "given", "why"),
     [
         (lambda: Encoder(nn.LSTM), {"ids": IDS}, r"lstm in body \(its factors lie between"),
-        (lambda: Encoder(nn.GRU), {"ids": IDS}, r"gru in body \(its factors lie between"),
         (Tied, {"x": torch.randn(2, 8)}, r"output in the model itself"),
         (
             lambda: of("Gemma2ForCausalLM", GROUPED, head_dim=8),

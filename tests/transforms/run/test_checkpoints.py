@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import warnings
 from collections.abc import Iterator
 
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 
 import fp8
 import unit_scaling as uu
@@ -131,23 +129,6 @@ def test_within_another_module():
         pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "model.{MARKER}"'),
     ):
         outer.load_state_dict(wrong)
-
-
-def test_copies_and_averages():
-    model = unit_scale(plain())
-    model(X)
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert not any(copied.load_state_dict(model.state_dict()))
-        same(copied, model)
-    names = [[n for n, _ in m.named_parameters()] for m in (model, plain())]
-    assert names[0] == names[1]
-    assert not list(model.buffers())
-    average = AveragedModel(model, use_buffers=True)
-    average.update_parameters(model)
-    same(average, model)
-    other = AveragedModel(unit_scale(plain(1)))
-    assert not any(other.load_state_dict(average.state_dict()))
-    same(other, model)
 
 
 def test_functional_calls_take_the_whole_dict():

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-import unit_scaling.functional as U
 from tests.transforms.gradients import check_true
 from tests.transforms.models import batch, gpt
 from unit_scaling.transforms import unit_scale
@@ -49,23 +48,6 @@ def test_a_plan_made_in_a_functional_call_is_that_of_the_model(
     found = functional_call(model, parameters, (x,))
     assert torch.equal(found, other(x))
     assert torch.equal(model(x), other(x))
-
-
-@pytest.mark.parametrize(("init", "calls"), [("unit", 1), ("preserve", 0), ("preserve", 1)])
-def test_gradients_through_computed_parameters_are_true(init: str, calls: int, x: Tensor):
-    """As in MAML: what stands in the place of the parameters is no leaf, also when the plan is
-    made."""
-    torch.manual_seed(0)
-    model = unit_scale(Residual().double(), init=init)
-    for _ in range(calls):
-        model(x).square().mean().backward()
-    model.zero_grad()
-    leaves = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    for _ in range(2):
-        computed = {n: p * 1.0 for n, p in leaves.items()}
-        loss = functional_call(model, computed, (x,)).square().mean()
-        ours = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-        torch.testing.assert_close(ours, check_true(model, lambda m: m(x).square().mean()))
 
 
 def test_parameters_written_past_the_module_keep_the_plan_and_the_mark(model: nn.Module, x: Tensor):
@@ -116,24 +98,6 @@ def test_exports_once_it_has_run(x: Tensor):
         expected = model(*args)
         program = torch.export.export(model, args)
         torch.testing.assert_close(program.module()(*args), expected)
-
-
-@pytest.mark.parametrize("name", ["linear", "tanh", "gelu"])
-def test_a_compiled_gradient_is_that_of_eager_code(name: str):
-    """The op's own gradient, with its factors: of an argument that goes into it as it is, too."""
-    torch.manual_seed(0)
-    x, w = torch.randn(64, 8), torch.randn(4, 8)
-    if name == "linear":
-        gradient = grad(lambda w: U.linear(x, w).square().sum())
-    else:
-        gradient = grad(lambda w: getattr(U, name)(w, constraint=None).square().sum())
-    torch.compiler.reset()
-    compiled = torch.compile(gradient, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(w), gradient(w))
-    each, args = vmap(gradient), (torch.stack([w, -w]),)
-    compiled = torch.compile(each, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*args), each(*args))
-    assert each(*args).shape == (2, 4, 8)
 
 
 class Adapted(nn.Module):

@@ -68,26 +68,6 @@ def test_a_module_that_is_registered_in_a_broken_graph(called: bool) -> None:
         assert torch.equal(model(x), expected)
 
 
-class LossInForward(nn.Module):
-    """The compiler replaces the call of such a loss by one that no mode sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.CrossEntropyLoss()(self.head(torch.relu(self.layer(x))), y)
-
-
-def test_calls_that_the_compiler_replaces_are_compiled() -> None:
-    torch.manual_seed(0)
-    model = unit_scale(LossInForward())
-    x, y = torch.randn(4, 8), torch.randint(5, (4,))
-    expected = model(x, y)
-    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(whole(x, y), expected)
-
-
 class Wrapper(nn.Module):
     """As DDP and trainers have them: one more call around each."""
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-import itertools
 import pickle
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
@@ -34,15 +32,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "both": lambda m: unit_scale(simulate_fp8(m)),
 }
 every_transform = pytest.mark.parametrize("name", TRANSFORMS)
-alone = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=[] if name in ("unit_scale", "preserve") else pytest.mark.exhaustive
-        )
-        for name in TRANSFORMS
-    ],
-)
+alone = pytest.mark.parametrize("name", ["unit_scale", "preserve"])
 """Where each model is compiled: simulation, which takes long, is compiled by other tests here."""
 
 
@@ -69,18 +59,6 @@ def test_identity(name: str) -> None:
     first, transforms, *rest = repr(model).splitlines()
     assert "unit_scale(" in transforms or "simulated casts" in transforms
     assert "\n".join([first, *rest]) == repr(plain)
-
-
-@every_transform
-def test_requires_grad_and_dtype_are_kept(name: str) -> None:
-    plain = gpt().double()
-    plain.positions.weight.requires_grad_(False)
-    model = TRANSFORMS[name](plain)
-    assert model.positions.weight.dtype == torch.float64
-    assert [p.requires_grad for p in model.parameters()] == [
-        p.requires_grad for p in plain.parameters()
-    ]
-    step(model)
 
 
 def roundtrip(model: nn.Module) -> nn.Module:
@@ -118,14 +96,6 @@ def test_copies_are_transformed_and_independent(name: str, seen: bool, how: str)
 
 
 @every_transform
-def test_state_dict_round_trip(name: str) -> None:
-    model = transformed(name)
-    other = TRANSFORMS[name](gpt())
-    other.load_state_dict(model.state_dict())
-    same(step(other), step(model))
-
-
-@every_transform
 def test_eval_and_generate(name: str) -> None:
     """A growing prompt from one token: each step equals a call with the whole prompt."""
     model = transformed(name).eval()
@@ -138,7 +108,7 @@ def test_eval_and_generate(name: str) -> None:
     step(model.train())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @every_transform
 def test_pure_dtypes(name: str, dtype: torch.dtype) -> None:
     expected = step(transformed(name))
@@ -221,16 +191,10 @@ def test_gradient_checkpointing_of_blocks() -> None:
         same(step(torch.compile(scaled, fullgraph=True, backend="eager")), wanted, 1e-5, 1e-5)
 
 
-ORDERS = list(itertools.permutations(["unit", "fp8", "compile"]))
-
-
 @pytest.mark.proves("unit-scaling", "unit_scale(simulate_fp8(model))", how="own")
 @pytest.mark.parametrize(
     "order",
-    [
-        *(("unit", "fp8"), ("fp8", "unit"), ORDERS[-1]),
-        *(pytest.param(order, marks=pytest.mark.exhaustive) for order in ORDERS[:-1]),
-    ],
+    [("unit", "fp8"), ("fp8", "unit"), ("compile", "fp8", "unit")],
     ids="-".join,
 )
 def test_any_order_applies_each_once(order: tuple[str, ...]) -> None:
@@ -276,15 +240,12 @@ def test_autocast_around_and_inside() -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.proves("unit-scaling", "with torch.compile", how="own")
-@pytest.mark.parametrize(
-    "backend", [pytest.param("eager", marks=pytest.mark.exhaustive), "aot_eager"]
-)
 @every_transform
-def test_fullgraph_after_the_first_call(name: str, backend: str) -> None:
+def test_fullgraph_after_the_first_call(name: str) -> None:
     torch._dynamo.reset()
     model = TRANSFORMS[name](tiny())
     expected = step(model)  # the first call
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     same(step(compiled), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -316,43 +277,6 @@ def test_fullgraph_before_the_first_call_says_what_to_do() -> None:
     compiled = torch.compile(unit_scale(tiny()), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="call the model once before compiling"):
         compiled(*batch())
-
-
-def test_a_compiled_part_is_transformed_once() -> None:
-    torch._dynamo.reset()
-    model = tiny()
-    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
-    model.blocks[0](torch.randn(2, 16, 16))
-    for name in TRANSFORMS:
-        same(step(TRANSFORMS[name](model)), step(TRANSFORMS[name](tiny())))
-
-
-def test_an_unrelated_compiled_model_is_left_alone() -> None:
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    other = torch.compile(nn.Linear(4, 4), backend=counter)
-    x = torch.randn(2, 4)
-    expected = other(x)
-    for name in TRANSFORMS:
-        step(TRANSFORMS[name](tiny()))
-        assert torch.equal(other(x), expected)
-    assert counter.frame_count == 1
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
-
-
-@every_transform
-def test_ddp(name: str, process_group: None) -> None:
-    expected = step(transformed(name))
-    model = nn.parallel.DistributedDataParallel(TRANSFORMS[name](gpt()))
-    same(step(model), expected)
 
 
 def test_new_branches_are_recorded_when_they_come() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -48,7 +45,7 @@ def planned(**options: Any) -> tuple[nn.Module, ModelPlan]:
     return model, ModelPlan.from_json(uu.plan(model).to_json())
 
 
-@pytest.mark.parametrize("options", [{}, {"residual": "umup"}, {"init": "preserve"}])
+@pytest.mark.parametrize("options", [{"residual": "fixed"}, {"init": "preserve"}])
 def test_the_same_bits_without_a_recording(options, monkeypatch):
     model, plan = planned(**options)
     want, report = step(model), str(uu.report(model))
@@ -107,9 +104,8 @@ def test_a_call_that_an_adopted_plan_does_not_have_is_warned_of():
 
 def test_json():
     _, plan = planned()
-    data = json.loads(plan.to_json())
-    assert data["init"] == "unit"
-    assert ModelPlan.from_dict(data) == plan
+    assert json.loads(plan.to_json())["init"] == "unit"
+    assert ModelPlan.from_json(plan.to_json()) == plan
     text = str(plan)
     assert "plan of unit_scale(init='unit', residual='completep')" in text
     assert "terms=" in text
@@ -117,15 +113,16 @@ def test_json():
 
 def test_other_fields_are_refused_by_name():
     _, plan = planned()
-    data = plan.to_dict()
-    with pytest.raises(ValueError, match=r"unknown fields \['colour'\], missing fields \[\]"):
-        ModelPlan.from_dict({**data, "colour": 1})
-    with pytest.raises(ValueError, match=r"a plan: unknown fields \[\], missing fields \['tags'\]"):
-        ModelPlan.from_dict({name: value for name, value in data.items() if name != "tags"})
-    with pytest.raises(ValueError, match="a plan of version 10 is needed, got version 8"):
-        ModelPlan.from_dict({**data, "version": 8})
-    with pytest.raises(ValueError, match="a plan is a dict of fields, got list"):
-        ModelPlan.from_json("[]")
+    data = json.loads(plan.to_json())
+    without = {name: value for name, value in data.items() if name != "tags"}
+    for bad, why in (
+        ({**data, "colour": 1}, r"unknown fields \['colour'\], missing fields \[\]"),
+        (without, r"a plan: unknown fields \[\], missing fields \['tags'\]"),
+        ({**data, "version": 8}, "a plan of version 10 is needed, got version 8"),
+        ([], "a plan is a dict of fields, got list"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            ModelPlan.from_json(json.dumps(bad))
 
 
 def test_refused_by_name():
@@ -138,33 +135,11 @@ def test_refused_by_name():
         uu.plan("model")
     with pytest.raises(ValueError, match=r"another model than this GPT: only one .* 'blocks\.2"):
         unit_scale(GPT(layers=3), plan=plan)
-    with pytest.raises(ValueError, match="made with residual='completep', got residual='umup'"):
-        unit_scale(gpt(), plan=plan, residual="umup")
+    with pytest.raises(ValueError, match="made with residual='completep', got residual='fixed'"):
+        unit_scale(gpt(), plan=plan, residual="fixed")
     with pytest.raises(ValueError, match="cannot be combined with functions in replace"):
         unit_scale(gpt(), {torch.relu: torch.tanh}, plan=plan)
     replaced = unit_scale(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), {torch.relu: torch.tanh})
     replaced(torch.randn(1, 2))
     with pytest.raises(ValueError, match="with functions in replace cannot be saved"):
         uu.plan(replaced)
-
-
-PROGRAM = """
-import torch
-from tests.transforms.run.test_plans import planned
-for residual in ("completep", "umup", "fixed"):
-    print(planned(residual=residual)[1].to_json())
-"""
-
-
-@pytest.mark.exhaustive
-def test_the_text_does_not_depend_on_the_hashes_of_a_process() -> None:
-    texts = [
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for seed in "12"
-    ]
-    assert texts[0] == texts[1]

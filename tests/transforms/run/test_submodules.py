@@ -68,8 +68,8 @@ def test_a_compiled_part() -> None:
 
 
 class Deep(nn.Module):
-    """Three residual branches, whose weights depend on those before under "umup", and a product
-    over positions."""
+    """Three residual branches, whose weights depend on their number, and a product over
+    positions."""
 
     def __init__(self, recomputed: bool = False) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def loaded(how: str, model: nn.Module, plain: nn.Module) -> nn.Module:
 def test_parts_of_a_loaded_model_have_the_factors_of_the_whole(how: str, recomputed: bool) -> None:
     torch.manual_seed(0)
     plain = Deep(recomputed).double()
-    model = unit_scale(plain, residual="umup")
+    model = unit_scale(plain)
     x = torch.randn(3, 6, 8, dtype=torch.float64)
     for _ in range(2):
         model(x).square().mean().backward()

