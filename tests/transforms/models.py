@@ -119,33 +119,6 @@ class OfLayer(torch.autograd.Function):
         return g @ ctx.layer.weight, g.mT @ ctx.saved_tensors[0], None
 
 
-class Reversible(torch.autograd.Function):
-    """(a, b) -> (a + f(b), b + g(a + f(b))), computed again in the backward pass.
-
-    Source: Gomez et al. 2017, arXiv:1707.04585."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, f: nn.Module, g: nn.Module) -> Any:
-        ctx.parts = f, g
-        y = a + f(b)
-        z = b + g(y)
-        ctx.save_for_backward(y.detach(), z.detach())
-        return y, z
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor, dz: Tensor) -> Any:
-        (y, z), (f, g) = ctx.saved_tensors, ctx.parts
-        with torch.enable_grad():
-            y = y.requires_grad_()
-            of_y = g(y)
-            torch.autograd.backward(of_y, dz)
-        dy, b = dy + y.grad, z - of_y.detach()
-        with torch.enable_grad():
-            b = b.requires_grad_()
-            torch.autograd.backward(f(b), dy)
-        return dy, dz + b.grad, None, None
-
-
 def gpt(seed: int = 0) -> GPT:
     torch.manual_seed(seed)
     return GPT()
@@ -275,14 +248,6 @@ def lstm(m: Any, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def gru_cells(m: Any, x: Tensor) -> Tensor:
-    state, outputs = x.new_zeros(len(x), WIDTH), []
-    for part in m.enter(x).unbind(1):
-        state = m.cell(part, state)
-        outputs.append(m.head(state))
-    return torch.stack(outputs, 1)
-
-
 def mamba(m: Any, x: Tensor) -> Tensor:
     x, gate = m.enter(x).chunk(2, -1)
     x = F.silu(m.conv(x.mT)[..., : x.shape[1]].mT)
@@ -327,10 +292,6 @@ def encoder(m: Any, ids: Tensor) -> Tensor:
     x = m.tokens(ids.masked_fill(hidden, 0)) + m.positions.weight[:LENGTH]
     logits = m.head(m.body(x, src_key_padding_mask=padding))
     return F.cross_entropy(logits.flatten(0, 1), ids.masked_fill(~hidden, -100).flatten())
-
-
-def tied(m: Any, x: Tensor) -> Tensor:
-    return F.mse_loss(F.linear(torch.tanh(m.a(x)), m.a.weight.mT, m.bias), x)
 
 
 def einsum_attention(m: Any, x: Tensor) -> Tensor:
@@ -418,10 +379,6 @@ def _lstm() -> nn.Module:
     return _net(lstm, {**ends, "body": nn.LSTM(WIDTH, WIDTH, batch_first=True)})
 
 
-def _gru() -> nn.Module:
-    return _net(gru_cells, {**_linears(**_ENDS), "cell": nn.GRUCell(WIDTH, WIDTH)})
-
-
 def _mamba() -> nn.Module:
     sizes = {"enter": (WIDTH, 32), "select": (WIDTH, WIDTH + 8), "leave": (WIDTH, WIDTH)}
     conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
@@ -466,13 +423,11 @@ KINDS: dict[str, Kind] = {
     "ConvNeXt": Kind(_convnext, "images"),
     "U-Net": Kind(_unet, "images", folds=False),
     "LSTM": Kind(_lstm, "tokens", folds=False, whole=False),
-    "GRU cells": Kind(_gru, folds=False),
     "Mamba": Kind(_mamba),
     "experts": Kind(_experts, smooth=False, whole=False),
     "graph network": Kind(_graph),
     "VQ": Kind(_quantized, smooth=False),
     "encoder": Kind(_encoder, "tokens"),
-    "tied": Kind(lambda: _net(tied, _linears(a=(WIDTH, 32)), bias=torch.zeros(WIDTH)), folds=False),
     "parametrized": Kind(_parametrized),
     "einsum attention": Kind(lambda: _net(einsum_attention, _linears(**_QKV)), folds=False),
 }

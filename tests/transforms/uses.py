@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.transforms.models import Net, OfLayer, Reversible, own
+from tests.transforms.models import Net, OfLayer, own
 
 ROWS, IN, HIDDEN, OUT = 6, 8, 16, 4
 
@@ -170,18 +170,6 @@ INSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 for _name, _loss in INSIDE.items():
     USES[f"inside, {_name}"] = Use(made_of(_loss), lambda m, x: m(x).backward(), graph=True)
-
-
-def reversible() -> nn.Module:
-    model = made_of(
-        lambda m, x: m.down(torch.cat(Reversible.apply(*m.up(x).chunk(2, -1), *m.parts), -1))
-    )()
-    half = HIDDEN // 2
-    model.parts = nn.ModuleList(nn.Sequential(nn.Linear(half, half), nn.GELU()) for _ in range(2))
-    return model
-
-
-USES["reversible layers"] = Use(reversible, step)
 
 
 # Hooks

@@ -48,33 +48,9 @@ class Sign(torch.autograd.Function):
         return grad * (x.abs() < 1)
 
 
-class Spike(torch.autograd.Function):
-    """The result is not of the dtype that is computed with."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return (x > 0).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad / (1 + 10 * x.abs()) ** 2
-
-
 def kernel(m: Net, x: Tensor) -> Tensor:
     y, square = Kernel.apply(m.a(x), m.c.weight)
     return m.b(torch.tanh(y)) + square
-
-
-def spiking(m: Net, x: Tensor) -> Tensor:
-    potential, out = torch.zeros_like(x), torch.zeros_like(x)
-    for _ in range(3):
-        potential = 0.9 * potential + m.a(x)
-        spikes = Spike.apply(potential - 1)
-        potential = potential - spikes
-        out = out + m.b(spikes)
-    return out
 
 
 def written_views(m: Net, x: Tensor) -> Tensor:
@@ -94,7 +70,6 @@ Form = Callable[[Net, Tensor], Tensor]
 FORMS: dict[str, tuple[Form, str]] = {
     "a kernel of an extension": (kernel, "Kernel"),
     "no call with a gradient": (lambda m, x: m.b(Sign.apply(m.a(x))), "Sign"),
-    "another dtype inside": (spiking, "Spike"),
     "a weight": (lambda m, x: m.b(F.linear(x, Sign.apply(10 * m.a.weight))), "Sign"),
     "writes into views": (written_views, ""),
     "vmap of a part": (ensemble, "Tanh"),

@@ -39,8 +39,6 @@ UPDATES = {
     "assigned": assign,
     "through .data": lambda old, new: old.data.mul_(0.5).add_(new.data, alpha=0.5),
     "in place": lambda old, new: old.mul_(0.5).add_(new, alpha=0.5),
-    "into a part": lambda old, new: old[:2].lerp_(new[:2], 0.5),
-    "out": lambda old, new: torch.lerp(old, new, 0.5, out=old),
     "several at once": lambda old, new: torch._foreach_lerp_([old], [new], 0.5),
 }
 

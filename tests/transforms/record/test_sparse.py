@@ -27,8 +27,6 @@ def ones(h: Tensor) -> Tensor:
 FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "squared csr": lambda h, _: ((csr := ones(h).to_sparse_csr()) @ csr) @ h,
     "squared coo": lambda h, _: ((coo := ones(h)) @ coo) @ h,
-    "dense again": lambda h, _: ((coo := ones(h)) @ coo).to_dense() @ h,
-    "learned": lambda h, values: graph(values) @ h,
     "learned, squared": lambda h, values: (
         torch.sparse.mm(graph(values), graph(values)).to_dense() @ h
     ),

@@ -131,14 +131,6 @@ def test_within_another_module():
         outer.load_state_dict(wrong)
 
 
-def test_functional_calls_take_the_whole_dict():
-    model = unit_scale(plain())
-    want = model(X)
-    state = unit_scale(plain()).state_dict()
-    assert torch.equal(torch.func.functional_call(model, state, (X,)), want)
-    assert not any(copy.deepcopy(model).load_state_dict(model.state_dict()))
-
-
 def test_files(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     model = unit_scale(plain())

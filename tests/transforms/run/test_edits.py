@@ -128,11 +128,6 @@ def delete_a_block(m):
 
 
 @edit
-def swap_blocks(m):
-    m[1], m[2] = m[2], m[1]
-
-
-@edit
 def share_a_block(m):
     m[2] = m[1]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import pickle
 import warnings
 from collections.abc import Callable
@@ -61,17 +60,9 @@ def test_identity(name: str) -> None:
     assert "\n".join([first, *rest]) == repr(plain)
 
 
-def roundtrip(model: nn.Module) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "torch.save": roundtrip,
     "EMA": lambda m: AveragedModel(m).module,
 }
 

@@ -2,7 +2,6 @@
 
 import copy
 import threading
-import warnings
 
 import pytest
 import torch
@@ -95,18 +94,6 @@ def test_one_thread_records(monkeypatch):
     with switching():
         together(*[lambda: model(batch())] * 4)
     assert len(recorded) == 1
-
-
-def test_first_calls_of_two_models_leave_warnings_and_stance_alone():
-    filters = list(warnings.filters)
-    models = [unit_scale(block(seed)) for seed in range(2)]
-    with meeting(2):
-        together(*[lambda m=m: m(batch()) for m in models])
-    assert warnings.filters == filters
-    compiled = []
-    fn = torch.compile(lambda x: x + 1, backend=lambda graph, _: compiled.append(1) or graph)
-    fn(torch.ones(2))
-    assert compiled == [1]
 
 
 def test_backward_in_another_thread():
