@@ -43,7 +43,7 @@ class Verification(Rows[Measurement]):
         """loss: the RMS of its gradient at the output; None if it is inside, or if that is scaled
         to RMS 1."""
         super().__init__(rows, notes)
-        self.diagnosis = diagnosis(self.rows, loss)
+        self.diagnosis = _diagnosis(self.rows, loss)
 
     @property
     def outside(self) -> list[Measurement]:
@@ -201,7 +201,7 @@ _HIDDEN = (
 _FEW = ", or only some positions have a gradient, as of a class token or of a mean"
 
 
-def diagnosis(rows: Sequence[Measurement], loss: float | None) -> list[str]:
+def _diagnosis(rows: Sequence[Measurement], loss: float | None) -> list[str]:
     """Sentences, causes before their effects, or one saying that all tensors are in range. loss:
     the RMS of the gradient at the model's output; None if the loss is inside the model or the model
     scales that gradient to RMS 1, as `unit_scale` does."""

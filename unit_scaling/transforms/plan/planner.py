@@ -75,7 +75,7 @@ class Planner:
         self.preserve = self.plan.init == "preserve"
         self.flow = Flow(self.nodes)
         self.kept = frozenset[str]() if self.preserve else self._kept()
-        self.residuals = {} if self.preserve else find_residuals(self.flow, self.plan.residual)
+        self.residuals = {} if self.preserve else _find_residuals(self.flow, self.plan.residual)
         self.inner = self._inner_readouts()
 
     def decided(self) -> Decided:
@@ -190,7 +190,7 @@ class _Branch:
     region: list[int]
 
 
-def find_residuals(flow: Flow, rule: str) -> dict[int, Decision]:
+def _find_residuals(flow: Flow, rule: str) -> dict[int, Decision]:
     """The decision for each residual add of a model. rule: one of `RESIDUALS`."""
     adds: dict[int, _Branch] = {}
     for index, node in enumerate(flow.nodes):
