@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -347,18 +346,12 @@ def hardware_row(
             calls[unit] = partial(multiply, kind, store(x, a), store(x, b), 1.0, DTYPE)
     peak = {unit: 2 * size**3 / seconds(call) for unit, call in calls.items()}
     moved = 2 * x.numel() * x.element_size()
-    if x.is_cuda:
-        memory = torch.cuda.get_device_properties(x.device).total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "name": "here",
         "device": torch.cuda.get_device_name(x.device) if x.is_cuda else device,
         "peak": peak,
         "bandwidth": moved / seconds(partial(torch.empty_like(x).copy_, x)),
-        "memory": memory,
-        "source": f"benchmarks.gpu, torch {torch.__version__}",
-        "date": date.today().strftime("%Y-%m"),
+        "source": f"benchmarks.gpu, torch {torch.__version__} ({date.today():%Y-%m})",
         "achieved": dict.fromkeys([*peak, "memory"], 1.0),
     }
 

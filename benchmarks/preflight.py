@@ -132,7 +132,7 @@ def _compare_all(result: Result, found: Findings, problem: Problem) -> None:
     cast = sum(shares(found.products).values())
     for selection, choice in chosen.items():
         result.coarse = choice.recipe
-        errors = [probe(keeping(choice.recipe, choice.kept)).error for probe in probes]
+        errors = [probe(keeping(choice.recipe, choice.kept)) for probe in probes]
         result.kept[selection] = {
             "layers": choice.kept,
             "share": cast - choice.share,

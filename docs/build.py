@@ -132,8 +132,7 @@ def accelerator(row: Hardware) -> list[str]:
         else "-"
         for unit in UNITS
     )
-    memory = [f"{row.bandwidth / 1e12:.4g}", f"{row.memory / 1e9:.0f}"]
-    return [f"`{row.name}`", row.device, *peaks, *memory, f"{row.source} ({row.date})"]
+    return [f"`{row.name}`", row.device, *peaks, f"{row.bandwidth / 1e12:.4g}", row.source]
 
 
 def learning_rates(rule: str, mup_type: str) -> list[str]:
@@ -237,10 +236,10 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     (
         "Hardware",
         "`fp8.lab.hardware.HARDWARE`: dense TFLOP/s of the matrix units by format, and the "
-        "share of it that large products reach; TB/s and GB of the memory. Large casts reach "
+        "share of it that large products reach; TB/s of the memory. Large casts reach "
         f"{100 * ACHIEVED['memory']:.0f} % of its bandwidth. The sources of the shares are in the "
-        "code. [Estimates of time and memory](hardware.md) are made of them.",
-        f"name | device | {' | '.join(UNITS)} | TB/s | GB | source",
+        "code. [Estimates of time](hardware.md) are made of them.",
+        f"name | device | {' | '.join(UNITS)} | TB/s | source",
         [accelerator(row) for row in HARDWARE.values()],
     ),
     (

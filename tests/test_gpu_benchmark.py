@@ -16,7 +16,7 @@ import torch
 from benchmarks import gpu, gpu_stages
 from benchmarks.gpu_stages import Case, Sizes
 from docs import questions
-from fp8.lab.hardware import BF16, Hardware, Product, estimate, matmul_seconds
+from fp8.lab.hardware import BF16, Hardware, Product, estimate
 
 ROOT = Path(__file__).parents[1]
 SMALL = Sizes.small()
@@ -134,7 +134,5 @@ def test_rates_of_this_machine_are_a_row_of_the_roofline():
     row = Hardware(**json.loads(json.dumps(measured)))
     assert row.peak == {"bf16": 2 * 64**3 / 1e-3, "fp8": 2 * 64**3 / 1e-3}
     assert row.bandwidth == 2 * 64**2 * 2 / 1e-3
-    assert row.memory > 1 << 30
-    assert matmul_seconds(row, 1024, 1024, 1024) == pytest.approx(1024**3 / 64**3 * 1e-3, rel=1e-3)
-    layer = Product("up", "hidden", "linear", 1024, 1024, 1024, weight_elements=1 << 20)
+    layer = Product("up", "linear", 1024, 1024, 1024, weight_elements=1 << 20)
     assert estimate([layer], {"up": "tensor"}, row).step > 0

@@ -77,7 +77,7 @@ def test_the_reference_shows_docstrings_as_they_are_written(site: Path):
     text = "".join((site / "api" / f"{page}.html").read_text(encoding="utf-8") for page in pages)
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", text))  # of a no-break space, too
     assert "m, k, n (int) – sizes of the forward product" in text
-    assert "&lt;g_q, g&gt; / &lt;g, g&gt;" in text
+    assert "snapshot step -&gt; update error" in text
 
 
 def test_links_of_the_reference_lead_somewhere(site: Path):

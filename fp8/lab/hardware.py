@@ -1,4 +1,4 @@
-"""Accelerators, and a roofline: estimates of step time and memory of a policy without the device.
+"""Accelerators, and a roofline: estimates of the step time of a policy without the device.
 
 The time of a matrix product is the larger of its arithmetic and its memory traffic, at the rates
 that large kernels reach; casts are memory traffic; every kernel has a launch. All results are
@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..common.validation import check_name, check_number, check_whole
+from ..common.validation import check_name, check_number
 from ..formats.format import get_format
-from ..levels.initialize import LEVELS, Level
-from ..optim.encodings import ENCODINGS
 from ..recipes.cast import Cast
-from ..recipes.recipe import OPERANDS, PRODUCTS, SAME, Recipe, get_recipe
+from ..recipes.recipe import OPERANDS, PRODUCTS, Recipe, get_recipe
 from ..recipes.tensor_cores import TENSOR_CORES
 
 __all__ = [
@@ -28,7 +26,6 @@ __all__ = [
     "Product",
     "estimate",
     "get_hardware",
-    "matmul_seconds",
 ]
 
 UNITS: dict[str, float] = {
@@ -76,8 +73,7 @@ class Hardware:
         device: the product.
         peak: kind of matrix unit (a key of `UNITS`) -> FLOP/s of dense products, at least "bf16".
         bandwidth: of the memory, in B/s.
-        memory: in bytes.
-        source, date: where the figures are published, and when.
+        source: where the figures are published, and when.
         achieved: as `ACHIEVED`, for this device.
         either_layout: the kinds of units that read an operand along either axis. Others need an
             operand whose summed axis is contiguous, and so a transposed copy.
@@ -87,7 +83,7 @@ class Hardware:
         TypeError: for a rate that is not a number.
 
     >>> mine = Hardware(name="mine", device="a card", peak={"bf16": 1e14, "fp8": 2e14},
-    ...                 bandwidth=1e12, memory=24 * 10**9, source="its data sheet", date="2026-01")
+    ...                 bandwidth=1e12, source="its data sheet")
     >>> mine.rate("fp8") / mine.peak["fp8"]
     0.71
     """
@@ -96,9 +92,7 @@ class Hardware:
     device: str
     peak: Mapping[str, float]
     bandwidth: float
-    memory: int
     source: str
-    date: str
     achieved: Mapping[str, float] = field(default_factory=dict)
     either_layout: Sequence[str] = ()
 
@@ -110,7 +104,7 @@ class Hardware:
             check_name("unit in achieved", name, ACHIEVED)
         if "bf16" not in self.peak:
             raise ValueError(f"peak of {self.name!r} needs 'bf16', got {sorted(self.peak)}")
-        rates = {**self.peak, "bandwidth": self.bandwidth, "memory": self.memory}
+        rates = {**self.peak, "bandwidth": self.bandwidth}
         shares = {f"achieved {name}": share for name, share in self.achieved.items()}
         for what, value in {**rates, **shares}.items():
             check_number(f"{what} of {self.name!r}", value)
@@ -128,45 +122,27 @@ class Hardware:
         """B/s that large kernels reach when they read and write memory."""
         return self.bandwidth * self.achieved.get(MEMORY, ACHIEVED[MEMORY])
 
+    def seconds(self, unit: str, flops: float, moved: float) -> float:
+        """The time of a kernel. unit: of its products. moved: bytes read and written."""
+        return LAUNCH + max(flops / self.rate(unit), moved / self.stream)
+
 
 HARDWARE: dict[str, Hardware] = {
     row.name: row
     for row in (
         Hardware(
-            name="a100",
-            device="NVIDIA A100 SXM 80GB",
-            peak={"bf16": 312e12},
-            bandwidth=2.039e12,
-            memory=80 * 10**9,
-            source="NVIDIA A100 Tensor Core GPU, data sheet",
-            date="2021-06",
-        ),
-        Hardware(
-            name="l40s",
-            device="NVIDIA L40S",
-            peak={"bf16": 362.05e12, "fp8": 733e12},
-            bandwidth=0.864e12,
-            memory=48 * 10**9,
-            source="NVIDIA L40S GPU, data sheet",
-            date="2023-08",
-        ),
-        Hardware(
             name="h100",
             device="NVIDIA H100 SXM",
             peak={"bf16": 989.4e12, "fp8": 1978.9e12},
             bandwidth=3.35e12,
-            memory=80 * 10**9,
-            source="NVIDIA H100 Tensor Core GPU, architecture white paper and data sheet",
-            date="2023-04",
+            source="NVIDIA H100 Tensor Core GPU, architecture white paper and data sheet (2023-04)",
         ),
         Hardware(
             name="h200",
             device="NVIDIA H200 SXM",
             peak={"bf16": 989.4e12, "fp8": 1978.9e12},
             bandwidth=4.8e12,
-            memory=141 * 10**9,
-            source="NVIDIA H200 Tensor Core GPU, data sheet",
-            date="2023-11",
+            source="NVIDIA H200 Tensor Core GPU, data sheet (2023-11)",
         ),
         Hardware(
             name="b200",
@@ -175,28 +151,15 @@ HARDWARE: dict[str, Hardware] = {
             | dict.fromkeys(("fp8", "mxfp8", "mxfp6"), 4.5e15)
             | dict.fromkeys(("mxfp4", "nvfp4"), 9e15),
             bandwidth=8e12,
-            memory=180 * 10**9,
-            source="NVIDIA Blackwell architecture, technical brief; DGX B200, data sheet",
-            date="2024-03",
+            source="NVIDIA Blackwell architecture, technical brief; DGX B200, data sheet (2024-03)",
             # torchao #3675 (2026-01-21): as "bf16" in ACHIEVED; FP8 as mxfp8.
             achieved={"bf16": 0.74, "fp8": 0.65},
             either_layout=("fp8",),
         ),
-        Hardware(
-            name="mi300x",
-            device="AMD Instinct MI300X",
-            peak={"bf16": 1307.4e12, "fp8": 2614.9e12},
-            bandwidth=5.3e12,
-            memory=192 * 10**9,
-            source="AMD Instinct MI300X accelerator, data sheet",
-            date="2023-12",
-            # AMD, "Measuring Max-Achievable FLOPs, part 2" (2025-02-28): 708 and 1273 TFLOP/s.
-            achieved={"bf16": 0.54, "fp8": 0.49},
-        ),
     )
 }
-"""Name -> accelerator. Peaks are of dense products, without 2:4 sparsity. Hopper, Ada and CDNA 3
-need FP8 operands with a contiguous summed axis, Blackwell does not (cuBLAS, "Narrow precision data
+"""Name -> accelerator. Peaks are of dense products, without 2:4 sparsity. Hopper needs
+FP8 operands with a contiguous summed axis, Blackwell does not (cuBLAS, "Narrow precision data
 types")."""
 
 
@@ -221,34 +184,7 @@ CASTING: dict[str, _CastCost] = {
 }
 """Name in `fp8.recipes.scaling.SCALINGS` -> its kernels."""
 
-NATIVE = ("linear", "matmul")
-"""Kinds of `Product` that low-precision kernels compute; others stay in bfloat16."""
-
 BF16 = "bf16"
-
-
-def matmul_seconds(hardware: str | Hardware, m: int, k: int, n: int, unit: str = BF16) -> float:
-    """Estimates the time of a product of (m, k) and (k, n) with a result in bfloat16.
-
-    Args:
-        hardware: a name in `HARDWARE`, or a row.
-        m, k, n: the sizes.
-        unit: a key of ``hardware.peak``.
-
-    Returns:
-        Seconds, without the casts of the operands.
-
-    Raises:
-        ValueError: for an unknown name, a kind of unit that the hardware lacks, or a size below 1.
-
-    >>> round(1e6 * matmul_seconds("h100", 4096, 4096, 7168, "fp8"))  # microseconds
-    173
-    """
-    device = get_hardware(hardware)
-    check_name(f"unit of {device.name!r}", unit, device.peak)
-    for what, size in (("m", m), ("k", k), ("n", n)):
-        check_whole(what, size)
-    return _seconds(device, unit, 2 * m * k * n, UNITS[unit] * (m * k + k * n) + 2 * m * n)
 
 
 @dataclass(frozen=True)
@@ -258,7 +194,6 @@ class Product:
     Attributes:
         layer: the name of the module that owns the weight, "(model)" for the model itself; the kind
             and number of the call for products of activations ("attention 1").
-        role: "hidden", "readout", "embedding", "router", "attention" or "other".
         kind: "linear", "convolution", "matmul" or "attention".
         m, k, n: sizes of the forward product, (m, k) times (k, n), per call; m counts tokens.
         calls: the number of such products in one forward pass.
@@ -269,7 +204,6 @@ class Product:
     """
 
     layer: str
-    role: str
     kind: str
     m: int
     k: int
@@ -310,7 +244,8 @@ class Estimate:
         step_bf16, step: seconds of all products of a training step.
         layers: per layer.
         slower: the number of layers that get slower, of ``of``.
-        memory: O-level (or "bf16") -> part (weights, gradients, states, activations) -> bytes.
+        saved_bf16, saved: bytes that the products save for the backward pass: their inputs, and of
+            products of activations both operands.
         why_not: why the device does not run this recipe; "" if it does.
     """
 
@@ -321,7 +256,8 @@ class Estimate:
     layers: list[LayerTime] = field(default_factory=list)
     slower: int = 0
     of: int = 0
-    memory: dict[str, dict[str, int]] = field(default_factory=dict)
+    saved_bf16: int = 0
+    saved: int = 0
     why_not: str = ""
 
     @property
@@ -336,11 +272,11 @@ def estimate(
     *,
     candidate: str = "",
 ) -> Estimate:
-    """Estimates the time of all products of a training step, and the memory of training.
+    """Estimates the time of all products of a training step, and what they save for backward.
 
     A product runs in low precision if both its operands are cast to a format of which the hardware
-    has units. Convolutions and attention stay in bfloat16. Norms, attention's softmax, the
-    optimizer, communication and recomputation are not part of the estimate.
+    has units. Convolutions and products of activations stay in bfloat16. Norms, attention's
+    softmax, the optimizer, communication and recomputation are not part of the estimate.
 
     Args:
         products: of a training step.
@@ -349,10 +285,8 @@ def estimate(
         candidate: the name of the policy, for the result.
 
     Returns:
-        The estimate: seconds per step in bfloat16 and under the recipes, by layer; bytes in
-        mixed precision with Adam as in Rajbhandari et al. 2020 (arXiv:1910.02054, section 3.1:
-        weights and gradients in 16 bits, the optimizer's weights and moments in 32), and at each
-        level of `fp8.LEVELS`, of the weights of ``products``.
+        The estimate, in bfloat16 and under the recipes: seconds per step, also by layer, and saved
+        bytes. An input that several layers share counts for each of them.
 
     Raises:
         ValueError: for an unknown hardware, recipe or layer.
@@ -373,7 +307,8 @@ def estimate(
         layers=times,
         slower=sum(time.low > time.bf16 for time in low),
         of=len(low),
-        memory=_memory(planned),
+        saved_bf16=sum(p.saved(low=False) for p in planned),
+        saved=sum(p.saved(low=True) for p in planned),
         why_not=next(filter(None, missing), ""),
     )
 
@@ -442,11 +377,6 @@ def _missing(recipe: Recipe, device: Hardware) -> str:
     return ""
 
 
-def _seconds(device: Hardware, unit: str, flops: float, moved: float) -> float:
-    """The time of a kernel. moved: bytes read and written."""
-    return LAUNCH + max(flops / device.rate(unit), moved / device.stream)
-
-
 class _Planned(NamedTuple):
     """units: product -> kind of unit, of those in low precision. passes: operand -> bytes per
     element of each kernel that casts it."""
@@ -458,11 +388,8 @@ class _Planned(NamedTuple):
     @staticmethod
     def of(product: Product, recipe: Recipe | None, device: Hardware) -> _Planned:
         """What of the products of a layer runs in low precision."""
-        if recipe is None or product.kind not in NATIVE:
+        if recipe is None or product.kind != "linear":
             return _Planned(product, {}, {})
-        if not product.weight_elements:  # both operands are activations
-            recipe = recipe.unrotated()
-            recipe = replace(recipe, weight=recipe.input, grad_input_weight=SAME)
         pairs = _pairs(recipe)
         kinds = {name: {_unit(cast) for cast in pair} for name, pair in pairs.items()}
         units = {name: kind.pop() for name, kind in kinds.items() if len(kind) == 1}
@@ -472,8 +399,7 @@ class _Planned(NamedTuple):
             first, second = (
                 pairs[n][PRODUCTS[n].index(operand)] if n in units else None for n in names
             )
-            weight = operand == "weight" and product.weight_elements > 0
-            passes[operand] = _passes(first, second, device, weight)
+            passes[operand] = _passes(first, second, device, operand == "weight")
         return _Planned(product, units, passes)
 
     @property
@@ -488,7 +414,7 @@ class _Planned(NamedTuple):
         moved = sum(elements[x] * (UNITS[unit] if x in operands else 2) for x in elements)
         if p.kind == "attention":  # its scores stay on the chip
             moved = 0
-        return _seconds(device, unit, 2 * p.m * p.k * p.n, moved)
+        return device.seconds(unit, 2 * p.m * p.k * p.n, moved)
 
     def bf16(self, device: Hardware) -> float:
         """Seconds of the three products in bfloat16."""
@@ -499,7 +425,7 @@ class _Planned(NamedTuple):
         times = [self._matmul(device, name, self.units.get(name, BF16)) for name in PRODUCTS]
         for operand, passes in self.passes.items():
             moved = (self.elements[operand] * each for each in passes)
-            times += [_seconds(device, BF16, 0, each) for each in moved]
+            times += [device.seconds(BF16, 0, each) for each in moved]
         return self.product.calls * sum(times)
 
     def saved(self, low: bool) -> int:
@@ -535,25 +461,3 @@ def _serves_both(a: Cast, b: Cast) -> bool:
     """Whether the values of one cast serve products that sum over different axes."""
     across, along = a.tile or (0, 0)
     return a == b and across == along and not a.hadamard
-
-
-def _memory(planned: list[_Planned]) -> dict[str, dict[str, int]]:
-    """Level, or "bf16" -> part -> bytes."""
-    weights = {p.product.layer: p.product.weight_elements for p in planned if not p.product.why_not}
-    total = sum(weights.values())
-    mixed = {"weights": 2 * total, "gradients": 2 * total, "states": 12 * total}
-    memory = {BF16: {**mixed, "activations": sum(p.saved(low=False) for p in planned)}}
-    for name, level in LEVELS.items():
-        parts = {part: total * each for part, each in _bytes(level).items()}
-        memory[name] = {**parts, "activations": sum(p.saved(low=True) for p in planned)}
-    return memory
-
-
-def _bytes(level: Level) -> dict[str, int]:
-    """Bytes of a weight of a linear layer or convolution at a level, with Adam."""
-    states = (level.first_moment, level.second_moment, *filter(None, [level.master]))
-    return {
-        "weights": get_format(level.weight).bits // 8,
-        "gradients": get_format(level.grad).bits // 8,
-        "states": sum(ENCODINGS[name].dtype.itemsize for name in states),
-    }

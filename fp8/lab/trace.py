@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,18 +19,16 @@ from torch.utils.hooks import RemovableHandle
 
 from ..common.step import Batch, call, copied, tensors, untouched
 from ..products.grouped import MULTIPLY_GROUPS
+from ..surgery.convert import convert, report
+from ..warnings import PitfallWarning, strict
 from .hardware import Product
 
 aten = torch.ops.aten
 
 
-def _linear(m: int, k: int, n: int, calls: int = 1) -> Product:
-    return Product("", "", "linear", m, k, n, calls)
-
-
 def _of_matrices(a: Tensor, b: Tensor) -> Product:
     calls = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
-    return _linear(a.shape[-2], a.shape[-1], b.shape[-1], calls)
+    return Product("", "linear", a.shape[-2], a.shape[-1], b.shape[-1], calls)
 
 
 def _of_convolution(x: Tensor, w: Tensor, output: Tensor, transposed: bool, groups: int) -> Product:
@@ -38,7 +37,7 @@ def _of_convolution(x: Tensor, w: Tensor, output: Tensor, transposed: bool, grou
     k, n = w[0].numel(), w.shape[0] // groups
     k, n = (n, k) if transposed else (k, n)
     inputs = x.numel() // groups
-    return Product("", "", "convolution", pixels, k, n, groups, input_elements=inputs)
+    return Product("", "convolution", pixels, k, n, groups, input_elements=inputs)
 
 
 _MATRICES: dict[Any, int] = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
@@ -123,7 +122,8 @@ class _Trace(TorchDispatchMode):
             a, b = args[:2]  # each row of a matrix is multiplied by the weight of one group
             if a.dim() == 3 and b.dim() == 2:
                 a, b = b.mT, a.mT
-            self._add(_linear(a.shape[:-1].numel(), a.shape[-1], b.shape[-1]), b)
+            rows, inner = a.shape[:-1].numel(), a.shape[-1]
+            self._add(Product("", "linear", rows, inner, b.shape[-1]), b)
         else:
             self._weights.compute(args, output)
         return output
@@ -132,33 +132,31 @@ class _Trace(TorchDispatchMode):
         """weight: the tensor that may be one."""
         path = self._running[-1] if self._running else ""
         owner = self._weights.owner(weight, path)
-        row = replace(product, layer=owner or path or "(model)", role="hidden", calls=1)
+        row = replace(product, layer=owner or path or "(model)", calls=1)
         if owner is not None:
             row = replace(row, weight_elements=weight.numel())
-        else:
-            kind = "matmul" if row.kind == "linear" else row.kind
-            row = replace(row, role="activations", kind=kind)
+        elif row.kind == "linear":
+            row = replace(row, kind="matmul")
         self.products[row] += product.calls
 
 
-def trace(
-    model: nn.Module,
-    batch: Batch,
-    *,
-    roles: Mapping[str, str] | None = None,
-    why_not: Mapping[str, str] | None = None,
-) -> list[Product]:
-    """The matrix products of one forward pass, as ATen computes them.
+def left_alone(model: nn.Module) -> dict[str, str]:
+    """Layer -> why `fp8.convert` does not cast it."""
+    with strict(False), warnings.catch_warnings():
+        warnings.simplefilter("ignore", PitfallWarning)
+        rows = report(convert(copy.deepcopy(model), "tensor", backend="simulate"))
+    return {row.path or "(model)": row.why for row in rows.left_alone}
+
+
+def trace(model: nn.Module, batch: Batch) -> list[Product]:
+    """The matrix products of one forward pass, as ATen computes them, and which are not cast.
 
     The pass runs on a copy of the model, in training mode: in evaluation torch computes encoder
     layers by one kernel, which shows none. Scaled dot product attention is decomposed into its two
     products; recurrent layers may be one kernel, which shows none. Products of the same sizes and
     layer are one row, in the order of their first call.
-
-    roles: layer -> role, for layers that are neither "hidden" nor products of activations. why_not:
-    layer -> why it is not cast.
     """
-    roles, why_not = roles or {}, why_not or {}
+    why_not = left_alone(model)
     model = copy.deepcopy(model).train()
     with untouched(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _running(model) as names:
         mode = _Trace(_Weights(model), names)
@@ -168,7 +166,6 @@ def trace(
         replace(
             product,
             calls=calls,
-            role=roles.get(product.layer, product.role),
             why_not=why_not.get(product.layer, "")
             if product.weight_elements
             else "no weight: cast under fp8.autocast only",

@@ -398,8 +398,7 @@ def _estimated(
     reason: str,
 ) -> Forecast:
     """From the shapes of products alone; torchao's recipes are left out."""
-    left = {row.path: row.why for row in report(convert(copy.deepcopy(model), "tensor")).left_alone}
-    products = trace(model, batch, why_not=left)
+    products = trace(model, batch)
     cast = {product.layer for product in products if not product.why_not}
     variants = []
     for converter in converters:

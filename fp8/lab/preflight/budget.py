@@ -10,18 +10,16 @@ too."""
 
 
 class Budget:
-    """seconds: for everything, from now on. longest_save: of the writes of results so far, one of
-    which comes last."""
+    """seconds: for everything, from now on."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.longest_save = 0.0
         self._end = time.perf_counter() + seconds
 
     @property
     def left(self) -> float:
-        """Seconds that are left, without those of a last write; may be negative."""
-        return self._end - time.perf_counter() - self.longest_save
+        """Seconds that are left; may be negative."""
+        return self._end - time.perf_counter()
 
     def allows(self, seconds: float) -> bool:
         """Whether something that is expected to take ``seconds`` ends in time."""

@@ -74,7 +74,6 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     figures = out.with_suffix(".json")
     settings = Settings(
         recipes=tuple(map(get_recipe, options.recipes or RECIPES_TRIED)),
-        named=tuple(options.recipes or ()),
         steps=options.steps,
         held_out=8,
         budget=options.budget or (DEMO_BUDGET if options.demo else BUDGET),

@@ -147,14 +147,10 @@ def _draw_curves(axes: Axes, key: Key, curves: list[Values]) -> None:
     for curve in curves:
         at = _points(len(curve))
         axes.plot(at, curve[at], color=key.colour, linewidth=0.6, alpha=0.45)
-        end = np.flatnonzero(np.isfinite(curve)).max(initial=-1)
-        if 0 <= end < len(curve) - 1:  # at the top of the axes: the curve may leave them
-            axes.plot(end, 0.97, "x", color=key.colour, transform=axes.get_xaxis_transform())
     steps = min(map(len, curves))
     mean, at = np.mean([curve[:steps] for curve in curves], axis=0), _points(steps)
-    mark = "." if np.isfinite(mean).sum() < 3 else ""
     dash = _DASHES[key.line]
-    axes.plot(at, mean[at], color=key.colour, linewidth=1.8, linestyle=dash, marker=mark)
+    axes.plot(at, mean[at], color=key.colour, linewidth=1.8, linestyle=dash)
 
 
 def _points(steps: int) -> npt.NDArray[np.int_]:

@@ -11,10 +11,8 @@ from ..hardware import Estimate, LayerTime, Product
 
 __all__ = [
     "Candidate",
-    "CastScore",
     "Choice",
     "Findings",
-    "OperandRange",
     "Run",
     "Verdict",
 ]
@@ -45,7 +43,7 @@ class Candidate:
         kept: the names of the layers it leaves in high precision.
         share: the share of the FLOPs of all products that it casts.
         bits: per operand, averaged over the FLOPs of all products; high precision counts as 16.
-        errors, slopes: snapshot step -> update error; <g_q, g> / <g, g>.
+        errors: snapshot step -> update error.
         gap, low, high: the training loss of the last steps minus the reference's: mean over pairs
             of runs, and the interval of the sequential test at its last look; None if not trained.
         seeds: the number of pairs of runs at that look; before the first look, of all.
@@ -60,52 +58,11 @@ class Candidate:
     share: float = 1.0
     bits: float = 16.0
     errors: dict[int, float] = field(default_factory=dict)
-    slopes: dict[int, float] = field(default_factory=dict)
     gap: float | None = None
     low: float | None = None
     high: float | None = None
     seeds: int = 0
     outcome: str = "not trained"
-
-
-@dataclass(frozen=True)
-class CastScore:
-    """The squared update error of one cast alone: of an operand, in one product of a layer.
-
-    product: "forward", "grad_input", "grad_weight", or "" for all three. operand: "input",
-    "weight", "grad", or "" for all. share: of the FLOPs of all products.
-    """
-
-    layer: str
-    recipe: str
-    step: int
-    product: str
-    operand: str
-    squared_error: float
-    share: float = 0.0
-
-
-@dataclass(frozen=True)
-class OperandRange:
-    """The magnitudes of an operand, and what a cast loses.
-
-    Attributes:
-        layer, operand, recipe, format: which cast.
-        counts: the number of sampled elements in each binade, for exponents from ``lowest`` on,
-            after the cast's scale: as the format sees them.
-        zero, saturated: shares that become zero and that saturate.
-        sqnr: signal-to-quantization-noise ratio in dB; None if nothing was rounded.
-    """
-
-    layer: str
-    operand: str
-    recipe: str
-    format: str
-    lowest: int
-    counts: list[int]
-    zero: float
-    saturated: float
-    sqnr: float | None
 
 
 @dataclass
@@ -164,8 +121,6 @@ class Findings:
         products: the trace.
         runs: training runs, the reference's among them.
         candidates: in order of their update error.
-        scores: of single casts.
-        ranges: of operands.
         choices: the frontier of the search.
         estimates: by hardware.
         forecasts: of the finalists, by the compiler's code for an accelerator.
@@ -182,8 +137,6 @@ class Findings:
     products: list[Product] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     candidates: list[Candidate] = field(default_factory=list)
-    scores: list[CastScore] = field(default_factory=list)
-    ranges: list[OperandRange] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     estimates: list[Estimate] = field(default_factory=list)
     forecasts: list[Forecast] = field(default_factory=list)
@@ -204,7 +157,6 @@ class Findings:
         read["verdict"] = Verdict(**values.get("verdict", {}))
         for row in read["candidates"]:
             row.errors = {int(step): _number(e, math.inf) for step, e in row.errors.items()}
-            row.slopes = {int(step): _number(s) for step, s in row.slopes.items()}
         for run in read["runs"]:
             run.losses, run.held_out = list(map(_number, run.losses)), _number(run.held_out)
         for estimate in read["estimates"]:
@@ -221,8 +173,6 @@ _ROWS: dict[str, Any] = {
     "products": Product,
     "runs": Run,
     "candidates": Candidate,
-    "scores": CastScore,
-    "ranges": OperandRange,
     "choices": Choice,
     "estimates": Estimate,
 }

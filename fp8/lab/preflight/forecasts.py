@@ -6,7 +6,7 @@ import multiprocessing
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,19 +25,13 @@ FORECAST_PART = 1 / 5
 """The part of the budget for the forecast."""
 
 
-class _Question(NamedTuple):
-    """The policies to forecast on an accelerator."""
-
-    hardware: Hardware
-    policies: list[Policy]
-
-
 def forecast_steps(
     problem: Problem, hardware: Sequence[Hardware], findings: Findings, budget: Budget
 ) -> None:
     """Writes `Findings.forecasts`: of bf16, of recipe "tensor" and of the finalist. They are
     compiled in a process of its own, which is ended when the time is up."""
-    questions = [q for row in hardware if row.name in CARDS if (q := _question(row, findings))]
+    policies = ((row, _policies(row, findings)) for row in hardware if row.name in CARDS)
+    questions = [(row, asked) for row, asked in policies if asked]
     if not questions:
         return
     reason = why_not()
@@ -51,17 +45,20 @@ def forecast_steps(
     findings.not_forecast = reason
 
 
-def _question(hardware: Hardware, findings: Findings) -> _Question | None:
-    runs = {e.candidate for e in findings.estimates if e.hardware == hardware.name}
-    runs -= {e.candidate for e in findings.estimates if e.hardware == hardware.name and e.why_not}
+def _policies(hardware: Hardware, findings: Findings) -> list[Policy]:
+    """Those to forecast, of which the accelerator has units."""
+    estimates = (row for row in findings.estimates if row.hardware == hardware.name)
+    runs = {row.candidate for row in estimates if not row.why_not}
     best = finalists(findings).get(hardware.name)
     names = runs & {PLAIN.name, best.name if best else ""}
-    asked = [c for c in findings.candidates if c.name in names]
-    policies = [replace(Policy.from_dict(c.policy), name=c.name) for c in asked]
-    return _Question(hardware, policies) if policies else None
+    asked = (c for c in findings.candidates if c.name in names)
+    return [replace(Policy.from_dict(c.policy), name=c.name) for c in asked]
 
 
-def _answers(problem: Problem, questions: Sequence[_Question], budget: Budget) -> list[Any]:
+_Questions = Sequence[tuple[Hardware, list[Policy]]]
+
+
+def _answers(problem: Problem, questions: _Questions, budget: Budget) -> list[Any]:
     """For each accelerator the figures of a `Forecast`, or the error as text, until the time is
     up."""
     context = multiprocessing.get_context("fork")  # torch has no compiler for GPUs without it
@@ -84,8 +81,7 @@ def _answers(problem: Problem, questions: Sequence[_Question], budget: Budget) -
     return answers
 
 
-def _answer(sender: Any, problem: Problem, questions: Sequence[_Question]) -> None:
-    """Sends the `_answers`."""
+def _answer(sender: Any, problem: Problem, questions: _Questions) -> None:
     torch.set_num_threads(1)  # the threads of a process do not survive a fork
     setup = problem.setup
     model, batch = setup.full_size or (setup.model, problem.batch)

@@ -72,10 +72,8 @@ def _central(t: float, freedom: int) -> float:
 def student(freedom: int, error: float) -> float:
     """The value that Student's t with this many degrees of freedom exceeds with probability
     ``error``, below 1/2."""
-    low, high = 0.0, 1.0
-    while 1 - _central(high, freedom) > 2 * error:
-        low, high = high, 2 * high
-    for _ in range(50):
+    low, high = 0.0, 1e4
+    for _ in range(60):
         middle = (low + high) / 2
         if 1 - _central(middle, freedom) > 2 * error:
             low = middle

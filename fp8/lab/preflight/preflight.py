@@ -3,7 +3,6 @@ save?"""
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import signal
@@ -54,19 +53,17 @@ class Preflight:
     @property
     def policy(self) -> Policy | None:
         """The recommended policy; None if none was shown to train as the reference."""
-        return self._policy(recommended=True)
+        verdict = self.findings.verdict
+        return Policy.from_dict(verdict.policy) if verdict.recommended else None
 
     @property
     def first_to_try(self) -> Policy | None:
         """The policy to try first where none is recommended: of those whose update error is small,
         and which were not trained and found worse, the one with the fewest bits per operand. None
         if one is recommended, or nothing was measured."""
-        return self._policy(recommended=False)
-
-    def _policy(self, recommended: bool) -> Policy | None:
         verdict = self.findings.verdict
-        shown = bool(verdict.policy) and verdict.recommended == recommended
-        return Policy.from_dict(verdict.policy) if shown else None
+        untried = verdict.policy and not verdict.recommended
+        return Policy.from_dict(verdict.policy) if untried else None
 
     def table(self) -> str:
         """The candidates as a text table, in order of their update error."""
@@ -84,7 +81,7 @@ class Preflight:
             ValueError: for another suffix.
             ImportError: for a page without the extra ``preflight`` (jinja2, matplotlib).
         """
-        path = _checked(path)
+        path = _checked(path, ".html", ".json")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".html":
             from .page import page
@@ -149,13 +146,14 @@ def preflight(
         max_seeds: the largest number of pairs of runs of a candidate.
         hardware: names in `fp8.lab.hardware.HARDWARE`, or rows of your own.
         transforms: whether to try the transforms of installed packages, as unit scaling.
-        save: a path ending in .json or .html, written after each stage and each training run.
+        save: a path ending in .json, written after each stage and each training run.
         resume: a JSON file of an interrupted preflight, whose stages and runs are not repeated.
         progress: whether to show progress on stderr, if that is a terminal.
 
     Returns:
         A `Preflight`. After Ctrl-C it holds what was measured until then. SIGTERM ends the process
-        once that is saved.
+        once that is saved. In the command of a verdict, ``...`` stands for the arguments of this
+        call.
 
     Raises:
         PreflightError: a ValueError with the partial report: for a model without products, a loss
@@ -163,17 +161,18 @@ def preflight(
         ValueError: for an unknown recipe or hardware, or a file to resume of another preflight.
         TypeError: for arguments of another type.
     """
-    arguments: dict[str, Any] = {"recipes": recipes, "steps": steps, "held_out": held_out}
-    arguments |= {"target": target, "hardware": hardware, "transforms": transforms}
-    path = None if save is None else _checked(save)
+    path = None if save is None else _checked(save, ".json")
 
     def proceed(seconds: float, seeds: int) -> str:
-        first = _first(model, loss, optimizer)
-        return _call(first, arguments, path, seconds, budget, max(seeds, max_seeds))
+        """What was not saved is measured again."""
+        again = f"max_seeds={max(seeds, max_seeds)}"
+        if path is None:
+            return f"fp8.preflight(..., budget={seconds + budget:g}, {again})"
+        file = repr(str(path))
+        return f"fp8.preflight(..., resume={file}, save={file}, budget={seconds:g}, {again})"
 
     settings = Settings(
         recipes=tuple(map(get_recipe, RECIPES_TRIED if recipes is None else recipes)),
-        named=() if recipes is None else tuple(get_recipe(recipe).name for recipe in recipes),
         steps=steps,
         held_out=held_out,
         budget=budget,
@@ -248,49 +247,8 @@ def by_label(transforms: Mapping[str, Any]) -> dict[str, Any]:
     return {getattr(transform, "label", name): transform for name, transform in transforms.items()}
 
 
-def _call(
-    first: list[str],
-    arguments: dict[str, Any],
-    path: Path | None,
-    seconds: float,
-    budget: float,
-    seeds: int,
-) -> str:
-    """The line of Python that continues a preflight, for so many seconds; or begins one again whose
-    figures were not saved, for ``budget`` seconds more."""
-    resumes = path is not None and path.suffix == ".json"
-    more: dict[str, Any] = {"resume": str(path)} if resumes else {}
-    more["save"] = str(path or "preflight.json")
-    more["budget"] = seconds if resumes else seconds + budget
-    return (
-        f"fp8.preflight({', '.join([*first, *_changed(arguments | more | {'max_seeds': seeds})])})"
-    )
-
-
-def _first(model: Any, loss: Any, optimizer: Any) -> list[str]:
-    """The first arguments of a call, by their usual names."""
-    if not isinstance(model, nn.Module):
-        name = getattr(model, "__name__", "")
-        return [name if name.isidentifier() else "setup"]
-    objects = {"loss": loss, "optimizer": optimizer}
-    return ["model", "batches", *(f"{n}={n}" for n, value in objects.items() if value is not None)]
-
-
-def _changed(arguments: Mapping[str, Any]) -> list[str]:
-    """The arguments that are not the defaults; by their names what is no number, text or list of
-    these."""
-    defaults = inspect.signature(preflight).parameters
-    parts = []
-    for name, value in arguments.items():
-        items = value if isinstance(value, list | tuple) else [value]
-        literal = all(isinstance(item, str | int | float) for item in items)
-        if value != defaults[name].default:
-            parts.append(f"{name}={value!r}" if literal else f"{name}={name}")
-    return parts
-
-
-def _checked(path: str | Path) -> Path:
-    check_name("suffix of a preflight's file", Path(path).suffix, (".html", ".json"))
+def _checked(path: str | Path, *suffixes: str) -> Path:
+    check_name("suffix of a preflight's file", Path(path).suffix, suffixes)
     return Path(path)
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ...formats.format import get_format
 from ...recipes.policy import Policy, Rule
 from ...recipes.recipe import PRODUCTS, Recipe
 from ..hardware import Product
-from .findings import CastScore, Choice
-from .update_error import Probe
+from .findings import Choice
 
 
 def shares(products: Iterable[Product]) -> dict[str, float]:
@@ -37,25 +37,22 @@ def keeping(recipe: Recipe | str, kept: Sequence[str]) -> Policy:
     return Policy(recipe, rules=tuple(Rule(name) for name in kept))
 
 
-def score(
-    probe: Probe, recipe: Recipe, layer: str, share: float, cast: str | None = None
-) -> CastScore:
-    """The squared update error of a layer alone, or of one of its casts. cast: as `Rule.product`. A
-    rotation, which both operands of a product share, is left out for a single one."""
-    alone = recipe if cast is None else recipe.unrotated()
-    error = probe(Policy(None, rules=(Rule(layer, alone, cast),))).error
-    product, operand = ("", "") if cast is None else cast.split(".")
-    return CastScore(layer, recipe.name, probe.step, product, operand, error**2, share)
+class LayerError(NamedTuple):
+    """The squared update error of a layer alone. share: of the FLOPs of all products."""
+
+    layer: str
+    squared_error: float
+    share: float
 
 
-def frontier(recipe: str, scores: Sequence[CastScore]) -> list[Choice]:
+def frontier(recipe: str, errors: Sequence[LayerError]) -> list[Choice]:
     """All prefixes of the order by squared error per FLOP: from all layers cast to none."""
-    order = sorted(scores, key=lambda s: s.squared_error / max(s.share, 1e-12), reverse=True)
+    order = sorted(errors, key=lambda e: e.squared_error / max(e.share, 1e-12), reverse=True)
     choices = []
     for count in range(len(order) + 1):
-        kept = [s.layer for s in order[:count]]
-        error = math.sqrt(sum(s.squared_error for s in order[count:]))
-        share = sum(s.share for s in order[count:])
+        kept = [e.layer for e in order[:count]]
+        error = math.sqrt(sum(e.squared_error for e in order[count:]))
+        share = sum(e.share for e in order[count:])
         choices.append(Choice(name_of(recipe, kept), recipe, kept, share, error))
     return choices
 

@@ -22,24 +22,24 @@ from torch import nn
 from ...adapters.policies import as_code
 from ...common.step import described
 from ...common.validation import check_whole
-from ...recipes.policy import CASTS, Policy
+from ...recipes.policy import Policy, Rule
 from ...recipes.recipe import AUTO, PLAIN, Recipe
 from ...version import __version__
 from ..hardware import Hardware, Product, estimate
+from ..trace import left_alone, trace
 from .budget import Budget
 from .choices import FINE, finalists, recommended, worst_error
-from .findings import Candidate, CastScore, Choice, Findings, Run
+from .findings import Candidate, Choice, Findings, Run
 from .forecasts import forecast_steps
 from .paired_runs import FIRST_LOOK, REFERENCE, OutOfTime, chance_of, compare, train_pairs
-from .reference import check_reference, left_alone, products_of
-from .search import bits_of, frontier, keeping, knee, name_of, score, shares
+from .search import LayerError, bits_of, frontier, keeping, knee, name_of, shares
 from .training import Prepare, Problem, train, transformed, under
-from .update_error import Probe, quiet
+from .update_error import Probe, check_reference, quiet
 from .verdict import SIMULATED, Continue, decide
 
-REFERENCE_PART, SEARCH_PART, CASTS_PART = 1 / 40, 1 / 6, 1 / 20
-"""The parts of the budget for the reference run, for the search and for single casts: pairs of runs
-take most of the rest, and the first look of a candidate takes three."""
+REFERENCE_PART, SEARCH_PART = 1 / 40, 1 / 6
+"""The parts of the budget for the reference run and for the search: pairs of runs take most of the
+rest, and the first look of a candidate takes three."""
 
 FEWEST_STEPS, TIMED_STEPS = 20, 8
 
@@ -53,8 +53,7 @@ NOT_TRAINED = "the budget did not allow a training run of"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of `fp8.preflight` that say how to measure. named: the recipes that the user
-    asked for by name; the recipe of `fp8.convert` is tried beside them."""
+    """How to measure, as in `fp8.preflight`. That of `fp8.convert` is added to ``recipes``."""
 
     recipes: tuple[Recipe, ...]
     steps: int
@@ -64,7 +63,6 @@ class Settings:
     max_seeds: int
     hardware: tuple[Hardware, ...]
     transforms: Mapping[str, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
-    named: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_whole("steps", self.steps, 2)
@@ -81,16 +79,8 @@ class Settings:
 
 
 class PreflightRun:
-    """One preflight.
-
-    Args:
-        source: as for `Problem`.
-        settings: how to measure.
-        findings: empty, or those of an interrupted preflight of the same problem, which grow.
-        proceed: names the command that continues.
-        on_change: called after each stage and each training run, to save the findings.
-        shows_progress: whether to show bars, if stderr is a terminal.
-    """
+    """One preflight. findings: empty, or those of an interrupted one, which grow. on_change: called
+    after each stage and each training run, to save them."""
 
     def __init__(
         self,
@@ -98,7 +88,7 @@ class PreflightRun:
         settings: Settings,
         findings: Findings,
         *,
-        proceed: Continue = lambda seconds, seeds: f"budget={seconds:.0f}, max_seeds={seeds}",
+        proceed: Continue,
         on_change: Callable[[], object] = lambda: None,
         shows_progress: bool = False,
     ) -> None:
@@ -134,8 +124,6 @@ class PreflightRun:
             "forecast": lambda: forecast_steps(
                 self.problem, self.settings.hardware, self.findings, self.budget
             ),
-            "operands": self._operands,
-            "single casts": self._casts,
             "training": self._train_finalists,
         }
         try:
@@ -152,15 +140,8 @@ class PreflightRun:
             torch.set_num_threads(threads)
 
     def save(self) -> None:
-        """Concludes from what is measured so far, and saves it."""
-        self.conclude()
-        begun = time.perf_counter()
-        self._on_change()
-        elapsed = time.perf_counter() - begun
-        self.budget.longest_save = max(self.budget.longest_save, elapsed)
-
-    def conclude(self) -> None:
-        """Writes outcomes, the recommended policy, or else the first to try, and the verdict."""
+        """Concludes from what is measured so far: outcomes, the recommended policy, or else the
+        first to try, and the verdict. Saves it."""
         findings, verdict = self.findings, self.findings.verdict
         findings.settings["chance"] = chance_of(findings.runs)
         compare(findings.candidates, findings.runs, self.settings.target)
@@ -169,7 +150,8 @@ class PreflightRun:
         first = next(iter((best or finalists(self.findings)).values()), None)
         verdict.policy = {} if first is None else first.policy
         verdict.code = {} if first is None else as_code(Policy.from_dict(first.policy))
-        decide(findings, best, self.settings.named, self._proceed)
+        decide(findings, best, self._proceed)
+        self._on_change()
 
     # What is measured
 
@@ -210,7 +192,7 @@ class PreflightRun:
             self._note(f"the batches last for {self.problem.steps} of {settings.steps} steps")
 
     def _trace(self) -> None:
-        self.findings.products = products_of(self.problem.setup.model, self.problem.batch)
+        self.findings.products = trace(self.problem.setup.model, self.problem.batch)
         if not shares(self.findings.products):
             whys = {p.layer: p.why_not for p in self.findings.products}
             whys |= left_alone(self.problem.setup.model)
@@ -322,10 +304,8 @@ class PreflightRun:
         candidate = Candidate(name, recipe.name, policy.to_dict(), list(kept), share, bits)
         for probe in self.probes:
             begun = time.perf_counter()
-            measured = probe(policy)
+            candidate.errors[probe.step] = probe(policy)
             self._step_seconds[name] = time.perf_counter() - begun
-            candidate.errors[probe.step] = measured.error
-            candidate.slopes[probe.step] = measured.slope
         self.findings.candidates.append(candidate)
 
     def _search(self) -> None:
@@ -347,24 +327,24 @@ class PreflightRun:
         budget: Budget,
         tick: Callable[[], None],
     ) -> None:
-        recipe, probe, scores = self._recipe(candidate.recipe), self.probes[-1], list[CastScore]()
+        recipe, probe, errors = self._recipe(candidate.recipe), self.probes[-1], list[LayerError]()
         for layer, part in share.items():
             tick()
             if budget.left <= 0:
                 self._note(
-                    f"the budget allowed {len(scores)} of {len(share)} layers for {recipe.name}: "
+                    f"the budget allowed {len(errors)} of {len(share)} layers for {recipe.name}: "
                     "it was not searched"
                 )
                 return
-            scores.append(score(probe, recipe, layer, part))
-        self.findings.scores += scores
-        choices = frontier(recipe.name, scores)
+            squared = probe(Policy(None, rules=(Rule(layer, recipe),))) ** 2
+            errors.append(LayerError(layer, squared, part))
+        choices = frontier(recipe.name, errors)
         choices[0].measured = worst_error(candidate)
         chosen = choices[0]  # all layers, if that is fine
         if worst_error(candidate) > FINE:
             chosen = self._first_fine(recipe, choices[1:-1]) or knee(choices)
         chosen.chosen = True
-        chosen.measured = probe(keeping(recipe, chosen.kept)).error
+        chosen.measured = probe(keeping(recipe, chosen.kept))
         self.findings.choices += choices
         if chosen.kept and chosen.share:
             self._try(recipe, chosen.kept, chosen.share)
@@ -376,47 +356,10 @@ class PreflightRun:
 
         def is_fine(choice: Choice) -> bool:
             policy = keeping(recipe, choice.kept)
-            return max(probe(policy).error for probe in self.probes) <= FINE
+            return max(probe(policy) for probe in self.probes) <= FINE
 
         first = bisect_left(choices, True, key=is_fine)
         return choices[first] if first < len(choices) else None
-
-    def _operands(self) -> None:
-        """The ranges of operands under the best candidate, and under casts without scales."""
-        unscaled = [recipe.name for recipe in self.settings.recipes if recipe.unscaled]
-        names = dict.fromkeys([*filter(None, [self._shown()]), *unscaled])
-        self.findings.ranges = [
-            row for name in names for row in self.probes[-1].ranges(self._recipe(name))
-        ]
-
-    def _shown(self) -> str:
-        """The recipe whose single casts are worth a map: the lowest precision of the finalists, or
-        else of the others, with a scale for each product of an operand; "" if there is none."""
-        for among in (finalists(self.findings).values(), self.findings.candidates):
-            single = [c for c in among if not self._recipe(c.recipe).keeps_history]
-            if single:
-                return min(single, key=lambda c: (c.bits, worst_error(c))).recipe
-        return ""
-
-    def _casts(self) -> None:
-        """Each cast alone, layers with the largest share of the FLOPs first."""
-        share = shares(self.findings.products)
-        if not self._shown():
-            self._note("the recipes have no single casts: they store one scale for two products")
-            return
-        recipe, probe = self._recipe(self._shown()), self.probes[-1]
-        budget = self.budget.part(CASTS_PART)
-        order = sorted(share, key=lambda name: share[name], reverse=True)
-        with self._progress("single casts", len(order)) as tick:
-            for done, layer in enumerate(order):
-                if budget.left < 0:
-                    left = len(order) - done
-                    self._note(f"the budget did not allow the single casts of {left} layers")
-                    break
-                tick()
-                self.findings.scores += [
-                    score(probe, recipe, layer, share[layer] / 3, cast) for cast in CASTS
-                ]
 
     def _train_finalists(self) -> None:
         """Trains the recipe of `fp8.convert`, the finalists and the transforms: all of them to the
@@ -502,7 +445,7 @@ class PreflightRun:
     def _products_at_full_size(self) -> list[Product]:
         full = self.problem.setup.full_size
         try:
-            return self.findings.products if full is None else products_of(*full)
+            return self.findings.products if full is None else trace(*full)
         except Exception as error:  # of the code of a model without memory
             self._note(
                 "the estimates are for the model that was trained, as its full size cannot be "
@@ -537,12 +480,8 @@ def _forget_unfinished(findings: Findings) -> None:
         findings.candidates = []
     if "search" not in done:
         findings.candidates = [c for c in findings.candidates if not c.kept]
-        findings.scores, findings.choices = [], []
+        findings.choices = []
     if "estimates" not in done:
         findings.estimates = []
-    if "operands" not in done:
-        findings.ranges = []
-    if "single casts" not in done:
-        findings.scores = [s for s in findings.scores if not s.product]
     repeated = ("interrupted", "stopped", NOT_TRAINED)
     findings.notes = [note for note in findings.notes if not note.startswith(repeated)]

@@ -36,23 +36,11 @@ from ...surgery.convert import convert, report, revert_layers
 from ...tensors.scaled_tensor import ScaledTensor
 from .findings import Run
 
-__all__ = [
-    "FullSize",
-    "Prepare",
-    "Problem",
-    "Setup",
-    "Snapshot",
-    "as_setup",
-    "loss_of",
-    "train",
-    "transformed",
-    "under",
-]
+__all__ = ["FullSize", "Setup"]
 
 EVALUATIONS = 4
 """The held-out loss is averaged over this many evaluations, evenly spaced in the last fifth of the
 run. Paired runs differ by chance from step to step; the mean differs less."""
-
 
 Prepare = Callable[[nn.Module, Optimizer], "tuple[nn.Module, Optimizer]"]
 """Changes a model and its optimizer before a run, in place or not."""
@@ -111,11 +99,8 @@ class Setup:
                 raise ValueError("the optimizer has none of the model's parameters")
 
 
-def as_setup(value: Any) -> Setup:
-    """A `Setup` from a Setup, or a tuple (model, batches[, loss[, optimizer]]).
-
-    Raises TypeError for other values.
-    """
+def _as_setup(value: Any) -> Setup:
+    """A `Setup` from a Setup, or a tuple (model, batches[, loss[, optimizer]])."""
     if isinstance(value, Setup):
         return value
     if isinstance(value, tuple | list) and 2 <= len(value) <= 4:
@@ -145,8 +130,7 @@ class Snapshot:
     trained: frozenset[str] | None = None
 
 
-@dataclass
-class _Start:
+class _Start(NamedTuple):
     """The beginning of a run: a fresh copy of the model, its optimizer and its batches."""
 
     model: nn.Module
@@ -174,15 +158,10 @@ class _Drawn:
 class Problem:
     """Gives every run of a seed the same weights and batches.
 
-    A function is called once for each seed, after ``torch.manual_seed(seed)``, with ``seed=`` if it
-    takes that argument. What it returns is stored, because another call may return something else:
-    of a function that continues an iterator or draws from a generator of its own. A `Setup` is used
-    for all seeds: seed 0 takes the batches in their order, others in a random order of their own.
-
-    Args:
-        source: a Setup, or a function that returns a setup.
-        steps: the number of training batches.
-        held_out: the number of batches after those, for the held-out loss.
+    A function is called once for each seed, after ``torch.manual_seed(seed)``. What it returns is
+    stored, because another call may return something else: of a function that continues an iterator
+    or draws from a generator of its own. A `Setup` is used for all seeds: seed 0 takes the batches
+    in their order, others in a random order of their own.
     """
 
     def __init__(self, source: Any, steps: int, held_out: int) -> None:
@@ -248,7 +227,7 @@ class Problem:
                 value = self._source
                 if callable(value):
                     value = with_seed(value, seed)
-                setup = _own(as_setup(value), anew=callable(self._source))
+                setup = _own(_as_setup(value), anew=callable(self._source))
                 batches, sums = self._take(setup.batches)
             weights = _checksum(setup.model.state_dict())
             self._drawn[seed] = _Drawn(replace(setup, batches=batches), weights, sums)
@@ -351,21 +330,9 @@ def train(
     snapshots: Sequence[int] = (),
     on_step: Callable[[], None] | None = None,
 ) -> tuple[Run, list[Snapshot]]:
-    """Trains on the problem's batches and evaluates the held-out ones.
-
-    A run ends at the first loss that is not finite; its held-out loss is then NaN.
-
-    Args:
-        problem: the weights and batches.
-        name: of the run.
-        seed: of weights, batches and random numbers.
-        prepare: converts the model before its first step.
-        snapshots: the numbers of steps after which to copy weights and second moments.
-        on_step: called after each step.
-
-    Returns:
-        The run, and the snapshots.
-    """
+    """Trains on the problem's batches and evaluates the held-out ones. A run ends at the first loss
+    that is not finite; its held-out loss is then NaN. snapshots: the numbers of steps after which
+    to copy weights and second moments."""
     start = problem.start(seed, prepare)
     model, optimizer = start.model, start.optimizer
     run, taken, held = Run(name, seed, [], math.nan, data=problem.data(seed)), [], []

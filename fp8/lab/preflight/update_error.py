@@ -15,34 +15,22 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...casts.counts import CastRecorder, Observed, stride
-from ...common.step import Loss, untouched
+from ...common.step import Loss, call, copied, loss_value, scalars, untouched
 from ...recipes.policy import Policy
 from ...recipes.recipe import Recipe
 from ...surgery.convert import convert, revert_layers
 from ...warnings import PitfallWarning, strict
-from ..stats import Stats, StatsRow
-from .findings import OperandRange
-from .training import Snapshot, loss_of
+from ..stats import stats
+from .training import Problem, Snapshot, loss_of
 
 EPSILON = 1e-8
 """Added to sqrt(v): Adam's epsilon."""
-
-
-class UpdateError(NamedTuple):
-    """error: the update error. slope: <g_q, g> / <g, g> in the same metric; below 1, updates
-    shrink."""
-
-    error: float
-    slope: float
 
 
 @contextmanager
@@ -75,27 +63,25 @@ class Probe:
         self._new = 1 - snapshot.beta2
         self._reference = self._gradients()
         self._complete(snapshot.seen)
-        self._steps = [
-            self._divided(g, g, v) for g, v in zip(self._reference, self._moments, strict=True)
-        ]
-        self._norm = sum(float(step.square().sum(dtype=torch.float64)) for step in self._steps)
+        pairs = zip(self._reference, self._moments, strict=True)
+        self._norm = sum(self._squared(g, g, v) for g, v in pairs)
         if not self._norm or not math.isfinite(self._norm):
             what = "zero" if self._norm == 0 else "not finite"
             raise ValueError(f"the gradient of the reference at step {self.step} is {what}")
 
-    def __call__(self, policy: Policy | Recipe | str) -> UpdateError:
-        """The update error of a policy; (inf, nan) if its gradient is not finite."""
-        with self._converted(policy):
-            gradients = self._gradients()
-        noise = inner = 0.0
-        rows = zip(gradients, self._reference, self._steps, self._moments, strict=True)
-        for q, g, step, v in rows:
-            larger = torch.maximum(q.abs(), g.abs())
-            noise += float(self._divided(q - g, larger, v).square().sum(dtype=torch.float64))
-            inner += float((self._divided(q, g, v).double() * step.double()).sum())
-        if not math.isfinite(noise):
-            return UpdateError(math.inf, math.nan)
-        return UpdateError(math.sqrt(noise / self._norm), inner / self._norm)
+    def __call__(self, policy: Policy | Recipe | str) -> float:
+        """The update error of a policy; inf if its gradient is not finite."""
+        with quiet():
+            convert(self.model, policy, backend="simulate")
+            try:
+                gradients = self._gradients()
+            finally:
+                revert_layers(self.model)
+        noise = sum(
+            self._squared(q - g, torch.maximum(q.abs(), g.abs()), v)
+            for q, g, v in zip(gradients, self._reference, self._moments, strict=True)
+        )
+        return math.sqrt(noise / self._norm) if math.isfinite(noise) else math.inf
 
     @property
     def in_steps(self) -> bool:
@@ -111,28 +97,12 @@ class Probe:
                 for gradient, moment in zip(self._reference, self._moments, strict=True)
             ]
 
-    def _divided(self, x: Tensor, gradient: Tensor, before: Tensor | None) -> Tensor:
-        """``x`` divided by the root of the second moment ``before``, updated with ``gradient``."""
-        if before is None:
-            return x
-        return x / (before + self._new * gradient.square()).sqrt_().add_(EPSILON)
-
-    def ranges(self, recipe: Recipe) -> list[OperandRange]:
-        """The magnitudes of all operands, and what the casts of the recipe lose of them."""
-        recorder = _RangeRecorder(self.model)
-        seen = Stats(recorder)
-        with self._converted(recipe), seen:
-            self._gradients()
-        return [recorder.row(row, recipe) for row in seen.rows()]
-
-    @contextmanager
-    def _converted(self, policy: Policy | Recipe | str) -> Iterator[None]:
-        with quiet():
-            convert(self.model, policy, backend="simulate")
-            try:
-                yield
-            finally:
-                revert_layers(self.model)
+    def _squared(self, x: Tensor, gradient: Tensor, before: Tensor | None) -> float:
+        """The squared norm of ``x`` divided by the root of the second moment ``before``, updated
+        with ``gradient``."""
+        if before is not None:
+            x = x / (before + self._new * gradient.square()).sqrt_().add_(EPSILON)
+        return float(x.square().sum(dtype=torch.float64))
 
     def _gradients(self) -> list[Tensor]:
         """The gradients of all parameters; zero for those without one."""
@@ -145,39 +115,32 @@ class Probe:
         ]
 
 
-class _RangeRecorder(CastRecorder):
-    """Also counts the sampled elements of each operand, divided by their scale, by binade."""
-
-    SAMPLE = 1 << 14
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, self.SAMPLE)
-        self._binades: dict[tuple[str, str, str], Counter[int]] = {}
-
-    def count(self, layer: str, operand: str, seen: Observed) -> None:
-        super().count(layer, operand, seen)
-        step = stride(seen.x, self.sample)
-        xs = seen.x.detach().flatten()[::step].float()
-        if seen.scale is not None:
-            scale = seen.scale.float()
-            xs = xs / (scale if scale.dim() == 0 else scale.flatten()[::step])
-        xs = xs[xs.isfinite() & (xs != 0)]
-        exponents = (torch.frexp(xs).exponent - 1).tolist()
-        key = (layer, operand, str(seen.format))
-        self._binades.setdefault(key, Counter()).update(exponents)
-
-    def row(self, seen: StatsRow, recipe: Recipe) -> OperandRange:
-        """What `Stats` has of an operand, and its binades."""
-        binades = self._binades[seen.layer, seen.operand, seen.format]
-        low, high = (min(binades), max(binades)) if binades else (0, -1)
-        return OperandRange(
-            layer=seen.layer,
-            operand=seen.operand,
-            recipe=recipe.name,
-            format=seen.format,
-            lowest=low,
-            counts=[binades[e] for e in range(low, high + 1)],
-            zero=seen.zero,
-            saturated=seen.saturated,
-            sqnr=seen.sqnr if math.isfinite(seen.sqnr) else None,
+def check_reference(problem: Problem) -> list[str]:
+    """Raises ValueError if a step of the model casts operands: the candidates are compared with it.
+    Returns notes: that its output has several losses, of which the runs minimize one."""
+    model, loss = copy.deepcopy(problem.setup.model).train(), problem.setup.loss
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if any(torch.is_autocast_enabled(kind) for kind in {p.device.type for p in trained}):
+        raise ValueError(
+            "preflight was called inside torch.autocast, which reuses its copies of weights "
+            "until the block ends: enter it in the forward of the model"
         )
+    casts = stats(model, every=1)
+    with untouched(model), torch.enable_grad(), quiet(), casts:
+        output = call(model, copied(problem.batch))
+        value = loss_value(output, loss)
+        if value is not None and value.requires_grad and trained:
+            torch.autograd.grad(value, trained, allow_unused=True)
+    if rows := casts.rows():
+        listed = ", ".join(f"the {r.operand} of {r.layer} to {r.format}" for r in rows[:3])
+        raise ValueError(
+            f"the reference is in low precision already: it casts {listed}"
+            f"{', ...' if len(rows) > 3 else ''}. Pass the model without simulate_fp8, and "
+            "call preflight outside of fp8.autocast"
+        )
+    if loss is None and len(losses := scalars(output)) > 1:
+        return [
+            f"the output has {len(losses)} scalars that require a gradient and none named loss: "
+            "the first alone is minimized; loss= computes another one from the output"
+        ]
+    return []

@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ...formats.format import FORMATS, Format
+from ...formats.format import FORMATS
 from ...recipes.recipe import RECIPES
 from ..hardware import BF16, Estimate
 from .budget import MARGIN
 from .choices import AS_GOOD, FAILED, FINE, finalists, worst_error
-from .findings import Candidate, Findings, OperandRange
+from .findings import Candidate, Findings
 from .forecasts import step_in_words
 from .paired_runs import ERROR, FIRST_LOOK, LOOKS, REFERENCE, Gap, seeds_needed
-
-ZERO = 0.1
-"""The share of an operand that becomes zero above which the verdict names it."""
 
 SCALES = {
     "unit": "without scale factors",
@@ -28,9 +25,6 @@ SCALES = {
     "nv": "with one scale factor for each 16 values",
 }
 """Name in `fp8.recipes.scaling.SCALINGS` -> its scale factors, in words."""
-
-OPERANDS = {"input": "inputs", "weight": "weights", "grad": "gradients"}
-"""Operand of a product -> its elements, in words."""
 
 Continue = Callable[[float, int], str]
 """(seconds, seeds) -> the command, or line of Python, that continues with this budget and number of
@@ -46,27 +40,15 @@ def recipe_in_words(name: str) -> str:
     return f"recipe {name} ({bits}-bit numbers {SCALES.get(cast.scaling, '')})".replace(" )", ")")
 
 
-def format_in_words(name: str) -> str:
-    """A format's name, and in brackets its bits."""
-    format: Format | None = FORMATS.get(name)
-    if format is None:
-        return name
-    parts = f"{format.exponent_bits} for the exponent, {format.mantissa_bits} for the fraction"
-    return f"{name} ({format.bits} bits: {parts})"
-
-
-def decide(
-    findings: Findings, best: Mapping[str, Candidate], named: Sequence[str], proceed: Continue
-) -> None:
-    """Writes the answer, savings and reasons. best: device -> the recommended candidate. named: the
-    recipes that the user asked for."""
+def decide(findings: Findings, best: Mapping[str, Candidate], proceed: Continue) -> None:
+    """Writes the answer, savings and reasons. best: device -> the recommended candidate."""
     verdict = findings.verdict
     first = next(iter(best.values()), None)
     untried = finalists(findings)
     shown = best or untried
     candidate = first or next(iter(untried.values()), None)
     verdict.savings = _savings(findings, shown, bool(best))
-    verdict.reasons = _reasons(findings, candidate) + _asked(findings, candidate, named)
+    verdict.reasons = _reasons(findings, candidate)
     if first is not None:
         verdict.answer = _yes(first, _precision(findings))
     elif candidate is None and any(c.outcome in FAILED for c in findings.candidates):
@@ -98,13 +80,9 @@ def _layers(names: Sequence[str]) -> str:
 
 
 def _no(findings: Findings) -> str:
-    failed = [c for c in findings.candidates if c.outcome in FAILED]
-    listed = ", ".join(f"{c.name} {_change(c)}" for c in failed)
-    return f"No: every recipe that was trained ends with a higher loss ({listed})."
-
-
-def _change(candidate: Candidate) -> str:
-    return "diverges" if candidate.gap is None else f"{candidate.gap:+.4f}"
+    failed = (c for c in findings.candidates if c.outcome in FAILED)
+    gaps = (f"{c.name} {'diverges' if c.gap is None else f'{c.gap:+.4f}'}" for c in failed)
+    return f"No: every recipe that was trained ends with a higher loss ({', '.join(gaps)})."
 
 
 def _not_decided(findings: Findings, untried: Iterable[Candidate], proceed: Continue) -> str:
@@ -169,25 +147,22 @@ def _saving(row: Estimate, several: bool) -> str:
         time = f"the matrix products of a training step are {row.speedup:.2f} times as fast"
     else:
         time = f"no time is saved, the matrix products take {1 / row.speedup:.2f} of bf16's time"
-    totals = {level: sum(parts.values()) for level, parts in row.memory.items()}
-    levels = {level: total for level, total in totals.items() if level != BF16}
     memory = ""
-    if levels and totals.get(BF16):
-        level = min(levels, key=lambda name: levels[name])
+    if row.saved < row.saved_bf16:
         memory = (
-            "; weights, gradients, optimizer states and saved inputs of these products take "
-            f"{_bytes(levels[level])} in place of {_bytes(totals[BF16])} (level {level} of "
-            "fp8.initialize)"
+            "; the inputs that they save for the backward pass take "
+            f"{bytes_in_words(row.saved)} in place of {bytes_in_words(row.saved_bf16)}"
         )
     return f"{policy}, {time}{memory} (estimate)."
 
 
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
+def bytes_in_words(count: float) -> str:
+    """In the largest unit of which there is one."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:  # of three digits
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.3g} GB"
+    return f"{count:.3g} TB"
 
 
 # Reasons
@@ -239,25 +214,3 @@ def _chance(findings: Findings) -> str:
     if chance <= target:
         return ""
     return f" Over seeds, the loss of the model itself has a standard deviation of {chance:.4f}."
-
-
-def _asked(findings: Findings, shown: Candidate | None, named: Sequence[str]) -> list[str]:
-    """What became of other recipes that the user asked for by name."""
-    lines = []
-    for row in findings.candidates:
-        if row.recipe not in named or row is shown or row.outcome in ("not trained", "not decided"):
-            continue
-        ends = "trains as well" if row.outcome in AS_GOOD else f"is {row.outcome}"
-        ends = "diverges" if row.outcome == "diverges" else ends
-        lines.append(f"{row.name} {ends} (gap of the loss {_change(row)}).")
-    asked = (row for row in findings.ranges if row.recipe in named)
-    most = max(asked, key=lambda row: row.zero, default=None)
-    return lines + ([_zeros(most)] if most is not None and most.zero > ZERO else [])
-
-
-def _zeros(row: OperandRange) -> str:
-    return (
-        f"Under {recipe_in_words(row.recipe)} {row.zero:.0%} of the "
-        f"{OPERANDS.get(row.operand, row.operand)} of {row.layer} are too small for the format "
-        f"{format_in_words(row.format)} and become zero."
-    )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -13,8 +12,7 @@ import pytest
 
 import fp8
 from fp8.lab import hardware
-from fp8.lab.hardware import HARDWARE, Estimate, Hardware, Product, estimate, matmul_seconds
-from fp8.levels.initialize import LEVELS
+from fp8.lab.hardware import HARDWARE, Estimate, Hardware, Product, estimate
 from fp8.recipes.scaling import SCALINGS
 
 PAGE = Path(__file__).parents[3] / "docs" / "hardware.md"
@@ -27,7 +25,7 @@ variant" (roofline_utils.py). The other figures are those of the data sheet."""
 
 def linear(m: int, k: int, n: int, **fields) -> Product:
     given = {"kind": "linear", "weight_elements": k * n, **fields}
-    return Product("layer", "hidden", m=m, k=k, n=n, **given)
+    return Product("layer", m=m, k=k, n=n, **given)
 
 
 def one(product: Product, recipe, device: str | Hardware = "h100", **options) -> Estimate:
@@ -91,19 +89,6 @@ LINEAR = {
     ),
 }
 
-EARLY = {
-    "float8_experimental #116 (2023-10-02), the predecessor of torchao": (
-        TORCHAO,
-        [
-            Speedup(16384, 8192, 1280, "delayed", 0.925),
-            Speedup(16384, 1024, 8192, "delayed", 1.086),
-            Speedup(16384, 8192, 7168, "delayed", 1.494),
-            Speedup(16384, 3584, 8192, "delayed", 1.389),
-        ],
-    ),
-}
-"""Not part of the promise: kernels of 2023."""
-
 
 class Rate(NamedTuple):
     """Measured TFLOP/s of products of (m, k) and (k, n)."""
@@ -145,14 +130,14 @@ def linear_errors(device: Hardware, rows: list[Speedup]) -> list[float]:
 def deepgemm_errors() -> list[float]:
     found = []
     for m, n, k, tflops in DEEPGEMM:
-        measured = 2 * m * n * k / (tflops * 1e12)
-        found.append(abs(matmul_seconds("h100", m, k, n, "fp8") / measured - 1))
+        flops, moved = 2 * m * n * k, m * k + k * n + 2 * m * n
+        found.append(abs(H100.seconds("fp8", flops, moved) / (flops / (tflops * 1e12)) - 1))
     return found
 
 
 def errors() -> dict[str, list[float]]:
     """Source -> relative errors."""
-    found = {name: linear_errors(*rows) for name, rows in {**LINEAR, **EARLY}.items()}
+    found = {name: linear_errors(*rows) for name, rows in LINEAR.items()}
     return {**found, "DeepGEMM, README.md (2025-03-25), H800": deepgemm_errors()}
 
 
@@ -160,7 +145,7 @@ def test_median_error_of_each_published_table():
     """The promise is 20 %. The two examples of torchao's README contradict it: they are two points,
     and the first is of kernel times without launches."""
     for name, found in errors().items():
-        if name not in EARLY and len(found) > 2:
+        if len(found) > 2:
             assert median(found) <= 0.20, name
 
 
@@ -178,7 +163,7 @@ def test_a_whole_step_gains_less_than_its_products():
     sizes |= {"gate": (4096, 14336), "up": (4096, 14336), "down": (14336, 4096)}
     rows = [replace(linear(8192, *size, calls=32), layer=name) for name, size in sizes.items()]
     rows.append(replace(linear(8192, 4096, 128256), layer="head"))
-    rows.append(Product("attention 1", "attention", "attention", 8192, 128, 8192, calls=32 * 32))
+    rows.append(Product("attention 1", "attention", 8192, 128, 8192, calls=32 * 32))
     for recipe, measured in (("tensor", 1.25), ("row", 1.10)):
         found = estimate(rows, dict.fromkeys(sizes, recipe), TORCHAO)
         assert measured < found.speedup, recipe
@@ -219,9 +204,6 @@ def test_the_constants_are_those_of_their_tables():
     assert HARDWARE["b200"].achieved["bf16"] == pytest.approx(median(b200), abs=0.01)
     assert hardware.ACHIEVED["mxfp4"] == round(median(fp4), 2)
     assert hardware.ACHIEVED["mxfp8"] == round(median((0.656, 0.651, 0.521)), 2)
-    amd = HARDWARE["mi300x"]
-    assert round(amd.rate("bf16") / 1e12) == pytest.approx(708, rel=0.01)
-    assert round(amd.rate("fp8") / 1e12) == pytest.approx(1273, rel=0.01)
 
 
 # The table
@@ -229,21 +211,13 @@ def test_the_constants_are_those_of_their_tables():
 
 @pytest.mark.parametrize("row", HARDWARE.values(), ids=lambda row: row.name)
 def test_every_row_has_a_source_and_plausible_figures(row: Hardware):
-    assert row.source
-    assert re.fullmatch(r"20\d\d-\d\d", row.date)
+    assert re.search(r"\w+ \(20\d\d-\d\d\)$", row.source)
     assert 100e12 < row.peak["bf16"] < 5e15
     assert 0.5e12 < row.bandwidth < 20e12
-    assert 16e9 < row.memory < 1e12
     for unit, peak in row.peak.items():
         bits = float(re.search(r"\d+$", unit)[0])
         ratio = peak / row.peak["bf16"]
         assert 0.95 <= ratio / (16 / max(bits, 4 if bits < 6 else 8)) <= 1.05, unit
-
-
-def test_a_row_survives_json():
-    for row in HARDWARE.values():
-        again = Hardware(**json.loads(json.dumps(asdict(row))))
-        assert {**asdict(again), "either_layout": tuple(again.either_layout)} == asdict(row)
 
 
 def test_a_row_of_ones_own():
@@ -312,8 +286,6 @@ def test_units_of_the_hardware():
     for recipe, device, why in (
         ("nvfp4", "h100", "h100 has no units for e2m1 with scaling 'nv'"),
         ("mxfp8", "h200", "h200 has no units for e4m3 with scaling 'mx'"),
-        ("mxfp6", "mi300x", "mi300x has no units for e2m3 with scaling 'mx'"),
-        ("tensor", "a100", "a100 has no units for e4m3 with scaling 'tensor'"),
     ):
         found = one(layer, recipe, device)
         assert found.why_not == why
@@ -335,27 +307,10 @@ def test_a_product_with_one_cast_operand_stays_high():
     assert (found.step, found.of) == (found.step_bf16, 0)
 
 
-@pytest.mark.parametrize("kind", ["convolution", "attention"])
+@pytest.mark.parametrize("kind", ["convolution", "attention", "matmul"])
 def test_what_stays_in_bf16(kind: str):
     found = one(linear(4096, 4096, 4096, kind=kind), "tensor")
-    assert (found.step, found.of) == (found.step_bf16, 0)
-
-
-def test_products_of_activations_take_the_cast_of_inputs():
-    scores = Product("product 1", "attention", "matmul", 8192, 8192, 8192, calls=3)
-    cast = fp8.Cast(format="e4m3", scaling="delayed")
-    recipe = fp8.Recipe(name="no weights", input=cast, grad=cast)
-    found = one(scores, recipe)
-    assert found.of == 1
-    assert found.step < found.step_bf16
-    once = one(replace(scores, calls=1), recipe)
-    assert found.step == pytest.approx(3 * once.step)
-    # Each of the three tensors is cast once: no weight is cast a second time in the backward pass.
-    fast = replace(H100, peak=dict.fromkeys(H100.peak, 1e30))
-    moved = (4 * 3 + 2 * 1 * 3 + 2 * 3) * 8192**2
-    expected = moved / H100.stream + 6 * hardware.LAUNCH
-    assert one(replace(scores, calls=1), recipe, fast).step == pytest.approx(expected)
-    assert found.memory["O1"]["activations"] == 3 * 2 * 8192**2
+    assert (found.step, found.of, found.saved) == (found.step_bf16, 0, found.saved_bf16)
 
 
 def test_small_layers_get_slower_and_are_counted():
@@ -373,11 +328,7 @@ def test_small_layers_get_slower_and_are_counted():
     assert found.step == pytest.approx(sum(time.low for time in found.layers))
 
 
-def test_larger_layers_gain_more():
-    sizes = [512 << i for i in range(6)]
-    for recipe in ("tensor", "row", "delayed", "unit", "block"):
-        gains = [one(linear(m, m, m), recipe).speedup for m in sizes]
-        assert gains == sorted(gains), recipe
+def test_fewer_passes_are_faster():
     layer = linear(8192, 4096, 4096)
     free, delayed, now, rows = (
         one(layer, recipe).step for recipe in ("unit", "delayed", "tensor", "row")
@@ -385,42 +336,19 @@ def test_larger_layers_gain_more():
     assert free < delayed < now < rows
 
 
-# Memory
+# What is saved for the backward pass
 
 
-def test_bytes_of_the_levels():
-    """11, 6 and 7 bytes of a weight at O1, O2 and O3 (docs/levels.md); 16 in bfloat16."""
-    found = one(linear(M, K, N), "tensor").memory
-    assert found.keys() == {"bf16", *LEVELS}
-    sums = {name: sum(parts.values()) - parts["activations"] for name, parts in found.items()}
-    assert sums == {"bf16": 16 * W, "O1": 11 * W, "O2": 6 * W, "O3": 7 * W}
-    assert found["bf16"]["activations"] == 2 * X
-    assert all(found[level]["activations"] == X for level in LEVELS)
-
-
-def test_the_levels_are_those_of_a_model():
-    """Bytes of the tensors after a step, of a weight large enough for moments in 8 bits."""
-    import torch
-
-    for name in LEVELS:
-        model = torch.nn.Sequential(torch.nn.Linear(96, 64, bias=False))
-        model, optimizer = fp8.initialize(model, opt_level=name)
-        model(torch.ones(4, 96)).sum().backward()
-        optimizer.step()
-        state = optimizer.state[model[0].weight].values()
-        moments = [v for v in state if isinstance(v, torch.Tensor) and v.numel() == 96 * 64]
-        row = one(linear(4, 96, 64), "tensor").memory[name]
-        assert row["states"] == sum(v.numel() * v.element_size() for v in moments)
-        assert row["weights"] == 96 * 64 * model[0].weight.stored.element_size()
-        assert row["gradients"] == 96 * 64 * model[0].weight.grad.stored.element_size()
-
-
-def test_activations():
-    """Where the gradient of the weight reads bfloat16. A convolution reads each element several
-    times: the tracer states how many there are."""
-    assert one(linear(M, K, N), "row_gw_hp").memory["O2"]["activations"] == 2 * X
+def test_saved_bytes():
+    """The input, in the format of the product that gives the weight's gradient; of a product of
+    activations both operands. A convolution reads each element several times: the tracer states how
+    many there are."""
+    for recipe, saved in (("tensor", X), ("row_gw_hp", 2 * X), (None, 2 * X)):
+        found = one(linear(M, K, N), recipe)
+        assert (found.saved_bf16, found.saved) == (2 * X, saved)
+    assert one(linear(M, K, N, kind="matmul", weight_elements=0), None).saved == 2 * (X + W)
     layer = linear(M, 9 * K, N, kind="convolution", input_elements=X)
-    assert one(layer, None).memory["bf16"]["activations"] == 2 * X
+    assert one(layer, None).saved == 2 * X
 
 
 # Bad input
@@ -435,8 +363,6 @@ def test_what_it_refuses():
         (lambda: estimate([layer], {"lyer": None}, "h100"), ValueError, "unknown layer 'lyer'"),
         (lambda: estimate([layer], ["tensor"], "h100"), TypeError, "recipes must map layers"),
         (lambda: estimate(["layer"], {}, "h100"), TypeError, "products must be rows of Product"),
-        (lambda: matmul_seconds("h100", 0, 8, 8), ValueError, "m must be a whole number from 1"),
-        (lambda: matmul_seconds("h100", 8, 8, 8, "nvfp4"), ValueError, "unknown unit of 'h100'"),
         (lambda: replace(H100, peak={"fp8": 1e15}), ValueError, "'h100' needs 'bf16'"),
         (lambda: replace(H100, peak={"bf16": 1, "fp7": 1}), ValueError, "unknown unit in peak"),
         (lambda: replace(H100, achieved={"fp7": 1}), ValueError, "unknown unit in achieved"),

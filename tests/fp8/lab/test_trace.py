@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import fp8
 from fp8.lab.preflight.demo import GPT
 from fp8.lab.trace import trace
 
@@ -19,7 +20,6 @@ def flops(model, *args):
 
 MODELS = {
     "linear": (nn.Linear(12, 20), (torch.randn(3, 5, 12),)),
-    "bias-free": (nn.Linear(12, 20, bias=False), (torch.randn(7, 12),)),
     "convolutions": (
         nn.Sequential(nn.Conv2d(4, 8, 3, 2, 1, groups=2), nn.Conv2d(8, 6, 1)),
         (torch.randn(2, 4, 9, 7),),
@@ -72,10 +72,21 @@ def test_the_model_is_not_changed_and_hooks_are_gone():
     assert not model[1]._forward_hooks
 
 
-def test_roles_and_reasons_are_taken_over():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    rows = trace(model, torch.randn(2, 4), roles={"1": "readout"}, why_not={"0": "too small"})
-    assert [(r.role, r.why_not) for r in rows] == [("hidden", "too small"), ("readout", "")]
+def test_what_is_not_cast_has_the_reason_of_the_report():
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+            self.attention = nn.MultiheadAttention(16, 4, add_bias_kv=True)
+
+        def forward(self, x):
+            x = self.layer(x)
+            return self.attention(x, x, x)[0]
+
+    rows = [row for row in trace(Attends(), torch.randn(5, 2, 16)) if row.weight_elements]
+    left = {row.path: row.why for row in fp8.report(fp8.convert(Attends(), "tensor")).left_alone}
+    assert {row.layer: row.why_not for row in rows if row.why_not} == left
+    assert "layer" in {row.layer for row in rows if not row.why_not}
 
 
 def test_a_model_on_the_meta_device_needs_no_memory():

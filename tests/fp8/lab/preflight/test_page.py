@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fp8.lab.preflight.findings import Candidate, Choice, Findings, OperandRange, Run
+from fp8.lab.preflight.findings import Candidate, Choice, Findings, Run
 from fp8.lab.preflight.page import page
 from tests.fp8.lab.preflight.example_findings import HOSTILE, LAYERS, SNAPSHOTS, interrupted, rich
 
@@ -21,7 +21,7 @@ matplotlib = pytest.importorskip("matplotlib")
 bs4 = pytest.importorskip("bs4")
 
 STATES = {"rich": rich, "empty": Findings, "interrupted": interrupted}
-SECTIONS = "policies map frontier losses estimates code how notes versions".split()
+SECTIONS = "policies products frontier losses estimates code how notes versions".split()
 
 
 def soup(findings: Findings) -> Any:
@@ -100,16 +100,13 @@ def test_rows_of_a_table_have_equal_widths(each):
         )
 
     for table in each.find_all("table"):
-        first, *others = table.thead.find_all("tr")
+        (first,) = table.thead.find_all("tr")
         for line in table.tbody.find_all("tr", recursive=False):
             assert width(line) == width(first)
-        tall = sum(1 for cell in first.find_all("th") if cell.get("rowspan"))
-        assert all(width(line) + tall == width(first) for line in others)
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_equal_findings_give_equal_pages(state):
-    findings = STATES[state]()
+def test_equal_findings_give_equal_pages():
+    findings = rich()
     copy = Findings.from_dict(json.loads(json.dumps(findings.to_dict())))
     with matplotlib.rc_context({"lines.linewidth": 9, "font.size": 30, "svg.hashsalt": "x"}):
         assert page(copy) == page(findings)
@@ -133,7 +130,6 @@ def test_all_findings_appear(whole):
     names |= {choice.name for choice in findings.choices if choice.measured is not None}
     names |= {estimate.hardware for estimate in findings.estimates}
     names |= {product.why_not for product in findings.products}
-    names |= {level for estimate in findings.estimates for level in estimate.memory}
     names |= {*findings.verdict.code, *findings.seconds, *findings.settings, *findings.model}
     names |= {*findings.versions, *findings.versions.values()}
     names |= {*str(findings.verdict).splitlines(), *findings.notes}
@@ -148,11 +144,10 @@ def test_ranking(whole):
     assert text(table.caption).endswith("at step " + ", ".join(map(str, SNAPSHOTS)) + ".")
     cells = row(table, "mxfp8 except lm_head")
     assert cells == [
-        "as the reference", "-0.0012[-0.0050, +0.0026]", "", "0.0280 / 0.0336 / 0.0392",
-        "1.000 / 1.000 / 1.000", "72 %", "3",
+        "as the reference", "-0.0012[-0.0050, +0.0026]", "0.0280 / 0.0336 / 0.0392", "72 %", "3",
     ]  # fmt: skip
     assert row(table, "unit")[:2] == ["not trained", "–"]
-    assert row(table, "e4m3")[1:3] == ["∞", "∞ →"]
+    assert row(table, "e4m3")[1] == "∞"
     badges = table.find_all(class_="badge")
     assert [text(badge) for badge in badges] == ["recommended"]
     undecided = rich()
@@ -160,14 +155,9 @@ def test_ranking(whole):
     assert text(soup(undecided).find(class_="badge")) == "first to try"
 
 
-def test_columns_that_decide_stay_on_a_narrow_screen(whole):
-    """Others are in the details of a row."""
-    table = whole.find(id="policies").table
-    heads = table.thead.find_all("th")
-    narrow = [text(head) for head in heads if "wide" not in head.get("class", [])]
-    assert narrow == ["Policy", "Outcome", "Gap of the loss", "Update error"]
-    details = text(table.tbody.find("details").div)
-    for part in ("of the FLOPs are cast", "slope", "pairs of runs", "In high precision"):
+def test_hidden_columns_of_a_narrow_screen_are_in_the_details_of_a_row(whole):
+    details = text(whole.find(id="policies").tbody.find("details").div)
+    for part in ("of the FLOPs are cast", "pairs of runs", "In high precision"):
         assert part in details
 
 
@@ -186,90 +176,6 @@ def test_the_verdict_comes_first_with_its_command():
     assert {"Recipe", "Gap", "FP8, e4m3, e5m2"} <= {text(term) for term in section.find_all("dt")}
 
 
-def test_intervals_are_drawn_about_their_gap(whole):
-    svgs = whole.find(id="policies").tbody.find_all("svg", class_="whisker")
-    findings = rich()
-    trained = [row for row in findings.candidates if row.gap is not None]
-    assert len(svgs) == len(trained)
-    order = {}
-    for svg, candidate in zip(svgs, trained, strict=True):
-        assert svg["aria-label"].startswith(f"Gap of {candidate.name}: ")
-        zero = float(svg.find("line", class_="zero")["x1"])
-        if math.isinf(candidate.gap):
-            assert svg.circle is None
-            continue
-        line, dot = svg.find("line", class_="interval"), float(svg.circle["cx"])
-        low, high = float(line["x1"]), float(line["x2"])
-        assert 10 <= low <= dot <= high <= 170
-        assert (low < zero) == (candidate.low < 0)
-        assert (high > zero) == (candidate.high > 0)
-        order[candidate.gap] = dot
-    assert [order[gap] for gap in sorted(order)] == sorted(order.values())
-
-
-def test_map_shows_shares_of_the_squared_error(whole):
-    table = whole.find(id="map").table
-    scores = [row for row in rich().scores if row.recipe == "mxfp8"]
-    total = sum(row.squared_error for row in scores if not row.product)
-    (head,) = [row for row in scores if row.layer == "lm_head" and not row.product]
-    cells = row(table, "lm_head")
-    assert cells[-1] == f"{100 * head.squared_error / total:.0f} %"
-    assert len(cells) == 8
-    groups = [text(cell) for cell in table.thead.tr.find_all("th")]
-    assert groups == [
-        "Layer", "FLOPs", "forward", "input gradient", "weight gradient", "whole layer",
-    ]  # fmt: skip
-    dark = list(table.find_all("td", class_="h6"))
-    assert all(float(text(cell).split()[0]) >= 30 for cell in dark)
-    assert dark
-    assert "squared update error" in dark[0]["title"]
-    assert row(table, "attention 1")[1].startswith("not cast: attention stays")
-    infinite = whole.find(id="map-2").find_parent("table")
-    assert "∞" in row(infinite, "layers.0.qkv")
-
-
-def test_every_row_of_the_map_opens(whole):
-    lines = whole.find(id="map").tbody.find_all("tr", recursive=False)
-    names = [text(line.summary) for line in lines if line.th]
-    assert names == [*LAYERS, "attention 1"]
-    panels = [line for line in lines if "opened" in line.get("class", [])]
-    assert len(panels) == len(LAYERS)
-    captions = [text(caption) for caption in panels[11].find_all("figcaption")]
-    assert text(lines[22].summary) == HOSTILE
-    assert captions[2].startswith("gradient, e5m2: zero 94 %, saturated < 0.1 %, SQNR 27.7 dB.")
-    assert captions[2].endswith("min subnormal 2⁻¹⁶, min normal 2⁻¹⁴, max 57344.")
-
-
-def test_histogram_marks_what_the_format_loses():
-    """e4m3: below 2**-10 values round to zero, from 2**9 on they saturate."""
-    counts = [0, 1, 2, 4, *[8] * 18, 4, 2, 0]
-    ranges = [OperandRange("a", "input", "r", "e4m3", -13, counts, 0.1, 0.1, None)]
-    svg = soup(Findings(ranges=ranges)).find("svg")
-    bars = svg.find_all("rect", class_="bar")
-    assert len(bars) == sum(1 for count in counts if count)
-    lost = [i for i, bar in enumerate(bars) if "lost" in bar["class"]]
-    exponents = [-13 + i for i, count in enumerate(counts) if count]
-    assert [exponents[i] for i in lost] == [-12, -11, 9, 10]
-    assert [float(bar["height"]) for bar in bars[:4]] == [10, 20, 40, 80]
-    subnormal, normal = (svg.find("rect", class_=name) for name in ("subnormal", "normal"))
-    per_binade = float(subnormal["width"]) / 3
-    assert float(normal["width"]) == pytest.approx(15 * per_binade, abs=0.6)
-    first = bars[exponents.index(-9)]
-    assert float(first["x"]) == pytest.approx(float(subnormal["x"]), abs=0.1)
-
-
-def test_histogram_without_elements_or_of_an_unknown_format():
-    ranges = [
-        OperandRange("a", "input", "r", "e4m3", 0, [], 0.0, 0.0, None),
-        OperandRange("a", "weight", "r", "posit8", 0, [1, 2], 0.0, 0.0, math.nan),
-        OperandRange("a", "grad", "r", "bf16", -20, [1, 2], 0.0, 0.0, math.inf),
-    ]
-    captions = [text(c) for c in soup(Findings(ranges=ranges)).find_all("figcaption")]
-    assert "posit8: zero 0 %, saturated 0 %, SQNR NaN dB." in captions[1]
-    assert "Range" not in captions[1]
-    assert "SQNR ∞ dB" in captions[2]
-
-
 def test_estimates_are_called_estimates(whole):
     section = whole.find(id="estimates")
     assert "Estimates from a roofline model, not measurements." in text(section)
@@ -277,11 +183,8 @@ def test_estimates_are_called_estimates(whole):
     table = section.table
     h100 = rich().estimates[0]
     cells = row(table, "h100")
-    assert cells[-2:] == [f"{h100.speedup:.2f}×", "3 of 13"]
-    assert row(table, "mi300x")[-1] == "not run: it has no MX formats"
-    memory = section.find_all("table")[-1]
-    elements = sum(product.weight_elements for product in rich().products)
-    assert row(memory, "bf16")[0] == f"{elements * 4 / 2**20:.1f} MiB"
+    assert cells[-4:] == [f"{h100.speedup:.2f}×", "3 of 13", "1 GB", "2 GB"]
+    assert row(table, "h200")[-1] == "not run: it has no MX formats"
 
 
 def test_selections_are_listed(whole):
@@ -296,7 +199,7 @@ def test_selections_are_listed(whole):
 
 
 def test_names_are_escaped(whole):
-    assert text(whole).count(HOSTILE) > 5
+    assert text(whole).count(HOSTILE) > 3
     assert len(whole.find_all("script")) == 1
     assert not whole.main.find_all("b")
 
@@ -318,20 +221,20 @@ def test_interrupted_findings_show_what_there_is():
     table = ended.find(id="policies").table
     assert row(table, "mxfp8 except")[:2] == ["not trained", "–"]
     assert [text(key) for key in ended.find(id="losses").find_all("li")] == ["reference"]
-    for name in ("map", "frontier", "estimates"):
+    for name in ("frontier", "estimates"):
         assert "Not measured" in text(ended.find(id=name))
 
 
 def test_values_that_are_not_finite():
     nan, inf = math.nan, math.inf
     findings = Findings(
-        candidates=[Candidate("a", "r", errors={1: nan, 2: inf}, slopes={1: -inf}, gap=nan)],
+        candidates=[Candidate("a", "r", errors={1: nan, 2: inf}, gap=nan)],
         choices=[Choice("a", "r", [], 0.5, inf, nan), Choice("b", "r", [], 0.5, 0.0)],
         runs=[Run("reference", 0, [nan, inf], nan), Run("a", 0, [], inf)],
     )
     shown = soup(findings)
     cells = row(shown.find(id="policies").table, "a")
-    assert cells == ["not trained", "NaN", "NaN / ∞", "-inf / –", "100 %", "0"]
+    assert cells == ["not trained", "NaN", "NaN / ∞", "100 %", "0"]
     assert not shown.find_all("svg")
     assert "no run has a finite loss" in text(shown.find(id="losses"))
     assert row(shown.find(id="losses").table, "reference")[1:4] == ["2", "∞", "NaN"]
@@ -340,13 +243,12 @@ def test_values_that_are_not_finite():
 @pytest.mark.parametrize(
     "losses",
     [
-        {"reference": [2.0], "a": [1.0]},
-        {"reference": [2.0, 2.0], "a": [2.0, 2.0]},
         {"a": [2.0, 1.0]},
+        {"reference": [2.0, 2.0], "a": [2.0, 2.0]},
         {"reference": [2.0, 1.0, math.nan], "a": [math.nan, 1.0]},
         {"reference": [3.0] * 5000, "a": [2.0] * 300},
     ],
-    ids=["one step", "equal", "no reference", "unequal lengths", "long"],
+    ids=["no reference", "equal", "unequal lengths", "long"],
 )
 def test_losses_of_any_length_are_drawn(losses):
     runs = [Run(name, 0, values, values[-1]) for name, values in losses.items()]
@@ -359,12 +261,10 @@ def test_losses_of_any_length_are_drawn(losses):
 # Colours
 
 
-def style(dark: bool) -> dict[str, str]:
-    """The colours of a theme, by the names of their variables."""
-    light, night = page(Findings()).split("prefers-color-scheme: dark", 1)
-    both = [dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in (light, night)]
-    assert both[0].keys() == both[1].keys()
-    return both[dark]
+def themes() -> list[dict[str, str]]:
+    """The colours of each theme, by the names of their variables."""
+    parts = page(Findings()).split("prefers-color-scheme: dark", 1)
+    return [dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in parts]
 
 
 def contrast(one: str, other: str) -> float:
@@ -379,24 +279,16 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_text_and_lines_stand_out(dark):
+def test_text_and_lines_stand_out():
     """WCAG 2.2, success criteria 1.4.3 (text, 4.5) and 1.4.11 (graphics, 3)."""
-    colours = style(dark)
-    for name in ("ink", "soft", "link"):
-        assert contrast(colours[name], colours["paper"]) >= 4.5, name
-    assert contrast(colours["ink"], colours["panel"]) >= 4.5
-    for name in ("normal", "subnormal"):  # the words of the legend, the bars before them
-        assert contrast(colours["soft"], colours[name]) >= 4.5, name
-        assert contrast(colours["series-0"], colours[name]) >= 3, name
-    for name in [name for name in colours if name.startswith("series-")]:
-        assert contrast(colours[name], colours["paper"]) >= 3, name
-    heat = [colours[f"heat-{level}"] for level in range(7)]
-    for level, colour in enumerate(heat):
-        ink = "heat-ink-strong" if level > 3 else "heat-ink"
-        assert contrast(colours[ink], colour) >= 4.5, level
-    from_paper = [contrast(colour, colours["paper"]) for colour in heat]
-    assert from_paper == sorted(from_paper)  # lightness alone tells the levels apart
+    light, dark = themes()
+    assert light.keys() == dark.keys()
+    for colours in (light, dark):
+        for name in ("ink", "soft", "link"):
+            assert contrast(colours[name], colours["paper"]) >= 4.5, name
+        assert contrast(colours["ink"], colours["panel"]) >= 4.5
+        for name in [name for name in colours if name.startswith("series-")]:
+            assert contrast(colours[name], colours["paper"]) >= 3, name
 
 
 def test_the_example_fills_every_part():

@@ -23,9 +23,6 @@ from fp8.lab.preflight.paired_runs import (
     student,
     train_pairs,
 )
-from fp8.lab.preflight.training import Problem, train
-
-from .problems import setup
 
 TARGET = 0.01
 
@@ -131,60 +128,6 @@ def test_within_chance(gap_in_deviations, low, high, pairing):
 def test_chance_is_the_deviation_of_the_reference_over_seeds():
     assert chance_of(runs(reference=[1.0, 2.0, 4.0, math.nan])) == pytest.approx(1.527525)
     assert chance_of(runs(reference=[1.0, 2.0], a=[3.0])) == 0
-
-
-def test_false_verdicts_on_loss_curves():
-    """Curves that fall, with noise of batches in common and noise of each run that is correlated
-    from step to step; the gap of all is 0."""
-    draw = torch.Generator().manual_seed(0)
-    steps, pairs, trials = 60, 8, 200
-    falling = 4 * torch.exp(-torch.arange(steps) / 20) + 2
-    verdicts = []
-    for _ in range(trials):
-        batches = 0.1 * torch.randn(pairs, steps, generator=draw)
-        own = 0.002 * torch.randn(2, pairs, steps, generator=draw).cumsum(-1)
-        curves = (falling + batches + own).tolist()
-        made, words = [], "not decided"
-        for seed in range(pairs):
-            made += [
-                Run(REFERENCE, seed, curves[0][seed], 2.0),
-                Run("a", seed, curves[1][seed], 2.0),
-            ]
-            words = outcome(sequential_gap(made, "a"), TARGET)
-            if words not in ("not decided", "not trained"):
-                break
-        verdicts.append(words)
-    assert verdicts.count("worse") <= ERROR * trials + 3 * math.sqrt(ERROR * trials)
-    assert "diverges" not in verdicts
-
-
-def test_verdicts_on_a_small_model():
-    """Weights that are changed in their sixth digit train as well; a rate of 0 does not train."""
-
-    def changed(model, optimizer):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1 + 1e-6 * torch.randn(parameter.shape))
-        return model, optimizer
-
-    def frozen(model, optimizer):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        return model, optimizer
-
-    problem, made = Problem(setup, 30, 2), []
-    candidates = {REFERENCE: None, "changed": changed, "frozen": frozen}
-    train_pairs(
-        ["changed", "frozen"],
-        made,
-        lambda name, seed: train(problem, name, seed, candidates[name])[0],
-        tolerance=TARGET,
-        max_seeds=6,
-        has_time=lambda names: True,
-    )
-    outcomes = {name: outcome(sequential_gap(made, name), TARGET) for name in candidates}
-    assert (outcomes["changed"], outcomes["frozen"]) == ("as the reference", "worse")
-    assert len(made) < 3 * 6  # decided before the last seed
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import torch
 import fp8
 from fp8.lab.hardware import Product
 from fp8.lab.preflight.demo import GPT
-from fp8.lab.preflight.findings import CastScore
-from fp8.lab.preflight.search import frontier, keeping, knee, name_of, shares
+from fp8.lab.preflight.search import LayerError, frontier, keeping, knee, name_of, shares
 
 
 def scores(count, seed):
@@ -18,7 +17,7 @@ def scores(count, seed):
     parts = torch.rand(count, generator=generator)
     parts = (parts / parts.sum()).tolist()
     rows = zip(errors, parts, strict=True)
-    return [CastScore(f"l{i}", "r", 1, "", "", e, p) for i, (e, p) in enumerate(rows)]
+    return [LayerError(f"l{i}", e, p) for i, (e, p) in enumerate(rows)]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -40,25 +39,23 @@ def test_the_ends_cast_all_and_nothing():
 
 
 def test_the_knee_keeps_the_one_bad_layer():
-    given = [CastScore("bad", "r", 1, "", "", 1.0, 0.1)]
-    given += [CastScore(f"good{i}", "r", 1, "", "", 1e-4, 0.1) for i in range(9)]
+    given = [LayerError("bad", 1.0, 0.1)]
+    given += [LayerError(f"good{i}", 1e-4, 0.1) for i in range(9)]
     assert knee(frontier("r", given)).kept == ["bad"]
 
 
 def test_the_knee_is_inside_if_no_layer_is_much_worse():
     """Errors 2, 1, 1: all FLOPs but the first layer's leave half of the squared error."""
-    given = [
-        CastScore(name, "r", 1, "", "", e, 0.3) for name, e in zip("abc", (2, 1, 1), strict=True)
-    ]
+    given = [LayerError(name, e, 0.3) for name, e in zip("abc", (2, 1, 1), strict=True)]
     assert knee(frontier("r", given)).kept == ["a"]
 
 
 def test_shares_leave_out_what_cannot_be_cast_but_count_it():
     rows = [
-        Product("a", "hidden", "linear", 2, 3, 4),
-        Product("a", "hidden", "linear", 2, 3, 4),
-        Product("b", "attention", "matmul", 2, 3, 4, why_not="no weight"),
-        Product("c", "hidden", "linear", 2, 3, 4),
+        Product("a", "linear", 2, 3, 4),
+        Product("a", "linear", 2, 3, 4),
+        Product("b", "matmul", 2, 3, 4, why_not="no weight"),
+        Product("c", "linear", 2, 3, 4),
     ]
     assert shares(rows) == {"a": 0.5, "c": 0.25}
 

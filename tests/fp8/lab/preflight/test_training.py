@@ -10,7 +10,7 @@ from torch import nn
 
 import fp8
 from fp8.common.step import seeded
-from fp8.lab.preflight.training import Problem, Setup, as_setup, loss_of, train
+from fp8.lab.preflight.training import Problem, Setup, loss_of, train
 
 from .problems import Classifier, batches, setup
 
@@ -33,8 +33,7 @@ def by_hand(seed, steps, held_out, recipe=None):
     return losses, sum(held) / len(held)
 
 
-@pytest.mark.parametrize("recipe", [None, "tensor", "row"])
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize(("recipe", "seed"), [(None, 0), ("tensor", 3)])
 def test_a_run_is_a_plain_loop(recipe, seed):
     problem = Problem(setup, 4, 2)
 
@@ -99,16 +98,6 @@ def from_an_iterator():
     return lambda: Setup(Classifier(), data)
 
 
-def from_its_own_generator():
-    generator = np.random.default_rng()
-
-    def make():
-        noise = torch.from_numpy(generator.normal(size=(6, 32, 16))).float()
-        return Setup(Classifier(), [(x, y) for x, (_, y) in zip(noise, batches(6), strict=True)])
-
-    return make
-
-
 def from_one_model():
     model = Classifier()
 
@@ -120,7 +109,7 @@ def from_one_model():
     return make
 
 
-@pytest.mark.parametrize("source", [from_an_iterator, from_its_own_generator, from_one_model])
+@pytest.mark.parametrize("source", [from_an_iterator, from_one_model])
 def test_runs_of_a_seed_are_paired_in_whichever_order_they_come(source):
     problem = Problem(source(), 4, 2)
     first = {seed: train(problem, "x", seed)[0] for seed in (0, 1, 2)}
@@ -217,11 +206,10 @@ def test_an_optimizer_is_copied_with_the_attributes_of_its_class():
     assert torch.equal(made.model.head.weight, before)
 
 
-@pytest.mark.parametrize("second_moment", ["float16", "bfloat16", "e5m3_block"])
-def test_snapshots_hold_moments_of_any_encoding_and_name_what_is_stepped(second_moment):
+def test_snapshots_hold_encoded_moments_and_name_what_is_stepped():
     model = Classifier()
     optimizer = fp8.optim.AdamW(
-        model.blocks.parameters(), second_moment=second_moment, min_size=0, betas=(0.9, 0.5)
+        model.blocks.parameters(), second_moment="e5m3_block", min_size=0, betas=(0.9, 0.5)
     )
     _, (snapshot,) = train(
         Problem(Setup(model, batches(6), None, optimizer), 3, 2), "x", snapshots=(3,)
@@ -263,17 +251,12 @@ def test_snapshots_hold_weights_moments_and_the_next_batch():
 
 
 BAD = {
-    "a setup is": (lambda: as_setup(3), TypeError),
     "preflight needs an nn.Module": (lambda: Setup(3, []), TypeError),
     "batches must be an iterable": (lambda: Setup(Classifier(), 3), TypeError),
     "loss must be a function": (lambda: Setup(Classifier(), [], 3), TypeError),
     "optimizer must be": (lambda: Setup(Classifier(), [], None, 3), TypeError),
     "none of the model's parameters": (
         lambda: Setup(Classifier(), [], None, torch.optim.SGD(Classifier().parameters(), lr=0.1)),
-        ValueError,
-    ),
-    "batches ran out after 3": (
-        lambda: Problem(Setup(Classifier(), batches(3)), 9, 4),
         ValueError,
     ),
     r"high precision, but first.weight is stored in e4m3: .* before fp8.initialize": (

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 import fp8
-from fp8.lab.preflight.search import score, shares
+from fp8.lab.preflight.search import shares
 from fp8.lab.preflight.training import Problem, Setup, Snapshot, train
 from fp8.lab.preflight.update_error import EPSILON, Probe
 from fp8.lab.trace import trace
-from fp8.recipes.policy import CASTS
 
 from .problems import Classifier, batches, setup
 
@@ -36,38 +35,29 @@ def gradients(snapshot, recipe):
 def test_it_is_its_definition(probe, recipe):
     measure, snapshot = probe
     exact, cast = gradients(snapshot, None), gradients(snapshot, recipe)
-    noise = signal = inner = 0.0
+    noise = signal = 0.0
     for name, g in exact.items():
         v = snapshot.second_moments[name].double()
         root = (v + 0.001 * g.square()).sqrt() + EPSILON
         widest = (v + 0.001 * torch.maximum(g.abs(), cast[name].abs()).square()).sqrt() + EPSILON
         noise += float(((cast[name] - g) / widest).square().sum())
         signal += float((g / root).square().sum())
-        inner += float((cast[name] / root * g / root).sum())
-    found = measure(recipe)
-    assert found.error == pytest.approx(math.sqrt(noise / signal), rel=1e-4)
-    assert found.slope == pytest.approx(inner / signal, rel=1e-4)
+    assert measure(recipe) == pytest.approx(math.sqrt(noise / signal), rel=1e-4)
 
 
 def test_it_is_zero_without_casts_and_the_model_is_as_before(probe):
     measure, _ = probe
     measure("mxfp4")
-    assert measure(fp8.Policy(None)).error == 0.0
+    assert measure(fp8.Policy(None)) == 0.0
     assert measure("row") == measure("row")
 
 
-def test_squares_of_layers_and_of_casts_add(probe):
+def test_squares_of_layers_add(probe):
     """To a factor of 2 on this model; a GPT's agree to 20 % (docs/preflight.md)."""
     measure, snapshot = probe
     layers = shares(trace(Classifier(), snapshot.batch))
-    recipe = fp8.RECIPES["mxfp4"]
-    together = measure(recipe).error ** 2
-
-    def squared(layer, cast=None):
-        return score(measure, recipe, layer, 1.0, cast).squared_error
-
-    assert sum(map(squared, layers)) == pytest.approx(together, rel=0.5)
-    assert sum(squared("head", c) for c in CASTS) == pytest.approx(squared("head"), rel=0.5)
+    squares = [measure(fp8.Policy(None, rules=[(x, None, "mxfp4")])) ** 2 for x in layers]
+    assert sum(squares) == pytest.approx(measure("mxfp4") ** 2, rel=0.5)
 
 
 def test_an_optimizer_without_second_moments_gives_the_plain_relative_error():
@@ -80,23 +70,8 @@ def test_an_optimizer_without_second_moments_gives_the_plain_relative_error():
     exact, cast = gradients(snapshot, None), gradients(snapshot, "mxfp4")
     noise = sum(float((cast[n] - g).square().sum()) for n, g in exact.items())
     signal = sum(float(g.square().sum()) for g in exact.values())
-    found = Probe(problem.setup.model, snapshot, None)("mxfp4").error
+    found = Probe(problem.setup.model, snapshot, None)("mxfp4")
     assert found == pytest.approx(math.sqrt(noise / signal), rel=1e-4)
-
-
-def test_ranges_are_binades_after_the_scale(probe):
-    measure, snapshot = probe
-    rows = {(r.layer, r.operand): r for r in measure.ranges(fp8.RECIPES["tensor"])}
-    row = rows["first", "input"]
-    x = snapshot.batch[0]
-    scale = 2.0 ** math.floor(math.log2(448 / float(x.abs().max())))
-    exponents = torch.floor(torch.log2(x.abs() * scale)).int().flatten().tolist()
-    assert row.lowest == min(exponents)
-    assert sum(row.counts) == x.numel()
-    assert row.counts[-1] == exponents.count(max(exponents))
-    assert row.sqnr == pytest.approx(31, abs=3)
-    unscaled = {(r.layer, r.operand): r for r in measure.ranges(fp8.RECIPES["unit"])}
-    assert max(r.zero for r in unscaled.values()) > max(r.zero for r in rows.values())
 
 
 def test_an_element_that_had_no_gradient_so_far_counts_as_one_step():
@@ -108,7 +83,7 @@ def test_an_element_that_had_no_gradient_so_far_counts_as_one_step():
     probe = Probe(model, snapshot, lambda y: y[0, 0])  # no gradient for the second row
     probe._gradients = lambda: [torch.tensor([[1.0] * 4, [1e-3] * 4])]  # a cast makes one
     expected = math.sqrt(4 * 1000 / (4 / 1.001))
-    assert probe("tensor").error == pytest.approx(expected, rel=1e-3)  # epsilon
+    assert probe("tensor") == pytest.approx(expected, rel=1e-3)  # epsilon
 
 
 def test_a_gradient_of_zero_or_nan_is_refused():
@@ -134,7 +109,7 @@ def test_a_gradient_that_overflows_is_an_infinite_error():
     cast = fp8.Cast(format="e5m2", scaling="unit", overflow="nonfinite")
     recipe = fp8.Recipe(name="overflows", input=None, weight=None, grad=cast)
     found = Probe(model, snapshot, lambda loss: loss * 1e4)(recipe)
-    assert found.error == math.inf
+    assert found == math.inf
 
 
 def test_only_parameters_that_are_stepped_count():
@@ -144,7 +119,7 @@ def test_only_parameters_that_are_stepped_count():
     def error(optimizer):
         problem = Problem(Setup(model, batches(8), None, optimizer), 6, 2)
         _, (snapshot,) = train(problem, "x", snapshots=(4,))
-        return Probe(problem.setup.model, snapshot, None)("mxfp4").error
+        return Probe(problem.setup.model, snapshot, None)("mxfp4")
 
     part = error(torch.optim.AdamW(model.blocks.parameters()))
     for layer in (model.first, model.head):
@@ -156,14 +131,7 @@ def test_parameters_without_a_moment_beside_others_are_measured_in_the_unit_of_a
     """Their mean square takes its place: gradients of 1e-4 are not lost beside steps of 1."""
     problem = Problem(setup, 30, 2)
     _, (snapshot,) = train(problem, "x", snapshots=(20,))
-    whole = Probe(problem.setup.model, snapshot, None)("mxfp4").error
+    whole = Probe(problem.setup.model, snapshot, None)("mxfp4")
     for name in [name for name in snapshot.second_moments if name.endswith("weight")]:
         del snapshot.second_moments[name]
-    measure = Probe(problem.setup.model, snapshot, None)
-    assert measure("mxfp4").error == pytest.approx(whole, rel=0.5)
-    share = sum(
-        float(step.square().sum())
-        for p, step in zip(measure._leaves, measure._steps, strict=True)
-        if p.dim() == 2
-    )
-    assert share > 0.5 * measure._norm
+    assert Probe(problem.setup.model, snapshot, None)("mxfp4") == pytest.approx(whole, rel=0.5)
