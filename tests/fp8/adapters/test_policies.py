@@ -16,15 +16,16 @@ from torch import nn
 
 import fp8
 from fp8 import RECIPES, Policy, Rule
-from fp8.adapters import transformer_engine
+from fp8.adapters import torchao
 from fp8.adapters.policies import (
     as_code,
     for_megatron,
     for_torchao,
     for_transformer_engine,
+    open_contexts,
 )
 from tests.fp8.adapters.te_library import recipe_in_force, te  # noqa: F401
-from tests.fp8.selection.test_policies import Net, net
+from tests.fp8.selection.test_policies import net
 from tests.wheels import unpacked
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
@@ -33,59 +34,47 @@ X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
 # torchao
 
 
+def converted(policy: Policy, model: nn.Module, **options: Any) -> nn.Module:
+    for config, names in for_torchao(policy, model, **options)[0]:
+        torchao.convert(model, config, where=lambda name, _, names=names: name in names)
+    return model
+
+
 def test_torchao_converts_the_layers_of_each_recipe():
     library = pytest.importorskip("torchao.float8")
-    layers = pytest.importorskip("torchao.float8.float8_linear")
     policy = Policy("row", rules=[("*.down", None, "tensor")], first=1, keep=["readout"])
+    model, twin = converted(policy, net(), emulate=True), net()
     parts, notes = for_torchao(policy, net(), emulate=True)
     assert notes == []
-    model, twin = net(), net()
-    for part in parts:
-        library.convert_to_float8_training(model, config=part.config, module_filter_fn=part.filter)
-        part.apply(twin)
-    wanted = {
-        name: type(decision.recipe).__name__ == "Recipe" and decision.recipe.name
-        for name, decision in fp8.selection.policies.resolve(policy, net()).items()
-    }
+    for config, names in parts:
+        chosen = lambda module, name, names=names: name in names  # noqa: E731
+        library.convert_to_float8_training(twin, config=config, module_filter_fn=chosen)
     granularity = {"row": "axiswise", "tensor": "tensorwise"}
-    for name, recipe in wanted.items():
-        layer = model.get_submodule(name)
-        assert isinstance(layer, layers.Float8Linear) == bool(recipe)
-        assert type(layer) is type(twin.get_submodule(name))
-        if recipe:
-            kind = layer.config.cast_config_input.scaling_granularity.value
-            assert kind == granularity[recipe]
-    assert {type(m) for m in model.modules()} == {type(m) for m in twin.modules()}
+    for name, decision in fp8.selection.policies.resolve(policy, net()).items():
+        recipe = getattr(decision.recipe, "name", None)
+        for layer in (model.get_submodule(name), twin.get_submodule(name)):
+            assert isinstance(layer, library.float8_linear.Float8Linear) == bool(recipe)
+            if recipe:
+                kind = layer.config.cast_config_input.scaling_granularity.value
+                assert kind == granularity[recipe]
 
 
 def test_torchao_takes_single_casts_in_high_precision():
-    layers = pytest.importorskip("torchao.float8.float8_linear")
+    pytest.importorskip("torchao.float8")
     own = fp8.Recipe(name="own", **dict.fromkeys(("input", "weight", "grad"), RECIPES["row"].input))
     policy = Policy(own, rules=[Rule("*", None, "grad_weight")])
-    ((part,), _) = for_torchao(policy, net(), emulate=True)
-    model, ours = part.apply(net()), fp8.convert(net(), policy, backend="simulate")
-    assert isinstance(model.head, layers.Float8Linear)
+    model, ours = converted(policy, net(), emulate=True), fp8.convert(net(), policy)
     config = model.head.config
     assert config.cast_config_input_for_grad_weight.scaling_type.value == "disabled"
     assert config.cast_config_input.scaling_type.value == "dynamic"
     torch.testing.assert_close(model(X), ours(X), rtol=1e-5, atol=1e-5)
 
 
-def test_torchao_converts_to_mxfp8():
-    pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear")
-    ((part,), _) = for_torchao(Policy("mxfp8", keep=["readout"]), net(), emulate=True)
-    assert part.layers == {n for n, m in net().named_modules() if isinstance(m, nn.Linear)} - {
-        "head"
-    }
-    assert type(part.config).__name__ == "MXFP8TrainingOpConfig"
-
-
 def test_what_torchao_does_not_have():
     pytest.importorskip("torchao.float8")
     model = nn.Sequential(nn.Conv1d(16, 16, 1), nn.Linear(16, 16))
-    policy = Policy("row", switch=[(0.9, "bf16")])
-    parts, notes = for_torchao(policy, model, emulate=True)
-    assert [sorted(part.layers) for part in parts] == [["1"]]
+    parts, notes = for_torchao(Policy("row", switch=[(0.9, "bf16")]), model, emulate=True)
+    assert [names for _, names in parts] == [{"1"}]
     assert "at 0.9 of the steps" in notes[0]
     assert "'bf16'" in notes[0]
     assert "linear layers only: '0'" in notes[1]
@@ -96,35 +85,30 @@ def test_what_torchao_does_not_have():
 # TransformerEngine
 
 
-def enabled(policy: Policy, model: nn.Module, plain: nn.Module) -> dict[str, str | None]:
+def enabled(policy: Policy) -> dict[str, str | None]:
     """Module -> TransformerEngine's recipe in force during its forward."""
-    found: dict[str, str | None] = {}
+    seen: dict[str, str | None] = {}
 
     def see(name: str) -> Any:
         def hook(*_: Any) -> None:
             recipe = recipe_in_force()
-            found[name] = None if recipe is None else type(recipe).__name__
+            seen[name] = None if recipe is None else type(recipe).__name__
 
         return hook
 
-    handles = for_transformer_engine(policy, plain).attach(model)
-    seen = [
-        module.register_forward_pre_hook(see(name))
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name
-    ]
-    try:
-        model(X)
-    finally:
-        for handle in (*handles, *seen):
-            handle.remove()
+    model = net()
+    open_contexts(model, for_transformer_engine(policy, net())[0])
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(see(name))
+    model(X)
     assert recipe_in_force() is None
-    return found
+    return seen
 
 
 def test_transformer_engine_runs_each_layer_in_its_context(te):  # noqa: F811
     policy = Policy("mxfp8", rules=[("*.down", None, "tensor")], first=1, keep=["readout"])
-    assert enabled(policy, net(), net()) == {
+    assert enabled(policy) == {
         "patch": "MXFP8BlockScaling",
         **{f"blocks.0.{part}": None for part in ("up", "down")},
         **{f"blocks.{i}.up": "MXFP8BlockScaling" for i in (1, 2, 3)},
@@ -132,17 +116,15 @@ def test_transformer_engine_runs_each_layer_in_its_context(te):  # noqa: F811
         "head": None,
     }
     only = Policy(None, rules=[("head", None, "block"), ("patch", None, "bf16")])
-    found = enabled(only, net(), net())
-    assert {name for name, recipe in found.items() if recipe} == {"head"}
+    assert {name for name, recipe in enabled(only).items() if recipe} == {"head"}
 
 
 def test_transformer_engine_closes_the_context_of_a_layer_that_raises(te):  # noqa: F811
     model = net()
-    for_transformer_engine(Policy("mxfp8", keep=["readout"]), net()).attach(model)
-    with pytest.raises(RuntimeError):
-        model.head(torch.randn(2, 3))
-    with pytest.raises(RuntimeError):
-        model(torch.randn(2, 3))
+    open_contexts(model, for_transformer_engine(Policy("mxfp8", keep=["readout"]), net())[0])
+    for module in (model.head, model):
+        with pytest.raises(RuntimeError):
+            module(torch.randn(2, 3))
     assert recipe_in_force() is None
 
 
@@ -150,9 +132,8 @@ def test_what_transformer_engine_does_not_have(te):  # noqa: F811
     policy = Policy("mxfp8", rules=[("head", "grad_weight", None)])
     with pytest.raises(ValueError, match="layer 'head': TransformerEngine has no recipe"):
         for_transformer_engine(policy, net())
-    notes = for_transformer_engine(Policy("mxfp8", switch=[(0.9, "bf16")]), net()).notes
+    _, notes = for_transformer_engine(Policy("mxfp8", switch=[(0.9, "bf16")]), net())
     assert "TransformerEngine does not switch" in notes[0]
-    assert transformer_engine.te_recipe("mxfp8") is not None
 
 
 # Megatron
@@ -314,7 +295,8 @@ def test_the_code_makes_the_policy(policy):
 def test_the_code_for_torchao_runs():
     layers = pytest.importorskip("torchao.float8.float8_linear")
     space: dict[str, Any] = {"model": net()}
-    exec(as_code(Policy("tensor", keep=["readout"]))["torchao"], space)
+    policy = Policy("tensor", rules=[("*.up", None, "row")], keep=["readout"])
+    exec(as_code(policy)["torchao"], space)
     kinds = {n for n, m in space["model"].named_modules() if isinstance(m, layers.Float8Linear)}
     assert kinds == {n for n, m in net().named_modules() if isinstance(m, nn.Linear)} - {"head"}
 
@@ -322,5 +304,5 @@ def test_the_code_for_torchao_runs():
 def test_the_code_for_transformer_engine_runs(te):  # noqa: F811
     space: dict[str, Any] = {"model": net(), "te_model": net()}
     exec(as_code(Policy("mxfp8", keep=["readout"]))["transformer_engine"], space)
-    assert space["contexts"].inner == {"head": None}
-    assert isinstance(space["te_model"], Net)
+    assert space["contexts"].keys() == {"", "head"}
+    assert any(module._forward_pre_hooks for module in space["te_model"].modules())
