@@ -338,7 +338,8 @@ COMPARISONS = [
             "Lightning": "not known in FP8",
             "MS-AMP": "its layers for Megatron",
         },
-        "torch's `parallelize_module`; products of DTensors are simulated on GPUs, too",
+        "torch's `parallelize_module`, communication in high precision; products of DTensors are "
+        "simulated on GPUs, too",
     ),
     Comparison(
         "gradients reduced in FP8",

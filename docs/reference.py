@@ -43,7 +43,6 @@ MODULES = (
     "fp8.selection.roles",
     "fp8.distributed.gradient_hook",
     "fp8.distributed.fsdp",
-    "fp8.distributed.tensor_parallel",
     "fp8.checkpoints.weights",
     "fp8.checkpoints.layouts",
     "fp8.common.libraries",

@@ -2,8 +2,7 @@
 
 The names, dtypes and shapes are those that compressed-tensors 0.20 (``compressors``,
 ``quantization.quant_args``), Transformers 5 (``quantizers``), vLLM and SGLang (both
-``layers.quantization``) read. In all of them the scales multiply the stored values, except
-``weight_global_scale``, which divides.
+``layers.quantization``) read. In all of them the scales multiply the stored values.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from torch import Tensor, nn
 from ..casts.casting import lowered
 from ..formats.format import FORMATS, get_format
 from ..formats.quantize import quantize_operand
-from ..native.blackwell import in_pairs
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
 from ..recipes.rules import CORRECTED
-from ..recipes.scaling import SCALINGS, Tile, grid_of, scale_of, scaled_tiles, unit_of, widened
+from ..recipes.scaling import SCALINGS, Tile, grid_of, scale_of, scaled_tiles, widened
 from ..tensors.scaled_tensor import Memory
 
 __all__ = ["INPUTS", "LAYOUTS", "NAMES", "Entry", "Layout"]
@@ -50,9 +48,6 @@ class Layout(NamedTuple):
     """The ``quant_method`` of the quantization_config."""
     format: str
     """The ``format`` of compressed-tensors; "" for other methods."""
-    values: str
-    """The format of the values: e4m3, under ``weight``, or e2m1, two to a byte, the first in the
-    lower four bits, under ``weight_packed``."""
     tile: tuple[int, int]
     """The values that share a stored scale, (outputs, inputs); 0: all."""
     scale: str
@@ -65,15 +60,14 @@ class Layout(NamedTuple):
     def entries(self, shape: torch.Size) -> dict[str, Entry]:
         """The tensors of a weight (outputs, inputs), by the last part of their names."""
         grid = tuple(grid_of(shape, self.tile)) if self.tile[0] else (1,)
-        scales = {self.scale: Entry(grid, self.dtype)}
-        if self.values == "e4m3":
-            return {"weight": Entry(tuple(shape), torch.float8_e4m3fn)} | scales
-        packed = {"weight_packed": Entry((shape[0], shape[1] // 2), torch.uint8)}
-        return packed | scales | {"weight_global_scale": Entry((1,), torch.float32)}
+        return {
+            "weight": Entry(tuple(shape), torch.float8_e4m3fn),
+            self.scale: Entry(grid, self.dtype),
+        }
 
 
 _TENSOR = Layout(
-    *("compressed-tensors", "float-quantized", "e4m3", (0, 0), "weight_scale", torch.float32),
+    *("compressed-tensors", "float-quantized", (0, 0), "weight_scale", torch.float32),
     {"num_bits": 8, "strategy": "tensor"},
 )
 
@@ -81,56 +75,42 @@ LAYOUTS: dict[str, Layout] = {
     **dict.fromkeys(("unit", "tensor", "delayed", "static"), _TENSOR),
     "row": _TENSOR._replace(tile=(1, 0), arguments={"num_bits": 8, "strategy": "channel"}),
     # DeepSeek-V3's own files; Transformers' FineGrainedFP8Config.
-    "block": Layout("fp8", "", "e4m3", (128, 128), "weight_scale_inv", torch.float32, {}),
-    # compressed-tensors' presets MXFP8 and NVFP4A16. vLLM's method "mxfp8" reads no FP8 files.
+    "block": Layout("fp8", "", (128, 128), "weight_scale_inv", torch.float32, {}),
+    # compressed-tensors' preset MXFP8. vLLM's method "mxfp8" reads no FP8 files.
     "mx": Layout(
-        *("compressed-tensors", "mxfp8-quantized", "e4m3", (1, 32), "weight_scale", torch.uint8),
+        *("compressed-tensors", "mxfp8-quantized", (1, 32), "weight_scale", torch.uint8),
         {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
-    ),
-    "nv": Layout(
-        *("compressed-tensors", "nvfp4-pack-quantized", "e2m1", (1, 16)),
-        *("weight_scale", torch.float8_e4m3fn),
-        {
-            "num_bits": 4,
-            "strategy": "tensor_group",
-            "group_size": 16,
-            "scale_dtype": "torch.float8_e4m3fn",
-        },
     ),
 }
 """Scaling of a weight -> its layout."""
 
 _STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
 
-INPUTS: dict[str, dict[str, Any] | None] = {
+INPUTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("unit", "delayed", "static"), _STATIC),
     "tensor": _STATIC | {"dynamic": True},
     "row": {"num_bits": 8, "strategy": "token", "dynamic": True},
     "block": {},
     "mx": LAYOUTS["mx"].arguments | {"dynamic": True},
-    "nv": None,
 }
 """Scaling of an input -> the arguments of the inputs in a group of compressed-tensors'
-configuration. "dynamic": the scale is computed at serving time. None: served in high precision,
-as NVFP4's engines need a constant for the inputs of each layer, which no recipe has."""
+configuration. "dynamic": the scale is computed at serving time."""
 
 
 def unfit(recipe: Recipe) -> str:
     """Why the forward pass of a recipe has no layout; "" if it has one."""
     weight, input = recipe.weight, recipe.input
     none = f"no layout for recipe {recipe.name!r}"
-    then = "convert the model to 'tensor', 'row', 'block', 'mxfp8' or 'nvfp4' first"
-    if weight is None or weight.scaling not in LAYOUTS:
+    then = "convert the model to 'tensor', 'row', 'block' or 'mxfp8' first"
+    if weight is None or input is None or weight.scaling not in LAYOUTS:
         return f"{none}: {then}"
-    served = [(weight, LAYOUTS[weight.scaling].values, LAYOUTS[weight.scaling].tile)]
-    if INPUTS[weight.scaling] is not None:
-        scalings = {weight.scaling, None if input is None else input.scaling}
-        if input is None or (len(scalings) > 1 and scalings & {"block", "mx", "nv"}):
-            return f"{none}: {then}"
-        served.append((input, "e4m3", input.tile or (0, 0)))
-    for cast, format, tile in served:
+    scalings = {weight.scaling, input.scaling}
+    if not scalings <= LAYOUTS.keys() or (len(scalings) > 1 and scalings & {"block", "mx"}):
+        return f"{none}: {then}"
+    served = [(weight, LAYOUTS[weight.scaling].tile), (input, input.tile or (0, 0))]
+    for cast, tile in served:
         usual = Cast(
-            format=format,
+            format="e4m3",
             scaling=cast.scaling,
             rule=cast.rule,
             history=cast.history or None,
@@ -159,61 +139,38 @@ class Rounded(NamedTuple):
 
     units: Tensor
     scale: Tensor
-    values: Tensor
 
 
-def rounded(
-    weight: Tensor, cast: Cast, scale: Tensor | None = None, unit: Tensor | None = None
-) -> Rounded:
-    """A float32 weight (outputs, inputs) rounded as its cast does.
-
-    scale: of a cast that does not compute it. unit: of the scales of scaling "nv", 0-dim; None
-    computes that of the weight.
-    """
+def rounded(weight: Tensor, cast: Cast, scale: Tensor | None = None) -> Rounded:
+    """A float32 weight (outputs, inputs) rounded as its cast does. scale: of a cast that does not
+    compute it."""
     format, (down, along) = get_format(cast.format), cast.tile or (0, 0)
     if scale is None:
         rule = lowered(cast).rule
         assert rule is not None
         tiles, dims = scaled_tiles(weight, (down, along), -1)
-        scale = scale_of(tiles, dims, format, rule, unit)
+        scale = scale_of(tiles, dims, format, rule)
     if scale.dim():
         scale = scale.reshape(grid_of(weight.shape, (down, along)))
     wide = widened(scale, weight.shape, (down, along))
-    values = quantize_operand(weight, format, scale=wide)
-    return Rounded(values / wide, scale, values)
+    return Rounded(quantize_operand(weight, format, scale=wide) / wide, scale)
 
 
-def stored(
-    layout: Layout, weight: Rounded, cast: Cast, factor: float, unit: Tensor | None
-) -> dict[str, Tensor]:
+def stored(layout: Layout, weight: Rounded, cast: Cast, factor: float) -> dict[str, Tensor]:
     """The tensors of a weight, by the last part of their names. factor: the one that the weight
-    lacks, multiplied into float32 scales. unit: as in `rounded`."""
-    units, scale, _ = weight
+    lacks, multiplied into float32 scales."""
+    units, scale = weight
     entry = layout.entries(units.shape)[layout.scale]
     if scale.dim():
         sizes = zip(cast.tile or (), layout.tile, strict=True)
         down, along = (n // by if by else 1 for n, by in sizes)
         scale = widened(scale, entry.shape, (down, along))
-    if layout.values == "e4m3":
-        if layout.dtype == torch.uint8:
-            bits = (scale.log2() + E8M0_BIAS).nan_to_num(E8M0_NAN)
-        else:
-            bits = scale * factor
-        values = {"weight": units.to(torch.float8_e4m3fn).contiguous()}
-        return values | {layout.scale: bits.to(layout.dtype).reshape(entry.shape)}
-    assert unit is not None
-    return {
-        "weight_packed": in_pairs(units),
-        layout.scale: (scale / unit).to(layout.dtype),
-        "weight_global_scale": (1 / (unit * factor)).reshape(1),
-    }
-
-
-def global_unit(weight: Tensor, cast: Cast) -> Tensor:
-    """The unit of the scales of a weight under scaling "nv": 0-dim, float32."""
-    tiles, dims = scaled_tiles(weight, cast.tile or (0, 0), -1)
-    assert cast.rule is not None
-    return unit_of(tiles, dims, get_format(cast.format), cast.rule)
+    if layout.dtype == torch.uint8:
+        bits = (scale.log2() + E8M0_BIAS).nan_to_num(E8M0_NAN)
+    else:
+        bits = scale * factor
+    values = units.to(torch.float8_e4m3fn).contiguous()
+    return {"weight": values, layout.scale: bits.to(layout.dtype).reshape(entry.shape)}
 
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -329,9 +286,7 @@ def _arguments(name: str, layer: Any) -> dict[str, Any]:
     """The arguments of weights and inputs of a layer in compressed-tensors' configuration."""
     recipe, always = layer.fp8_recipe, {"type": "float", "symmetric": True}
     weights = always | {"dynamic": False} | LAYOUTS[recipe.weight.scaling].arguments
-    if INPUTS[recipe.weight.scaling] is None:
-        return {"weights": weights, "input_activations": None}
-    inputs = INPUTS[recipe.input.scaling] or {}
+    inputs = INPUTS[recipe.input.scaling]
     if inputs.get("strategy") == "token" and sum(part.isdigit() for part in name.split(".")) < 2:
         # compressed-tensors takes the first two dimensions for tokens, so that an input (tokens,
         # features) would have a single scale. A group of all features is a scale for each token in

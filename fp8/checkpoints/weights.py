@@ -32,9 +32,6 @@ from .layouts import INPUTS, LAYOUTS, Entry, Rounded
 
 __all__ = ["Weights", "weights"]
 
-ROUNDED = "rounded"
-"""The report's word for a weight with FP8 values that is stored in high precision."""
-
 
 def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
     """Writes ``model``, converted by `fp8.convert`, into ``folder`` for serving in low precision.
@@ -45,12 +42,9 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
     names that share a tensor with another one: name -> name.
 
     The weight of a linear layer is stored as its recipe casts it, in the layout of `LAYOUTS`
-    (docs/export.md has a table of names, dtypes and shapes). Under "nvfp4" layers beside each other
-    have one ``weight_global_scale``, as engines fuse them: scales are as exact as in training, but
-    rounded otherwise. Inputs need no calibration: their scale is that of the layer, or computed at
-    serving time from the largest magnitude, without rounding up to a power of two. Everything else
-    keeps its dtype. A transposed weight (GPT-2's), for which there is no layout, is rounded as its
-    recipe casts it and stored in high precision.
+    (docs/export.md has a table of names, dtypes and shapes). Inputs need no calibration: their
+    scale is that of the layer, or computed at serving time from the largest magnitude, without
+    rounding up to a power of two. Everything else keeps its dtype.
 
     For a unit-scaled model the files are those of the plain model: with init="unit" its factors are
     folded into weights and scales as in `unit_scaling.transforms.fold`, after the model has run
@@ -63,8 +57,8 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
         folder: where to write; created if missing.
 
     Returns:
-        A report with a row for each layer with a recipe: "FP8", "rounded", or left alone (in high
-        precision), with the reason.
+        A report with a row for each layer with a recipe: "FP8", or left alone (in high precision),
+        with the reason.
 
     Raises:
         TypeError: if ``model`` is not a module.
@@ -160,7 +154,6 @@ class Weights:
             kind = bare_class(model).__name__
             raise ValueError(f"no layer of {kind} can be stored in FP8: {why}")
         self.report = Report(rows)
-        self._rounded = {row.path: modules[row.path] for row in rows if row.done == ROUNDED}
         linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
         ignore = [name for name in linear if name not in self._layers]
         self.config = layouts.configuration(self._layers, ignore) if self._layers else None
@@ -182,10 +175,9 @@ class Weights:
         return len(self.manifest)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        units = self._units()
         for name, (tensor, source) in state_of(self.model).items():
             if name not in self.tied:
-                yield from self._stored(name, tensor, self._factors.get(id(source), 1.0), units)
+                yield from self._stored(name, tensor, self._factors.get(id(source), 1.0))
 
     def _entries(self, name: str, tensor: Tensor) -> dict[str, Entry]:
         path, _, last = name.rpartition(".")
@@ -199,38 +191,15 @@ class Weights:
         return {f"{path}.{part}": entry for part, entry in parts.items()}
 
     @torch.no_grad()
-    def _stored(
-        self, name: str, tensor: Tensor, factor: float, units: dict[str, Tensor]
-    ) -> list[tuple[str, Tensor]]:
+    def _stored(self, name: str, tensor: Tensor, factor: float) -> list[tuple[str, Tensor]]:
         """The tensors that are stored for one of the state_dict. factor: the one it lacks."""
         tensor = whole(tensor)
         path, _, last = name.rpartition(".")
         if last == "weight" and path in self._layers:
-            ratio, unit = self._ratios.get(path, 1.0), units.get(path)
-            parts = _parts(self._layers[path], tensor.float(), factor, ratio, unit)
+            ratio = self._ratios.get(path, 1.0)
+            parts = _parts(self._layers[path], tensor.float(), factor, ratio)
             return [(f"{path}.{part}", stored) for part, stored in parts.items()]
-        if last == "weight" and path in self._rounded:
-            values = _cast(self._rounded[path], tensor.float().t()).values * factor
-            tensor = values.t().to(tensor.dtype).contiguous()
-        elif factor != 1.0:
-            tensor = tensor * factor
-        return [(name, tensor)]
-
-    @torch.no_grad()
-    def _units(self) -> dict[str, Tensor]:
-        """Layer -> the unit of the e4m3 scales of its weight, for scaling "nv": the largest of the
-        layers beside it, as engines fuse some of them and take a single one for all."""
-        largest: dict[str, Tensor] = {}
-        factors: dict[tuple[str, str], float] = {}
-        state = state_of(self.model)
-        for path, layer in self._layers.items():
-            cast, parent = layer.fp8_recipe.weight, path.rpartition(".")[0]
-            if cast.scaling == "nv":
-                tensor, source = state[f"{path}.weight"]
-                factors[path, parent] = factor = self._factors.get(id(source), 1.0)
-                unit = layouts.global_unit(whole(tensor).float(), cast) * factor
-                largest[parent] = torch.maximum(largest.get(parent, unit), unit)
-        return {path: largest[parent] / f for (path, parent), f in factors.items()}
+        return [(name, tensor if factor == 1.0 else tensor * factor)]
 
 
 def state_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
@@ -287,29 +256,25 @@ def _layers(modules: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
         if recipe is None:
             continue
         why = _why_not(name, module, uses) or layouts.unfit(recipe)
-        is_rounded = is_transposed(module) and not why
-        if not (why or is_rounded):
+        if not why:
             first = next(iter(layers.values()), module).fp8_recipe
             layout, other = (LAYOUTS[r.weight.scaling] for r in (recipe, first))
             why = layouts.misfit(layout, module.weight.shape) or _no_history(module)
             if (layout.method, layout.format) != (other.method, other.format):
                 used = other.format or other.method
                 why = f"the file has layout {used!r} and no other: convert all layers to one recipe"
-        done = LEFT_ALONE if why else ROUNDED if is_rounded else "FP8"
-        if is_rounded:
-            why = "no layout has transposed weights: FP8's values in high precision"
-        elif not why and INPUTS[recipe.weight.scaling] is None:
-            why = f"{recipe.name}: its inputs are served in high precision"
+        done = LEFT_ALONE if why else "FP8"
         rows.append(Row(name, bare_class(module).__name__, done, why or recipe.name))
-        if done == "FP8":
+        if not why:
             layers[name] = module
     return rows, layers
 
 
 def _why_not(name: str, module: Any, uses: Counter[int]) -> str:
     """Why a layer cannot be stored under any recipe; "" if it can. uses: of each parameter."""
-    if not (isinstance(module, nn.Linear) or is_transposed(module)):
-        return "no layout has layers of this kind: it stays in high precision"
+    if not isinstance(module, nn.Linear):
+        kind = "transposed weights" if is_transposed(module) else "layers of this kind"
+        return f"no layout has {kind}: it stays in high precision"
     if not name:
         return "the model itself: it has no name to be stored under; put it into nn.Sequential"
     if "weight" not in dict(module.named_parameters(recurse=False)):
@@ -332,28 +297,24 @@ def _no_history(layer: Any) -> str:
 
 
 def _has_input_scale(recipe: Any) -> bool:
-    if INPUTS[recipe.weight.scaling] is None:
-        return False
-    return (INPUTS[recipe.input.scaling] or {}).get("dynamic") is False
+    return INPUTS[recipe.input.scaling].get("dynamic") is False
 
 
-def _parts(
-    layer: Any, weight: Tensor, factor: float, ratio: float, unit: Tensor | None
-) -> dict[str, Tensor]:
+def _parts(layer: Any, weight: Tensor, factor: float, ratio: float) -> dict[str, Tensor]:
     """The tensors of a layer in low precision. factor: missing in ``weight``. ratio: of its input
-    to that at serving time. unit: of scaling "nv"."""
+    to that at serving time."""
     recipe = layer.fp8_recipe
     layout = LAYOUTS[recipe.weight.scaling]
     if layout.dtype == torch.uint8:  # its scales are powers of two
         weight, factor = weight * factor, 1.0
-    tensors = layouts.stored(layout, _cast(layer, weight, unit), recipe.weight, factor, unit)
+    tensors = layouts.stored(layout, _cast(layer, weight), recipe.weight, factor)
     if _has_input_scale(recipe):
         scale = _known_scale(layer, weight.new_zeros(1), recipe.input, "input")
         tensors["input_scale"] = torch.atleast_1d(scale / ratio)
     return tensors
 
 
-def _cast(layer: Any, weight: Tensor, unit: Tensor | None = None) -> Rounded:
+def _cast(layer: Any, weight: Tensor) -> Rounded:
     """`rounded` for the weight (outputs, inputs) of a layer."""
     cast = layer.fp8_recipe.weight
     scale = None
@@ -361,7 +322,7 @@ def _cast(layer: Any, weight: Tensor, unit: Tensor | None = None) -> Rounded:
         scale = weight.new_full((), 2.0 ** static_exponent(layer.weight))
     elif cast.keeps_history:
         scale = _known_scale(layer, weight, cast, "weight")
-    return layouts.rounded(weight, cast, scale, unit)
+    return layouts.rounded(weight, cast, scale)
 
 
 def _known_scale(layer: Any, x: Tensor, cast: Cast, role: str) -> Tensor:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import fp8
-from fp8.adapters.torchtitan import FP8Converter
 from fp8.lab.preflight.demo import GPT, setup
 from fp8.lab.preflight.preflight import by_label
 from unit_scaling.transforms.preflight import initialized, preserve
@@ -48,11 +47,6 @@ def test_a_preflight_trains_them_each_with_its_optimizer(monkeypatch):
     gaps = {c.name: c.gap for c in found.candidates}
     assert gaps[PRESERVED] is not None
     assert gaps[INITIALIZED] is not None
-
-
-def test_torchtitan_refuses_a_transform_with_its_own_optimizer():
-    with pytest.raises(ValueError, match="needs an optimizer of its own"):
-        FP8Converter("unit", transform=initialized)
 
 
 def test_an_optimizer_that_its_rate_is_not_for_is_noted(monkeypatch):

@@ -21,11 +21,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8
 from fp8.casts.casting import lowered, rounded
-from fp8.distributed.tensor_parallel import gather_input_in_fp8
 from tests.fp8.checkpoints.reading import same
 from tests.launch import run_ranks
 from unit_scaling.transforms import unit_scale
@@ -94,7 +92,7 @@ def model_of(kind: str, recipe: str) -> nn.Module:
     return model
 
 
-def check_model(kind: str, recipe: str, sequence: bool, gathered: bool = False) -> None:
+def check_model(kind: str, recipe: str, sequence: bool) -> None:
     """Outputs and gradients over two steps. Operands are the same to the bit where scales do not
     depend on the order of sums, as in the first layers. Elsewhere sums in another order may move a
     value across a tie of its rounding: sqrt(n) * 2**-24 of n terms, far below 1e-3."""
@@ -102,8 +100,6 @@ def check_model(kind: str, recipe: str, sequence: bool, gathered: bool = False) 
     whole = copy.deepcopy(model)
     mesh = dist.init_device_mesh("cpu", (WORLD,))
     parallelize_module(model, mesh, plan(sequence))
-    if gathered:
-        gather_input_in_fp8(model.mlp, mesh)
     for _ in range(2):
         x, g = torch.randn(2, 2, TOKENS, WIDTH)
         mine = distribute_tensor(x, mesh, [Shard(1)]) if sequence else x.clone()
@@ -195,15 +191,6 @@ def check_refused() -> None:
     x = distribute_tensor(torch.randn(4, 16 * WORLD), mesh, [Shard(1)]).requires_grad_()
     with pytest.raises(ValueError, match=r"random signs .* tensor parallelism"):
         model(x).sum().backward()
-    model = fp8.convert(nn.Linear(16 * WORLD, 48), "mxfp8")
-    with pytest.raises(ValueError, match="no layer with a recipe"):
-        gather_input_in_fp8(nn.Linear(4, 4), mesh)
-    with pytest.raises(ValueError, match="e4m3, mx; gather_input_in_fp8 sends one byte"):
-        gather_input_in_fp8(model, mesh)
-    tensor = fp8.Cast(format="e4m3", scaling="tensor")
-    halved = fp8.Recipe(name="halved", input=tensor, weight=tensor, grad_weight_input=None)
-    with pytest.raises(ValueError, match="and as None for the gradient of the weight"):
-        gather_input_in_fp8(fp8.convert(nn.Linear(16, 16), halved), mesh)
     divided = parallelize_module(nn.Linear(16, 16), mesh, ColwiseParallel())
     with pytest.raises(ValueError, match="unit_scale reads whole weights"):
         unit_scale(divided)
@@ -211,41 +198,6 @@ def check_refused() -> None:
         fp8.initialize(divided, torch.optim.AdamW(divided.parameters()), "O2")
     with pytest.raises(ValueError, match="store_frozen takes whole weights"):
         fp8.store_frozen(divided.requires_grad_(False))
-
-
-class Sent(TorchDispatchMode):
-    """Counts the bytes that this process sends in all-gathers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "all_gather" in function.name():
-            self.bytes += args[0].numel() * args[0].element_size()
-        return NotImplemented if DTensor in types else function(*args, **(kwargs or {}))
-
-
-def check_gathered_bytes() -> None:
-    """A quarter of float32; and the same bits."""
-    mesh = dist.init_device_mesh("cpu", (WORLD,))
-    found, outputs = [], []
-    for in_fp8 in (False, True):
-        model = model_of("plain", "tensor")
-        parallelize_module(model, mesh, plan(True))
-        handle = gather_input_in_fp8(model.mlp, mesh) if in_fp8 else None
-        x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(3))
-        x[0, 0, 0] = 1000  # the first process has the largest magnitude of all
-        x = distribute_tensor(x, mesh, [Shard(1)])
-        with Sent() as sent:
-            y = model(x)
-        found.append(sent.bytes)
-        outputs.append(full(y))
-        if handle is not None:
-            handle.remove()
-            assert torch.equal(full(model(x)), outputs[0])
-    assert found == [4 * 2 * TOKENS * WIDTH // WORLD, 2 * TOKENS * WIDTH // WORLD], found
-    assert torch.equal(*outputs)
 
 
 def check_two_dimensions(folder: Path) -> None:
@@ -324,15 +276,12 @@ def check_ranks(rank: int, store: Path) -> None:
     torch.manual_seed(7)
     check_casts()
     check_refused()
-    check_gathered_bytes()
     for sequence in (False, True) if WORLD == 2 else (True,):
         for recipe in SCALED:
             check_model("plain", recipe, sequence)
         for recipe in ("unit", "tensor", "mxfp8") if WORLD == 2 else ("unit",):
             check_model("unit", recipe, sequence)
         check_model("preserve", "unit", sequence)
-    for kind, recipe in (("plain", "tensor"), ("unit", "unit")):
-        check_model(kind, recipe, True, gathered=True)
     if WORLD == 2:
         check_optimizers()
         check_llama()
