@@ -1,8 +1,7 @@
-"""torchao: converts models to its Float8Linear and MXFP8Linear under our recipes, and back."""
+"""torchao: converts models to its Float8Linear under our recipes, and back."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from typing import Any
 
@@ -10,25 +9,22 @@ import torch
 from torch import nn
 
 from ..common.libraries import need
-from ..common.mixin import add_mixin, bare_class
+from ..common.mixin import bare_class
 from ..formats.format import get_format
 from ..native.kernels import ALIGNMENT, why_not_device
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, RECIPES, Recipe, recipe_unless_auto
 from ..selection.layers import Where, checked_where
-from ..surgery.swap import Padded, layers_for, swap, why_not_fit
+from ..surgery.swap import layers_for, swap, why_not_fit
 
 __all__ = ["ao_config", "convert", "revert"]
 
 _GRANULARITIES = {"tensor": "TENSORWISE", "row": "AXISWISE"}
-_MX_BLOCK = 32
 
 
 def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
-    """torchao's configuration for one of our recipes.
-
-    Recipes with the scalings "tensor" and "row" become a Float8LinearConfig, "mxfp8" an
-    MXFP8TrainingOpConfig. Scales are powers of two under rule "up", else exact.
+    """torchao's Float8LinearConfig for one of our recipes with scaling "tensor" or "row". Scales
+    are powers of two under rule "up", else exact.
 
     Args:
         recipe: a name or a `Recipe`.
@@ -38,18 +34,16 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
         The configuration.
 
     Raises:
-        ValueError: if torchao has no such configuration, and for "mxfp8" in versions without it.
+        ValueError: if torchao has no such configuration.
         ImportError: without torchao.
     """
     chosen = recipe_unless_auto(recipe) or RECIPES["tensor"]
-    if dataclasses.replace(chosen, name="mxfp8") == RECIPES["mxfp8"]:
-        return _mx_config(emulate)
     lib = need("torchao")
     rules = {cast.rule for cast in chosen.casts if cast is not None}
     config = importlib.import_module("torchao.float8.config")
     unknown = ValueError(
-        f"torchao has no configuration for recipe {chosen.name!r}; it has 'tensor', 'row', "
-        "'row_gw_hp' and 'mxfp8'"
+        f"torchao has no configuration for recipe {chosen.name!r}; it has 'tensor', 'row' "
+        "and 'row_gw_hp'"
     )
     if rules not in ({"up"}, {"exact"}) or chosen.saved_activations is not None:
         raise unknown
@@ -83,21 +77,6 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
     )
 
 
-def _mx_config(emulate: bool) -> Any:
-    need("torchao")
-    try:
-        moe = importlib.import_module("torchao.prototype.moe_training.config")
-        importlib.import_module("torchao.prototype.moe_training.mxfp8_linear")
-    except ImportError as error:
-        raise ValueError("this version of torchao has no MXFP8Linear") from error
-    preference = moe.KernelPreference
-    return moe.MXFP8TrainingOpConfig(
-        kernel_preference=preference.EMULATED if emulate else preference.AUTO,
-        scale_calculation_mode=moe.ScaleCalculationMode.RCEIL,
-        wgrad_with_hp=False,
-    )
-
-
 def convert(
     model: nn.Module,
     recipe: Any = AUTO,
@@ -109,7 +88,7 @@ def convert(
 
     Hooks, the training flag, names and attributes, some of which torchao's
     ``convert_to_float8_training`` loses, are preserved, and `fp8.report` lists every layer. Layers
-    with sizes that are not multiples of 16 (32 for "mxfp8") are left alone unless emulated.
+    with sizes that are not multiples of 16 are left alone unless emulated.
 
     Args:
         model: changed in place.
@@ -128,21 +107,22 @@ def convert(
     """
     config, where = its_recipe(recipe), checked_where(where)
     if isinstance(recipe, str | Recipe):
-        emulate = not _has_kernels(model, _is_mx(config)) if emulate is None else emulate
-        config = ao_config(recipe, emulate=emulate)
-    elif getattr(config, "enable_fsdp_float8_all_gather", False):
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        config = ao_config(
+            recipe, emulate=bool(why_not_device(device)) if emulate is None else emulate
+        )
+    elif config.enable_fsdp_float8_all_gather:
         raise ValueError(
             "enable_fsdp_float8_all_gather must be False: it replaces parameters, which neither "
             "ties nor optimizers follow; fp8.distributed.fsdp.gather_in_fp8 gathers weights in FP8"
         )
-    emulated = config.kernel_preference == "emulated" if _is_mx(config) else config.emulate
-    multiple = _MX_BLOCK if _is_mx(config) else 1 if emulated else ALIGNMENT
+    multiple = 1 if config.emulate else ALIGNMENT
 
     def make(module: Any) -> nn.Module | str:
-        return why_not_fit(module, multiple) or _layer(module, config)
+        layer = need("torchao").convert_to_float8_training
+        return why_not_fit(module, multiple) or layer(module, config=config)
 
-    how = "torchao, " + ("MXFP8Linear" if _is_mx(config) else "Float8Linear")
-    how += ", emulated" if emulated else ""
+    how = "torchao, Float8Linear" + (", emulated" if config.emulate else "")
     layers = layers_for(model, (nn.Linear,), where, make, "torchao replaces linear layers")
     return swap(model, layers, adapter="torchao", how=how)
 
@@ -150,35 +130,6 @@ def convert(
 def its_recipe(recipe: Any) -> Any:
     """torchao's configuration for a name or a `Recipe`; one of its own unchanged."""
     return ao_config(recipe) if isinstance(recipe, str | Recipe) else recipe
-
-
-def _is_mx(config: Any) -> bool:
-    return type(config).__name__ == "MXFP8TrainingOpConfig"
-
-
-def _has_kernels(model: nn.Module, mx: bool) -> bool:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if not mx:
-        return not why_not_device(device)
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
-
-
-def _layer(module: nn.Linear, config: Any) -> nn.Module:
-    if not _is_mx(config):
-        return need("torchao").convert_to_float8_training(module, config=config)
-    library = importlib.import_module("torchao.prototype.moe_training.mxfp8_linear")
-    layer = library.MXFP8Linear(
-        module.in_features,
-        module.out_features,
-        bias=module.bias is not None,
-        device="meta",
-        kernel_preference=config.kernel_preference,
-        scale_calculation_mode=config.scale_calculation_mode,
-        wgrad_with_hp=config.wgrad_with_hp,
-    )
-    add_mixin(layer, Padded)
-    layer.fp8_multiple = _MX_BLOCK
-    return layer
 
 
 def revert(model: nn.Module) -> nn.Module:

@@ -26,7 +26,7 @@ from ..selection.layers import Where, checked_where
 from ..surgery.swap import Make, Padded, layers_for, swap, why_not_fit
 from ..tensors.scaled_tensor import DTYPES
 
-__all__ = ["autocast", "convert", "delayed_scaling", "revert", "te_recipe", "weights"]
+__all__ = ["autocast", "convert", "delayed_scaling", "revert", "te_recipe"]
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _MULTIPLES = {"MXFP8BlockScaling": 32, "Float8BlockScaling": 128}
@@ -510,15 +510,3 @@ def _torch_layer(te: Any, module: nn.Module) -> nn.Module | None:
         return None
     eps = vars(module).get(_EPS, module.eps)
     return norm(tuple(weight.shape), eps=eps, **options)
-
-
-def weights(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes the `_extra_state` of TransformerEngine's layers from a state_dict.
-
-    Args:
-        state_dict: of any model with such layers.
-
-    Returns:
-        A state_dict that loads into a model without them, or into one of `convert`.
-    """
-    return {k: value for k, value in state_dict.items() if k.rpartition(".")[2] != "_extra_state"}

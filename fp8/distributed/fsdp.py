@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..casts.casting import lowered, rounding_of, static_scale
@@ -24,13 +23,12 @@ from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row
 from ..formats.format import get_format
 from ..formats.quantize import in_dtype, quantize_operand
-from ..optim.state import parameters_of, portable
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, Recipe, recipe_unless_auto
 from ..recipes.scaling import largest_finite, scale_of
 from ..selection.layers import LAYERS, Where, auto_of, checked_where
 
-__all__ = ["gather_in_fp8", "portable_state_dict", "update_scales"]
+__all__ = ["gather_in_fp8", "update_scales"]
 
 aten = torch.ops.aten
 
@@ -163,26 +161,6 @@ def update_scales(model: nn.Module) -> None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group(dimension))
     for (_, weight), amax in zip(scaled, largest.unbind(), strict=True):
         weight.remember(amax)
-
-
-@torch.no_grad()
-def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """The state_dict of ``optimizer`` in a form that loads with another number of processes.
-
-    For DTensors, ``optimizer.state_dict()`` has this form anyway; here whole parameters have it
-    too. A state with a scale is decoded to float32 under torch's name (``exp_avg``), and one of the
-    weight's shape is a DTensor like the weight. Every optimizer of this kind of `fp8.optim` or
-    torch loads it and rounds it to its own encodings.
-
-    Args:
-        optimizer: an optimizer of `fp8.optim`.
-
-    Returns:
-        The state_dict.
-    """
-    state, parameters = optimizer.state_dict(), parameters_of(optimizer)
-    portables = {i: portable(parameters[i], entry) for i, entry in state["state"].items()}
-    return {**state, "state": portables}
 
 
 def _why_not_sent(recipe: Recipe | None) -> str:
