@@ -207,19 +207,14 @@ def for_megatron(policy: Policy) -> MegatronFiles:
     base = _in_megatron("the policy", policy.recipe)
     delayed = base.get("fp8_quantization_recipe") == "delayed"
     flags = _base_flags(base)
-    if policy.first or policy.last:
-        if not base or delayed:
-            why = (
-                "does not combine these with 'delayed'"
-                if base
-                else "has these only with a recipe for the whole model"
-            )
-            raise ValueError(f"first={policy.first}, last={policy.last}: Megatron {why}")
+    ends = {"start": policy.first, "end": policy.last}
+    if any(ends.values()):
+        if delayed:
+            raise ValueError(f"blocks {ends}: Megatron does not combine these with 'delayed'")
+        if not base:
+            raise ValueError(f"blocks {ends}: Megatron has these only with a recipe for the others")
         flags |= {"first-last-layers-bf16": ""}
-        flags |= {
-            f"num-layers-at-{end}-in-bf16": str(count)
-            for end, count in (("start", policy.first), ("end", policy.last))
-        }
+        flags |= {f"num-layers-at-{end}-in-bf16": str(count) for end, count in ends.items()}
     if _low(recipe_of(policy.others)) is not None:
         others = name_of(policy.others)
         raise ValueError(f"others={others!r}: Megatron keeps these layers in high precision")
@@ -227,8 +222,6 @@ def for_megatron(policy: Policy) -> MegatronFiles:
         notes.append("Megatron computes the output layer in high precision, whatever the policy")
     if base.get("fp8_quantization_recipe") == "tensorwise":
         notes.append("the scales of Megatron's tensorwise recipe are not powers of two")
-    if policy.rules:
-        notes.append("the patterns are matched with the names of Megatron's modules")
     lines = [f"--{name}={value}" if value else f"--{name}" for name, value in flags.items()]
     return MegatronFiles(lines, _precision_file(policy, base), notes)
 
@@ -244,7 +237,7 @@ def _base_flags(base: dict[str, str]) -> dict[str, str]:
 
 
 def _precision_file(policy: Policy, base: dict[str, str]) -> str:
-    """The rules, the last one first, as Megatron takes the first that matches."""
+    """The rules, the last one first, as Megatron takes the first that matches. JSON is YAML."""
     configs: dict[str, Any] = {}
     matchers: dict[str, Any] = {}
 
@@ -266,16 +259,7 @@ def _precision_file(policy: Policy, base: dict[str, str]) -> str:
         if config.get("fp8_quantization_recipe") == "delayed":
             raise ValueError(f"{what}: Megatron has 'delayed' for the whole model only")
         match(f"rule_{index}", rule.layers, config | enable if config else {})
-    return _yaml({"configs": configs, "matchers": matchers}) if matchers else ""
-
-
-def _yaml(mapping: Mapping[str, Any], indent: str = "") -> str:
-    return "".join(
-        f"{indent}{key}:\n{_yaml(value, indent + '  ')}"
-        if isinstance(value, dict) and value
-        else f"{indent}{key}: {json.dumps(value)}\n"
-        for key, value in mapping.items()
-    )
+    return json.dumps({"configs": configs, "matchers": matchers}, indent=2) if matchers else ""
 
 
 def as_code(policy: Policy) -> dict[str, str]:

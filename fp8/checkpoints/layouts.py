@@ -134,16 +134,14 @@ def misfit(layout: Layout, shape: torch.Size) -> str:
 
 
 class Rounded(NamedTuple):
-    """A weight under its cast. units: the values divided by their scales. scale: 0-dim, or one for
-    each tile."""
+    """units: the values of a weight divided by their scales. scale: 0-dim, or for each tile."""
 
     units: Tensor
     scale: Tensor
 
 
 def rounded(weight: Tensor, cast: Cast, scale: Tensor | None = None) -> Rounded:
-    """A float32 weight (outputs, inputs) rounded as its cast does. scale: of a cast that does not
-    compute it."""
+    """A float32 weight rounded as its cast does. scale: of a cast that does not compute it."""
     format, (down, along) = get_format(cast.format), cast.tile or (0, 0)
     if scale is None:
         rule = lowered(cast).rule
@@ -237,8 +235,7 @@ def memory_of(
 
 
 def _tile_of(weight: str, shape: Sequence[int], grid: Sequence[int]) -> Tile:
-    """The tile, of powers of two or of a whole dimension, with a grid of scales of these sizes. It
-    is unique: a number of tiles above 1 fits one power of two at most."""
+    """The tile of a grid of scales. A number of tiles above 1 fits one power of two at most."""
     tile: list[int] = []
     for n, count in zip(shape[-2:], grid[-2:], strict=False):
         sizes = [n] if count == 1 else [1 << k for k in range(n.bit_length())]
@@ -252,8 +249,7 @@ def _tile_of(weight: str, shape: Sequence[int], grid: Sequence[int]) -> Tile:
 
 
 def configuration(layers: dict[str, nn.Module], ignore: list[str]) -> dict[str, Any]:
-    """The quantization_config. layers: those in low precision, under recipes of one layout.
-    ignore: the names of other linear layers."""
+    """The quantization_config. layers: of one layout. ignore: other linear layers."""
     first: Any = next(iter(layers.values()))
     layout = LAYOUTS[first.fp8_recipe.weight.scaling]
     if layout.method == "fp8":

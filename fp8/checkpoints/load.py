@@ -150,8 +150,7 @@ def _check(
     names: Mapping[str, Mapping[str, str]],
     checkpoint: Mapping[str, Tensor],
 ) -> None:
-    """Raises ValueError for names that only the model or the checkpoint has, unlike tensors of tied
-    names, shards, and meta buffers that no checkpoint holds."""
+    """Raises the ValueErrors of `load` that concern names, ties, shards and meta buffers."""
     first: dict[int, str] = {}
     for name, parts in names.items():
         other = first.setdefault(id(targets[name]), name)

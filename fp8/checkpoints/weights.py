@@ -285,8 +285,7 @@ def _why_not(name: str, module: Any, uses: Counter[int]) -> str:
 
 
 def _no_history(layer: Any) -> str:
-    """Why the scale of a layer's input is not known; "" if it is, or if the weight is all zeros, so
-    that it does not matter."""
+    """Why the scale of a layer's input is not known; "" if it is, or if the weight is zero."""
     cast = layer.fp8_recipe.input
     if not _has_input_scale(layer.fp8_recipe) or not cast.keeps_history:
         return ""
@@ -301,8 +300,7 @@ def _has_input_scale(recipe: Any) -> bool:
 
 
 def _parts(layer: Any, weight: Tensor, factor: float, ratio: float) -> dict[str, Tensor]:
-    """The tensors of a layer in low precision. factor: missing in ``weight``. ratio: of its input
-    to that at serving time."""
+    """The tensors of a layer. factor: missing in ``weight``. ratio: of its input to that served."""
     recipe = layer.fp8_recipe
     layout = LAYOUTS[recipe.weight.scaling]
     if layout.dtype == torch.uint8:  # its scales are powers of two

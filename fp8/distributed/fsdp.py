@@ -99,8 +99,7 @@ def gather_in_fp8(
 
 
 def _casts(model: nn.Module, shared: Recipe | None, where: Where | None) -> dict[str, Cast | str]:
-    """Layer with a weight -> the cast as which it is sent, or why it is sent unrounded. shared: the
-    recipe of all layers; None: that of each."""
+    """Layer with a weight -> the cast as which it is sent, or why it is sent unrounded."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     recipes = {} if shared is not None else _converted(model)
     casts: dict[str, Cast | str] = {}
@@ -223,11 +222,9 @@ _COPIES = {
 
 
 class _Weight(Tensor):
-    """A weight, or a shard of one, that is rounded when it is sent; otherwise it is like ``plain``.
-
-    exponent: of its static scale factor, for a cast without a rule. cached: its scale factor, if
-    computed, and the version of ``plain`` it was computed for; shared by all views.
-    """
+    """A weight, or a shard of one, like ``plain``, that is rounded when it is sent. exponent: of
+    its static scale, for a cast without a rule. cached: its scale and the version of ``plain`` that
+    it was computed for, shared by all views."""
 
     plain: Tensor
     cast: Cast

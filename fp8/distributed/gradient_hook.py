@@ -83,8 +83,7 @@ def _mean(gradients: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _exponents(blocks: Tensor) -> Tensor:
-    """The E8M0 scale of each block (..., 32), the smallest that avoids overflow: uint8 (..., 1).
-    255 is NaN, also used for Inf; a block of zeros has the smallest scale."""
+    """The smallest E8M0 scale without overflow of each block (..., 32): uint8; 255: NaN or Inf."""
     amax = blocks.abs().amax(-1, keepdim=True)
     exponents = RULES["up"](amax, GRADIENT_FORMAT).view(torch.int32) >> 23
     return torch.where(amax < torch.inf, exponents, _NONFINITE).to(torch.uint8)

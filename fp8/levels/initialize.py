@@ -43,10 +43,6 @@ class Level:
     """A row of LEVELS: the formats of the tensors of a weight. None: the tensor does not exist."""
 
     name: str
-    product: str = "FP8"
-    """The format of operands; the recipe decides which FP8 format."""
-    communication: str = "FP8"
-    """The format of gradients between processes: see `fp8.distributed.gradient_hook`."""
     weight: str
     master: str | None = None
     """The format of the copy that the optimizer updates, if the weight itself is too coarse."""
@@ -240,8 +236,7 @@ REMOVED = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decou
 
 
 def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
-    """The class of `fp8.optim` with the arithmetic of ``optimizer``. Raises TypeError if there is
-    none, ValueError for unsupported options."""
+    """The class of `fp8.optim` with the arithmetic of ``optimizer``. Raises if there is none."""
     cls = type(optimizer)
     if issubclass(cls, LowPrecision):
         return cls
@@ -291,8 +286,8 @@ def _blank(name: str, bases: tuple[type, ...]) -> Any:
 def _settings_of(
     optimizer: Optimizer, formats: Mapping[str, str | None]
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The class, the defaults and the supported ``formats`` for `_take_over`. Raises TypeError or
-    ValueError for other arithmetic and unsupported options and parameters."""
+    """The class, the defaults and the supported ``formats`` for `_take_over`. Raises as
+    `initialize`."""
     kind: Any = _kind_of(optimizer)
     options = {name: value for name, value in formats.items() if name in kind.options}
     defaults = kind([torch.zeros(1, 1)], lr=0.0).defaults
@@ -330,8 +325,7 @@ def _take_over(
 
 
 def _scheduled(optimizer: Any, old: Any) -> Any:
-    """Replaces the ``step`` that a scheduler wrapped, with the attributes by which the scheduler
-    warns of calls in the wrong order."""
+    """A ``step`` as a scheduler has wrapped it, which warns of calls in the wrong order."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         optimizer._opt_called = True

@@ -26,8 +26,7 @@ SHARDED = (
 
 
 class _ScaledWeights(Mixin):
-    """A module with parameters that are ScaledTensors. Their entries in its state_dict share their
-    memory and are of float32, which represents them exactly."""
+    """A module with ScaledTensors, whose entries in its state_dict share their memory."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises ValueError if a weight is replaced by a shard, which would lose its level."""
@@ -88,8 +87,7 @@ def _attributes(parameter: Tensor) -> dict[str, Any]:
 
 
 def _store(parameter: Any) -> None:
-    """Stores a weight in its format. One of 8 bits that is trained keeps what was written until a
-    master, which is finer, takes it over in the next step."""
+    """Stores a weight in its format; a trained one of 8 bits waits until its master has it."""
     if parameter.format == "fp16" or parameter.grad_format is None:
         parameter.store()
 

@@ -116,9 +116,8 @@ dynamic sizes torch compiles loops without vectors, which are ten times slower."
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Unit:
-    """Parameters that are updated together: one, or the small ones of a group concatenated. index:
-    of the first among all of the optimizer, which makes random bits distinct. master: whether the
-    weights have masters."""
+    """Parameters updated together: one, or the small ones of a group, concatenated. index: of the
+    first among all of the optimizer, which makes random bits distinct."""
 
     group: Group
     decoupled: bool
@@ -129,7 +128,6 @@ class _Unit:
     states: list[State] = field(default_factory=list)
 
     def here(self) -> list[Tensor]:
-        """The weights, or what this process has of them."""
         return [part_of(parameter.detach()) for parameter in self.parameters]
 
     def stored(self, name: str) -> Encoded:
@@ -162,8 +160,7 @@ class _Unit:
         return [self.states[0].get(name + PARTS[2]) for name in STORED]
 
     def scales(self, largest: float, numbers: Iterator[float]) -> list[float | None]:
-        """New scale factors for gradients up to ``largest``: the moment of the largest magnitudes
-        bounds a moment, so a scale costs one pass over the gradient."""
+        """New scale factors for gradients up to ``largest``, whose moment bounds a moment."""
         scales: list[float | None] = [None, None, None]
         for i, amax in enumerate(self.amaxes()):
             if amax is None:
@@ -188,13 +185,11 @@ class _Unit:
         return torch.tensor([*formulas, *(1.0 if x is None else 1 / x for x in scales)])
 
     def seed(self, stream: int) -> tuple[int, ...]:
-        """Of random bits of this step. stream: 0 for the moments, 1 for the weight, from 2 on for
-        copies of weights."""
+        """stream: 0 for the moments, 1 for the weight, from 2 on for copies of weights."""
         return self.group["seed"], int(self.states[0]["step"]), self.index, stream
 
     def rounds_copies(self) -> bool:
-        """Whether weights of a tensor subclass, updated as float32 copies, are then rounded
-        stochastically."""
+        """Whether float32 copies of weights of a tensor subclass are rounded stochastically."""
         if self.master or not self.group["stochastic_weights"]:
             return False
         here = part_of(self.parameters[0])

@@ -152,8 +152,7 @@ class LowPrecision(Optimizer):
 
 
 def _align_gradient(optimizer: str, parameter: Any) -> None:
-    """Lays out the gradient of a DTensor like it: under sequence parallelism that of a replicated
-    weight is a sum whose parts the processes hold. Raises RuntimeError for a sparse one."""
+    """Lays out the gradient of a DTensor like it. Raises RuntimeError for a sparse one."""
     grad = parameter.grad
     if grad is not None and grad.layout != torch.strided:
         raise RuntimeError(f"{optimizer} needs dense gradients, got {grad.layout}")

@@ -136,10 +136,8 @@ def write(
 ) -> None:
     """Encodes ``x``, float32 (n,), into ``to`` in place. Values beyond the largest value saturate.
 
-    unit: 1 / scale of the whole tensor, which the caller stores; scales of blocks are computed and
-    stored here. away: below the smallest normal value, round away from zero instead of toward zero.
-    bits: int32 (n,) random bits; None rounds to nearest.
-    """
+    unit: 1 / scale of the whole tensor, which the caller stores. away: below the smallest normal
+    value, round away from zero. bits: int32 (n,) random bits; None rounds to nearest."""
     y = x
     if encoding.scale == "block":
         assert to.scale is not None

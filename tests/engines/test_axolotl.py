@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fp8
+from tests.fp8.adapters import hub_models
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -32,14 +33,7 @@ LORA = peft.LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL
 
 def llama() -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return hub_models.llama()
 
 
 def loaded() -> nn.Module:

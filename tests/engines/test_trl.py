@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fp8
+from tests.fp8.adapters import hub_models
 from unit_scaling.transforms import unit_scale
 
 with warnings.catch_warnings():
@@ -39,17 +40,7 @@ def tokenizer() -> Any:
 
 def llama() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=258,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=256,
-        eos_token_id=257,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return hub_models.llama(vocab_size=258, pad_token_id=256, eos_token_id=257)
 
 
 def tuned(model: nn.Module, folder: Path, lora: bool = True) -> Any:

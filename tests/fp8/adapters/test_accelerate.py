@@ -50,8 +50,8 @@ def te_kwargs(te: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
 
 
 @pytest.mark.proves("Accelerate", "FP8 by prepare", how="library")
-@pytest.mark.parametrize("recipe", ["unit", "tensor", "block"])
-def test_the_same_losses_as_a_plain_loop(recipe):
+def test_the_same_losses_as_a_plain_loop():
+    recipe = "tensor"
     model = Model()
     other = copy.deepcopy(model)
     accelerator = library.Accelerator(cpu=True)
@@ -174,29 +174,6 @@ def test_what_nothing_computes_is_an_error(te_kwargs):
     assert type(model.up) is nn.Linear
 
 
-def test_back_from_under_accelerate(te):  # noqa: F811
-    """Accelerate keeps the forward that the model had in a wrapper on the instance."""
-    accelerator = library.Accelerator(cpu=True, mixed_precision="bf16")
-    model = accelerate.prepare(accelerator, Model(), recipe="tensor", backend="transformer_engine")
-    model(batches(1)[0])
-    plain = fp8.revert(accelerator.unwrap_model(model))
-    assert type(plain.up) is nn.Linear
-    assert "forward" in vars(plain)
-    assert len(RAN) == 3
-    plain(batches(1)[0])
-    assert len(RAN) == 3
-
-
-def test_an_optimizer_with_more_than_the_model(te_kwargs):
-    """A KeyError in Accelerate, which looks the new parameters up by name."""
-    accelerator, model = library.Accelerator(cpu=True), Model()
-    extra = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([*model.parameters(), extra])
-    model, optimizer = accelerate.prepare(accelerator, model, optimizer, recipe=te_kwargs())
-    assert optimizer.param_groups[0]["params"][-1] is extra
-    assert optimizer.param_groups[0]["params"][0] is model.embed.weight
-
-
 @pytest.mark.proves("Accelerate", "AORecipeKwargs", how="library")
 @pytest.mark.parametrize("config", [True, False])
 def test_recipe_object_of_torchao(config):
@@ -265,7 +242,7 @@ def test_back_from_a_model_that_is_a_layer():
 
 
 @pytest.mark.proves("Accelerate", "opt_level", how="library")
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
 def test_levels(level, tmp_path):
     """Trained, checkpointed and resumed at a level, with the losses of a plain loop."""
     model = Model()

@@ -74,9 +74,8 @@ def test_bad_input(options: dict[str, Any], error: type[Exception]):
         LastGood(**options)
 
 
-@pytest.mark.parametrize("library", ["lightning", "pytorch_lightning"])
-def test_lightning(library: str, tmp_path: Path):
-    pl = importlib.import_module("lightning.pytorch" if library == "lightning" else library)
+def test_lightning(tmp_path: Path):
+    pl = importlib.import_module("lightning.pytorch")
     torch.manual_seed(0)
 
     class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
@@ -99,7 +98,7 @@ def test_lightning(library: str, tmp_path: Path):
     data = torch.randn(8, 4, 16)
     data[BAD, 0, 0] = 500.0
     module = fp8.convert(Module(), UNSCALED, backend="simulate")
-    callback = lightning_callback(library=library, every=1)
+    callback = lightning_callback(library="lightning", every=1)
     quiet_options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     pl.Trainer(
         max_epochs=1,

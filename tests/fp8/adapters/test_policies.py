@@ -261,7 +261,7 @@ def test_the_flags_of_megatron():
         (Policy("mxfp8", rules=[("*", "forward", None)]), "no recipe for single casts"),
         (Policy("mxfp8", rules=[("*", None, "delayed")]), "'delayed' for the whole model only"),
         (Policy("delayed", first=1), "does not combine these with 'delayed'"),
-        (Policy(None, first=1), "only with a recipe for the whole model"),
+        (Policy(None, first=1), "only with a recipe for the others"),
     ],
 )
 def test_what_megatron_does_not_have(policy, message):

@@ -173,11 +173,14 @@ def check_transformers(level: str | None, folder: Path) -> None:
 def check_ranks(rank: int, store: Path) -> None:
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # where they have met
-    levels = {check_accelerate: "O3", check_lightning: "O2", check_transformers: "O3"}
-    for check, leveled in levels.items():
-        for level in (None, leveled):
-            check(level, store.with_name(f"{check.__name__}-{level}"))
-            dist.barrier()
+    for check, level in (
+        (check_accelerate, "O3"),
+        (check_lightning, None),
+        (check_lightning, "O2"),
+        (check_transformers, "O3"),
+    ):
+        check(level, store.with_name(f"{check.__name__}-{level}"))
+        dist.barrier()
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")

@@ -18,7 +18,7 @@ from fp8.distributed.gradient_hook import BLOCK, all_reduce_hook
 from tests.launch import run_ranks
 
 WORLD = 4
-SIZES = (5000, 64, 7)  # no multiple of anything; fewer elements than blocks
+SIZES = (5000, 7)  # no multiple of anything; fewer elements than blocks
 
 
 class Bucket:
@@ -213,7 +213,7 @@ def check_ranks(rank: int, store: Path) -> None:
         check_nonfinite(group)
         check_exact(group)
         check_model(group)
-        for level in ("O1", "O2", "O3"):
+        for level in ("O2", "O3"):
             check_level(level, group)
         print(f"{dist.get_world_size(group)} ranks: {check_bytes(group):.4f} of the bytes")
     x = torch.randn(100)

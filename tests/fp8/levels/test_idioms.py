@@ -106,24 +106,6 @@ def swapped(model, optimizer):
     return within, model
 
 
-def copied_and_restored(model, optimizer):
-    backup = [p.detach().clone() for p in model.parameters()]
-    for p, x in zip(model.parameters(), other_weights(model), strict=True):
-        p.data.copy_(x)
-    within = model(inputs())
-    for p, b in zip(model.parameters(), backup, strict=True):
-        p.data.copy_(b.data)
-    return within, model
-
-
-def state_backed_up(model, optimizer):
-    best = copy.deepcopy(model.state_dict())
-    model.load_state_dict(moved(model).state_dict())
-    within = model(inputs())
-    model.load_state_dict(best)
-    return within, model
-
-
 def clamped(model, optimizer):
     for p in model.parameters():
         p.data.clamp_(-0.01, 0.01)
@@ -140,29 +122,11 @@ def parts_written(model, optimizer):
     return model
 
 
-def initialized(model, optimizer):
-    results = []
-    for name in ("uniform_", "trunc_normal_", "kaiming_normal_", "orthogonal_", "eye_", "zeros_"):
-        getattr(nn.init, name)(model.outer.weight)
-        results.append(model.outer.weight.detach().clone())
-    model.inner.reset_parameters()
-    return results, model
-
-
 def vector(model, optimizer):
     flat = nn.utils.parameters_to_vector(model.parameters())
     nn.utils.vector_to_parameters(flat * 1.5 + 0.01, model.parameters())
     backward(model)
     return flat, model, [p.grad is not None for p in model.parameters()]
-
-
-def merged(model, optimizer):
-    """As adapters are, into the weight and out again."""
-    delta = other_weights(model)[-1]
-    model.outer.weight.data += delta
-    within = model(inputs())
-    model.outer.weight.data -= delta
-    return within, model
 
 
 # --- structure ----------------------------------------------------------------------------------
@@ -195,14 +159,6 @@ def pruned(model, optimizer):
 def with_weight_norm(model, optimizer):
     parametrizations.weight_norm(model.outer)
     return model(inputs()), [*model.outer.parameters()]
-
-
-def with_spectral_norm(model, optimizer):
-    parametrizations.spectral_norm(model.outer)
-    within = model(inputs()).detach()
-    backward(model)
-    nn.utils.parametrize.remove_parametrizations(model.outer, "weight")
-    return within, model.outer.weight
 
 
 def called_with_others(model, optimizer):
@@ -330,11 +286,11 @@ EXACT = (
     averaged_model(),
     averaged_model(avg_fn=get_ema_avg_fn(DECAY)),
     averaged_model(multi_avg_fn=get_ema_multi_avg_fn(DECAY)),
-    *(swapped, copied_and_restored, clamped, parts_written, initialized),
-    *(vector, merged, frozen, with_weight_norm, with_spectral_norm, called_with_others, inferred),
+    *(swapped, clamped, parts_written, vector, frozen, with_weight_norm),
+    *(called_with_others, inferred),
     *(pickled, shared, cast, stepped_by_torch),
 )
-LOADED = (state_backed_up, state_saved, assigned)
+LOADED = (state_saved, assigned)
 OF_GRADIENTS = (tied, pruned, deep_copied, accumulated, gradients_changed, gradients_of_users)
 
 TOLERANCES = {
@@ -375,7 +331,7 @@ def leaves(found):
             yield from leaves(each)
 
 
-@pytest.mark.parametrize("level", fp8.LEVELS)
+@pytest.mark.parametrize("level", ["O2", "O3"])  # O1 has the weights of O2
 @pytest.mark.parametrize("idiom", TOLERANCES, ids=lambda f: f.__name__)
 def test_as_with_a_plain_model(idiom, level):
     model, optimizer = at_level(level)

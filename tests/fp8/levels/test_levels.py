@@ -24,7 +24,7 @@ OPTIMIZERS = {
 }
 
 each_level = pytest.mark.parametrize("level", LEVELS)
-each_kind = pytest.mark.parametrize("name", ["AdamW", "uu.AdamW", "SGD"])
+each_kind = pytest.mark.parametrize("name", ["AdamW", "SGD"])
 
 
 def build(optimizer=torch.optim.AdamW, lr=1e-2):
@@ -91,13 +91,12 @@ def test_training_goes_on(level, name):
         assert type(layer.bias.grad) is torch.Tensor
 
 
-@each_level
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_is_the_same_optimizer(level, name):
+def test_it_is_the_same_optimizer(name):
     model, optimizer = build(OPTIMIZERS[name])
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     groups, rates = optimizer.param_groups, schedule.get_last_lr()
-    same_model, same_optimizer = fp8.initialize(model, optimizer, level)
+    same_model, same_optimizer = fp8.initialize(model, optimizer, "O3")
     assert same_model is model
     assert same_optimizer is optimizer
     assert isinstance(optimizer, getattr(fp8.optim, name.rpartition(".")[2]))
@@ -210,8 +209,9 @@ def test_micro_batches_clipping_and_grad_scaler_together(level):
 
 
 @each_kind
-@pytest.mark.parametrize("level", ["O1", "O3"])
-@pytest.mark.parametrize(("where", "bad"), [("weight", math.nan), ("bias", math.inf)])
+@pytest.mark.parametrize(
+    ("level", "where", "bad"), [("O1", "bias", math.inf), ("O3", "weight", math.nan)]
+)
 def test_a_step_with_a_bad_gradient_is_skipped_and_counted(level, name, bad, where):
     model, optimizer = build(OPTIMIZERS[name])
     fp8.initialize(model, optimizer, level)
@@ -261,8 +261,7 @@ def test_bytes(level):
 
 
 @each_level
-@each_kind
-@pytest.mark.parametrize("order", [1, -1], ids=["model first", "optimizer first"])
+@pytest.mark.parametrize(("name", "order"), [("AdamW", 1), ("uu.AdamW", -1), ("SGD", 1)])
 def test_resume_is_exact(level, name, order, tmp_path):
     model, optimizer = build(OPTIMIZERS[name])
     fp8.initialize(model, optimizer, level)
@@ -287,8 +286,9 @@ def with_masters(model, optimizer):
     return other.state_dict()
 
 
-@each_level
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("level", "dtype"), [("O2", torch.float32), ("O3", torch.float32), ("O3", torch.bfloat16)]
+)
 def test_weights_of_a_plain_checkpoint_are_what_is_trained_on(level, dtype):
     """After a step too: no master of before comes back."""
     torch.manual_seed(1)

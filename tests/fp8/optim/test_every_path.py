@@ -92,7 +92,7 @@ def saved(optimizer: Any, kind: Any, settings: dict[str, Any]) -> Any:
 
 @pytest.mark.filterwarnings("ignore:stochastic_weights=True rounds no weight")
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("seed", range(160))
+@pytest.mark.parametrize("seed", range(80))
 def test_steps(seed: int) -> None:
     kind, settings, low, parameters = drawn(seed)
     doubles = [nn.Parameter(p.detach().double()) for p in parameters]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8.optim import Adam, AdamW
 
-STEPS = 1000
+STEPS = 300
 SHAPE = (16, 128)
 
 FORMATS = [

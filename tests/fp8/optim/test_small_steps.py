@@ -127,12 +127,14 @@ def test_where_rounding_to_nearest_loses_steps():
     assert (weight == weight.new_tensor(1.01)).all()
 
 
-@pytest.mark.parametrize("min_size", [0, 1 << 20], ids=["alone", "joined"])
-@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "stochastic", "min_size"),
+    [
+        *((torch.bfloat16, True, 0), (torch.bfloat16, True, 1 << 20)),
+        *((torch.float16, False, 0), (torch.float32, False, 1 << 20)),
+    ],
+)
 def test_the_strides_of_a_weight_and_of_its_gradient_do_not_matter(dtype, stochastic, min_size):
-    if dtype == torch.float32 and stochastic:
-        return
     draw = torch.Generator().manual_seed(0)
     whole = torch.randn(6, 5, 8, generator=draw).to(dtype)
     grads = torch.randn(3, 6, 5, 8, generator=draw).to(dtype)
@@ -194,7 +196,7 @@ def test_where_nothing_is_rounded_stochastically_is_a_warning(dtype, settings):
     optimizer.step()  # a weight beside others is what it is for
 
 
-@pytest.mark.parametrize("large", [1e19, 1.9e19, 1e20, 1e30, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize("large", [1.9e19, torch.finfo(torch.float32).max])
 def test_a_large_gradient_is_stepped_as_by_torch(large: float):
     """Beside torch's AdamW in float64, whose second moments do not overflow: steps depend on the
     ratios of gradients, and after so large a one all others are as zeros."""
@@ -212,8 +214,10 @@ def test_a_large_gradient_is_stepped_as_by_torch(large: float):
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("first", MOMENTS["first_moment"])
-@pytest.mark.parametrize("second", MOMENTS["second_moment"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("e4m3", "float16"), ("e4m3_block", "e5m3_block"), ("bfloat16", "bfloat16")],
+)
 def test_large_gradients_leave_finite_states_in_every_encoding(first: str, second: str):
     weight = nn.Parameter(torch.zeros(300))
     optimizer = AdamW([weight], 0.1, first_moment=first, second_moment=second, min_size=0)
