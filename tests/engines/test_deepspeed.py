@@ -53,8 +53,7 @@ def engine_of(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) ->
 
 
 @pytest.mark.proves("the field", "in DeepSpeed's ZeRO", how="library")
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("recipe", ["tensor", "delayed", "mxfp8"])
+@pytest.mark.parametrize(("recipe", "stage"), [("tensor", 0), ("delayed", 1), ("mxfp8", 2)])
 def test_zero(recipe, stage):
     """The losses are those of a plain loop, to the bit."""
     model, optimizer = make()
@@ -78,34 +77,12 @@ def test_zero(recipe, stage):
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize(("level", "stage"), [("O2", 0), ("O3", 2)])
 def test_levels_are_refused(level, stage):
     model, optimizer = make()
     model, optimizer = fp8.initialize(model, optimizer, level, "tensor")
     with pytest.raises(RuntimeError, match="DeepSpeed's engine holds and moves each weight"):
         engine_of(model, optimizer, stage)
-
-
-def test_checkpoint(tmp_path: Path):
-    """A checkpoint of the engine holds the plain model's weights, and trains on in another one."""
-    first = engine_of(*make(), 2)
-    fp8.convert(first.module, "tensor")
-    for x in batches(2):
-        first.backward(F.mse_loss(first(x), x))
-        first.step()
-    first.save_checkpoint(str(tmp_path))
-    model, optimizer = make()
-    second = engine_of(fp8.convert(model, "tensor"), optimizer, 2)
-    second.load_checkpoint(str(tmp_path))
-    losses = []
-    for engine in (first, second):
-        for x in batches():
-            loss = F.mse_loss(engine(x), x)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-    assert losses[:6] == losses[6:]
 
 
 def test_two_processes(tmp_path: Path):

@@ -88,7 +88,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "fp8": fp8.convert,
     "both": lambda model: fp8.convert(preserved(model)),
     "stored, fp8": lambda model: fp8.convert(stored(model)),
 }
@@ -115,12 +114,6 @@ def test_lora(way, plain, tmp_path):
     restored = peft.PeftModel.from_pretrained(llama(), str(tmp_path / "adapters"))
     name = f"{layer}.lora_B.default.weight"
     assert torch.equal(restored.state_dict()[name], trainer.model.state_dict()[name])
-
-
-def test_preserve_is_the_plain_model(plain, tmp_path):
-    """Unit scaling with init="preserve" and no casts: the same losses, but for float32's rounding,
-    which Adam's first steps enlarge where gradients are near zero."""
-    assert losses(tuned(preserved(llama()), tmp_path)) == pytest.approx(plain, rel=2**-10)
 
 
 def test_all_weights(tmp_path):

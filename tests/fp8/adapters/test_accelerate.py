@@ -312,12 +312,3 @@ def test_layers_of_another_library_and_a_level(te, backend):  # noqa: F811
     assert got == pytest.approx(want, rel=0.02)
     with pytest.raises(ValueError, match="'O3' keeps weights in FP8"):
         accelerate.prepare(accelerator, other, adam(other), **options, opt_level="O3")
-
-
-def test_a_policy_for_layers_of_another_library():
-    accelerator = library.Accelerator(cpu=True)
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(2)]
-    model = nn.Sequential(nn.Linear(32, 64), nn.ModuleList(blocks), nn.Linear(64, 32))
-    options = {"recipe": fp8.Policy.hidden("tensor"), "backend": "torchao"}
-    model = accelerate.prepare(accelerator, model, **options)
-    assert [row.path for row in fp8.report(model) if row.left_alone] == ["0", "2"]

@@ -29,7 +29,6 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
 
-TRAINERS = ["lightning", "pytorch_lightning"]
 BITS = ["fp8.optim", "bitsandbytes"]
 
 

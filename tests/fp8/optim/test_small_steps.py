@@ -14,7 +14,7 @@ from fp8.optim import AdamW
 from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTS, decode
 from fp8.optim.state import MASTER, format_of, has, read
 
-LR = 1e-4
+LR, STEPS = 1e-4, 40
 FLOAT32 = {"first_moment": "float32", "second_moment": "float32"}
 
 
@@ -52,19 +52,19 @@ WEIGHTS = {
     "float32": lambda w: w,
     "bfloat16": lambda w: w.bfloat16(),
     "float16": lambda w: w.half(),
-    "transposed": lambda w: w.bfloat16().t(),
     "strided": lambda w: w.bfloat16().repeat_interleave(2, 1)[:, ::2],
     "channels last": lambda w: (
         w.half().view(8, 16, 8, 4).contiguous(memory_format=torch.channels_last)
     ),
     "of a level": lambda w: fp8.scaled(w, "fp16"),
-    "scaled bfloat16": lambda w: fp8.scaled(w.bfloat16(), "fp16"),
     "e4m3": lambda w: fp8.scaled(w, "e4m3"),
     "e5m2": lambda w: fp8.scaled(w.t(), "e5m2"),
 }
 
 
-def trained(steps: int = 100, start: float = 1.01, **settings) -> dict[str, tuple[Tensor, Tensor]]:
+def trained(
+    steps: int = STEPS, start: float = 1.01, **settings
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Kind of weights -> (before, after some steps down): masters where there are any."""
     weights = {
         kind: nn.Parameter(make(torch.full((64, 64), start))) for kind, make in WEIGHTS.items()
@@ -95,29 +95,29 @@ def test_weights_rounded_stochastically_take_each_step_in_the_mean(min_size: int
     """A step of LR is one of a spacing s with the probability LR / s, and so its variance at most
     LR s; 4096 weights take each step of their own."""
     for kind, (before, after) in trained(stochastic_weights=True, min_size=min_size).items():
-        deviation = (100 * LR * spacing(kind) / before.numel()) ** 0.5
+        deviation = (STEPS * LR * spacing(kind) / before.numel()) ** 0.5
         moved = float((before - after).double().mean())
-        assert abs(moved - 100 * LR) <= 5 * deviation + 1e-6, kind
+        assert abs(moved - STEPS * LR) <= 5 * deviation + 1e-6, kind
         assert kind == "float32" or after.unique().numel() > 1
 
 
 @pytest.mark.parametrize("master", MASTERS)
 def test_masters_take_each_step(master: str):
     """In float16 rounded stochastically, of 2**-10 spacing, as in the test above."""
-    deviation = (100 * LR * 2.0**-10 / 4096) ** 0.5
+    deviation = (STEPS * LR * 2.0**-10 / 4096) ** 0.5
     stochastic = master != "float32"
     for kind, (before, after) in trained(
         master_weights=master, stochastic_weights=stochastic
     ).items():
         moved = float((before - after).double().mean())
-        assert abs(moved - 100 * LR) <= (5 * deviation if stochastic else 0) + 1e-5, kind
+        assert abs(moved - STEPS * LR) <= (5 * deviation if stochastic else 0) + 1e-5, kind
 
 
 def test_where_rounding_to_nearest_loses_steps():
     """As docs/optimizers.md and docs/levels.md say: less than half a spacing, 2**-12 beside 1, is
     lost in all but float32, as by torch's AdamW."""
     for settings in ({}, {"master_weights": "float16"}):
-        for kind, (before, after) in trained(20, **settings).items():
+        for kind, (before, after) in trained(10, **settings).items():
             assert torch.equal(before, after) == (kind != "float32")
     weight = nn.Parameter(torch.full((64,), 1.01, dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW([weight], LR, weight_decay=0.0)
@@ -164,15 +164,15 @@ def test_at_every_level(level: str):
     nn.init.constant_(model.weight, 1.01)
     optimizer = AdamW(model.parameters(), LR, weight_decay=0.0, stochastic_weights=True)
     fp8.initialize(model, optimizer, level, recipe=None)
-    for _ in range(100):
+    for _ in range(STEPS):
         model.weight.grad = torch.ones(64, 64)
         optimizer.step()
     state = optimizer.state[model.weight]
     after = decode(read(state, MASTER)) if has(state, MASTER) else model.weight.dequantize()
-    deviation = (100 * LR * 2.0**-10 / 4096) ** 0.5
+    deviation = (STEPS * LR * 2.0**-10 / 4096) ** 0.5
     slow = 1 / (1 + 2.0**-4 / 0.1) if level != "O1" else 1  # of the first moment, as above
     moved = 1.01 - float(after.double().mean())
-    assert slow * 100 * LR - 2.0**-11 <= moved <= 100 * LR * 1.23 + 5 * deviation + 2.0**-11
+    assert slow * STEPS * LR - 2.0**-11 <= moved <= STEPS * LR * 1.23 + 5 * deviation + 2.0**-11
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def steps(optimizer, start: int, count: int) -> None:
         optimizer.step()
 
 
-def run(cls, count: int = 4, dtype=torch.float32, **settings):
+def run(cls, count: int = 2, dtype=torch.float32, **settings):
     params = parameters(dtype)
     optimizer = cls(params, **settings)
     steps(optimizer, 0, count)
