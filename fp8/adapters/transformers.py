@@ -20,6 +20,7 @@ __all__ = ["KV_SCALINGS"]
 
 KV_SCALINGS: dict[str, tuple[int, ...] | None] = {
     "tensor": None,
+    "head": (-2, -1),
     "token": (-1,),
 }
 """Scaling of a cache in FP8 -> the axes of keys and of values (batch, heads, tokens, width) that
