@@ -43,6 +43,10 @@ class Level:
     """A row of LEVELS: the formats of the tensors of a weight. None: the tensor does not exist."""
 
     name: str
+    product: str = "FP8"
+    """The format of operands; the recipe decides which FP8 format."""
+    communication: str = "FP8"
+    """The format of gradients between processes: see `fp8.distributed.gradient_hook`."""
     weight: str
     master: str | None = None
     """The format of the copy that the optimizer updates, if the weight itself is too coarse."""
