@@ -72,14 +72,6 @@ def test_with_float32_states_it_is_torchs(name: str, settings):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_neither_class_is_taken_for_the_other():
-    """torch's AdamW is a subclass of its Adam, by which MS-AMP takes it for one with L2 decay."""
-    assert not issubclass(AdamW, Adam)
-    assert not issubclass(Adam, AdamW)
-    decayed = {"lr": 1e-2, "weight_decay": 0.5, **FLOAT32}
-    assert distance(run(Adam, **decayed)[0], run(AdamW, **decayed)[0]) > 0.1
-
-
 @pytest.mark.proves("the field", "optimizer states in low precision", how="own")
 @pytest.mark.parametrize("formats", LOW, ids=["tensor", "blocks", "bfloat16"])
 def test_low_precision_states_stay_near(formats):
@@ -97,19 +89,6 @@ def test_small_parameters_are_stepped_together_as_alone():
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
     small, large = optimizer.state[together[-2]], optimizer.state[together[0]]
     assert small["exp_avg"].dtype == large["exp_avg"].dtype == torch.float32
-
-
-def test_a_parameter_without_a_gradient_is_left():
-    params = parameters()
-    optimizer = AdamW(params)
-    before = params[1].detach().clone()
-    params[0].grad = torch.ones_like(params[0])
-    optimizer.step()
-    assert torch.equal(params[1], before)
-    assert params[1] not in optimizer.state
-    optimizer.zero_grad()
-    optimizer.step()
-    assert float(optimizer.state[params[0]]["step"]) == 1
 
 
 @pytest.mark.parametrize(("bad", "formats"), [(float("nan"), {}), (-float("inf"), BLOCKS)])
@@ -236,14 +215,6 @@ def test_compiled_by_the_user():
 # --- weights ----------------------------------------------------------------------------------
 
 
-def test_random_bits_follow_from_seed_and_step():
-    settings = {"dtype": torch.bfloat16, "stochastic_weights": True, "lr": 1e-4}
-    first, again = run(AdamW, **settings)[0], run(AdamW, **settings)[0]
-    other = run(AdamW, seed=1, **settings)[0]
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not torch.equal(first[0], other[0])
-
-
 @pytest.mark.proves("the field", "master weights", how="own")
 def test_float32_master_weights():
     """The weights are those of a float32 run on the same gradients, rounded."""
@@ -305,19 +276,6 @@ def test_masters_follow_what_is_written_past_the_version_of_a_weight(cls, write)
             assert torch.equal(weight, written)
 
 
-@pytest.mark.parametrize("master", [None, "float16"])
-def test_a_scaled_tensor_is_a_parameter(master):
-    weight = nn.Parameter(fp8.scaled(torch.randn(96, 64), "fp16"))
-    plain = nn.Parameter(weight.detach().to(torch.float32))
-    optimizers = AdamW([weight], 0.01, master_weights=master), AdamW([plain], 0.01)
-    for _ in range(3):
-        plain.grad = torch.randn(96, 64)
-        weight.grad = plain.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(weight.to(torch.float32), plain.detach(), rtol=2e-3, atol=2e-3)
-
-
 # --- arguments --------------------------------------------------------------------------------
 
 
@@ -376,14 +334,6 @@ def test_bytes(formats, first: float, second: float):
     saved = io.BytesIO()
     torch.save(optimizer.state_dict(), saved)
     assert len(saved.getvalue()) < sum(found.values()) + 10_000
-
-
-def test_bytes_of_a_momentum():
-    weight = nn.Parameter(torch.ones(8, 8))
-    weight.sum().backward()
-    optimizer = SGD([weight], lr=0.1, momentum=0.9)
-    optimizer.step()
-    assert state_bytes(optimizer) == state_bytes(optimizer) | {"first_moment": 256, "master": 0}
 
 
 @pytest.mark.parametrize("cls", [SGD, Adam, AdamW])
