@@ -121,7 +121,6 @@ def _check(accelerator: Any, objects: tuple[Any, ...]) -> None:
 
 
 def _checked_backend(backend: str, recipe: Any) -> str:
-    """``backend``, or that of a recipe object of Accelerate's."""
     check_name("backend", backend, (*BACKENDS, *ADAPTERS, "msamp"))
     if isinstance(recipe, _OURS):
         return backend
@@ -166,7 +165,6 @@ _KINDS = {
 
 
 def _te(kwargs: Any) -> Any:
-    """TransformerEngine's recipe for a TERecipeKwargs, with its options."""
     options = {name: getattr(kwargs, name) for name in _NOT_OF_MXFP8}
     if not kwargs.use_mxfp8_block_scaling:
         return delayed_scaling(fp8_format=kwargs.fp8_format, **options)

@@ -104,7 +104,6 @@ def FP8FabricPrecision(
 
 
 def _base(of_trainer: bool, precision: str, library: str | None) -> Any:
-    """The class of Lightning's plugin."""
     check_name("precision", precision, PRECISIONS)
     plugins = importlib.import_module(f"{library_of(of_trainer, library)}.plugins.precision")
     return getattr(plugins, PRECISIONS[precision])

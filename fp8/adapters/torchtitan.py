@@ -78,7 +78,6 @@ def _kind(base: Any) -> Any:
 
 
 def _converting(base: Any, asked: Any) -> Any:
-    """A subclass of ``base``, the configuration of a model, that converts the model it builds."""
 
     class Converting(base):
         def build(self, **kwargs: Any) -> Any:

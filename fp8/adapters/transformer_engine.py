@@ -353,7 +353,6 @@ def _why_not(module: nn.Module, multiple: int) -> str:
 
 
 def _te_layer(te: Any, module: nn.Module, multiple: int) -> nn.Module:
-    """The replacement layer, on the meta device; it gets the parameters of ``module`` later."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     if isinstance(module, nn.Linear):
         options = {"bias": module.bias is not None, "params_dtype": weight.dtype}
@@ -386,7 +385,6 @@ _Group = dict[str, Any]
 def _groups(
     model: nn.Module, fuse: bool | Sequence[Sequence[str]], single: Make, uses: Mapping[int, int]
 ) -> list[_Group]:
-    """The groups to fuse. Raises ValueError for a named one that TransformerEngine has not."""
     groups: list[_Group] = []
     for names in _neighbours(model) if fuse is True else fuse or ():
         if isinstance(names, str):

@@ -279,7 +279,6 @@ def configuration(layers: dict[str, nn.Module], ignore: list[str]) -> dict[str, 
 
 
 def _arguments(name: str, layer: Any) -> dict[str, Any]:
-    """The arguments of weights and inputs of a layer in compressed-tensors' configuration."""
     recipe, always = layer.fp8_recipe, {"type": "float", "symmetric": True}
     weights = always | {"dynamic": False} | LAYOUTS[recipe.weight.scaling].arguments
     inputs = INPUTS[recipe.input.scaling]

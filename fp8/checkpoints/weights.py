@@ -313,7 +313,6 @@ def _parts(layer: Any, weight: Tensor, factor: float, ratio: float) -> dict[str,
 
 
 def _cast(layer: Any, weight: Tensor) -> Rounded:
-    """`rounded` for the weight (outputs, inputs) of a layer."""
     cast = layer.fp8_recipe.weight
     scale = None
     if cast.scaling == "unit":

@@ -60,7 +60,6 @@ def all_reduce_hook(
 
 
 def _mean(gradients: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The mean of ``gradients`` (n,) over the processes: float32 (n,)."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     size = gradients.numel()
     parts = F.pad(gradients.float(), (0, -size % (world * BLOCK))).view(world, -1, BLOCK)
@@ -100,7 +99,6 @@ def _encode(x: Tensor) -> Tensor:
 
 
 def _decode(bits: Tensor) -> Tensor:
-    """The float32 values of the codes that `_encode` returns."""
     wide = bits.to(torch.int16)
     half = ((wide & 0x80) << 8 | (wide & 0x7F) << 6).view(torch.float16)
     return half.float() / _SMALLER

@@ -93,7 +93,6 @@ def _store(parameter: Any) -> None:
 
 
 def _set_attributes(new: Any, attributes: dict[str, Any], old: Any) -> None:
-    """Gives the parameter ``new`` attributes, and the hooks of ``old``."""
     vars(new).update(attributes)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(new, hooks, getattr(old, hooks))

@@ -162,8 +162,6 @@ def _align_gradient(optimizer: str, parameter: Any) -> None:
 
 @dataclass(frozen=True)
 class _Bits:
-    """A tensor pickled as plain bytes."""
-
     tensor: Tensor
 
     def __reduce__(self) -> Any:
