@@ -172,8 +172,12 @@ class LayerNorm2d(nn.LayerNorm):
     ) -> None:
         super().__init__(num_channels, eps, affine, bias, device=device, dtype=dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
-        channels = self.normalized_shape[0]  # whose number no weight reveals if there is none
+    def check_channels(self, input: Tensor) -> None:
+        """Raises ValueError for another number of channels, which no weight would reveal."""
+        channels = self.normalized_shape[0]
         if not self.elementwise_affine and input.ndim > 1 and input.size(1) != channels:
             raise ValueError(f"LayerNorm2d has {channels} channels, its input {input.size(1)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.check_channels(input)
         return over_channels(input, self.weight, self.bias, self.eps)
