@@ -12,7 +12,6 @@ from torch.nn import functional as F
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
-from fp8.common.compiler import taken_as_constant
 from unit_scaling.common.watched import WATCHERS
 
 
@@ -32,36 +31,22 @@ def nodes(space, name: str, *args) -> int:
     return sum("+- " in line for line in str(entry.guard_manager).splitlines())
 
 
-X, Y, W, SLOPE, IMAGE = leaf(8, 8), leaf(8, 8), leaf(8), leaf(1), leaf(2, 8, 4)
-BATCH, KERNEL = leaf(2, 8, 8), leaf(8, 8, 3)
+X, Y, W, IMAGE = leaf(8, 8), leaf(8, 8), leaf(8), leaf(2, 8, 4)
+KERNEL = leaf(8, 8, 3)
 CLASSES = torch.arange(8)
 
 #: (torch's function, its arguments) -> at most so many more nodes has ours, in torch 2.11 to 2.14.
 MORE = {
     (torch, "add", X, Y): 64,
-    (torch, "mul", X, Y): 57,
     (torch, "sin", X): 82,
-    (torch, "exp", X): 82,
-    (F, "celu", X): 82,
-    (F, "elu", X): 82,
-    (F, "hardtanh", X): 82,
     (F, "gelu", X): 62,
-    (F, "silu", X): 62,
-    (F, "glu", X): 115,
-    (F, "softmax", X, -1): 78,
-    (F, "prelu", X, SLOPE): 121,
     (F, "layer_norm", X, (8,), W, W): 95,
-    (F, "group_norm", IMAGE, 2, W, W): 92,
     (F, "cross_entropy", X, CLASSES): 98,
-    (F, "kl_div", X, Y, None, None, "batchmean"): 115,
-    (torch, "matmul", BATCH, BATCH): 94,
-    (torch, "einsum", "bij,bjk->bik", BATCH, BATCH): 162,
     (F, "linear", X, Y): 110,
     (F, "conv1d", IMAGE, KERNEL): 195,  # sizes for each dimension, and one call without casts
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("given", "more"), MORE.items(), ids=[given[1] for given in MORE])
 def test_few_guards(given: tuple, more: int):
     space, *rest = given
@@ -72,24 +57,14 @@ def test_few_guards(given: tuple, more: int):
 #: (Op, its tensors) -> settings that are given one after the other to one compiled function.
 CHANGING = {
     ("elu", X): [{}, {"mult": 2.0}, {"mult": 1.0}, {"mult": 0.5, "alpha": 2.0}, {"alpha": 1.0}],
-    ("tanh", X): [{}, {"constraint": None}, {"mult": 2.0}, {"inplace": False}],
     ("gelu", X): [{}, {"mult": 2.0}, {"mult": 3.0}, {"constraint": None}, {"approximate": "tanh"}],
-    ("silu", X): [{}, {"mult": 2.0, "constraint": "gmean"}, {"constraint": "hmean"}],
     ("softmax", X): [{"dim": 0}, {"dim": 1, "mult": 2.0}, {"dim": 1, "mult": 3.0}],
-    ("glu", X): [{}, {"constraint": None}, {"dim": 0}],
-    ("prelu", X, SLOPE): [{}, {"constraint": None}, {"constraint": "gmean"}],
     ("add", X, Y): [{}, {"alpha": 2.0}, {"alpha": -1.0, "constraint": None}],
     ("mean", X): [{"dim": 0}, {"dim": (0, 1)}, {"dim": None}, {"dim": 1, "keepdim": True}],
-    ("sum", X): [{"dim": 0}, {"dim": (0, 1)}, {"dim": 1, "constraint": None}, {"keepdim": True}],
-    ("var", X): [{"dim": 0}, {"dim": 1}, {"dim": 1, "correction": 0}],
     ("max_pool1d", IMAGE): [{"kernel_size": 2}, {"kernel_size": (3,)}, {"kernel_size": [2]}],
     ("avg_pool1d", IMAGE): [{"kernel_size": n, "stride": m} for n in (2, 3) for m in (None, 1)],
-    ("adaptive_avg_pool1d", IMAGE): [{"output_size": n} for n in (1, 2, 3, 4)],
     ("interpolate", IMAGE): [{"size": 8}, {"size": 2}, {"scale_factor": 3.0}],
-    ("alpha_dropout", X): [{"p": 0.3}, {"p": 0.0, "training": True}, {"constraint": "gmean"}],
     ("huber_loss", X, Y): [{}, {"delta": 2.0}, {"delta": 0.5}, {"reduction": "sum"}],
-    ("mse_loss", X, Y): [{}, {"reduction": "none"}, {"weight": Y.detach().abs()}],
-    ("layer_norm", X, (8,), W, W): [{}, {"eps": 1.0}],
 }
 
 
@@ -111,12 +86,9 @@ def test_changed_settings_are_seen(given: tuple, changes: list[dict]):
 
 #: Ops whose factors are formulas of sizes, so that one graph serves all of them.
 BY_SYMBOL = [
-    *[(name, X, -1) for name in ("sum", "mean", "var", "std", "cumsum")],
-    ("cosine_similarity", X, Y),
+    ("mean", X, -1),
     ("avg_pool1d", IMAGE, 2),
-    ("lp_pool1d", IMAGE, 2.0, 2),
     ("adaptive_avg_pool1d", IMAGE, 2),
-    ("mse_loss", X, Y),
     ("huber_loss", X, Y),
 ]
 
@@ -139,7 +111,7 @@ def test_numbers_may_be_symbols():
     for n in (2, 4):
         given = ("adaptive_avg_pool1d", X, n)
         torch.testing.assert_close(results(compiled, *given), results(call, *given))
-        assert compiled(U, "alpha_dropout", X, n / 8, True).isfinite().all()
+        assert compiled(U, "dropout", X, n / 8, True).isfinite().all()
 
 
 def test_changed_settings_of_an_own_function_are_seen():
@@ -178,11 +150,6 @@ def test_a_watcher_is_seen():
     finally:
         WATCHERS.pop()
     torch.testing.assert_close(compiled(U, "sin", X), before)
-
-
-def test_mark_is_that_of_torch():
-    ours = taken_as_constant(lambda: 1.0)
-    assert vars(ours) == vars(torch.compiler.assume_constant_result(lambda: 1.0))
 
 
 def test_an_eager_product_without_a_recipe_makes_few_python_calls():

@@ -107,24 +107,21 @@ def test_scale_elementwise():
 
 #: Two results of a function that have the same values, of which one has another gradient.
 PAIRS = {
-    "itself": lambda h: (h, scale_bwd(h, 4.0)),
     "a view": lambda h: (h.flatten(), scale_bwd(h, 4.0)),
     "both": lambda h: (scale_bwd(h, 2.0), scale_bwd(h[:1], 4.0)),
     "a cast gradient": lambda h: (h, fp8.formats.quantize.quantize_backward(h, "e2m1")),
 }
 
 
-@pytest.mark.parametrize(
-    ("pair", "backend"), [*((pair, "aot_eager") for pair in PAIRS), ("both", "inductor")]
-)
-def test_results_of_a_graph_that_share_memory_have_their_own_gradients(pair, backend):
+@pytest.mark.parametrize("pair", PAIRS)
+def test_results_of_a_graph_that_share_memory_have_their_own_gradients(pair):
     def run(x):
         return PAIRS[pair](x.sin())
 
-    found = []
-    for call in (run, torch.compile(run, fullgraph=True, backend=backend)):
+    gradients = []
+    for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
         x = X.clone().requires_grad_()
         first, second = call(x)
         (first.sum() + (1.3 * second).sum()).backward()
-        found.append(x.grad)
-    torch.testing.assert_close(found[1], found[0])
+        gradients.append(x.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])

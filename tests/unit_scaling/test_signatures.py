@@ -1,4 +1,8 @@
-"""Every public name of unit-scaling 0.3.5 is here, and can be called as it is called there."""
+"""Every public name of unit-scaling 0.3.5 is here, and can be called as it is called there.
+
+signatures_0.3.5.json lists its public names, with [name, kind, default] of each parameter. Defaults
+that are not plain data are given by their types.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,6 @@ import pytest
 
 import fp8
 import unit_scaling
-from tests.unit_scaling.signatures import _plain, describe, parameters
 
 TABLE: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("signatures_0.3.5.json").read_text(encoding="utf-8")
@@ -29,6 +32,15 @@ DELIBERATE: dict[str, dict[str, str]] = {
         for name in ("SGD", "Adam", "AdamW")
     },
 }
+
+PLAIN = (int, float, str, bool, type(None))
+
+
+def as_recorded(default: Any) -> Any:
+    if isinstance(default, list | tuple):
+        return [as_recorded(item) for item in default]
+    return default if isinstance(default, PLAIN) else f"<{type(default).__name__}>"
+
 
 NAMES = [f"{module}.{name}" for module, names in TABLE.items() for name in names]
 
@@ -50,7 +62,7 @@ def differences(theirs: list[list[Any]], mine: list[inspect.Parameter]) -> list[
             found.append(f"no parameter {name}")
         elif kind == "POSITIONAL_OR_KEYWORD" and positional[i : i + 1] != [name]:
             found.append(f"{name} is not parameter {i}")
-        elif default and _plain(named[name].default) != default[0]:
+        elif default and as_recorded(named[name].default) != default[0]:
             found.append(f"{name} is {named[name].default!r}, there {default[0]!r}")
     known = {name for name, *_ in theirs}
     more = [p for n, p in named.items() if n not in known and p.default is p.empty]
@@ -91,24 +103,6 @@ def test_the_table_is_whole():
     conv1d = TABLE["unit_scaling.functional"]["conv1d"]["parameters"]
     assert ["padding", "POSITIONAL_OR_KEYWORD", 0] in conv1d
     assert TABLE["unit_scaling.formats"]["FPFormat"]["members"]["quantise"]["kind"] == "function"
-
-
-def test_the_comparison_sees_differences():
-    def theirs(a, b=1, *, c=None):
-        pass
-
-    def check(function: Any) -> list[str]:
-        mine = list(inspect.signature(function).parameters.values())
-        return differences(parameters(theirs), mine)
-
-    assert check(lambda a, b=1, *, c=None: 0) == []
-    assert check(lambda a, b=1, c=None, d=2, *, e=3: 0) == []
-    assert check(lambda a=0, b=1, *, c=None: 0) == []
-    assert check(lambda b=1, a=0, *, c=None: 0) == ["a is not parameter 0", "b is not parameter 1"]
-    assert check(lambda a, b=2, *, c=None: 0) == ["b is 2, there 1"]
-    assert check(lambda a, b=1: 0) == ["no parameter c"]
-    assert check(lambda a, b=1, *, c=None, d: 0) == ["d has no default"]
-    assert describe("unit_scaling.scale")["scale_fwd"]["kind"] == "function"
 
 
 def test_version():

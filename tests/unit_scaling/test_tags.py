@@ -41,10 +41,8 @@ def plain() -> nn.Module:
 #: Name -> a tagged model. Only `own` has to be told to remember.
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "uu": lambda: uu.TransformerDecoder(8, 5, layers=2, heads=2),
-    "norm": lambda: uu.DepthSequential(uu.LayerNorm(4, elementwise_affine=True)),
     "unit_scale": lambda: unit_scale(plain()),
     "preserved": lambda: unit_scale(plain(), init="preserve"),
-    "unit_scale of uu": lambda: unit_scale(uu.DepthSequential(uu.Linear(4, 4), uu.Linear(4, 4))),
     "own": Own,
 }
 
@@ -69,7 +67,6 @@ def assign(model: nn.Module) -> None:
 EVENTS: dict[str, Callable[[nn.Module], object]] = {
     "assign": assign,
     "dtype": lambda model: model.to(torch.bfloat16),
-    "half": lambda model: model.half(),
     "load": load,
     "load_assigned": lambda model: load(model, assign=True),
     "meta": lambda model: model.to("meta").to_empty(device="cpu"),
@@ -81,7 +78,7 @@ COPIES = {
 }
 
 
-@pytest.fixture(params=[False, True], ids=["", "swapped"])
+@pytest.fixture
 def swaps(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether conversions swap a parameter for another one, and put no new data into it."""
     torch.__future__.set_swap_module_params_on_conversion(request.param)
@@ -89,9 +86,13 @@ def swaps(request: pytest.FixtureRequest) -> Iterator[bool]:
     torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("copied", COPIES)
+#: (model, event, copy, swapped): every event of every model, and each copy and swap of each once.
+CASES = [(name, event, "itself", False) for name in MODELS for event in EVENTS]
+CASES += [(name, "load_assigned", copied, False) for name in MODELS for copied in list(COPIES)[1:]]
+CASES += [(name, "dtype", "itself", True) for name in MODELS]
+
+
+@pytest.mark.parametrize(("name", "event", "copied", "swaps"), CASES, indirect=["swaps"])
 def test_tags_survive(name: str, event: str, copied: str, swaps: bool):
     model = MODELS[name]()
     before = tags(model)

@@ -18,7 +18,6 @@ from unit_scaling.transforms import unit_scale
 INITIALIZATIONS: dict[str, Callable[[torch.Tensor], object]] = {
     "uniform": nn.init.xavier_uniform_,
     "normal": nn.init.kaiming_normal_,
-    "truncated": lambda w: nn.init.trunc_normal_(w, std=0.02),
     "orthogonal": nn.init.orthogonal_,
     "sparse": lambda w: nn.init.sparse_(w, 0.5),
     "zeros": nn.init.zeros_,
@@ -42,17 +41,16 @@ def test_initializations_show_no_signs(name: str):
     unit_scale(model)
 
 
-@pytest.mark.parametrize("name", sorted(ZOO)[::12])
+@pytest.mark.parametrize("name", sorted(ZOO)[::24])
 def test_new_models_of_transformers_show_no_signs(name: str):
     from benchmarks.problems import zoo
 
     assert signs_of_training(zoo(name)) == ""
 
 
-@pytest.mark.parametrize("name", ["LSTM", "UNet", "graph network"])
-def test_trained_models_show_signs(name: str):
-    """Those without gains too, after a hundred steps at the usual rate."""
-    setup = PROBLEMS[name](0)
+def test_a_trained_model_shows_signs():
+    """Without gains too, after a hundred steps at the usual rate."""
+    setup = PROBLEMS["LSTM"](0)
     model, optimizer, loss = setup.model, setup.optimizer, setup.loss or (lambda output: output)
     assert signs_of_training(model) == ""
     for batch, _ in zip(setup.batches, range(100), strict=False):
