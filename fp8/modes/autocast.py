@@ -507,12 +507,13 @@ def _leave(function: Callable[..., Any], why: str) -> None:
 @taken_as_constant
 def _warn_left(name: str, why: str) -> bool:
     """Warns that a call is not cast; compiled code, while it is traced."""
-    show(RecipeWarning, f"{_CANNOT.format(name, why)}; left in high precision")
+    show(RecipeWarning, _LEFT.format(name, why))
     return True
 
 
 _OUT = "a product under fp8.autocast cannot write to out=; assign its result"
 _CANNOT = "{} cannot run under fp8.autocast: {}"
+_LEFT = "{} stays in high precision under fp8.autocast: {}"
 
 
 def warn_of_operator(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
