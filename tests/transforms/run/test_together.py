@@ -59,6 +59,7 @@ def test_a_plan_does_not_depend_on_the_precision_of_norms(norm, after):
 
 
 @pytest.mark.sampled(3)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's own
 @each_norm
 @pytest.mark.parametrize("compiled", [False, True])
 def test_norms_that_follow_autocast_under_a_plan(norm, compiled):
