@@ -21,6 +21,7 @@ from ..common.compiler import (
     compiled_as,
     eager_only,
     in_graph,
+    in_memory,
     same,
     taken_as_constant,
     unaliased,
@@ -325,6 +326,7 @@ def by_tiles(
     else:
         scale = _scales_of(of, tiles, dims, format, rule, spec.tile, axis)
     scale = with_margin(scale, spec.margin, rule)
+    scale = in_memory(scale) if converts else scale
     units = in_units(tiles.detach().to(scale.dtype), scale, rule)
     values = quantize_operand(units, format, unscaled=tiles, **rounding_of(spec, converts))
     if rule in CORRECTED:

@@ -64,6 +64,13 @@ def compiled_as(graph: Callable[..., Any]) -> Callable[[Fn], Fn]:
     return decorate
 
 
+@compiled_as(lambda x: x.as_strided(x.shape, x.stride()))
+def in_memory(x: Tensor) -> Tensor:
+    """``x``. In a graph inductor computes what several kernels read once in each of them, or stores
+    it once for each, unless it is stored before; `torch.as_strided` needs a stored tensor."""
+    return x
+
+
 def eager_only(otherwise: Any = None) -> Callable[[Fn], Fn]:
     """Decorator: compiled code skips the function, whose result is ``otherwise`` there."""
     return compiled_as(lambda *args, **kwargs: otherwise)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..casts.casting import LoweredCast, QuantizedOperand, format_of, quantized, static_scale
-from ..common.compiler import compiled_as
+from ..common.compiler import in_memory
 from ..formats.quantize import in_dtype
 from ..recipes.rules import CORRECTED, UNITS, scale_format
 from .blackwell import block_scaled
@@ -185,7 +185,7 @@ def multiply(
     `Recipe.fast_sums`."""
     if kind == HIGH:
         return _times(torch.mm(a.values.to(dtype), b.values.to(dtype).mT), factor)
-    x, y = stored_once(_filled(a.values)), stored_once(_filled(b.values))
+    x, y = in_memory(_filled(a.values)), in_memory(_filled(b.values))
     types = F.ScalingType
     swizzle: Any = None
     left: Any = a.scale if kind in ("mx", "nv") else _times(a.scale, factor)
@@ -227,13 +227,6 @@ def _filled(data: Tensor) -> Tensor:
         bytes = data.view(torch.uint8)  # float8 tensors cannot be padded
         return F.pad(bytes, (0, missing)).view(data.dtype)
     return data.contiguous()
-
-
-@compiled_as(lambda x: x.as_strided(x.shape, x.stride()))
-def stored_once(x: Tensor) -> Tensor:
-    """``x``. In a graph inductor stores an operand that several products read once for each, unless
-    it is stored before; `torch.as_strided` needs a stored tensor."""
-    return x
 
 
 def _block_type(x: Tensor, scale: Tensor) -> Any:

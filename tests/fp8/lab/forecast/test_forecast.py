@@ -220,9 +220,10 @@ def test_kernels_are_those_of_the_recipe():
 
 
 @compiles
-def test_a_graph_reads_magnitudes_for_the_backward_pass_there():
-    """Those of the second layer's input along its columns are read with the gradient. A constant
-    that all layers share would keep them in the forward pass, which reads the input once more."""
+def test_a_graph_reads_an_operand_once_for_the_backward_pass():
+    """Magnitudes along the other axis are read with the gradient: a constant that all layers share
+    would keep them in the forward pass (1.90 in place of 1.48). Scales are stored, not computed
+    with each element: else the operand before its conversion is stored, in float32 (1.76)."""
     loss = lambda y: y.float().square().mean()  # noqa: E731
     plain, row = fp8.forecast(mlp(), batch(), loss, recipes=("row",), layers=False).variants
-    assert row.moved < 1.8 * plain.moved  # 1.76; 1.90 with the constant
+    assert row.moved < 1.6 * plain.moved
