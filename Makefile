@@ -31,7 +31,7 @@ record: $(RUN)  ## the demo, with its results written into README.md and docs/ (
 	$(BIN)/python -m docs.demo out/record
 	$(BIN)/python -m docs.build
 
-test: $(STAMP)  ## run the tests (10 to 15 minutes, no GPU)
+test: $(STAMP)  ## run the tests (8 to 10 minutes, no GPU)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-all: $(STAMP)  ## run the tests and the exhaustive checks, every fp32 bit pattern (long)
