@@ -11,9 +11,11 @@ from ..casts.counts import forget_checks
 from ..common.compiler import eager_only
 from ..common.mixin import check_module
 from ..common.threads import frames
+from ..products.active import ACTIVE
 from ..recipes.policy import CASTS, Rule, RuleTuple, Source, composed, source_of
 from ..selection.layers import auto_of
 from ..selection.policies import matches
+from ..warnings import RecipeWarning, show
 from .convert import Converted, set_recipe
 
 _RESTORED = (
@@ -29,7 +31,8 @@ class override:
     `fp8.Policy` and apply in order, on top of the recipe in force. Products whose forward pass runs
     in the block have these casts also in their backward pass, wherever that runs, but for
     checkpoints: with ``use_reentrant=False`` both passes run inside of the block, or both outside.
-    `report` shows them.
+    `report` shows them. A block inside of ``fp8.autocast(enabled=False)`` has no effect,
+    with a warning.
 
     Afterwards every layer is as before, with its scales and histories. Blocks can be nested. A
     compiled model is compiled again at its next call. `advance` belongs outside of the block. Under
@@ -81,6 +84,8 @@ class override:
         return {layer: tuple(sources) for layer, sources in by_layer.items()}
 
     def __enter__(self) -> override:
+        if ACTIVE.blocks and ACTIVE.blocks[-1].off:
+            show(RecipeWarning, _OFF)
         before = []
         for layer, sources in self._sources().items():
             attributes = {key: vars(layer)[key] for key in _RESTORED if key in vars(layer)}
@@ -101,6 +106,10 @@ class override:
         forget_checks(self._model)
 
 
+_OFF = (
+    "fp8.override has no effect inside of fp8.autocast(enabled=False), where converted layers run "
+    "in high precision: open it outside of such blocks"
+)
 _REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
 
 

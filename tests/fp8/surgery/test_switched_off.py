@@ -88,6 +88,14 @@ def test_the_innermost_block_decides():
     assert same(results(model, OFF(model.forward)), expected)
 
 
+def test_an_override_inside_warns_that_it_has_no_effect():
+    plain, model = both()
+    warns = pytest.warns(fp8.warnings.RecipeWarning, match="no effect inside of fp8.autocast")
+    with OFF, warns, fp8.override(model, ("first", None, "tensor")):
+        for one, expected in zip(results(model), results(plain), strict=True):
+            assert torch.equal(one, expected)
+
+
 def test_compiled():
     torch._dynamo.reset()
     plain, model = both()
