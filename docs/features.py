@@ -205,7 +205,7 @@ FEATURES = [
         "LayerNorm2d(num_channels, eps, affine)",
         "contiguous stays contiguous",
         "channels-last without copies",
-        ("TorchScript", "not had: deprecated by PyTorch"),
+        "TorchScript",
         "export",
         "one operation over the channels",
         "fused by the compiler",

@@ -1,5 +1,11 @@
-"""Layer norm over the channels of each pixel: permute, `torch.nn.functional.layer_norm`, permute
-back, and, unless the input is channels-last, a copy to the memory format of the input."""
+"""Layer norm over the channels of each pixel.
+
+    y = (x - mean) / sqrt(var + eps) * weight + bias        mean, var: over the channels
+
+Compiled code is generated from the formulas below. Eager code permutes, calls
+`torch.nn.functional.layer_norm`, permutes back and, unless the input is channels-last, copies the
+result to the memory format of the input.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +18,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..common.compiler import FIRST_LOOK, apply, same
 
+BLOCK = 16
+"""The number of channels that compiled code sums at once, each contiguous in memory."""
+
 
 def layer_norm2d(
     input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
@@ -20,8 +29,9 @@ def layer_norm2d(
 
     input: (batch, channels, ...), floating point, any strides. weight, bias: (channels,) or None,
     any floating-point dtype. eps: added to the variance. The output and the gradient of the input
-    have the memory format of the input (`torch.preserve_format`); exported, and compiled by torch
-    2.11, the output alone. Statistics and roundings are those of torch. `torch.autocast` has no
+    have the memory format of the input (`torch.preserve_format`). In eager mode 16-bit statistics
+    of the backward pass are those of torch; compiled the statistics are in float32 (float64 for
+    float64). Each result is rounded once to the dtype of its tensor. `torch.autocast` has no
     effect. NaN or Inf makes its pixel NaN. Raises ValueError for an input of fewer than two
     dimensions and for a weight or bias of another shape, TypeError for an input that is not
     floating point.
@@ -29,19 +39,23 @@ def layer_norm2d(
     tensors = (input, weight, bias)
     if has_torch_function(tensors):  # lets modes intercept it, like torch.nn.functional
         return handle_torch_function(layer_norm2d, tensors, input, weight, bias, eps)
-    if FIRST_LOOK.items and torch.compiler.is_compiling():  # modes then only see calls of torch
+    in_graph = torch.compiler.is_compiling()
+    if in_graph and FIRST_LOOK.items:  # compiling, modes only see calls of torch
         mode = FIRST_LOOK.items.pop()
         try:
             return mode.__torch_function__(layer_norm2d, (), (input, weight, bias, eps))
         finally:
             FIRST_LOOK.items.append(mode)
     _check(input, weight, bias)
-    in_graph = torch.compiler.is_compiling()
-    # In torch 2.11 every graph counts as exported.
-    exports = in_graph and torch.compiler.is_exporting()
-    if torch.is_grad_enabled() and not exports and not _is_channels_last(input):
-        input = apply(_FormatOfGradient if in_graph else _WithTangent, input)
-    return _permuted(input, weight, bias, eps)
+    if not in_graph:
+        differentiable = torch.is_grad_enabled() and not _is_channels_last(input)
+        x = apply(_FormatOfGradient, input) if differentiable else input
+        return permuted(x, weight, bias, eps)
+    # Also true in every graph of torch 2.11, whose compiler loses the gradients of what follows.
+    if torch.compiler.is_exporting():
+        return _normalized(input, weight, bias, eps)[0]
+    output: Tensor = apply(_LayerNorm2d, input, weight, bias, eps)[0]
+    return output
 
 
 def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
@@ -56,13 +70,18 @@ def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
             )
 
 
-def _permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """By torch's kernel, which takes parameters in the dtype of x, or in float32 for 16-bit x."""
-    if any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
+def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`layer_norm2d` by torch's kernel, which takes parameters in the dtype of x, or in float32 for
+    16-bit x; also works in TorchScript, where only the output has the memory format of x."""
+    other = (weight is not None and weight.dtype != x.dtype) or (
+        bias is not None and bias.dtype != x.dtype
+    )
+    if other:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
+        weight = None if weight is None else weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     last = x.movedim(1, -1)
-    y = torch.layer_norm(last, last.shape[-1:], weight, bias, eps).movedim(-1, 1)
+    y = torch.layer_norm(last, [last.size(-1)], weight, bias, eps).movedim(-1, 1)
     return _with_strides(y, _strides(x))
 
 
@@ -74,15 +93,13 @@ def _strides(x: Tensor) -> list[int]:
 def _with_strides(value: Tensor, strides: list[int]) -> Tensor:
     """``value``, copied if its strides are others. `torch.func.vmap` allows no write of a batch to
     a tensor without one, so that ``value`` makes the tensor to copy to."""
-    return value if list(value.stride()) == strides else _copied(value, strides)
-
-
-def _copied(value: Tensor, strides: list[int]) -> Tensor:
+    if list(value.stride()) == strides:
+        return value
     return value.new_empty_strided(value.size(), strides).copy_(value)
 
 
 def _is_channels_last(x: Tensor) -> bool:
-    """Whether the output and the gradient need no copy."""
+    """Whether outputs of `permuted` and gradients of its input need no copy."""
     strides, expected = _strides(x), 1
     for dim in (1, *range(x.ndim - 1, 1, -1), 0):
         if strides[dim] != expected:
@@ -106,17 +123,122 @@ class _FormatOfGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        # Whatever strides it is traced with.
-        return _copied(grad, ctx.strides)
-
-
-class _WithTangent(_FormatOfGradient):
-    """In eager mode; torch.compile traces no ``jvp``."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return _with_strides(grad, ctx.strides)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> Tensor:
         return same(tangent)
+
+
+class _LayerNorm2d(Function):
+    """(output, mean, 1/sqrt(var + eps)), in a graph. Only the first is to be used and is
+    differentiable; the others are in the dtype of computation, with one channel."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _normalized(x, weight, bias, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, bias, _ = inputs
+        _, mean, rstd = output
+        ctx.mark_non_differentiable(mean, rstd)
+        # Tensors only: in compiled code saved_tensors omits None.
+        ctx.save_for_backward(x, mean, rstd, *(t for t in (weight, bias) if t is not None))
+        ctx.present = [t is not None for t in (weight, bias)]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, *parameters = ctx.saved_tensors
+        weight = parameters[0] if ctx.present[0] else None
+        bias = parameters[-1] if ctx.present[1] else None
+        result = _gradients(grad, x, mean, rstd, weight)
+        like = zip(result, (x, weight, bias), strict=True)
+        return *(None if t is None else g.to(t.dtype) for g, t in like), None
+
+
+def wide(x: Tensor, value: Any) -> Any:
+    """``value`` in the dtype in which a norm of ``x`` is computed; None stays None."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return None if value is None else value.to(dtype)
+
+
+def _across(x: Tensor, value: Tensor) -> Any:
+    """``value`` (channels,), in the dtype of computation, shaped to broadcast to ``x``."""
+    return wide(x, value).view(-1, *[1] * (x.ndim - 2))
+
+
+def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(m, d, 1/sqrt(var + eps)), where m + d is the mean of ``x`` over the channels: d, the mean of
+    x - m, corrects the rounded mean m and the variance (corrected two-pass algorithm, Chan, Golub
+    and LeVeque 1983)."""
+    # Multiplies by 1/n, because compiled code repeats a division for each element.
+    share = 1.0 / x.shape[1]
+    mean = x.sum(1, keepdim=True) * share
+    centred = x - mean
+    correction = centred.sum(1, keepdim=True) * share
+    var = (centred.square().sum(1, keepdim=True) * share - correction.square()).clamp_min(0.0)
+    return mean, correction, torch.rsqrt(var + eps)
+
+
+def _statistics_by_blocks(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`_statistics`, in code that would otherwise add the channels one by one, with a larger error:
+    the mean m of each block of BLOCK channels, the mean r of the remainder and its mean square,
+    then combined over blocks (Chan, Golub and LeVeque 1983)."""
+    blocks = torch.unflatten(x, 1, (BLOCK, -1)).unbind(1)
+    share, of_all = 1.0 / BLOCK, BLOCK / x.shape[1]
+    m = _materialized(sum(blocks[1:], blocks[0]) * share)
+    centred = [block - m for block in blocks]
+    squares = [c.square() for c in centred]
+    r = _materialized(sum(centred[1:], centred[0]) * share)
+    square = _materialized(sum(squares[1:], squares[0]) * share)
+    mean = m.sum(1, keepdim=True) * of_all
+    off = m - mean
+    correction = (off + r).sum(1, keepdim=True) * of_all
+    around = (square + off * (off + 2 * r)).sum(1, keepdim=True) * of_all
+    var = (around - correction.square()).clamp_min(0.0)
+    return mean, correction, torch.rsqrt(var + eps)
+
+
+def _materialized(value: Tensor) -> Tensor:
+    """Forces ``value`` to be materialized: inductor writes the base of a strided view to memory
+    instead of recomputing it."""
+    return value.as_strided(value.shape, value.stride())
+
+
+def _normalized(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    in_graph = torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.is_cpu
+    by_blocks = in_graph and x.is_contiguous() and x.shape[1] % BLOCK == 0
+    mean, correction, rstd = (_statistics_by_blocks if by_blocks else _statistics)(wide(x, x), eps)
+    y = (wide(x, x) - mean - correction) * rstd
+    if weight is not None:
+        y = y * _across(x, weight)
+    if bias is not None:
+        y = y + _across(x, bias)
+    return y.to(x.dtype), mean + correction, rstd
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of input, weight and bias, in the dtype of computation.
+
+    With n = (x - mean) rstd and g = grad weight: rstd (g - mean(g) - n mean(g n)), means over
+    channels; grad n and grad, summed over the pixels.
+    """
+    grad, normal = wide(x, grad), (wide(x, x) - mean) * rstd
+    # Summed per image first, so that inductor on CPUs works on one image in the cache.
+    pixels = [*range(2, x.ndim)]
+    dweight, dbias = ((t.sum(pixels) if pixels else t).sum(0) for t in (grad * normal, grad))
+    g = grad if weight is None else grad * _across(x, weight)
+    share = 1.0 / x.shape[1]
+    along = normal * ((g * normal).sum(1, keepdim=True) * share)
+    # The first operand, which has the strides of x, decides about those of the result.
+    dx = (along - g + g.sum(1, keepdim=True) * share) * -rstd
+    return dx, dweight, dbias

@@ -16,6 +16,7 @@ from torch.types import Device
 from ..casts.rotation import without_autocast
 from ..products.matmul import to_autocast_dtype
 from .layer_norm2d import layer_norm2d as over_channels
+from .layer_norm2d import permuted, wide
 
 __all__ = ["LayerNorm2d", "group_norm", "layer_norm", "layer_norm2d", "rms_norm"]
 
@@ -66,8 +67,7 @@ def rms_norm(
     eps: added to the mean square; the default is timm's. None, the default of torch, is the machine
     epsilon of float32, the dtype of the statistics.
     """
-    if eps is None:
-        eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
+    eps = torch.finfo(wide(input, input[:0]).dtype).eps if eps is None else eps
     return _norm(lambda x, w: F.rms_norm(x, list(normalized_shape), w, eps), (input, weight), dtype)
 
 
@@ -142,8 +142,8 @@ class LayerNorm2d(nn.LayerNorm):
 
     Input and output are (batch, num_channels, ...). The output and the gradient of the input have
     the memory format of the input. The output has the dtype of the input, under `torch.autocast`
-    too; `fp8.apply_low_precision_layernorm` changes that. Exported, or compiled by torch 2.11, the
-    gradient may have another memory format.
+    too; `fp8.apply_low_precision_layernorm` changes that. TorchScript, where the gradient may have
+    another memory format, and `torch.export` are supported.
 
     Args:
         num_channels: the number of channels.
@@ -180,4 +180,6 @@ class LayerNorm2d(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         self.check_channels(input)
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return permuted(input, self.weight, self.bias, self.eps)
         return over_channels(input, self.weight, self.bias, self.eps)

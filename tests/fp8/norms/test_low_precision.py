@@ -3,6 +3,9 @@ test is about it."""
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import warnings
 from typing import Any
 
@@ -210,6 +213,23 @@ def test_a_forward_of_its_own_is_left_alone():
     assert torch.equal(model[0](x), before)
     assert norms_of(model)[0].what == "Permuting"
     assert norms_of(model)[0].left_alone
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
+def test_copies_compute_alike(model: Model, x: Tensor, copied: str):
+    low(model, "amp_bf16")
+    part = nn.Sequential(model.first, model.norm, model.rms)
+    if copied == "deepcopy":
+        other = copy.deepcopy(part)
+    elif copied == "pickle":
+        other = pickle.loads(pickle.dumps(part))
+    else:
+        file = io.BytesIO()
+        torch.save(part, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert torch.equal(other(x), part(x))
+    assert norms_of(other)[0].done == "low precision"
 
 
 def test_compiled(model: Model, x: Tensor):

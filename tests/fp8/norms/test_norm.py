@@ -121,6 +121,21 @@ def test_errors_name_what_was_given():
         norm.layer_norm(torch.randn(2, 4), (4,), dtype="bfloat16")
 
 
+def test_unit_scaling_sees_the_norm():
+    """The public function is called: what replaces it, as `unit_scale` does, still does."""
+    import unit_scaling as uu
+
+    torch.manual_seed(0)
+    x = torch.randn(64, C).requires_grad_()
+    model = uu.transforms.unit_scale(nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C)))
+    model(x).sum().backward()
+    plain = model[1].weight.grad.clone()
+    model.zero_grad()
+    fp8.apply_low_precision_layernorm(model, "amp_bf16")
+    model(x).sum().backward()
+    assert error(model[1].weight.grad, plain) < 0.02
+
+
 @pytest.mark.proves("timm", "one operation over the channels", how="own")
 @pytest.mark.sampled(2)
 @pytest.mark.proves("timm", "one operation over the channels", how="own")
