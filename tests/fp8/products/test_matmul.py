@@ -54,11 +54,12 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def check(function, plain, operands, recipe, scales=SCALES, layer=True) -> None:
-    """Value and gradients of both operands against the oracle."""
+    """Value and gradients of both operands against the oracle. The rotation of 16 numbers of the
+    gradient is exact: of one tile, the last bit decides which code rule "e4m3_4_6_up" takes."""
     dtype = operands[0].dtype
     with fp8.autocast(recipe):
         y = function(*operands, scales=scales)
-    grad = randn(*y.shape, dtype=dtype, seed=5).detach()
+    grad = (randn(*y.shape, seed=5).detach() * 64).round().to(dtype) / 64
     values, magnitudes = product(plain, operands, grad, scales, recipe, layer)
     got = outcome(lambda: y, operands, grad)
     for one, value, magnitude in zip(got, values, magnitudes, strict=True):
@@ -92,8 +93,6 @@ def test_linear(shape, dtype, recipe):
     ids=str,
 )
 def test_matmul(left, right, dtype, recipe):
-    if (left, right, recipe.name) == ((5, 7), (7,), "four_over_six"):
-        pytest.skip("a rotated gradient of one tile: the last bit decides which code is above 384")
     operands = randn(*left, dtype=dtype), randn(*right, dtype=dtype, seed=1)
     check(matmul, torch.matmul, operands, recipe, layer=False)
 
