@@ -274,7 +274,7 @@ def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
         return _read(scale)
     if x.numel():
         x = x.detach()
-        clean = torch.where(x.abs() < torch.inf, x, 0.0)
+        clean = _zero_where_not(x.abs() < torch.inf, x)
         now = nearest_power(second_moment(clean) / x.numel())
         now = torch.where(scale > 0, scale, now)
         stored = torch.where(second_moment(x) < torch.inf, now, scale) if record else None
