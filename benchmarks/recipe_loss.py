@@ -50,15 +50,8 @@ MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def _saved(name: str) -> fp8.Recipe:
-    """The recipe with e4m3 for what activations keep."""
-    recipe = fp8.RECIPES[name]
-    return dataclasses.replace(recipe, saved_activations=recipe.input)
-
-
-SAVED = {f"{name}, activations kept in e4m3": _saved(name) for name in ("unit", "tensor")}
 OWN_SUMS = {name: r for name, r in fp8.RECIPES.items() if r.accumulate is None}
-RUNS: dict[str, fp8.Recipe | None] = {"fp32": None, **OWN_SUMS, **SAVED}
+RUNS: dict[str, fp8.Recipe | None] = {"fp32": None, **OWN_SUMS}
 """Name -> the recipe of all products; the first is what the others are compared with."""
 
 

@@ -45,7 +45,7 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
         f"torchao has no configuration for recipe {chosen.name!r}; it has 'tensor', 'row' "
         "and 'row_gw_hp'"
     )
-    if rules not in ({"up"}, {"exact"}) or chosen.saved_activations is not None:
+    if rules not in ({"up"}, {"exact"}):
         raise unknown
 
     def in_product(cast: Cast | None, other: Cast | None) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -39,9 +39,8 @@ from ..formats.quantize import (
 from ..formats.rounding import Grid, divided
 from ..recipes import scaling
 from ..recipes.cast import Cast
-from ..recipes.recipe import Recipe
 from ..recipes.rules import CORRECTED, POWERS, UNITS, scale_format
-from ..recipes.scaling import Tile, inverse_of, scale_of, scaled_tiles, with_margin
+from ..recipes.scaling import inverse_of, scale_of, scaled_tiles, with_margin
 from ..tensors.scaled_tensor import dequantized
 from .counts import Observed, observe
 from .measuring import measuring
@@ -50,8 +49,7 @@ from .rotation import rotated
 
 class LoweredCast(NamedTuple):
     """A `Cast` as strings and numbers, which autograd functions and compiled graphs accept. Without
-    a rule the scale comes from a history (scaling "static"), or is ``2**margin``, as `shifted` sets
-    it."""
+    a rule the scale comes from a history (scaling "static"), or is ``2**margin``."""
 
     format: str
     """A name in FORMATS, or a `Format.text`."""
@@ -69,7 +67,7 @@ class LoweredCast(NamedTuple):
 
     @property
     def settings(self) -> LoweredCast:
-        """The cast without its label: equal settings give equal results, but for random bits."""
+        """The cast without its label."""
         return self._replace(label="")
 
     @property
@@ -79,7 +77,6 @@ class LoweredCast(NamedTuple):
 
     @staticmethod
     def from_text(text: str, label: str = "") -> LoweredCast:
-        """The cast with this `text`."""
         format, rule, tile, *others = json.loads(text)
         return LoweredCast._make([format, rule, tuple(tile), *others, label])
 
@@ -91,15 +88,12 @@ class LoweredCast(NamedTuple):
 
 
 def lowered(cast: Cast) -> LoweredCast:
-    """``cast`` as a `LoweredCast`."""
     return _lowered(cast.text)
 
 
 def _from_text(
     text: str, exponent: int = 0, name: str = "", operand: str = "", rotated: bool = True
 ) -> LoweredCast:
-    """The cast with a `LoweredCast.text`, `shifted`, `labelled`, and `unrotated` unless
-    ``rotated``."""
     cast: LoweredCast | None = LoweredCast.from_text(text)
     cast = labelled(shifted(cast if rotated else unrotated(cast), exponent), name, operand)
     assert cast is not None
@@ -122,18 +116,11 @@ def shifted(spec: LoweredCast | None, exponent: int) -> LoweredCast | None:
 
 
 def labelled(spec: LoweredCast | None, name: str, operand: str) -> LoweredCast | None:
-    """The cast with the label of an operand of the product ``name``."""
     return spec._replace(label=f"{name}|{operand}") if name and spec is not None else spec
 
 
 def unrotated(spec: LoweredCast | None) -> LoweredCast | None:
-    """The cast without its rotation."""
     return spec and spec._replace(hadamard=0, signs="fixed")
-
-
-def is_whole(recipe: Recipe) -> bool:
-    """Whether no operand has scales by rows or blocks, which depend on the summed axis."""
-    return all(cast is None or cast.tile == (0, 0) for cast in recipe.casts)
 
 
 def cast_forward(
@@ -190,12 +177,8 @@ def rounded(
     if spec is None:
         return x, None
     x = as_read(x)
-    if not torch.is_grad_enabled() and not _has_tangent(x):
-        return cast_values(x, spec, axis, history, record, signs)
-    if spec.hadamard:
-        x = rotated(x, spec.hadamard, axis, signs)
-    scale = whole_scale(x, spec, resolved_format(spec.format), history, record)
-    return apply(_Round, x, scale, spec, axis), scale
+    differentiable = torch.is_grad_enabled() or _has_tangent(x)
+    return cast_values(x, spec, axis, history, record, signs, differentiable)
 
 
 def as_read(x: Tensor) -> Tensor:
@@ -217,11 +200,14 @@ def cast_values(
     history: Tensor | None = None,
     record: bool | None = None,
     signs: Tensor | None = None,
+    differentiable: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`rounded` for a tensor that needs no gradient, from `as_read`."""
+    """`rounded` for a tensor from `as_read`, with a gradient if ``differentiable``."""
     if spec.hadamard:
         x = rotated(x, spec.hadamard, axis, signs)
     scale = whole_scale(x, spec, resolved_format(spec.format), history, record)
+    if differentiable:
+        return apply(_Round, x, scale, spec, axis), scale
     return _rounded(x, scale, spec, axis), scale
 
 
@@ -261,7 +247,6 @@ def static_scale(exponent: int, x: Tensor) -> Tensor:
 
 
 def format_of(spec: LoweredCast) -> Format:
-    """The format of a cast."""
     if "|" in spec.format:
         return Format.from_text(spec.format)
     return get_format(FORMATS[spec.format])
@@ -278,11 +263,11 @@ def _resolved_grid(format: str, overflow: str, dtype: torch.dtype, scaled: bool)
     return operand_grid(resolved_format(format), overflow, dtype, scaled)
 
 
-def rounding_of(cast: LoweredCast | Cast, converts: bool = False) -> dict[str, Any]:
+def rounding_of(spec: LoweredCast | Cast, converts: bool = False) -> dict[str, Any]:
     """The arguments of `quantize_operand` for a cast. converts: as in `quantized`."""
-    if converts and (cast.rounding, cast.overflow) == ("nearest", "saturate"):
+    if converts and (spec.rounding, spec.overflow) == ("nearest", "saturate"):
         return {"rounding": "none"}
-    return {"rounding": cast.rounding, "overflow": cast.overflow}
+    return {"rounding": spec.rounding, "overflow": spec.overflow}
 
 
 def _rounded(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int) -> Tensor:
@@ -290,10 +275,12 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int) -> T
     None."""
     if type(x) is not Tensor and is_dtensor(x):
         return as_shard(x, _round_part(part_of(x), scale, spec, axis, x))
-    return _round_part(x, scale, spec, axis, None)
+    return _round_part(x, scale, spec, axis)
 
 
-def _round_part(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int, of: Any) -> Tensor:
+def _round_part(
+    x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int, of: Any = None
+) -> Tensor:
     """`_rounded` for a tensor. of: the DTensor of which it is the local part; None for none."""
     rule, label = spec.rule, spec.label
     if rule is None or scale is not None or x.numel() == 0:
@@ -317,15 +304,10 @@ def by_tiles(
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """The numbers of the format in ``x``, the scales of tiles, `scaled_tiles` of x and the
     dimensions of a tile. of: as in `_round_part`. converts: as in `quantized`."""
-    assert spec.rule is not None
-    rule, format = spec.rule, format_of(spec)
+    rule, format = cast("str", spec.rule), format_of(spec)
     tiles, dims = scaled_tiles(x, spec.tile, axis)
     assert dims is not None
-    if of is None:
-        scale = scale_of(tiles, dims, format, rule)
-    else:
-        scale = _scales_of(of, tiles, dims, format, rule, spec.tile, axis)
-    scale = with_margin(scale, spec.margin, rule)
+    scale = with_margin(_scales_of(tiles, dims, spec, axis, of), spec.margin, rule)
     scale = in_memory(scale) if converts else scale
     units = in_units(tiles.detach().to(scale.dtype), scale, rule)
     values = quantize_operand(units, format, unscaled=tiles, **rounding_of(spec, converts))
@@ -351,34 +333,27 @@ def _amax_of(x: Any) -> Tensor:
 
 
 def _scales_of(
-    x: Any,
-    tiles: Tensor,
-    dims: tuple[int, ...] | None,
-    format: Format,
-    rule: str,
-    tile: Tile,
-    axis: int,
+    tiles: Tensor, dims: tuple[int, ...], spec: LoweredCast, axis: int, of: Any
 ) -> Tensor:
-    """`scale_of` for ``tiles`` of the local part of ``x``, as in the whole of ``x``."""
-    for dim, by in zip((-2, -1), tile if axis == -1 else tile[::-1], strict=True):
-        if by > 1:
-            check_whole(x, dim, by)
-    if rule in UNITS:
-        return scale_of(tiles, dims, format, rule, scaling.unit_of(_amax_of(x), None, format, rule))
-    if 0 in tile:
-        amax = reduced(x, scaling.largest_finite(tiles, dims), [axis], "max")
-        return scale_of(amax, dims, format, rule)
-    return scale_of(tiles, dims, format, rule)
+    """`scale_of` for tiles of a tensor, or of the local part of the DTensor ``of``."""
+    unit, rule, format = None, cast("str", spec.rule), format_of(spec)
+    if of is not None:
+        for dim, by in zip((-2, -1), spec.tile if axis == -1 else spec.tile[::-1], strict=True):
+            if by > 1:
+                check_whole(of, dim, by)
+        if rule in UNITS:
+            unit = scaling.unit_of(_amax_of(of), None, format, rule)
+        elif 0 in spec.tile:
+            tiles = reduced(of, scaling.largest_finite(tiles, dims), [axis], "max")
+    return scale_of(tiles, dims, format, rule, unit)
 
 
 def tensor_unit(
     tiles: Tensor, dims: tuple[int, ...] | None, spec: LoweredCast, of: Any = None
 ) -> Tensor:
     """The unit of the scales of a rule in UNITS. of: as in `_round_part`."""
-    assert spec.rule is not None
-    of_all = (tiles, dims) if of is None else (_amax_of(of), None)
-    unit = scaling.unit_of(*of_all, format_of(spec), spec.rule)
-    return with_margin(unit, spec.margin, spec.rule)
+    rule, of_all = cast("str", spec.rule), (tiles, dims) if of is None else (_amax_of(of), None)
+    return with_margin(scaling.unit_of(*of_all, format_of(spec), rule), spec.margin, rule)
 
 
 def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import threading
 import weakref
 from collections import Counter, deque
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,7 +33,7 @@ signal and noise: squares of the elements and of their errors."""
 
 class _Open(threading.local):
     """The recorders open in this thread, innermost last, each with a counter of unnamed products by
-    kind; and the check of products without a weight."""
+    kind; and the check of the last weight whose product was observed in the open block."""
 
     def __init__(self) -> None:
         self.recorders: list[tuple[CastRecorder, Counter[str]]] = []
@@ -83,25 +81,18 @@ class CastRecorder:
         _RECORDERS[self.token] = self
         self._model = model
 
-    def layers(self) -> dict[int, str]:
-        """id of a parameter -> the name of its module; its own name, if it is one of several
-        stacks."""
-        names: dict[int, str] = {}
-        for path, parameter in self._model.named_parameters():
-            module, _, attribute = path.rpartition(".")
-            stack = parameter.ndim == 3 and attribute != "weight"
-            names.setdefault(id(parameter), path if stack else module or "(model)")
-        return names
-
     def layer_of(self, weight: Tensor | None) -> str | None:
-        """The name in `layers` of a weight or a view of it."""
-        if weight is None:
-            return None
-        names = self.layers()
-        return names.get(id(weight)) or names.get(id(weight._base))
+        """The name of the module of a weight or of a view of it; of one of several stacks, its
+        own."""
+        owner = None if weight is None else weight if weight._base is None else weight._base
+        for path, parameter in self._model.named_parameters():
+            if parameter is owner:
+                module, _, attribute = path.rpartition(".")
+                stack = parameter.ndim == 3 and attribute != "weight"
+                return path if stack else module or "(model)"
+        return None
 
     def count(self, layer: str, operand: str, cast: Observed) -> None:
-        """Adds the statistics of a cast operand."""
         x, y, scale, format, static = cast
         step = stride(x, self.sample)
         low, high = torch.ops.aten.aminmax.default(x.detach())
@@ -129,7 +120,8 @@ class CastRecorder:
 
 
 def _check_scale(layer: str, operand: str, units: Tensor, about: Any) -> None:
-    """Warns, once for ``about``, of a static scale far from the RMS of its operand."""
+    """Warns, once for ``about``, of a static scale far from the RMS of its operand. units: the
+    operand divided by it."""
     try:
         ratio = math.sqrt(float(units.square().mean()))
     except RuntimeError:
@@ -158,7 +150,7 @@ _SAMPLE = 1 << 14
 
 class CastLossCheck:
     """Warns once about values lost by operands that are cast without a scale, when their first
-    gradient is cast, and about an operand far from its static scale. recipe: its name."""
+    gradient is cast, and about an operand far from its static scale."""
 
     def __init__(self, recipe: str) -> None:
         self.recipe = recipe
@@ -170,7 +162,6 @@ class CastLossCheck:
         _LATEST.append(self)
 
     def count(self, layer: str, operand: str, cast: Observed) -> None:
-        """As `CastRecorder.count`. Does nothing for values that cannot be read (fake tensors)."""
         x, y, scale, format, static = cast
         if x.is_meta:
             return
@@ -187,14 +178,15 @@ class CastLossCheck:
         except RuntimeError:
             return
         if elements >= LEAST:
-            usual = math.erf(format.min_subnormal / 2 / math.sqrt(2))
+            of_normal = math.erf(format.min_subnormal / 2 / math.sqrt(2))
             name = operand.removesuffix(" again")
-            for share, beyond, what in (
-                (zero / elements, zero / elements - usual, "become zero"),
-                (saturated / elements, saturated / elements, "saturate"),
+            for count, usual, what in (
+                (zero, of_normal, "become zero"),
+                (saturated, 0.0, "saturate"),
             ):
+                share = count / elements
                 text = f"{share:.0%} of the {name} of {layer} {what} in {format}"
-                self.worst, self.what = max((self.worst, self.what), (beyond, text))
+                self.worst, self.what = max((self.worst, self.what), (share - usual, text))
         if operand.startswith("grad") and self.worst > LOST:
             self.warned = True
             warn_once(RecipeWarning, _FLUSHED.format(self.what, self.recipe), self)
@@ -209,11 +201,10 @@ _LATEST: deque[CastLossCheck] = deque(maxlen=64)
 """Keeps the latest ones alive: the backward pass runs after the block."""
 _CHECK_OF: weakref.WeakKeyDictionary[nn.Module, CastLossCheck | None] = weakref.WeakKeyDictionary()
 """Models whose layers have names -> the check of these."""
-_CHECKED_LINES: set[tuple[str, int, str]] = set()
-"""(file, line, recipe) of the blocks whose products without a weight were already observed."""
 _CHECKED = "fp8_checked"
 """The parameter attribute that holds the recipes under which its product was observed."""
-_PACKAGE = str(Path(__file__).parents[1])
+_CHECKED_KINDS: set[tuple[str, str]] = set()
+"""(recipe, kind) of the products without a weight that were observed."""
 
 
 def forget_checks(model: nn.Module) -> None:
@@ -223,37 +214,27 @@ def forget_checks(model: nn.Module) -> None:
         vars(parameter).pop(_CHECKED, None)
 
 
-def check_block(recipe: Recipe | None) -> CastLossCheck | None:
-    """The check of products without a weight in a block that opens; None if that line of the caller
-    was observed, or the recipe's scales follow the operands."""
-    if recipe is None or not recipe.fixed:
-        return None
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    line = (frame.f_code.co_filename, frame.f_lineno, recipe.name)
-    if line in _CHECKED_LINES or not torch.is_grad_enabled() or in_shape_inference():
-        return None
-    _CHECKED_LINES.add(line)
-    return CastLossCheck(recipe.name)
+def _check_without(kind: str, recipe: str) -> CastLossCheck | None:
+    """The check of a product without a weight: that of the weight before it, which is observed; or
+    else, of the first product of its kind, one of its own."""
+    first = (recipe, kind) not in _CHECKED_KINDS
+    _CHECKED_KINDS.add((recipe, kind))
+    return OPEN.check or (CastLossCheck(recipe) if first else None)
 
 
-def _check_of(weight: Tensor | None, recipe: str) -> tuple[CastLossCheck | None, str]:
+def _check_of(weight: nn.Parameter, recipe: str) -> tuple[CastLossCheck | None, str]:
     """The check of the product of a weight, or None, and the name of the layer or ""."""
-    if not isinstance(weight, nn.Parameter):
-        return OPEN.check, ""
     checked = vars(weight).get(_CHECKED, ())
-    if recipe in checked or not torch.is_grad_enabled() or in_shape_inference():
-        OPEN.check = None
+    if recipe in checked:
         return None, ""
     setattr(weight, _CHECKED, (*checked, recipe))
     for model in list(_CHECK_OF):
         for path, parameter in model.named_parameters():
             if parameter is weight:
-                OPEN.check = _CHECK_OF[model] = _CHECK_OF[model] or CastLossCheck(recipe)
-                return OPEN.check, repr(path.rpartition(".")[0] or type(model).__name__)
-    OPEN.check = OPEN.check or CastLossCheck(recipe)
-    return OPEN.check, ""
+                check = _CHECK_OF[model] = _CHECK_OF[model] or CastLossCheck(recipe)
+                return check, repr(path.rpartition(".")[0] or type(model).__name__)
+    check = OPEN.check
+    return (CastLossCheck(recipe) if check is None or check.recipe != recipe else check), ""
 
 
 def is_sampled(name: str) -> bool:
@@ -261,15 +242,16 @@ def is_sampled(name: str) -> bool:
     return bool(name and OPEN.recorders)
 
 
+def _numbered(unnamed: Counter[str], kind: str) -> str:
+    unnamed[kind] += 1
+    return f"{kind} {unnamed[kind]}"
+
+
 def product_name(kind: str, weight: Tensor | None = None, recipe: Recipe | None = None) -> str:
     """A name for the casts of a product; "" if nothing records them."""
     if OPEN.recorders:
         recorder, unnamed = OPEN.recorders[-1]
-        layer = recorder.layer_of(weight)
-        if layer is None:
-            unnamed[kind] += 1
-            layer = f"{kind} {unnamed[kind]}"
-        return f"{recorder.token}|{layer}"
+        return f"{recorder.token}|{recorder.layer_of(weight) or _numbered(unnamed, kind)}"
     if recipe is None or not recipe.fixed:
         return ""
     return _checked_name(kind, weight, recipe)
@@ -277,19 +259,22 @@ def product_name(kind: str, weight: Tensor | None = None, recipe: Recipe | None 
 
 @eager_only("")
 def _checked_name(kind: str, weight: Tensor | None, recipe: Recipe) -> str:
-    check, layer = _check_of(weight, recipe.name)
+    if not torch.is_grad_enabled() or in_shape_inference():
+        return ""
+    if isinstance(weight, nn.Parameter):
+        check, layer = OPEN.check, _ = _check_of(weight, recipe.name)
+    else:
+        check, layer = _check_without(kind, recipe.name), ""
     if check is None or check.warned:
         return ""
     if not layer:
-        check.unnamed[kind] += 1
-        layer = f"{kind} {check.unnamed[kind]}"
+        layer = _numbered(check.unnamed, kind)
         layer += "" if weight is None else f" (weight {tuple(weight.shape)})"
     return f"{check.token}|{layer}"
 
 
 def observe(label: str, cast: Observed) -> None:
-    """Reports a cast to its recorder. Inf and NaN are counted in all elements of the operand, other
-    counts in a sample of evenly spaced ones."""
+    """Reports a cast to its recorder."""
     x, y, scale, format, static = cast
     if label.split("|")[0] in _RECORDERS and x.numel():
         scale = None if scale is None else scale.detach()
@@ -297,7 +282,7 @@ def observe(label: str, cast: Observed) -> None:
 
 
 class _Report(Function):
-    """Reports a cast to its recorder: under `torch.vmap` once, with the operands of all samples."""
+    """Under `torch.vmap` it reports once, with the operands of all samples."""
 
     @staticmethod
     def forward(
@@ -314,9 +299,9 @@ class _Report(Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Tensor, None]:
         def of_all(t: Any, dim: int | None) -> Any:
-            if t is None or dim is not None:
-                return t if t is None else t.movedim(dim, 0)
-            return t.expand(info.batch_size, *t.shape)
+            if t is None or dim is None:
+                return t if t is None else t.expand(info.batch_size, *t.shape)
+            return t.movedim(dim, 0)
 
         x, y, scale = map(of_all, inputs[3:], in_dims[3:])
         if scale is not None:  # of each sample, or of each element

@@ -8,7 +8,6 @@ casts of an operand as one opaque operator.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,32 +17,16 @@ from ..tensors.scaled_tensor import dequantized
 from .casting import LoweredCast, rounded
 
 
-class Groups(NamedTuple):
-    """The groups of an operand: their ends (int32) along the axis ``split`` of a matrix, None for a
-    stack; and the axis that the product sums over, -2 or -1."""
-
-    offs: Tensor | None
-    split: int
-    axis: int
-
-
-def bounds(offs: Tensor, size: int) -> list[int]:
-    """The starts of the groups and the last end. Raises ValueError if they descend or exceed
-    ``size``."""
-    ends = [0, *offs.tolist()]
+def pieces(x: Tensor, offs: Tensor | None, axis: int) -> list[Tensor]:
+    """Views of the groups of ``x``. axis: the split one, if x is one matrix. Raises ValueError for
+    ends that descend or exceed its size."""
+    if offs is None or x.ndim == 3:
+        return list(x.unbind())
+    ends, size = [0, *offs.tolist()], x.shape[axis]
     if any(a > b for a, b in pairwise(ends)) or ends[-1] > size:
         raise ValueError(
             f"offs must ascend from 0 to at most {size}, the size that it splits, got {ends[1:]}"
         )
-    return ends
-
-
-def pieces(x: Tensor, offs: Tensor | None, axis: int) -> list[Tensor]:
-    """Views of the groups of ``x``. axis: the split one, if x is one matrix."""
-    if x.ndim == 3:
-        return list(x.unbind())
-    assert offs is not None
-    ends = bounds(offs, x.shape[axis])
     return [x.narrow(axis, start, end - start) for start, end in pairwise(ends)]
 
 
@@ -68,18 +51,6 @@ def aligned(offs: Tensor | None, spec: LoweredCast | None) -> Tensor | None:
     return (-(-sizes // spec.hadamard) * spec.hadamard).cumsum(0, dtype=torch.int32)
 
 
-def _zeros(x: Tensor, groups: Groups, hadamard: int) -> Tensor:
-    """Zeros for the cast operand: `rotated` pads the summed axis, or each group along it."""
-    if not hadamard:
-        return torch.zeros_like(x)
-    shape, axis = list(x.shape), groups.axis
-    if groups.offs is not None and x.ndim == 2 and groups.split == axis:
-        shape[axis] += groups.offs.shape[0] * (hadamard - 1)
-    else:
-        shape[axis] = -(-shape[axis] // hadamard) * hadamard
-    return x.new_zeros(shape)
-
-
 @torch.library.custom_op(
     "fp8::cast_groups",
     mutates_args=(),
@@ -98,8 +69,8 @@ def _cast_groups(
     label: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The cast operand, its scale factors, and the history afterwards. text, label: of the cast."""
-    spec, groups = LoweredCast.from_text(text, label), Groups(offs, split, axis)
-    y, scales, after = _results(x, groups, history, spec.hadamard)
+    spec = LoweredCast.from_text(text, label)
+    y, scales, after = _results(x, offs, history, split, axis, spec.hadamard)
     states: list[Tensor] = [] if history is None else group_states(after)
     ends = aligned(offs, spec) if split == axis else offs
     parts = (pieces(x, offs, split), pieces(y, ends, split), pieces(scales, ends, split))
@@ -115,31 +86,33 @@ def _cast_groups(
 
 @_cast_groups.register_fake
 def _(x, offs, history, signs, split, axis, record, text, label):  # type: ignore[no-untyped-def]
-    groups = Groups(offs, split, axis)
-    return _results(x, groups, history, LoweredCast.from_text(text).hadamard)
+    return _results(x, offs, history, split, axis, LoweredCast.from_text(text).hadamard)
 
 
 def _results(
-    x: Tensor, groups: Groups, history: Tensor | None, hadamard: int
+    x: Tensor, offs: Tensor | None, history: Tensor | None, split: int, axis: int, hadamard: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `_cast_groups` returns if all groups are empty."""
-    y = _zeros(x, groups, hadamard)
-    after = x.new_empty((0,)) if history is None else history.clone()
-    return y, _ones(y, groups.split), after
-
-
-def _ones(x: Tensor, split: int) -> Tensor:
-    """Scale factors of 1, one for each group of a stack or for each row or column that is split."""
-    shape = [x.shape[0], 1, 1] if x.ndim == 3 else [1, 1]
+    """What `_cast_groups` returns if all groups are empty: zeros, of which a rotation pads the
+    summed axis or each group along it; scale factors of 1, one for each group of a stack or for
+    each row or column that is split; the history."""
+    shape, scales = list(x.shape), [x.shape[0], 1, 1] if x.ndim == 3 else [1, 1]
+    if hadamard and offs is not None and x.ndim == 2 and split == axis:
+        shape[axis] += offs.shape[0] * (hadamard - 1)
+    elif hadamard:
+        shape[axis] = -(-shape[axis] // hadamard) * hadamard
+    y = x.new_zeros(shape) if hadamard else torch.zeros_like(x)
     if x.ndim == 2:
-        shape[split] = x.shape[split]
+        scales[split] = y.shape[split]
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return torch.ones(shape, dtype=dtype, device=x.device)
+    after = x.new_empty((0,)) if history is None else history.clone()
+    return y, torch.ones(scales, dtype=dtype, device=x.device), after
 
 
 def cast_groups(
     x: Tensor,
-    groups: Groups,
+    offs: Tensor | None,
+    split: int,
+    axis: int,
     spec: LoweredCast | None,
     history: Tensor | None = None,
     record: bool | None = None,
@@ -149,13 +122,14 @@ def cast_groups(
     of each group in a shape that broadcasts to ``x``; None if all are 1, or if each tile has its
     own.
 
-    Elements outside of all groups become zero. An empty group leaves its history, (groups,
-    length) or (groups,), unchanged. If rotated along the axis that groups split, the groups of the
-    result end at `aligned`.
+    offs, split: the ends of the groups (int32) along an axis of a matrix; None for a stack. axis:
+    the one that the product sums over. Elements outside of all groups become zero. An empty group
+    leaves its history, (groups, length) or (groups,), unchanged. If rotated along the axis that
+    groups split, the groups of the result end at `aligned`.
     """
     if spec is None:
         return x, None
-    (offs, split, axis), record = groups, updates_states() if record is None else record
+    record = updates_states() if record is None else record
     arguments = (offs, history, signs, split, axis, record, spec.text, spec.label)
     y, scales, after = torch.ops.fp8.cast_groups(dequantized(x).detach(), *arguments)
     if history is not None and record:

@@ -44,7 +44,7 @@ class Casts(NamedTuple):
 
 
 def static_exponent(weight: object) -> int:
-    """The exponent of a parameter's static scale, its tag ``mup_scale``; 0 without one."""
+    """That of a parameter's tag ``mup_scale``; 0 without one."""
     return math.frexp(getattr(weight, "mup_scale", 1.0))[1] - 1
 
 
@@ -108,7 +108,6 @@ class Copies(NamedTuple):
 
 @cache
 def copies_of(casts: Casts) -> Copies:
-    """The copies of the operands of a product."""
     a, b = one_copy(casts.a, casts.a_for_grad_b), one_copy(casts.b, casts.b_for_grad_a)
     needed = casts._replace(
         a_for_grad_b=None if a else casts.a_for_grad_b,
@@ -173,7 +172,7 @@ def _connection(source: Tensor | None) -> Tensor | None:
 
 
 def saved_operands(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
-    """The operands of `save_operands`, in ``dtype``, differentiable where the backward pass is."""
+    """Those of `save_operands`, in ``dtype``, differentiable where the backward pass is."""
     tensors = iter(saved_tensors(ctx)[ctx.marked :])
     operands = []
     for in_bytes, scaled in ctx.encodings:

@@ -79,34 +79,21 @@ class Format:
             if not condition:
                 raise ValueError(f"format {self.name!r}: {what}")
 
+        def check_range(field: str, value: float, low: int, high: int) -> None:
+            require(low <= value <= high, f"{field} is {value}, allowed are {low} to {high}")
+
         for field, kind in _TYPES.items():
             if not isinstance(value := getattr(self, field), kind):
                 raise TypeError(f"format {self.name!r}: {field} cannot be {value!r}")
         require(bool(self.name), "the name is empty")
-        for field, value, low, high in (  # those of float32, which has every value
-            ("exponent_bits", self.exponent_bits, 1, 8),
-            ("mantissa_bits", self.mantissa_bits, 0, 23),
-        ):
-            require(low <= value <= high, f"{field} is {value}, allowed are {low} to {high}")
-        require(
-            self.min_exponent >= -127,
-            f"bias {self.bias} gives a min normal of 2**{self.min_exponent}, "
-            "below float32's range (2**-127)",
-        )
-        require(
-            math.isfinite(self.max) and self.max > 0, f"max is {self.max}, not finite and positive"
-        )
-        low, exponent = self.min_exponent, self.max_exponent
+        check_range("exponent_bits", self.exponent_bits, 1, 8)  # up to those of float32
+        check_range("mantissa_bits", self.mantissa_bits, 0, 23)
+        require(0 < self.max < math.inf, f"max is {self.max}, not finite and positive")
         high = min(2**self.exponent_bits - 1 - self.bias, 127)
-        require(
-            low <= exponent <= high,
-            f"max {self.max} has exponent {exponent}, allowed are {low} to {high}",
-        )
-        steps = math.ldexp(self.max, self.mantissa_bits - exponent)
-        require(
-            steps == int(steps),
-            f"max {self.max} needs more than {self.mantissa_bits} mantissa bits",
-        )
+        check_range("the exponent of min normal", self.min_exponent, -127, high)
+        check_range(f"the exponent of max {self.max}", self.max_exponent, self.min_exponent, high)
+        steps = math.ldexp(self.max, self.mantissa_bits - self.max_exponent)
+        require(steps.is_integer(), f"max {self.max} has more than {self.mantissa_bits} bits")
         require(self.signed or not self.negative_zero, "an unsigned format has no -0")
         require(self.dtype is None or self._is_in(self.dtype), f"{self.dtype} lacks its values")
         row = FORMATS.get(self.name, self)
@@ -121,11 +108,9 @@ class Format:
         if not dtype.is_floating_point:
             return False
         limits, low = torch.finfo(dtype), -self.max if self.signed else self.min_normal
-        fine = limits.eps <= 2.0**-self.mantissa_bits
-        smallest = limits.smallest_normal * 2.0**-self.mantissa_bits
-        return (
-            limits.min <= low and limits.max >= self.max and fine and smallest <= self.min_subnormal
-        )
+        step = 2.0**-self.mantissa_bits
+        fine = limits.eps <= step and limits.smallest_normal * step <= self.min_subnormal
+        return fine and limits.min <= low and limits.max >= self.max
 
     @staticmethod
     def from_text(text: str) -> Format:
@@ -154,7 +139,7 @@ class Format:
 
     @property
     def min_normal(self) -> float:
-        """The smallest positive value with full precision."""
+        """The smallest value with full precision."""
         return 2.0**self.min_exponent
 
     @property

@@ -95,17 +95,15 @@ def quantize_operand(
     rounding: str = "nearest",
     overflow: str = "saturate",
     scale: Tensor | None = None,
-    inverse: Tensor | None = None,
     unscaled: Tensor | None = None,
 ) -> Tensor:
     """`quantize` for casts of products: NaN and Inf stay nonfinite in every format, so that a check
     of the results (GradScaler's) detects them. rounding may be "none", as `saturated` has it.
-    scale: not validated. inverse: replaces the division by it. unscaled: for "none", ``x`` before
-    that division."""
+    scale: not validated. unscaled: for "none", ``x`` before the division by a scale."""
     grid = operand_grid(format, overflow, x.dtype, scale is not None)
     if rounding == "none":
         return saturated(x.detach(), (x if unscaled is None else unscaled).detach(), grid)
-    return round_operand(x, grid, rounding, scale, inverse)
+    return round_operand(x, grid, rounding, scale)
 
 
 def operand_grid(format: Format, overflow: str, dtype: torch.dtype, scaled: bool) -> Grid:
@@ -115,9 +113,13 @@ def operand_grid(format: Format, overflow: str, dtype: torch.dtype, scaled: bool
 
 
 def round_operand(
-    x: Tensor, grid: Grid, rounding: str, scale: Tensor | None, inverse: Tensor | None
+    x: Tensor,
+    grid: Grid,
+    rounding: str,
+    scale: Tensor | None = None,
+    inverse: Tensor | None = None,
 ) -> Tensor:
-    """`quantize_operand` with a resolved grid."""
+    """`quantize_operand` with its grid. inverse: replaces the division by the scale."""
     key = _key(rounding, None, x.device) if rounding == "stochastic" else None
     return _quantize(x.detach(), grid, rounding, scale, key, inverse)
 
@@ -126,32 +128,16 @@ def quantize_forward(x: Tensor, format: str | Format, **options: Any) -> Tensor:
     """`quantize(x, ...)` with a straight-through gradient: it passes to x unchanged, even where
     saturated.
 
-    Args:
-        x, format, options: as in `quantize`. The scale gets no gradient.
-
-    Returns:
-        As `quantize`.
-
-    Raises:
-        TypeError, ValueError: as `quantize`.
+    Args, returns and errors are those of `quantize`. The scale gets no gradient.
     """
     return apply(_Forward, x, *_checked(x, format, **options))
 
 
 def quantize_backward(x: Tensor, format: str | Format, **options: Any) -> Tensor:
-    """Returns x, and quantizes its gradient: ``grad_x = quantize(grad, ...)``.
+    """A view of x, whose gradient is quantized: ``grad_x = quantize(grad, ...)``.
 
-    The gradient of the gradient passes unchanged.
-
-    Args:
-        x, format, options: as in `quantize`. Without a seed, one is drawn in the forward pass, not
-            in the backward pass. The scale gets no gradient.
-
-    Returns:
-        A view of ``x``.
-
-    Raises:
-        TypeError, ValueError: as `quantize`.
+    The gradient of the gradient passes unchanged. Args and errors are those of `quantize`. Without
+    a seed, one is drawn in the forward pass. The scale gets no gradient.
     """
     return apply(_Backward, x, *_checked(x, format, **options))
 
@@ -199,8 +185,7 @@ class _Backward(torch.autograd.Function):
 
 
 def _in_graph(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Inf becomes NaN: Triton's ``cvt.rn.satfinite.e5m2x2.f32`` makes it finite (PTX ISA,
-    "cvt")."""
+    """Inf becomes NaN: Triton's ``cvt.rn.satfinite.e5m2x2.f32`` makes it finite (PTX ISA)."""
     if dtype != torch.float8_e5m2 or x.device.type == "cpu":
         return x
     return torch.add(x, x, alpha=0.0)  # Inf * 0 is NaN: one multiply-add
@@ -219,7 +204,6 @@ def in_dtype(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def check_dtype(x: Tensor) -> None:
-    """Raises TypeError unless ``x`` can be quantized."""
     if not isinstance(x, Tensor):
         raise TypeError(f"cannot quantize a {type(x).__name__}; give a tensor")
     if x.dtype not in DTYPES:
@@ -279,8 +263,7 @@ def _grid(
     largest, smallest = format.max, 0.0 if format.signed else format.min_subnormal
     if not scaled and dtype in (torch.bfloat16, torch.float16):
         limits = torch.finfo(dtype)
-        if largest > limits.max or format.mantissa_bits > -math.log2(limits.eps):
-            largest = _largest_of_both(format, limits)
+        largest = _largest_of_both(format, limits)
         smallest = smallest and max(smallest, limits.smallest_normal * limits.eps)
     beyond: float | None = largest if overflow == "saturate" else format.nonfinite
     if beyond is None:
@@ -320,8 +303,7 @@ def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
 
 
 def _positive(scale: Tensor) -> Tensor:
-    """Raises ValueError unless positive and finite; where values cannot be read, those become
-    NaN."""
+    """Raises ValueError unless positive and finite, or makes it NaN where it cannot be read."""
     valid = (scale > 0) & (scale < torch.inf)
     if reads_values(scale):
         with suppress(RuntimeError):  # under vmap
@@ -334,9 +316,7 @@ def _positive(scale: Tensor) -> Tensor:
 def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
     if rounding != "stochastic":
         if seed is not None:
-            raise ValueError(
-                f"a seed is given with rounding={rounding!r}; only 'stochastic' uses one"
-            )
+            raise ValueError(f"rounding={rounding!r} takes no seed; 'stochastic' does")
         return None
     return random_key(_drawn(device) if seed is None else seed)
 

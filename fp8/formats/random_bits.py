@@ -52,26 +52,22 @@ def random_key(seed: Seed) -> Key:
     for part in parts:
         _check_seed(part)
     tensors = [part for part in parts if isinstance(part, Tensor)]
+    word: Any = KEY_START
     if tensors or torch.compiler.is_compiling():
         # In compiled code an int may be symbolic, which bitwise operators do not support.
         device = tensors[0].device if tensors else None
-        return _combine(torch.full((), KEY_START, dtype=torch.int64, device=device), parts)
-    return _combine(KEY_START, parts)
+        word = torch.full((), KEY_START, dtype=torch.int64, device=device)
+    # Mixed once, at the end: inductor's compile time is exponential in a chain of steps that use
+    # their operand twice.
+    for part in parts:
+        word = _wrap(word * KEY_STEP + part)
+    return _mix64(_wrap(word * KEY_STEP))
 
 
 def _halves(key: Key) -> tuple[Key, Key]:
     if isinstance(key, Tensor):
         return key.to(torch.int32), (key >> 32).to(torch.int32)
     return (key + 2**31) % 2**32 - 2**31, key >> 32
-
-
-def _combine(start: Word, parts: list[int | Tensor]) -> Word:
-    """The parts of a seed in a 64-bit word, mixed once at the end: inductor's compile time is
-    exponential in a chain of steps that use their operand twice."""
-    word: Any = start
-    for part in parts:
-        word = _wrap(word * KEY_STEP + part)
-    return _mix64(_wrap(word * KEY_STEP))
 
 
 def _check_seed(part: object) -> None:
@@ -96,7 +92,7 @@ def _shift(bits: Tensor, by: int) -> Tensor:
 def bits_from_key(
     shape: Sequence[int], key: Key, *, device: torch.device, start: int = 0
 ) -> Tensor:
-    """An int32 tensor of random bits: a hash of `key` and the row-major index, from `start`."""
+    """int32 random bits: a hash of `key` and the row-major index, from `start`."""
     count = math.prod(shape)
     first, second = _halves(key)
     if start + count <= 1 << INDEX_BITS:

@@ -73,9 +73,9 @@ def divided(x: Tensor, by: Tensor | float) -> Tensor:
 
 
 def round_to_grid(x: Tensor, grid: Grid, rounding: str, *, bits: Tensor | None = None) -> Tensor:
-    """`x`, float32 or float64, rounded to the values of `grid` in a new tensor. rounding: a name in
-    ROUNDINGS. bits: for "stochastic", int32 like `x`, of which the low 31 decide. NaN stays
-    NaN. Exact under torch.set_flush_denormal(True)."""
+    """`x`, float32 or float64, rounded to the values of `grid` in a new tensor. bits: for
+    "stochastic", int32 like `x`, of which the low 31 decide. NaN stays NaN. Exact under
+    torch.set_flush_denormal(True)."""
     layout = LAYOUTS[x.dtype]
     if rounding == "nearest" and _fits_floats(grid, layout):
         return _round_by_magic(x, grid, layout)
@@ -116,8 +116,7 @@ def _round_by_magic(x: Tensor, grid: Grid, layout: Layout) -> Tensor:
 
 
 def _overflow(y: Tensor, x: Tensor, grid: Grid) -> Tensor:
-    """Applies overflow and the sign of zero in place to `y`, which is `x` rounded without a
-    limit."""
+    """Applies overflow and the sign of zero to `y`, which is `x` rounded without a limit."""
     if grid.beyond != grid.largest:
         y.mul_(torch.where(y.abs() > grid.largest, grid.beyond, 1.0))
     else:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ..casts.counts import OPEN, check_block
+from ..casts.counts import OPEN
 from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_constant
 from ..common.foreign import refuses_foreign
 from ..common.threads import (
@@ -34,7 +34,6 @@ from ..common.threads import (
 )
 from ..common.validation import check_name
 from ..native.product import why_not_recipe
-from ..products.activations import ACTIVATIONS
 from ..products.active import (
     ACTIVE,
     IN_PIECES,
@@ -186,10 +185,6 @@ class _Mode(TorchFunctionMode):
             _warn_left(function.__name__, LEFT[function])
         elif isinstance(function, OPERATORS):
             warn_of_operator(function, args, kwargs)
-        elif recipe.saved_activations is not None:
-            result = ACTIVATIONS[function](recipe.saved_activations, *args, **kwargs)
-            if result is not NotImplemented:
-                return result
         return called(function, args, kwargs)
 
 
@@ -306,9 +301,8 @@ class autocast:
         if self.recipe is not None and self.recipe.changes_scales and in_recomputation():
             _check_recomputes(self.recipe)
         reveal()
-        outer_check = OPEN.check if eager else None
         if eager and not self.reenters:
-            OPEN.check = check_block(self.recipe)
+            OPEN.check = None
         modes = (_Mode(), *FIRST_LOOK.items)
         again = self.reenters or in_reentrant()  # opened inside of a recomputed segment
         ACTIVE.blocks.append(
@@ -324,7 +318,6 @@ class autocast:
                 off=self.off,
                 checkpoints=checkpoints() if self.off else 0,
                 task=running_task() if eager else None,
-                outer_check=outer_check,
             )
         )
         for mode in modes:
@@ -342,8 +335,6 @@ class autocast:
             TorchFunctionMode.__exit__(mode, *error)
         if torch.compiler.is_dynamo_compiling():
             return
-        if block.opened is not None and not self.reenters:
-            OPEN.check = block.outer_check
         if index < len(ACTIVE.blocks):
             raise RuntimeError(_NOT_NESTED)
 

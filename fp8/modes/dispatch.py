@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from ..common.compiler import in_graph
 from ..formats.quantize import refuse_nested
 from ..products import matmul
-from ..products.activations import ACTIVATIONS
 from ..products.active import ACTIVE, static_exponents
 from ..products.attention import attention, flex_attention, multi_head_attention_forward
 from ..products.convolution import conv, conv_transpose
@@ -343,5 +342,5 @@ LEFT: dict[Callable[..., Any], str] = {
 EXPANDED = dict.fromkeys((torch.einsum, *COMPOSED, *RUNS))
 """Functions whose calls may be composed of others: see `expansion`."""
 
-SPECIAL = dict.fromkeys((*PRODUCTS, *COMPOSED, *RUNS, REGION, *OPAQUE, *LEFT, *ACTIVATIONS))
+SPECIAL = dict.fromkeys((*PRODUCTS, *COMPOSED, *RUNS, REGION, *OPAQUE, *LEFT))
 """Every function that `fp8.autocast` treats in its own way."""

@@ -68,11 +68,6 @@ HIGH = "high"
 _ALONG = {16: "nv", 32: "mx", 128: "block"}
 """Elements of a row that share a scale -> the kernel."""
 
-_BLOCK_ROWS = 16
-"""The rows of an operand with scales by blocks are padded to a multiple of this: its columns of
-scales start at multiples of 16 bytes, which are 4 scales."""
-
-
 def kernel_of(a: LoweredCast | None, b: LoweredCast | None) -> tuple[str, str]:
     """The kernel that multiplies operands under these casts, HIGH, or "", and the reason why there
     is none."""
@@ -80,21 +75,18 @@ def kernel_of(a: LoweredCast | None, b: LoweredCast | None) -> tuple[str, str]:
         return HIGH, ""
     if a is None or b is None:
         return "", "one operand of a product stays in high precision"
-    formats = {name for row in KERNELS.values() for pair in row.formats for name in pair}
-    for spec in (a, b):
-        if spec.signs == "random":
-            return "", "random signs of a rotation are simulated"
-        if spec.format not in formats:
-            return "", f"the kernels have no format {format_of(spec).name!r}"
-        if not _kind(spec):
-            tile = "{} x {}".format(*spec.tile)
-            return "", f"no kernel has tiles of {tile} by rule {spec.rule!r}"
     kinds = {_kind(a), _kind(b)}
+    if "random" in (a.signs, b.signs):
+        return "", "random signs of a rotation are simulated"
+    if "" in kinds:
+        tiles = "{} x {} by rule {!r} and {} x {} by rule {!r}"
+        return "", f"no kernel has tiles of {tiles}".format(*a.tile, a.rule, *b.tile, b.rule)
     if len(kinds) > 1 and kinds != {"tensor", "row"}:
         return "", "no kernel multiplies scales by {} by scales by {}".format(*sorted(kinds))
     kind = "row" if "row" in kinds else kinds.pop()
     if (a.format, b.format) not in KERNELS[kind].formats:
-        return "", f"no kernel multiplies {a.format} by {b.format} with scales by {kind}"
+        formats = f"{format_of(a)} by {format_of(b)}"
+        return "", f"no kernel multiplies {formats} with scales by {kind}"
     if a.tile == b.tile == (128, 128):
         return "", "no kernel multiplies tiles of 128 x 128 by the same"
     return kind, ""
@@ -148,9 +140,8 @@ def store(
     """`quantized` of the matrix ``x`` in the layout of a kernel, under a cast that `kernel_of`
     supports; ``x``, or with axis -2 its transpose, without a cast.
 
-    values: in an FP8 dtype; e2m1 as uint8 (outer, inner / 2), the first value of a pair in the
-    lower four bits. scale: float32, 0-dim, or (outer, 1) for rows; otherwise in the layout of the
-    kernel: "block" (inner / 128, outer), or for square tiles (outer / 128, inner / 128 padded to a
+    values: in an FP8 dtype; for "nv" in pairs. scale: float32, 0-dim, or (outer, 1) for rows;
+    "block": (inner / 128, outer), or for square tiles (outer / 128, inner / 128 padded to a
     multiple of 4); "mx" and "nv" as `fp8.native.blackwell`. Operands with scales by tiles are
     padded with zeros to the sizes that the kernel needs.
     """
@@ -161,7 +152,8 @@ def store(
     dtype, kind = format_of(spec).dtype, _kind(spec)
     if not along:
         return QuantizedOperand(in_dtype(y, dtype), scale)
-    rows = max(across, _BLOCK_ROWS) if kind == "block" else 1
+    # A column of scales starts at a multiple of 16 bytes.
+    rows = max(across, ALIGNMENT) if kind == "block" else 1
     y = F.pad(y, (0, -y.shape[1] % KERNELS[kind].multiple, 0, -y.shape[0] % rows))
     if kind == "block":
         if across == 1:

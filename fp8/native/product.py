@@ -26,7 +26,16 @@ from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.recipe import Recipe
 from . import selftest
-from .kernels import ALIGNMENT, HIGH, KERNELS, kernel_of, multiply, store, why_not_device
+from .kernels import (
+    ALIGNMENT,
+    HIGH,
+    KERNELS,
+    GemmKernel,
+    kernel_of,
+    multiply,
+    store,
+    why_not_device,
+)
 
 Pairs = tuple[tuple[LoweredCast | None, LoweredCast | None], ...]
 """The casts of both operands of each of the three products."""
@@ -48,32 +57,30 @@ def why_not_recipe(recipe: Recipe) -> str:
 
 def why_not_here(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> str:
     """Why the products of layers on ``device``, with results of ``dtype``, are simulated under
-    ``recipe``; "" if kernels compute them. Runs the self-test if it has not run yet
-    (`fp8.native.selftest`)."""
+    ``recipe``; "" if kernels compute them, by `fp8.native.selftest`."""
     why = why_not_device(device) or why_not_recipe(recipe)
     return why or selftest.why_not(_pairs(recipe), str(device), dtype_name(dtype))
 
 
+def _rows(recipe: Recipe) -> list[GemmKernel]:
+    return [KERNELS[k] for k in {kernel_of(*pair)[0] for pair in _pairs(recipe)} & KERNELS.keys()]
+
+
 def alignment(recipe: Recipe) -> int:
-    """The sizes of a weight must be multiples of this number; tokens are padded to a multiple of
-    it."""
-    kinds = {kernel_of(*pair)[0] for pair in _pairs(recipe)} & KERNELS.keys()
-    return max((KERNELS[kind].multiple for kind in kinds), default=ALIGNMENT)
+    """The sizes of a weight must be multiples of this number."""
+    return max((row.multiple for row in _rows(recipe)), default=ALIGNMENT)
 
 
 def devices(recipe: Recipe) -> str:
-    """A description of the devices whose kernels compute all products of ``recipe``, which has
-    kernels."""
-    kinds = {kernel_of(*pair)[0] for pair in _pairs(recipe)} & KERNELS.keys()
-    return max((KERNELS[kind] for kind in kinds), key=lambda row: row.least).devices
+    """A description of the devices whose kernels compute ``recipe``, which has kernels."""
+    return max(_rows(recipe), key=lambda row: row.least).devices
 
 
 def kernels(
     backend: str, a: Tensor, b: Tensor, casts: tuple[LoweredCast | None, ...], dtype: torch.dtype
 ) -> tuple[str, ...]:
     """The kernels (rows of KERNELS) of a product of a (m, k) and b (n, k), which `takes` accepts,
-    with a result of ``dtype``, and of its gradients; () if they are to be simulated. Warns if a
-    device has FP8 products but not these, or if one fails its self-test."""
+    with a result of ``dtype``, and of its gradients; () if they are to be simulated."""
     # The self-test does not depend on static scales.
     a_y, b_y, a_da, b_da, a_db, b_db = (spec and shifted(spec, -spec.margin) for spec in casts)
     pairs = ((a_y, b_y), (a_da, b_da), (a_db, b_db))
@@ -108,9 +115,9 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
 
 
 class Settings(NamedTuple):
-    """The constants of a product. kinds: the kernels of the three products. dtype: the name of that
-    of the output. bias_scale: a factor of the bias, but not of its gradient. fast: whether each of
-    the three products is summed fast. is_weight: whether b is the weight of a layer."""
+    """The constants of a product. kinds, fast: the kernels of the three products, and whether they
+    sum fast. dtype: the name of that of the output. bias_scale: as in
+    `fp8.products.matmul.linear`. is_weight: whether b is the weight of a layer."""
 
     kinds: tuple[str, ...]
     scales: tuple[float, float, float]
@@ -158,22 +165,19 @@ class _Native(Function):
             )
         saved = zip(_stored(saved_tensors(ctx)), ctx.is_transposed, strict=True)
         a, b = (x.mT if is_transposed else x for x, is_transposed in saved)
-        _, for_da, for_db = ctx.how.kinds
-        _, s_a, s_b = ctx.how.scales
-        for_a: Any = ctx.how.casts.grad_for_a
-        for_b: Any = ctx.how.casts.grad_for_b
+        (_, *kinds), (_, *scales), casts, _, _, (_, *fast), _ = ctx.how
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
-            g = store(grad, for_a, -1, ctx.history, record=True)
-            da = multiply(for_da, g, b, s_a, grad.dtype, ctx.how.fast[1])[: grad.shape[0]]
+            g = store(grad, casts.grad_for_a, -1, ctx.history, record=True)
+            da = multiply(kinds[0], g, b, scales[0], grad.dtype, fast[0])[: grad.shape[0]]
         if ctx.needs_input_grad[1]:
             if g is None:
-                g = store(grad, for_b, -2, ctx.history, record=True)
+                g = store(grad, casts.grad_for_b, -2, ctx.history, record=True)
             else:
-                g = _second(grad, g, for_a, for_b) or g.mT
-            db = multiply(for_db, g, a, s_b, grad.dtype, ctx.how.fast[2])
+                g = _second(grad, g, casts.grad_for_a, casts.grad_for_b) or g.mT
+            db = multiply(kinds[1], g, a, scales[1], grad.dtype, fast[1])
         if ctx.needs_input_grad[2]:
-            dbias = grad.sum(0) * s_b
+            dbias = grad.sum(0) * scales[1]
         return da, db, dbias, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
@@ -215,7 +219,6 @@ def _at_once(
 def _cast_at_once(
     first: QuantizedOperand, second: QuantizedOperand | None
 ) -> tuple[QuantizedOperand, QuantizedOperand | None]:
-    """An operand for the forward product and, saved, for the backward one."""
     return first, second
 
 
@@ -236,11 +239,7 @@ def _cached(b: Tensor, casts: Casts) -> Any:
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, histories: list[Tensor | None], how: Settings
 ) -> Tensor:
-    """``s_y * a b^T + bias`` for a (m, k) and b (n, k), computed by kernels.
-
-    histories: of a, b and the output's gradient; None if the recipe has none. The gradient of the
-    bias is s_b times the sum of the output's gradient.
-    """
+    """``s_y * a b^T + bias`` for a (m, k) and b (n, k), computed by kernels."""
     casts: Any = how.casts
     of_a, of_b, of_grad = histories
     record = updates_states()

@@ -15,7 +15,7 @@ processor time, once in a process.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -57,18 +57,17 @@ def _kernels_in_graph(*key: Any) -> tuple[str, ...]:
 
 @compiled_as(_kernels_in_graph)
 def kernels(backend: str, pairs: tuple[Pair, ...], device: str, dtype: str) -> tuple[str, ...]:
-    """The kernels that compute the products; () if they are to be simulated. Arguments as in
+    """The kernels that compute the products; () if they are to be simulated. Warns, once, of a
+    failed self-test, and of a missing kernel if ``backend`` is "native". Arguments as in
     `why_not`."""
-    return _kernels(backend, pairs, device, dtype, compiled=False)
+    return _kernels(backend, pairs, device, dtype)
 
 
 @cache
 def _kernels(
-    backend: str, pairs: tuple[Pair, ...], device: str, dtype: str, compiled: bool
+    backend: str, pairs: tuple[Pair, ...], device: str, dtype: str, compiled: bool = False
 ) -> tuple[str, ...]:
-    """Warns, once, of a failed self-test, and of a missing kernel if ``backend`` is "native"."""
-    which = "products"
-    why = why_not(pairs, device, dtype)
+    which, why = "products", why_not(pairs, device, dtype)
     if compiled and not why:
         which, why = "products of compiled code", why_not_compiled(device)
     if not why:
@@ -92,7 +91,7 @@ def why_not(pairs: tuple[Pair, ...], device: str, dtype: str) -> str:
     for (name, axes), (a, b) in zip(_PRODUCTS.items(), pairs, strict=True):
         if a is None or b is None:  # both are, and torch computes the product
             continue
-        specs = _deterministic(a), _deterministic(b)
+        specs = (s._replace(rounding="nearest", hadamard=0, label="") for s in (a, b))
         if not _TRUSTED[0] and (why := _failure(*specs, axes, device, dtype)):
             return f"{name}: {why}"
     return ""
@@ -100,12 +99,14 @@ def why_not(pairs: tuple[Pair, ...], device: str, dtype: str) -> str:
 
 @cache
 def why_not_compiled(device: str) -> str:
-    """Why casts in compiled code are wrong on a device; "" if they are right. Runs the self-test in
-    a new thread, as `why_not`."""
-    if _TRUSTED[0]:
-        return ""
+    """Why casts in compiled code are wrong on a device; "" if they are right."""
+    return "" if _TRUSTED[0] else _in_new_thread(_compiled_failure, device)
+
+
+def _in_new_thread(test: Callable[..., str], *args: Any) -> str:
+    """``test(*args)`` without the caller's modes."""
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_compiled_failure, device).result()
+        return thread.submit(test, *args).result()
 
 
 _CASTS = [lowered(Cast(format=name)) for name in ("e4m3", "e5m2")]
@@ -154,17 +155,10 @@ def _why_not_expected(pairs: tuple[Pair, ...], device: str) -> str:
     return next(filter(None, whys), "")
 
 
-def _deterministic(spec: LoweredCast) -> LoweredCast:
-    """The cast without rotation, random bits and label."""
-    return spec._replace(rounding="nearest", hadamard=0, label="")
-
-
 @cache
 def _failure(a: LoweredCast, b: LoweredCast, axes: tuple[int, int], device: str, dtype: str) -> str:
-    """How the kernel for these operands fails; "" if it passes. In a new thread, which has none of
-    the caller's modes."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_kernel_failure, a, b, axes, device, getattr(torch, dtype)).result()
+    """How the kernel for these operands fails; "" if it passes."""
+    return _in_new_thread(_kernel_failure, a, b, axes, device, getattr(torch, dtype))
 
 
 @torch.no_grad()

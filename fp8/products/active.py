@@ -44,8 +44,7 @@ class Block(NamedTuple):
     backward pass opens the block again by itself. opened: the `fp8.autocast` object; None if
     torch.compile traced it. off: whether converted layers run in high precision too. checkpoints:
     the number of checkpoints that were running when such a block was opened. task: the asyncio task
-    that opened it, if any. outer_check: the `CastLossCheck` of products without a weight before the
-    block.
+    that opened it, if any.
     """
 
     recipe: Recipe | None
@@ -59,7 +58,6 @@ class Block(NamedTuple):
     off: bool
     checkpoints: int
     task: asyncio.Task[Any] | None
-    outer_check: Any = None
 
 
 class StaticGradient(Protocol):

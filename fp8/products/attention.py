@@ -51,11 +51,9 @@ def attention(
         if grad_scale is not None:
             settings = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
             return by_products(query, key, value, *settings, cast=False, grad_scale=grad_scale)[:1]
-        query, key, value, mask = to_autocast_dtype(query, key, value, attn_mask)
-        y = torch.ops.aten.scaled_dot_product_attention.default(
-            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return (y,)
+        operands = to_autocast_dtype(query, key, value, attn_mask)
+        fused = torch.ops.aten.scaled_dot_product_attention.default
+        return (fused(*operands, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa),)
 
     return _cast_around(kernel, query, key, value, product_recipe(unit))[0]
 
@@ -101,15 +99,12 @@ def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
     """The operator behind `torch.nn.attention.flex_attention`, with operands cast as in
-    `attention`.
+    `attention`. Returns the output (B, H, L, V) and statistics of its rows."""
 
-    query (B, H, L, E), key (B, K, S, E), value (B, K, S, V); the other arguments are those of
-    PyTorch. Returns the output (B, H, L, V) and statistics of its rows.
-    """
-    kernel = torch.ops.higher_order.flex_attention
-    return _cast_around(
-        lambda *operands: kernel(*operands, *args, **kwargs), query, key, value, product_recipe()
-    )
+    def kernel(*operands: Tensor) -> Any:
+        return torch.ops.higher_order.flex_attention(*operands, *args, **kwargs)
+
+    return _cast_around(kernel, query, key, value, product_recipe())
 
 
 def _cast_around(
@@ -125,11 +120,14 @@ def _cast_around(
     warn_unsummed(recipe, "attention")
     name, cast = product_name("attention", None, recipe), recipe.input
     *of, of_grad = histories(recipe, "attention", (query,), cast, cast, cast, recipe.grad)
-    static = static_exponents(recipe, query, key, value)
-    query = cast_forward(query, cast, -1, of[0], name, "query", static[0])
-    key = cast_forward(key, cast, -1, of[1], name, "key", static[1])
-    value = cast_forward(value, cast, -2, of[2], name, "value", static[2])
-    y, *statistics = kernel(query, key, value)
+    static, operands = static_exponents(recipe, query, key, value), (query, key, value)
+    roles = (("query", -1), ("key", -1), ("value", -2))
+    y, *statistics = kernel(
+        *(
+            cast_forward(x, cast, axis, state, name, role, exponent)
+            for x, (role, axis), state, exponent in zip(operands, roles, of, static, strict=True)
+        )
+    )
     return cast_backward(y, recipe.grad, of_grad, name), *statistics
 
 
@@ -150,13 +148,13 @@ def by_products(
     """Attention as two products, each cast under the recipe of the enclosing `fp8.autocast`.
 
     Arguments as in `attention`. Returns the output (..., L, V) and the probabilities (..., L, S)
-    after dropout, before the cast. The products, the softmax and the gradients between them are
-    computed in at least float32, as on the chip of a fused kernel. Key and value are cast after
-    enable_gqa has repeated their heads. A fully masked row gives zeros. NaN propagates. cast: False
-    for products without casts, whatever the recipe. grad_scale: a factor of the gradients of
-    probabilities, scores and attn_mask, which those of query and key are divided by. Raises
-    ValueError for is_causal with a mask, and for heads that key or value do not divide; TypeError
-    for operands of different dtypes, and for a mask of integers.
+    after dropout, before the cast. What is between both products is computed in at least float32,
+    as on the chip of a fused kernel. Key and value are cast after enable_gqa has repeated their
+    heads. A fully masked row gives zeros. NaN propagates. cast: False for products without casts.
+    grad_scale: a factor of the gradients of probabilities, scores and attn_mask, which those of
+    query and key are divided by. Raises ValueError for is_causal with a mask, and for heads that
+    key or value do not divide; TypeError for operands of different dtypes, and for a mask of
+    integers.
     """
     _check(query, key, value, attn_mask, is_causal)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -225,24 +223,21 @@ def projections(
     return tuple(linear(x, w, b) for x, w, b in zip(inputs, parts, biases, strict=True))
 
 
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if mask is None or mask.dtype.is_floating_point:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
-
-
 def merge_masks(
     attn_mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype
 ) -> Tensor | None:
     """One additive mask that broadcasts to (batch, heads, L, S)."""
-    mask = _additive(attn_mask, dtype)
+    mask, padded = (
+        torch.zeros_like(m, dtype=dtype).masked_fill_(m, -math.inf)
+        if m is not None and not m.dtype.is_floating_point
+        else m
+        for m in (attn_mask, padding)
+    )
     if mask is not None and mask.ndim == 3:
         mask = mask.view(batch, heads, *mask.shape[-2:])
-    padded = _additive(padding, dtype)
     if padded is None:
         return mask
-    padded = padded[:, None, None]
-    return padded if mask is None else mask + padded
+    return padded[:, None, None] if mask is None else mask + padded[:, None, None]
 
 
 def check_masks(
@@ -257,17 +252,6 @@ def check_masks(
         if mask is not None and tuple(mask.shape) not in allowed[name]:
             shapes = " or ".join(map(str, allowed[name]))
             raise ValueError(f"{name} must have shape {shapes}, not {tuple(mask.shape)}")
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
-) -> tuple[Tensor, Tensor]:
-    """Attention computed by separate products; returns the probabilities too."""
-    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
-    if mask is not None:
-        scores = scores + mask
-    weights = F.dropout(F.softmax(scores, dim=-1), dropout_p, training=dropout_p > 0)
-    return torch.matmul(weights, v), weights
 
 
 def multi_head_attention_forward(
@@ -301,11 +285,10 @@ def multi_head_attention_forward(
 
     query (L, N, E), key and value (S, N, E), or without the batch dimension N. Returns the output
     (L, N, E) and, with need_weights, the probabilities (N, L, S), else None. With need_weights the
-    product with the probabilities is a separate call, so a recipe rounds the probabilities.
-    Without, the kernel of `scaled_dot_product_attention` keeps them in high precision. is_causal
-    states that attn_mask is causal. As in torch, it is relied on only without key_padding_mask and
-    need_weights. Raises NotImplementedError for bias_k, bias_v, add_zero_attn, static_k and
-    static_v, and ValueError for masks of another shape and for is_causal without a mask.
+    product with the probabilities is a separate call, so a recipe rounds them. is_causal is relied
+    on only without key_padding_mask and need_weights, as in torch. Raises NotImplementedError for
+    bias_k, bias_v, add_zero_attn, static_k and static_v, and ValueError for masks of another shape
+    and for is_causal without a mask.
     """
     extras = {"bias_k": bias_k, "bias_v": bias_v, "static_k": static_k, "static_v": static_v}
     used = [name for name, value in extras.items() if value is not None]
@@ -333,7 +316,10 @@ def multi_head_attention_forward(
     p = dropout_p if training else 0.0
     probabilities = None
     if need_weights:
-        out, probabilities = _attend(q, k, v, mask, p)
+        scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
+        scores = scores if mask is None else scores + mask
+        probabilities = F.dropout(F.softmax(scores, dim=-1), p, training=p > 0)
+        out = torch.matmul(probabilities, v)
         probabilities = probabilities.mean(1) if average_attn_weights else probabilities
     else:
         out = F.scaled_dot_product_attention(q, k, v, mask, p, causal)

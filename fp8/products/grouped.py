@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..casts.counts import product_name
-from ..casts.groups import Groups, aligned, cast_groups, pieces, product_shape
+from ..casts.groups import aligned, cast_groups, pieces, product_shape
 from ..casts.measuring import measuring
 from ..casts.operands import (
     Casts,
@@ -35,7 +35,7 @@ from ..casts.rotation import rotation_signs, without_autocast
 from ..common.compiler import apply, in_graph, is_differentiated_again
 from ..formats.quantize import refuse_nested
 from ..recipes.recipe import Recipe
-from .active import ACTIVE, layer_histories, product_recipe, static_exponents
+from .active import layer_histories, product_recipe, static_exponents
 from .matmul import ONES, check_scales, gemm, measured
 from .sums import Scales, warn_unsummed
 
@@ -48,13 +48,10 @@ from .sums import Scales, warn_unsummed
 def _multiply_groups(a: Tensor, b: Tensor, offs: Tensor | None, alpha: float) -> Tensor:
     """``alpha * a @ b`` by groups, in the shapes of `torch.nn.functional.grouped_mm`; zero outside
     of all groups. `torch.autocast` does not reach inside, in eager mode as in a graph."""
-    rank_a, rank_b = a.ndim, b.ndim
-    y = a.new_zeros(product_shape(a, b, offs))
-    split = -1 if rank_a == 3 else -2
-    left = pieces(a, offs, -2 if rank_b == 3 else -1)
-    right = pieces(b, offs, -1 if rank_a == 3 else -2)
+    y, columns = a.new_zeros(product_shape(a, b, offs)), -1 if a.ndim == 3 else -2
+    left, right = pieces(a, offs, -2 if b.ndim == 3 else -1), pieces(b, offs, columns)
     with without_autocast(a):
-        for x, w, into in zip(left, right, pieces(y, offs, split), strict=True):
+        for x, w, into in zip(left, right, pieces(y, offs, columns), strict=True):
             if into.numel() and x.numel():
                 into.copy_(gemm(x, w, alpha, fuses=False))
     return y
@@ -71,7 +68,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of `_multiply_groups`, for a second derivative of products without casts."""
+    """For a second derivative of products without casts."""
     a, b, offs = ctx.saved_tensors
     multiply = MULTIPLY_GROUPS
     return multiply(grad, b.mT, offs, ctx.alpha), multiply(a.mT, grad, offs, ctx.alpha), None, None
@@ -84,7 +81,7 @@ MULTIPLY_GROUPS = torch.ops.fp8.multiply_groups
 
 
 class _Settings(NamedTuple):
-    """The constants of a grouped product. split: as in `Groups`."""
+    """The constants of a grouped product. split: of a, as in `cast_groups`."""
 
     scales: Scales
     casts: Casts
@@ -129,19 +126,19 @@ class _Grouped(Function):
         casts, (_, s_a, s_b) = how.copies.casts, how.scales
         if is_differentiated_again() and any(casts):
             raise RuntimeError("create_graph=True: a grouped product with casts has one gradient")
-        along, across = Groups(offs, how.split, -1), Groups(offs, how.split, -2)
+        groups = (offs, how.split)
         needs_a, needs_b, *_ = ctx.needs_input_grad
         da = db = for_a = None
         if needs_a:
             signs = rotation_signs(casts.grad_for_a, grad)
-            for_a, _ = cast_groups(grad, along, casts.grad_for_a, history, True, signs)
-            again, _ = cast_groups(b, across, casts.b_for_grad_a, signs=signs)
+            for_a, _ = cast_groups(grad, *groups, -1, casts.grad_for_a, history, True, signs)
+            again, _ = cast_groups(b, *groups, -2, casts.b_for_grad_a, signs=signs)
             da = MULTIPLY_GROUPS(for_a, again, offs, s_a)
         if needs_b:
             for_b, signs = for_a, rotation_signs(casts.grad_for_b, grad)
             if for_b is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
-                for_b, _ = cast_groups(grad, across, casts.grad_for_b, history, True, signs)
-            again, _ = cast_groups(a, across, casts.a_for_grad_b, signs=signs)
+                for_b, _ = cast_groups(grad, *groups, -2, casts.grad_for_b, history, True, signs)
+            again, _ = cast_groups(a, *groups, -2, casts.a_for_grad_b, signs=signs)
             ends = aligned(offs, casts.grad_for_b) if how.split == -2 else offs
             if ctx.turned:
                 db = MULTIPLY_GROUPS(again.mT, for_b, ends, s_b).mT
@@ -182,38 +179,29 @@ def _simulated(
     split: int,
     histories: list[Any],
 ) -> Tensor:
-    """Casts the operands and multiplies their values. split: as in `cast_groups`, of a."""
     of_a, of_b, of_grad = histories
-    signs, along = rotation_signs(casts.a, a), Groups(offs, split, -1)
-    cast_a, scale_a = cast_groups(a, along, casts.a, of_a, signs=signs)
-    cast_b, scale_b = cast_groups(b, along, casts.b, of_b, signs=signs)
+    signs = rotation_signs(casts.a, a)
+    cast_a, scale_a = cast_groups(a, offs, split, -1, casts.a, of_a, signs=signs)
+    cast_b, scale_b = cast_groups(b, offs, split, -1, casts.b, of_b, signs=signs)
     operands = (a, b, offs, cast_a.detach(), cast_b.detach(), scale_a, scale_b)
     settings = _Settings(scales, casts, copies_of(casts), split)
     return apply(_Grouped, *operands, of_grad, settings, written=of_grad)
 
 
 def _check(left: Tensor, right: Tensor, offs: Tensor | None) -> None:
-    shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
+    got = f"got shapes {tuple(left.shape)} and {tuple(right.shape)}"
     if not {left.ndim, right.ndim} <= {2, 3}:
-        raise ValueError(f"grouped_mm needs operands of 2 or 3 dimensions, got {shapes}")
+        raise ValueError(f"grouped_mm needs operands of 2 or 3 dimensions, {got}")
     if (offs is None) != (left.ndim == right.ndim == 3):
-        raise ValueError(
-            "grouped_mm needs offs if an operand is a matrix, not for two stacks; got "
-            f"{shapes} {'without' if offs is None else 'with'} offs"
-        )
+        raise ValueError(f"grouped_mm needs offs if an operand is a matrix, and only then; {got}")
     if left.shape[-1] != right.shape[-2]:
-        raise ValueError(f"grouped_mm needs matching inner sizes, got shapes {shapes}")
+        raise ValueError(f"grouped_mm needs matching inner sizes, {got}")
+    if offs is not None and (offs.dtype != torch.int32 or offs.ndim != 1):
+        raise ValueError(f"offs must be int32 of one dimension, got {offs.ndim} of {offs.dtype}")
     counts = [x.shape[0] for x in (left, right) if x.ndim == 3]
-    if offs is not None:
-        if offs.dtype != torch.int32 or offs.ndim != 1:
-            raise ValueError(
-                f"offs must be int32 of one dimension, got {offs.dtype}, {tuple(offs.shape)}"
-            )
-        counts.append(offs.shape[0])
+    counts += [] if offs is None else [offs.shape[0]]
     if len(set(counts)) != 1 or not counts[0]:
-        raise ValueError(
-            f"grouped_mm needs one number of groups, from 1; got {counts} from shapes {shapes}"
-        )
+        raise ValueError(f"grouped_mm needs one number of groups, from 1; got {counts}; {got}")
 
 
 def grouped_mm(
@@ -245,8 +233,7 @@ def grouped_mm(
     Under `torch.autocast` dtypes do not change, as in torch. No backend has kernels for groups: the
     casts are simulated.
     """
-    if recipe is None and ACTIVE.blocks:
-        recipe = product_recipe(unit)
+    recipe = product_recipe(unit) if recipe is None else recipe
     _check(left, right, offs)
     if left.dtype != right.dtype:
         raise TypeError(f"grouped_mm needs one dtype, got {left.dtype} and {right.dtype}")
@@ -258,4 +245,4 @@ def grouped_mm(
     if left.ndim == 3 and right.ndim == 2:  # the stack is the weight: (right^T left^T)^T
         turned = (s_y, s_right, s_left)
         return _product(right.mT, left, offs, turned, recipe, static[::-1]).mT
-    return _product(left, right.mT, offs, (s_y, s_left, s_right), recipe, static)
+    return _product(left, right.mT, offs, scales, recipe, static)

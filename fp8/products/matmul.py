@@ -83,8 +83,8 @@ def _cast(
     weight: bool = False,
     differentiable: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`rounded` or, if not differentiable, `cast_values`. In a convolution, feature maps (batch,
-    channels, *size) and its weight are cast as matrices: see `fp8.products.convolution`."""
+    """`rounded` or `cast_values`. In a convolution, feature maps (batch, channels, *size) and its
+    weight are cast as matrices: see `fp8.products.convolution`."""
     if spec is None:
         return x, None
     cast = rounded if differentiable else cast_values
@@ -98,8 +98,7 @@ def _cast(
 
 
 def gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None) -> Tensor:
-    """``alpha * a @ b (+ bias)`` for two matrices or two batches of matrices. fuses: as
-    `_fuses`."""
+    """``alpha * a @ b (+ bias)`` for two matrices or two batches of them. fuses: as `_fuses`."""
     if bias is not None:
         return aten.addmm.default(bias, a, b, alpha=alpha)
     batches = a.ndim == 3
@@ -120,8 +119,7 @@ def _fuses(a: Tensor) -> bool:
 
 
 class _Settings(NamedTuple):
-    """The constants of a product. scales: of the output and of both gradients. fuses: as in
-    `_fuses`. geometry: of a convolution. bias_scale: as in `linear`."""
+    """The constants of a product. geometry: of a convolution. bias_scale: as in `linear`."""
 
     scales: Scales
     casts: Casts
@@ -132,8 +130,7 @@ class _Settings(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """The cast operands of a product, and the scale factors of those with one. history: of the
-    gradient."""
+    """The cast operands, and the scale factors of those with one. history: of the gradient."""
 
     a: Tensor
     b: Tensor
@@ -159,7 +156,10 @@ class _Product(Function):
     ) -> Tensor:
         bias = _scaled_bias(bias, how.bias_scale)
         if how.geometry is not None:
-            check_bias(bias, operands.a.dtype)
+            if bias is not None and bias.dtype != operands.a.dtype:  # torch drops imaginary parts
+                raise ValueError(
+                    f"bias must have the dtype of the input, {operands.a.dtype}, got {bias.dtype}"
+                )
             weight = _times(operands.b, how.scales[0])
             return aten.convolution.default(operands.a, weight, bias, *how.geometry)
         return gemm(operands.a, operands.b.mT, how.scales[0], how.fuses, bias)
@@ -217,14 +217,13 @@ class _Product(Function):
 def _to_save(
     x: Tensor, values: Tensor, scale: Tensor | None, spec: LoweredCast | None, copied: bool
 ) -> SavedOperand:
-    """What backward reads of an operand: its cast copy, or itself."""
     if values is x or not copied:
         return SavedOperand(x)
     return SavedOperand(values, spec, scale, x)
 
 
 class _Plain(Function):
-    """`_Product` without casts. scales: of the output and of both gradients."""
+    """`_Product` without casts."""
 
     generate_vmap_rule = True
 
@@ -288,7 +287,7 @@ def _of_convolution(
     scales: Scales,
 ) -> tuple[Tensor | None, Tensor | None]:
     """`_both` of a convolution. A scale multiplies the weight or its gradient, which are smaller
-    than the maps. a, b: give the shapes of the gradients."""
+    than the maps."""
     da = db = None
     gradient = aten.convolution_backward.default  # itself differentiable
     if again_b is not None:
@@ -306,8 +305,8 @@ def _times(x: Tensor, scale: float) -> Tensor:
 
 
 def _scaled_bias(bias: Tensor | None, scale: float) -> Tensor | None:
-    """The bias as it is added, in the dtype of the enclosing `torch.autocast`. One of integers is
-    not scaled: torch refuses to add it."""
+    """The bias in the dtype of the enclosing `torch.autocast`. One of integers is not scaled: torch
+    refuses to add it."""
     if bias is None:
         return None
     numbers = bias.dtype.is_floating_point or bias.dtype.is_complex
@@ -319,9 +318,7 @@ def _of_bias(grad: Tensor, scale: float) -> Tensor:
     return _times(grad.sum([d for d in range(grad.ndim) if d != 1]), scale)
 
 
-def _uncast(
-    a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, bias_scale: float = 1.0
-) -> Tensor:
+def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, bias_scale: float) -> Tensor:
     """`_as_it_is` in a graph."""
     a, b = to_autocast_dtype(a, b)
     return _Plain.apply(a, b, bias, scales, _fuses(a), bias_scale)
@@ -329,7 +326,7 @@ def _uncast(
 
 @partial(in_graph, graph=_uncast)
 def _as_it_is(
-    a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, bias_scale: float = 1.0
+    a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, bias_scale: float
 ) -> Tensor:
     """The product without casts."""
     a, b = to_autocast_dtype(a, b)
@@ -365,7 +362,7 @@ def multiply(
     sampled = bool(name) and is_sampled(name)  # such products are simulated, with torch's sums
     if recipe.accumulate is not None and not sampled:
         (like,) = to_autocast_dtype(a[:0])
-        how = Settings(scales, casts, recipe.sums, dtype_name(like.dtype), bias_scale=bias_scale)
+        how = Settings(scales, casts, recipe.sums, dtype_name(like.dtype), bias_scale)
         return summed_product(a, b, bias, histories, how)
     if backend != "simulate" and not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
@@ -416,11 +413,8 @@ def measured(
 
 
 def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Converts tensors to the dtype of the enclosing `torch.autocast`; does nothing outside of one.
-
-    As in torch, float64 and tensors that are not floating point stay unchanged; None stays None.
-    The first argument must be a tensor.
-    """
+    """The arguments, of which the first is a tensor, in the dtype of the enclosing
+    `torch.autocast`. As in torch, float64 and tensors that are not floating point stay."""
     device = tensors[0].device.type  # type: ignore[union-attr]
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
@@ -433,15 +427,7 @@ def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
     )
 
 
-def check_bias(bias: Tensor | None, dtype: torch.dtype) -> None:
-    """Raises ValueError for the bias of a convolution that has another dtype than the input; torch
-    would drop its imaginary part."""
-    if bias is not None and bias.dtype != dtype:
-        raise ValueError(f"bias must have the dtype of the input, {dtype}, got {bias.dtype}")
-
-
 def check_scales(scales: Scales) -> None:
-    """Raises ValueError unless the scales are three."""
     if len(scales) != 3:
         raise ValueError(f"scales must be three numbers (output, two gradients), not {scales!r}")
 
@@ -464,15 +450,12 @@ def linear(
     (out,) or None. Returns (..., out). All have one floating-point dtype, which is that of the
     result (torch raises otherwise). Accumulation is that of the kernel; NaN and Inf propagate.
     scales: (s_y, s_dx, s_dw). The bias gradient is s_dw times the sum of the output's uncast
-    gradient. Integers are not scaled, complex numbers not cast. recipe: the casts of the operands;
-    None uses recipe and backend of the enclosing `fp8.autocast`. backend: as in `fp8.autocast`.
-    unit: whether the tensors are unit-scaled, which decides the recipe under "auto". static: (e_x,
-    e_w). A cast without a rule for scales (recipe "unit") uses the scale factor 2**e_x for the
-    input and 2**e_w for the weight, in all their products. None uses those of the enclosing
-    `fp8.products.active.with_static`, else 0. Casts that compute their scale ignore it. Under
-    `torch.autocast` operands are cast to the recipe's format first, so that they are rounded to it
-    once, and then to autocast's dtype. bias_scale: a factor of the bias in the output, but not of
-    its gradient. Raises ValueError for shapes that do not fit.
+    gradient. Integers are not scaled, complex numbers not cast. recipe: None uses recipe and
+    backend of the enclosing `fp8.autocast`. unit: whether the tensors are unit-scaled, which
+    decides the recipe under "auto". static: (e_x, e_w). A cast without a rule for scales (recipe
+    "unit") uses the scale factor 2**e_x for the input and 2**e_w for the weight; None uses those of
+    the enclosing `fp8.products.active.with_static`, else 0. bias_scale: a factor of the bias in the
+    output, but not of its gradient. Raises ValueError for shapes that do not fit.
     """
     if recipe is None and ACTIVE.blocks:
         recipe, backend = chosen(unit)
@@ -510,9 +493,8 @@ def matmul(
 ) -> Tensor:
     """``s_y * left @ right`` with the shapes and broadcasting of `torch.matmul`.
 
-    scales: (s_y, s_dleft, s_dright). unit: as in `linear`. Both operands are cast as the recipe's
-    input; in the gradient of the right one, the casts are those of grad_weight. Otherwise as
-    `linear`.
+    Both operands are cast as the recipe's input; in the gradient of the right one, the casts are
+    those of grad_weight. Otherwise as `linear`.
     """
     if recipe is None and ACTIVE.blocks:
         recipe, backend = chosen(unit)

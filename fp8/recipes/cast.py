@@ -65,24 +65,25 @@ class Cast:
     signs: str = "fixed"
 
     text: ClassVar[str]
-    """Set per instance: the settings of its rounding, in one string, for the reason given at
-    `Format.text`."""
+    """Set per instance: its settings as JSON, in the order of `fp8.casts.casting.LoweredCast`, for
+    the reason given at `Format.text`."""
 
     def __post_init__(self) -> None:
+        format = get_format(self.format)
         check_choice("scaling", self.scaling, SCALINGS)
-        self._check_numbers()
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_choice("overflow", self.overflow, OVERFLOWS)
         self._complete_rule()
         self._complete_history()
         self._complete_tile()
         self._check_rotation()
         if self.rule in CORRECTED:
             self._check_corrected()
-        object.__setattr__(self, "text", self._text())
-
-    def _check_numbers(self) -> None:
-        format = get_format(self.format)
-        check_choice("rounding", self.rounding, ROUNDINGS)
-        check_choice("overflow", self.overflow, OVERFLOWS)
+        text = self.format.text if isinstance(self.format, Format) else self.format
+        rule = f"{self.rule}{E8M0}" if self.scaling == "mx" else self.rule
+        rounding = (self.rounding, self.overflow, self.hadamard, self.signs)
+        text = json.dumps([text, rule, self.tile, self.margin, *rounding])
+        object.__setattr__(self, "text", text)
         if not format.signed:
             raise ValueError(f"format {format.name!r} has no negative values: it is for scales")
         if self.overflow == "nonfinite" and format.nonfinite is None:
@@ -93,19 +94,17 @@ class Cast:
         check_between("margin", self.margin, -32, 32)
         if self.rule is None:
             object.__setattr__(self, "rule", next(iter(rules), None))
-        else:
+        elif self.rule not in rules:
             check_choice("rule", self.rule, RULES)
-            if self.rule not in rules:
-                has = f"it has {', '.join(map(repr, rules)) or 'none'}"
-                raise ValueError(f"scaling {self.scaling!r} has no rule {self.rule!r}; {has}")
+            has = f"it has {', '.join(map(repr, rules)) or 'none'}"
+            raise ValueError(f"scaling {self.scaling!r} has no rule {self.rule!r}; {has}")
         if self.margin and self.rule is None:
             raise ValueError(f"scaling {self.scaling!r} has no margin")
 
     def _complete_history(self) -> None:
-        delayed = self.scaling == "delayed"
+        usual, *bounds = (16, 1, 4096) if self.scaling == "delayed" else (0, 0, 0)
         if self.history is None:
-            object.__setattr__(self, "history", 16 if delayed else 0)
-        bounds = (1, 4096) if delayed else (0, 0)
+            object.__setattr__(self, "history", usual)
         check_between(f"history of scaling {self.scaling!r}", self.history, *bounds)
 
     def _complete_tile(self) -> None:
@@ -135,13 +134,6 @@ class Cast:
             raise ValueError(
                 f"scaling {self.scaling!r} has no rotation: its state is that of the operand itself"
             )
-
-    def _text(self) -> str:
-        """As JSON, in the order of `fp8.casts.casting.LoweredCast`."""
-        format = self.format.text if isinstance(self.format, Format) else self.format
-        rule = f"{self.rule}{E8M0}" if self.scaling == "mx" else self.rule
-        rounding = (self.rounding, self.overflow, self.hadamard, self.signs)
-        return json.dumps([format, rule, self.tile, self.margin, *rounding])
 
     def _check_corrected(self) -> None:
         across, along = self.tile or (0, 0)
@@ -174,15 +166,15 @@ class Cast:
             scaling += " {}x{}".format(*self.tile or ())
         if self.rule is not None and self.rule != row.rules[0]:
             scaling += f" by {self.rule}"
-        differences = [
-            self.rounding if self.rounding != "nearest" else "",
-            self.overflow if self.overflow != "saturate" else "",
-            f"margin {self.margin}" if self.margin else "",
-            f"history {self.history}" if self.history else "",
-            f"rotated by {self.hadamard}" if self.hadamard else "",
-            "random signs" if self.signs == "random" else "",
-        ]
-        return ", ".join(filter(None, [str(self.format), scaling, *differences]))
+        differences = {
+            self.rounding: self.rounding != "nearest",
+            self.overflow: self.overflow != "saturate",
+            f"margin {self.margin}": self.margin,
+            f"history {self.history}": self.history,
+            f"rotated by {self.hadamard}": self.hadamard,
+            "random signs": self.signs == "random",
+        }
+        return ", ".join([str(self.format), scaling, *(d for d, is_set in differences.items() if is_set)])
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for JSON."""
@@ -196,9 +188,7 @@ class Cast:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Cast:
         """The Cast that `to_dict` wrote; keys other than "format" and "scaling" are optional.
-
-        Raises as Cast, and ValueError for an unknown or missing key.
-        """
+        Raises as Cast, and ValueError for an unknown or missing key."""
         check_keys("Cast", values, (field.name for field in fields(Cast)), ("format", "scaling"))
         values = dict(values)
         if isinstance(values.get("format"), Mapping):

@@ -36,17 +36,15 @@ Source = Recipe | str | None
 """What a cast is taken from: a `Recipe`, "auto", or None for high precision."""
 
 
-def _stored(recipe: Any) -> Source:
-    """``recipe``, by its name if it is registered. Raises as `get_recipe`."""
-    source = source_of(recipe)
-    if isinstance(source, Recipe) and RECIPES.get(source.name) == source:
-        return source.name
-    return source
-
-
 def source_of(recipe: str | Recipe | None) -> Source:
     """The `Source` that a recipe of a policy stands for. Raises as `get_recipe`."""
     return recipe if recipe is None or recipe == AUTO else recipe_unless_auto(recipe)
+
+
+def _stored(recipe: Any) -> Source:
+    """``recipe``, by its name if it is registered. Raises as `get_recipe`."""
+    source = source_of(recipe)
+    return name_of(source) if source in RECIPES.values() else source
 
 
 def recipe_of(recipe: str | Recipe | None) -> Recipe | None:
@@ -55,7 +53,6 @@ def recipe_of(recipe: str | Recipe | None) -> Recipe | None:
 
 
 def name_of(recipe: str | Recipe | None) -> str:
-    """The name of a recipe of a policy, for messages."""
     return "high precision" if recipe is None else str(getattr(recipe, "name", recipe))
 
 
@@ -90,7 +87,7 @@ class Rule:
 
     @staticmethod
     def of(rule: Any) -> Rule:
-        """The Rule of a Rule, or of a tuple (layers, product or None, recipe or None)."""
+        """``rule``, or the Rule of a tuple (layers, product or None, recipe or None)."""
         if isinstance(rule, Rule):
             return rule
         if not isinstance(rule, tuple | list) or len(rule) != 3:
@@ -141,8 +138,7 @@ class Policy:
 
     Raises:
         TypeError: for a value of another type.
-        ValueError: for an unknown recipe, product or role, and for fractions that are not ascending
-            or outside of 0 to 1.
+        ValueError: for an unknown name, and for fractions that do not ascend from 0 to 1.
 
     >>> policy = Policy("mxfp8", rules=[("*.mlp.*", "grad_weight", None)], keep=("readout",))
     >>> policy.rules[0].product
@@ -197,8 +193,6 @@ class Policy:
         """The policy of "all hidden linear layer computations" (arXiv:2502.05967): layers outside
         of the repeated blocks take ``others``; the last layer, if the model repeats no block.
 
-        recipe, others: as in `Policy`.
-
         >>> Policy.hidden("unit").keep
         ('embedding', 'readout')
         """
@@ -209,8 +203,6 @@ class Policy:
         """The policy of u-muP (arXiv:2407.17465, section 4), there with ``others="bf16"``: as
         `hidden`, and layers whose output is added to the residual stream, attention outputs and
         down projections, take ``others`` too.
-
-        recipe, others: as in `Policy`.
 
         >>> Policy.umup("unit", others="bf16").keep
         ('embedding', 'readout', 'residual')
@@ -226,12 +218,8 @@ class Policy:
         *,
         loss: Any = None,
     ) -> Policy:
-        """The recipe without the layers that it makes slower on a GPU, by `fp8.forecast`: from the
-        compiler's code, or with a CPU build of torch from the shapes of the products.
-
-        hardware, model, batch, loss: as for `fp8.forecast`, which raises the errors. recipe: a
-        recipe, or the policy to start from.
-        """
+        """The recipe, or policy, without the layers that it makes slower on a GPU. hardware, model,
+        batch, loss, and errors: as `fp8.forecast`."""
         from ..lab.forecast.forecast import forecast
 
         result = forecast(model, batch, loss=loss, recipes=[recipe], hardware=hardware)
@@ -244,16 +232,13 @@ class Policy:
 
     @property
     def recipes(self) -> tuple[Source, ...]:
-        """The recipes of the policy, its rules and its other layers, in this order; not of the
-        switch."""
+        """The recipes of the policy, its rules and its other layers; not of the switch."""
         named = (self.recipe, *(rule.recipe for rule in self.rules), self.others)
         return tuple(map(source_of, named))
 
     def at(self, fraction: float) -> Policy:
-        """The policy in force after this fraction of the training steps; it has no switch.
-
-        Raises ValueError for a fraction outside of 0 to 1.
-        """
+        """The policy in force after this fraction, 0 to 1, of the training steps; it has no
+        switch."""
         _check_fraction("fraction", fraction)
         reached = [recipe for start, recipe in self.switch if start <= fraction]
         if not reached:
@@ -278,15 +263,13 @@ class Policy:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Policy:
-        """The policy that `to_dict` wrote. All keys but "recipe" are optional.
-
-        Raises as Policy, and ValueError for an unknown or missing key.
-        """
+        """The policy that `to_dict` wrote. All keys but "recipe" are optional. Raises as Policy,
+        and ValueError for an unknown or missing key."""
         check_keys("Policy", values, [f.name for f in fields(Policy)], ("recipe",))
-        read = {**values, "recipe": _read(values["recipe"]), "others": _read(values.get("others"))}
+        read = {**values, "others": _read(values.get("others"))}
         read["rules"] = tuple(map(_read_rule, _sequence("rules", values.get("rules", ()))))
         read["switch"] = tuple(map(_read_switch, _sequence("switch", values.get("switch", ()))))
-        return Policy(read.pop("recipe"), **read)
+        return Policy(_read(read.pop("recipe")), **read)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The policy as JSON text, also written to the file ``path`` if given."""
@@ -297,11 +280,8 @@ class Policy:
 
     @staticmethod
     def from_json(text: str | Path) -> Policy:
-        """The policy in ``text``: JSON (starting with a brace), or else the path of a file.
-
-        Raises as `from_dict`, TypeError for another argument, ValueError for text that is not JSON,
-        and OSError for a file that cannot be read.
-        """
+        """The policy in ``text``: JSON (starting with a brace), or else the path of a file. Raises
+        as `from_dict`, ValueError for text that is not JSON, OSError for a missing file."""
         if not isinstance(text, str | Path):
             raise TypeError(f"a policy is read from JSON text or a path, not from {text!r}")
         if isinstance(text, Path) or not text.lstrip().startswith("{"):
@@ -383,7 +363,6 @@ def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
         input=x,
         weight=w,
         grad=g,
-        saved_activations=recipes[0].saved_activations if recipes[0] else None,
         grad_input_weight=SAME if w_second == w else w_second,
         grad_weight_grad=SAME if g_second == g else g_second,
         grad_weight_input=SAME if x_second == x else x_second,
@@ -398,9 +377,9 @@ def _name(recipes: list[Recipe | None]) -> str:
     names = dict(zip(CASTS, map(name_of, recipes), strict=True))
     base = max((r.name for r in recipes if r), key=[*names.values()].count)
     others: dict[str, str] = {}
-    for product, operands in PRODUCTS.items():
-        of_product = {f"{product}.{operand}": names[f"{product}.{operand}"] for operand in operands}
-        one = len({*of_product.values()}) == 1
-        others |= {product: names[f"{product}.{operands[0]}"]} if one else of_product
+    for product in PRODUCTS:
+        of_product = {cast: name for cast, name in names.items() if cast.startswith(f"{product}.")}
+        first, second = of_product.values()
+        others |= {product: first} if first == second else of_product
     listed = ", ".join(f"{cast}: {name}" for cast, name in others.items() if name != base)
     return f"{base} ({listed})"

@@ -52,10 +52,6 @@ class Recipe:
         input: activations, and both operands of a product of two activations.
         weight: the second operand of a linear layer or convolution.
         grad: the gradient of the output.
-        saved_activations: how activations (GELU, SiLU, GLU, and the two factors of a gate) save
-            their input for the backward pass, which computes the derivative at the saved value.
-            ReLU saves one bit per element. Scaling by tiles and histories are not supported. None:
-            as torch does.
         accumulate: the accelerator whose sums linear layers and matrix products have: "ada",
             "hopper" or "blackwell", the rows of `fp8.recipes.tensor_cores.TENSOR_CORES`. Other
             products, and those of which an operand is not cast, sum as torch does. On a CPU it
@@ -73,14 +69,13 @@ class Recipe:
         TypeError: for a cast that is not a Cast.
         ValueError: for an accelerator without an instruction for the formats of a product; for a
             second cast with scaling "delayed" or "static"; if the two operands of a product are not
-            rotated alike; for saved activations with a scale per tile, a history or a rotation.
+            rotated alike.
     """
 
     name: str
     input: Cast | None = None
     weight: Cast | None = None
     grad: Cast | None = None
-    saved_activations: Cast | None = None
     grad_input_weight: Cast | str | None = SAME
     grad_weight_grad: Cast | str | None = SAME
     grad_weight_input: Cast | str | None = SAME
@@ -88,25 +83,21 @@ class Recipe:
     promote: int = 0
     fast_sums: tuple[str, ...] = ("forward",)
 
+    # Set per instance, as each product reads them.
     text: ClassVar[str]
-    """Set per instance: the `Cast.text` of `casts`, a line for each, for the reason given there."""
+    """The `Cast.text` of `casts`, a line for each."""
     keeps_history: ClassVar[bool] = False
-    """Set per instance: whether an operand of a layer has state between passes."""
+    """Whether an operand of a layer has state between passes."""
     is_fast: ClassVar[tuple[bool, ...]]
-    """Set per instance: whether each of `PRODUCTS` is among `fast_sums`."""
+    """Whether each of `PRODUCTS` is among `fast_sums`."""
     fixed: ClassVar[bool] = False
-    """Set per instance: whether the scale of an operand is 1, or that of calibration."""
+    """Whether the scale of an operand is 1, or that of calibration."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"Recipe.name must be a name, not {self.name!r}")
-        for field in (*OPERANDS, "saved_activations", *_OVERRIDES):
-            self._check_cast(field, getattr(self, field), field in _OVERRIDES)
-        saved = self.saved_activations
-        if saved is not None and (saved.tile != (0, 0) or saved.keeps_history or saved.hadamard):
-            raise ValueError(
-                f'saved_activations needs scaling "unit" or "tensor" and no rotation, got {saved}'
-            )
+        for field in (*OPERANDS, *_OVERRIDES):
+            self._check_cast(field, getattr(self, field))
         if not isinstance(self.fast_sums, tuple | list):
             raise TypeError(f"fast_sums must be a tuple of products, not {self.fast_sums!r}")
         for name in self.fast_sums:
@@ -129,7 +120,8 @@ class Recipe:
         for field, value in derived.items():
             object.__setattr__(self, field, value)
 
-    def _check_cast(self, field: str, cast: Any, is_second: bool) -> None:
+    def _check_cast(self, field: str, cast: Any) -> None:
+        is_second = field in _OVERRIDES
         if not (cast is None or isinstance(cast, Cast) or (is_second and cast == SAME)):
             others = ', None or "same"' if is_second else " or None"
             raise TypeError(f"Recipe.{field} must be a Cast{others}, not {cast!r}")
@@ -166,11 +158,6 @@ class Recipe:
         return {field: cast for field, cast in values.items() if cast != SAME}
 
     @property
-    def unscaled(self) -> bool:
-        """Whether it casts an operand without a scale."""
-        return any(cast is not None and cast.scaling == "unit" for cast in self.casts)
-
-    @property
     def changes_scales(self) -> bool:
         """Whether a pass changes the scales of later passes: scaling "delayed"."""
         return any(cast is not None and cast.history for cast in (*self.forward, self.grad))
@@ -188,24 +175,17 @@ class Recipe:
     @property
     def grad_input(self) -> Pair:
         """The casts of (grad, weight) in the gradient of the input."""
-        return self.grad, _or_same(self.grad_input_weight, self.weight)
+        return self.grad, self._second("grad_input_weight", self.weight)
 
     @property
     def grad_weight(self) -> Pair:
         """The casts of (grad, input) in the gradient of the weight."""
-        return (
-            _or_same(self.grad_weight_grad, self.grad),
-            _or_same(self.grad_weight_input, self.input),
-        )
+        grad = self._second("grad_weight_grad", self.grad)
+        return grad, self._second("grad_weight_input", self.input)
 
-    def unrotated(self) -> Recipe:
-        """The recipe without rotations."""
-        unrotated: dict[str, Any] = {
-            field: replace(cast, hadamard=0, signs="fixed")
-            for field in (*OPERANDS, *_OVERRIDES)
-            if isinstance(cast := getattr(self, field), Cast)
-        }
-        return replace(self, **unrotated)
+    def _second(self, field: str, first: Cast | None) -> Cast | None:
+        cast: Cast | str | None = getattr(self, field)
+        return first if isinstance(cast, str) else cast
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as a dict of plain values, for ``json.dumps``."""
@@ -215,19 +195,12 @@ class Recipe:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Recipe:
         """The recipe that `to_dict` wrote. Keys other than "name", "input", "weight" and "grad" are
-        optional; None (null in JSON) is an operand that is not cast.
-
-        Raises as Recipe, and ValueError for an unknown or missing key.
-        """
+        optional. Raises as Recipe, and ValueError for an unknown or missing key."""
         check_keys("Recipe", values, (f.name for f in fields(Recipe)), ("name", *OPERANDS))
         read: dict[str, Any] = {
             k: Cast.from_dict(v) if isinstance(v, Mapping) else v for k, v in values.items()
         }
         return Recipe(**read)
-
-
-def _or_same(cast: Cast | str | None, same: Cast | None) -> Cast | None:
-    return same if isinstance(cast, str) else cast
 
 
 def _all(
@@ -348,7 +321,7 @@ for calibrated layers."""
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
     """The row of `RECIPES` with this name; a Recipe is returned unchanged. Raises ValueError for an
-    unknown name and for "auto", which needs a model, TypeError for an argument that is neither."""
+    unknown name and for "auto", which needs a model, TypeError for other arguments."""
     if recipe == AUTO:
         raise ValueError(
             'recipe "auto" is "unit" or "tensor", as the model is unit-scaled or not: give it to '

@@ -26,8 +26,7 @@ def defined(scale: Tensor, amax: Tensor) -> Tensor:
 
 def _power(amax: Tensor, format: Format, carry: int) -> Tensor:
     """2**(e - E), for ``amax`` = m * 2**e and the format's largest value M * 2**E, in the range of
-    E8M0. carry: added to the bits of ``amax``; e is one larger if it carries into the exponent. Few
-    operations: a compiled product has each of them for every use of the scale."""
+    E8M0. carry: added to the bits of ``amax``; e is one larger if it carries into the exponent."""
     layout = LAYOUTS[amax.dtype]
     one, (low, high) = 1 << layout.mantissa_bits, _LIMITS[amax.dtype]
     top = math.frexp(format.max)[1] - 1
@@ -62,21 +61,19 @@ def _exact(amax: Tensor, format: Format) -> Tensor:
     return divided(amax, format.max)
 
 
-def _e4m3(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
+_LEAST, _NORMAL = 2.0**-9, 2.0**-6
+"""The smallest e4m3 value, and the smallest that is not subnormal."""
+
+
+def _e4m3(amax: Tensor, format: Format, unit: Tensor, guard: float | None = None) -> Tensor:
     """``exact``, rounded to the nearest e4m3 value in units of the tensor's amax / (448 * the
     format's largest value) (NVFP4, arXiv:2509.25149, section 2). Where it is rounded down, the
     largest values of the block saturate: stochastic rounding is biased toward zero. The e4m3 value
     is at least its smallest subnormal, 2**-9: TransformerEngine keeps subnormals, torchao stops at
     2**-6."""
-    return _nearest(divided(divided(amax, format.max), unit)) * unit
-
-
-def _nearest(exact: Tensor) -> Tensor:
-    return quantize(exact, get_format("e4m3")).clamp(min=_LEAST)
-
-
-_LEAST, _NORMAL = 2.0**-9, 2.0**-6
-"""The smallest e4m3 value, and the smallest that is not subnormal."""
+    exact = divided(divided(amax, format.max), unit)
+    exact = exact if guard is None else guard * exact
+    return quantize(exact, get_format("e4m3")).clamp(min=_LEAST) * unit
 
 
 def _e4m3_up(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
@@ -97,7 +94,7 @@ def _e4m3_guarded(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     saturates whose scale is not subnormal in e4m3 (the published code of Quartet II,
     arXiv:2601.22813). The squared error of normal data under stochastic rounding is 1.25 times that
     under ``e4m3``."""
-    return _nearest(GUARD * (divided(divided(amax, format.max), unit))) * unit
+    return _e4m3(amax, format, unit, GUARD)
 
 
 def _four_over_six(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
@@ -155,11 +152,9 @@ def _unit(amax: Tensor, largest: float) -> Tensor:
 
 
 UNITS: dict[str, Callable[[Tensor, Format], Tensor]] = {
-    "e4m3": lambda amax, format: _unit(amax, 448.0 * format.max),
-    "e4m3_up": lambda amax, format: _unit(amax, 448.0 * format.max),
+    **dict.fromkeys(("e4m3", "e4m3_up"), lambda amax, format: _unit(amax, 448.0 * format.max)),
+    **dict.fromkeys(BY_ERROR, lambda amax, format: _unit(amax, 256.0 * format.max)),
     "e4m3_guarded": lambda amax, format: _unit(amax, 256.0 / GUARD * format.max),
-    "e4m3_4_6": lambda amax, format: _unit(amax, 256.0 * format.max),
-    "e4m3_4_6_up": lambda amax, format: _unit(amax, 256.0 * format.max),
     "e4m3_eden": lambda amax, format: _unit(EDEN * amax, 256.0 * format.max),
 }
 """Rule whose scales are e4m3 values times a unit of the tensor -> function of (largest magnitudes

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -96,16 +97,13 @@ def _zero_where_not(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
-    """The largest magnitude of the finite values over ``dims`` (kept); 0 if there are none. Eager
-    code on a CPU excludes Inf and NaN only if there are any."""
+    """The largest magnitude of the finite values over ``dims`` (kept); 0 if there are none."""
     eager = type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
     if eager and x.device.type == "cpu":
         amax = _largest(x, dims)
-        try:
-            if bool(amax.amax() < torch.inf):
+        with suppress(RuntimeError):  # under vmap, or while tracing
+            if bool(amax.amax() < torch.inf):  # the usual case, without a mask
                 return amax
-        except RuntimeError:  # under vmap, or while tracing
-            pass
     size = x.abs()
     size = _zero_where_not(size < torch.inf, size)
     return size.amax() if dims is None else size.amax(dims, keepdim=True)
@@ -144,7 +142,7 @@ def scale_of(
 
 
 def unit_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) -> Tensor:
-    """The unit of the scales that `scale_of` returns for a rule in UNITS, 0-dim. x is not empty."""
+    """The unit of the scales by a rule in UNITS, 0-dim. x is not empty."""
     amax = _largest(x.detach(), dims).to(torch.promote_types(x.dtype, torch.float32))
     return UNITS[rule](torch.where(amax < torch.inf, amax, 0.0), format)
 
@@ -304,8 +302,7 @@ def _is_set_outside(state: Tensor, stored: Tensor) -> bool:
 def history_scale(
     x: Tensor, history: Tensor, format: Format, rule: str | None, margin: int, record: bool
 ) -> Tensor:
-    """The scale of ``x`` from earlier passes, 0-dim: by a rule from the history of "delayed",
-    without one the scale of "static"."""
+    """The scale of ``x``, 0-dim: by a rule from the history of "delayed", or that of "static"."""
     if rule is None:
         return _static_scale(x, history, record)
     return with_margin(_delayed_scale(x, history, format, rule, record), margin, rule)

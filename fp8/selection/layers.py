@@ -33,9 +33,6 @@ LAYERS: tuple[type[nn.Module], ...] = (
 """The layers that are converted, including subclasses: their work is a product with a weight. And
 modules of any class that hold stacks of weights (`holds_experts`)."""
 
-ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.GELU, nn.SiLU, nn.GLU, nn.ReLU)
-"""Also converted, including subclasses, if the recipe has `saved_activations`."""
-
 _NOT_A_PRODUCT = "a lookup, not a product"
 _KERNEL = "one kernel computes all its products"
 
@@ -63,16 +60,13 @@ def auto_of(module: nn.Module) -> Recipe:
     return STATIC if has_scales(module) else PLAIN
 
 
-def candidates(model: nn.Module, activations: bool = False) -> dict[str, nn.Module]:
+def candidates(model: nn.Module) -> dict[str, nn.Module]:
     """Name -> layer, of all layers that can be converted."""
-    return {name: module for name, module, why in layers_of(model, activations) if why is None}
+    return {name: module for name, module, why in layers_of(model) if why is None}
 
 
-def layers_of(
-    model: nn.Module, activations: bool = False
-) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """(name, module, why it stays or None) of modules with a weight, converted ones, and
-    activations if requested."""
+def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """(name, module, why it stays or None) of modules with a weight, and of converted ones."""
     inside = inside_attention(model)
     for name, module in model.named_modules():
         if isinstance(module, parametrize.ParametrizationList):
@@ -80,8 +74,7 @@ def layers_of(
         weights = parametrize.is_parametrized(module) or any(
             is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)
         )
-        asked = activations and isinstance(module, ACTIVATIONS)
-        if weights or asked or "fp8_recipe" in vars(module):
+        if weights or "fp8_recipe" in vars(module):
             yield name, module, _why_not(module, inside.get(id(module)))
 
 
@@ -131,7 +124,7 @@ def _why_not(module: nn.Module, owner: str | None) -> str | None:
     for parameter in module.parameters(recurse=False):
         if not is_dense(parameter):
             return f"no recipe casts its weight: {parameter.dtype}, {parameter.layout}"
-    is_layer = isinstance(module, (*LAYERS, *ACTIVATIONS)) or is_transposed(module)
+    is_layer = isinstance(module, LAYERS) or is_transposed(module)
     if is_layer or holds_experts(module):
         return _PATCHED if "forward" in vars(module) else None
     whys = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))

@@ -13,7 +13,7 @@ from ..common.mixin import bare_class
 from ..common.validation import nearest
 from ..recipes.policy import CASTS, Policy, Rule, Source, composed, source_of
 from ..recipes.recipe import Recipe
-from .layers import ACTIVATIONS, auto_of, candidates, layers_of
+from .layers import auto_of, candidates, layers_of
 from .roles import Layers, blocks_of, with_role, within
 
 __all__ = ["Decision", "bare_name", "matches", "resolve"]
@@ -57,10 +57,9 @@ def resolve(policy: Policy, model: nn.Module, every: bool = False) -> dict[str, 
     if isinstance(model, DistributedDataParallel | DataParallel):
         decisions = resolve(policy, model.module, every)
         return {f"module.{name}" if name else "module": d for name, d in decisions.items()}
-    saves = any(isinstance(r, Recipe) and r.saved_activations for r in policy.recipes)
-    layers: Layers = candidates(model, saves)
+    layers: Layers = candidates(model)
     if every:
-        layers = _with_own_products(model, layers, saves)
+        layers = _with_own_products(model, layers)
     exceptions = _exceptions(policy, model, layers)
     matched = {i: _matched(i, rule, model, layers) for i, rule in enumerate(policy.rules)}
     decisions = {}
@@ -68,19 +67,16 @@ def resolve(policy: Policy, model: nn.Module, every: bool = False) -> dict[str, 
         if name in exceptions:
             sources = (source_of(policy.others),) * len(CASTS)
             chosen = composed(sources, auto_of(layer))
-            decision = Decision(chosen, sources, exceptions[name], kept=True)
+            decisions[name] = Decision(chosen, sources, exceptions[name], kept=True)
         else:
             rules = {i: policy.rules[i] for i in matched if name in matched[i]}
-            decision = _decide(policy, name, layer, rules)
-        saves = decision.recipe is None or decision.recipe.saved_activations is not None
-        if saves or not isinstance(layer, ACTIVATIONS):
-            decisions[name] = decision
+            decisions[name] = _decide(policy, name, layer, rules)
     return decisions
 
 
-def _with_own_products(model: nn.Module, layers: Layers, activations: bool) -> Layers:
+def _with_own_products(model: nn.Module, layers: Layers) -> Layers:
     """``layers``, and all others with a weight that contain none."""
-    every = {name: layer for name, layer, _ in layers_of(model, activations)}
+    every = {name: layer for name, layer, _ in layers_of(model)}
     holders = {name for name in every if any(not name or within(n, name) for n in every if n)}
     return {n: layer for n, layer in every.items() if n in layers or n not in holders}
 
@@ -95,8 +91,6 @@ def _decide(policy: Policy, name: str, layer: nn.Module, rules: dict[int, Rule])
     why = "; ".join(_said(i, rules[i]) for i in rules if i in deciding)
     if not why and policy.recipe is None:
         why = "the recipe of the policy is None"
-    if isinstance(layer, ACTIVATIONS):
-        sources = sources[:1] * len(CASTS)
     try:
         return Decision(composed(tuple(sources), auto_of(layer)), tuple(sources), why)
     except ValueError as error:

@@ -30,7 +30,6 @@ from ..recipes import history
 from ..recipes.policy import Policy, Source, as_policy, composed, name_of, recipe_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, STATIC, Recipe, needs_unit_scale
 from ..selection.layers import (
-    ACTIVATIONS,
     ADAPTERS,
     Where,
     auto_of,
@@ -190,8 +189,7 @@ def convert(
     Inf and NaN are not recorded. One with scaling "static" stores ``fp8_scale_input`` and so on in
     the same way, 0 until `fp8.calibrate` or the first training step in which the operand is finite
     and not all zeros sets them, to the power of two nearest to its RMS. A layer of several products
-    (attention, experts) creates the buffers of each in its first pass, which cannot be compiled. A
-    recipe with `saved_activations` also converts activation modules (`ACTIVATIONS`).
+    (attention, experts) creates the buffers of each in its first pass, which cannot be compiled.
 
     Args:
         model: converted in place.
@@ -326,7 +324,7 @@ def set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
     backend = vars(module)["fp8_asked"]
     runs = "simulate" if why_not_recipe(composed(sources, PLAIN) or _HIGH) else backend
     vars(module).update(fp8_recipe=recipe, fp8_backend=runs, fp8_multiple=alignment(recipe))
-    if recipe.keeps_history and not isinstance(module, ACTIVATIONS):
+    if recipe.keeps_history:
         history.add_buffers(module, recipe, not has_one_product(module))
 
 
@@ -539,9 +537,6 @@ def _how(module: Any) -> str:
     auto = f"{AUTO}: {state}" if AUTO in module.fp8_sources and not since else ""
     why = "; ".join(filter(None, [auto, module.fp8_why, since]))
     name = f"{recipe.name} ({why})" if why else recipe.name
-    if isinstance(module, ACTIVATIONS):
-        saved = "bits" if isinstance(module, nn.ReLU) else recipe.saved_activations
-        return f"{name}, keeps {saved}"
     none = "" if module.fp8_asked == "simulate" else why_not_recipe(recipe)
     if backend == "simulate":
         return f"{name}, simulated: {none}" if none else str(name)

@@ -49,7 +49,6 @@ class Memory:
     values: Tensor
     """In the dtype of the format, to be multiplied by ``scale``; without a scale, in any dtype."""
     scale: Tensor | None
-    """float32: 0-dim, or one for each tile."""
     format: str
     tile: Tile | None = None
     """The values of the last two dimensions that share a scale; None: all."""
@@ -59,21 +58,17 @@ class Memory:
     """A number that no other memory has, and no earlier state of this one."""
 
     def view(self, x: Tensor) -> Tensor:
-        """The part of the values that ``x``, with offsets from the first value, represents."""
         offset = x.storage_offset() + self.values.storage_offset()
         return self.values.as_strided(x.size(), x.stride(), offset)
 
     def scales(self) -> Any:
-        """The scale factors, which broadcast to the values; None without a scale."""
+        """The scale factors, which broadcast to the values."""
         if self.scale is None or self.tile is None:
             return self.scale
         return widened(self.scale, self.values.shape, self.tile, broadcast=True)
 
     def become(self, dtype: torch.dtype, scale: Tensor | None) -> None:
         old = self.values
-        if old.is_cpu and old.is_shared():
-            shared = "other processes share the memory of this ScaledTensor, which a write leaves"
-            raise RuntimeError(f"{shared}: write before share_memory_(), or copy_ a ScaledTensor")
         with torch.inference_mode(False):
             new = torch.empty_strided(old.size(), old.stride(), dtype=dtype, device=old.device)
         self.values, self.scale = new, scale
@@ -93,14 +88,8 @@ class ScaledTensor(Tensor):
 
     NaN stays NaN. Inf stays Inf in e5m2 and fp16, and becomes NaN in e4m3, which has no Inf. Checks
     for nonfinite gradients (GradScaler, ``clip_grad_norm_(error_if_nonfinite=True)``) detect it.
-    `copy.deepcopy` copies it without its gradient, as any parameter. `pickle` and `torch.save`
-    write parameters unchanged, and other tensors (entries of a state_dict) as float32 tensors,
-    which represent them exactly.
-
-    Args:
-        memory: the values, the scale and the format.
-        dtype: the dtype of the tensor: float32, bfloat16 or float16.
-        stored: a view of the values; by default all.
+    `pickle` and `torch.save` write parameters unchanged, and other tensors (entries of a
+    state_dict) as float32 tensors, which represent them exactly.
     """
 
     memory: Memory
@@ -147,7 +136,7 @@ class ScaledTensor(Tensor):
 
     @property
     def format(self) -> str:
-        """The name of the format that `store` rounds to: "e4m3", "e5m2" or "fp16"."""
+        """The name of the format that `store` rounds to."""
         return self.memory.format
 
     @property
@@ -157,7 +146,7 @@ class ScaledTensor(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of the values and the scale."""
+        """Of the values and the scale."""
         return self.stored.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -225,14 +214,7 @@ class ScaledTensor(Tensor):
         self._share(new.memory, new.stored)
 
     def share_memory_(self) -> Any:
-        """Moves the values and the scale to shared memory."""
-        for tensor in (self.memory.values, self.scale):
-            if tensor is not None:
-                tensor.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        return self.memory.values.is_shared()
+        raise NotImplementedError("processes do not share a ScaledTensor: share x.dequantize()")
 
     def storage(self) -> Any:
         """The storage of its values. Like a write, it converts them to float32."""
@@ -300,7 +282,6 @@ class ScaledTensor(Tensor):
         return _rebuild, (bits, self.scale, *settings, self.memory.tile)
 
     def _attributes(self) -> dict[str, Any]:
-        """The attributes that users and other classes have set."""
         return {k: v for k, v in vars(self).items() if k not in STATE}
 
     @classmethod
@@ -324,19 +305,15 @@ class ScaledTensor(Tensor):
 
 
 def scaled(x: Tensor, format: str | Format, dtype: torch.dtype | None = None) -> ScaledTensor:
-    """Stores ``x`` as a `ScaledTensor` in ``format``.
+    """Stores ``x`` as a `ScaledTensor` in ``format``, rounded once, to nearest, ties to even.
 
     The scale factor is the smallest power of two that avoids overflow of the largest finite
-    magnitude; 1 if that is zero. Not differentiable.
+    magnitude; 1 if that is zero. Not differentiable. For Inf and NaN see `ScaledTensor`.
 
     Args:
-        x: float32, bfloat16 or float16, any shape. Rounded once, to nearest, ties to even. For Inf
-            and NaN see `ScaledTensor`.
+        x: float32, bfloat16 or float16, any shape.
         format: "e4m3", "e5m2" or "fp16".
         dtype: the dtype of the result; by default that of ``x``.
-
-    Returns:
-        A `ScaledTensor` of the shape of ``x``.
 
     Raises:
         ValueError: for another format.
@@ -413,14 +390,13 @@ class _Rounding:
 
 
 def gradient(grad: Tensor, format: str, dtype: torch.dtype | None = None) -> ScaledTensor:
-    """`scaled`, as a gradient."""
     stored = scaled(grad, format, dtype)
     stored.memory.rounds = True
     return stored
 
 
 def _rebuild(bits: Tensor, scale: Tensor | None, *settings: Any) -> ScaledTensor:
-    """Restores a pickled ScaledTensor. Hooks are not pickled, as in torch."""
+    """Hooks are not pickled, as in torch."""
     dtype, format, requires_grad, attributes, stored_dtype, *tile = settings
     x = ScaledTensor(Memory(bits.view(stored_dtype), scale, format, *tile), dtype)
     vars(x).update(attributes)
@@ -464,17 +440,13 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return return_and_correct_aliasing(func, args, kwargs, result)
 
 
-def _new(x: ScaledTensor, stored: Tensor, scale: Tensor | None, dtype: Any = None) -> ScaledTensor:
-    return ScaledTensor(Memory(stored, scale, x.format, x.memory.tile), dtype or x.dtype)
-
-
 def _to_copy(func: Any, x: ScaledTensor, **kwargs: Any) -> Any:
     dtype = kwargs.pop("dtype", None) or x.dtype
     if dtype not in DTYPES or not x.is_scaled():
         return func(x.dequantize(dtype), **kwargs)
     options = {k: v for k, v in kwargs.items() if k != "memory_format"}
     scale = None if x.scale is None else func(x.scale, **options)
-    return _new(x, func(x.stored, **kwargs), scale, dtype)
+    return ScaledTensor(Memory(func(x.stored, **kwargs), scale, x.format, x.memory.tile), dtype)
 
 
 def _copy_(func: Any, x: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
@@ -498,13 +470,16 @@ def _copy_(func: Any, x: Tensor, source: Any, non_blocking: bool = False) -> Ten
 def _exact(x: ScaledTensor, numbers: Tensor) -> tuple[Tensor, Tensor] | None:
     """``numbers`` in the format of ``x`` and their scales; None if they would be rounded, or if
     ``x`` is not stored in its format."""
-    format, scales, tile = FORMATS[x.format], x.memory.scales(), x.memory.tile
+    format = FORMATS[x.format]
     if x.scale is None or not x.is_whole():
         return None
-    stored, scale = in_format(numbers, format)
-    if tile:
-        stored, scale = in_dtype(numbers / scales, format.dtype), x.scale.clone()
-    back = stored.to(torch.float32) * (scales if tile else scale)
+    if x.memory.tile:
+        scale, scales = x.scale.clone(), x.memory.scales()
+        stored = in_dtype(numbers / scales, format.dtype)
+    else:
+        stored, scale = in_format(numbers, format)
+        scales = scale
+    back = stored.to(torch.float32) * scales
     same = torch.allclose(back, numbers, rtol=0, atol=0, equal_nan=True)
     return (stored, scale) if same else None
 
@@ -514,9 +489,8 @@ def _new_empty_strided(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) ->
     if kwargs.pop("dtype", None) not in (None, x.dtype) or x.memory.tile:
         return NotImplemented
     scale = None if x.scale is None else torch.ones_like(x.scale)
-    new = _new(x, func(x.stored, *args, **kwargs), scale)
-    new.memory.rounds = x.memory.rounds
-    return new
+    stored = func(x.stored, *args, **kwargs)
+    return ScaledTensor(Memory(stored, scale, x.format, rounds=x.memory.rounds), x.dtype)
 
 
 def _times_(func: Any, x: Any, y: Any) -> Any:

@@ -214,13 +214,6 @@ def kept(recipe: fp8.Recipe | None) -> Measured:
     return measured([size / (2 * x.numel())], [0.0], [0.001])
 
 
-def kept_under_tensor(*, activations: bool) -> Measured:
-    """`kept` under recipe "tensor"."""
-    recipe = fp8.RECIPES["tensor"]
-    saved = recipe.input if activations else None
-    return kept(dataclasses.replace(recipe, saved_activations=saved))
-
-
 FOUR_OVER_SIX = dataclasses.replace(GUARDED, rule="e4m3_4_6", hadamard=128, signs="random")
 
 MEASURES: dict[str, Callable[[], Measured]] = {
@@ -231,6 +224,5 @@ MEASURES: dict[str, Callable[[], Measured]] = {
     "quartet2_weight": lambda: quartet2()[1],
     "concentration": concentration,
     "activations": lambda: kept(None),
-    "activations_te": lambda: kept_under_tensor(activations=False),
-    "activations_coat": lambda: kept_under_tensor(activations=True),
+    "activations_fp8": lambda: kept(fp8.RECIPES["tensor"]),
 }

@@ -134,7 +134,7 @@ def test_which_kernel_multiplies_what():
         (mx, cast("mx", tile=(1, 64)), "tiles of 1 x 64"),
         (mx, cast("mx", tile=(2, 32)), "tiles of 2 x 32"),
         (mx, cast("block", tile=(1, 32), rule="exact"), "by rule 'exact'"),
-        (mx, cast("mx", "e3m2"), "no format 'e3m2'"),
+        (mx, cast("mx", "e3m2"), "e4m3 by e3m2 with scales by mx"),
         (mx, cast("mx", "e2m1"), "e4m3 by e2m1 with scales by mx"),
     ):
         assert why in kernel(a, b)[1]

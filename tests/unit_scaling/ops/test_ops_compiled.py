@@ -105,17 +105,3 @@ def test_forward_mode_in_a_graph():
     x, tangent = torch.randn(2, 4, 8, dtype=torch.float64).unbind()
     got = torch.compile(derivatives, backend="aot_eager", fullgraph=True)(x, tangent)
     torch.testing.assert_close(got, derivatives(x, tangent))
-
-
-def test_relu_keeps_what_a_recipe_says():
-    """A bit for each number."""
-    recipe = dataclasses.replace(fp8.RECIPES["unit"], saved_activations=fp8.Cast(format="e4m3"))
-
-    def call(x: Tensor) -> Tensor:
-        with fp8.autocast(recipe):
-            return U.relu(x)
-
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        torch.compile(call, backend="aot_eager")(torch.randn(4, 16, requires_grad=True))
-    assert [(t.dtype, t.numel()) for t in saved] == [(torch.uint8, 8)]
