@@ -37,7 +37,6 @@ SUMS: dict[str, tuple[str, int]] = {
     "Ada": ("ada", 0),
     "Hopper": ("hopper", 0),
     "Hopper, promoted every 128": ("hopper", 128),
-    "Blackwell": ("blackwell", 0),
 }
 """Name -> `Recipe.accumulate` and `Recipe.promote`."""
 

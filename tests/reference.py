@@ -169,6 +169,15 @@ def _tile(x: Tensor, format: Format, scale: float | Tensor) -> Tensor:
     return rounded((x.to(work) / torch.as_tensor(scale, dtype=work)).double(), format) * scale
 
 
+def unrotated(recipe: Recipe) -> Recipe:
+    casts = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
+    fixed = {"hadamard": 0, "signs": "fixed"}
+    return dataclasses.replace(
+        recipe,
+        **{n: dataclasses.replace(c, **fixed) for n, c in casts.items() if isinstance(c, Cast)},
+    )
+
+
 def nearest(recipe: Recipe) -> Recipe:
     """The recipe with casts rounding to nearest, fixed rotations and torch's sums: what has one
     right answer."""
@@ -259,7 +268,7 @@ def _maps(
     function: Product, x: Tensor, w: Tensor, g: Tensor, recipe: Recipe
 ) -> tuple[list[Product], list[tuple[Tensor, Tensor]]]:
     """As `_matrices`, of a convolution. Operands are matrices with the channels last."""
-    recipe = recipe.unrotated()
+    recipe = unrotated(recipe)
     batched = x.dim() == w.dim()
     transposed = function(x.double(), w.double()).shape[-w.dim() + 1] != w.shape[0]
 

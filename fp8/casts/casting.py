@@ -88,6 +88,7 @@ class LoweredCast(NamedTuple):
 
 
 def lowered(cast: Cast) -> LoweredCast:
+    """``cast`` as a `LoweredCast`."""
     return _lowered(cast.text)
 
 
@@ -116,10 +117,12 @@ def shifted(spec: LoweredCast | None, exponent: int) -> LoweredCast | None:
 
 
 def labelled(spec: LoweredCast | None, name: str, operand: str) -> LoweredCast | None:
+    """The cast of an operand of the product ``name``."""
     return spec._replace(label=f"{name}|{operand}") if name and spec is not None else spec
 
 
 def unrotated(spec: LoweredCast | None) -> LoweredCast | None:
+    """The cast without its rotation."""
     return spec and spec._replace(hadamard=0, signs="fixed")
 
 
@@ -247,6 +250,7 @@ def static_scale(exponent: int, x: Tensor) -> Tensor:
 
 
 def format_of(spec: LoweredCast) -> Format:
+    """The format of a cast."""
     if "|" in spec.format:
         return Format.from_text(spec.format)
     return get_format(FORMATS[spec.format])

@@ -41,8 +41,7 @@ class Measurement:
         self._read: dict[Any, tuple[int, Tensor]] = {}
 
     def operand(self, state: Tensor | None, x: Tensor, parts: Parts | None = None) -> None:
-        """Adds ``x`` with its state, if it has one. parts: splits x into groups with a state
-        each."""
+        """Adds ``x`` with its state. parts: splits x into groups with a state each."""
         if parts is not None and state is not None:
             for each, part in zip(state, parts(x), strict=True):
                 self.operand(each, part)

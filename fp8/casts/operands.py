@@ -108,6 +108,7 @@ class Copies(NamedTuple):
 
 @cache
 def copies_of(casts: Casts) -> Copies:
+    """What the backward products cast again."""
     a, b = one_copy(casts.a, casts.a_for_grad_b), one_copy(casts.b, casts.b_for_grad_a)
     needed = casts._replace(
         a_for_grad_b=None if a else casts.a_for_grad_b,

@@ -29,8 +29,7 @@ def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
 
 
 def rotation_signs(spec: Any, like: Tensor) -> Tensor | None:
-    """Random signs, (hadamard,), for both operands of a product; None if they are fixed. Raises
-    ValueError for a DTensor, for which each process would draw others."""
+    """Random signs, (hadamard,), for both operands of a product; None if they are fixed."""
     if spec is None or spec.signs == "fixed":
         return None
     if is_dtensor(like):
@@ -57,8 +56,7 @@ def rotated(x: Tensor, size: int, axis: int, signs: Tensor | None = None) -> Ten
         local = x.to_local()  # type: ignore[attr-defined]
         return as_shard(x, rotated(local, size, axis, signs))
     count = -(-x.shape[axis] // size)
-    missing = count * size - x.shape[axis]
-    if missing:
+    if missing := count * size - x.shape[axis]:
         x = aten.constant_pad_nd.default(x, [0, missing] if axis == -1 else [0, 0, 0, missing])
     blocks = torch.unflatten(x, axis, (count, size))
     if signs is not None:

@@ -16,7 +16,6 @@ from ..common.validation import check_name, check_number
 from ..formats.format import get_format
 from ..recipes.cast import Cast
 from ..recipes.recipe import OPERANDS, PRODUCTS, Recipe, get_recipe
-from ..recipes.tensor_cores import TENSOR_CORES
 
 __all__ = [
     "HARDWARE",
@@ -347,9 +346,7 @@ def _chosen(rows: list[Product], recipes: Mapping[str, Recipe | str | None]) -> 
     return [None if recipe is None else get_recipe(recipe) for recipe in chosen]
 
 
-_MULTIPLIED = {
-    name for chip in TENSOR_CORES.values() for instruction in chip for name in instruction.formats
-}
+_MULTIPLIED = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
 """The formats of 8 bits or fewer that matrix units multiply."""
 
 

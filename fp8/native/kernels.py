@@ -68,6 +68,7 @@ HIGH = "high"
 _ALONG = {16: "nv", 32: "mx", 128: "block"}
 """Elements of a row that share a scale -> the kernel."""
 
+
 def kernel_of(a: LoweredCast | None, b: LoweredCast | None) -> tuple[str, str]:
     """The kernel that multiplies operands under these casts, HIGH, or "", and the reason why there
     is none."""

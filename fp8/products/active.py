@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,14 +60,6 @@ class Block(NamedTuple):
     task: asyncio.Task[Any] | None
 
 
-class StaticGradient(Protocol):
-    """The static scale of the gradient of a product, which a plan keeps."""
-
-    def buffer(self, groups: int, device: torch.device) -> Tensor:
-        """The scale: float32, (), or (1,) if it is to be measured; (groups,) of a grouped
-        product."""
-
-
 class _Active(threading.local):
     """The `fp8.autocast` blocks that are open in this thread, innermost last: a `Stack`."""
 
@@ -75,8 +67,9 @@ class _Active(threading.local):
         self.blocks: list[Block] = []
         #: The operands of the running call that have a static scale, each with its exponent.
         self.static: list[tuple[Tensor, int]] = []
-        #: The static scales of the gradients of the running calls, innermost last.
-        self.gradients: list[StaticGradient] = []
+        #: What keeps the static scale of the gradient of each running call, innermost last: its
+        #: ``buffer(groups, device)`` is float32, (), (1,) if not set, or (groups,).
+        self.gradients: list[Any] = []
 
 
 ACTIVE = _Active()
@@ -84,7 +77,7 @@ ACTIVE = _Active()
 
 def with_static(
     operands: list[tuple[Tensor, int]],
-    gradient: StaticGradient | None,
+    gradient: Any,
     function: Callable[..., Any],
     args: Any,
     kwargs: Any,

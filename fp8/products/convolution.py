@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from ..casts.counts import product_name
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, casts_of
-from ..common.compiler import in_graph
 from .active import layer_histories, product_recipe, static_exponents
 from .matmul import ONES, Geometry, check_scales, measured, simulated
 from .sums import Scales, warn_unsummed
@@ -37,27 +36,16 @@ def _convolve(
     """The convolution in this form. x: with or without a batch."""
     if x.ndim < weight.ndim:
         return _convolve(x.unsqueeze(0), weight, bias, scales, geometry, unit).squeeze(0)
-    recipe = product_recipe(unit)
-    if recipe is None:
-        return _as_it_is(x, weight, bias, scales, geometry)
-    if (pass_ := measuring()) is not None:
-        histories = layer_histories(recipe, "conv", x, weight)
-        y = _as_it_is(x, weight, bias, scales, geometry)
-        return measured(pass_, histories, x, weight, y)
+    recipe, pass_ = product_recipe(unit), measuring()
+    histories = layer_histories(recipe, "conv", x, weight)
+    if recipe is None or pass_ is not None:
+        y = simulated(x, weight, bias, scales, Casts(), [None] * 3, geometry)
+        return y if pass_ is None else measured(pass_, histories, x, weight, y)
     static = static_exponents(recipe, x, weight)
     name = product_name("conv", weight, recipe)
     casts = casts_of(recipe.text, True, name, static, False)
-    histories = layer_histories(recipe, "conv", x, weight)
     warn_unsummed(recipe, "a convolution")
     return simulated(x, weight, bias, scales, casts, histories, geometry)
-
-
-@in_graph
-def _as_it_is(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: Geometry
-) -> Tensor:
-    """The convolution without casts."""
-    return simulated(x, weight, bias, scales, Casts(), [None] * 3, geometry)
 
 
 def _per_dim(value: Ints, dims: int, what: str) -> list[int]:
@@ -71,7 +59,7 @@ def _per_dim(value: Ints, dims: int, what: str) -> list[int]:
 def _padded(
     input: Tensor, weight: Tensor, padding: str | Ints, dilation: list[int]
 ) -> tuple[Tensor, list[int]]:
-    """The input and the symmetric padding still to apply. "same" is resolved as in torch."""
+    """The input and the symmetric padding still to apply."""
     dims = weight.ndim - 2
     if not isinstance(padding, str):
         return input, _per_dim(padding, dims, "padding")
@@ -113,12 +101,11 @@ def conv(
 ) -> Tensor:
     """``s_y * conv(input, weight) + bias`` in one, two or three dimensions.
 
-    input: (batch, in, *size) or (in, *size). weight: (out, in / groups, *kernel); its number of
-    dimensions selects the convolution. The other arguments are those of
-    `torch.nn.functional.conv1d`, conv2d and conv3d.
-    scales, unit, dtypes and errors: as in `fp8.products.matmul.linear`. The scale is applied to the
-    weight, so a scale that is not a power of two rounds the weight once more, in its own dtype. The
-    recipe is that of the enclosing `fp8.autocast`.
+    weight: (out, in / groups, *kernel); its number of dimensions selects the convolution. The other
+    arguments are those of `torch.nn.functional.conv1d`, conv2d and conv3d; scales, unit, dtypes and
+    errors as in `fp8.products.matmul.linear`. The scale is applied to the weight, so a scale that
+    is not a power of two rounds the weight once more, in its own dtype. The recipe is that of the
+    enclosing `fp8.autocast`.
     """
     check_scales(scales)
     dims = _dims(input, weight)
@@ -151,14 +138,10 @@ def conv_transpose(
     """
     check_scales(scales)
     dims = _dims(input, weight)
-    steps, margins, stretch, extra = (
-        _per_dim(value, dims, what)
-        for value, what in (
-            (stride, "stride"),
-            (padding, "padding"),
-            (dilation, "dilation"),
-            (output_padding, "output_padding"),
-        )
+    steps, margins = _per_dim(stride, dims, "stride"), _per_dim(padding, dims, "padding")
+    stretch, extra = (
+        _per_dim(dilation, dims, "dilation"),
+        _per_dim(output_padding, dims, "output_padding"),
     )
     geometry = Geometry(steps, margins, stretch, True, extra, groups)
     return _convolve(input, weight, bias, scales, geometry, unit)

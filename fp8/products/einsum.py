@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.backends import opt_einsum
 
-from ..casts.operands import Exponents
-from .matmul import ONES, matmul
-from .sums import Scales
+from .matmul import matmul
 
 
 def in_pairs(
@@ -33,8 +31,8 @@ def contracted(
     output: str,
     product: Callable[..., Tensor],
 ) -> Tensor:
-    """The value of an equation with these terms, by one product of two and a call for the result,
-    so that each product has a stack of its own."""
+    """The value of an equation with these terms. Recursive, so that each product has a stack of its
+    own."""
     if not order:
         return terms[0][1]
     (i, j, place), *others = order
@@ -57,16 +55,9 @@ def _order(equation: str, operands: Sequence[Tensor]) -> list[tuple[int, int, in
     return [(min(pair), max(pair), last - step) for step, pair in enumerate(path)]
 
 
-def as_matmul(
-    equation: str,
-    operands: list[Tensor],
-    *,
-    scales: Scales = ONES,
-    static: Exponents | None = None,
-    unit: bool = False,
-) -> Tensor | None:
-    """The value of an equation that is one product of matrices; None for others. scales, static,
-    unit: as in `fp8.products.matmul.matmul`."""
+def as_matmul(equation: str, operands: list[Tensor], **options: Any) -> Tensor | None:
+    """The value of an equation that is one product of matrices; None for others. options: of
+    `fp8.products.matmul.matmul`."""
     if len(operands) != 2:
         return None
     (first, second), output = letters(equation, operands)
@@ -84,13 +75,8 @@ def as_matmul(
     right = b.permute([second.index(c) for c in (*batch, *inner, *columns)])
     m, k, n = [math.prod([size[c] for c in group]) for group in (rows, inner, columns)]
     head = len(batch)
-    y = matmul(
-        left.reshape(*left.shape[:head], m, k),
-        right.reshape(*right.shape[:head], k, n),
-        scales=scales,
-        static=static,
-        unit=unit,
-    )
+    left, right = left.reshape(*left.shape[:head], m, k), right.reshape(*right.shape[:head], k, n)
+    y = matmul(left, right, **options)
     y = y.reshape((*y.shape[:head], *[size[c] for c in (*rows, *columns)]))
     order = [*batch, *rows, *columns]
     over = [i for i, c in enumerate(order) if c not in output]

@@ -428,6 +428,7 @@ def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def check_scales(scales: Scales) -> None:
+    """Raises ValueError unless there are three."""
     if len(scales) != 3:
         raise ValueError(f"scales must be three numbers (output, two gradients), not {scales!r}")
 

@@ -17,7 +17,7 @@ Scales = tuple[float, float, float]
 
 class Settings(NamedTuple):
     """The constants of a product and its gradients. sums: `fp8.Recipe.sums`. dtype: the name of
-    that of the output. bias_scale: as in `fp8.products.matmul.linear`."""
+    that of the output."""
 
     scales: Scales
     casts: Casts
@@ -34,7 +34,7 @@ def summed_product(*args: Any) -> Tensor:
 
 
 def warn_unsummed(recipe: Recipe, product: str) -> None:
-    """Warns, once per process, that a kind of product has torch's sums under ``recipe``."""
+    """Warns, once, of a kind of product with torch's sums."""
     if recipe.accumulate is not None:
         warn_once(RecipeWarning, _UNSUMMED.format(product, recipe.accumulate), key=product)
 

@@ -174,7 +174,9 @@ class Cast:
             f"rotated by {self.hadamard}": self.hadamard,
             "random signs": self.signs == "random",
         }
-        return ", ".join([str(self.format), scaling, *(d for d, is_set in differences.items() if is_set)])
+        return ", ".join(
+            [str(self.format), scaling, *(d for d, is_set in differences.items() if is_set)]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for JSON."""

@@ -53,6 +53,7 @@ def recipe_of(recipe: str | Recipe | None) -> Recipe | None:
 
 
 def name_of(recipe: str | Recipe | None) -> str:
+    """For messages."""
     return "high precision" if recipe is None else str(getattr(recipe, "name", recipe))
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ..common.validation import check_between, check_choice, check_keys
 from ..formats.format import get_format
 from .cast import Cast
-from .tensor_cores import TENSOR_CORES, instruction_for
+from .tensor_cores import FORMATS, TENSOR_CORES
 
 AUTO = "auto"
 """Instead of a recipe: "unit" for unit-scaled tensors, "tensor" for all others."""
@@ -52,8 +52,8 @@ class Recipe:
         input: activations, and both operands of a product of two activations.
         weight: the second operand of a linear layer or convolution.
         grad: the gradient of the output.
-        accumulate: the accelerator whose sums linear layers and matrix products have: "ada",
-            "hopper" or "blackwell", the rows of `fp8.recipes.tensor_cores.TENSOR_CORES`. Other
+        accumulate: the accelerator whose sums linear layers and matrix products of operands in e4m3
+            and e5m2 have: "ada" or "hopper" (`fp8.recipes.tensor_cores.TENSOR_CORES`). Other
             products, and those of which an operand is not cast, sum as torch does. On a CPU it
             takes 10 to 20 times a product in float32. None: torch's sums.
         promote: the number of products after which a sum of the accelerator ends and is added in
@@ -133,16 +133,10 @@ class Recipe:
         if rotations[0] != rotations[1]:
             got = f"got (hadamard, signs)={rotations}"
             raise ValueError(f"{product} needs both operands rotated alike, {got}")
-        operands = [cast for cast in casts if cast is not None]
-        if self.accumulate is None or len(operands) < 2:
-            return
-        formats = [get_format(cast.format).name for cast in operands]
-        tiles = [cast.tile[1] for cast in operands if cast.tile]
-        scales = [cast.scale_format for cast in operands]
-        if instruction_for(self.accumulate, formats, tiles, scales) is None:
+        formats = [get_format(cast.format).name for cast in casts if cast is not None]
+        if self.accumulate and len(formats) == 2 and not set(formats) <= set(FORMATS):
             raise ValueError(
-                f"accumulate={self.accumulate!r} multiplies "
-                f"{', '.join(TENSOR_CORES[self.accumulate][0].formats)}, not "
+                f"accumulate={self.accumulate!r} multiplies {', '.join(FORMATS)}, not "
                 f"{' by '.join(formats)} ({product})"
             )
 

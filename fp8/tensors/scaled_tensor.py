@@ -390,6 +390,7 @@ class _Rounding:
 
 
 def gradient(grad: Tensor, format: str, dtype: torch.dtype | None = None) -> ScaledTensor:
+    """`scaled`, as a gradient."""
     stored = scaled(grad, format, dtype)
     stored.memory.rounds = True
     return stored

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...recipes.tensor_cores import Instruction
-from .arithmetic import ADDITIONS, Matrix, Part, exponent_of
+from .arithmetic import Part, add_step, exponent_of
 
 TILE = (128, 256)
 """The rows and columns of the sums that are computed together, so that they stay in the cache."""
@@ -23,43 +23,34 @@ EAGER = 1 << 29
 takes about 10 seconds and makes it about ten times faster."""
 
 
-def dot(a: Matrix, b: Matrix, how: Instruction) -> Tensor:
+def dot(a: Tensor, b: Tensor, lows: tuple[int, int], how: Instruction) -> Tensor:
     """``a b^T`` as the instruction computes it, step by step in the order of k from a sum of zero.
 
-    a: values (m, k). b: values (n, k). Returns (m, n), float32. k is padded with zeros to a
-    multiple of the step. NaN and Inf follow IEEE arithmetic; a NaN has all bits of its fraction
-    set and no sign.
+    a: (m, k), float32, of a format. b: (n, k). lows: the smallest exponents of their formats.
+    Returns (m, n), float32. k is padded with zeros to a multiple of the step. NaN and Inf follow
+    IEEE arithmetic; a NaN has all bits of its fraction set and no sign.
     """
-    if not a.values.numel() or not b.values.numel():
-        return a.values.new_zeros(a.values.shape[0], b.values.shape[0])
-    c = _sums(a, b, how)
-    marked = [_marked(x) for x in (a, b)]
-    odd = [x.isfinite().logical_not().any(-1) for x in marked]
+    if not a.numel() or not b.numel():
+        return a.new_zeros(a.shape[0], b.shape[0])
+    c = _sums(a, b, lows, how)
+    odd = [x.isfinite().logical_not().any(-1) for x in (a, b)]
     if not (odd[0].any() or odd[1].any()):
         return c
-    product = torch.matmul(marked[0], marked[1].mT)
+    product = torch.matmul(a, b.mT)
     nan = torch.full((), 0x7FFFFFFF, dtype=torch.int32, device=c.device).view(torch.float32)
     return torch.where(odd[0][:, None] | odd[1], torch.where(product.isnan(), nan, product), c)
 
 
-def _marked(x: Matrix) -> Tensor:
-    """The values, NaN where their scale is."""
-    if x.scales is None:
-        return x.values
-    scales = x.scales.repeat_interleave(x.along, -1)[:, : x.values.shape[1]]
-    return torch.where(scales.isnan(), scales, x.values)
-
-
-def _sums(a: Matrix, b: Matrix, how: Instruction) -> Tensor:
-    """`dot` with zeros for Inf and NaN, and scales of 1 for NaN; tile by tile."""
-    (m, k), n = a.values.shape, b.values.shape[0]
-    add, whole = _adder(how, m * n * k, a.values.device)
-    right = [_parts(tile, how.step) for tile in _tiles(b, TILE[1], whole)]
+def _sums(a: Tensor, b: Tensor, lows: tuple[int, int], how: Instruction) -> Tensor:
+    """`dot` with zeros for Inf and NaN, tile by tile."""
+    (m, k), n = a.shape, b.shape[0]
+    add, whole = _adder(how, m * n * k, a.device)
+    right = [_parts(tile, lows[1], how.step) for tile in _tiles(b, TILE[1], whole)]
     bands = []
     for tile in _tiles(a, TILE[0], whole):
-        parts, sums = _parts(tile, how.step), []
+        parts, sums = _parts(tile, lows[0], how.step), []
         for others in right:
-            c = a.values.new_zeros(parts[0].values.shape[1], others[0].values.shape[1])
+            c = a.new_zeros(parts[0].values.shape[1], others[0].values.shape[1])
             for first, second in zip(parts, others, strict=True):
                 c = add(first, second, c, how)
             sums.append(c)
@@ -67,33 +58,17 @@ def _sums(a: Matrix, b: Matrix, how: Instruction) -> Tensor:
     return torch.cat(bands)[:m, :n]
 
 
-def _tiles(x: Matrix, rows: int, whole: bool) -> Iterator[Matrix]:
+def _tiles(x: Tensor, rows: int, whole: bool) -> Iterator[Tensor]:
     """``x`` in parts of so many rows; the last is padded with zeros if ``whole``."""
-    for start in range(0, x.values.shape[0], rows):
-        values, scales = x.values[start : start + rows], x.scales
-        if scales is not None and scales.shape[0] > 1:
-            scales = scales[start : start + rows]
-        missing = rows - values.shape[0] if whole else 0
-        if missing:
-            values = F.pad(values, (0, 0, 0, missing))
-            if scales is not None and scales.shape[0] > 1:
-                scales = F.pad(scales, (0, 0, 0, missing), value=1.0)
-        yield x._replace(values=values, scales=scales)
+    for part in x.split(rows):
+        yield F.pad(part, (0, 0, 0, rows - part.shape[0])) if whole else part
 
 
-def _parts(x: Matrix, step: int) -> list[Part]:
-    values = torch.where(x.values.isfinite(), x.values, 0.0).mT
+def _parts(x: Tensor, low: int, step: int) -> list[Part]:
+    values = torch.where(x.isfinite(), x, 0.0).mT
     values = F.pad(values, (0, 0, 0, -values.shape[0] % step)).contiguous()
-    exponents = exponent_of(values, x.low)
-    parts = []
-    for start in range(0, values.shape[0], step):
-        scale = None
-        if x.scales is not None:
-            scale = x.scales[:, start // x.along : -(-(start + step) // x.along)].nan_to_num(1.0)
-            scale = F.pad(scale, (0, max(step // x.along, 1) - scale.shape[1]), value=1.0)
-        of = slice(start, start + step)
-        parts.append(Part(values[of], exponents[of], scale, x.scale_low))
-    return parts
+    pairs = zip(values.split(step), exponent_of(values, low).split(step), strict=True)
+    return [Part(*pair) for pair in pairs]
 
 
 _DONE: Counter[Any] = Counter()
@@ -105,8 +80,8 @@ def _adder(how: Instruction, products: int, device: torch.device) -> tuple[Any, 
     `EAGER` products were summed on a CPU."""
     if device.type != "cpu" or _DONE[how] + products < EAGER:
         _DONE[how] += products
-        return ADDITIONS[how.add], False
-    return _compiled(ADDITIONS[how.add]), True
+        return add_step, False
+    return _compiled(add_step), True
 
 
 @cache

@@ -1,17 +1,16 @@
 """Products whose sums are those of a tensor core: `fp8.Recipe.accumulate`.
 
 Operands are cast as in simulation. The numbers of the format enter the sums; scales multiply the
-result, unless the instruction applies them itself (MX and NVFP4 on Blackwell). Where scales differ
-along the summed axis, and every ``promote`` products, a sum ends and is added in float32 to the
-result, with one rounding, as kernels of Hopper do for scales by blocks (DeepSeek-V3,
-arXiv:2412.19437, section 3.3.2).
+result. Where scales differ along the summed axis, and every ``promote`` products, a sum ends and is
+added in float32 to the result, with one rounding, as kernels of Hopper do for scales by blocks
+(DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +25,11 @@ from ...casts.casting import (
 from ...casts.operands import one_copy, saved_tensors
 from ...casts.rotation import rotation_signs
 from ...common.compiler import in_graph, is_differentiated_again, updates_states
-from ...formats.format import get_format
 from ...formats.quantize import check_dtype
 from ...products.sums import Settings
-from ...recipes.rules import scale_format
 from ...recipes.scaling import widened
-from ...recipes.tensor_cores import instruction_for
+from ...recipes.tensor_cores import TENSOR_CORES
 from ...tensors.scaled_tensor import dequantized
-from .arithmetic import Matrix
 from .dot import dot
 
 
@@ -56,12 +52,12 @@ def product(
         signs = rotation_signs(casts.a, a)
         left = operand(a, casts.a, -1, of_a, record, signs)
         right = operand(b, casts.b, -1, of_b, record, signs)
-    return _Summed.apply(a, b, bias, of_grad, how, *left, *right)
+    return _Summed.apply(a, b, bias, of_grad, how, *left[:2], *right[:2])
 
 
 class _Summed(Function):
     """`product`. a and b receive the gradients and are cast again for their second products; the
-    last six arguments are their codes for the first."""
+    last four arguments are their codes for the first."""
 
     @staticmethod
     def forward(
@@ -72,7 +68,7 @@ class _Summed(Function):
         how: Settings,
         *operands: Tensor | None,
     ) -> Tensor:
-        left, right = QuantizedOperand(*operands[:3]), QuantizedOperand(*operands[3:])  # type: ignore[arg-type]
+        left, right = QuantizedOperand(*operands[:2]), QuantizedOperand(*operands[2:])  # type: ignore[arg-type]
         y = multiply(left, right, how.casts.a, how.casts.b, how.sums)
         y = (y * how.scales[0]).to(getattr(torch, how.dtype))
         return y if bias is None else y + (bias * how.bias_scale).to(y.dtype)
@@ -81,8 +77,8 @@ class _Summed(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, _, ctx.history, ctx.how, *operands = inputs
         casts, ctx.dtypes = ctx.how.casts, (a.dtype, b.dtype)
-        of_a = operands[:3] if one_copy(casts.a, casts.a_for_grad_b) else (a, None, None)
-        of_b = operands[3:] if one_copy(casts.b, casts.b_for_grad_a) else (b, None, None)
+        of_a = operands[:2] if one_copy(casts.a, casts.a_for_grad_b) else (a, None)
+        of_b = operands[2:] if one_copy(casts.b, casts.b_for_grad_a) else (b, None)
         ctx.save_for_backward(*of_a, *of_b)
 
     @staticmethod
@@ -97,7 +93,7 @@ class _Summed(Function):
         if ctx.needs_input_grad[0]:
             signs = rotation_signs(casts.grad_for_a, grad)
             g = operand(grad, casts.grad_for_a, -1, history, True, signs)
-            b = _second(saved[3:], casts.b_for_grad_a, signs)
+            b = _second(saved[2:], casts.b_for_grad_a, signs)
             da = multiply(g, b, casts.grad_for_a, casts.b_for_grad_a, how.sums)
             da = (da * s_a).to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
@@ -106,12 +102,12 @@ class _Summed(Function):
                 g = g.mT
             else:
                 g = operand(grad, casts.grad_for_b, -2, history, True, signs)
-            a = _second(saved[:3], casts.a_for_grad_b, signs)
+            a = _second(saved[:2], casts.a_for_grad_b, signs)
             db = multiply(g, a, casts.grad_for_b, casts.a_for_grad_b, how.sums)
             db = (db * s_b).to(ctx.dtypes[1])
         if ctx.needs_input_grad[2]:
             dbias = grad.sum(0) * s_b
-        return da, db, dbias, *[None] * 8
+        return da, db, dbias, *[None] * 6
 
 
 def _second(
@@ -155,8 +151,7 @@ def multiply(
         return torch.matmul(first, second.mT)
     transposed = [x.values.mT.is_contiguous() for x in (a, b)]
     left, right = _as_used(a.values, b.values, transposed)
-    settings = (of_a.text, of_b.text, sums, transposed)
-    return _summed(left, a.scale, a.unit, right, b.scale, b.unit, *settings)
+    return _summed(left, a.scale, right, b.scale, of_a.text, of_b.text, sums, transposed)
 
 
 def _decoded(x: QuantizedOperand, spec: LoweredCast | None) -> Tensor:
@@ -168,16 +163,14 @@ def _decoded(x: QuantizedOperand, spec: LoweredCast | None) -> Tensor:
 @torch.library.custom_op(
     "fp8::summed",
     mutates_args=(),
-    schema="(Tensor a, Tensor a_scale, Tensor? a_unit, Tensor b, Tensor b_scale, Tensor? b_unit, "
-    "str of_a, str of_b, str sums, bool[] transposed) -> Tensor",
+    schema="(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, str of_a, str of_b, str sums, "
+    "bool[] transposed) -> Tensor",
 )
 def _summed(
     a: Tensor,
     a_scale: Tensor,
-    a_unit: Tensor | None,
     b: Tensor,
     b_scale: Tensor,
-    b_unit: Tensor | None,
     of_a: str,
     of_b: str,
     sums: str,
@@ -187,9 +180,8 @@ def _summed(
     ``transposed`` are passed as transposes: in the order of their memory, as the compiler fails on
     casts of one tensor in two orders."""
     a, b = _as_used(a, b, transposed)
-    left, right = QuantizedOperand(a, a_scale, a_unit), QuantizedOperand(b, b_scale, b_unit)
-    specs = LoweredCast.from_text(of_a), LoweredCast.from_text(of_b)
-    return _product(left, right, *specs, sums)
+    left, right = QuantizedOperand(a, a_scale), QuantizedOperand(b, b_scale)
+    return _product(left, right, LoweredCast.from_text(of_a), LoweredCast.from_text(of_b), sums)
 
 
 def _as_used(a: Tensor, b: Tensor, transposed: Sequence[bool]) -> tuple[Tensor, Tensor]:
@@ -198,7 +190,7 @@ def _as_used(a: Tensor, b: Tensor, transposed: Sequence[bool]) -> tuple[Tensor, 
 
 
 @_summed.register_fake
-def _(a, a_scale, a_unit, b, b_scale, b_unit, of_a, of_b, sums, transposed):  # type: ignore[no-untyped-def]
+def _(a, a_scale, b, b_scale, of_a, of_b, sums, transposed):  # type: ignore[no-untyped-def]
     a, b = _as_used(a, b, transposed)
     return a.new_empty([*a.shape[:-1], b.shape[-2]], dtype=torch.float32)
 
@@ -213,30 +205,41 @@ def _product(
         if not batches:
             return a.values.new_zeros(0, a.values.shape[1], b.values.shape[1]).float()
         return torch.stack(batches)
-    values, others = a.values, b.values
-    total = torch.zeros(values.shape[0], others.shape[0], device=values.device)
-    if not (values.numel() and others.numel()):  # what has no elements has no scales of tiles
+    x, w = a.values.float(), b.values.float()
+    total = torch.zeros(x.shape[0], w.shape[0], device=x.device)
+    if not (x.numel() and w.numel()):  # what has no elements has no scales of tiles
         return total
     chip, promote = sums.split()
-    x, w = _Operand.of(a, of_a), _Operand.of(b, of_b)
-    formats, stored = (of_a.format, of_b.format), (x.scale_format, w.scale_format)
-    how = instruction_for(chip, formats, (x.along, w.along), stored)
-    assert how is not None, "Recipe has checked it"
-    inside = bool(how.scales)
-    part = math.gcd(int(promote), *(() if inside else (x.along, w.along))) or values.shape[1]
-    for start in range(0, values.shape[1], part):
-        piece = dot(x.matrix(start, part, inside), w.matrix(start, part, inside), how)
-        factor = None if inside else _product_of(x.scale_at(start), w.scale_at(start))
+    lows = format_of(of_a).min_exponent, format_of(of_b).min_exponent
+    part = math.gcd(int(promote), of_a.tile[1], of_b.tile[1]) or x.shape[1]
+    for start in range(0, x.shape[1], part):
+        columns = slice(start, start + part)
+        piece = dot(x[:, columns], w[:, columns], lows, TENSOR_CORES[chip])
+        factor = _product_of(_scale_at(start, a, of_a), _scale_at(start, b, of_b))
         if start and factor is not None:
             total = (total.double() + piece.double() * factor.double()).float()  # one rounding
         else:
             total = total + (piece if factor is None else piece * factor)
-    return total * (x.whole * w.whole.mT)
+    factor = _product_of(
+        *(
+            None if spec.tile[1] else operand.scale.float().reshape(-1, 1)
+            for operand, spec in ((a, of_a), (b, of_b))
+        )
+    )
+    return total if factor is None else total * factor
 
 
 def _each(x: QuantizedOperand) -> list[QuantizedOperand]:
     scales = x.scale if x.scale.ndim == 3 else [x.scale] * len(x.values)
-    return [QuantizedOperand(*each, x.unit) for each in zip(x.values, scales, strict=True)]
+    return [QuantizedOperand(*each) for each in zip(x.values, scales, strict=True)]
+
+
+def _scale_at(column: int, x: QuantizedOperand, spec: LoweredCast) -> Tensor | None:
+    """The scale of the tiles that hold a column, (rows, 1); None without tiles along k."""
+    across, along = spec.tile
+    if not along:
+        return None
+    return widened(x.scale.float()[:, column // along, None], (len(x.values), 1), (across, 1))
 
 
 def _product_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -244,43 +247,3 @@ def _product_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return a if b is None else b.mT
     return a * b.mT
-
-
-class _Operand(NamedTuple):
-    """values: (rows, k). tiles: the scale of each row's tiles, (rows, k / along); None without
-    tiles along k. whole: the scale of each row, or of all, (rows or 1, 1). scale_format: of the
-    tiles' scales, "" for float32."""
-
-    values: Tensor
-    low: int
-    tiles: Tensor | None
-    along: int
-    whole: Tensor
-    scale_format: str
-
-    @staticmethod
-    def of(operand: QuantizedOperand, spec: LoweredCast) -> _Operand:
-        values, scale, unit = operand
-        x, low, stored = values.float(), format_of(spec).min_exponent, scale_format(spec.rule)
-        across, along = spec.tile
-        if not along:
-            return _Operand(x, low, None, 0, scale.float().reshape(-1, 1), stored)
-        one = torch.ones((1, 1), device=x.device)
-        scale = widened(scale.float(), (x.shape[0], scale.shape[1]), (across, 1))
-        if unit is None:
-            return _Operand(x, low, scale, along, one, stored)
-        scale = (scale / unit.float()).clamp(max=get_format(stored).max)
-        return _Operand(x, low, scale, along, one * unit, stored)
-
-    def matrix(self, start: int, length: int, scaled: bool) -> Matrix:
-        """A part of the columns; with its scales, if the instruction applies them."""
-        values = self.values[:, start : start + length]
-        if not scaled or self.tiles is None:
-            return Matrix(values, self.low)
-        of = slice(start // self.along, -(-(start + length) // self.along))
-        scale_low = get_format(self.scale_format).min_exponent
-        return Matrix(values, self.low, self.tiles[:, of], self.along, scale_low)
-
-    def scale_at(self, column: int) -> Tensor | None:
-        """The scale of the tiles that hold a column, (rows, 1)."""
-        return None if self.tiles is None else self.tiles[:, column // self.along, None]

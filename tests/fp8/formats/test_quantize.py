@@ -92,15 +92,6 @@ def test_stochastic_is_that_of_gfloat_on_the_same_bits(name: str) -> None:
     assert_same(got, with_gfloat(x, format, RoundMode.Stochastic, "saturate", 2**31 - 1 - bits), x)
 
 
-@pytest.mark.parametrize("format", [f for f in ROWS if f.dtype and f.signed], ids=str)
-def test_nearest_is_that_of_torch_within_range(format: Format) -> None:
-    # Beyond the range torch has changed its mind: float8_e4m3fn saturates since 2.12 and gave NaN
-    # before.
-    x = torch.cat([random_patterns(100_000, 3), all_patterns(torch.bfloat16).float()])
-    x = x[(x.abs() <= format.max) | x.isnan()]
-    assert_same(quantize(x, format), x.to(format.dtype).float(), x)
-
-
 @pytest.mark.parametrize("format", ROWS, ids=str)
 def test_values_of_a_format_stay(format: Format) -> None:
     x = quantize(random_patterns(20_000, 4), format)
@@ -268,7 +259,7 @@ def test_largest_value_is_one_that_the_dtype_holds() -> None:
         ({"scale": "1"}, TypeError, "scale is a str; give a number or a tensor"),
         ({"scale": torch.ones(3, 1)}, ValueError, r"\(3, 1\) does not broadcast"),
         ({"scale": torch.ones(3)}, ValueError, r"\(3,\) does not broadcast"),
-        ({"seed": 1}, ValueError, "seed is given with rounding='nearest'"),
+        ({"seed": 1}, ValueError, "rounding='nearest' takes no seed"),
         ({"rounding": "stochastic", "seed": 1.5}, TypeError, "a seed is an int"),
         ({"rounding": "stochastic", "seed": 2**63}, ValueError, "64 bits"),
         ({"rounding": "stochastic", "seed": torch.ones(2)}, TypeError, "0-dim int64"),

@@ -12,7 +12,7 @@ from fp8 import RECIPES
 from tests.fp8.blocks import block
 from tests.fp8.calls import CALLS, name_of, operands
 from tests.fp8.products.test_matmul import randn
-from tests.reference import cast, nearest
+from tests.reference import cast, nearest, unrotated
 
 KINDS = ["unit", "tensor", "row_gw_hp", "block", "mxfp8", "nvfp4"]
 """A recipe for each kind of scales."""
@@ -29,7 +29,7 @@ def wide(*shape, seed=0):
 @pytest.mark.proves("the field", "statistics of casts", how="own")
 @pytest.mark.parametrize("name", KINDS)
 def test_shares_are_what_a_count_by_hand_gives(name):
-    recipe = nearest(RECIPES[name]).unrotated()
+    recipe = unrotated(nearest(RECIPES[name]))
     layer, x, g = nn.Linear(48, 32, bias=False), wide(40, 48), wide(40, 32, seed=3)
     x[3, 4], x[5, 6], x[0] = math.inf, math.nan, 0
     seen = fp8.stats(layer)
@@ -161,7 +161,7 @@ def test_every_product_is_counted(function):
 @pytest.mark.parametrize("name", ["tensor", "nvfp4"])
 def test_products_under_vmap_are_counted_as_those_of_a_loop(name):
     """Per-sample scales, a sample without any effect on others, Inf, and gradients."""
-    recipe = nearest(RECIPES[name]).unrotated()
+    recipe = unrotated(nearest(RECIPES[name]))
     x = wide(3, 40, 48) * torch.tensor([1.0, 2.0**-20, 2.0**9])[:, None, None]
     x[1, 2, 3], w = math.inf, wide(48, 32, seed=3)
     weights, found = torch.stack([w, 2 * w, w * w]), []

@@ -11,7 +11,6 @@ from torch import Tensor
 import fp8
 from fp8.casts.casting import cast_forward, lowered, quantized, rounded
 from fp8.casts.rotation import rotated, rotation_signs
-from fp8.lab.sums.arithmetic import Matrix
 from fp8.lab.sums.dot import dot
 from fp8.products.matmul import linear
 from fp8.recipes.tensor_cores import TENSOR_CORES
@@ -52,11 +51,11 @@ def test_deepseek_v3_adds_every_128_products_in_float32():
     sum, which is added in float32."""
     x, w = randn(5, 512), randn(256, 512, seed=1)
     (a, of_a), (b, of_b) = e4m3(x, 1), e4m3(w, 128)
-    hopper = TENSOR_CORES["hopper"][0]
     total = torch.zeros(5, 256, dtype=torch.float64)
     for i, at in enumerate(range(0, 512, 128)):
-        operands = (Matrix(t[:, at : at + 128], E4M3_LOW) for t in (a, b))
-        total += dot(*operands, hopper).double() * (of_a[:, i, None] * of_b[None, :, i]).double()
+        operands = (t[:, at : at + 128] for t in (a, b))
+        piece = dot(*operands, (E4M3_LOW, E4M3_LOW), TENSOR_CORES["hopper"])
+        total += piece.double() * (of_a[:, i, None] * of_b[None, :, i]).double()
     got = linear(x, w, recipe=fp8.RECIPES["deepseek_v3"])
     assert (got - total).abs().max() <= 4 * 2.0**-23 * total.abs().max()
 

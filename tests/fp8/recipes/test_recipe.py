@@ -137,16 +137,6 @@ def test_both_operands_are_rotated_or_none():
             Recipe(name="mine", **dict(zip(fields, casts, strict=True)))
 
 
-def test_unrotated_changes_nothing_else():
-    for recipe in RECIPES.values():
-        unrotated = recipe.unrotated()
-        assert not any(cast.hadamard for cast in unrotated.casts if cast)
-        assert (unrotated == recipe) == (not any(cast.hadamard for cast in recipe.casts if cast))
-        assert unrotated.unrotated() == unrotated
-    eden, unrotated = RECIPES["quartet2"].grad, RECIPES["quartet2"].unrotated().grad
-    assert dataclasses.replace(unrotated, hadamard=128, signs="random") == eden
-
-
 def test_frozen_and_hashable():
     with pytest.raises(FrozenInstanceError):
         RECIPES["unit"].name = "other"

@@ -164,7 +164,9 @@ def test_others_are_simulated_where_their_recipe_has_no_kernels():
     model = fp8.convert(nanogpt(), policy, backend="native")
     rows = {row.path: row.why for row in fp8.report(model)}
     assert rows["blocks.0.mlp.up"] == "unit, native"
-    assert rows["head"].endswith("simulated: no kernel multiplies bf16 by bf16 with scales by tensor")
+    assert rows["head"].endswith(
+        "simulated: no kernel multiplies bf16 by bf16 with scales by tensor"
+    )
 
 
 # --- Functions

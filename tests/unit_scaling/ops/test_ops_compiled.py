@@ -1,6 +1,5 @@
 """Every row of OPS compiled: several rows in one graph, with the results of eager mode."""
 
-import dataclasses
 import functools
 import inspect
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fp8
 import unit_scaling.functional as U
 from tests.unit_scaling.ops.calls import (
     RANDOM,
