@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,6 @@ from ..common.compiler import called
 from ..common.threads import checkpoints, in_reentrant, in_shape_inference
 from ..common.validation import check_name
 from ..native import product as native
-from ..recipes.cast import Cast
 from ..recipes.history import LayerState, role_of
 from ..recipes.recipe import Recipe
 
@@ -196,31 +195,29 @@ _REENTRANT = (
 
 
 def histories(
-    recipe: Recipe | None,
-    product: str,
-    operands: Sequence[Tensor],
-    *casts: Cast | None,
-    groups: int = 0,
+    recipe: Recipe | None, product: str, *operands: Tensor, layer: bool = False, groups: int = 0
 ) -> list[Any]:
-    """The state of the operands of a product and of its gradient (the last of ``casts``), which the
-    enclosing layer of `fp8.convert` has; None where the scaling or a run without values has none.
-    groups: the number of those of a grouped product, which have states of their own."""
-    keeps = recipe is not None and recipe.keeps_history
-    if recipe is None or not (keeps or ACTIVE.gradients) or in_shape_inference():
-        return [None] * len(casts)
+    """The state of the operands of a product and of its gradient, which the enclosing layer of
+    `fp8.convert` has; None where the scaling or a run without values has none. layer: whether the
+    second operand is a weight. groups: the number of those of a grouped product, which have states
+    of their own."""
+    states: list[Any] = [None] * (len(operands) + 1)
+    if recipe is None or not (recipe.keeps_history or ACTIVE.gradients) or in_shape_inference():
+        return states
     pass_, device = measuring(), operands[0].device
-    states: list[Any] = [None] * len(casts)
     if pass_ is not None and not pass_.of_states:
         return states
-    if not keeps:  # a plan keeps the static scale of the gradient for the running call
-        if casts[-1] is not None and casts[-1].scaling == "unit":
+    if not recipe.keeps_history:  # a plan keeps the static scale of the gradient for this call
+        if recipe.grad is not None and recipe.grad.scaling == "unit":
             states[-1] = ACTIVE.gradients[-1].buffer(groups, device)
         return states
     block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
     if block is None or block.state is None:
         raise ValueError(NO_STATE.format(recipe.name))
     name = block.state.name_of(product, *operands)
-    roles = [*map(role_of, range(len(casts) - 1)), "grad"]
+    casts = [recipe.input] * len(operands) + [recipe.grad]
+    casts[1] = recipe.weight if layer else recipe.input
+    roles = [*map(role_of, range(len(operands))), "grad"]
     return [
         block.state.buffer(name + role, cast.history or 0, device, groups)
         if cast and cast.keeps_history and (pass_ is None or not cast.history)
@@ -233,16 +230,6 @@ NO_STATE = (
     "recipe {0!r} keeps scales between passes, and a scale belongs to a layer: "
     "fp8.convert(model, {0!r}) gives each layer its own"
 )
-
-
-def layer_histories(
-    recipe: Recipe | None, product: str, a: Tensor, b: Tensor, layer: bool = True, groups: int = 0
-) -> list[Any]:
-    """`histories` of a product of an input and a weight (layer) or of two inputs."""
-    if recipe is None or not (recipe.keeps_history or ACTIVE.gradients):
-        return [None] * 3
-    casts = (recipe.input, recipe.weight if layer else recipe.input, recipe.grad)
-    return histories(recipe, product, (a, b), *casts, groups=groups)
 
 
 def chosen(unit: bool) -> tuple[Recipe | None, str]:

@@ -20,7 +20,7 @@ from ..casts.counts import product_name
 from ..casts.rotation import without_autocast
 from ..recipes.recipe import Recipe
 from .active import histories, product_recipe, static_exponents
-from .matmul import matmul, to_autocast_dtype, uncast_matmul
+from .matmul import matmul, to_autocast_dtype
 from .sums import warn_unsummed
 
 
@@ -119,7 +119,7 @@ def _cast_around(
         return kernel(query, key, value)
     warn_unsummed(recipe, "attention")
     name, cast = product_name("attention", None, recipe), recipe.input
-    *of, of_grad = histories(recipe, "attention", (query,), cast, cast, cast, recipe.grad)
+    *of, of_grad = histories(recipe, "attention", query, key, value)
     static, operands = static_exponents(recipe, query, key, value), (query, key, value)
     roles = (("query", -1), ("key", -1), ("value", -2))
     y, *statistics = kernel(
@@ -160,7 +160,7 @@ def by_products(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if enable_gqa:
         key, value = _repeated(query, key, "key"), _repeated(query, value, "value")
-    multiply = functools.partial(matmul, unit=unit) if cast else uncast_matmul
+    multiply = functools.partial(matmul, unit=unit, cast=cast)
     (like,) = to_autocast_dtype(query[:0])
     wide = torch.promote_types(query.dtype, torch.float32)
     with without_autocast(query):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ..casts.counts import product_name
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, casts_of
-from .active import layer_histories, product_recipe, static_exponents
+from .active import histories, product_recipe, static_exponents
 from .matmul import ONES, Geometry, check_scales, measured, simulated
 from .sums import Scales, warn_unsummed
 
@@ -37,15 +37,15 @@ def _convolve(
     if x.ndim < weight.ndim:
         return _convolve(x.unsqueeze(0), weight, bias, scales, geometry, unit).squeeze(0)
     recipe, pass_ = product_recipe(unit), measuring()
-    histories = layer_histories(recipe, "conv", x, weight)
+    states = histories(recipe, "conv", x, weight, layer=True)
     if recipe is None or pass_ is not None:
         y = simulated(x, weight, bias, scales, Casts(), [None] * 3, geometry)
-        return y if pass_ is None else measured(pass_, histories, x, weight, y)
+        return y if pass_ is None else measured(pass_, states, x, weight, y)
     static = static_exponents(recipe, x, weight)
     name = product_name("conv", weight, recipe)
     casts = casts_of(recipe.text, True, name, static, False)
     warn_unsummed(recipe, "a convolution")
-    return simulated(x, weight, bias, scales, casts, histories, geometry)
+    return simulated(x, weight, bias, scales, casts, states, geometry)
 
 
 def _per_dim(value: Ints, dims: int, what: str) -> list[int]:

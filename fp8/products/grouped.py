@@ -35,7 +35,7 @@ from ..casts.rotation import rotation_signs, without_autocast
 from ..common.compiler import apply, in_graph, is_differentiated_again
 from ..formats.quantize import refuse_nested
 from ..recipes.recipe import Recipe
-from .active import layer_histories, product_recipe, static_exponents
+from .active import histories, product_recipe, static_exponents
 from .matmul import ONES, check_scales, gemm, measured
 from .sums import Scales, warn_unsummed
 
@@ -158,15 +158,15 @@ def _product(
     """``a b^T`` by groups. b is cast as a weight if it is a stack."""
     layer, split = b.ndim == 3, -2 if b.ndim == 3 else -1
     groups = b.shape[0] if layer else offs.shape[0]  # type: ignore[union-attr]
-    histories = layer_histories(recipe, "grouped_mm", a, b, layer, groups)
+    states = histories(recipe, "grouped_mm", a, b, layer=layer, groups=groups)
     if (pass_ := measuring()) is not None and recipe is not None:
         y = _product(a, b, offs, scales, None, static)
-        return measured(pass_, histories, a, b, y, lambda x: pieces(x, offs, split))
+        return measured(pass_, states, a, b, y, lambda x: pieces(x, offs, split))
     name = product_name("grouped_mm", b if layer else None, recipe)
     casts = Casts() if recipe is None else casts_of(recipe.text, layer, name, static)
     if recipe is not None:
         warn_unsummed(recipe, "a grouped product")
-    return _simulated(a, b, offs, scales, casts, split, histories)
+    return _simulated(a, b, offs, scales, casts, split, states)
 
 
 @in_graph
@@ -177,9 +177,9 @@ def _simulated(
     scales: Scales,
     casts: Casts,
     split: int,
-    histories: list[Any],
+    states: list[Any],
 ) -> Tensor:
-    of_a, of_b, of_grad = histories
+    of_a, of_b, of_grad = states
     signs = rotation_signs(casts.a, a)
     cast_a, scale_a = cast_groups(a, offs, split, -1, casts.a, of_a, signs=signs)
     cast_b, scale_b = cast_groups(b, offs, split, -1, casts.b, of_b, signs=signs)

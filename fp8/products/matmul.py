@@ -47,7 +47,7 @@ from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
-from .active import ACTIVE, chosen, layer_histories, static_exponents
+from .active import ACTIVE, chosen, histories, static_exponents
 from .sums import Scales, Settings, summed_product
 
 aten = torch.ops.aten
@@ -354,24 +354,24 @@ def multiply(
     if recipe is None:
         return _as_it_is(a, b, bias, scales, bias_scale)
     layer = kind != "matmul"
-    histories = layer_histories(recipe, kind, a, b, layer)
+    states = histories(recipe, kind, a, b, layer=layer)
     if (pass_ := measuring()) is not None:
-        return measured(pass_, histories, a, b, _as_it_is(a, b, bias, scales, bias_scale))
+        return measured(pass_, states, a, b, _as_it_is(a, b, bias, scales, bias_scale))
     name = product_name(kind, b if kind == "linear" else None, recipe)
     casts = casts_of(recipe.text, layer, name, static)
     sampled = bool(name) and is_sampled(name)  # such products are simulated, with torch's sums
     if recipe.accumulate is not None and not sampled:
         (like,) = to_autocast_dtype(a[:0])
         how = Settings(scales, casts, recipe.sums, dtype_name(like.dtype), bias_scale)
-        return summed_product(a, b, bias, histories, how)
+        return summed_product(a, b, bias, states, how)
     if backend != "simulate" and not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
         unnamed = casts_of(recipe.text, layer, "", static) if name else casts
         if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
             dtype, fast = dtype_name(like.dtype), recipe.is_fast
             settings = native.Settings(kinds, scales, casts, dtype, bias_scale, fast, layer)
-            return native.product(a, b, bias, histories, settings)
-    return simulated(a, b, bias, scales, casts, histories, None, bias_scale)
+            return native.product(a, b, bias, states, settings)
+    return simulated(a, b, bias, scales, casts, states, None, bias_scale)
 
 
 @in_graph
@@ -381,12 +381,12 @@ def simulated(
     bias: Tensor | None,
     scales: Scales,
     casts: Casts,
-    histories: list[Any],
+    states: list[Any],
     geometry: Geometry | None = None,
     bias_scale: float = 1.0,
 ) -> Tensor:
     """Casts the operands and multiplies their values, or convolves them."""
-    of_a, of_b, of_grad = histories
+    of_a, of_b, of_grad = states
     signs = rotation_signs(casts.a, a)
     x, w, scale_x, scale_w = a, b, None, None
     if casts.a is not None:
@@ -402,11 +402,11 @@ def simulated(
 
 
 def measured(
-    pass_: Measurement, histories: list[Any], a: Tensor, b: Tensor, y: Tensor, parts: Any = None
+    pass_: Measurement, states: list[Any], a: Tensor, b: Tensor, y: Tensor, parts: Any = None
 ) -> Tensor:
     """``y``, the uncast product of a and b; measures its operands and its gradient. parts: as in
     `Measurement.operand`."""
-    of_a, of_b, of_grad = histories
+    of_a, of_b, of_grad = states
     pass_.operand(of_a, a, parts)
     pass_.operand(of_b, b, parts)
     return pass_.gradient(of_grad, y, parts)
@@ -491,13 +491,14 @@ def matmul(
     backend: str = "simulate",
     static: Exponents | None = None,
     unit: bool = False,
+    cast: bool = True,
 ) -> Tensor:
     """``s_y * left @ right`` with the shapes and broadcasting of `torch.matmul`.
 
     Both operands are cast as the recipe's input; in the gradient of the right one, the casts are
-    those of grad_weight. Otherwise as `linear`.
+    those of grad_weight. cast: False for none, whatever the block. Otherwise as `linear`.
     """
-    if recipe is None and ACTIVE.blocks:
+    if recipe is None and cast and ACTIVE.blocks:
         recipe, backend = chosen(unit)
     check_scales(scales)
     if static is None and recipe is not None and ACTIVE.static:
@@ -511,25 +512,6 @@ def matmul(
         )
     a = left.unsqueeze(0) if left.ndim == 1 else left
     b = right.unsqueeze(1) if right.ndim == 1 else right
-    y = _batched(a, b, scales, recipe, backend, static or (0, 0))
-    y = y.squeeze(-1) if right.ndim == 1 else y
-    return y.squeeze(-1 if right.ndim == 1 else -2) if left.ndim == 1 else y
-
-
-def uncast_matmul(left: Tensor, right: Tensor, *, scales: Scales) -> Tensor:
-    """`matmul` of at least two dimensions without casts, whatever the recipe."""
-    return _batched(left, right, scales, None, "simulate", (0, 0))
-
-
-def _batched(
-    a: Tensor,
-    b: Tensor,
-    scales: Scales,
-    recipe: Recipe | None,
-    backend: str,
-    static: Exponents,
-) -> Tensor:
-    """The product of two matrices or (broadcast) batches of them, in one call of `multiply`."""
     batch = a.shape[:-2]
     if b.ndim == 2:  # a batch times one matrix is one product
         rows = a if a.ndim == 2 else a.flatten(0, -2)
@@ -539,5 +521,8 @@ def _batched(
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
     # Not the attribute mT, which torch.compile makes an alias outside of control flow.
-    y = multiply(rows, b.transpose(-2, -1), None, scales, recipe, backend, static, "matmul")
-    return y if y.ndim == a.ndim else y.reshape(*batch, a.shape[-2], b.shape[-1])
+    settings = (scales, recipe, backend, static or (0, 0), "matmul")
+    y = multiply(rows, b.transpose(-2, -1), None, *settings)
+    y = y if y.ndim == a.ndim else y.reshape(*batch, a.shape[-2], b.shape[-1])
+    y = y.squeeze(-1) if right.ndim == 1 else y
+    return y.squeeze(-1 if right.ndim == 1 else -2) if left.ndim == 1 else y
