@@ -16,7 +16,7 @@ from ..common.dtensor import is_dtensor, part_of, reduced
 from ..common.validation import refuse_transformed
 from ..formats.format import Format, get_format
 from ..formats.quantize import in_dtype, quantize_operand
-from .rules import BY_ERROR, E8M0, LARGEST, RULES, SMALLEST, UNITS, defined
+from .rules import BY_ERROR, E8M0, LARGEST, POWERS, RULES, SMALLEST, UNITS, defined
 
 __all__ = ["SCALINGS", "Scaling", "Tile"]
 
@@ -39,38 +39,30 @@ class Scaling(NamedTuple):
     """Whether a cast may choose another tile."""
 
 
+_ANY = ("up", "floor", "exact")
+
 SCALINGS: dict[str, Scaling] = {
     "unit": Scaling("1: the operand is expected to have RMS about 1", (0, 0), ()),
-    "tensor": Scaling("one of its largest magnitude, now", (0, 0), ("up", "floor", "exact")),
+    "tensor": Scaling("one of its largest magnitude, now", (0, 0), _ANY),
     "delayed": Scaling(
         "one of its largest magnitude in the last passes, which a converted layer keeps",
         (0, 0),
-        ("up", "floor", "exact"),
+        _ANY,
     ),
     "static": Scaling(
         "one power of two that brings it to RMS 1, measured once: `fp8.calibrate`", (0, 0), ()
     ),
     "row": Scaling(
-        "one for each row along the axis that is summed over: token, output channel",
-        (1, 0),
-        ("up", "floor", "exact"),
+        "one for each row along the axis that is summed over: token, output channel", (1, 0), _ANY
     ),
     "block": Scaling(
-        "one for each 128 values along that axis; weights: 128 x 128",
-        (1, 128),
-        ("up", "floor", "exact"),
-        free=True,
+        "one for each 128 values along that axis; weights: 128 x 128", (1, 128), _ANY, free=True
     ),
-    "mx": Scaling(
-        "E8M0, one for each 32 values along that axis",
-        (1, 32),
-        ("up", "floor"),
-        free=True,
-    ),
+    "mx": Scaling("E8M0, one for each 32 values along that axis", (1, 32), POWERS, free=True),
     "nv": Scaling(
         "e4m3 times one float32 for the tensor, one for each 16 values along that axis",
         (1, 16),
-        ("e4m3", "e4m3_up", "e4m3_guarded", "e4m3_4_6", "e4m3_4_6_up", "e4m3_eden"),
+        tuple(rule for rule in RULES if rule in UNITS),
         free=True,
     ),
 }

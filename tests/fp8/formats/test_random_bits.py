@@ -54,16 +54,6 @@ def test_streams_are_independent() -> None:
 
 
 @pytest.mark.exhaustive
-def test_one_bit_of_the_index_or_the_seed_changes_half_of_the_bits() -> None:
-    index = random_bits((COUNT,), 0)
-    for bit in range(16):
-        flipped = index[torch.arange(COUNT) ^ (1 << bit)]
-        assert_fair(index ^ flipped)
-    for bit in range(0, 63, 2):
-        assert_fair(index[: COUNT // 8] ^ random_bits((COUNT // 8,), 1 << bit))
-
-
-@pytest.mark.exhaustive
 def test_values_and_successive_pairs_are_uniform() -> None:
     """Chi-squared over 2**12 buckets of the top bits, of the bottom ones, and of pairs: mean 4095,
     deviation sqrt(2 * 4095)."""
