@@ -83,6 +83,6 @@ CORE = "surgery"
 
 HOOKS = {
     "fp8.recipes.policy": "fp8.lab.forecast.forecast",
-    "fp8.products.sums": "fp8.lab.sums.product",
+    "fp8.products.matmul": "fp8.lab.sums.product",
 }
 """A module of the core -> what it imports of another tier, inside of a function."""

@@ -262,7 +262,8 @@ def _checked_name(kind: str, weight: Tensor | None, recipe: Recipe) -> str:
     if not torch.is_grad_enabled() or in_shape_inference():
         return ""
     if isinstance(weight, nn.Parameter):
-        check, layer = OPEN.check, _ = _check_of(weight, recipe.name)
+        OPEN.check, layer = _check_of(weight, recipe.name)
+        check = OPEN.check
     else:
         check, layer = _check_without(kind, recipe.name), ""
     if check is None or check.warned:

@@ -17,6 +17,10 @@ from ..common.validation import check_name
 from ..native import product as native
 from ..recipes.history import LayerState, role_of
 from ..recipes.recipe import Recipe
+from ..warnings import RecipeWarning, warn_once
+
+Scales = tuple[float, float, float]
+"""Factors of a product's output and of the gradients of its first and second operand."""
 
 BACKENDS = ("simulate", "native", "auto")
 """How a product is computed. "simulate": from rounded operands in the dtype of the tensors.
@@ -229,6 +233,18 @@ def histories(
 NO_STATE = (
     "recipe {0!r} keeps scales between passes, and a scale belongs to a layer: "
     "fp8.convert(model, {0!r}) gives each layer its own"
+)
+
+
+def warn_unsummed(recipe: Recipe, product: str) -> None:
+    """Warns, once, of a kind of product with torch's sums."""
+    if recipe.accumulate is not None:
+        warn_once(RecipeWarning, _UNSUMMED.format(product, recipe.accumulate), key=product)
+
+
+_UNSUMMED = (
+    "{} has no sums of accumulate={!r}: its operands are cast, and its sums are torch's. Linear "
+    "layers and matrix products have them"
 )
 
 

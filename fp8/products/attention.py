@@ -19,9 +19,8 @@ from ..casts.casting import cast_backward, cast_forward
 from ..casts.counts import product_name
 from ..casts.rotation import without_autocast
 from ..recipes.recipe import Recipe
-from .active import histories, product_recipe, static_exponents
+from .active import histories, product_recipe, static_exponents, warn_unsummed
 from .matmul import matmul, to_autocast_dtype
-from .sums import warn_unsummed
 
 
 def attention(

@@ -18,9 +18,8 @@ from torch.nn import functional as F
 from ..casts.counts import product_name
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, casts_of
-from .active import histories, product_recipe, static_exponents
+from .active import Scales, histories, product_recipe, static_exponents, warn_unsummed
 from .matmul import ONES, Geometry, check_scales, measured, simulated
-from .sums import Scales, warn_unsummed
 
 Ints = int | Sequence[int]
 

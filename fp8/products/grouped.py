@@ -35,9 +35,8 @@ from ..casts.rotation import rotation_signs, without_autocast
 from ..common.compiler import apply, in_graph, is_differentiated_again
 from ..formats.quantize import refuse_nested
 from ..recipes.recipe import Recipe
-from .active import histories, product_recipe, static_exponents
+from .active import Scales, histories, product_recipe, static_exponents, warn_unsummed
 from .matmul import ONES, check_scales, gemm, measured
-from .sums import Scales, warn_unsummed
 
 
 @torch.library.custom_op(

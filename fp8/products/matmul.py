@@ -47,8 +47,7 @@ from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
-from .active import ACTIVE, chosen, histories, static_exponents
-from .sums import Scales, Settings, summed_product
+from .active import ACTIVE, Scales, chosen, histories, static_exponents
 
 aten = torch.ops.aten
 
@@ -361,9 +360,11 @@ def multiply(
     casts = casts_of(recipe.text, layer, name, static)
     sampled = bool(name) and is_sampled(name)  # such products are simulated, with torch's sums
     if recipe.accumulate is not None and not sampled:
+        from ..lab.sums.product import Settings, product
+
         (like,) = to_autocast_dtype(a[:0])
         how = Settings(scales, casts, recipe.sums, dtype_name(like.dtype), bias_scale)
-        return summed_product(a, b, bias, states, how)
+        return product(a, b, bias, states, how)
     if backend != "simulate" and not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
         unnamed = casts_of(recipe.text, layer, "", static) if name else casts

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,15 +22,25 @@ from ...casts.casting import (
     format_of,
     quantized,
 )
-from ...casts.operands import one_copy, saved_tensors
+from ...casts.operands import Casts, one_copy, saved_tensors
 from ...casts.rotation import rotation_signs
 from ...common.compiler import in_graph, is_differentiated_again, updates_states
 from ...formats.quantize import check_dtype
-from ...products.sums import Settings
 from ...recipes.scaling import widened
 from ...recipes.tensor_cores import TENSOR_CORES
 from ...tensors.scaled_tensor import dequantized
 from .dot import dot
+
+
+class Settings(NamedTuple):
+    """The constants of a product and its gradients. scales: of the output and of both gradients.
+    sums: `fp8.Recipe.sums`. dtype: the name of that of the output."""
+
+    scales: tuple[float, float, float]
+    casts: Casts
+    sums: str
+    dtype: str
+    bias_scale: float
 
 
 @in_graph
