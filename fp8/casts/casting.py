@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -308,7 +308,8 @@ def by_tiles(
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """The numbers of the format in ``x``, the scales of tiles, `scaled_tiles` of x and the
     dimensions of a tile. of: as in `_round_part`. converts: as in `quantized`."""
-    rule, format = cast("str", spec.rule), format_of(spec)
+    assert spec.rule is not None
+    rule, format = spec.rule, format_of(spec)
     tiles, dims = scaled_tiles(x, spec.tile, axis)
     assert dims is not None
     scale = with_margin(_scales_of(tiles, dims, spec, axis, of), spec.margin, rule)
@@ -340,7 +341,8 @@ def _scales_of(
     tiles: Tensor, dims: tuple[int, ...], spec: LoweredCast, axis: int, of: Any
 ) -> Tensor:
     """`scale_of` for tiles of a tensor, or of the local part of the DTensor ``of``."""
-    unit, rule, format = None, cast("str", spec.rule), format_of(spec)
+    assert spec.rule is not None
+    unit, rule, format = None, spec.rule, format_of(spec)
     if of is not None:
         for dim, by in zip((-2, -1), spec.tile if axis == -1 else spec.tile[::-1], strict=True):
             if by > 1:
@@ -356,8 +358,10 @@ def tensor_unit(
     tiles: Tensor, dims: tuple[int, ...] | None, spec: LoweredCast, of: Any = None
 ) -> Tensor:
     """The unit of the scales of a rule in UNITS. of: as in `_round_part`."""
-    rule, of_all = cast("str", spec.rule), (tiles, dims) if of is None else (_amax_of(of), None)
-    return with_margin(scaling.unit_of(*of_all, format_of(spec), rule), spec.margin, rule)
+    assert spec.rule is not None
+    of_all = (tiles, dims) if of is None else (_amax_of(of), None)
+    unit = scaling.unit_of(*of_all, format_of(spec), spec.rule)
+    return with_margin(unit, spec.margin, spec.rule)
 
 
 def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:

@@ -137,10 +137,8 @@ def conv_transpose(
     """
     check_scales(scales)
     dims = _dims(input, weight)
-    steps, margins = _per_dim(stride, dims, "stride"), _per_dim(padding, dims, "padding")
-    stretch, extra = (
-        _per_dim(dilation, dims, "dilation"),
-        _per_dim(output_padding, dims, "output_padding"),
-    )
+    named = {"stride": stride, "padding": padding, "dilation": dilation}
+    steps, margins, stretch = (_per_dim(value, dims, what) for what, value in named.items())
+    extra = _per_dim(output_padding, dims, "output_padding")
     geometry = Geometry(steps, margins, stretch, True, extra, groups)
     return _convolve(input, weight, bias, scales, geometry, unit)

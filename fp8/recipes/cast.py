@@ -73,21 +73,21 @@ class Cast:
         check_choice("scaling", self.scaling, SCALINGS)
         check_choice("rounding", self.rounding, ROUNDINGS)
         check_choice("overflow", self.overflow, OVERFLOWS)
+        if not format.signed:
+            raise ValueError(f"format {format.name!r} has no negative values: it is for scales")
+        if self.overflow == "nonfinite" and format.nonfinite is None:
+            raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
         self._complete_rule()
         self._complete_history()
         self._complete_tile()
         self._check_rotation()
         if self.rule in CORRECTED:
             self._check_corrected()
-        text = self.format.text if isinstance(self.format, Format) else self.format
+        name = self.format.text if isinstance(self.format, Format) else self.format
         rule = f"{self.rule}{E8M0}" if self.scaling == "mx" else self.rule
         rounding = (self.rounding, self.overflow, self.hadamard, self.signs)
-        text = json.dumps([text, rule, self.tile, self.margin, *rounding])
+        text = json.dumps([name, rule, self.tile, self.margin, *rounding])
         object.__setattr__(self, "text", text)
-        if not format.signed:
-            raise ValueError(f"format {format.name!r} has no negative values: it is for scales")
-        if self.overflow == "nonfinite" and format.nonfinite is None:
-            raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
 
     def _complete_rule(self) -> None:
         rules = SCALINGS[self.scaling].rules
