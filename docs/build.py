@@ -100,11 +100,11 @@ def formats(format: Format) -> list[str]:
     overflow = "refused" if format.nonfinite is None else number(format.nonfinite)
     return [
         f"`{format.name}`",
-        f"{int(format.signed)} + {format.exponent_bits} + {format.mantissa_bits}",
+        f"1 + {format.exponent_bits} + {format.mantissa_bits}",
         str(format.bias),
         number(format.max),
         number(format.min_normal),
-        number(format.min_subnormal) if format.signed else "none",
+        number(format.min_subnormal),
         "yes" if format.infinity else "no",
         "yes" if format.nan else "no",
         "yes" if format.negative_zero else "no",

@@ -106,7 +106,7 @@ def _number(value: float) -> str:
 
 def formats() -> str:
     """Every signed format of FORMATS: from its smallest to its largest magnitude."""
-    rows = sorted((f for f in FORMATS.values() if f.signed), key=lambda f: (f.bits, f.bias))
+    rows = sorted(FORMATS.values(), key=lambda f: (f.bits, f.bias))
     top, step = 40, 27
     bottom = top + step * len(rows)
     parts = [text(_at(0), 22, "RMS 1", "soft", "middle"), line(_at(0), 28, _at(0), bottom, True)]

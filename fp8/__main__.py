@@ -34,7 +34,7 @@ COMMANDS: dict[str, Any] = {
 def _format_row(format: Format) -> tuple[Any, ...]:
     return (
         format.name,
-        f"{int(format.signed)}/{format.exponent_bits}/{format.mantissa_bits}",
+        f"1/{format.exponent_bits}/{format.mantissa_bits}",
         format.bias,
         *(float(number) for number in (format.max, format.min_normal, format.min_subnormal)),
         *(format.infinity, format.nan, format.negative_zero),

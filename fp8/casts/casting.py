@@ -39,7 +39,7 @@ from ..formats.quantize import (
 from ..formats.rounding import Grid, divided
 from ..recipes import scaling
 from ..recipes.cast import Cast
-from ..recipes.rules import CORRECTED, POWERS, UNITS, scale_format
+from ..recipes.rules import CORRECTED, POWERS, UNITS
 from ..recipes.scaling import inverse_of, scale_of, scaled_tiles, with_margin
 from ..tensors.scaled_tensor import dequantized
 from .counts import Observed, observe
@@ -453,7 +453,7 @@ def quantized(
         result = QuantizedOperand(values, static_scale(0, x) if scale is None else scale)
     else:
         values, scale, tiles, dims = by_tiles(x, spec, axis, converts=converts)
-        unit = tensor_unit(tiles, dims, spec) if scale_format(spec.rule) == "e4m3" else None
+        unit = tensor_unit(tiles, dims, spec) if spec.rule in UNITS else None
         scale = scale.squeeze(dims) if spec.tile[1] else scale
         result = QuantizedOperand(untiled(values, x, spec.tile, axis), scale, unit)
     return result.mT if axis == -2 else result

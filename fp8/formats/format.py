@@ -34,9 +34,7 @@ class Format:
     """A binary floating-point format: its values, and how values outside of it are represented.
 
     A code with exponent field E > 0 and mantissa field M is (1 + M / 2**mantissa_bits) * 2**(E -
-    bias); with E = 0 it is (M / 2**mantissa_bits) * 2**(1 - bias): zero and the subnormals. An
-    unsigned format (`signed=False`; only scales use one) has no sign bit, no zero and no
-    subnormals: E = 0 is like any other.
+    bias); with E = 0 it is (M / 2**mantissa_bits) * 2**(1 - bias): zero and the subnormals.
 
     Attributes:
         name: the name that `get_format` looks up and `str` prints.
@@ -48,7 +46,6 @@ class Format:
         infinity: whether the format has codes for +-Inf.
         nan: whether the format has a code for NaN. NaN in a tensor always stays NaN.
         negative_zero: whether -0 differs from +0; if not, -0 becomes +0.
-        signed: False for a format of positive scales.
         dtype: a torch dtype with these values, for casts of tensors, or None.
 
     Raises:
@@ -66,7 +63,6 @@ class Format:
     infinity: bool = False
     nan: bool = False
     negative_zero: bool = True
-    signed: bool = True
     dtype: torch.dtype | None = None
 
     text: ClassVar[str]
@@ -94,7 +90,6 @@ class Format:
         check_range(f"the exponent of max {self.max}", self.max_exponent, self.min_exponent, high)
         steps = math.ldexp(self.max, self.mantissa_bits - self.max_exponent)
         require(steps.is_integer(), f"max {self.max} has more than {self.mantissa_bits} bits")
-        require(self.signed or not self.negative_zero, "an unsigned format has no -0")
         require(self.dtype is None or self._is_in(self.dtype), f"{self.dtype} lacks its values")
         row = FORMATS.get(self.name, self)
         require(row == self, f"fp8.FORMATS has other values of that name: {row!r}; choose another")
@@ -107,15 +102,14 @@ class Format:
         """Whether a dtype has the range and precision of the format."""
         if not dtype.is_floating_point:
             return False
-        limits, low = torch.finfo(dtype), -self.max if self.signed else self.min_normal
-        step = 2.0**-self.mantissa_bits
+        limits, step = torch.finfo(dtype), 2.0**-self.mantissa_bits
         fine = limits.eps <= step and limits.smallest_normal * step <= self.min_subnormal
-        return fine and limits.min <= low and limits.max >= self.max
+        return fine and limits.min <= -self.max and limits.max >= self.max
 
     @staticmethod
     def from_text(text: str) -> Format:
         """The format with this `text`. Not validated again."""
-        name, exponent_bits, mantissa_bits, bias, largest, *flags, dtype = text.rsplit("|", 9)
+        name, exponent_bits, mantissa_bits, bias, largest, *flags, dtype = text.rsplit("|", 8)
         sizes = (int(exponent_bits), int(mantissa_bits), int(bias), float(largest))
         kind = getattr(torch, dtype) if dtype else None
         values = (name, *sizes, *[flag == "1" for flag in flags], kind, text)
@@ -129,8 +123,8 @@ class Format:
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal value; of all values in formats without subnormals."""
-        return 1 - self.bias if self.signed else -self.bias
+        """Exponent of the smallest normal value."""
+        return 1 - self.bias
 
     @property
     def max_exponent(self) -> int:
@@ -150,7 +144,7 @@ class Format:
     @property
     def bits(self) -> int:
         """Bits in a code: sign, exponent and mantissa."""
-        return int(self.signed) + self.exponent_bits + self.mantissa_bits
+        return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def nonfinite(self) -> float | None:
@@ -180,12 +174,10 @@ _FNUZ = {"nan": True, "negative_zero": False}
 _add("e4m3fnuz", (4, 3), 8, 240.0, **_FNUZ, dtype=torch.float8_e4m3fnuz)
 _add("e5m2fnuz", (5, 2), 16, 57344.0, **_FNUZ, dtype=torch.float8_e5m2fnuz)
 
-# OCP Microscaling Formats (MX) specification version 1.0, section 5.3: FP6, FP4 (all codes are
-# finite) and the scale of a block.
+# OCP Microscaling Formats (MX) specification version 1.0, section 5.3: all codes are finite.
 _add("e3m2", (3, 2), 3, 28.0)
 _add("e2m3", (2, 3), 1, 7.5)
 _add("e2m1", (2, 1), 1, 6.0)
-_add("e8m0", (8, 0), 127, 2.0**127, **_FNUZ, signed=False, dtype=torch.float8_e8m0fnu)
 
 # The upper half of a float32.
 _add("bf16", (8, 7), 127, (2 - 2.0**-7) * 2.0**127, infinity=True, nan=True, dtype=torch.bfloat16)

@@ -47,10 +47,9 @@ def quantize(
     """Rounds ``x / scale`` to `format` and multiplies by ``scale``.
 
     NaN stays NaN, also in formats without NaN. -0 stays -0 and negative values round to -0, except
-    in formats without -0. In an unsigned format (e8m0) zero becomes the smallest value and negative
-    values NaN. The result is a value of the format that the dtype of x can represent. Without a
-    scale, overflow therefore starts at the largest common value of the two (65280 for format "fp16"
-    in a bfloat16 tensor, and for "bf16" in a float16 tensor).
+    in formats without -0. The result is a value of the format that the dtype of x can represent.
+    Without a scale, overflow therefore starts at the largest common value of the two (65280 for
+    format "fp16" in a bfloat16 tensor, and for "bf16" in a float16 tensor).
 
     Not differentiable: see `quantize_forward` and `quantize_backward`.
 
@@ -260,11 +259,9 @@ def _grid(
     infinity: float | None,
 ) -> Grid:
     """The values of `format` that `dtype` can represent (with a scale, all), and overflow."""
-    largest, smallest = format.max, 0.0 if format.signed else format.min_subnormal
+    largest = format.max
     if not scaled and dtype in (torch.bfloat16, torch.float16):
-        limits = torch.finfo(dtype)
-        largest = _largest_of_both(format, limits)
-        smallest = smallest and max(smallest, limits.smallest_normal * limits.eps)
+        largest = _largest_of_both(format, torch.finfo(dtype))
     beyond: float | None = largest if overflow == "saturate" else format.nonfinite
     if beyond is None:
         raise ValueError(
@@ -272,7 +269,7 @@ def _grid(
             "use overflow='saturate'"
         )
     steps, values = (format.mantissa_bits, format.min_exponent), (largest, beyond)
-    return Grid(*steps, *values, format.negative_zero, smallest, random_bits, infinity)
+    return Grid(*steps, *values, format.negative_zero, random_bits, infinity)
 
 
 def _largest_of_both(format: Format, limits: torch.finfo) -> float:

@@ -55,8 +55,6 @@ class Grid(NamedTuple):
     beyond: float
     """The result for magnitudes above `largest`: `largest` itself (saturation), inf or nan."""
     negative_zero: bool
-    smallest: float
-    """0; in formats without zero the smallest value, to which [0, smallest) is rounded."""
     random_bits: int = 31
     """The number of random bits in stochastic rounding; see `random_bits.fewer_bits`."""
     infinity: float | None = None
@@ -97,8 +95,7 @@ def _fits_floats(grid: Grid, layout: Layout) -> bool:
     and subnormals of the dtype far below every step."""
     top = math.frexp(grid.largest)[1] - 1
     return (
-        grid.smallest == 0.0
-        and grid.mantissa_bits <= layout.mantissa_bits - 2
+        grid.mantissa_bits <= layout.mantissa_bits - 2
         and top + layout.mantissa_bits - grid.mantissa_bits < layout.bias
         and grid.min_exponent - grid.mantissa_bits - 31 > -layout.bias
     )
@@ -174,8 +171,6 @@ def _finish_bits(
 ) -> Tensor:
     """The bits of the result: applies overflow, NaN and sign to the rounded magnitude."""
     largest = layout.encode(grid.largest)
-    if grid.smallest:
-        rounded = rounded.clamp_(min=layout.encode(grid.smallest))
     if grid.beyond == grid.largest:
         rounded = rounded.clamp_(max=largest)
     else:
@@ -185,8 +180,6 @@ def _finish_bits(
     other = magnitude | layout.encode(math.nan) if quiet else magnitude
     rounded = torch.where(magnitude >= special, other, rounded)
     sign = raw ^ magnitude
-    if grid.smallest:
-        return torch.where((sign != 0) & (magnitude != 0), layout.encode(math.nan), rounded)
     if not grid.negative_zero:
         sign = torch.where(rounded == 0, 0, sign)
     return rounded | sign

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ..casts.casting import LoweredCast, QuantizedOperand, format_of, quantized, static_scale
 from ..common.compiler import in_memory
 from ..formats.quantize import in_dtype
-from ..recipes.rules import CORRECTED, UNITS, scale_format
+from ..recipes.rules import CORRECTED, UNITS
 from .blackwell import block_scaled
 
 ALIGNMENT = 16
@@ -100,7 +100,7 @@ def _kind(spec: LoweredCast) -> str:
         return "row" if across else "tensor"
     kind = _ALONG.get(along, "")
     rules = {
-        "nv": scale_format(rule) == "e4m3" and rule not in CORRECTED,
+        "nv": rule in UNITS and rule not in CORRECTED,
         "mx": rule not in (*UNITS, "exact"),
         "block": rule not in UNITS,
     }

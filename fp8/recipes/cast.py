@@ -14,7 +14,7 @@ from ..common.validation import check_between, check_choice, check_keys
 from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
-from .rules import CORRECTED, E8M0, RULES, scale_format
+from .rules import CORRECTED, E8M0, RULES
 from .scaling import SCALINGS
 
 SIGNS = ("fixed", "random")
@@ -47,9 +47,9 @@ class Cast:
             4.2); "random": drawn for each product, the same signs for both operands.
 
     Raises:
-        ValueError: for an unknown name, an unsigned format, a rule or tile that the scaling does
-            not support, random signs without a rotation, a rotation with a scaling that keeps state
-            between passes, and overflow="nonfinite" with a format that has neither Inf nor NaN.
+        ValueError: for an unknown name, a rule or tile that the scaling does not support, random
+            signs without a rotation, a rotation with a scaling that keeps state between passes, and
+            overflow="nonfinite" with a format that has neither Inf nor NaN.
         TypeError: for a name that is not a string.
     """
 
@@ -73,8 +73,6 @@ class Cast:
         check_choice("scaling", self.scaling, SCALINGS)
         check_choice("rounding", self.rounding, ROUNDINGS)
         check_choice("overflow", self.overflow, OVERFLOWS)
-        if not format.signed:
-            raise ValueError(f"format {format.name!r} has no negative values: it is for scales")
         if self.overflow == "nonfinite" and format.nonfinite is None:
             raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
         self._complete_rule()
@@ -147,11 +145,6 @@ class Cast:
                 f"rule {self.rule!r} needs blocks of one row, and rotations of whole blocks; got "
                 f"tile {self.tile} and hadamard={self.hadamard}"
             )
-
-    @property
-    def scale_format(self) -> str:
-        """The eight-bit format of the stored scales, "e8m0" or "e4m3"; "" for float32 or none."""
-        return "e8m0" if self.scaling == "mx" else scale_format(self.rule)
 
     @property
     def keeps_history(self) -> bool:

@@ -162,10 +162,3 @@ of all tiles, format) that returns the unit."""
 
 CORRECTED = ("e4m3_eden",)
 """Rules in UNITS whose scale, after the values are rounded by it, is replaced by `corrected`."""
-
-
-def scale_format(rule: str | None) -> str:
-    """The eight-bit format in which the scales of a rule are stored; "" for float32 or none."""
-    if rule is None:
-        return ""
-    return "e8m0" if rule.endswith(E8M0) else "e4m3" if rule in UNITS else ""

@@ -24,7 +24,6 @@ ML_DTYPES = {
     "e3m2": ml_dtypes.float6_e3m2fn,
     "e2m3": ml_dtypes.float6_e2m3fn,
     "e2m1": ml_dtypes.float4_e2m1fn,
-    "e8m0": ml_dtypes.float8_e8m0fnu,
     "bf16": ml_dtypes.bfloat16,
     "fp16": np.float16,
 }
@@ -38,7 +37,7 @@ GFLOAT = {
     "bf16": gf.format_info_bfloat16,
     "fp16": gf.format_info_binary16,
 }
-"""gfloat has no fnuz rows of its own; e8m0 is compared with ml_dtypes."""
+"""gfloat has no fnuz rows of its own."""
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -73,8 +72,7 @@ def nearest(x: Tensor, format: Format, overflow: str) -> Tensor:
     """What quantize(x, format, overflow=overflow) has to give, as float32.
 
     ml_dtypes decides. Where it has a convention of its own ours is applied: NaN stays NaN (it gives
-    -0 in formats without NaN); for e8m0 zero is the smallest value and numbers below 2**-126 are
-    rounded like all others.
+    -0 in formats without NaN).
     """
     values = x.float()
     if overflow == "saturate":
@@ -82,9 +80,6 @@ def nearest(x: Tensor, format: Format, overflow: str) -> Tensor:
     with np.errstate(all="ignore"):
         cast = values.numpy().astype(ML_DTYPES[format.name]).astype(np.float32)
     want = torch.from_numpy(cast)
-    if not format.signed:
-        tiny = (values >= 0) & (values < 2.0**-126)
-        want = torch.where(tiny, torch.where(values < 1.5 * 2.0**-127, 2.0**-127, 2.0**-126), want)
     want = torch.where(values.isnan(), torch.nan, want)
     return within(want, x.dtype, format, format.max if overflow == "saturate" else format.nonfinite)
 
@@ -97,8 +92,7 @@ def within(want: Tensor, dtype: torch.dtype, format: Format, beyond: float | Non
         return want
     top = want[want.isfinite() & (held == want)].abs().max()
     limit = top if beyond == format.max else torch.tensor(beyond, dtype=want.dtype)
-    want = torch.where(want.abs() > top, torch.copysign(limit, want), want)
-    return want if format.signed else want.clamp(min=2.0**-24)
+    return torch.where(want.abs() > top, torch.copysign(limit, want), want)
 
 
 def with_gfloat(

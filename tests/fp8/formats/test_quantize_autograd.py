@@ -86,7 +86,7 @@ def step(x: Tensor, half: Tensor, seed: Tensor) -> Tensor:
             quantize(x, CUSTOM),
             quantize(x, "bf16"),
             quantize(half, "e4m3fnuz").float(),
-            quantize(x, "e8m0", scale=x.new_full((37, 1), 0.7)),
+            quantize(x, "e2m1", scale=x.new_full((37, 1), 0.7)),
         ]
     )
 

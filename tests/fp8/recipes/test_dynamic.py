@@ -87,7 +87,7 @@ def test_a_second_shape_makes_it_dynamic():
 
 def test_quantize():
     def run(x: Tensor) -> Tensor:
-        return fp8.quantize(x, MINE, scale=0.5) + fp8.quantize(x, "e8m0") + fp8.quantize(x, "bf16")
+        return fp8.quantize(x, MINE, scale=0.5) + fp8.quantize(x, "bf16")
 
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="eager")
     for rows in (5, 9):
