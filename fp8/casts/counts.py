@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import threading
 import weakref
 from collections import Counter, deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,7 +35,7 @@ signal and noise: squares of the elements and of their errors."""
 
 class _Open(threading.local):
     """The recorders open in this thread, innermost last, each with a counter of unnamed products by
-    kind; and the check of the last weight whose product was observed in the open block."""
+    kind; and the check of the last product that was observed in the open block."""
 
     def __init__(self) -> None:
         self.recorders: list[tuple[CastRecorder, Counter[str]]] = []
@@ -203,8 +205,9 @@ _CHECK_OF: weakref.WeakKeyDictionary[nn.Module, CastLossCheck | None] = weakref.
 """Models whose layers have names -> the check of these."""
 _CHECKED = "fp8_checked"
 """The parameter attribute that holds the recipes under which its product was observed."""
-_CHECKED_KINDS: set[tuple[str, str]] = set()
-"""(recipe, kind) of the products without a weight that were observed."""
+_CHECKED_LINES: set[tuple[str, int, str]] = set()
+"""(file, line, recipe) of the calls of products without a weight that were observed."""
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 def forget_checks(model: nn.Module) -> None:
@@ -214,12 +217,17 @@ def forget_checks(model: nn.Module) -> None:
         vars(parameter).pop(_CHECKED, None)
 
 
-def _check_without(kind: str, recipe: str) -> CastLossCheck | None:
-    """The check of a product without a weight: that of the weight before it, which is observed; or
-    else, of the first product of its kind, one of its own."""
-    first = (recipe, kind) not in _CHECKED_KINDS
-    _CHECKED_KINDS.add((recipe, kind))
-    return OPEN.check or (CastLossCheck(recipe) if first else None)
+def _check_without(recipe: str) -> CastLossCheck | None:
+    """The check of a product without a weight: that of the product before it, or a new one if its
+    line of code was not observed."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    line = (frame.f_code.co_filename, frame.f_lineno, recipe)
+    if OPEN.check is None and line not in _CHECKED_LINES:
+        OPEN.check = CastLossCheck(recipe)
+    _CHECKED_LINES.add(line)
+    return OPEN.check
 
 
 def _check_of(weight: nn.Parameter, recipe: str) -> tuple[CastLossCheck | None, str]:
@@ -233,8 +241,9 @@ def _check_of(weight: nn.Parameter, recipe: str) -> tuple[CastLossCheck | None, 
             if parameter is weight:
                 check = _CHECK_OF[model] = _CHECK_OF[model] or CastLossCheck(recipe)
                 return check, repr(path.rpartition(".")[0] or type(model).__name__)
-    check = OPEN.check
-    return (CastLossCheck(recipe) if check is None or check.recipe != recipe else check), ""
+    last = OPEN.check
+    goes_on = last is not None and last.recipe == recipe and not last.warned
+    return (last if goes_on else CastLossCheck(recipe)), ""
 
 
 def is_sampled(name: str) -> bool:
@@ -262,10 +271,10 @@ def _checked_name(kind: str, weight: Tensor | None, recipe: Recipe) -> str:
     if not torch.is_grad_enabled() or in_shape_inference():
         return ""
     if isinstance(weight, nn.Parameter):
-        OPEN.check, layer = _check_of(weight, recipe.name)
-        check = OPEN.check
+        check, layer = _check_of(weight, recipe.name)
+        OPEN.check = check
     else:
-        check, layer = _check_without(kind, recipe.name), ""
+        check, layer = _check_without(recipe.name), ""
     if check is None or check.warned:
         return ""
     if not layer:

@@ -80,8 +80,8 @@ def kernel_of(a: LoweredCast | None, b: LoweredCast | None) -> tuple[str, str]:
     if "random" in (a.signs, b.signs):
         return "", "random signs of a rotation are simulated"
     if "" in kinds:
-        tiles = "{} x {} by rule {!r} and {} x {} by rule {!r}"
-        return "", f"no kernel has tiles of {tiles}".format(*a.tile, a.rule, *b.tile, b.rule)
+        spec = b if _kind(a) else a
+        return "", "no kernel has tiles of {} x {} by rule {!r}".format(*spec.tile, spec.rule)
     if len(kinds) > 1 and kinds != {"tensor", "row"}:
         return "", "no kernel multiplies scales by {} by scales by {}".format(*sorted(kinds))
     kind = "row" if "row" in kinds else kinds.pop()

@@ -219,18 +219,14 @@ def grouped_mm(
     (groups, m, n) or (m, tokens), in their dtype. offs: (groups,), int32: the ends of the groups
     along tokens; None for two stacks. Rows beyond the last end are zero in the result and in
     gradients. scales, recipe, unit: as in `fp8.products.matmul.matmul`. Raises ValueError for other
-    shapes and for offsets that are not int32, descend or exceed the number of tokens, TypeError for
-    operands of different dtypes.
+    shapes and offsets, TypeError for operands of different dtypes.
 
-    A stack (3 dimensions) that is multiplied by a matrix is the weight of the groups, one for each;
-    of two stacks, the second one is. Two matrices are two activations. Every group is cast as one
-    matrix, as experts are scaled in TransformerEngine (GroupedLinear), torchao (moe_training) and
-    DeepSeek-V3 (arXiv:2412.19437, section 3.3): scales of whole operands belong to a group, and
-    blocks along tokens begin with a group. A group without tokens leaves its history as it is. NaN
-    and Inf stay in their group.
-
-    Under `torch.autocast` dtypes do not change, as in torch. No backend has kernels for groups: the
-    casts are simulated.
+    The stack (of two, the second one) is the weight of the groups; two matrices are two
+    activations. Every group is cast as one matrix, as in TransformerEngine (GroupedLinear), torchao
+    (moe_training) and DeepSeek-V3 (arXiv:2412.19437, section 3.3): scales of whole operands belong
+    to a group, and blocks along tokens begin with a group. A group without tokens leaves its
+    history as it is. NaN and Inf stay in their group. The casts are simulated, and `torch.autocast`
+    changes no dtype, as in torch.
     """
     recipe = product_recipe(unit) if recipe is None else recipe
     _check(left, right, offs)

@@ -208,25 +208,6 @@ def test_other_dtypes_and_autocast(dtype):
     assert run("native", "unit", (x, w, b))[0].dtype == torch.float32
 
 
-def test_in_a_block_and_in_a_converted_model():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 17), nn.Linear(17, 16))
-    x = randn(2, 5, 32, seed=1)
-    with fp8.autocast("tensor"):
-        want = model(x)
-    with fp8.autocast("tensor", backend="native"):
-        got = model(x)
-        with fp8.autocast("tensor"):
-            assert torch.equal(model(x), want)
-    torch.testing.assert_close(got, want)
-    fp8.convert(model, "tensor", backend="native")
-    torch.testing.assert_close(model(x), want)
-    rows = {row.path: row.why for row in fp8.report(model)}
-    assert rows["0"] == "tensor, native"
-    assert "17" in rows["2"]
-    assert "simulated" in rows["2"]
-
-
 @pytest.mark.native(whole_graph=True)
 @pytest.mark.parametrize("recipe", ["unit", "row", "row_gw_hp"])
 def test_a_compiled_backward_pass_reads_no_weight(recipe):

@@ -10,8 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8
-from fp8.casts.casting import lowered
-from fp8.casts.groups import cast_groups
 from fp8.lab.trace import trace
 from fp8.products.grouped import grouped_mm
 from fp8.products.matmul import linear, matmul
@@ -338,7 +336,6 @@ def test_trace_counts_the_flops_of_all_groups():
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torchao = pytest.importorskip("torchao", reason="torchao is an oracle")
-    from torchao.prototype.moe_training import utils as ao
     from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.quantization.quantize_.common import KernelPreference
@@ -357,13 +354,3 @@ def test_mxfp8_is_torchaos():
     }
     theirs = both(lambda: _to_mxfp8_then_scaled_grouped_mm(x, w.mT, offs=offs, **how), x, w)
     assert_same(both(lambda: grouped_mm(x, w.mT, offs, recipe=RECIPES["mxfp8"]), x, w), theirs)
-
-
-def test_scales_by_column_of_a_group_are_torchaos():
-    x = randn(TOKENS, K).detach()
-    offs = torch.tensor([3, 41, 90, 96], dtype=torch.int32)
-    values, scales = ao.torch_to_float8_per_group_colwise(x, offs, round_scales_to_power_of_2=True)
-    spec = lowered(fp8.Cast(format="e4m3", scaling="row", rule="up"))
-    ours, _ = cast_groups(x, offs, -2, -2, spec)
-    inverse = scales.view(4, K).repeat_interleave(torch.diff(offs, prepend=offs.new_zeros(1)), 0)
-    assert torch.equal(ours, values.float() / inverse)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 import fp8
 from fp8 import Cast, Format, Recipe
-from fp8.common.compiler import apply
 from fp8.products.grouped import grouped_mm
 from fp8.products.matmul import linear, matmul
 from tests.fp8.compare import outcome
@@ -388,20 +387,6 @@ def test_refusals():
 def test_weight_of_one_dimension():
     x, w, b = randn(2, 5, 7), randn(7), randn(1).squeeze()
     torch.testing.assert_close(linear(x, w, b), F.linear(x, w, b))
-
-
-def test_apply_raises_the_error_of_forward():
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(x):
-            raise RuntimeError("of forward")
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-    with pytest.raises(RuntimeError, match="of forward"):
-        apply(Fails, randn(2))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
