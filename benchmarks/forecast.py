@@ -1,14 +1,15 @@
 """What a training step takes on an H100, from the compiler's code: `fp8.forecast`.
 
-``python -m benchmarks.forecast [block] [published]`` needs a CUDA build of torch, and no GPU.
-block: a Llama block under every recipe with kernels and torchao's. published: steps whose times
-were published, beside the forecast. Minutes for each variant, on one core.
+``python -m benchmarks.forecast [block] [combined] [published]`` needs a CUDA build of torch, and no
+GPU. block: a Llama block under every recipe with kernels and torchao's. combined: the same with
+torch.compile's option "combo_kernels". published: steps whose times were published, beside the
+forecast. Minutes for each variant, on one core.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from statistics import median
 from typing import NamedTuple
@@ -32,8 +33,8 @@ TORCHAO = ("torchao tensorwise", "torchao rowwise", "torchao rowwise_with_gw_hp"
 QUESTION = f"""\
 forward and backward pass of a bf16 model on an {HARDWARE}, by the roofline of what torch.compile
 generates for it; nothing was measured. block: a Llama block, width {WIDTH}, MLP {INNER},
-{BATCH * LENGTH} tokens. published: the ratio of a recipe's time to bf16's that others have measured
-beside the forecast"""
+{BATCH * LENGTH} tokens, also with torch.compile's option combo_kernels. published: the ratio of a
+recipe's time to bf16's that others have measured beside the forecast"""
 
 
 class Block(nn.Module):
@@ -174,15 +175,17 @@ PUBLISHED: dict[str, Published] = {
 }
 
 
-def block_rows() -> Iterator[Row]:
+def block_rows(case: str = "block", options: Mapping[str, bool] | None = None) -> Iterator[Row]:
     with torch.device("meta"):
         model = Block().to(torch.bfloat16)
         x = torch.empty(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     recipes = (*OURS, *TORCHAO)
-    result = fp8.forecast(model, x, recipes=recipes, hardware=HARDWARE, layers=False)
+    result = fp8.forecast(
+        model, x, recipes=recipes, hardware=HARDWARE, layers=False, options=options
+    )
     for v in result.variants:
         yield {
-            "case": "block",
+            "case": case,
             "recipe": v.recipe,
             "kernels": v.kernels,
             "fp8": v.fp8,
@@ -223,7 +226,11 @@ def seconds(parts: list[Part], recipe: str) -> tuple[float, float]:
     return high, low
 
 
-PARTS = {"block": block_rows, "published": published_rows}
+PARTS = {
+    "block": block_rows,
+    "combined": partial(block_rows, "block, combo_kernels", {"combo_kernels": True}),
+    "published": published_rows,
+}
 
 
 def main(parts: list[str]) -> None:

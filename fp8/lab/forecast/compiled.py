@@ -7,7 +7,8 @@ import contextlib
 import math
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -45,14 +46,16 @@ class Graph(NamedTuple):
     source: str
 
 
-def graphs(function: Callable[..., Any], *args: Any) -> list[Graph]:
-    """The graphs of ``torch.compile(function)(*args)``, inside of `card.compiling_for`. Forward
-    graphs come first; graph breaks make several."""
+def graphs(
+    function: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None
+) -> list[Graph]:
+    """The graphs of ``torch.compile(function, options=options)(*args)``, inside of
+    `card.compiling_for`. Forward graphs come first; graph breaks make several."""
     results: list[Graph] = []
     torch.compiler.reset()
     try:
         with _capturing(results):
-            torch.compile(function, dynamic=False)(*args)
+            torch.compile(function, dynamic=False, options=dict(options or {}))(*args)
     finally:
         torch.compiler.reset()
     return sorted(results, key=lambda graph: graph.backward)
@@ -64,13 +67,14 @@ def _capturing(results: list[Graph]) -> Iterator[None]:
     from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.graph import GraphLowering
 
-    fused: dict[str, tuple[str, set[str]]] = {}
+    fused: dict[str, dict[str, set[str]]] = defaultdict(dict)
     define = TritonScheduling.define_kernel
 
     def defined(self: Any, source: str, schedule: Any, kernel: Any) -> Any:
         name = define(self, source, schedule, kernel)
-        arguments = _arguments(kernel.args)
-        fused.update({n.get_name(): (name, arguments) for n in schedule if hasattr(n, "get_name")})
+        for node in schedule:
+            for part in node.get_nodes() if hasattr(node, "get_nodes") else ():
+                fused[part.get_name()][name] = _arguments(kernel.args)
         return name
 
     def described(self: Any, code: Any) -> Any:
@@ -134,18 +138,17 @@ def _saved(graph: Any) -> int:
     return sum(math.prod(x.size) * x.dtype.itemsize for x in layouts.values() if x is not None)
 
 
-def _kernels(graph: Any, fused: dict[str, tuple[str, set[str]]]) -> Iterator[Kernel]:
-    """The kernels of a graph, in order. fused: node -> its Triton kernel, and the buffers that are
-    arguments of that."""
+def _kernels(graph: Any, fused: dict[str, dict[str, set[str]]]) -> Iterator[Kernel]:
+    """The kernels of a graph, in order. fused: node -> its Triton kernels, and the buffers that are
+    arguments of each."""
     for node in graph.scheduler.nodes:
         read, written = (node.get_read_write_buffer_accesses(r, not r) for r in (True, False))
-        parts = [fused[n.get_name()] for n in node.get_nodes() if n.get_name() in fused]
-        if parts:  # the compiler counts what stays in registers as well
-            _, arguments = parts[0]
-            read = {n: size for n, size in read.items() if n in arguments and n not in written}
-            written = {n: size for n, size in written.items() if n in arguments}
-            name = " + ".join(dict.fromkeys(name for name, _ in parts))
-            yield Kernel(TRITON, name, 0, sum(read.values()), sum(written.values()))
+        kernels = {name: x for n in node.get_nodes() for name, x in fused[n.get_name()].items()}
+        if kernels:  # the compiler counts what stays in registers as well
+            read = {n: size for n, size in read.items() if n not in written}
+            for name, arguments in kernels.items():
+                sizes = (sum(x[n] for n in x.keys() & arguments) for x in (read, written))
+                yield Kernel(TRITON, name, 0, *sizes)
         elif node.is_extern() and type(node.node).__name__ != "MultiOutput":
             name = node.node.get_kernel_name() or type(node.node).__name__
             kind, flops = _product(name, node.node)

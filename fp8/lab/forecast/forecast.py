@@ -174,6 +174,7 @@ def forecast(
     recipes: Sequence[str | Recipe | Policy] = RECIPES,
     hardware: str | Hardware = "h100",
     layers: bool = True,
+    options: Mapping[str, Any] | None = None,
 ) -> Forecast:
     """Forecasts the time of a training step on a GPU that is not there.
 
@@ -194,6 +195,7 @@ def forecast(
             `fp8.lab.forecast.card.CARDS`.
         layers: whether to compile each kind of layer alone too, for `Forecast.slower`. Its casts
             are not fused with neighbours then, so that a loss is more likely than in the model.
+        options: those of torch.compile.
 
     Returns:
         A `Forecast`.
@@ -213,7 +215,7 @@ def forecast(
         return _estimated(model, batch, converters, device, reason)
     with compiling_for(CARDS[device.name]), selftest.trusted(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step = _Step(_absent(model), pytree.tree_map(_on_card, batch), loss)
+        step = _Step(_absent(model), pytree.tree_map(_on_card, batch), loss, options)
         variants = [step.variant(converter, device, layers) for converter in converters]
     return Forecast(device.name, "compiler", tuple(variants), (UNSEEN,))
 
@@ -257,8 +259,10 @@ class _Converter(NamedTuple):
 class _Step:
     """A model and a batch of fake tensors, whose step is compiled under recipes."""
 
-    def __init__(self, model: nn.Module, batch: Batch, loss: Loss | None) -> None:
-        self.model, self.batch, self.loss = model, batch, loss
+    def __init__(
+        self, model: nn.Module, batch: Batch, loss: Loss | None, options: Mapping[str, Any] | None
+    ) -> None:
+        self.model, self.batch, self.loss, self.options = model, batch, loss, options
         self._alone: dict[Any, float] = {}
         self._calls: Counter[str] = Counter()
         self._inputs: dict[str, Tensor] = {}
@@ -273,7 +277,7 @@ class _Step:
             output = call(model, batch)
             return output if self.loss is None else loss_value(output, self.loss)
 
-        compiled = graphs(run, self.batch)
+        compiled = graphs(run, self.batch, options=self.options)
         times = self._layers(model, converter.name, device) if layers else {}
         return Variant(**converter.described, **_summed(compiled, device), layers=times)
 
@@ -286,11 +290,9 @@ class _Step:
             layer = modules[name]
             kind = (recipe, repr(layer), x.shape, x.dtype)
             if kind not in self._alone:
-                self._alone[kind] = sum(
-                    kernel_seconds(kernel, device)
-                    for graph in graphs(layer, x.detach().requires_grad_())
-                    for kernel in graph.kernels
-                )
+                alone = graphs(layer, x.detach().requires_grad_(), options=self.options)
+                kernels = [kernel for graph in alone for kernel in graph.kernels]
+                self._alone[kind] = sum(kernel_seconds(kernel, device) for kernel in kernels)
             times[name or "(model)"] = self._calls[name] * self._alone[kind]
         return times
 
