@@ -83,13 +83,13 @@ def _hook_parameters(module: nn.Module, closures: _Closures, memo: dict[int, Any
         copied.requires_grad_(trained)
 
 
-def recording_copy(module: M) -> M:
+def recording_copy(module: M, hooked: bool = False) -> M:
     """Returns a copy that shares the parameters and the transforms of ``module``, has its own
-    buffers, and only the hooks that belong to the model."""
+    buffers, and only the hooks that belong to the model; hooked: all hooks."""
     shared: dict[int, Any] = {id(p): p for p in module.parameters()}
     for child in module.modules():
         shared.update({id(scope): scope for scope, _ in getattr(child, "_scopes", ())})
-        hooks = [getattr(child, name) for name in _HOOKS]
+        hooks = [] if hooked else [getattr(child, name) for name in _HOOKS]
         shared.update({id(dictionary): type(dictionary)() for dictionary in hooks})
     return deep_copy(module, shared)
 

@@ -1,7 +1,7 @@
 """Learns the plan of a call: records one copy of the model, then measures a second one.
 
-Both copies run forward only, share the model's parameters, have their own buffers and no hooks of a
-user. What they write into parameters is undone, and random states are restored.
+Both copies run forward only, share the model's parameters and have their own buffers. They have no
+hooks of a user, unless the forward fails without. What they write into parameters is undone, and random states are restored.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
     restore_own_tags(module)
     weights = tagged_weights(module, path)
     with apart(), torch.inference_mode(False), torch.enable_grad(), _SILENT, uncast():
-        recording = _record(transform, module, path, given)
+        try:
+            recording, hooked = _record(transform, module, path, given, False), False
+        except Exception:  # the forward may read what a hook of another object stores
+            recording, hooked = _record(transform, module, path, given, True), True
         nodes = recording.nodes
         replaced = frozenset(transform.kinds[f] for f in transform.replacements)
         decided = Planner(nodes, transform.plan, weights, replaced, recording.changed).decided()
@@ -67,7 +70,8 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
             kept = {name: name in decided.kept for name in sorted(weights.scaled)}
             kept = transform.agreed(f"{path}/kept", kept)
             keep_values(module, path, [name for name, keeps in kept.items() if keeps])
-        measured = _measure(transform, module, path, given, by_place(nodes, decided.steps))
+        steps = by_place(nodes, decided.steps)
+        measured = _measure(transform, module, path, given, steps, hooked)
     agreed = transform.agreed(f"{path}/measured", measured.found)
     exponents: dict[Place | None, dict[Slot, float]] = defaultdict(dict)
     for (place, slot), exponent in agreed.items():
@@ -126,8 +130,8 @@ def _unchanged(copy: nn.Module) -> Iterator[restored]:
             parameter.grad = gradient
 
 
-def _record(transform: Any, module: nn.Module, path: str, given: Given) -> Recorder:
-    copy = _copy(module)
+def _record(transform: Any, module: nn.Module, path: str, given: Given, hooked: bool) -> Recorder:
+    copy = _copy(module, hooked)
     (args, kwargs), _ = detached(given)
     inputs = {id(t) for _, t in tensors_in((args, kwargs))}
     names = {id(p): name for name, p in copy.named_parameters(prefix=path)}
@@ -159,8 +163,8 @@ def _run(transform: Any, mode: Any, copy: nn.Module, path: str, args: Any, kwarg
         RUNNING.items.pop()
 
 
-def _copy(module: nn.Module) -> nn.Module:
-    copy = recording_copy(module)
+def _copy(module: nn.Module, hooked: bool) -> nn.Module:
+    copy = recording_copy(module, hooked)
     vars(copy).pop("forward", None)  # what is set on the instance has called the class's
     restore_own_tags(copy)
     for part in copy.modules():
@@ -231,9 +235,14 @@ def _exponent(place: Place, slot: Slot, sizes: list[float]) -> float:
 
 
 def _measure(
-    transform: Any, module: nn.Module, path: str, given: Given, steps: dict[Place, Steps]
+    transform: Any,
+    module: nn.Module,
+    path: str,
+    given: Given,
+    steps: dict[Place, Steps],
+    hooked: bool,
 ) -> Measuring:
-    copy = _copy(module)
+    copy = _copy(module, hooked)
     (args, kwargs), _ = detached(given)
     mode = Measuring(transform, (copy, path, (args, kwargs)), steps)
     with _unchanged(copy):
