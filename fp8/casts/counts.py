@@ -1,8 +1,8 @@
 """Statistics of casts, for `fp8.stats` and for a check of the first pass without scales.
 
 The products of a recorded pass get a name, which is stored in their lowered casts, also those of
-the backward pass. A cast with a name reports to the recorder. A `CastLossCheck` observes the first
-recorded product of each weight, and the weightless products that follow it.
+the backward pass. A cast with a name reports to the recorder. A `CastLossCheck` observes the 1st,
+2nd, 4th, 8th, ... recorded product of each weight, and the weightless products that follow it.
 """
 
 from __future__ import annotations
@@ -116,29 +116,32 @@ class CastRecorder:
         key = (layer, operand, str(format))
         total = torch.stack([count.double() for count in counts])
         if static:
-            _check_scale(layer, operand, xs / unit, self._model)
+            _check_scale(layer, operand, xs / unit, format, self._model)
         with self.lock:
             self.sums[key] = self.sums[key] + total if key in self.sums else total
 
 
-def _check_scale(layer: str, operand: str, units: Tensor, about: Any) -> None:
+def _check_scale(layer: str, operand: str, units: Tensor, format: Format, about: Any) -> None:
     """Warns, once for ``about``, of a static scale far from the RMS of its operand. units: the
     operand divided by it."""
     try:
         ratio = math.sqrt(float(units.square().mean()))
     except RuntimeError:
         return
-    if 0 < ratio < math.inf and not 1 / DRIFT <= ratio <= DRIFT:
-        warn_once(ScaleWarning, _DRIFTED.format(operand, layer, ratio), about, "static")
+    low, high = min(format.min_normal, 1 / DRIFT), max(format.max / PEAK, DRIFT)
+    if 0 < ratio < math.inf and not low <= ratio <= high:
+        text = _DRIFTED.format(operand, layer, ratio, low, high)
+        warn_once(ScaleWarning, text, about, "static")
 
 
+PEAK = 7.0
+"""The RMS of the largest elements, above which an operand saturates. At the lower end of the range
+of RMS, the smallest normal number, subnormal numbers cost 2.5 dB of the SQNR."""
 DRIFT = 64.0
-"""The factor between the RMS of an operand and its static scale beyond which a warning is shown: 6
-of the 18 octaves of e4m3, of which 8 are above the RMS that calibration sets."""
+"""How far the RMS may be from the scale in any format; the range of e4m3."""
 _DRIFTED = (
-    "the RMS of the {} of {} is {:.2g} times the scale that fp8.calibrate has set, beyond "
-    "[2**-6, 2**6]: call fp8.calibrate again, with the loss of training, the factor of a "
-    "GradScaler included"
+    "the RMS of the {} of {} is {:.2g} times its static scale, outside of [{:.2g}, {:.2g}]: call "
+    "fp8.calibrate again, with the loss of training, the factor of a GradScaler included"
 )
 
 LOST = 0.1
@@ -151,8 +154,8 @@ _SAMPLE = 1 << 14
 
 
 class CastLossCheck:
-    """Warns once about values lost by operands that are cast without a scale, when their first
-    gradient is cast, and about an operand far from its static scale."""
+    """Warns once about values lost by operands that are cast without a scale, when a gradient is
+    cast, and about an operand far from its static scale."""
 
     def __init__(self, recipe: str) -> None:
         self.recipe = recipe
@@ -169,7 +172,7 @@ class CastLossCheck:
             return
         step = stride(x, _SAMPLE)
         if static and scale is not None:
-            _check_scale(layer, operand, _sampled(x, step) / _sampled(scale, step), self)
+            _check_scale(layer, operand, _sampled(x, step) / _sampled(scale, step), format, self)
         if self.warned or scale is not None:
             return
         xs, ys = (t.detach().flatten()[::step].float() for t in (x, y))
@@ -204,7 +207,7 @@ _LATEST: deque[CastLossCheck] = deque(maxlen=64)
 _CHECK_OF: weakref.WeakKeyDictionary[nn.Module, CastLossCheck | None] = weakref.WeakKeyDictionary()
 """Models whose layers have names -> the check of these."""
 _CHECKED = "fp8_checked"
-"""The parameter attribute that holds the recipes under which its product was observed."""
+"""The parameter attribute that counts its products: recipe -> number."""
 _CHECKED_LINES: set[tuple[str, int, str]] = set()
 """(file, line, recipe) of the calls of products without a weight that were observed."""
 _PACKAGE = str(Path(__file__).parents[1])
@@ -232,15 +235,17 @@ def _check_without(recipe: str) -> CastLossCheck | None:
 
 def _check_of(weight: nn.Parameter, recipe: str) -> tuple[CastLossCheck | None, str]:
     """The check of the product of a weight, or None, and the name of the layer or ""."""
-    checked = vars(weight).get(_CHECKED, ())
-    if recipe in checked:
+    products = vars(weight).setdefault(_CHECKED, {})
+    products[recipe] = number = products.get(recipe, 0) + 1
+    if number & (number - 1):  # scales that no step changes are looked at again, ever more rarely
         return None, ""
-    setattr(weight, _CHECKED, (*checked, recipe))
     for model in list(_CHECK_OF):
         for path, parameter in model.named_parameters():
             if parameter is weight:
                 check = _CHECK_OF[model] = _CHECK_OF[model] or CastLossCheck(recipe)
                 return check, repr(path.rpartition(".")[0] or type(model).__name__)
+    if number > 1:
+        return None, ""
     last = OPEN.check
     goes_on = last is not None and last.recipe == recipe and not last.warned
     return (last if goes_on else CastLossCheck(recipe)), ""

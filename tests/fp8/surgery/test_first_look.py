@@ -155,13 +155,52 @@ def test_each_model_is_looked_at_and_each_recipe():
 
 
 @pytest.mark.parametrize("way", ["convert", "autocast"])
-def test_later_passes_count_nothing(way, monkeypatch):
+def test_passes_between_looks_count_nothing(way, monkeypatch):
     model, around = WAYS[way]()
-    seen_in(lambda: step(model, around=around), times=1)
+    seen_in(lambda: step(model, around=around), times=2)
     calls = []
     monkeypatch.setattr(tally.CastLossCheck, "count", lambda *given: calls.append(given))
     step(model, around=around)
     assert not calls
+
+
+def scaled_to_one():
+    """A layer scale, which keeps the gradients of its branch small at first."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False), Gain(1e-6))
+
+
+class Gain(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(value))
+
+    def forward(self, x):
+        return self.value * x
+
+
+@pytest.mark.parametrize("way", ["static", "preserve"])
+def test_static_scales_are_looked_at_again(way):
+    """The gradients of a model with a small layer scale grow by orders of magnitude."""
+    model = scaled_to_one()
+    if way == "static":
+        model = fp8.convert(model, "static")
+        fp8.calibrate(model, batch(), torch.sum)
+    else:
+        model = simulate_fp8(unit_scale(model, init="preserve"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(batch()).sum().backward()
+    with torch.no_grad():
+        model[2].value.fill_(1.0)
+    with pytest.warns(fp8.warnings.ScaleWarning, match=r"grad of '1' is \de\+06 times its static"):
+        for _ in range(3):
+            model(batch()).sum().backward()
+    fp8.calibrate(model, batch(), torch.sum)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(8):
+            model(batch()).sum().backward()
 
 
 def test_it_changes_no_number():
@@ -170,7 +209,7 @@ def test_it_changes_no_number():
         model, x = converted(net()), batch()
         for parameter in model.parameters():
             if not looked:
-                parameter.fp8_checked = ("unit",)
+                parameter.fp8_checked = {"unit": 2}
         y = model(x)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
