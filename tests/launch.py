@@ -1,20 +1,21 @@
-"""Starts a program once for each rank of a process group, as a launcher does, and waits for all."""
+"""Starts a worker once for each rank of a process group, as a launcher does, and waits for all."""
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib
-import json
+import multiprocessing
 import os
-import signal
-import subprocess
+import runpy
 import sys
 import tempfile
+import time
 import warnings as warnings_module
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
-from threading import Timer
+from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -23,67 +24,21 @@ from fp8.warnings import RecipeWarning
 ROOT = Path(__file__).parents[1]
 #: GLOO talks over the loopback interface.
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+PRELOADED = [
+    *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    *("torch.distributed.tensor.parallel", "fp8", "unit_scaling"),
+]
+"""Imported once, by the server that processes are forked from: it takes each of them seconds."""
 
 
 @functools.cache
-def server() -> subprocess.Popen[str]:
-    """The one of this process, with the processes that it starts in a group: see tests/forks.py."""
-    atexit.register(stop)
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.forks"],
-        cwd=ROOT,
-        env=os.environ | ENVIRONMENT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def stop() -> None:
-    """Ends the server and what it has started; the next request starts another."""
-    if server.cache_info().currsize:
-        with server() as process:
-            os.killpg(process.pid, signal.SIGKILL)
-        server.cache_clear()
-
-
-def run_processes(
-    program: Path,
-    arguments: list[list[str]],
-    environments: list[dict[str, str]],
-    timeout: float = 200,
-    warnings: str = "error",
-) -> list[tuple[int, str]]:
-    """``python program arguments`` for each process, all at once: exit codes and what they printed.
-
-    Warnings are errors there too, unless told.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / str(i) for i in range(len(arguments))]
-        request = {
-            "program": str(program),
-            "arguments": arguments,
-            "environments": environments,
-            "outputs": [str(path) for path in outputs],
-            "warnings": warnings,
-        }
-        process = server()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        timer = Timer(timeout, stop)
-        timer.start()
-        try:
-            print(json.dumps(request), file=process.stdin, flush=True)
-            line = process.stdout.readline()
-        except BaseException:  # its answer would be taken for that to the next request
-            stop()
-            raise
-        finally:
-            timer.cancel()
-        texts = [path.read_text() if path.exists() else "" for path in outputs]
-    assert line, f"not done in {timeout} seconds:\n" + "\n".join(texts)
-    return list(zip(json.loads(line), texts, strict=True))
+def server() -> Any:
+    """What starts processes in which `PRELOADED` is imported, with `ENVIRONMENT`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with patch.dict(os.environ, ENVIRONMENT):
+        forkserver.ensure_running()
+    return context
 
 
 def run_ranks(
@@ -94,17 +49,48 @@ def run_ranks(
     warnings: str = "error",
 ) -> list[str]:
     """``worker(rank, store)``, a function of a module, in a process group for each rank; or
-    ``python worker RANK STORE`` for a file. What each printed. All of them must succeed."""
-    program, variables = (worker if isinstance(worker, Path) else Path(__file__)), {}
-    if not isinstance(worker, Path):
-        variables["CHECK"] = f"{worker.__module__}:{worker.__name__}"
-    arguments = [[str(rank), str(store)] for rank in range(world)]
-    environments = [{"WORLD": str(world), **variables} for _ in range(world)]
-    results = run_processes(program, arguments, environments, timeout, warnings)
-    for i, (code, output) in enumerate(results):
-        assert code == 0, output
-        assert f"rank {i} done" in output
-    return [output for _, output in results]
+    ``python worker RANK STORE`` for a file. What each printed. All of them must succeed.
+
+    Warnings are errors there too, unless told: "error", "default" or "ignore", as of ``python -W``.
+    """
+    name = str(worker) if isinstance(worker, Path) else f"{worker.__module__}:{worker.__name__}"
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(rank) for rank in range(world)]
+        processes = [
+            server().Process(target=_run, args=(name, world, rank, store, outputs[rank], warnings))
+            for rank in range(world)
+        ]
+        end = time.monotonic() + timeout
+        try:
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(max(0.0, end - time.monotonic()))
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        texts = [path.read_text() if path.exists() else "" for path in outputs]
+    for rank, (process, text) in enumerate(zip(processes, texts, strict=True)):
+        assert process.exitcode == 0, f"rank {rank} ended with {process.exitcode}:\n{text}"
+        assert f"rank {rank} done" in text
+    return texts
+
+
+def _run(name: str, world: int, rank: int, store: Path, output: Path, warnings: str) -> None:
+    """In a process of its own. name: the file, or the module and the function."""
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ["WORLD"] = str(world)
+    sys.argv = [name, str(rank), str(store)]
+    warnings_module.simplefilter(warnings)
+    warnings_module.filterwarnings("ignore", "FSDP2-wrapped module")  # not to change views in place
+    if name.endswith(".py"):
+        runpy.run_path(name, run_name="__main__")
+    else:
+        module, _, function = name.partition(":")
+        as_rank(getattr(importlib.import_module(module), function), world)
 
 
 def as_rank(check: Callable[[int, Path], None], world: int) -> None:
@@ -120,10 +106,3 @@ def as_rank(check: Callable[[int, Path], None], world: int) -> None:
     dist.destroy_process_group()
     print("rank", rank, "done", flush=True)
     os._exit(0)  # a thread of gloo that is not joined yet aborts a regular exit
-
-
-if __name__ in ("imported", "__main__"):  # the former before the processes are divided
-    module, _, name = os.environ["CHECK"].partition(":")
-    function = getattr(importlib.import_module(module), name)
-    if __name__ == "__main__":
-        as_rank(function, int(os.environ["WORLD"]))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8
 from fp8.warnings import ScaleWarning
@@ -128,25 +128,17 @@ def test_forms_of_a_batch_and_of_a_loss():
         def forward(self, x: Tensor, factor: float = 1.0):
             return self.output(factor * self.layer(x))
 
-    class Output:
-        def __init__(self, loss: Tensor) -> None:
-            self.loss = loss
-
-    def calibrated(output, given, loss=None) -> dict:
-        return fp8.calibrate(Model(output), given, loss)
-
-    mean = calibrated(lambda y: y.square().mean(), x)
+    mean = fp8.calibrate(Model(lambda y: y.square().mean()), x)
     assert mean["layer.grad"] == round(math.log2(2 * rms(layer(x).detach()) / 512))
     for output in (
         lambda y: {"loss": y.square().mean(), "logits": y},
-        lambda y: Output(y.square().mean()),
         lambda y: (y, y.square().mean()),
     ):
-        assert calibrated(output, (x,)) == mean
-    assert calibrated(lambda y: y, {"x": x}, lambda y: y.square().mean()) == mean
-    assert calibrated(lambda y: y, x)["layer.grad"] == 0
-    assert calibrated(lambda y: [y], (x, 2.0))["layer.grad"] == 1
-    assert calibrated(lambda y: y, {"x": x, "factor": 4.0})["layer.grad"] == 2
+        assert fp8.calibrate(Model(output), (x,)) == mean
+    plain = Model(lambda y: [y])
+    assert fp8.calibrate(plain, {"x": x}, lambda y: y[0].square().mean()) == mean
+    for batch, exponent in ((x, 0), ((x, 2.0), 1), ({"x": x, "factor": 4.0}, 2)):
+        assert fp8.calibrate(plain, batch)["layer.grad"] == exponent
 
 
 def test_refusals():
@@ -346,21 +338,6 @@ def test_compiled_from_the_first_step_on():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints(reentrant: bool):
-    """Of converted layers; scales do not move on between a pass and its recomputation."""
-    plain, model = (fp8.convert(nn.Linear(8, 8), "static") for _ in range(2))
-    model.load_state_dict(plain.state_dict())
-    for i in range(2):
-        x = randn(4, 8, seed=i).detach().requires_grad_()
-        y, z = plain(x), checkpoint(model, x, use_reentrant=reentrant)
-        assert torch.equal(y, z)
-        y.sum().backward()
-        z.sum().backward()
-    assert fp8.calibration(model) == fp8.calibration(plain)
-    assert torch.equal(plain.weight.grad, model.weight.grad)
-
-
 def test_stats_warn_where_an_operand_has_left_its_scale():
     model, x = fp8.convert(nn.Linear(16, 16), "static"), randn(64, 16).detach()
     fp8.calibrate(model, x)
@@ -387,9 +364,26 @@ def test_mup_scales_of_weights_are_left_to_what_was_measured():
     assert torch.equal(model(x), expected)
 
 
-WORKER = Path(__file__).with_name("static_worker.py")
+def one_of_two_processes(rank: int, store: Path) -> None:
+    """Under DDP, and of a group of its own."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return fp8.convert(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), "static")
+
+    def square(y: Tensor) -> Tensor:
+        return y.square().sum()
+
+    x = randn(64, 16).detach() * torch.tensor([1.0, 64.0]).repeat_interleave(32)[:, None]
+    model = DistributedDataParallel(make())
+    group = dist.new_group([rank], use_local_synchronization=True)
+    whole = fp8.calibrate(make(), x, square, group=group)
+    assert fp8.calibrate(make(), x.chunk(2)[rank], square, group=group) != whole
+    assert fp8.calibrate(model, x.chunk(2)[rank], square) == whole
+    model(x.chunk(2)[rank]).sum().backward()
+    assert fp8.calibration(model) == whole
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
 def test_two_processes_have_the_scales_of_the_whole_batch(tmp_path: Path):
-    run_ranks(WORKER, 2, tmp_path / "store")
+    run_ranks(one_of_two_processes, 2, tmp_path / "store")
