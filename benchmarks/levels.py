@@ -41,7 +41,7 @@ def run(level: str | None, seed: int, corpus: Corpus, settings: Settings) -> tup
     training = Training(model, corpus=corpus, settings=settings, lr=lr, seed=seed, compile=True)
     if level is not None:
         fp8.initialize(model, training.optimizer, level, recipe=None)
-    with Progress(f"{level or 'FP32'}, seed {seed}", start=0, total=settings.iters) as progress:
+    with Progress(f"{level or 'FP32'}, seed {seed}", total=settings.iters) as progress:
         train(training, progress)
     return training.curves["val"][-1], bytes_per_weight(model, training.optimizer)
 

@@ -1,5 +1,5 @@
 """A GPT trained in several ways: the program behind ``make demo`` and the notebook.
 
 Read in this order: `model` (plain PyTorch), `data`, `settings`, `variants` (the ways),
-`train` (one run), `parallel` (on several processes), `session` (all runs of a folder), `cli`.
+`train` (one run), `session` (all runs of a folder), `cli`.
 """

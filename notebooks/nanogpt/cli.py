@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 
 from .data import TOKENS, load_corpus
-from .files import BadInputError
 from .optimizers import OPTIMIZERS
 from .results import summary, table
 from .session import PLOT, RESULTS, Session, prepare, run
@@ -37,14 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         session = _session(args)
-        prepare(session, resume=args.resume)
+        finished = prepare(session, resume=args.resume)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    try:
-        runs = run(session)
-    except BadInputError as error:
-        parser.error(str(error))
-    _show(session, runs)
+    _show(session, run(session, finished))
     return 0
 
 

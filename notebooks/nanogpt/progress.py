@@ -13,13 +13,13 @@ class Progress:
     A context manager. Writes to stderr, so that stdout holds results only.
     """
 
-    def __init__(self, name: str, *, start: int, total: int) -> None:
+    def __init__(self, name: str, *, total: int) -> None:
         self._name = name
         self._bar: Any = None
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(desc=name, initial=start, total=total, unit="it", dynamic_ncols=True)
+            self._bar = tqdm(desc=name, total=total, unit="it", dynamic_ncols=True)
         self._total = total
 
     def __enter__(self) -> Progress:

@@ -7,17 +7,30 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from .files import write
 from .train import Training
 from .variants import VARIANTS
 
 BASELINE = "fp32"  # the variant that gaps and ratios refer to
+
+
+def write(path: Path, content: Callable[[IO[bytes]], object]) -> None:
+    """Writes ``path`` and its folder. A kill or a full disk leaves the old file or the new one.
+
+    content: writes into the temporary file, ``NAME.tmp``. One process at a time writes a path.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        content(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

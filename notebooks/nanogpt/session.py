@@ -1,12 +1,5 @@
-"""All variants and seeds of one output folder: started, continued, never overwritten.
-
-    settings.json            what decides the losses; a run that differs is refused
-    checkpoints/V-seedN.pt   variant V, seed N: its state so far and, once finished, its result
-    results.json, loss.png   made from the checkpoints, after each variant
-
-The checkpoints are the only truth: whatever moment the process is killed at, a folder continues
-from them, and what is finished is not trained again.
-"""
+"""All variants and seeds of one output folder, with what decides the losses and what was found in
+results.json, written after each run. A folder continues after its last finished run."""
 
 from __future__ import annotations
 
@@ -19,16 +12,15 @@ from typing import Any
 import torch
 
 from .data import Corpus
-from .files import BadInputError, load_checkpoint, save_checkpoint, write
 from .gradients import flushed_share
 from .plot import plot_runs
 from .progress import Progress
-from .results import machine, run_result, summary, write_json
+from .results import machine, run_result, summary, write, write_json
 from .settings import Settings
 from .train import Training, deterministic, train
 from .variants import VARIANTS, build_model
 
-SETTINGS, RESULTS, PLOT, CHECKPOINTS = "settings.json", "results.json", "loss.png", "checkpoints"
+RESULTS, PLOT = "results.json", "loss.png"
 SAMPLE_TEMPERATURE = 0.8  # nanoGPT's
 
 
@@ -45,13 +37,6 @@ class Session:
     threads: int
     compile: bool = False
     sample: int = 160  # characters to sample from each model at the end
-
-    def checkpoints(self) -> dict[tuple[str, int], Path]:
-        """The file of each variant and seed, in the order of training."""
-        return {
-            (variant, seed): self.out / CHECKPOINTS / f"{variant}-seed{seed}.pt"
-            for variant, seed in itertools.product(self.lr, self.seeds)
-        }
 
     def identity(self) -> dict[str, Any]:
         """What decides the results to the bit, on one machine, as JSON gives it back."""
@@ -74,61 +59,49 @@ class Session:
         }
 
 
-def prepare(session: Session, *, resume: bool) -> None:
-    """Makes the folder, or checks that it is one that `session` may continue.
+def prepare(session: Session, *, resume: bool) -> list[dict[str, Any]]:
+    """The finished runs of the folder, rows of its results.json.
 
-    Raises ValueError if it holds anything and `resume` is false, if it holds something other
-    than a run, or if the run in it has other settings. Writes nothing in those cases.
+    Raises ValueError if the folder holds anything and `resume` is false, if it holds something
+    other than a run, or if the run in it has other settings.
     """
-    path, out = session.out / SETTINGS, session.out
+    path, out = session.out / RESULTS, session.out
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is not a folder")
-    if path.exists():
-        if not resume:
-            raise ValueError(
-                f"{out} holds a run already; pass --resume to continue it, or another --out"
-            )
-        _check_same(_read_json(path), session.identity(), out)
-        return
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty and holds no run; choose another --out")
-    write_json(path, session.identity())
+    if not path.exists():
+        if out.exists() and any(out.iterdir()):
+            raise ValueError(f"{out} is not empty and holds no run; choose another --out")
+        return []
+    if not resume:
+        raise ValueError(
+            f"{out} holds a run already; pass --resume to continue it, or another --out"
+        )
+    content, now = _read_json(path), session.identity()
+    _check_same({key: content.get(key) for key in now}, now, out)
+    return content["runs"]
 
 
-def run(session: Session) -> list[dict[str, Any]]:
-    """Trains what is not trained yet; the rows of results.json, variant by variant."""
-    runs = []
+def run(session: Session, finished: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Trains what is not finished; the rows of results.json, variant by variant."""
+    runs = list(finished)
+    done = {(row["variant"], row["seed"]) for row in runs}
     with deterministic(session.threads):
-        for (variant, seed), path in session.checkpoints().items():
-            runs.append(_train_one(session, variant, seed, path))
-            _write_results(session, runs)
+        for variant, seed in itertools.product(session.lr, session.seeds):
+            if (variant, seed) not in done:
+                runs.append(_train_one(session, variant, seed))
+                _write_results(session, runs)
     return runs
 
 
-def _train_one(session: Session, variant: str, seed: int, path: Path) -> dict[str, Any]:
-    """The result of one variant and seed, from its checkpoint if that holds it."""
-    state = load_checkpoint(path) if path.exists() else {}
-    if "result" in state:
-        return json.loads(state["result"])
+def _train_one(session: Session, variant: str, seed: int) -> dict[str, Any]:
     training = _start(session, variant, seed)
-    flushed = _restore(training, state, path) if state else {"start": _flushed(training, variant)}
+    flushed = {"start": _flushed(training, variant)}
     name = variant if len(session.seeds) == 1 else f"{variant} seed {seed}"
-    with Progress(name, start=training.step, total=session.settings.iters) as progress:
-        train(
-            training,
-            progress,
-            save=lambda: save_checkpoint({**training.state_dict(), "flushed": flushed}, path),
-        )
+    with Progress(name, total=session.settings.iters) as progress:
+        train(training, progress)
     flushed["end"] = _flushed(training, variant)
-    result = run_result(
-        training,
-        variant,
-        lr=session.lr[variant],
-        flushed=flushed,
-        sample=_sample(training, session),
-    )
-    save_checkpoint({**training.state_dict(), "result": json.dumps(result)}, path)
-    return result
+    sample = _sample(training, session)
+    return run_result(training, variant, lr=session.lr[variant], flushed=flushed, sample=sample)
 
 
 def _flushed(training: Training, variant: str) -> float:
@@ -148,15 +121,6 @@ def _start(session: Session, variant: str, seed: int) -> Training:
         scale_loss=VARIANTS[variant].scale_loss,
         compile=session.compile,
     )
-
-
-def _restore(training: Training, state: dict[str, Any], path: Path) -> dict[str, float]:
-    """Puts `state` into `training`; the shares of flushed gradients measured so far."""
-    try:
-        training.load_state_dict(state)
-        return dict(state["flushed"])
-    except (ValueError, KeyError) as error:
-        raise BadInputError(f"{path}: {error}") from error
 
 
 def _sample(training: Training, session: Session) -> str:
@@ -213,6 +177,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged: it holds no settings")
+    if not isinstance(content, dict) or "runs" not in content:
+        raise ValueError(f"{path} is damaged: it holds no runs")
     return content

@@ -53,11 +53,8 @@ def learning_rate(step: int, settings: Settings) -> float:
 
 
 class Training:
-    """A run that can be stopped after any step and continued from `state_dict` to the same bits.
-
-    The examples of every step are drawn at the start from a generator seeded by `seed`, so that
-    all models see the same ones in the same order, and stopping cannot change them.
-    """
+    """A run. The examples of every step are drawn at the start from a generator seeded by `seed`:
+    all models see the same ones in the same order."""
 
     def __init__(
         self,
@@ -163,50 +160,18 @@ class Training:
         due = self.step % self.settings.eval_interval == 0 or self.finished
         return due and (not self.curves["step"] or self.curves["step"][-1] != self.step)
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that the rest of the run depends on, and what it has measured so far."""
-        cuda = self.device.type == "cuda"
-        return {
-            "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self._scaler.state_dict(),
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(self.device) if cuda else None,
-            "batch_loss": self.batch_loss,
-            "curves": self.curves,
-            "seconds_per_step": self.seconds_per_step,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state`. Raises ValueError if it is not that of such a run."""
-        try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self._scaler.load_state_dict(state["scaler"])
-            self.batch_loss.copy_(state["batch_loss"])
-            self.step, self.curves = state["step"], state["curves"]
-            self.seconds_per_step = state["seconds_per_step"]
-            torch.set_rng_state(state["rng"].clone())  # torch wants an aligned address
-            if self.device.type == "cuda":
-                torch.cuda.set_rng_state(state["cuda_rng"].clone(), self.device)
-        except (KeyError, RuntimeError, TypeError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"state does not fit the model: {reason}") from error
-
     @property
     def tokens_per_second(self) -> float:
         """Of the steps since the last look at the clock."""
         return self.settings.batch_size * self.settings.context / self.seconds_per_step[-1]
 
 
-def train(training: Training, progress: Progress, save: Callable[[], None] = lambda: None) -> None:
-    """Trains to the end, evaluating at each interval and calling `save` after that."""
+def train(training: Training, progress: Progress) -> None:
+    """Trains to the end, evaluating at each interval."""
     while True:
         if training.evaluation_due:
             losses = training.evaluate()
             progress.evaluated(training.step, train=losses[0], val=losses[1])
-            save()
         if training.finished:
             return
         steps = training.advance()

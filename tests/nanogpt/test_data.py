@@ -17,22 +17,6 @@ def test_characters_round_trip_and_the_last_tenth_is_held_out(tmp_path: Path) ->
     assert len(corpus.symbols) == len(set(text))
 
 
-def test_bytes_take_any_file(tmp_path: Path) -> None:
-    (tmp_path / "t.bin").write_bytes(bytes(range(256)) * 4)
-    corpus = load_corpus(str(tmp_path / "t.bin"), tokens="byte", context=8)
-    assert len(corpus.symbols) == 256
-    assert corpus.decode(torch.tensor([65, 66])) == "AB"
-    assert corpus.decode(torch.tensor([255])) == "\ufffd"
-
-
-def test_the_default_is_this_pythons_source_and_the_same_each_time() -> None:
-    corpus = load_corpus(None, context=128)
-    assert len(corpus.train) > 500_000
-    assert len(corpus.symbols) < 128
-    assert "def " in corpus.decode(corpus.train[:20_000])
-    assert load_corpus(None, context=128).sha256 == corpus.sha256
-
-
 def test_targets_are_the_next_tokens() -> None:
     idx, targets = windows(torch.arange(100), torch.tensor([0, 93]), context=6)
     assert idx.tolist() == [[0, 1, 2, 3, 4, 5], [93, 94, 95, 96, 97, 98]]
