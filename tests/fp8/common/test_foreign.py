@@ -7,13 +7,14 @@ import pytest
 import fp8
 from fp8.common.foreign import FOREIGN
 
-CASES = [(function, name) for function, names in FOREIGN.items() for name in names]
+FUNCTIONS = ("fp8.autocast", "fp8.initialize", "fp8.adapters.transformer_engine.autocast")
 
 
-@pytest.mark.parametrize(("function", "name"), CASES)
-def test_an_argument_of_another_library_says_what_to_use(function: str, name: str):
-    with pytest.raises(TypeError, match=f"{function} has no '{name}': "):
-        resolve_name(function)(**{name: None})
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_argument_of_another_library_says_what_to_use(function: str):
+    for name in FOREIGN:
+        with pytest.raises(TypeError, match=f"{function} has no '{name}': "):
+            resolve_name(function)(**{name: None})
 
 
 def test_other_names_raise_as_in_python():
