@@ -23,11 +23,10 @@ import unit_scaling.functional  # noqa: F401 - fills OPS
 from docs import demo, figures, papers, parity
 from docs.markdown import as_markdown, table
 from docs.questions import QUESTIONS, answer, named, record
-from fp8.__main__ import LEVEL_HEADS, level_row
 from fp8.formats.format import FORMATS, Format
 from fp8.lab.hardware import ACHIEVED, HARDWARE, UNITS, Hardware
-from fp8.levels.initialize import LEVELS
-from fp8.modes.dispatch import COMPOSED, LEFT, OPAQUE, PRODUCTS
+from fp8.levels.initialize import LEVELS, Level
+from fp8.modes.dispatch import COMPOSED, LEFT, PRODUCTS
 from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTS, Encoding
 from fp8.recipes.cast import Cast
 from fp8.recipes.policy import ROLES
@@ -151,10 +150,9 @@ def products() -> Iterable[list[str]]:
         f"{code(map(torch_name, COMPOSED))}, `torch.einsum` of three operands or more",
         "written out as products of the first line",
     ]
-    for left, what in ((OPAQUE, "refused"), (LEFT, "left in high precision, with a warning")):
-        for why in dict.fromkeys(left.values()):
-            names = dict.fromkeys(torch_name(f) for f in left if left[f] == why)
-            yield [code(names), f"{what}: {why}"]
+    for why in dict.fromkeys(LEFT.values()):
+        names = dict.fromkeys(torch_name(f) for f in LEFT if LEFT[f] == why)
+        yield [code(names), f"left in high precision, with a warning: {why}"]
 
 
 def recipe(recipe: Recipe) -> list[str]:
@@ -176,6 +174,13 @@ def encoding(name: str, row: Encoding) -> list[str]:
     places = {**MOMENTS, "master_weights": MASTERS}
     shares = {"none": "none", "tensor": "the tensor", "block": "each 128 elements"}[row.scale]
     return [f"`{name}`", f"`{row.dtype}`", shares, code(p for p, n in places.items() if name in n)]
+
+
+def level(row: Level) -> list[str]:
+    master = "-" if row.master is None else f"{row.master} + scale"
+    moments = f"{row.first_moment} + {row.second_moment}"
+    weight = f"{row.weight} + scale"
+    return [f"`{row.name}`", row.product, row.communication, weight, master, row.grad, moments]
 
 
 def documented(rows: Mapping[str, Callable[..., Any]]) -> list[list[str]]:
@@ -230,8 +235,8 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         "Levels",
         "`fp8.LEVELS`: what `fp8.initialize` keeps for a weight, and in which format. Every scale "
         "is a power of two.",
-        " | ".join(LEVEL_HEADS),
-        [[f"`{row.name}`", *level_row(row)[1:]] for row in LEVELS.values()],
+        "level | product | communication | weight | master | weight gradient | Adam states",
+        [level(row) for row in LEVELS.values()],
     ),
     (
         "Hardware",
