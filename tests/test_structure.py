@@ -33,7 +33,6 @@ LONG = {
 PRIVATE = {
     "fp8/modes/control_flow.py": {
         "torch._higher_order_ops": "what a mode sees of torch.compiler.nested_compile_region",
-        "torch.utils._pytree": "results of torch's map: dicts and tuples of tensors",
     },
     "fp8/distributed/fsdp.py": {
         "torch.Tensor._make_wrapper_subclass": "FSDP2's extension asks for a tensor subclass",
@@ -89,11 +88,10 @@ PRIVATE = {
 
 #: What asks whether a graph is compiled -> why no decorator of fp8.common.compiler serves.
 COMPILING = {
+    "fp8/modes/control_flow.py": "both branches of a condition are in a graph, one in eager code",
     "fp8/common/compiler.py": "the decorators, and what else differs in a graph",
     "fp8/casts/operands.py": "a graph saves bytes whoever calls the function",
     "fp8/formats/random_bits.py": "an integer of a graph may be symbolic",
-    "fp8/modes/control_flow.py": "both branches of a condition are in a graph, one in eager code",
-    "fp8/modes/autocast.py": "refuses to be compiled with a policy that selects layers",
     "fp8/norms/layer_norm2d.py": "no autograd function in exports; modes that graphs do not call",
     "unit_scaling/transforms/run/replay.py": "the compiler does not find methods in a dict",
 }
@@ -198,15 +196,6 @@ def test_imports_point_down(path: Path):
                 assert height(package, name) <= height(package, module), f"{module} imports {name}"
 
 
-def test_hooks_are_imported_late():
-    """What `HOOKS` lists is imported inside of a function."""
-    for module, hook in HOOKS.items():
-        path = MODULES[module]
-        top = ast.Module([n for n in parse(path).body if isinstance(n, ast.ImportFrom)], [])
-        assert hook in imported(path)
-        assert hook not in {f"{_absolute(path, node)}" for node in top.body}
-
-
 IMPORTED = """
 import json, sys, torch
 before = set(sys.modules)
@@ -292,57 +281,6 @@ def test_functions_are_short(path: Path):
 def test_files_are_short(path: Path):
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MAX_FILE
-
-
-# Exports
-
-
-def assigned(tree: ast.Module, name: str) -> ast.expr | None:
-    """The value that a module gives a name, or None."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and any(getattr(t, "id", "") == name for t in node.targets):
-            return node.value
-    return None
-
-
-def exported(path: Path) -> list[str] | None:
-    """The names that a module lists; None where it re-exports what others list."""
-    value = assigned(parse(path), "__all__")
-    listed = isinstance(value, ast.List) and all(isinstance(e, ast.Constant) for e in value.elts)
-    return ast.literal_eval(value) if listed else None
-
-
-def defined(path: Path) -> list[str]:
-    """The public functions and classes that a module defines."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    names = [node.name for node in parse(path).body if isinstance(node, kinds)]
-    return [name for name in names if not name.startswith("_")]
-
-
-@functools.cache
-def names_used() -> set[str]:
-    """Every name that some module of the project imports from another or reads from one."""
-    nodes = [node for path in SOURCES for node in ast.walk(parse(path))]
-    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    return attributes | {alias.name for node in froms for alias in node.names}
-
-
-@of_each([path for path in FILES if exported(path) is not None])
-def test_exports_are_complete(path: Path):
-    """A public name is exported, or used by another module of the project, or the rule of an op.
-
-    A module of nothing but imports exports them all.
-    """
-    *body, last = parse(path).body[1:]
-    froms = [node for node in body if isinstance(node, ast.ImportFrom)]
-    if len(froms) == len(body) and isinstance(last, ast.Assign):
-        public = {alias.asname or alias.name for node in froms for alias in node.names}
-    else:
-        seams = names_used()
-        public = {n for n in defined(path) if n not in seams and not n.endswith("_scales")}
-    missing = public - set(exported(path))
-    assert not missing, f"not in __all__ nor used by another module: {sorted(missing)}"
 
 
 # What no module does

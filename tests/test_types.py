@@ -31,7 +31,7 @@ def test_a_policy_of_tuples() -> None:
     model = fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), policy)
     assert_type(model, nn.Sequential)
     assert_type(fp8.advance(model, 0.95), bool)
-    with fp8.autocast(policy.at(0.95), model=model):
+    with fp8.autocast(fp8.Policy("row")):
         model(torch.randn(2, 16))
 
 

@@ -163,10 +163,7 @@ class MegatronFiles(NamedTuple):
 _MEGATRON = {"tensor": "tensorwise", "delayed": "delayed", "block": "blockwise", "mxfp8": "mxfp8"}
 """Our recipe -> Megatron's ``--fp8-recipe``."""
 
-_MEGATRON_ROLES = {
-    "attention": ("*attention.linear_*",),
-    "residual": ("*.linear_proj", "*.linear_fc2"),
-}
+_MEGATRON_ROLES = {"residual": ("*.linear_proj", "*.linear_fc2")}
 """Role -> the names of Megatron's modules. The other roles never run in FP8 there."""
 
 

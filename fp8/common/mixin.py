@@ -27,8 +27,7 @@ class Mixin:
     _attributes: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Skips the ``__init_subclass__`` of the module's class, which may need arguments or
-        register subclasses."""
+        """Skips that of the module's class, which may need arguments or register subclasses."""
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Computes the module's forward. ``forward`` is the bound inner forward to call."""
@@ -69,7 +68,6 @@ def _restore(make: Any, args: Any, mixins: Any, attributes: dict[str, Any]) -> n
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    """Calls the ``__deepcopy__`` of the original class, and adds the mixins to the copy."""
     bare = _bare(self)
     memo.setdefault(id(memo), []).append(bare)  # keep it alive: the memo refers to it by id
     result = bare.__deepcopy__(memo)
@@ -123,8 +121,7 @@ def _make_subclass(original: type[nn.Module], mixins: tuple[type[Mixin], ...]) -
 
 def _layout(cls: type) -> tuple[type, ...]:
     """The first base of a subclass whose objects have the layout of ``cls``: not that of
-    `nn.Module` if the first base of ``cls`` is abstract or generic.
-    """
+    `nn.Module` if the first base of ``cls`` is abstract or generic."""
     root = cls
     while (above := root.__base__) is not None and above.__dictoffset__:
         root = above

@@ -43,15 +43,23 @@ class Setting(ContextDecorator):
         self._change = change
         self._lock = threading.Lock()
         self._holders = 0
+        self._held_here = Stack()
         self._changed: AbstractContextManager[Any] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this thread holds it."""
+        return bool(self._held_here.items)
 
     def hold(self) -> None:
         with self._lock:
             if self._changed is None:
                 self._changed = self._change()
             self._holders += 1
+        self._held_here.items.append(None)
 
     def release(self, *error: Any) -> None:
+        self._held_here.items.pop()
         with self._lock:
             self._holders -= 1
             if self._holders == 0 and self._changed is not None:

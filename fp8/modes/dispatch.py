@@ -1,8 +1,7 @@
 """Dispatch tables: the torch functions that compute matrix products, and their handlers.
 
-`fp8.autocast` reads PRODUCTS, OPAQUE and `expansion`. Every handler calls functions of
-`fp8.products.matmul`, `fp8.products.convolution`, `fp8.products.einsum` or
-`fp8.products.attention`.
+`fp8.autocast` reads PRODUCTS, LEFT and `expansion`. Every handler calls functions of
+`fp8.products`.
 """
 
 from __future__ import annotations
@@ -295,18 +294,6 @@ def expansion(
 _RECURRENT = "one kernel computes all its products; write it out step by step"
 _ORDER = "it chooses the order of its products itself; write them with @"
 _SPARSE = "sparse operands have no cast"
-
-OPAQUE: dict[Callable[..., Any], str] = {
-    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _RECURRENT),
-    **dict.fromkeys((torch.lstm_cell, torch.gru_cell), _RECURRENT),
-    **dict.fromkeys((torch.rnn_tanh_cell, torch.rnn_relu_cell), _RECURRENT),
-    **dict.fromkeys((torch.chain_matmul, torch.linalg.multi_dot), _ORDER),
-    torch.conv_tbc: "call conv1d",
-    **dict.fromkeys((torch.sparse.mm, torch.sparse.addmm), _SPARSE),
-    **dict.fromkeys((torch.smm, torch.hspmm, torch.sspaddmm), _SPARSE),
-}
-"""Torch function whose products cannot run under a recipe -> the reason and an alternative."""
-
 _STATISTICS = "covariances of rounded values are not those of the values"
 _COORDINATES = "it computes coordinates, which a cast would move"
 _SOLUTION = (
@@ -329,6 +316,13 @@ _RARE_PRODUCTS = (
 )
 
 LEFT: dict[Callable[..., Any], str] = {
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _RECURRENT),
+    **dict.fromkeys((torch.lstm_cell, torch.gru_cell), _RECURRENT),
+    **dict.fromkeys((torch.rnn_tanh_cell, torch.rnn_relu_cell), _RECURRENT),
+    **dict.fromkeys((torch.chain_matmul, torch.linalg.multi_dot), _ORDER),
+    torch.conv_tbc: "call conv1d",
+    **dict.fromkeys((torch.sparse.mm, torch.sparse.addmm), _SPARSE),
+    **dict.fromkeys((torch.smm, torch.hspmm, torch.sspaddmm), _SPARSE),
     **dict.fromkeys(_RARE_PRODUCTS, _RARE),
     torch.cdist: "the distance is a difference of its products, in which errors of casts grow",
     **dict.fromkeys((F.affine_grid, torch.affine_grid_generator), _COORDINATES),
@@ -342,5 +336,5 @@ LEFT: dict[Callable[..., Any], str] = {
 EXPANDED = dict.fromkeys((torch.einsum, *COMPOSED, *RUNS))
 """Functions whose calls may be composed of others: see `expansion`."""
 
-SPECIAL = dict.fromkeys((*PRODUCTS, *COMPOSED, *RUNS, REGION, *OPAQUE, *LEFT))
+SPECIAL = dict.fromkeys((*PRODUCTS, *COMPOSED, *RUNS, REGION, *LEFT))
 """Every function that `fp8.autocast` treats in its own way."""

@@ -52,7 +52,6 @@ class Block(NamedTuple):
 
     recipe: Recipe | None
     unit_recipe: Recipe | None
-    opaque: str
     modes: tuple[Any, ...]
     state: LayerState | None
     backend: str

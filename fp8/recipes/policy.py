@@ -28,7 +28,6 @@ ROLES: dict[str, str] = {
     "block, if its output has the width of the block; attention that is one module, and stacks of "
     "the weights of experts",
     "router": "layers with one output per expert of the list or stack of experts beside them",
-    "attention": "layers inside of a module whose class or name contains 'attention' or 'attn'",
 }
 """What `Policy.keep` may name -> the rule by which `fp8.selection.roles` finds it."""
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -21,27 +19,17 @@ ADAPTERS = ("transformer_engine", "torchao")
 """Backends that are other libraries. Their layers replace those of the model."""
 
 LAYERS: tuple[type[nn.Module], ...] = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.MultiheadAttention,
+    *(nn.Linear, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 """The layers that are converted, including subclasses: their work is a product with a weight. And
 modules of any class that hold stacks of weights (`holds_experts`)."""
 
-_NOT_A_PRODUCT = "a lookup, not a product"
-_KERNEL = "one kernel computes all its products"
 
 EXCEPTIONS: dict[type[nn.Module], str] = {
     nn.Bilinear: "a product of three operands",
-    nn.Embedding: _NOT_A_PRODUCT,
-    nn.EmbeddingBag: _NOT_A_PRODUCT,
-    nn.RNNBase: _KERNEL,
-    nn.RNNCellBase: _KERNEL,
+    **dict.fromkeys((nn.Embedding, nn.EmbeddingBag), "a lookup, not a product"),
+    **dict.fromkeys((nn.RNNBase, nn.RNNCellBase), "one kernel computes all its products"),
 }
 """Layers with a weight that are never converted -> the reason."""
 
@@ -153,13 +141,11 @@ Where = Callable[[str, nn.Module], bool]
 
 def checked_where(where: Any) -> Where | None:
     """``where``, which raises TypeError if its result is no bool. Raises TypeError unless it is a
-    function of (name, module) or None."""
+    function or None."""
     if where is None:
         return None
     if not callable(where):
         raise TypeError(f"where is a {type(where).__name__}; give (name, module) -> bool")
-    with suppress(ValueError):  # implemented in C
-        _check_signature(where)
 
     def checked(name: str, module: nn.Module) -> bool:
         answer = where(name, module)
@@ -170,16 +156,3 @@ def checked_where(where: Any) -> Where | None:
         return answer
 
     return checked
-
-
-def _check_signature(where: Callable[..., Any]) -> None:
-    signature = inspect.signature(where)
-    try:
-        signature.bind("", None)
-    except TypeError as error:
-        raise TypeError(f"where is called as where(name, module); {where!r}: {error}") from None
-    if list(signature.parameters)[1:2] in (["name"], ["fqn"]):
-        raise TypeError(
-            f"where is called as where(name, module), and {where!r} takes {signature}, as a filter "
-            "of torchao: give lambda name, module: filter(module, name)"
-        )

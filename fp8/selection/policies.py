@@ -36,18 +36,10 @@ class Decision:
     kept: bool = False
 
 
-def resolve(policy: Policy, model: nn.Module, every: bool = False) -> dict[str, Decision]:
-    """The decision of ``policy`` for each layer of ``model`` that `fp8.convert` can convert.
-
-    A switch is not applied: resolve ``policy.at(fraction)``.
-
-    Args:
-        policy: a policy.
-        model: not changed.
-        every: also layers whose products are their own, which `fp8.autocast` casts too.
-
-    Returns:
-        Name of the layer -> `Decision`, in the order of the model.
+def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
+    """The decision of ``policy`` for each layer of ``model`` that `fp8.convert` can convert: name
+    -> `Decision`, in the order of the model. A switch is not applied: resolve
+    ``policy.at(fraction)``.
 
     Raises:
         ValueError: for a rule that matches no layer, a role that the model does not have, more
@@ -55,13 +47,12 @@ def resolve(policy: Policy, model: nn.Module, every: bool = False) -> dict[str, 
             recipe has; the message names the rule and the layer.
     """
     if isinstance(model, DistributedDataParallel | DataParallel):
-        decisions = resolve(policy, model.module, every)
+        decisions = resolve(policy, model.module)
         return {f"module.{name}" if name else "module": d for name, d in decisions.items()}
     layers: Layers = candidates(model)
-    if every:
-        layers = _with_own_products(model, layers)
     exceptions = _exceptions(policy, model, layers)
-    matched = {i: _matched(i, rule, model, layers) for i, rule in enumerate(policy.rules)}
+    rules = {f"rule {number}: {rule}": rule for number, rule in enumerate(policy.rules, 1)}
+    matched = {said: _matched(said, rule, model, layers) for said, rule in rules.items()}
     decisions = {}
     for name, layer in layers.items():
         if name in exceptions:
@@ -69,36 +60,26 @@ def resolve(policy: Policy, model: nn.Module, every: bool = False) -> dict[str, 
             chosen = composed(sources, auto_of(layer))
             decisions[name] = Decision(chosen, sources, exceptions[name], kept=True)
         else:
-            rules = {i: policy.rules[i] for i in matched if name in matched[i]}
-            decisions[name] = _decide(policy, name, layer, rules)
+            of_layer = {said: rule for said, rule in rules.items() if name in matched[said]}
+            decisions[name] = _decide(policy, name, layer, of_layer)
     return decisions
 
 
-def _with_own_products(model: nn.Module, layers: Layers) -> Layers:
-    """``layers``, and all others with a weight that contain none."""
-    every = {name: layer for name, layer, _ in layers_of(model)}
-    holders = {name for name in every if any(not name or within(n, name) for n in every if n)}
-    return {n: layer for n, layer in every.items() if n in layers or n not in holders}
-
-
-def _decide(policy: Policy, name: str, layer: nn.Module, rules: dict[int, Rule]) -> Decision:
-    """The decision of a layer that no exception includes. rules: those that match it, by index."""
+def _decide(policy: Policy, name: str, layer: nn.Module, rules: dict[str, Rule]) -> Decision:
+    """The decision for a layer that no exception includes. rules: those that match, by what
+    messages call them."""
     sources: list[Source] = [source_of(policy.recipe)] * len(CASTS)
-    deciding: list[int | None] = [None] * len(CASTS)
-    for index, rule in rules.items():
+    deciding = [""] * len(CASTS)
+    for said, rule in rules.items():
         for cast in rule.casts:
-            sources[cast], deciding[cast] = source_of(rule.recipe), index
-    why = "; ".join(_said(i, rules[i]) for i in rules if i in deciding)
+            sources[cast], deciding[cast] = source_of(rule.recipe), said
+    why = "; ".join(said for said in rules if said in deciding)
     if not why and policy.recipe is None:
         why = "the recipe of the policy is None"
     try:
         return Decision(composed(tuple(sources), auto_of(layer)), tuple(sources), why)
     except ValueError as error:
         raise ValueError(f"the casts of {name or '(model)'!r} by {why}: {error}") from None
-
-
-def _said(index: int, rule: Rule) -> str:
-    return f"rule {index + 1}: {rule}"
 
 
 def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, str]:
@@ -123,19 +104,17 @@ def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, s
     return reasons
 
 
-def _matched(index: int, rule: Rule, model: nn.Module, layers: Layers) -> set[str]:
+def _matched(said: str, rule: Rule, model: nn.Module, layers: Layers) -> set[str]:
     """The layers that a rule matches. Raises ValueError for none, except for a rule that leaves in
     high precision what is never cast."""
     names = {name for name in layers if matches(rule.layers, name)}
-    if names:
-        return names
-    others = {name: why or "" for name, _, why in layers_of(model) if matches(rule.layers, name)}
-    if others and rule.recipe is None:
+    others = [(name, why) for name, _, why in layers_of(model) if matches(rule.layers, name)]
+    if names or (others and rule.recipe is None):
         return names
     if others:
-        name, why = next(iter(others.items()))
-        raise ValueError(f"{_said(index, rule)} matches only layers that stay: {name!r} ({why})")
-    raise ValueError(f"{_said(index, rule)} matches no layer{_hint(rule.layers, layers)}")
+        name, why = others[0]
+        raise ValueError(f"{said} matches only layers that stay: {name!r} ({why or ''})")
+    raise ValueError(f"{said} matches no layer{_hint(rule.layers, layers)}")
 
 
 def matches(pattern: str, name: str) -> bool:

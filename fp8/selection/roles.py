@@ -8,7 +8,7 @@ layer starts a part, and a widening layer closes the part before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..common.mixin import bare_class
+from ..recipes.policy import ROLES
 from .layers import holds_experts, is_transposed, layers_of
 
-__all__ = ["MAY_LACK", "Layers", "blocks_of", "roles", "sizes_of", "with_role", "within"]
+__all__ = ["MAY_LACK", "Layers", "blocks_of", "sizes_of", "with_role", "within"]
 
 Layers = Mapping[str, nn.Module]
 """Name -> layer, in the order of the model."""
@@ -30,6 +31,10 @@ MAY_LACK = ("embedding", "readout")
 def within(name: str, block: str) -> bool:
     """Whether the module ``name`` is inside of the module ``block``."""
     return name.startswith(f"{block}.")
+
+
+def _in_any(name: str, blocks: list[str]) -> bool:
+    return any(within(name, block) for block in blocks)
 
 
 def _weighted(layers: Layers) -> Layers:
@@ -93,7 +98,7 @@ def _outside(model: nn.Module, layers: Layers, reads: bool) -> dict[str, str]:
         last = names[-1:] if reads else []
         return dict.fromkeys(last, "the last layer of a model that repeats no block")
     why = f"outside of the blocks, {'reads' if reads else 'does not read'} the residual stream"
-    inside = [any(within(name, block) for block in blocks) for name in names]
+    inside = [_in_any(name, blocks) for name in names]
     start = inside.index(True)
     width = sizes_of(layers[names[start]])[0]
     reasons = {}
@@ -111,7 +116,7 @@ def _residual(model: nn.Module, layers: Layers) -> dict[str, str]:
     blocks = blocks_of(model, layers)
     reasons = {}
     for name, layer in layers.items():
-        if blocks and not any(within(name, block) for block in blocks):
+        if blocks and not _in_any(name, blocks):
             continue
         if isinstance(layer, nn.MultiheadAttention):
             reasons[name] = "one module with the output projection of the attention"
@@ -136,41 +141,21 @@ def _router(model: nn.Module, layers: Layers) -> dict[str, str]:
         weight = getattr(layer, "weight", None)
         if isinstance(weight, Tensor) and not is_lazy(weight) and weight.dim() == 2:
             outputs = weight.shape[1] if is_transposed(layer) else weight.shape[0]
-        if outputs < 2 or not any(within(name, block) for block in blocks):
-            continue
-        path = name
-        for _ in range(2):
-            path = path.rpartition(".")[0]
-            if outputs in _counts(model.get_submodule(path), layer):
-                reasons[name] = f"one output for each of {outputs} experts beside it"
-            if not path:
-                break
+        parent, above = name.rpartition(".")[0], name.rpartition(".")[0].rpartition(".")[0]
+        beside = {path: model.get_submodule(path) for path in (parent, above)}
+        counts = {count for module in beside.values() for count in _counts(module, layer)}
+        if outputs > 1 and outputs in counts and _in_any(name, blocks):
+            reasons[name] = f"one output for each of {outputs} experts beside it"
     return reasons
 
 
-def _counts(parent: nn.Module, but: nn.Module) -> Iterator[int]:
+def _counts(parent: nn.Module, but: nn.Module) -> set[int]:
     """The lengths of lists of modules and of stacks in ``parent`` and its children, ``but``
     aside."""
-    for module in (parent, *parent.children()):
-        if isinstance(module, nn.ModuleList):
-            yield len(module)
-        if module is not but:
-            stacks = (p for p in module.parameters(recurse=False) if not is_lazy(p))
-            yield from (p.shape[0] for p in stacks if p.dim() == 3)
-
-
-def _attention(model: nn.Module, layers: Layers) -> dict[str, str]:
-    reasons = {}
-    for name in layers:
-        path = name
-        while path:
-            kind = bare_class(model.get_submodule(path)).__name__
-            parent, _, key = path.rpartition(".")
-            if any(word in f"{key} {kind}".lower() for word in ("attention", "attn")):
-                reasons[name] = f"in {path}, a {kind}"
-                break
-            path = parent
-    return reasons
+    modules = (parent, *parent.children())
+    stacks = [p for m in modules if m is not but for p in m.parameters(recurse=False)]
+    lengths = {p.shape[0] for p in stacks if not is_lazy(p) and p.dim() == 3}
+    return lengths | {len(module) for module in modules if isinstance(module, nn.ModuleList)}
 
 
 _FINDERS: dict[str, Callable[[nn.Module, Layers], dict[str, str]]] = {
@@ -178,16 +163,8 @@ _FINDERS: dict[str, Callable[[nn.Module, Layers], dict[str, str]]] = {
     "readout": partial(_outside, reads=True),
     "residual": _residual,
     "router": _router,
-    "attention": _attention,
 }
 """Role -> (model, its layers by name) -> the layers with this role: name -> reason."""
-
-_NOT_FOUND = {
-    "residual": "the model repeats no block",
-    "router": "no layer in a repeated block has as many outputs as there are experts beside it",
-    "attention": "no layer is inside of a module whose class or name contains 'attention' or "
-    "'attn'",
-}
 
 
 def with_role(role: str, model: nn.Module, layers: Layers) -> dict[str, str]:
@@ -201,26 +178,8 @@ def with_role(role: str, model: nn.Module, layers: Layers) -> dict[str, str]:
     reasons = _FINDERS[role](model, layers)
     every = {name: layer for name, layer, _ in layers_of(model)}
     if not reasons and role not in MAY_LACK and not _FINDERS[role](model, every):
-        why = _NOT_FOUND.get(role, "it has no layer")
         raise ValueError(
-            f"role {role!r} is not found in this {bare_class(model).__name__}: {why}. Use a rule "
-            "with the names of the layers"
+            f"role {role!r} is not found in this {bare_class(model).__name__}: {ROLES[role]}. Use "
+            "a rule with the names of the layers"
         )
     return reasons
-
-
-def roles(model: nn.Module, layers: Layers) -> dict[str, str]:
-    """Layer -> its role: the first of "readout", "embedding", "router" and "attention" that it has,
-    or "hidden" for others inside of a block, and "other".
-
-    layers: name -> layer, as `fp8.selection.layers.candidates` finds them.
-    """
-    blocks = blocks_of(model, layers)
-    by_layer: dict[str, str] = {}
-    for role in ("readout", "embedding", "router", "attention"):
-        for name in _FINDERS[role](model, layers):
-            by_layer.setdefault(name, role)
-    for name in layers:
-        inside = not blocks or any(within(name, block) for block in blocks)
-        by_layer.setdefault(name, "hidden" if inside else "other")
-    return {name: by_layer[name] for name in layers}

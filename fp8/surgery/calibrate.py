@@ -39,22 +39,21 @@ def calibrate(
 
     The pass runs in the precision of the model. Layers converted under "auto" that are not
     unit-scaled use "static" afterwards. Nothing else changes, and no gradient accumulation hook
-    runs. Wrappers of torch.compile and DistributedDataParallel are supported. With FSDP, calibrate
-    before sharding, or let the first training step set the scales. ``torch.utils.checkpoint`` needs
-    ``use_reentrant=False``.
+    runs. With FSDP, calibrate before sharding, or let the first training step set the scales.
+    ``torch.utils.checkpoint`` needs ``use_reentrant=False``.
 
     Args:
-        model: a model converted with a recipe with scaling "static", or a model of
-            `unit_scaling.transforms.unit_scale`, whose products cast their gradients at such scales
-            under any recipe without scales ("unit"): these are set.
+        model: a model converted with a recipe with scaling "static", or one of `unit_scale`, whose
+            products cast their gradients at such scales under any recipe without scales. It may be
+            wrapped by torch.compile and DistributedDataParallel.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments
             of the model.
-        loss: a function of the model's output that returns a scalar. Include the loss scale used
-            in training. None: the output's ``loss`` or its first 0-dim tensor that requires a
+        loss: a function of the model's output that returns a scalar, with the loss scale of the
+            training. None: the output's ``loss`` or its first 0-dim tensor that requires a
             gradient; without one, the gradient of the output is standard normal, with seed 0.
         scales: values to set instead of measuring, as returned by `calibration`.
         group: the processes over which second moments are summed (None: all), if
-            torch.distributed is initialized. All of them call this and get equal scales.
+            torch.distributed is initialized. All of them call this.
 
     Returns:
         Operand -> exponent of its scale factor, as `calibration` returns.
@@ -129,7 +128,6 @@ def _states(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _set(states: dict[str, Tensor], scales: Mapping[str, int | None]) -> None:
-    """Sets the scales to ``2**scales``."""
     if different := sorted(states.keys() ^ scales.keys()):
         what = "is missing" if different[0] in states else "is not in the model"
         raise ValueError(f"scales: {different[0]!r} {what}, one of {len(different)}")

@@ -67,10 +67,10 @@ class Converted(Mixin):
     """A layer whose products run under its ``fp8_recipe``."""
 
     fp8_recipe: Recipe
-    #: The recipes that its casts were given, in the order of `CASTS`; "auto" is not resolved.
+    #: What its casts are taken from, in the order of `CASTS`; "auto" is not resolved.
     fp8_sources: tuple[Source, ...]
+    #: The backend that the user asked for, and "simulate" if the recipe has no kernels for it.
     fp8_asked: str
-    #: "simulate" if the recipe has no kernels for the requested backend.
     fp8_backend: str
     #: The rule that decided, or why the layer does not have the recipe of the chosen layers.
     fp8_why: str
@@ -79,7 +79,6 @@ class Converted(Mixin):
     fp8_transposed: bool
     #: The kernels need sizes that are multiples of this.
     fp8_multiple: int
-    #: Buffer of a static scale -> whether it is set.
     fp8_measured: history.MeasuredScales
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -181,32 +180,28 @@ def convert(
     and, for those not converted, the reason; `revert` undoes the conversion. Products outside of
     layers (attention, `@`) stay in high precision; run the model under `fp8.autocast` for those.
 
-    A recipe with scaling "delayed" stores its history in buffers of the layer, ``fp8_amax_input``,
-    ``fp8_amax_weight`` and ``fp8_amax_grad``, newest entry first, which are part of the state_dict:
-    convert a model before loading them. Each call of the layer that records gradients adds an entry
-    (for the gradient, a backward pass does), so under gradient accumulation each micro-batch does;
-    other calls only read. An operand without entries is scaled by its own largest magnitude. Zero,
-    Inf and NaN are not recorded. One with scaling "static" stores ``fp8_scale_input`` and so on in
-    the same way, 0 until `fp8.calibrate` or the first training step in which the operand is finite
-    and not all zeros sets them, to the power of two nearest to its RMS. A layer of several products
-    (attention, experts) creates the buffers of each in its first pass, which cannot be compiled.
+    Recipes with scaling "delayed" and "static" keep their state in buffers of the layer, which are
+    part of the state_dict: convert a model before loading them. "delayed" has histories,
+    ``fp8_amax_input``, ``fp8_amax_weight`` and ``fp8_amax_grad``, newest entry first, to which each
+    pass that records gradients adds an entry unless it is zero, Inf or NaN. "static" has scales,
+    ``fp8_scale_input`` and so on, 0 until `fp8.calibrate` or the first training step in which the
+    operand is finite and not all zeros sets them, to the power of two nearest to its RMS. A layer
+    of several products (attention, experts) creates the buffers of each in its first pass, which
+    cannot be compiled.
 
     Args:
         model: converted in place.
-        recipe: a name in `fp8.RECIPES`, a `Recipe`, or "auto". "auto" is "unit" for each layer that
-            is unit-scaled (of `unit_scaling.modules`, or in a model of `unit_scale`, before or
-            after this call, except with init="preserve"). For other layers it is "tensor", or
-            "static" once `fp8.calibrate` has set their scales. Layers of other libraries use
-            "tensor". Or a `fp8.Policy`, which selects the recipe of each layer by its name and
-            role; `report` names the rule that decided, and `advance` applies its switch.
+        recipe: a name in `fp8.RECIPES`, a `Recipe`, or "auto": "unit" for each layer that is
+            unit-scaled (of `unit_scaling.modules`, or in a model of `unit_scale`, before or after
+            this call, except with init="preserve"), for others "tensor", or "static" once
+            `fp8.calibrate` has set their scales, and "tensor" for layers of other libraries. Or a
+            `fp8.Policy`, which selects the recipe of each layer by its name and role.
         backend: as in `fp8.autocast`. Convolutions, and recipes and weight sizes that the kernels
-            do not support, are simulated, as the report shows; other numbers of tokens are padded
-            with zeros. "transformer_engine" or "torchao" replaces the layers with those of
-            that library (`fp8.adapters`); if the model is itself such a layer, use the return
-            value.
-        where: (name, layer) -> whether to convert it; None: every layer. What can be said by names
-            and roles is better said by a policy, which is plain data:
-            ``convert(model, fp8.Policy.umup("unit", others="bf16"))`` is the u-muP scheme.
+            do not support, are simulated; other numbers of tokens are padded with zeros.
+            "transformer_engine" or "torchao" replaces the layers with those of that library
+            (`fp8.adapters`); if the model is itself such a layer, use the return value.
+        where: (name, layer) -> whether to convert it; None: every layer. Names and roles are
+            better selected by a policy, which is plain data.
 
     Returns:
         ``model``, or the layer that replaces it.
@@ -245,19 +240,21 @@ def convert(
     for start, _ in policy.switch:
         resolve(policy.at(start), model)
     layers = {name: model.get_submodule(name) for name in decisions}
-    not_chosen = [
-        name for name, layer in layers.items() if where is not None and not where(name, layer)
-    ]
+    chosen = {name for name, layer in layers.items() if where is None or where(name, layer)}
     model = revert_layers(model)
     for name, module in layers.items():
         decision = decisions[name]
-        if why := "not chosen" if name in not_chosen else _why_left(module, decision):
+        if why := _why_left(module, decision) if name in chosen else "not chosen":
             vars(module)["fp8_why"] = why
             continue
         add_mixin(module, Converted)
-        vars(module).update(fp8_sources=decision.sources, fp8_asked=backend, fp8_why=decision.why)
-        vars(module).update(fp8_transposed=is_transposed(module))
-        vars(module).update(fp8_switches=not decision.kept)
+        vars(module).update(
+            fp8_sources=decision.sources,
+            fp8_asked=backend,
+            fp8_why=decision.why,
+            fp8_transposed=is_transposed(module),
+            fp8_switches=not decision.kept,
+        )
         _leave_parametrizations(module)
         set_recipe(module, decision.sources)
     if isinstance(recipe, Policy):
@@ -271,9 +268,8 @@ def _why_left(module: nn.Module, decision: Decision) -> str:
     """Why a layer is not converted; "" if it is."""
     if composed(decision.sources, PLAIN) is None:
         return decision.why
-    if isinstance(module, nn.MultiheadAttention) and (
-        module.bias_k is not None or module.add_zero_attn
-    ):
+    is_attention = isinstance(module, nn.MultiheadAttention)
+    if is_attention and (module.bias_k is not None or module.add_zero_attn):
         return "add_bias_kv and add_zero_attn are not supported"
     return ""
 
@@ -346,13 +342,13 @@ _HIGH = Recipe(name="high precision")
 def advance(model: nn.Module, fraction: float) -> bool:
     """Applies the switch of the policy that ``model`` was converted with.
 
-    Call it before each step, with the fraction of the training steps that are done. Layers keep
-    their weights and buffers; those in high precision stay so. It also goes back, after a
-    checkpoint of an earlier step is loaded. A compiled model is compiled again at its next call.
+    Call it before each step. Layers keep their weights and buffers; those in high precision stay
+    so. It also goes back, after a checkpoint of an earlier step is loaded. A compiled model is
+    compiled again at its next call.
 
     Args:
         model: the converted model, or a module that contains it.
-        fraction: from 0 to 1.
+        fraction: the share of the training steps that are done, from 0 to 1.
 
     Returns:
         Whether recipes changed.
@@ -369,18 +365,19 @@ def advance(model: nn.Module, fraction: float) -> bool:
     (False, True, Linear(in_features=16, out_features=16, bias=True, fp8=bf16))
     """
     check_module("advance", model)
-    policies = ((module, vars(module).get("fp8_policy")) for module in model.modules())
-    owners = [(module, policy) for module, policy in policies if policy and policy.switch]
+    owners = [m for m in model.modules() if "fp8_policy" in vars(m)]
+    owners = [owner for owner in owners if vars(owner)["fp8_policy"].switch]
     if not owners:
         raise ValueError(
             "no part of the model was converted with a policy that has a switch: "
             "fp8.convert(model, fp8.Policy(recipe, switch=[(0.9, 'bf16')]))"
         )
-    changed = [_advance(owner, policy, fraction) for owner, policy in owners]
+    changed = [_advance(owner, fraction) for owner in owners]
     return any(changed)
 
 
-def _advance(owner: nn.Module, policy: Policy, fraction: float) -> bool:
+def _advance(owner: nn.Module, fraction: float) -> bool:
+    policy: Policy = vars(owner)["fp8_policy"]
     policy.at(fraction)  # checks the fraction
     reached = [(start, source_of(recipe)) for start, recipe in policy.switch if start <= fraction]
     since = reached[-1][0] if reached else None
@@ -424,8 +421,6 @@ def _choose_static(module: Any) -> None:
 
 
 def _warn(model: nn.Module) -> None:
-    """Warns about layers whose recipe needs unit scaling, and if no layer was chosen and
-    converted."""
     layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, Converted)}
     unscaled = [
         (layer.fp8_recipe.name, name or "(model)")

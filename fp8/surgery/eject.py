@@ -57,8 +57,7 @@ def eject(model: nn.Module, path: str | Path) -> Path:
     The file needs torch, and nothing of this package. Its ``convert(model)`` gives the linear
     layers of a plain model of the same structure the products that they have here: the same
     operands, casts, scales and sums, bit for bit on a CPU. Recipes and static scales are literals
-    of the file. On GPUs with FP8 it calls ``torch._scaled_mm``, also for a recipe that casts the
-    operands of some products only, such as "row_gw_hp". Inf becomes NaN in both formats.
+    of the file. On GPUs with FP8 it calls ``torch._scaled_mm``. Inf becomes NaN in both formats.
 
     Args:
         model: a model that `fp8.convert` has converted and, with scaling "static", `fp8.calibrate`
@@ -74,9 +73,8 @@ def eject(model: nn.Module, path: str | Path) -> Path:
     Raises:
         TypeError: if ``model`` is not a module.
         ValueError: if nothing in the model is converted; for all that the file does not have, with
-            the layers concerned: other layers, casts, sums and dtypes, scales that are not set, a
-            switch, norms in low precision, unit scaling; for static scales of more layers than fit;
-            for a path that cannot be imported.
+            the layers concerned; for static scales of more layers than fit; for a path that cannot
+            be imported.
 
     >>> import torch, fp8, tempfile, pathlib
     >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "tensor")
@@ -107,13 +105,13 @@ def eject(model: nn.Module, path: str | Path) -> Path:
 
 
 def _layers(model: nn.Module) -> list[_Layer]:
-    scales, found = calibration(model), []
+    scales, layers = calibration(model), []
     for name, module in model.named_modules():
         if isinstance(module, Converted):
             roles = (f"{name}.{role}".lstrip(".") for role in ("input", "weight", "grad"))
             exponents = tuple(scales.get(role, 0) for role in roles)
-            found.append(_Layer(name, module, module.fp8_recipe, exponents))
-    return found
+            layers.append(_Layer(name, module, module.fp8_recipe, exponents))
+    return layers
 
 
 # What has no code
@@ -135,7 +133,6 @@ def _refused(model: nn.Module, layers: list[_Layer]) -> Iterator[tuple[str, str]
 
 
 def _why_layer(layer: nn.Module) -> str:
-    """Why the file has no code for a converted layer; "" if it has."""
     kind = bare_class(layer)
     if is_unit_scaled(layer):
         return "unit-scaled"
@@ -177,7 +174,6 @@ def _casts(layer: Any, kind: type[nn.Linear]) -> bool:
 
 
 def _why_recipe(recipe: Recipe) -> str:
-    """Why the file has no code for the products of a recipe; "" if it has."""
     if recipe.accumulate is not None:
         return f"recipe {recipe.name!r} has the sums of accumulate={recipe.accumulate!r}"
     if recipe.fast_sums != ("forward",):

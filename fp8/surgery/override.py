@@ -31,12 +31,10 @@ class override:
     `fp8.Policy` and apply in order, on top of the recipe in force. Products whose forward pass runs
     in the block have these casts also in their backward pass, wherever that runs, but for
     checkpoints: with ``use_reentrant=False`` both passes run inside of the block, or both outside.
-    `report` shows them. A block inside of ``fp8.autocast(enabled=False)`` has no effect,
-    with a warning.
+    A block inside of ``fp8.autocast(enabled=False)`` has no effect, with a warning.
 
     Afterwards every layer is as before, with its scales and histories. Blocks can be nested. A
-    compiled model is compiled again at its next call. `advance` belongs outside of the block. Under
-    `fp8.autocast`, pass another policy instead.
+    compiled model is compiled again at its next call. `advance` belongs outside of the block.
 
     Args:
         model: a model that `fp8.convert` has converted, or a part of it.

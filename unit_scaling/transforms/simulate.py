@@ -46,7 +46,7 @@ class Simulate(Scope):
         return run_in_mode(self, call, module, path, given, eager=True)
 
     def mode(self, module: nn.Module, path: str, given: Given) -> autocast:
-        mode = autocast(self.recipe, opaque="warn")
+        mode = autocast(self.recipe)
         mode.reenters = True  # every module is reentered when it is called
         return mode
 

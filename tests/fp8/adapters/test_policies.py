@@ -209,11 +209,11 @@ def test_megatron_reads_the_rules_as_they_were_meant(megatron, tmp_path):
     policy = Policy(
         "mxfp8",
         rules=[
-            ("*.linear_fc?", None, "nvfp4_nvidia"),
+            ("*.linear_*", None, "nvfp4_nvidia"),
             ("*.layers.1.*", None, "tensor"),
-            ("*.linear_fc2", None, None),
+            ("*.linear_fc1", None, None),
         ],
-        keep=["attention"],
+        keep=["residual"],
     )
     files = for_megatron(policy)
     assert files.flags == ["--fp8-format=e4m3", "--fp8-recipe=mxfp8"]
@@ -221,7 +221,7 @@ def test_megatron_reads_the_rules_as_they_were_meant(megatron, tmp_path):
         assert found.override_quantized_autocast
         assert not found.override_nonquantized_autocast
         fields = (found.fp8_quantization_recipe, found.fp4_quantization_recipe, found.fp8_format)
-        if "attention" in name or name.endswith("fc2"):
+        if not name.endswith("qkv"):
             assert fields[:2] == (None, None), name
         elif ".layers.1." in name:
             assert fields == ("tensorwise", None, "hybrid")

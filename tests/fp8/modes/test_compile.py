@@ -1,7 +1,5 @@
 """Blocks under torch.compile, with a recipe whose effect is large."""
 
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -14,9 +12,7 @@ from fp8.common import traced
 from fp8.modes.autocast import outside_compiler
 from tests.fp8.calls import COARSE
 from tests.fp8.modes.test_autocast import Counting
-from tests.fp8.products.test_matmul import ROTATED, randn
-from tests.launch import ROOT
-from tests.reference import nearest
+from tests.fp8.products.test_matmul import randn
 
 
 def results(call, model, x):
@@ -35,23 +31,6 @@ def _fresh():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def test_scales_along_an_axis():
-    """Tiles that do not divide the sizes, and rotations, in one graph."""
-    x, w = randn(20, 40), randn(36, 40)
-    recipes = [nearest(fp8.RECIPES["nvfp4"]), ROTATED]
-
-    def run(x):
-        y = 0.0
-        for recipe in recipes:
-            with fp8.autocast(recipe):
-                y = y + F.linear(x, w).square()
-        return y
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    expected, got = (torch.autograd.grad(f(x).sum(), (x, w)) for f in (run, compiled))
-    assert_close(got, expected)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -79,27 +58,6 @@ def test_what_is_compiled_outside_is_compiled_anew_for_the_block(backend, monkey
     if backend != "inductor":
         assert_close(results(compiled, model, x), plain)
     assert torch._dynamo.utils.counters["stats"] == graphs
-
-
-def test_a_compiled_function_in_blocks_of_several_recipes():
-    """Also of attention, which the block expands, and with blocks inside of the function."""
-    attention, w = nn.MultiheadAttention(16, 2, batch_first=True), randn(16, 16)
-    x = randn(2, 5, 16)
-
-    def call(x):
-        y = attention(x, x, x, need_weights=False)[0]
-        with fp8.autocast("unit"):
-            y = torch.sigmoid(y @ w)
-        with fp8.autocast(enabled=False):
-            y = F.linear(F.scaled_dot_product_attention(y, y, y), w)
-        return F.conv1d(torch.einsum("bld,de->bel", y, w), w[:5, :, None])
-
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    for recipe in (COARSE, "row"):
-        with fp8.autocast(recipe):
-            got, want = (results(f, attention, x) for f in (compiled, call))
-        assert_close(got, want)
-    assert_close(results(compiled, attention, x), results(call, attention, x))
 
 
 def test_a_graph_break_within_the_block_is_computed_the_same():
@@ -132,21 +90,6 @@ def test_a_block_that_is_opened_in_pieces_is_an_error_by_name():
     with pytest.raises(RuntimeError, match="could not be compiled in one piece"):
         torch.compile(block, backend="eager")(x)
     assert not fp8.products.active.ACTIVE.blocks
-
-
-def test_the_compiler_is_imported_within_the_block():
-    code = """
-import torch, fp8
-from torch.nn import functional as F
-a, graphs = torch.full((2, 2), 1.06), []
-with fp8.autocast("unit"):
-    y = torch.cond(a.sum() > 0, lambda a: F.linear(a, a), lambda a: a + 1, (a,))
-    product = torch.compile(lambda a: a @ a, backend=lambda graph, _: graphs.append(1) or graph)
-    assert torch.equal(product(a), y) and torch.equal(y, torch.full((2, 2), 2.0))
-print(len(graphs), bool((torch.compile(F.sigmoid, backend="eager")(a) > 0).all()))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "1 True\n", done.stderr
 
 
 @pytest.mark.parametrize("block", [lambda run: fp8.autocast("tensor")(run)(), outside_compiler])

@@ -32,11 +32,6 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def t5() -> nn.Module:
-    config = transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
-    return transformers.T5ForConditionalGeneration(config)
-
-
 def encoder() -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
 
@@ -71,18 +66,12 @@ def experts() -> nn.Module:
     return nn.ModuleDict({"blocks": nn.ModuleList([block]), "head": nn.Linear(32, 9)})
 
 
-def wrapped() -> nn.Module:
-    return nn.Sequential(nanogpt())
-
-
 # Model -> what is outside of the blocks, what joins the residual stream.
 PATTERNS = {
     gpt2: (["lm_head"], ["*.c_proj"]),
     llama: (["lm_head"], ["*.o_proj", "*.down_proj"]),
-    t5: (["lm_head"], ["*Attention.o", "*.wo"]),
     encoder: ([], ["*.self_attn", "*.linear2"]),
     nanogpt: (["head"], ["*.out", "*.down"]),
-    wrapped: (["0.head"], ["*.out", "*.down"]),
     flat: (["2"], ["*.o", "*.down"]),
     mlp: (["3"], []),
     experts: (["head"], ["*.down"]),
@@ -100,7 +89,7 @@ def test_published_policies(make, policy):
     if policy is Policy.umup:
         outside = outside + joining
     if policy is Policy.umup and make is mlp:
-        with pytest.raises(ValueError, match=r"role 'residual' is not found .* repeats no block"):
+        with pytest.raises(ValueError, match=r"role 'residual' is not found in this Sequential"):
             fp8.convert(make(), policy("unit"))
         return
     model = fp8.convert(make(), policy("unit", others="bf16"))
@@ -125,19 +114,6 @@ def test_the_report_of_what_is_left_alone():
     whys = {row.why for row in fp8.report(fp8.revert(other))}
     assert whys == {"not chosen", "a lookup, not a product"}
     assert not any("fp8" in key for module in other.modules() for key in vars(module))
-
-
-def test_each_layer_computes_under_its_recipe():
-    torch.manual_seed(0)
-    model, x = mlp(), torch.randn(6, 32)
-    with fp8.autocast("unit"):
-        hidden = model[:3](x)
-    with fp8.autocast("bf16"):
-        want = model[3](hidden)
-    policy = Policy.hidden("unit", others="bf16")
-    with fp8.autocast(policy, model=model):
-        assert torch.equal(model(x), want)
-    assert torch.equal(fp8.convert(model, policy)(x), want)
 
 
 @pytest.mark.parametrize("recipe", ["tensor", "block"])
@@ -197,10 +173,7 @@ def test_a_function_chooses(name):
     [
         ("all", r"where is a str; give \(name, module\) -> bool"),
         (3, "where is a int"),
-        (lambda name: True, r"where is called as where\(name, module\)"),
-        (lambda name, layer, more: True, r"where is called as where\(name, module\)"),
-        (lambda module, fqn: True, r"takes \(module, fqn\), as a filter of torchao: give lambda"),
-        (lambda m, name: True, r"takes \(m, name\), as a filter of torchao: give lambda"),
+        (lambda name: True, r"takes 1 positional argument but 2 were given"),
         (lambda name, layer: 1, "where must return a bool, got 1 for layer '0'"),
         (lambda name, layer: None, "where must return a bool, got None"),
     ],

@@ -74,13 +74,6 @@ def test_each_layer_has_the_recipe_that_it_needs(name):
         assert why.startswith(f"{recipe} (auto: {state})")
 
 
-@pytest.mark.parametrize("name", ["plain", "uu"])
-def test_initialize(name):
-    make, names = MODELS[name]
-    assert chosen(fp8.initialize(make(), None, "O1")[0]) == names
-    assert chosen(msamp.initialize(make(), None, "O1")[0]) == names
-
-
 @pytest.mark.parametrize("init", ["unit", "preserve"])
 def test_the_order_of_unit_scale_and_convert_does_not_matter(init):
     first = unit_scale(fp8.convert(plain()), init=init)
@@ -99,13 +92,6 @@ def test_a_recipe_by_name_stays():
     model = fp8.convert(plain(), fp8.Policy("row", keep=["readout"], others="auto"))
     assert set(chosen(model)) == {"row", "tensor"}
     assert set(chosen(unit_scale(model))) == {"row", "unit"}
-
-
-def test_where_no_model_is_known_it_is_refused():
-    with pytest.raises(ValueError, match='"auto" is "unit" or "tensor"'):
-        fp8.recipes.recipe.get_recipe("auto")
-    with pytest.raises(ValueError, match="unknown recipe 'Auto'; choose one of 'auto', 'unit'"):
-        fp8.convert(plain(), "Auto")
 
 
 # --- Products
@@ -131,8 +117,7 @@ def tiny(args):
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_autocast_chooses_for_each_product(name, compiled):
+def test_autocast_chooses_for_each_product(name):
     args, function = PRODUCTS[name]
     ours = getattr(U, name)
 
@@ -140,14 +125,8 @@ def test_autocast_chooses_for_each_product(name, compiled):
         with fp8.autocast(recipe):
             return function(*args)
 
-    run = call
-    if compiled:
-        if name not in ("linear", "matmul", "conv1d"):
-            pytest.skip("in eager mode")
-        torch._dynamo.reset()
-        run = torch.compile(call, backend="eager", fullgraph=True)
     for f, recipe, other in ((ours, "unit", "tensor"), (function, "tensor", "unit")):
-        got = run(f, "auto", *tiny(args))
+        got = call(f, "auto", *tiny(args))
         torch.testing.assert_close(got, call(f, recipe, *tiny(args)), rtol=0, atol=0)
         assert not torch.equal(got, call(f, other, *tiny(args)))
 

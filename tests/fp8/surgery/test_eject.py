@@ -74,6 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = converted(case.recipe, case.dtype)
         fp8.eject(model, folder / f"case_{i}.py")
         wanted = eject_models.step(model, case.dtype, case.autocast)
+        assert all(tensor.isfinite().all() for tensor in wanted)
         weights = {key: value.detach() for key, value in plain(model).state_dict().items()}
         told = {"dtype": case.dtype, "autocast": case.autocast}
         torch.save({**told, "weights": weights, "wanted": wanted}, folder / f"case_{i}.pt")
@@ -94,14 +95,6 @@ def different(folder: Path) -> dict[str, list[int]]:
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_the_file_computes_the_same_bits(different: dict[str, list[int]], case: int):
     assert different[f"case_{case}"] == []
-
-
-def test_the_cases_have_gradients(folder: Path):
-    """What is compared is finite, and not zero but for a model without scales."""
-    for i, case in enumerate(CASES):
-        for tensor in torch.load(folder / f"case_{i}.pt")["wanted"]:
-            assert tensor.isfinite().all()
-            assert tensor.any() or case.recipe == "unit"
 
 
 def test_compiled_is_eager(tmp_path: Path):
@@ -158,25 +151,6 @@ def test_the_table_of_layers(tmp_path: Path):
             assert [bits.view(torch.float32) for bits in fixed] == [2.0 ** scales[r] for r in roles]
     with pytest.raises(ValueError, match="1400 layers do not fit"):
         fp8.eject(many(200), tmp_path / "more.py")
-
-
-def test_layers_that_stay_are_left_out(tmp_path: Path):
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
-    fp8.convert(model, fp8.Policy("tensor", rules=[("4", None, None)]))
-    module = load(fp8.eject(model, tmp_path / "some.py"))
-    layers = module.convert(plain(model))
-    assert [isinstance(layer, module.Float8Linear) for layer in layers] == [
-        i != 4 for i in range(12)
-    ]
-
-
-def test_a_subclass_stays_one(tmp_path: Path):
-    layer = eject_models.Casting(4, 4)
-    module = load(fp8.eject(fp8.convert(copy.deepcopy(layer), "tensor"), tmp_path / "one.py"))
-    layer = module.convert(layer)
-    assert isinstance(layer, eject_models.Casting)
-    assert type(layer).__name__ == "Float8Casting"
-    assert layer(torch.ones(2, 4).bfloat16()).dtype == torch.bfloat16
 
 
 def test_a_model_that_is_one_layer(tmp_path: Path):
@@ -270,7 +244,7 @@ REFUSED = {
         "transformed by unit_scale",
     ),
     "parametrized": (
-        lambda: fp8.convert(parametrizations.orthogonal(nn.Linear(4, 4)), "tensor"),
+        lambda: parametrizations.orthogonal(fp8.convert(nn.Linear(4, 4), "tensor")),
         "computed by a parametrization",
     ),
     "subclass": (lambda: fp8.convert(Doubled(4, 4), "tensor"), "a Doubled, whose forward"),

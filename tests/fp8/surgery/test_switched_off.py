@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fp8
@@ -18,19 +17,13 @@ OFF = fp8.autocast(enabled=False)
 REFUSED = pytest.raises(RuntimeError, match=r"outside of fp8\.autocast\(enabled=False\)")
 
 
-class Double(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return 2 * weight @ torch.eye(weight.shape[1])
-
-
 class Net(nn.Module):
-    """Layers of one product and of several, one with a computed weight, and an activation."""
+    """Layers of one product and of several, and an activation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
         self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
-        parametrize.register_parametrization(self.first, "weight", Double())
         self.conv, self.act = nn.Conv1d(8, 8, 1), nn.GELU()
 
     def forward(self, x: Tensor) -> Tensor:

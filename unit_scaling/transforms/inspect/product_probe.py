@@ -18,7 +18,7 @@ from torch.func import debug_unwrap
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8.common.compiler import FIRST_LOOK
-from fp8.modes.dispatch import LEFT, OPAQUE
+from fp8.modes.dispatch import LEFT
 from fp8.modes.dispatch import PRODUCTS as FP8_PRODUCTS
 
 from ..install import Args, Given, Kwargs
@@ -179,7 +179,7 @@ class Watch(Observer):
         tensors = [t for _, t in tensors_in((args, kwargs))]
         if kind in RECURRENT or (kind == "einsum" and len(tensors) > 2):
             self.notes.append(f"{kind} in {place}: its steps are one call, not measured inside")
-        elif not product and (why := (OPAQUE | LEFT).get(function)) is not None:
+        elif not product and (why := LEFT.get(function)) is not None:
             self.notes.append(f"{kind} in {place} is not measured: {why}")
         origins = [self._origin(t) for t in tensors]
         origin = self._joined(kind, origins)
