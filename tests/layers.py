@@ -6,75 +6,21 @@ A name is a file or a folder of the package or of the folder. `unit_scaling` may
 
 LAYERS = {
     "fp8": """
-        version
-        common
-        warnings
-        formats
-        recipes
-        tensors
-        casts
-        native
-        products
-        selection
-        modes
+        version common warnings formats recipes tensors casts native products selection modes
         surgery
-        norms
-        optim
-        levels
-        distributed
-        checkpoints
-        adapters
-        lab
-        __main__
+        norms optim levels distributed checkpoints adapters
+        lab __main__
     """,
     "fp8.lab": """
-        sums
-        hardware
-        stats
-        doctor
-        setups
-        trace
-        parity
-        forecast
-        preflight
-        blame
+        sums hardware stats doctor setups trace parity forecast preflight blame
     """,
     "unit_scaling": """
-        version
-        common
-        constraints
-        scale
-        rules
-        core
-        ops
-        functional
-        checks
-        parameter
-        layers
-        modules
-        optim
-        formats
-        transforms
-        analysis
-        utils
+        version common constraints scale rules core ops functional checks parameter layers modules
+        optim formats transforms analysis utils
     """,
     "unit_scaling.transforms": """
-        state
-        graph_break
-        install
-        record
-        compile
-        plan
-        folding
-        run
-        simulate
-        utils
-        unit_scale
-        preflight
-        transformed
-        inspect
-        verify
-        track_scales
+        state graph_break install record compile plan folding run
+        simulate utils unit_scale preflight transformed inspect verify track_scales
     """,
 }
 

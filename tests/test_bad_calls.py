@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from fp8.common.validation import check_name
 from fp8.recipes.recipe import get_recipe
 from tests.unit_scaling.layers.test_module_table import EXAMPLES
 from tests.unit_scaling.ops.test_ops import op_kwargs
-from unit_scaling.common.watched import check_arguments
 from unit_scaling.formats import FPFormat
 from unit_scaling.modules import MODULES
 from unit_scaling.parameter import set_depth, tag
@@ -167,12 +165,3 @@ def test_an_unknown_name_comes_with_the_nearest():
     with pytest.raises(ValueError, match="choose one of") as caught:
         get_recipe("qqq")
     assert "did you mean" not in str(caught.value)
-
-
-def test_a_tuple_with_a_type_for_each_item() -> None:
-    def scaled(scales: tuple[tuple[str, float], ...] | None) -> None: ...
-
-    check_arguments("scaled", scaled, ((("output", 0.5),),), {})
-    match = re.escape("scales must be a sequence, each (a str, a number) or None, got tuple")
-    with pytest.raises(TypeError, match=match):
-        check_arguments("scaled", scaled, ((("output", "a"),),), {})

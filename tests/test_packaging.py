@@ -3,7 +3,6 @@ dependencies alone."""
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shutil
@@ -157,23 +156,3 @@ def test_wheel_works_with_core_dependencies_alone(wheel: Path, tmp_path: Path):
     argument = json.dumps([str(tmp_path), site, blocked])
     files = python(IMPORT_ALONE, argument, flags=("-I", "-S"))
     assert all(Path(file).is_relative_to(tmp_path) for file in files)
-
-
-FOR_USERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def _imports(path: Path) -> set[str]:
-    """The modules that a document's Python blocks import."""
-    code = re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.M | re.S)
-    nodes = [node for block in code for node in ast.walk(ast.parse(block))]
-    froms = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    names = (node.names for node in nodes if isinstance(node, ast.Import))
-    return froms | {alias.name for each in names for alias in each}
-
-
-def test_documents_import_what_an_installation_has(wheel: Path):
-    """The standard library, the wheel, its dependencies, those of its extras."""
-    declared = {_name(line).replace("-", "_") for line in _about(wheel).requires or []}
-    allowed = PACKAGES | declared | set(sys.stdlib_module_names)
-    used = {(name, path.name) for path in FOR_USERS for name in _imports(path)}
-    assert not {(name, page) for name, page in used if name.partition(".")[0] not in allowed}

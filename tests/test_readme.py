@@ -129,16 +129,6 @@ def test_the_diffs_of_contributing_add_what_they_say(tmp_path: Path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_diff_that_does_not_fit_is_refused(tmp_path: Path):
-    file = tmp_path / "a.py"
-    file.write_text("x = 1\ny = 2\n")
-    apply("--- a.py\n+++ a.py\n x = 1\n+z = 3\n-y = 2\n--- /dev/null\n+++ b.py\n+w = 4\n", tmp_path)
-    assert file.read_text() == "x = 1\nz = 3\n"
-    assert (tmp_path / "b.py").read_text() == "w = 4\n"
-    with pytest.raises(AssertionError, match="other lines"):
-        apply("--- a.py\n+++ a.py\n y = 2\n+z = 3\n", tmp_path)
-
-
 @each_document
 def test_blocks_name_their_language_and_links_lead_somewhere(path: Path):
     document = path.read_text(encoding="utf-8")

@@ -9,7 +9,6 @@ import pytest
 
 from docs import build, demo, figures, parity, questions
 from docs.features import COMPARISONS, DOCUMENTS, FEATURES, FIELD, HOW, PEERS
-from docs.markdown import as_markdown
 from notebooks.nanogpt.settings import PRESETS
 from notebooks.nanogpt.variants import DEMO, VARIANTS
 
@@ -27,16 +26,6 @@ def test_rows_of_a_table_have_its_columns():
         text = re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))
         rows = [pair for pair in pairwise(text.split("\n")) if all(x.startswith("|") for x in pair)]
         assert [b for a, b in rows if a.count("|") != b.count("|")] == [], page.name
-
-
-def test_every_row_is_there():
-    text = build.render()
-    tables = (
-        *(build.FORMATS, build.RECIPES, build.SCALINGS, build.RULES, build.LEVELS),
-        *(build.HARDWARE, build.CONSTRAINTS, build.LR_RULES),
-    )
-    assert all(f"| `{name}` |" in text for table in tables for name in table)
-    assert all(f"| `U.{name}` |" in text for name in build.OPS)
 
 
 def test_every_study_has_a_question():
@@ -68,17 +57,6 @@ def test_the_demo_takes_the_best_rates_of_its_sweep():
         assert rates[0] < row["best"] < rates[-1]
 
 
-def test_generated_parts_are_replaced():
-    text = "a\n<!-- demo -->\nold\n<!-- /demo -->\nb\n<!-- training -->\n<!-- /training -->"
-    made = demo.with_parts(demo.PAGE, text)
-    assert "old" not in made
-    assert "| FP32 | 0.004 |" in made
-    assert "| cost of FP8 under unit scaling |" in made
-    assert demo.with_parts(demo.PAGE, made) == made
-    with pytest.raises(ValueError, match=r"demo-results.md must have one part <!-- training -->"):
-        demo.with_parts(demo.PAGE, text.replace("training", "times"))
-
-
 # Figures
 
 
@@ -101,19 +79,6 @@ def test_figures_are_drawn_for_light_and_dark(name: str):
             x, y, w, h = (float(part.attrib[key]) for key in ("x", "y", "width", "height"))
             assert 0 <= x <= x + w <= figures.WIDTH
             assert 0 <= y <= y + h <= height
-
-
-def test_every_format_and_every_operand_is_drawn():
-    formats, products = figures.formats(), figures.products()
-    for format in build.FORMATS.values():
-        assert f">{format.name}</text>" in formats
-    assert products.count('class="head">e2m1<') == 6  # of nvfp4, the only recipe in 4 bits
-
-
-def test_files_of_flows_exist():
-    for _, steps in figures.FLOWS.values():
-        named = {where for step in steps for where in (step.where, step.aside_where) if where}
-        assert not [where for where in named if not (figures.FOLDER.parents[1] / where).is_file()]
 
 
 # Parity
@@ -139,37 +104,3 @@ def test_every_feature_has_a_test_or_a_reason_and_every_mark_a_feature():
         assert len(cells) == len(PEERS) + 2
         assert all(cells)
         assert not any("|" in cell for cell in cells)
-
-
-def test_marks_are_read(tmp_path: Path):
-    """Of functions and classes; not what is computed, which no table can show."""
-    file = tmp_path / "tests" / "test_a.py"
-    file.parent.mkdir()
-    mark = '@pytest.mark.proves("timm", "export", how="own")\ndef test_x(): ...\n'
-    file.write_text(mark)
-    expected = parity.Proof("timm", "export", "own", "tests/test_a.py::test_x")
-    assert list(parity.proofs(file.parent)) == [expected]
-    file.write_text(mark.replace('"export"', "name"))
-    with pytest.raises(ValueError, match=r"test_a.py::test_x: the mark is proves\(system"):
-        list(parity.proofs(file.parent))
-
-
-# Docstrings, which pages show as they are written
-
-
-@pytest.mark.parametrize(
-    ("docstring", "markdown"),
-    [
-        ("(1 + m)**2 * 2**(e - b)", r"(1 + m)\*\*2 * 2\*\*(e - b)"),
-        ("`2**-4 * x` and ``a<b``", "`2**-4 * x` and ``a<b``"),
-        ("<x, y> / <x, x>; 1 < 2", "&lt;x, y> / &lt;x, x>; 1 < 2"),
-        ("**named: an option. A *sum*.", "**named: an option. A *sum*."),
-        (
-            ">>> f(\n...     2**3)\n<g>\n\n2**3",
-            "```pycon\n>>> f(\n...     2**3)\n<g>\n```\n\n2\\*\\*3",
-        ),
-        ("    >>> 1\n    1", "    ```pycon\n    >>> 1\n    1\n    ```\n"),
-    ],
-)
-def test_docstrings_as_markdown(docstring: str, markdown: str):
-    assert as_markdown(docstring) == markdown

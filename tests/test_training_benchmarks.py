@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import fp8
 from benchmarks import defaults, fine_tuning, one_line, recipe_loss, sizes
-from benchmarks.one_line import WARMUP, WAYS, best_rate, rows, share_of_peak
-from fp8.lab.preflight.findings import Run
-from fp8.lab.preflight.paired_runs import REFERENCE
-from notebooks.nanogpt.data import load_corpus
+from benchmarks.one_line import WAYS
 
 TINY = {"layers": 1, "heads": 2, "width": 16, "context": 16, "batch_size": 2}
 
@@ -47,42 +42,6 @@ def text(tmp_path: Path) -> Path:
 # One line
 
 
-def test_the_best_rate_is_a_power_of_two_from_the_start() -> None:
-    tried: list[float] = []
-
-    def loss(rate: float) -> float:
-        tried.append(rate)
-        return abs(math.log2(rate) - 3)  # least at 8
-
-    assert best_rate(loss, 1.0) == 8
-    assert sorted(tried) == [0.5, 1, 2, 4, 8, 16]
-
-
-def test_the_learning_rate_rises_and_falls_to_zero() -> None:
-    shares = [share_of_peak(step, 120) for step in range(121)]
-    assert shares[WARMUP - 1] == max(shares) == 1
-    assert shares[120] == pytest.approx(0, abs=1e-12)
-
-
-def test_the_rows_of_a_model() -> None:
-    """Gaps of 0.02, 0.03, 0.04: mean 0.03, standard deviation 0.01."""
-    above = {REFERENCE: 0.0, "unit_scale": 0.015}
-    runs = [
-        Run(way, seed, [], 1 + seed + above.get(way, 0.01 * (seed + 2)))
-        for way in WAYS
-        for seed in range(3)
-    ]
-    found = {row["way"]: row for row in rows("net", 0.01, runs)}
-    assert "gap" not in found["plain AdamW"]
-    row = found["unit_scale, FP8"]
-    assert (row["lr"], found["FP8, same function"]["lr"]) == ("default", 0.01)
-    assert row["gap"] == pytest.approx(0.03)
-    assert row["gap_high"] - row["gap"] == pytest.approx(4.303 * 0.01 / math.sqrt(3), abs=1e-4)
-    assert row["met"] is row["cost_met"] is False
-    assert row["cost_of_fp8"] == pytest.approx(0.015)
-    assert found["unit_scale"]["met"]
-
-
 def test_one_line_trains_and_goes_on(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_line, "best_rate", lambda loss, start: start)
     arguments = ("--steps=22", "--seeds=0", "--models=Llama, Trainer")
@@ -91,16 +50,6 @@ def test_one_line_trains_and_goes_on(run: Any, monkeypatch: pytest.MonkeyPatch) 
     assert len({tuple(row["losses"]) for row in found}) == len(WAYS)  # each is a way of its own
     monkeypatch.setattr(one_line, "held_out", None)
     assert run(one_line, *arguments) == found
-
-
-@pytest.mark.exhaustive
-def test_one_line_ends_near_plain_training(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A smoke test of the goal, of one model and one seed; the benchmark has ten and three."""
-    monkeypatch.setattr(one_line, "best_rate", lambda loss, start: 2 * start)  # of its sweep
-    found = run(one_line, "--seeds=0", "--models=graph network", "--steps=120")
-    gaps = {row["way"]: row.get("gap") for row in found}
-    assert gaps["unit_scale"] < 0.05
-    assert gaps["unit_scale, FP8"] < 0.05
 
 
 def test_changes_of_the_defaults_train(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,22 +109,6 @@ def test_claims_are_judged_by_the_interval_of_paired_differences(
     assert verdicts(0.1) == []  # one seed has no interval
 
 
-def test_seeds_that_only_one_of_two_runs_has_are_left_out_of_their_difference(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(recipe_loss, "RUNS", {"fp32": None, "unit": fp8.RECIPES["unit"]})
-    found = {("plain", "fp32", 0): 2.0, ("plain", "fp32", 1): 3.0, ("plain", "unit", 1): 3.5}
-    plain, unit = recipe_loss.rows(found)
-    assert plain["plain"] == 2.5
-    assert (unit["plain"], unit["plain_gap"], unit["plain_seeds"]) == (3.5, 0.5, 1)
-    assert unit["plain_half"] is unit["unit_scaled"] is None
-
-
-def test_all_recipes_have_a_run() -> None:
-    own_sums = {name for name, recipe in fp8.RECIPES.items() if recipe.accumulate is None}
-    assert own_sums < recipe_loss.RUNS.keys()
-
-
 def test_fine_tuning_trains_and_goes_on(
     run: Any, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,15 +120,3 @@ def test_fine_tuning_trains_and_goes_on(
     assert found[0]["losses"] != found[-1]["losses"]
     monkeypatch.setattr(fine_tuning, "trained", None)
     assert run(*arguments) == found
-
-
-def test_two_texts_share_their_vocabulary(tmp_path: Path) -> None:
-    texts = ("abcab" * 40, "cdxdc" * 40)
-    for i, text in enumerate(texts):
-        (tmp_path / f"{i}.txt").write_text(text)
-    both = fine_tuning.together(
-        *(load_corpus(str(tmp_path / f"{i}.txt"), context=8) for i in (0, 1))
-    )
-    assert both[0].symbols == both[1].symbols == tuple("abcdx")
-    for corpus, text in zip(both, texts, strict=True):
-        assert corpus.decode(torch.cat([corpus.train, corpus.val])) == text

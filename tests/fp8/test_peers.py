@@ -50,34 +50,6 @@ def blocks() -> Tensor:
     return (x.double() * 2.0 ** torch.arange(-149, 127)[:, None]).float()
 
 
-def microxcaling(x: Tensor, format: str) -> Tensor:
-    """Microsoft's emulation (`_quantize_mx`, scales of 8 bits, blocks of 32), in float64.
-
-    The shared exponent is that of the largest magnitude less the format's; NaN above 127 (so for
-    Inf too), -127 below that. Elements are rounded to even and saturate.
-    """
-    spec = get_format(format)
-    tiles = x.double().unflatten(-1, (-1, 32))
-    largest = tiles.abs().amax(-1, keepdim=True)
-    shared = torch.where(largest == 0, 2.0**-126, largest).log2().floor() - spec.max_exponent
-    shared = torch.where(shared > 127, math.nan, shared).clamp(min=-127)
-    scale = 2.0**shared
-    return (reference.rounded(tiles / scale, spec) * scale).flatten(-2)
-
-
-@pytest.mark.parametrize("bad", [0.0, math.inf, -math.inf, math.nan])
-@each_format
-def test_mx_is_microxcaling_s_at_every_magnitude(format, bad):
-    """Also beside Inf and NaN: all of such a block is NaN, the one beside it as if nothing were."""
-    x = blocks() if bad == 0 else blocks()[100:150]
-    x[::2, 3] = bad
-    got = cast_forward(x, Cast(format=format, scaling="mx", rule="floor"))
-    torch.testing.assert_close(got, microxcaling(x, format).float(), **EQUAL)
-    assert got[::2, :32].isnan().all() == (bad != 0)
-    assert got[1::2].isfinite().all()
-    assert got[:, 32:].isfinite().all()
-
-
 @pytest.mark.proves("the field", "MXFP8", how="library")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", MODES)

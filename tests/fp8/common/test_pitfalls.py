@@ -25,12 +25,6 @@ def test_it_is_shown_once_for_each_object_and_key() -> None:
     assert all(issubclass(w.category, fp8.PitfallWarning) for w in seen)
 
 
-def test_it_names_the_line_of_the_caller() -> None:
-    with pytest.warns(fp8.warnings.ScaleWarning) as seen:
-        warn_once(fp8.warnings.ScaleWarning, "small", about=nn.Linear(2, 2))
-    assert seen[0].filename == __file__
-
-
 def test_it_holds_no_object() -> None:
     model = nn.Linear(2, 2)
     with pytest.warns(fp8.warnings.ScaleWarning):
@@ -52,10 +46,7 @@ def test_strict_raises_each_time_and_ends_with_its_block() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_once(fp8.warnings.ScaleWarning, "small", about=model)  # shown before
-
-
-def test_without_a_block_strict_stays() -> None:
-    fp8.strict()
+    fp8.strict()  # without a block it stays
     try:
         with pytest.raises(fp8.warnings.RecipeWarning):
             warn_once(fp8.warnings.RecipeWarning, "lossy")

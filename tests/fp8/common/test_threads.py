@@ -1,7 +1,6 @@
 """`fp8` in several threads, generators and tasks: each computes what it computes alone."""
 
 import asyncio
-import threading
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8
-from tests.threads import TIMEOUT, Meet, meeting, switching, together
+from tests.threads import Meet, meeting, together
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 W = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
@@ -68,45 +67,6 @@ def test_backward_in_another_thread():
         y = net(X.clone().requires_grad_()).square().sum()
     (got,) = together(lambda: torch.autograd.grad(y, list(net.parameters())))
     assert_same(list(got), expected)
-
-
-def test_delayed_scaling_with_a_model_for_each_thread():
-    def passes(net: nn.Module, scale: float) -> list[list[Tensor]]:
-        return [step(net, X * scale * i) for i in (1, 2, 3)]
-
-    # Made before the threads start: they would draw weights from one generator.
-    small, large, *others = (fp8.convert(model(), "delayed") for _ in range(4))
-    alone = [passes(net, scale) for net, scale in zip(others, (1.0, 8.0), strict=True)]
-    with meeting(2):
-        assert_same(together(lambda: passes(small, 1.0), lambda: passes(large, 8.0)), alone)
-
-
-def test_stats_of_several_threads():
-    """All passes are in the sums, each with products numbered from one."""
-
-    def run(seen) -> None:
-        with seen, fp8.autocast("unit"):
-            (net(X) @ W[:8]).sum().backward()
-
-    net = model()
-    alone, seen = fp8.stats(net, every=1), fp8.stats(net, every=1)
-    for _ in range(3):
-        run(alone)
-    with meeting(3):
-        together(*[lambda: run(seen)] * 3)
-    assert seen.passes == alone.passes
-    assert sorted(map(str, seen.rows())) == sorted(map(str, alone.rows()))
-
-
-def test_classes_made_at_once():
-    """Equal modules that are converted in several threads have equal classes."""
-
-    class Own(nn.Linear):
-        pass
-
-    with switching():
-        made = together(*[lambda: fp8.convert(nn.Sequential(Own(32, 32)), "unit")] * 4)
-    assert len({type(net[0]) for net in made}) == 1
 
 
 # What holds a block open
@@ -183,20 +143,6 @@ def test_a_block_of_another_task_is_refused(enabled: bool):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_errors_leave_nothing(error: type[BaseException]):
-    def fail() -> None:
-        with fp8.autocast("unit"), fp8.autocast("tensor"):
-            F.linear(X, W)
-            raise error
-
-    with pytest.raises(error):
-        together(fail)
-    with pytest.raises(error):
-        fail()
-    assert nothing_is_cast()
-
-
 # The compiler
 
 
@@ -206,25 +152,6 @@ def counted(function, **options):
     graphs: list[int] = []
     backend = lambda graph, _: graphs.append(1) or graph  # noqa: E731
     return torch.compile(function, backend=backend, **options), graphs
-
-
-def test_a_block_leaves_compiled_functions_of_other_threads_alone():
-    fn, graphs = counted(lambda: X @ W)
-    opened, closed = threading.Event(), threading.Event()
-
-    def first() -> None:
-        with fp8.autocast("unit"):
-            opened.set()
-            assert closed.wait(TIMEOUT)
-
-    def second() -> None:
-        assert opened.wait(TIMEOUT)
-        assert torch.equal(fn(), X @ W)
-        closed.set()
-
-    together(first, second)
-    fn()
-    assert graphs == [1]
 
 
 def test_blocks_that_are_compiled():
