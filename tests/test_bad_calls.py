@@ -56,7 +56,6 @@ CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
         lambda: AdamW(parameters(), stochastic_weights="yes"),
         "stochastic_weights must be True or False, got 'yes'",
     ),
-    (lambda: fp8.optim.SGD(parameters(), 0.1, "a"), "momentum must be a number"),
     (lambda: uu.optim.AdamW(parameters(), lr="a"), "lr must be a number, got 'a'"),
     (lambda: uu.optim.SGD(parameters(), lr="a"), "lr must be a number, got 'a'"),
     (lambda: uu.optim.AdamW(parameters(), weight_decay="a"), "weight_decay must be a number"),

@@ -53,17 +53,15 @@ def gather_in_fp8(
     The weights of linear layers and convolutions are sent as FP8. A layer under the same recipe
     casts the received values to the same values again, so its result is bit for bit that without
     FSDP2. Gradients are reduced as usual. In the model, its state_dict and its optimizer a weight
-    is a plain tensor or DTensor of its dtype and keeps its attributes (the tags of u-muP). As in
-    simulation, NaN stays NaN, and Inf stays Inf if the format has Inf and becomes NaN otherwise.
+    is a plain tensor or DTensor of its dtype and keeps its attributes (the tags of u-muP). NaN
+    stays NaN, and Inf becomes NaN if the format has no Inf.
 
     Args:
         model: changed in place.
         recipe: its weight cast needs a format with a torch dtype and scaling "unit" or "tensor".
             "auto" is that of each layer, as in `fp8.convert`: of a model with converted layers the
             others are sent unrounded, and so are those whose cast cannot be sent, and those that
-            the switch of a policy concerns. "tensor" needs the largest magnitude of each weight
-            over all shards: call `update_scales` after each optimizer step, otherwise every gather
-            of a weight waits for an all-reduce of one number.
+            the switch of a policy concerns. For "tensor", see `update_scales`.
         where: (name, layer) -> whether to send the weight in FP8; None: every layer.
 
     Returns:
@@ -144,8 +142,8 @@ def _converted(model: nn.Module) -> dict[int, Recipe | None]:
 def update_scales(model: nn.Module) -> None:
     """Computes the scales of all weights that `gather_in_fp8` sends with one, in one all-reduce.
 
-    Call it after each optimizer step. Writing to a weight later invalidates its scale, which is
-    then computed when the weight is gathered. Does nothing under "unit".
+    Call it after each optimizer step. A weight that was written later, or without it, computes its
+    scale when it is gathered, with an all-reduce of its own. Does nothing under "unit".
 
     Args:
         model: the sharded model.

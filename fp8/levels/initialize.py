@@ -24,8 +24,8 @@ from ..common.foreign import refuses_foreign
 from ..common.mixin import check_module
 from ..common.report import note
 from ..common.validation import check_name
-from ..optim import SGD, Adam, AdamW
-from ..optim.base import LowPrecision
+from ..optim import Adam, AdamW
+from ..optim.adam import LowPrecision, check_group
 from ..optim.state import convert as convert_state
 from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
@@ -94,19 +94,18 @@ def initialize(
     and so do their gradients. The optimizer stores its states, and masters if the level has them,
     in the formats of the level. Names, ties, hooks, tags, gradients, parameter groups, schedulers
     and existing states stay. The weights are new objects: whatever else refers to the old ones (a
-    list of parameters, averaged weights) must be updated. Entries of a state_dict share their
-    memory; files hold plain tensors. `fp8.report` names the level and the optimizer.
+    list of parameters, averaged weights) must be updated. Files hold plain tensors. `fp8.report`
+    names the level and the optimizer.
 
     Wrap the model in DistributedDataParallel and compile it afterwards. At O3, weights are rounded
     in the first step of the optimizer and not before it.
 
     Args:
         model: changed in place.
-        optimizer: `torch.optim.Adam`, `AdamW` or `SGD`, or one of `unit_scaling.optim` or
-            `fp8.optim`. It becomes an instance of the class of `fp8.optim` with the same
-            arithmetic, which computes in float32, and skips and counts (``skipped_steps``) steps
-            with a gradient that is not finite. None: an `fp8.optim.AdamW` with defaults, which the
-            report of the model names.
+        optimizer: `torch.optim.Adam` or `AdamW`, or one of `unit_scaling.optim` or `fp8.optim`. It
+            becomes an instance of the class of `fp8.optim` with the same arithmetic, which computes
+            in float32, and skips and counts (``skipped_steps``) steps with a gradient that is not
+            finite. None: an `fp8.optim.AdamW` with defaults.
         opt_level: a name in `LEVELS`.
         recipe: of the products, for `fp8.convert`. "auto" is "unit" for unit-scaled layers and
             "tensor" for all others. A `fp8.Policy` is possible too. None leaves the products
@@ -139,11 +138,11 @@ def initialize(
     trained = _trained(model, optimizer)
     layers = [m for m in model.modules() if isinstance(m, LAYERS) and not why_quantized(m)]
     weights = [p for layer in layers for p in storable(layer) if p in trained]
-    settings = _settings_of(optimizer, level.formats)
+    kind, defaults = _settings_of(optimizer, level.formats)
     if recipe is not None:
         convert(model, recipe)  # raises before anything changes
     replaced = scale_weights(model, weights, level.weight, level.grad)
-    _take_over(optimizer, *settings, replaced)
+    _take_over(optimizer, kind, defaults, level.formats, replaced)
     note(model, _note(level, optimizer, len(replaced), made))
     return model, optimizer
 
@@ -192,27 +191,22 @@ def _check_model(model: nn.Module) -> None:
                 "level and an optimizer, which would go on to hold what is there now"
             )
     if dist.is_available() and dist.is_initialized():
-        _check_accumulators(model)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if any(map(_in_use, trained.values())):
+            gc.collect()  # a discarded wrapper may not be collected yet
+        if held := [name for name, p in trained.items() if _in_use(p)]:
+            raise ValueError(
+                f"the gradient of the present {held[0]} is still in use: a "
+                f"DistributedDataParallel goes on to average it ({_FIRST}), or the result of "
+                "an earlier forward pass is kept (delete it)"
+            )
 
 
-def _check_accumulators(model: nn.Module) -> None:
-    """Raises ValueError if a wrapper or the graph of a forward pass uses the old gradients."""
-
-    def in_use(parameter: Tensor) -> bool:
-        """A mark in the node that accumulates the gradient lasts while something holds it."""
-        cast(dict[str, bool], get_gradient_edge(parameter).node.metadata)["fp8.levels"] = True
-        return "fp8.levels" in cast(dict[str, bool], get_gradient_edge(parameter).node.metadata)
-
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if any(map(in_use, trained.values())):
-        gc.collect()  # a discarded wrapper may not be collected yet
-        for name, parameter in trained.items():
-            if in_use(parameter):
-                raise ValueError(
-                    f"the gradient of the present {name} is still in use: a "
-                    f"DistributedDataParallel goes on to average it ({_FIRST}), or the result of "
-                    "an earlier forward pass is kept (delete it)"
-                )
+def _in_use(parameter: Tensor) -> bool:
+    """Whether a wrapper or the graph of a forward pass holds the node that accumulates the
+    gradient: a mark in the node lasts as long as it."""
+    cast(dict[str, bool], get_gradient_edge(parameter).node.metadata)["fp8.levels"] = True
+    return "fp8.levels" in cast(dict[str, bool], get_gradient_edge(parameter).node.metadata)
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> set[Tensor]:
@@ -228,12 +222,8 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> set[Tensor]:
     return trained
 
 
-KINDS: dict[type[Optimizer], type[LowPrecision]] = {
-    torch.optim.SGD: SGD,
-    torch.optim.AdamW: AdamW,
-    torch.optim.Adam: Adam,
-}
-"""A torch class, subclasses first -> the class with the same arithmetic."""
+TORCH = (torch.optim.Adam, torch.optim.AdamW)
+"""The supported classes of torch."""
 
 REMOVED = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
 """Options of torch's classes that are removed from the groups."""
@@ -244,13 +234,12 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
     cls = type(optimizer)
     if issubclass(cls, LowPrecision):
         return cls
-    base = next((kind for kind in KINDS if issubclass(cls, kind)), None)
-    if base is None or inspect.unwrap(cls.step) is not inspect.unwrap(base.step):
+    if not any(inspect.unwrap(cls.step) is inspect.unwrap(kind.step) for kind in TORCH):
         raise TypeError(
-            f"{cls.__name__} is not supported: initialize takes Adam, AdamW and SGD "
-            "of torch.optim, unit_scaling.optim and fp8.optim"
+            f"{cls.__name__} is not supported: initialize takes Adam and AdamW of torch.optim, "
+            "unit_scaling.optim and fp8.optim"
         )
-    derived = [vars(c) for c in cls.__mro__ if issubclass(c, base) and c not in KINDS]
+    derived = [vars(c) for c in cls.__mro__ if issubclass(c, TORCH) and c not in TORCH]
     methods = [name for names in derived for name, x in names.items() if inspect.isroutine(x)]
     if lost := [name for name in methods if name not in ("__init__", "step")]:
         raise TypeError(f"{cls.__name__} has methods that would be lost: {', '.join(lost)}")
@@ -260,18 +249,15 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
     if len(decoupled) > 1:
         raise ValueError("the groups of the optimizer differ in decoupled_weight_decay")
-    return AdamW if decoupled == {True} else KINDS[base]
+    return AdamW if decoupled == {True} else Adam
 
 
 def _class_for(cls: type[Optimizer], kind: type[LowPrecision]) -> type[Optimizer]:
     """``kind`` with the mixins of ``cls`` (the learning-rate rules of unit_scaling.optim)."""
     if issubclass(cls, kind):
         return cls
-    mixed_in = tuple(
-        c
-        for c in cls.__mro__
-        if issubclass(c, Optimizer) and c is not Optimizer and not issubclass(c, tuple(KINDS))
-    )
+    classes = [c for c in cls.__mro__ if issubclass(c, Optimizer) and c is not Optimizer]
+    mixed_in = tuple(c for c in classes if not issubclass(c, TORCH))
     return _mixed(cls.__name__, (*mixed_in, kind)) if mixed_in else kind
 
 
@@ -289,28 +275,26 @@ def _blank(name: str, bases: tuple[type, ...]) -> Any:
 
 def _settings_of(
     optimizer: Optimizer, formats: Mapping[str, str | None]
-) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The class, the defaults and the supported ``formats`` for `_take_over`. Raises as
-    `initialize`."""
+) -> tuple[type[LowPrecision], dict[str, Any]]:
+    """The class of `fp8.optim` and its defaults. Raises as `initialize`."""
     kind: Any = _kind_of(optimizer)
-    options = {name: value for name, value in formats.items() if name in kind.options}
     defaults = kind([torch.zeros(1, 1)], lr=0.0).defaults
     present = {name: value for name, value in optimizer.defaults.items() if name in defaults}
-    defaults = {**defaults, **present, **options}
     for group in optimizer.param_groups:
-        kind.check({**defaults, **group, **options})
-    return kind, defaults, options
+        check_group({**defaults, **present, **group, **formats})
+    return kind, {**defaults, **present}
 
 
 def _take_over(
     optimizer: Optimizer,
     kind: type[LowPrecision],
     defaults: dict[str, Any],
-    options: dict[str, Any],
+    formats: Mapping[str, str | None],
     replaced: Mapping[Any, Any],
 ) -> None:
-    """Converts ``optimizer``, which keeps its groups, hooks and states. replaced: old -> new."""
-    optimizer.defaults = defaults
+    """Converts ``optimizer``, which keeps its groups, hooks and states. replaced: parameter -> the
+    one that takes its place."""
+    optimizer.defaults = {**defaults, **formats}
     step = vars(optimizer).pop("step", None)
     optimizer.__class__ = _class_for(type(optimizer), kind)
     if step is not None:
@@ -322,7 +306,7 @@ def _take_over(
         group["params"] = [replaced.get(p, p) for p in old]
         for name in REMOVED:
             group.pop(name, None)
-        group.update({**optimizer.defaults, **group, **options})
+        group.update({**defaults, **group, **formats})
         for before, parameter in zip(old, group["params"], strict=True):
             if state.get(before):
                 optimizer.state[parameter] = convert_state(parameter, state[before], group)

@@ -157,9 +157,9 @@ def store_frozen(model: M, format: str | None = "e4m3", *, where: Where | None =
 
     For the base model of adapters: each weight of a linear layer or convolution that does not
     require a gradient becomes a `ScaledTensor` of ``format`` with one power-of-two scale, rounded
-    once. All other parameters, names, ties, dtypes, tags and hooks stay the same. All uses of a
-    weight read the rounded values. Freeze and store the model first, then add adapters, so that
-    they start at zero on the stored model. `fp8.convert` sets how products are computed.
+    once. All other parameters, names, ties, dtypes, tags and hooks stay the same. Freeze and store
+    the model first, then add adapters, so that they start at zero on the stored model.
+    `fp8.convert` sets how products are computed.
 
     Loading a state_dict rounds. What is written otherwise (a merged adapter, an optimizer step) is
     exact, and makes the weight float32 until ``store_frozen`` is called again.

@@ -1,8 +1,7 @@
-"""`Adam`, `AdamW` and `SGD` with states in 8 or 16 bits and weights in any format.
+"""`Adam` and `AdamW` with states in 8 or 16 bits and weights in any format.
 Imports `fp8.tensors` and below."""
 
 from .adam import Adam, AdamW
-from .sgd import SGD
 from .state import state_bytes
 
-__all__ = ["SGD", "Adam", "AdamW", "state_bytes"]
+__all__ = ["Adam", "AdamW", "state_bytes"]

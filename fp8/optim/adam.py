@@ -1,4 +1,4 @@
-"""`Adam` and `AdamW` with states in 8 or 16 bits.
+"""`Adam` and `AdamW` with states in 8 or 16 bits: settings, all-or-nothing steps, state_dicts.
 
 A state without a scale has the name that torch uses (``exp_avg``, ``exp_avg_sq``). One with a scale
 consists of ``exp_avg_values``, ``exp_avg_scale`` (0-dim, or one for each block of 128) and, with a
@@ -20,274 +20,38 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 
-from ..common.dtensor import part_of
+from ..common.dtensor import is_dtensor, part_of
 from ..common.validation import check_flag, check_name, check_number
-from ..formats.quantize import CHUNK
-from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
-from ..recipes.scaling import scale_of_number
-from ..tensors.scaled_tensor import store
+from ..formats.format import dtype_name
+from ..tensors.scaled_tensor import DTYPES
 from ..warnings import OptimizerWarning, warn_once
-from . import encodings
 from . import state as states
-from .base import LowPrecision, check_group, refuse
-from .encodings import BLOCK, MOMENTS, WEIGHTS, Encoded, Encoding, decode
-from .state import FIRST, MASTER, PARTS, SECOND, Group, State, in_dtype, is_plain, read
+from .encodings import ENCODINGS, MASTERS, MOMENTS
+from .state import MASTER, Group, parameters_of
+from .step import LARGEST, Unit, how_of, update
 
-HALF = 15
-"""Random bits for each of the two moments, from one 32-bit word."""
+KEPT = (*MOMENTS, "master_weights", "stochastic_weights", "min_size", "compile")
+"""The settings that load_state_dict does not change."""
 
-
-class _How(NamedTuple):
-    """The encodings of the weight and the moments, and which of them are rounded stochastically."""
-
-    weight: Encoding
-    first: Encoding
-    second: Encoding
-    stochastic: tuple[bool, bool, bool]
+OPTIONAL = {*KEPT, "skipped_steps", "seed", "maximize", "differentiable"}
+"""The settings that a saved group may lack."""
 
 
-STORED = (MASTER, FIRST, SECOND)
-"""The names in a state, in the order of the fields of `_How` and `_Tensors`."""
-
-
-class _Tensors(NamedTuple):
-    """The weight and the two moments, as they are stored."""
-
-    weight: Encoded
-    first: Encoded
-    second: Encoded
-
-
-def _adam(
-    tensors: _Tensors, grad: Tensor, numbers: Tensor, how: _How, keys: Sequence[Key]
-) -> Tensor:
-    """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay; updates ``tensors``
-    in place.
-
-        m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
-        w = decay w - size m / (root sqrt(v) + eps)
-
-    Computed in float32, from the new moments before they are rounded. numbers: as `_Unit.numbers`
-    returns them. Returns the largest magnitude of a weight that has a scale, else 0.
-    """
-    decay, b1, c1, b2, c2, size, root, eps, *units = numbers.unbind()
-    g = grad.to(torch.float32)
-    m = decode(tensors.first) * b1 + g * c1
-    v = decode(tensors.second) * b2 + g * g * c2
-    w = decode(tensors.weight) * decay - m * size / (v.sqrt() * root + eps)
-    bits = low = high = None
-    of_weight, of_first, of_second = how.stochastic
-    if of_first or of_second:
-        word = bits_from_key(g.shape, keys[0], device=g.device)
-        high = fewer_bits(word, HALF) if of_first else None
-        low = fewer_bits(word << 16, HALF) if of_second else None
-    if of_weight:
-        bits = bits_from_key(g.shape, keys[1], device=g.device)
-    encodings.write(w, tensors.weight, how.weight, units[0], bits=bits)
-    encodings.write(m, tensors.first, how.first, units[1], bits=high)
-    encodings.write(v, tensors.second, how.second, units[2], away=True, bits=low)
-    return w.abs().amax() if how.weight.scale == "tensor" else w.new_zeros(())
-
-
-@functools.cache
-def _compiled(dynamic: bool | None) -> Callable[..., Tensor]:
-    skip = torch.compiler.skip_guard_on_globals_unsafe  # no function of this package changes
-    warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # inductor
-    return torch.compile(_adam, dynamic=dynamic, options={"guard_filter_fn": skip})
-
-
-LARGEST = 2.0**63
-"""Larger magnitudes in a gradient count as this one: a second moment is then at most 2**126, which
-float32 holds, and the bound of a step, which is that of any gradients, stays."""
-
-BLOCKS = 1 << 16
-"""Elements that a compiled step with blocks processes at once per CPU thread: constant, because for
-dynamic sizes torch compiles loops without vectors, which are ten times slower."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Unit:
-    """Parameters updated together: one, or the small ones of a group, concatenated. index: of the
-    first among all of the optimizer, which makes random bits distinct."""
-
-    group: Group
-    decoupled: bool
-    index: int
-    how: _How
-    master: bool
-    parameters: list[Tensor] = field(default_factory=list)
-    states: list[State] = field(default_factory=list)
-
-    def here(self) -> list[Tensor]:
-        return [part_of(parameter.detach()) for parameter in self.parameters]
-
-    def stored(self, name: str) -> Encoded:
-        """A moment or the master, flat; for a single parameter it shares memory with the state."""
-        if len(self.states) == 1:
-            return read(self.states[0], name)
-        return Encoded(torch.cat([read(state, name).values for state in self.states]))
-
-    def weight(self) -> Encoded:
-        """The tensor to update: the masters, the weight itself, or a copy of the weights."""
-        if self.master:
-            return self.stored(MASTER)
-        here = self.here()
-        if len(here) == 1 and is_plain(here[0]):
-            return Encoded(here[0].view(-1))
-        return Encoded(torch.cat([x.to(self.how.weight.dtype).reshape(-1) for x in here]))
-
-    def gradient(self) -> Tensor:
-        """The gradient that Adam uses, flat: negated for maximize, with the L2 decay added."""
-        here = [part_of(parameter.grad.detach()) for parameter in self.parameters]  # type: ignore[union-attr]
-        flats = [(x if is_plain(x) else x.to(torch.float32)).reshape(-1) for x in here]
-        grad = flats[0] if len(flats) == 1 else torch.cat(flats)
-        if self.group["maximize"]:
-            grad = -grad
-        if self.group["weight_decay"] and not self.decoupled:
-            grad = grad.to(torch.float32) + self.group["weight_decay"] * decode(self.weight())
-        return grad
-
-    def amaxes(self) -> list[Tensor | None]:
-        return [self.states[0].get(name + PARTS[2]) for name in STORED]
-
-    def scales(self, largest: float, numbers: Iterator[float]) -> list[float | None]:
-        """New scale factors for gradients up to ``largest``, whose moment bounds a moment."""
-        scales: list[float | None] = [None, None, None]
-        for i, amax in enumerate(self.amaxes()):
-            if amax is None:
-                continue
-            new = next(numbers)
-            if STORED[i] == MASTER:
-                new *= encodings.HEADROOM
-            else:
-                beta = self.group["betas"][i - 1]
-                new = beta * new + (1 - beta) * largest**i
-                amax.fill_(new)
-            scales[i] = scale_of_number(new, self.how[:3][i].format)
-        return scales
-
-    def numbers(self, scales: list[float | None]) -> Tensor:
-        """The 8 scalars of a step, computed in float64 and rounded once, then 1 / scales."""
-        group = self.group
-        step, (b1, b2), lr = float(self.states[0]["step"]), group["betas"], float(group["lr"])
-        decay = 1 - lr * group["weight_decay"] if self.decoupled else 1.0
-        size, root = lr / (1 - b1**step), (1 - b2**step) ** -0.5
-        formulas = (decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"])
-        return torch.tensor([*formulas, *(1.0 if x is None else 1 / x for x in scales)])
-
-    def seed(self, stream: int) -> tuple[int, ...]:
-        """stream: 0 for the moments, 1 for the weight, from 2 on for copies of weights."""
-        return self.group["seed"], int(self.states[0]["step"]), self.index, stream
-
-    def rounds_copies(self) -> bool:
-        """Whether float32 copies of weights of a tensor subclass are rounded stochastically."""
-        if self.master or not self.group["stochastic_weights"]:
-            return False
-        here = part_of(self.parameters[0])
-        return not in_dtype(here) and states.format_of(here).mantissa_bits < 23
-
-    def finish(self, weight: Encoded, first: Encoded, second: Encoded) -> None:
-        here = self.here()
-        joined = len(here) > 1
-        if joined or self.master or not is_plain(here[0]):
-            values, random = decode(weight) if self.master else weight.values, self.rounds_copies()
-            for i, (x, part) in enumerate(_parts(values, here)):
-                seed = self.seed(2 + i)
-                store(x, states.rounded_stochastically(part, x, seed) if random else part)
-        if joined:
-            masters = {MASTER: weight} if self.master else {}
-            for name, stored in (masters | {FIRST: first, SECOND: second}).items():
-                each = [read(state, name).values for state in self.states]
-                for x, part in _parts(stored.values, each):
-                    x.copy_(part)
-
-
-def _parts(flat: Tensor, of: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    for x, part in zip(of, flat.split([x.numel() for x in of]), strict=True):
-        yield x, part.view(x.shape)
-
-
-def _how(parameter: Tensor, stored_as: dict[str, Encoding], group: Group) -> _How:
-    here, (b1, b2) = part_of(parameter), group["betas"]
-    weight = stored_as.get(MASTER) or WEIGHTS[here.dtype if in_dtype(here) else torch.float32]
-    first, second = stored_as[FIRST], stored_as[SECOND]
-    stochastic = (
-        group["stochastic_weights"] and weight.dtype != torch.float32,
-        first.rounds_stochastically(b1),
-        second.rounds_stochastically(b2),
-    )
-    return _How(weight, first, second, stochastic)
-
-
-def _step(unit: _Unit, largest_grad: float, scales: list[float | None]) -> None:
-    """Updates one unit in chunks. The remainder of a compiled unit runs in eager mode."""
-    tensors = _Tensors(unit.weight(), unit.stored(FIRST), unit.stored(SECOND))
-    grad, numbers, how = unit.gradient(), unit.numbers(scales), unit.how
-    if largest_grad > LARGEST:
-        grad = grad.to(torch.float32).clamp(-LARGEST, LARGEST)
-    count = len(grad)
-    keys = [random_key(unit.seed(i)) for i in range(2)] if any(how.stochastic) else []
-    compiled = unit.group["compile"] and len(unit.states) == 1
-    fixed = compiled and grad.is_cpu and "block" in (how.first.scale, how.second.scale)
-    threads = (torch.get_num_threads() - 1).bit_length()
-    size, least = max(count, 1), BLOCK if compiled else 1  # of chunks, and what divides them
-    if fixed:
-        size = least = BLOCKS << threads
-    elif grad.is_cpu and not compiled:
-        size = CHUNK << threads  # which stay in a processor's cache
-    whole = count - count % least
-    largest = []
-    for begin, end in itertools.pairwise([*range(0, whole, size), whole, count]):
-        if begin == end:
-            continue
-        parts = (
-            tensors if end - begin == count else _Tensors(*(x.part(begin, end) for x in tensors))
-        )
-        arguments = (parts, grad[begin:end], numbers, how)
-        at = [key_at(key, begin) for key in keys]
-        if compiled and begin < whole:
-            words = [torch.as_tensor(key, device=grad.device) for key in at]  # ints would recompile
-            step = _compiled(False if fixed else None)
-            largest.append(step(*arguments, words))
-        else:
-            largest.append(_adam(*arguments, at))
-    if tensors.weight.amax is not None and largest:
-        tensors.weight.amax.copy_(torch.stack(largest).amax())
-    for stored, scale in zip(tensors, scales, strict=True):
-        if stored.scale is not None and scale is not None:
-            stored.scale.fill_(scale)
-    unit.finish(*tensors)
-
-
-class _Adam(LowPrecision):
+class LowPrecision(Optimizer):
     """Base class of `Adam` and `AdamW`, which isinstance tells apart."""
 
-    options = (*MOMENTS, "master_weights", "stochastic_weights", "min_size", "compile")
-    decoupled: bool
-    default_decay: float
-
-    @staticmethod
-    def check(group: Group) -> None:
-        for name, allowed in MOMENTS.items():
-            check_name(name, group[name], allowed)
-        check_flag("stochastic_weights", group["stochastic_weights"])
-        check_group(group, "lr", "eps", "weight_decay", "min_size")
-        betas = group["betas"]
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise TypeError(f"betas are two numbers, got {betas!r}")
-        for i, beta in enumerate(betas):
-            check_number(f"betas[{i}]", beta)
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
+    decoupled: ClassVar[bool]
+    default_decay: ClassVar[float]
 
     def __init__(
         self,
@@ -311,8 +75,8 @@ class _Adam(LowPrecision):
         seed: int = 0,
         compile: bool = False,
     ) -> None:
-        refuse(amsgrad=amsgrad, foreach=foreach, fused=fused)
-        refuse(capturable=capturable, differentiable=differentiable)
+        _refuse(amsgrad=amsgrad, foreach=foreach, fused=fused)
+        _refuse(capturable=capturable, differentiable=differentiable)
         defaults = {"lr": lr, "betas": betas, "eps": eps} | {
             "weight_decay": self.default_decay if weight_decay is None else weight_decay,
             "maximize": maximize,
@@ -327,28 +91,78 @@ class _Adam(LowPrecision):
         }
         super().__init__(params, defaults)
 
-    def step_all(self) -> bool:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. Raises ValueError or TypeError for invalid settings."""
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1])
+        except (TypeError, ValueError):
+            del self.param_groups[-1]
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for copies and pickle, which cannot read torch's tensors of 8-bit formats."""
+        state = super().__getstate__()
+        readable = {
+            p: {k: _readable(v) for k, v in entry.items()} for p, entry in state["state"].items()
+        }
+        return {**state, "state": defaultdict(dict, readable)}
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps skipped because a gradient was not finite."""
+        return int(self.param_groups[0]["skipped_steps"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters that have a gradient, or none; returns the closure's loss.
+
+        A parameter may be any tensor that supports ``p.detach().to(torch.float32)`` and
+        ``p.copy_(float32)``, and its gradient any that supports ``.to(torch.float32)``. If a
+        parameter with a master was written since the last step, its master is set from it. Raises
+        RuntimeError for a sparse gradient.
+        """
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for parameter in parameters_of(self):
+            _align_gradient(type(self).__name__, parameter)
+        self._refresh_masters()
+        if not self._step_all():
+            for group in self.param_groups:
+                group["skipped_steps"] += 1
+        return loss
+
+    def _refresh_masters(self) -> None:
+        """With one synchronization with a device."""
+        weights = [p for p in parameters_of(self) if states.has(self.state.get(p, {}), MASTER)]
+        flags = [states.was_written(self.state[p], p) for p in weights]
+        written = torch.stack([x.to(flags[0].device) for x in flags]).tolist() if flags else []
+        for p in itertools.compress(weights, written):
+            encoding = ENCODINGS[dtype_name(states.read(self.state[p], MASTER).values.dtype)]
+            states.keep(self.state[p], MASTER, p, encoding, states.numbers_of(p).flatten())
+
+    def _step_all(self) -> bool:
+        """Updates all parameters that have a gradient, or none: False, if one is not finite."""
         units = self._units()
         asked = units and any(group["stochastic_weights"] for group in self.param_groups)
         if asked and not any(unit.how.stochastic[0] or unit.rounds_copies() for unit in units):
             warn_once(OptimizerWarning, _NOTHING_ROUNDED, about=self)
-        grads = (g if len(g) else g.new_zeros(1) for g in map(_Unit.gradient, units))  # empty shard
+        grads = (g if len(g) else g.new_zeros(1) for g in map(Unit.gradient, units))  # empty shard
         looks = [x for g in grads for x in torch.aminmax(g)]
         looks += [amax for unit in units for amax in unit.amaxes() if amax is not None]
         alike = len({x.device for x in looks}) == 1  # one synchronization with a GPU
         values = torch.stack([x.float() for x in looks]).tolist() if alike else map(float, looks)
         numbers = iter(values)
         largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
-        if not states.everywhere(all(x < math.inf for x in largest), states.parameters_of(self)):
+        if not states.everywhere(all(x < math.inf for x in largest), parameters_of(self)):
             return False
         for unit, x in zip(units, largest, strict=True):
             for state in unit.states:
                 state["step"] += 1
-            _step(unit, x, unit.scales(min(x, LARGEST), numbers))
+            update(unit, x, unit.scales(min(x, LARGEST), numbers))
         return True
 
-    def _units(self) -> list[_Unit]:
-        units: dict[Any, _Unit] = {}
+    def _units(self) -> list[Unit]:
+        units: dict[Any, Unit] = {}
         every = [(group, p) for group in self.param_groups for p in group["params"]]
         for index, (group, parameter) in enumerate(every):
             if parameter.grad is None:
@@ -360,16 +174,40 @@ class _Adam(LowPrecision):
                 kind = type(part_of(parameter)), parameter.dtype, parameter.device
                 key = (id(group), *kind, float(state["step"]), MASTER in stored_as)
             if key not in units:
-                units[key] = _Unit(
-                    group=group,
-                    decoupled=self.decoupled,
-                    index=index,
-                    how=_how(parameter, stored_as, group),
-                    master=MASTER in stored_as,
-                )
+                units[key] = Unit(group, self.decoupled, index, how_of(parameter, stored_as, group))
             units[key].parameters.append(parameter)
             units[key].states.append(state)
         return list(units.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. That of a DTensor has no scales, which belong to one process: its moments
+        are DTensors in float32, which `load_state_dict` rounds again."""
+        saved, parameters = super().state_dict(), parameters_of(self)
+        divided = {i: entry for i, entry in saved["state"].items() if is_dtensor(parameters[i])}
+        portables = {i: states.portable(parameters[i], entry) for i, entry in divided.items()}
+        return {**saved, "state": {**saved["state"], **portables}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, for a state of Adam from torch or from this package.
+
+        The state is converted to the encodings of this optimizer: exactly if they are the same,
+        else rounded to nearest. A saved master without a counterpart here is written to its
+        parameter. Raises ValueError, without changing anything, for amsgrad states, states of
+        another kind of optimizer, shapes that do not match, settings out of range, missing entries,
+        moments that are not finite, negative second moments and an invalid step count.
+        """
+        groups, state = self.param_groups, self.state
+        hold = self.register_load_state_dict_pre_hook(_hold)
+        place = functools.partial(_place, groups)
+        release = self.register_load_state_dict_post_hook(place, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        except BaseException:
+            self.__setstate__({"state": state, "param_groups": groups})
+            raise
+        finally:
+            hold.remove()
+            release.remove()
 
 
 _NOTHING_ROUNDED = (
@@ -378,14 +216,14 @@ _NOTHING_ROUNDED = (
 )
 
 
-class Adam(_Adam):
+class Adam(LowPrecision):
     """`AdamW` with weight_decay, 0 by default, added to the gradient, as in `torch.optim.Adam`."""
 
     decoupled = False
     default_decay = 0.0
 
 
-class AdamW(_Adam):
+class AdamW(LowPrecision):
     """`torch.optim.AdamW` (decoupled weight decay) with states in low precision.
 
     The arguments of torch keep their positions, names and defaults. The arithmetic is float32. All
@@ -393,7 +231,7 @@ class AdamW(_Adam):
 
     If a gradient in any group is not finite, no parameter is updated, no state changes, and
     ``skipped_steps`` counts the step. Deciding this synchronizes with a GPU. A finite element above
-    `LARGEST` counts as that.
+    2**63 counts as that.
 
     Args:
         params: parameters, named parameters or groups of them; float32, bfloat16 or float16, or
@@ -419,3 +257,80 @@ class AdamW(_Adam):
 
     decoupled = True
     default_decay = 1e-2
+
+
+def check_group(group: Group) -> None:
+    """Raises ValueError or TypeError for invalid settings of a group, and parameters of a dtype
+    that has no ScaledTensor."""
+    for name, allowed in {**MOMENTS, "master_weights": (None, *MASTERS)}.items():
+        check_name(name, group[name], allowed)
+    check_flag("stochastic_weights", group["stochastic_weights"])
+    for name in ("lr", "eps", "weight_decay", "min_size"):
+        check_number(name, group[name])
+        if not 0 <= group[name] < math.inf:
+            raise ValueError(f"{name} must be finite and not negative, got {group[name]}")
+    if not isinstance(group["seed"], int):
+        raise TypeError(f"seed is an int, got {group['seed']!r}")
+    for parameter in group["params"]:
+        if parameter.dtype not in DTYPES:
+            listed = ", ".join(map(dtype_name, DTYPES))
+            raise TypeError(f"cannot step a parameter of {parameter.dtype}; allowed are {listed}")
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise TypeError(f"betas are two numbers, got {betas!r}")
+    for i, beta in enumerate(betas):
+        check_number(f"betas[{i}]", beta)
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
+
+
+def _refuse(**options: bool | None) -> None:
+    for name, value in options.items():
+        if value not in (None, False):
+            raise ValueError(
+                f"{name}={value!r} is not supported in low precision: leave it out, or pass False; "
+                "torch.optim has it"
+            )
+
+
+def _align_gradient(optimizer: str, parameter: Any) -> None:
+    """Lays out the gradient of a DTensor like it. Raises RuntimeError for a sparse one."""
+    grad = parameter.grad
+    if grad is not None and grad.layout != torch.strided:
+        raise RuntimeError(f"{optimizer} needs dense gradients, got {grad.layout}")
+    if is_dtensor(grad) and grad.placements != parameter.placements:
+        parameter.grad = grad.detach().redistribute(placements=parameter.placements)
+
+
+@dataclass(frozen=True)
+class _Bits:
+    tensor: Tensor
+
+    def __reduce__(self) -> Any:
+        return Tensor.view, (self.tensor.view(torch.uint8), self.tensor.dtype)
+
+
+def _readable(value: Any) -> Any:
+    small = type(value) is Tensor and value.is_floating_point() and value.itemsize == 1
+    return _Bits(value) if small else value
+
+
+def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Wraps each state so that torch does not cast its tensors to the dtype of the parameter."""
+    held = {k: SimpleNamespace(state=v) for k, v in state_dict["state"].items()}
+    return {**state_dict, "state": held}
+
+
+def _place(before: list[dict[str, Any]], optimizer: Any) -> None:
+    for group, old in zip(optimizer.param_groups, before, strict=True):
+        if group.get("amsgrad"):
+            raise ValueError("the state is of amsgrad=True, which is not supported")
+        missing = sorted(optimizer.defaults.keys() - group.keys() - OPTIONAL)
+        group.update({**old, **group, **{name: old[name] for name in KEPT}})
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                held = optimizer.state[parameter].state
+                optimizer.state[parameter] = states.convert(parameter, held, group)
+        if missing:
+            raise ValueError(f"a group of the state has no {', '.join(missing)}")
+        check_group(group)

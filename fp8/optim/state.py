@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,19 +21,17 @@ from ..tensors.scaled_tensor import ScaledTensor, dequantized, store
 from .encodings import ENCODINGS, WEIGHTS, Encoded, Encoding, decode, write, zeros
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
-MOMENTUM = "momentum_buffer"
 """Names of the tensors in a state. All but the master are those of torch."""
-
-PURPOSES = {
-    SECOND: "second_moment",
-    FIRST: "first_moment",
-    MOMENTUM: "first_moment",
-    MASTER: "master",
-}
-"""Name in a state -> what the tensor is for."""
 
 PARTS = ("_values", "_scale", "_amax")
 """Suffixes of these names for a tensor that is stored with a scale."""
+
+PURPOSES = {
+    name + part: purpose
+    for name, purpose in ((FIRST, "first_moment"), (SECOND, "second_moment"), (MASTER, "master"))
+    for part in ("", *PARTS)
+}
+"""Entry of a state, except its step -> what the tensor is for."""
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -82,21 +81,19 @@ def rounded_stochastically(x: Tensor, weight: Tensor, seed: Seed) -> Tensor:
 def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
     """The tensors to store for a parameter, and their encodings. float32 weights have no master,
     unless they are of a tensor subclass (ScaledTensor), which may be coarser."""
-    small = parameter.numel() < group.get("min_size", 0)
-    moments = {MOMENTUM: "float32"}
-    if "second_moment" in group:
-        moments = {FIRST: group["first_moment"], SECOND: group["second_moment"]}
+    small = parameter.numel() < group["min_size"]
+    encodings = {FIRST: group["first_moment"], SECOND: group["second_moment"]}
     coarse = parameter.dtype != torch.float32 or not in_dtype(part_of(parameter))
     if group["master_weights"] is not None and coarse:
-        moments[MASTER] = group["master_weights"]
-    return {name: ENCODINGS["float32" if small else encoding] for name, encoding in moments.items()}
+        encodings[MASTER] = group["master_weights"]
+    return {name: ENCODINGS["float32" if small else how] for name, how in encodings.items()}
 
 
 def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding]:
-    """Initializes an empty state of Adam, and adds or removes the master as the current dtype of
-    the weight requires. Returns `names`."""
+    """Initializes an empty state, and adds or removes the master as the current dtype of the weight
+    requires. Returns `names`."""
     encodings = names(parameter, group)
-    if not state and SECOND in encodings:
+    if not state:
         state["step"] = torch.zeros(())
         for name in (FIRST, SECOND):
             keep(state, name, parameter, encodings[name])
@@ -113,11 +110,11 @@ def numbers_of(parameter: Tensor) -> Tensor:
     return dequantized(part_of(parameter).detach(), torch.float32)
 
 
-def rounds_to(numbers: Tensor, parameter: Tensor) -> bool:
-    """Whether storing ``numbers``, of the local shape, would leave the weight unchanged."""
+def was_written(state: State, parameter: Tensor) -> Tensor:
+    """Whether a weight is not its master, rounded: 0-dim, bool."""
     here = part_of(parameter.detach())
-    store(there := here.clone(), numbers)
-    return torch.equal(there, here)
+    store(rounded := here.clone(), decode(read(state, MASTER)).view(here.shape))
+    return (rounded != here).any()
 
 
 def keep(
@@ -157,34 +154,30 @@ def read(state: State, name: str) -> Encoded:
 def portable(parameter: Tensor, state: State) -> State:
     """``state`` with what has a scale, which belongs to one shard, decoded to float32. Moments and
     masters are DTensors if the parameter is."""
-    decoded = {key: value for key, value in state.items() if not purpose_of(key)}
-    for name in PURPOSES:
-        if has(state, name):
-            shape = part_of(parameter).shape
-            value = state[name] if name in state else decode(read(state, name)).view(shape)
-            divided = is_dtensor(parameter) and not is_dtensor(value)
-            decoded[name] = as_shard(parameter, value) if divided else value
+    decoded = {key: value for key, value in state.items() if key not in PURPOSES}
+    for name in filter(partial(has, state), (FIRST, SECOND, MASTER)):
+        shape = part_of(parameter).shape
+        value = state[name] if name in state else decode(read(state, name)).view(shape)
+        divided = is_dtensor(parameter) and not is_dtensor(value)
+        decoded[name] = as_shard(parameter, value) if divided else value
     return decoded
 
 
 def convert(parameter: Tensor, saved: State, group: Group) -> State:
-    """Converts ``saved``, the state of an Adam or SGD of torch or of `fp8.optim`, to the
-    encodings of ``group``.
+    """Converts ``saved``, the state of an Adam of torch or of `fp8.optim`, to the encodings of
+    ``group``.
 
     A master without a counterpart in ``group`` is written to the parameter. Raises ValueError for
     other states, missing parts, an invalid step count, and moments that no optimizer can produce.
     """
     saved = {name: value for name, value in saved.items() if value is not None}
     encodings = names(parameter, group)
-    adam = SECOND in encodings
-    entries = {n + part for n in (*encodings, MASTER) for part in ("", *PARTS)}
-    if unknown := sorted(saved.keys() - entries - ({"step"} if adam else set())):
+    if unknown := sorted(saved.keys() - PURPOSES.keys() - {"step"}):
         advice = "; amsgrad is not supported" if "max_exp_avg_sq" in unknown else ""
-        kind = "Adam" if adam else "SGD"
-        raise ValueError(f"{', '.join(unknown)} is not part of the state of {kind}{advice}")
-    state: State = {"step": _step_of(saved)} if adam else {}
+        raise ValueError(f"{', '.join(unknown)} is not part of the state of Adam{advice}")
+    state: State = {"step": _step_of(saved)}
     for name, encoding in encodings.items():
-        if has(saved, name) or name in (FIRST, SECOND):
+        if name != MASTER or has(saved, name):
             _convert(state, name, parameter, encoding, saved)
     if has(saved, MASTER) and MASTER not in encodings:
         with torch.no_grad():
@@ -204,8 +197,7 @@ def _step_of(saved: State) -> Tensor:
     return step.reshape(())
 
 
-def check_numbers(name: str, numbers: Tensor, *, low: float = -math.inf) -> None:
-    """Raises ValueError if ``numbers`` of a saved state are not finite or below ``low``."""
+def _check_numbers(name: str, numbers: Tensor, low: float = -math.inf) -> None:
     bad = numbers[~((numbers >= low) & (numbers.abs() < math.inf))]
     if bad.numel():
         allowed = "finite" if low < 0 else "finite and not negative"
@@ -238,9 +230,9 @@ def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, sav
         )
     source = Encoded(*(x if x is None else x.to(here.device, copy=True) for x in source))  # type: ignore[arg-type]
     if source.scale is not None:
-        check_numbers(name + PARTS[1], source.scale)
+        _check_numbers(name + PARTS[1], source.scale)
     if name != MASTER:
-        check_numbers(name, decode(source), low=0.0 if name == SECOND else -math.inf)
+        _check_numbers(name, decode(source), 0.0 if name == SECOND else -math.inf)
     scale = "none" if source.scale is None else "block" if source.scale.dim() else "tensor"
     if (source.values.dtype, scale) == (encoding.dtype, encoding.scale):
         _put(state, name, source, here.shape)
@@ -258,17 +250,10 @@ def state_bytes(optimizer: Optimizer) -> dict[str, int]:
         "weight", "gradient", "first_moment", "second_moment", "master" and "step" -> bytes on this
         process. Gradients count while they exist: before ``zero_grad``.
     """
-    names = ("weight", "gradient", "first_moment", "second_moment", "master", "step")
-    nbytes = dict.fromkeys(names, 0)
+    nbytes = dict.fromkeys(("weight", "gradient", *PURPOSES.values(), "step"), 0)
     for parameter in parameters_of(optimizer):
         nbytes["weight"] += part_of(parameter).nbytes
         nbytes["gradient"] += 0 if parameter.grad is None else part_of(parameter.grad).nbytes
         for name, value in optimizer.state.get(parameter, {}).items():
-            nbytes[purpose_of(name) or "step"] += part_of(value).nbytes
+            nbytes[PURPOSES.get(name, "step")] += part_of(value).nbytes
     return nbytes
-
-
-def purpose_of(name: str) -> str:
-    """What a tensor of a state is for, by `PURPOSES`; "" for none of these."""
-    tensor = next((name.removesuffix(part) for part in PARTS if name.endswith(part)), name)
-    return PURPOSES.get(tensor, "")

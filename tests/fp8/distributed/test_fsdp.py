@@ -24,16 +24,13 @@ from tests.unit_scaling import distributed_worker as unit_scaled
 from unit_scaling import functional as U
 from unit_scaling.transforms import unit_scale
 
-VOCAB, WIDTH = 12, 8
 
-
-def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    layers = [nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()]
-    model = unit_scale(nn.Sequential(*layers, nn.Linear(WIDTH, VOCAB)))
-    model = fp8.convert(model, "unit")
-    model(torch.zeros(2, 2, dtype=torch.int64))  # is recorded before anything shards it
-    return model, uu.optim.AdamW(model.parameters(), 0.1)
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(12, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 12)]
+    model = fp8.convert(unit_scale(nn.Sequential(*layers)), "unit")
+    model(torch.zeros(2, 2, dtype=torch.int64))
+    return model
 
 
 def make_fp8(seed: int) -> nn.Module:
@@ -71,8 +68,8 @@ def numbers(opt: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def step(model: nn.Module, opt: torch.optim.Optimizer) -> float:
-    """One on a fixed batch, the same for every process; the loss before it."""
-    tokens = torch.randint(VOCAB, (4, 9), generator=torch.Generator().manual_seed(5))
+    """One on a fixed batch; the loss before it."""
+    tokens = torch.randint(12, (4, 9), generator=torch.Generator().manual_seed(5))
     loss = U.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     opt.zero_grad()
     loss.backward()
@@ -184,35 +181,6 @@ def check_unit_scaled() -> None:
     unit_scaled.check(scaled, by_rows, 1, F.cross_entropy)
 
 
-def check_checkpoint(folder: Path) -> None:
-    """What one process saved is loaded by two, who train on and save for one."""
-    model, opt = make(seed=1)
-    gather_in_fp8(model, "unit")
-    fully_shard(model)
-    opt = uu.optim.AdamW(model.parameters(), 0.1)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True))
-    dcp.load(state, checkpoint_id=folder / "of_one")
-    set_state_dict(model, opt, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    one, other = make(seed=0)
-    step(one, other)
-    for p, q in zip(model.parameters(), one.parameters(), strict=True):
-        assert isinstance(p, DTensor)
-        assert torch.equal(p.full_tensor(), q)
-    step(model, opt)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True))
-    dcp.save(state, checkpoint_id=folder / "of_two")
-    sharded = {n: p for n, p in model.state_dict().items() if isinstance(p, DTensor)}
-    full: dict[str, Tensor] = {n: p.full_tensor() for n, p in sharded.items()}
-    assert {type(t) for t in full.values()} == {Tensor}
-    shards = {n: p.to_local() for n, p in sharded.items()}
-    assert {type(t) for t in shards.values()} == {Tensor}
-    pickled = {n: p.to_local() for n, p in model.named_parameters()}  # with FSDP2's own view
-    torch.save(pickled, folder / f"{dist.get_rank()}")
-    for name, tensor in torch.load(folder / f"{dist.get_rank()}", weights_only=True).items():
-        assert type(tensor) in (Tensor, nn.Parameter)
-        assert torch.equal(tensor, shards[name])
-
-
 def check_fp8_states(folder: Path) -> None:
     """Of moments in FP8, each shard has scales of its own: loaded from one process, for one."""
     model = make_fp8(seed=1)
@@ -232,6 +200,13 @@ def check_fp8_states(folder: Path) -> None:
     step_fp8(model, opt)
     state = {"model": model.state_dict(), "opt": wide(opt)}
     dcp.save(state, checkpoint_id=folder / "fp8_of_two")
+    sharded = {n: p for n, p in model.state_dict().items() if isinstance(p, DTensor)}
+    assert {type(p.full_tensor()) for p in sharded.values()} == {Tensor}
+    shards = {n: p.to_local() for n, p in model.named_parameters()}  # with FSDP2's own view
+    torch.save(shards, folder / f"{dist.get_rank()}")
+    for name, tensor in torch.load(folder / f"{dist.get_rank()}", weights_only=True).items():
+        assert type(tensor) in (Tensor, nn.Parameter)
+        assert torch.equal(tensor, sharded[name].to_local())
     check_resumed(folder, model, opt)
 
 
@@ -271,14 +246,13 @@ def check_skipped_steps() -> None:
             assert state["exp_avg"].full_tensor().shape == list(model.parameters())[i].shape
 
 
-def check_sgd() -> None:
+def check_masters() -> None:
     """A step of a shard is that of the whole weight, also after the weight was written."""
     models = [nn.Linear(20, 65).bfloat16() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     fully_shard(models[0])
-    optimizers = [
-        fp8.optim.SGD(m.parameters(), 0.1, momentum=0.9, master_weights="float16") for m in models
-    ]
+    options = {"first_moment": "float32", "second_moment": "float32", "master_weights": "float32"}
+    optimizers = [fp8.optim.AdamW(m.parameters(), 0.1, **options) for m in models]
     for i in range(3):
         x = torch.randn(4, 20, dtype=torch.bfloat16)
         for model, opt in zip(models, optimizers, strict=True):
@@ -299,10 +273,9 @@ def check_ranks(rank: int, store: Path) -> None:
     check_equal("tensor", bf16, torch.bfloat16)
     check_bytes()
     check_unit_scaled()
-    check_checkpoint(store.parent)
     check_fp8_states(store.parent)
     check_skipped_steps()
-    check_sgd()
+    check_masters()
     model = fully_shard(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="weight is sharded: call gather_in_fp8"):
         gather_in_fp8(model)
@@ -318,28 +291,14 @@ def check_ranks(rank: int, store: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 @pytest.mark.usefixtures("one_thread")
 def test_two_processes(tmp_path: Path):
-    model, opt = make(seed=0)
-    step(model, opt)
-    save(tmp_path / "of_one", model, opt)
-    other = make_fp8(seed=0)
-    other_opt = optimizer(other)
-    step_fp8(other, other_opt)
-    state = {"model": other.state_dict(), "opt": wide(other_opt)}
-    dcp.save(state, checkpoint_id=tmp_path / "fp8_of_one")
+    """And a checkpoint of one process is loaded by two, and theirs by one."""
+    model = make_fp8(seed=0)
+    opt = optimizer(model)
+    step_fp8(model, opt)
+    dcp.save({"model": model.state_dict(), "opt": wide(opt)}, checkpoint_id=tmp_path / "fp8_of_one")
     run_ranks(check_ranks, 2, tmp_path / "store")
-    step(model, opt)
-    restored, its_opt = make(seed=2)
-    load(tmp_path / "of_two", restored, its_opt)
-    # Two processes average gradients that are equal here: the sums are rounded alike.
-    for p, q in zip(model.parameters(), restored.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-    for p, q in zip(model.parameters(), restored.parameters(), strict=True):
-        for name, value in opt.state[p].items():
-            torch.testing.assert_close(its_opt.state[q][name], value, rtol=1e-5, atol=1e-9)
-    assert step(model, opt) == pytest.approx(step(restored, its_opt), rel=1e-6)
-
-    step_fp8(other, other_opt)
-    check_fp8(tmp_path / "fp8_of_two", other, other_opt)
+    step_fp8(model, opt)
+    check_fp8(tmp_path / "fp8_of_two", model, opt)
 
 
 def check_fp8(folder: Path, model: nn.Module, opt: torch.optim.Optimizer) -> None:
@@ -357,38 +316,25 @@ def check_fp8(folder: Path, model: nn.Module, opt: torch.optim.Optimizer) -> Non
         assert (p - q).norm() <= 2**-4 * 1e-2 * p.numel() ** 0.5  # of a step of lr 1e-2
 
 
-def save(folder: Path, model: nn.Module, opt: torch.optim.Optimizer) -> None:
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True))
-    dcp.save(state, checkpoint_id=folder)
-
-
-def load(folder: Path, model: nn.Module, opt: torch.optim.Optimizer) -> None:
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True))
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, opt, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-
 def test_state_dicts_are_plain(tmp_path: Path):
     """Through safetensors and a checkpoint file: the same names, and training goes on as before."""
-    model, opt = make(seed=0)
+    model = make()
     names = list(model.state_dict())
     gather_in_fp8(model, "unit")
     opt = uu.optim.AdamW(model.parameters(), 0.1)
     assert list(model.state_dict()) == names
-    assert {type(t) for t in model.state_dict().values()} == {torch.Tensor}
     step(model, opt)
     save_file(model.state_dict(), tmp_path / "weights")
     torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, tmp_path / "all")
     loaded = torch.load(tmp_path / "all", weights_only=True)
     assert {type(t) for t in loaded["model"].values()} == {torch.Tensor}
+    expected = [step(model, opt) for _ in range(3)]
     for weights in (loaded["model"], load_file(tmp_path / "weights")):
-        restored, its_opt = make(seed=2)
+        restored = make()
+        its_opt = uu.optim.AdamW(restored.parameters(), 0.1)
         restored.load_state_dict(weights)
         its_opt.load_state_dict(copy.deepcopy(loaded["opt"]))
-        losses = [step(restored, its_opt) for _ in range(3)]
-        if weights is loaded["model"]:
-            expected = losses
-    assert losses == expected == [step(model, opt) for _ in range(3)]
+        assert [step(restored, its_opt) for _ in range(3)] == expected
 
 
 def test_report_names_what_is_left_alone():

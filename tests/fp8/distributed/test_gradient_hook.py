@@ -24,42 +24,39 @@ SIZES = (5000, 7)  # no multiple of anything; fewer elements than blocks
 class Bucket:
     """What the hook reads of a DDP bucket."""
 
-    def __init__(self, gradients: Tensor, index: int = 0) -> None:
-        self.gradients, self._index = gradients, index
+    def __init__(self, gradients: Tensor) -> None:
+        self.gradients = gradients
 
     def buffer(self) -> Tensor:
         return self.gradients
 
-    def index(self) -> int:
-        return self._index
 
-
-def reduced(gradients: Tensor, state: dist.ProcessGroup | None) -> Tensor:
-    return all_reduce_hook(state, Bucket(gradients.clone())).wait()
+def reduced(gradients: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    return all_reduce_hook(group, Bucket(gradients.clone())).wait()
 
 
 def of_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(ranks, ...)."""
-    found = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, x, group=group)
-    return torch.stack(found)
+    each = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(each, x, group=group)
+    return torch.stack(each)
 
 
-def gradients(kind: str, size: int, seed: int) -> Tensor:
-    """One rank's; `seed` is its rank."""
-    own = torch.Generator().manual_seed(seed)
-    shared = torch.Generator().manual_seed(99)
-    x = torch.randn(size, generator=own)
-    if kind == "correlated":
-        return torch.randn(size, generator=shared) + 0.05 * x
-    if kind == "layers":  # of one layer from 1e-8 to 1e4 of the next
-        factors = 10 ** (torch.rand(size // 100 + 1, generator=shared) * 12 - 8)
-        return x * factors.repeat_interleave(100)[:size]
-    if kind == "ranks":
-        return x * 10.0 ** (-3 * seed)
-    if kind == "elements":
-        return x * 10 ** (torch.rand(size, generator=shared) * 6 - 3)
-    return x
+def shared(*size: int) -> Tensor:
+    """Random numbers in [0, 1) that are the same on every rank."""
+    return torch.rand(size, generator=torch.Generator().manual_seed(99))
+
+
+#: Name -> the gradients of a rank, from standard normal numbers and the rank.
+GRADIENTS = {
+    "independent": lambda x, rank: x,
+    "correlated": lambda x, rank: shared(len(x)) + 0.05 * x,
+    "layers": lambda x, rank: (
+        x * 10 ** (shared(len(x) // 100 + 1) * 12 - 8).repeat_interleave(100)[: len(x)]
+    ),
+    "ranks": lambda x, rank: x * 10.0 ** (-3 * rank),
+    "elements": lambda x, rank: x * 10 ** (shared(len(x)) * 6 - 3),
+}
 
 
 def blocks(x: Tensor) -> Tensor:
@@ -68,7 +65,9 @@ def blocks(x: Tensor) -> Tensor:
 
 
 def check_error(kind: str, size: int, group: dist.ProcessGroup) -> None:
-    mine = gradients(kind, size, dist.get_rank(group))
+    rank = dist.get_rank(group)
+    x = torch.randn(size, generator=torch.Generator().manual_seed(rank))
+    mine = GRADIENTS[kind](x, rank)
     everyone = of_all(mine, group).double()
     world, mean = len(everyone), everyone.mean(0)
     result = reduced(mine, group)
@@ -115,92 +114,68 @@ def check_exact(group: dist.ProcessGroup) -> None:
     assert torch.equal(reduced(x, group), torch.full((64,), share * 2.0**-100))
 
 
-@contextmanager
-def sent() -> Iterator[list[float]]:
-    """[bytes that this process sends in the block], by each collective's ring."""
-    total = [0.0]
-    rings = {  # of the first argument's bytes, or the second's, for w processes
-        "all_reduce": (0, lambda w: 2 * (w - 1) / w),
-        "all_to_all_single": (1, lambda w: (w - 1) / w),
-        "all_gather": (1, lambda w: w - 1),
-    }
-    before = {name: getattr(dist, name) for name in rings}
+#: Collective -> the argument whose bytes are sent, and the share of them for w processes in a ring.
+RINGS = {
+    "all_reduce": (0, lambda w: 2 * (w - 1) / w),
+    "all_to_all_single": (1, lambda w: (w - 1) / w),
+    "all_gather": (1, lambda w: w - 1),
+}
 
-    def counted(name: str):
-        position, share = rings[name]
+
+@contextmanager
+def sent(world: int) -> Iterator[list[float]]:
+    """The bytes that this process sends in the block, in each collective."""
+    counts: list[float] = []
+
+    def counted(name: str, position: int, share):
+        before = getattr(dist, name)
 
         def call(*args, **kwargs):
-            group = kwargs.get("group") or next(
-                (a for a in args if isinstance(a, dist.ProcessGroup)), None
-            )
-            t = args[position]
-            total[0] += t.numel() * t.element_size() * share(dist.get_world_size(group))
-            return before[name](*args, **kwargs)
+            counts.append(args[position].nbytes * share(world))
+            return before(*args, **kwargs)
 
         return call
 
-    try:
-        for name in rings:
-            setattr(dist, name, counted(name))
-        yield total
-    finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, ring in RINGS.items():
+            patch.setattr(dist, name, counted(name, *ring))
+        yield counts
 
 
-def check_bytes(group: dist.ProcessGroup) -> float:
-    x = torch.randn(100_000)
-    with sent() as fp8_bytes:
+def check_bytes(group: dist.ProcessGroup) -> None:
+    x, world = torch.randn(100_000), dist.get_world_size(group)
+    with sent(world) as fp8_bytes:
         reduced(x, group)
-    with sent() as plain:
+    with sent(world) as plain:
         dist.all_reduce(x, group=group)
-    ratio = fp8_bytes[0] / plain[0]
-    assert 0.25 < ratio <= 0.27
-    return ratio
+    assert 0.25 < sum(fp8_bytes) / sum(plain) <= 0.27
 
 
-def check_model(group: dist.ProcessGroup) -> None:
-    """DDP with the hook: close to DDP without, over accumulation and rebuilt buckets."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 3))
-    plain = DistributedDataParallel(model, process_group=group)
-    expected, got = [], []
-    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(dist.get_rank(group)))
-    for found in (expected, got):
-        for _ in range(3):
-            model.zero_grad()
-            with plain.no_sync():
-                plain(x).square().mean().backward()
-            plain(x).square().mean().backward()
-            found.append([p.grad.clone() for p in model.parameters()])
-        if found is expected:
-            plain = DistributedDataParallel(model, process_group=group)
-            plain.register_comm_hook(group, all_reduce_hook)
-    for step, other in zip(expected, got, strict=True):
-        for a, b in zip(step, other, strict=True):
-            assert (a - b).norm() <= 2**-5 * a.norm()
-            assert not torch.equal(a, b)
-
-
-def check_level(level: str, group: dist.ProcessGroup) -> None:
-    """A model at one of MS-AMP's levels: its FP8 gradients are the mean's, on every rank."""
+def check_model(level: str | None, group: dist.ProcessGroup) -> None:
+    """DDP with the hook, over accumulation and rebuilt buckets, also at one of MS-AMP's levels:
+    gradients are those of the whole batch, the same on every rank."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
-        models.append(fp8.initialize(model, None, level, "tensor")[0])
+        models.append(model if level is None else fp8.initialize(model, None, level, "tensor")[0])
     one, model = models
     ddp = DistributedDataParallel(model, process_group=group)
     ddp.register_comm_hook(group, all_reduce_hook)
     x = torch.randn(2 * world, 32, generator=torch.Generator().manual_seed(0))
-    one(x).square().mean().backward()
-    ddp(x.chunk(world)[rank]).square().mean().backward()
-    for p, q in zip(model.parameters(), one.parameters(), strict=True):
-        mine, expected = (r.grad.to(torch.float32) + 0 for r in (p, q))
-        assert torch.equal(of_all(mine, group), mine.expand(world, *mine.shape))
-        # Both are stored in e4m3, one is sent as well: three roundings of at most 2**-4.
-        assert (mine - expected).norm() <= 3 * 2**-4 * expected.norm()
+    for _ in range(3):
+        for each, batch in ((one, x), (ddp, x.chunk(world)[rank])):
+            each.zero_grad()
+            with ddp.no_sync():
+                each(batch).square().mean().backward()
+            each(batch).square().mean().backward()
+        for p, q in zip(model.parameters(), one.parameters(), strict=True):
+            mine, expected = (r.grad.to(torch.float32) + 0 for r in (p, q))
+            assert torch.equal(of_all(mine, group), mine.expand(world, *mine.shape))
+            assert not torch.equal(mine, expected)
+            # At a level both are stored in e4m3 too: three roundings of at most 2**-4.
+            assert (mine - expected).norm() <= (3 if level else 0.5) * 2**-4 * expected.norm()
 
 
 def check_ranks(rank: int, store: Path) -> None:
@@ -208,19 +183,17 @@ def check_ranks(rank: int, store: Path) -> None:
     alone = [dist.new_group([r]) for r in range(WORLD)][rank]
     for group in (pairs[rank // 2], dist.group.WORLD):
         for size in SIZES:
-            for kind in ("independent", "correlated", "layers", "ranks", "elements"):
+            for kind in GRADIENTS:
                 check_error(kind, size, group)
         check_nonfinite(group)
         check_exact(group)
-        check_model(group)
-        for level in ("O2", "O3"):
-            check_level(level, group)
-        print(f"{dist.get_world_size(group)} ranks: {check_bytes(group):.4f} of the bytes")
+        check_bytes(group)
+        for level in (None, "O2", "O3"):
+            check_model(level, group)
     x = torch.randn(100)
     assert torch.equal(reduced(x, alone), x)
 
 
-needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="built without gloo")
 ALL_BITS = torch.arange(256, dtype=torch.uint8)
 
 
@@ -236,6 +209,6 @@ def test_bits_are_those_of_e3m4():
 
 
 @pytest.mark.proves("the field", "gradients reduced in FP8", how="own")
-@needs_gloo
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="built without gloo")
 def test_four_processes(tmp_path: Path):
     run_ranks(check_ranks, 4, tmp_path / "store")

@@ -121,15 +121,11 @@ def check_optimizers() -> None:
     """Steps of one process. Gradients are laid out otherwise than weights: those of the norm, which
     every process has, are sums of parts."""
     full32 = {"first_moment": "float32", "second_moment": "float32"}
-    for kind, options in (
-        (fp8.optim.AdamW, full32),
-        (fp8.optim.AdamW, {**full32, "min_size": 0, "weight_decay": 0.1}),
-        (fp8.optim.SGD, {"momentum": 0.9}),
-    ):
+    for options in (full32, {**full32, "min_size": 0, "weight_decay": 0.1}):
         model = model_of("plain", "unit")
         whole, mesh = copy.deepcopy(model), dist.init_device_mesh("cpu", (WORLD,))
         parallelize_module(model, mesh, plan(sequence=True))
-        optimizers = [kind(m.parameters(), 0.01, **options) for m in (model, whole)]
+        optimizers = [fp8.optim.AdamW(m.parameters(), 0.01, **options) for m in (model, whole)]
         for x in torch.randn(3, 2, TOKENS, WIDTH):
             (full(model(distribute_tensor(x, mesh, [Shard(1)]))) - x).square().mean().backward()
             (whole(x) - x).square().mean().backward()

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import fp8
-import fp8.optim.adam
-from fp8.optim import SGD, Adam, AdamW, state_bytes
+import fp8.optim.step
+from fp8.optim import Adam, AdamW, state_bytes
 
 FLOAT32 = {"first_moment": "float32", "second_moment": "float32"}
 BLOCKS = {"first_moment": "e4m3_block", "second_moment": "e5m3_block"}
@@ -91,10 +91,12 @@ def test_small_parameters_are_stepped_together_as_alone():
     assert small["exp_avg"].dtype == large["exp_avg"].dtype == torch.float32
 
 
-@pytest.mark.parametrize(("bad", "formats"), [(float("nan"), {}), (-float("inf"), BLOCKS)])
-def test_a_gradient_that_is_not_finite_skips_the_step(bad: float, formats):
+@pytest.mark.parametrize(
+    ("bad", "settings"), [(float("nan"), {"compile": True}), (-float("inf"), BLOCKS)]
+)
+def test_a_gradient_that_is_not_finite_skips_the_step(bad: float, settings):
     """For all parameters, wherever it is."""
-    params, optimizer = run(AdamW, **formats)
+    params, optimizer = run(AdamW, **settings)
     weights = copy.deepcopy(params)
     state = copy.deepcopy(optimizer.state_dict()["state"])
     for at in (0, -2):
@@ -141,10 +143,9 @@ def test_grad_scaler():
     assert scaler.get_scale() == 2.0**9
 
 
-def test_closure_and_schedule():
+def test_closure():
     params = parameters()
-    optimizer = AdamW(params, lr=1.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+    optimizer = AdamW(params, lr=0.1)
 
     def closure():
         optimizer.zero_grad()
@@ -152,12 +153,8 @@ def test_closure_and_schedule():
         loss.backward()
         return loss.detach()
 
-    losses = []
-    for _ in range(4):
-        losses.append(float(optimizer.step(closure)))
-        schedule.step()
+    losses = [float(optimizer.step(closure)) for _ in range(4)]
     assert losses == sorted(losses, reverse=True)
-    assert 0 < optimizer.param_groups[0]["lr"] < 0.1
 
 
 @pytest.mark.parametrize(
@@ -171,7 +168,7 @@ def test_closure_and_schedule():
 def test_compiled_and_eager_keep_the_same_bits(dtype, settings, monkeypatch):
     """States, in several pieces and with a rest that is not compiled; weights to a multiplication
     fused with an addition, which is at most a unit in the last place of 16 bits."""
-    monkeypatch.setattr(fp8.optim.adam, "BLOCKS", 1 << 11)
+    monkeypatch.setattr(fp8.optim.step, "BLOCKS", 1 << 11)
     weights, states = [], []
     for compile in (False, True):
         params = parameters(dtype)[2:]
@@ -185,18 +182,6 @@ def test_compiled_and_eager_keep_the_same_bits(dtype, settings, monkeypatch):
     )
     for a, b in zip(*weights, strict=True):
         torch.testing.assert_close(a, b, **tolerance)
-
-
-def test_a_compiled_step_is_skipped_where_an_eager_one_is():
-    params = parameters()[:1]
-    optimizer = AdamW(params, compile=True)
-    steps(optimizer, params, 1)
-    before = copy.deepcopy((params, optimizer.state_dict()["state"]))
-    params[0].grad.view(-1)[77] = float("nan")
-    optimizer.step()
-    assert optimizer.skipped_steps == 1
-    assert torch.equal(params[0], before[0][0])
-    assert_same(optimizer.state_dict()["state"], before[1])
 
 
 @pytest.mark.skipif(
@@ -259,14 +244,12 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("cls", "write"), [*((AdamW, write) for write in WRITES), (SGD, "data in place")]
-)
-def test_masters_follow_what_is_written_past_the_version_of_a_weight(cls, write):
+@pytest.mark.parametrize("write", WRITES)
+def test_masters_follow_what_is_written_past_the_version_of_a_weight(write):
     for shape in [(64, 96), (96, 65), (4097,)]:
         torch.manual_seed(0)
         weight = nn.Parameter(torch.randn(shape).bfloat16())
-        optimizer = cls([weight], lr=1e-3, weight_decay=0.0, master_weights="float32")
+        optimizer = AdamW([weight], lr=1e-3, weight_decay=0.0, master_weights="float32")
         for _ in range(2):
             weight.grad = torch.zeros_like(weight)
             optimizer.step()
@@ -306,9 +289,8 @@ def test_types_are_checked():
         AdamW([nn.Parameter(torch.zeros(2, dtype=torch.float64))])
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    for optimizer in (AdamW(embedding.parameters()), SGD(embedding.parameters(), lr=0.1)):
-        with pytest.raises(RuntimeError, match="dense gradients"):
-            optimizer.step()
+    with pytest.raises(RuntimeError, match="dense gradients"):
+        AdamW(embedding.parameters()).step()
     for settings, message in (
         ({"betas": 0.9}, "betas are two numbers, got 0.9"),
         ({"betas": (0.9,)}, r"betas are two numbers, got \(0.9,\)"),
@@ -336,7 +318,7 @@ def test_bytes(formats, first: float, second: float):
     assert len(saved.getvalue()) < sum(found.values()) + 10_000
 
 
-@pytest.mark.parametrize("cls", [SGD, Adam, AdamW])
+@pytest.mark.parametrize("cls", [Adam, AdamW])
 def test_torchs_options_are_taken_where_they_are_off(cls):
     """As code that passes them all on does, by torch's names and in torch's order."""
     theirs = inspect.signature(getattr(torch.optim, cls.__name__)).parameters

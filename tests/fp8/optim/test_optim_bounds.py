@@ -50,13 +50,7 @@ def brief(g: torch.Generator) -> Tensor:
     return x
 
 
-def bursts(g: torch.Generator) -> Tensor:
-    x = normal(g)
-    x[::100] *= 1e3
-    return x
-
-
-GRADIENTS = [normal, wide, sparse, spiky, silent, brief, bursts]
+GRADIENTS = [normal, wide, sparse, spiky, silent, brief]
 
 
 def longest_step(optimizer: type, grads: Tensor, **settings) -> float:

@@ -1,0 +1,253 @@
+"""One step of Adam: the arithmetic, eager or compiled, and the parameters that take it together."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..common.dtensor import part_of
+from ..formats.quantize import CHUNK
+from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
+from ..recipes.scaling import scale_of_number
+from ..tensors.scaled_tensor import store
+from . import encodings
+from . import state as states
+from .encodings import BLOCK, WEIGHTS, Encoded, Encoding, decode
+from .state import FIRST, MASTER, PARTS, SECOND, Group, State, has, in_dtype, is_plain, read
+
+HALF = 15
+"""Random bits for each of the two moments, from one 32-bit word."""
+
+
+class _How(NamedTuple):
+    """The encodings of the weight and the moments, and which of them are rounded stochastically."""
+
+    weight: Encoding
+    first: Encoding
+    second: Encoding
+    stochastic: tuple[bool, bool, bool]
+
+
+STORED = (MASTER, FIRST, SECOND)
+"""The names in a state, in the order of the fields of `_How` and `_Tensors`."""
+
+
+class _Tensors(NamedTuple):
+    """The weight and the two moments, as they are stored."""
+
+    weight: Encoded
+    first: Encoded
+    second: Encoded
+
+
+def _adam(
+    tensors: _Tensors, grad: Tensor, numbers: Tensor, how: _How, keys: Sequence[Key]
+) -> Tensor:
+    """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay; updates ``tensors``
+    in place.
+
+        m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
+        w = decay w - size m / (root sqrt(v) + eps)
+
+    Computed in float32, from the new moments before they are rounded. numbers: as `Unit.numbers`
+    returns them. Returns the largest magnitude of a weight that has a scale, else 0.
+    """
+    decay, b1, c1, b2, c2, size, root, eps, *units = numbers.unbind()
+    g = grad.to(torch.float32)
+    m = decode(tensors.first) * b1 + g * c1
+    v = decode(tensors.second) * b2 + g * g * c2
+    w = decode(tensors.weight) * decay - m * size / (v.sqrt() * root + eps)
+    bits = low = high = None
+    of_weight, of_first, of_second = how.stochastic
+    if of_first or of_second:
+        word = bits_from_key(g.shape, keys[0], device=g.device)
+        high = fewer_bits(word, HALF) if of_first else None
+        low = fewer_bits(word << 16, HALF) if of_second else None
+    if of_weight:
+        bits = bits_from_key(g.shape, keys[1], device=g.device)
+    encodings.write(w, tensors.weight, how.weight, units[0], bits=bits)
+    encodings.write(m, tensors.first, how.first, units[1], bits=high)
+    encodings.write(v, tensors.second, how.second, units[2], away=True, bits=low)
+    return w.abs().amax() if how.weight.scale == "tensor" else w.new_zeros(())
+
+
+@functools.cache
+def _compiled(dynamic: bool | None) -> Callable[..., Tensor]:
+    skip = torch.compiler.skip_guard_on_globals_unsafe  # no function of this package changes
+    warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # inductor
+    return torch.compile(_adam, dynamic=dynamic, options={"guard_filter_fn": skip})
+
+
+LARGEST = 2.0**63
+"""Larger magnitudes in a gradient count as this one: a second moment is then at most 2**126, which
+float32 holds, and the bound of a step, which is that of any gradients, stays."""
+
+BLOCKS = 1 << 16
+"""Elements that a compiled step with blocks processes at once per CPU thread: constant, because for
+dynamic sizes torch compiles loops without vectors, which are ten times slower."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Parameters updated together: one, or the small ones of a group, concatenated. index: of the
+    first among all of the optimizer, which makes random bits distinct."""
+
+    group: Group
+    decoupled: bool
+    index: int
+    how: _How
+    parameters: list[Tensor] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
+
+    @property
+    def master(self) -> bool:
+        return has(self.states[0], MASTER)
+
+    def here(self) -> list[Tensor]:
+        return [part_of(parameter.detach()) for parameter in self.parameters]
+
+    def stored(self, name: str) -> Encoded:
+        """A moment or the master, flat; for a single parameter it shares memory with the state."""
+        if len(self.states) == 1:
+            return read(self.states[0], name)
+        return Encoded(torch.cat([read(state, name).values for state in self.states]))
+
+    def weight(self) -> Encoded:
+        """The tensor to update: the masters, the weight itself, or a copy of the weights."""
+        if self.master:
+            return self.stored(MASTER)
+        here = self.here()
+        if len(here) == 1 and is_plain(here[0]):
+            return Encoded(here[0].view(-1))
+        return Encoded(torch.cat([x.to(self.how.weight.dtype).reshape(-1) for x in here]))
+
+    def gradient(self) -> Tensor:
+        """The gradient that Adam uses, flat: negated for maximize, with the L2 decay added."""
+        here = [part_of(parameter.grad.detach()) for parameter in self.parameters]  # type: ignore[union-attr]
+        flats = [(x if is_plain(x) else x.to(torch.float32)).reshape(-1) for x in here]
+        grad = flats[0] if len(flats) == 1 else torch.cat(flats)
+        if self.group["maximize"]:
+            grad = -grad
+        if self.group["weight_decay"] and not self.decoupled:
+            grad = grad.to(torch.float32) + self.group["weight_decay"] * decode(self.weight())
+        return grad
+
+    def amaxes(self) -> list[Tensor | None]:
+        return [self.states[0].get(name + PARTS[2]) for name in STORED]
+
+    def scales(self, largest: float, numbers: Iterator[float]) -> list[float | None]:
+        """New scale factors for gradients up to ``largest``, whose moment bounds a moment. numbers:
+        the values of `amaxes`."""
+        scales: list[float | None] = [None, None, None]
+        for i, amax in enumerate(self.amaxes()):
+            if amax is None:
+                continue
+            new = next(numbers)
+            if STORED[i] == MASTER:
+                new *= encodings.HEADROOM
+            else:
+                beta = self.group["betas"][i - 1]
+                new = beta * new + (1 - beta) * largest**i
+                amax.fill_(new)
+            scales[i] = scale_of_number(new, self.how[:3][i].format)
+        return scales
+
+    def numbers(self, scales: list[float | None]) -> Tensor:
+        """The 8 scalars of a step, computed in float64 and rounded once, then 1 / scales."""
+        group = self.group
+        step, (b1, b2), lr = float(self.states[0]["step"]), group["betas"], float(group["lr"])
+        decay = 1 - lr * group["weight_decay"] if self.decoupled else 1.0
+        size, root = lr / (1 - b1**step), (1 - b2**step) ** -0.5
+        formulas = (decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"])
+        return torch.tensor([*formulas, *(1.0 if x is None else 1 / x for x in scales)])
+
+    def seed(self, stream: int) -> tuple[int, ...]:
+        """stream: 0 for the moments, 1 for the weight, from 2 on for copies of weights."""
+        return self.group["seed"], int(self.states[0]["step"]), self.index, stream
+
+    def rounds_copies(self) -> bool:
+        """Whether float32 copies of weights of a tensor subclass are rounded stochastically."""
+        if self.master or not self.group["stochastic_weights"]:
+            return False
+        here = part_of(self.parameters[0])
+        return not in_dtype(here) and states.format_of(here).mantissa_bits < 23
+
+    def finish(self, weight: Encoded, first: Encoded, second: Encoded) -> None:
+        """Writes what does not share memory with a parameter or a state."""
+        here = self.here()
+        joined = len(here) > 1
+        if joined or self.master or not is_plain(here[0]):
+            values, random = decode(weight) if self.master else weight.values, self.rounds_copies()
+            for i, (x, part) in enumerate(_parts(values, here)):
+                seed = self.seed(2 + i)
+                store(x, states.rounded_stochastically(part, x, seed) if random else part)
+        if joined:
+            masters = {MASTER: weight} if self.master else {}
+            for name, stored in (masters | {FIRST: first, SECOND: second}).items():
+                each = [read(state, name).values for state in self.states]
+                for x, part in _parts(stored.values, each):
+                    x.copy_(part)
+
+
+def _parts(flat: Tensor, of: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    for x, part in zip(of, flat.split([x.numel() for x in of]), strict=True):
+        yield x, part.view(x.shape)
+
+
+def how_of(parameter: Tensor, stored_as: dict[str, Encoding], group: Group) -> _How:
+    """How a step stores the results for a parameter. stored_as: of `fp8.optim.state.prepare`."""
+    here, (b1, b2) = part_of(parameter), group["betas"]
+    weight = stored_as.get(MASTER) or WEIGHTS[here.dtype if in_dtype(here) else torch.float32]
+    first, second = stored_as[FIRST], stored_as[SECOND]
+    stochastic = (
+        group["stochastic_weights"] and weight.dtype != torch.float32,
+        first.rounds_stochastically(b1),
+        second.rounds_stochastically(b2),
+    )
+    return _How(weight, first, second, stochastic)
+
+
+def update(unit: Unit, largest_grad: float, scales: list[float | None]) -> None:
+    """Updates one unit in chunks. The remainder of a compiled unit runs in eager mode."""
+    tensors = _Tensors(unit.weight(), unit.stored(FIRST), unit.stored(SECOND))
+    grad, numbers, how = unit.gradient(), unit.numbers(scales), unit.how
+    if largest_grad > LARGEST:
+        grad = grad.to(torch.float32).clamp(-LARGEST, LARGEST)
+    count = len(grad)
+    keys = [random_key(unit.seed(i)) for i in range(2)] if any(how.stochastic) else []
+    compiled = unit.group["compile"] and len(unit.states) == 1
+    fixed = compiled and grad.is_cpu and "block" in (how.first.scale, how.second.scale)
+    threads = (torch.get_num_threads() - 1).bit_length()
+    size, least = max(count, 1), BLOCK if compiled else 1  # of chunks, and what divides them
+    if fixed:
+        size = least = BLOCKS << threads
+    elif grad.is_cpu and not compiled:
+        size = CHUNK << threads  # which stay in a processor's cache
+    whole = count - count % least
+    largest = []
+    for begin, end in itertools.pairwise([*range(0, whole, size), whole, count]):
+        if begin == end:
+            continue
+        parts = (
+            tensors if end - begin == count else _Tensors(*(x.part(begin, end) for x in tensors))
+        )
+        arguments = (parts, grad[begin:end], numbers, how)
+        at = [key_at(key, begin) for key in keys]
+        if compiled and begin < whole:
+            words = [torch.as_tensor(key, device=grad.device) for key in at]  # ints would recompile
+            largest.append(_compiled(False if fixed else None)(*arguments, words))
+        else:
+            largest.append(_adam(*arguments, at))
+    if tensors.weight.amax is not None and largest:
+        tensors.weight.amax.copy_(torch.stack(largest).amax())
+    for stored, scale in zip(tensors, scales, strict=True):
+        if stored.scale is not None and scale is not None:
+            stored.scale.fill_(scale)
+    unit.finish(*tensors)
