@@ -53,10 +53,9 @@ def prepare(
     Args:
         accelerator: an Accelerator with mixed_precision "no" or "bf16".
         objects: models, optimizers, data loaders and schedulers, in any order.
-        recipe: ours, as in `fp8.convert`, or a `fp8.Policy` (call `fp8.advance` for its switch, as
-            Accelerate does not know the length of the training); or one of Accelerate's, each for
-            its own backend: TERecipeKwargs ("transformer_engine"), AORecipeKwargs ("torchao"),
-            MSAMPRecipeKwargs ("msamp").
+        recipe: ours, as in `fp8.convert` (call `fp8.advance` for the switch of a policy); or one of
+            Accelerate's, each for its own backend: TERecipeKwargs ("transformer_engine"),
+            AORecipeKwargs ("torchao"), MSAMPRecipeKwargs ("msamp").
         backend: as in `fp8.convert`, or "msamp": MS-AMP's levels, by `fp8.initialize`.
         opt_level: a name in `fp8.levels.initialize.LEVELS`, for one model with one optimizer; None:
             no level ("O2" for "msamp"). With layers of TransformerEngine, "O1" and "O2" affect
@@ -69,17 +68,17 @@ def prepare(
     Raises:
         ValueError: for an Accelerator with mixed_precision="fp8", which would convert the model
             again; for a level with other than one model and one optimizer; for a recipe object of
-            another backend; and for unsupported settings: an interval other than 1,
-            override_linear_precision, the format E5M2. Nothing is converted then.
+            another backend; and for unsupported settings of one. Nothing is converted then.
         TypeError: if no object is a model.
         ImportError: without the libraries.
     """
     _check(accelerator, objects)
     backend = _checked_backend(backend, recipe)
-    if backend == "msamp":
-        opt_level = opt_level or getattr(recipe, "opt_level", None) or "O2"
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
+    if backend == "msamp":
+        opt_level = opt_level or getattr(recipe, "opt_level", None) or "O2"
+        recipe, backend = recipe if isinstance(recipe, _OURS) else "tensor", "auto"
     if opt_level is not None and not len(models) == len(optimizers) == 1:
         raise ValueError(
             f"opt_level {opt_level!r} needs one model and its optimizer, got {len(models)} and "
@@ -124,10 +123,11 @@ def _checked_backend(backend: str, recipe: Any) -> str:
     check_name("backend", backend, (*BACKENDS, *ADAPTERS, "msamp"))
     if isinstance(recipe, _OURS):
         return backend
-    kind, kinds = type(recipe).__name__, {cls.__name__ for cls in type(recipe).__mro__}
+    kinds = {cls.__name__ for cls in type(recipe).__mro__}
     wanted = next((of for name, of in _KINDS.items() if name in kinds), None)
     if "FP8RecipeKwargs" in kinds:  # covers both others; its backend says which
         wanted = {"TE": "transformer_engine", "MSAMP": "msamp"}[recipe.backend]
+    kind = type(recipe).__name__
     if wanted is None:
         names = ", ".join(_KINDS)
         raise TypeError(f"recipe must be a name, a Recipe, a Policy or one of {names}, not {kind}")
@@ -139,14 +139,11 @@ def _checked_backend(backend: str, recipe: Any) -> str:
 def _converted(
     accelerator: Any, model: nn.Module, recipe: Any, backend: str, where: Where | None
 ) -> nn.Module:
-    if backend == "msamp":
-        recipe, backend = recipe if isinstance(recipe, _OURS) else "tensor", "auto"
     if isinstance(recipe, _OURS):
         return convert(model, recipe, backend=backend, where=where)
     options: dict[str, Any] = {}
     if backend == "transformer_engine":
-        chosen = _te(recipe)
-        options["in_eval"] = bool(recipe.use_autocast_during_eval)
+        chosen, options["in_eval"] = _te(recipe), bool(recipe.use_autocast_during_eval)
     else:
         chosen = recipe.config
         if not getattr(accelerator, "is_fsdp2", False):  # it would replace parameters, to no effect
@@ -178,11 +175,9 @@ def _te(kwargs: Any) -> Any:
 
 def _ao_where(model: nn.Module, chosen: Any, where: Any) -> Where:
     """The layers that Accelerate converts: those selected, else all but the first and last."""
-    if where is not None:
-        if chosen is not None:
-            raise ValueError("give where, or AORecipeKwargs its module_filter_func, not both")
-        return where
+    if where is not None and chosen is not None:
+        raise ValueError("give where, or AORecipeKwargs its module_filter_func, not both")
     if chosen is not None:
         return lambda name, layer: bool(chosen(layer, name))
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    return lambda name, layer: name not in (names[0], names[-1])
+    return where or (lambda name, layer: name not in (names[0], names[-1]))

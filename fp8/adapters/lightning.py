@@ -71,8 +71,8 @@ def FP8Precision(
         TypeError: for other options, and in a Fabric, whose checkpoints would lack the histories.
         ImportError: if Lightning is not installed.
     """
-    how = {"backend": backend, "where": where}
-    return _kind(_base(True, precision, library), True)(recipe, precision, how, options)
+    make = _kind(_base(True, precision, library), True)
+    return make(recipe, precision, {"backend": backend, "where": where}, options)
 
 
 def FP8FabricPrecision(
@@ -87,20 +87,11 @@ def FP8FabricPrecision(
     """As `FP8Precision`, for ``Fabric(plugins=...)``: ``setup`` converts the model.
 
     The caller writes checkpoints, and calls `fp8.advance` for the switch of a policy. With scaling
-    "delayed" the histories are in the model's state_dict, as in `fp8.convert`.
-
-    Args:
-        recipe, precision, backend, where, options: as in `FP8Precision`.
-        library: "lightning" or "lightning_fabric".
-
-    Returns:
-        The plugin.
-
-    Raises:
-        ValueError, TypeError, ImportError: as `FP8Precision`.
+    "delayed" the histories are in the model's state_dict, as in `fp8.convert`. library: "lightning"
+    or "lightning_fabric".
     """
-    how = {"backend": backend, "where": where}
-    return _kind(_base(False, precision, library), False)(recipe, precision, how, options)
+    make = _kind(_base(False, precision, library), False)
+    return make(recipe, precision, {"backend": backend, "where": where}, options)
 
 
 def _base(of_trainer: bool, precision: str, library: str | None) -> Any:
@@ -159,8 +150,9 @@ class _Converting:
         """The model, converted, with its previous histories."""
         names = [cls.__name__ for cls in type(module).__mro__]
         if self._of_trainer and "LightningModule" not in names:
-            kind = names[0]
-            raise TypeError(f"FP8Precision is for a Trainer; for {kind} take FP8FabricPrecision")
+            raise TypeError(
+                f"FP8Precision is for a Trainer; for {names[0]} take FP8FabricPrecision"
+            )
         module = super().convert_module(module)  # type: ignore[misc]
         before = _copies(module)
         self._model = convert(module, self.recipe, **self._how)
@@ -186,28 +178,28 @@ class _Converting:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the state. Warns if the recipe was a different one."""
-        base_state, runs = dict(state_dict), self._in_force()
+        now, base_state = self._in_force(), dict(state_dict)
         ours = base_state.pop("fp8", {})
         super().load_state_dict(base_state)  # type: ignore[misc]
-        trained = ours.get("recipe", runs)
-        was, now = trained["name"], runs["name"]
-        if trained != runs and AUTO not in (was, now):
+        trained = ours.get("recipe", now)
+        if trained != now and AUTO not in (trained["name"], now["name"]):
             warnings.warn(
-                f"the checkpoint was trained under the recipe {was!r}, goes on under {now!r}",
+                f"the checkpoint was trained under the recipe {trained['name']!r}, goes on under "
+                f"{now['name']!r}",
                 stacklevel=2,
             )
         self._remember(ours.get("histories", {}))
 
     def _in_force(self) -> dict[str, Any]:
         """The recipe or policy as a dict; under "auto" that of the layers, if all have one."""
-        if isinstance(self.recipe, Policy):
-            shown = self.recipe.name or f"a policy of {name_of(self.recipe.recipe)}"
-            return self.recipe.to_dict() | {"name": shown}
-        if isinstance(self.recipe, Recipe):
-            return self.recipe.to_dict()
-        modules = [] if self._model is None else self._model.modules()
-        recipes = {r for m in modules if (r := getattr(m, "fp8_recipe", None)) is not None}
-        return recipes.pop().to_dict() if len(recipes) == 1 else {"name": AUTO}
+        recipe = self.recipe
+        if isinstance(recipe, Policy):
+            shown = recipe.name or f"a policy of {name_of(recipe.recipe)}"
+            return recipe.to_dict() | {"name": shown}
+        if recipe == AUTO and self._model is not None:
+            recipes = {r for m in self._model.modules() if (r := getattr(m, "fp8_recipe", None))}
+            recipe = recipes.pop() if len(recipes) == 1 else AUTO
+        return recipe.to_dict() if isinstance(recipe, Recipe) else {"name": AUTO}
 
     @torch.no_grad()
     def _remember(self, saved: dict[str, Tensor]) -> None:

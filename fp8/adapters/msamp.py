@@ -27,7 +27,7 @@ def initialize(
     """``msamp.initialize``, by `fp8.initialize`.
 
     Args:
-        model, optimizer, opt_level: as in `fp8.initialize`.
+        model, optimizer, opt_level: as in `fp8.initialize`, whose errors are raised.
         use_te: whether the model has layers of TransformerEngine, which compute their own products
             in FP8: ``recipe`` is then ignored, and `fp8.initialize` leaves their weights unchanged.
         recipe: of the products. "tensor", which "auto" selects for a model that is not unit-scaled,
@@ -35,9 +35,6 @@ def initialize(
 
     Returns:
         (model, optimizer).
-
-    Raises:
-        TypeError, ValueError: as `fp8.initialize`.
     """
     return levels.initialize(model, optimizer, opt_level, None if use_te else recipe)
 

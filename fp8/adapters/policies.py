@@ -117,42 +117,23 @@ def for_transformer_engine(policy: Policy, model: nn.Module) -> tuple[dict[str, 
     return {"": base and transformer_engine.te_recipe(base), **inner}, notes
 
 
-def open_contexts(model: nn.Module, contexts: Mapping[str, Any]) -> list[Any]:
-    """Adds hooks to ``model``, with TransformerEngine's layers, that open ``contexts``.
+def open_contexts(model: nn.Module, contexts: Mapping[str, Any]) -> None:
+    """Runs modules of ``model``, with TransformerEngine's layers, in ``contexts``.
+    `fp8.adapters.transformer_engine.revert` undoes it.
 
     Args:
         model: changed in place.
         contexts: of `for_transformer_engine`.
 
-    Returns:
-        The handles of the hooks.
-
     Raises:
         AttributeError: if the model has no such module.
     """
-    modules = [(model.get_submodule(name), recipe) for name, recipe in contexts.items()]
-    return [handle for module, recipe in modules for handle in _hooked(module, recipe)]
-
-
-def _hooked(module: nn.Module, recipe: Any) -> list[Any]:
-    contexts: list[Any] = []
-
-    def before(*_: Any) -> None:
-        context = transformer_engine.autocast(recipe or "tensor", enabled=recipe is not None)
-        context.__enter__()
-        contexts.append(context)
-
-    def after(*_: Any) -> None:
-        contexts.pop().__exit__(None, None, None)
-
-    return [
-        module.register_forward_pre_hook(before),
-        module.register_forward_hook(after, always_call=True),
-    ]
+    for module, recipe in [(model.get_submodule(name), r) for name, r in contexts.items()]:
+        transformer_engine.run_under(module, recipe, in_eval=True)
 
 
 class MegatronFiles(NamedTuple):
-    """A policy for Megatron-LM. flags: of its training script. yaml: the text of the file of
+    """flags: of Megatron's training script. yaml: the text of the file of
     ``--te-precision-config-file``, "" if none is needed. notes: what differs."""
 
     flags: list[str]
@@ -187,10 +168,9 @@ def _in_megatron(what: str, recipe: str | Recipe | None) -> dict[str, str]:
 def for_megatron(policy: Policy) -> MegatronFiles:
     """The flags of Megatron-LM and the text of its ``--te-precision-config-file``.
 
-    Patterns are matched with the names of Megatron's modules, "decoder.layers.0.mlp.linear_fc1".
-
     Args:
-        policy: a policy whose rules name Megatron's modules.
+        policy: a policy whose rules match the names of Megatron's modules,
+            "decoder.layers.0.mlp.linear_fc1".
 
     Returns:
         The flags, the file and notes.
@@ -202,35 +182,30 @@ def for_megatron(policy: Policy) -> MegatronFiles:
     """
     policy, notes = _at_start(policy, "Megatron")
     base = _in_megatron("the policy", policy.recipe)
-    delayed = base.get("fp8_quantization_recipe") == "delayed"
-    flags = _base_flags(base)
+    scaling = base.get("fp8_quantization_recipe")
     ends = {"start": policy.first, "end": policy.last}
-    if any(ends.values()):
-        if delayed:
-            raise ValueError(f"blocks {ends}: Megatron does not combine these with 'delayed'")
-        if not base:
-            raise ValueError(f"blocks {ends}: Megatron has these only with a recipe for the others")
-        flags |= {"first-last-layers-bf16": ""}
-        flags |= {f"num-layers-at-{end}-in-bf16": str(count) for end, count in ends.items()}
+    if any(ends.values()) and scaling == "delayed":
+        raise ValueError(f"blocks {ends}: Megatron does not combine these with 'delayed'")
+    if any(ends.values()) and not base:
+        raise ValueError(f"blocks {ends}: Megatron has these only with a recipe for the others")
     if _low(recipe_of(policy.others)) is not None:
         others = name_of(policy.others)
         raise ValueError(f"others={others!r}: Megatron keeps these layers in high precision")
     if base and "readout" not in policy.keep:
         notes.append("Megatron computes the output layer in high precision, whatever the policy")
-    if base.get("fp8_quantization_recipe") == "tensorwise":
-        notes.append("the scales of Megatron's tensorwise recipe are not powers of two")
-    lines = [f"--{name}={value}" if value else f"--{name}" for name, value in flags.items()]
-    return MegatronFiles(lines, _precision_file(policy, base), notes)
-
-
-def _base_flags(base: dict[str, str]) -> dict[str, str]:
-    if not base:
-        return {}
+    flags = []
     if "fp4_quantization_recipe" in base:
-        return {"fp4-format": "e2m1", "fp4-recipe": base["fp4_quantization_recipe"]}
-    flags = {"fp8-format": base["fp8_format"], "fp8-recipe": base["fp8_quantization_recipe"]}
-    history = {"fp8-amax-history-len": "16", "fp8-amax-compute-algo": "max"}
-    return flags | (history if flags["fp8-recipe"] == "delayed" else {})
+        flags = ["--fp4-format=e2m1", "--fp4-recipe=nvfp4"]
+    elif base:
+        flags = [f"--fp8-format={base['fp8_format']}", f"--fp8-recipe={scaling}"]
+    if scaling == "delayed":
+        flags += ["--fp8-amax-history-len=16", "--fp8-amax-compute-algo=max"]
+    if scaling == "tensorwise":
+        notes.append("the scales of Megatron's tensorwise recipe are not powers of two")
+    if any(ends.values()):
+        flags.append("--first-last-layers-bf16")
+        flags += [f"--num-layers-at-{end}-in-bf16={count}" for end, count in ends.items()]
+    return MegatronFiles(flags, _precision_file(policy, base), notes)
 
 
 def _precision_file(policy: Policy, base: dict[str, str]) -> str:
@@ -299,10 +274,11 @@ def _megatron_code(policy: Policy) -> str:
         flags, yaml, notes = for_megatron(policy)
     except ValueError as error:
         return f"# not possible: {error}"
-    flags = flags + ["--te-precision-config-file=policy.yaml"] * bool(yaml)
-    text = "# flags\n" + "\n".join(flags or ["# none"])
-    text += f"\n\n# policy.yaml\n{yaml}" if yaml else ""
-    return "\n".join([text.rstrip(), *(f"# {note}" for note in notes)])
+    if yaml:
+        flags = [*flags, "--te-precision-config-file=policy.yaml"]
+        yaml = f"\n\n# policy.yaml\n{yaml}"
+    lines = ["# flags", *(flags or ["# none"])]
+    return "\n".join(["\n".join(lines) + yaml, *(f"# {note}" for note in notes)])
 
 
 def _source(policy: Policy) -> str:

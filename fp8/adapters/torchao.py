@@ -30,9 +30,6 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
         recipe: a name or a `Recipe`.
         emulate: whether to compute from dequantized operands, on any device.
 
-    Returns:
-        The configuration.
-
     Raises:
         ValueError: if torchao has no such configuration.
         ImportError: without torchao.
@@ -134,16 +131,8 @@ def its_recipe(recipe: Any) -> Any:
 
 def revert(model: nn.Module) -> nn.Module:
     """Replaces torchao's layers, whatever created them, with nn.Linear with the same parameters.
-
-    Args:
-        model: changed in place.
-
-    Returns:
-        ``model``; if it is itself such a layer, the layer that replaces it.
-
-    Raises:
-        ImportError: without torchao.
-    """
+    Returns ``model``, changed in place, or the layer that replaces it. Raises ImportError without
+    torchao."""
     need("torchao")
 
     def make(name: str, module: nn.Module) -> nn.Module | None:

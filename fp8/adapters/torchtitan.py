@@ -36,15 +36,15 @@ def FP8Converter(
     torchtitan logs `fp8.report` of the model when it builds it.
 
     Args:
-        recipe: as in `fp8.convert`; or the path of a policy, a JSON file of `Policy.to_json`. A
-            switch of a policy needs `fp8.advance`, which torchtitan does not call.
+        recipe: as in `fp8.convert`; or the path of a policy, a JSON file of `Policy.to_json`.
         backend, where: as in `fp8.convert`, without the backends of other libraries.
 
     Returns:
         The configuration of the converter.
 
     Raises:
-        ValueError: for an unknown name, and a policy with a switch.
+        ValueError: for an unknown name, and for a policy with a switch, because torchtitan does not
+            call `fp8.advance`.
         ImportError: if torchtitan is not installed.
     """
     check_name("backend", backend, BACKENDS)
@@ -52,9 +52,8 @@ def FP8Converter(
         recipe = Policy.from_json(Path(recipe))
     if as_policy(recipe).switch:
         raise ValueError("torchtitan does not call fp8.advance: give a policy without a switch")
-    how = {"backend": backend, "where": where}
-    base = _module("protocols.model").ModelConfigConverter
-    return _kind(base).Config(recipe=recipe, how=how)
+    how = {"recipe": recipe, "backend": backend, "where": where}
+    return _kind(_module("protocols.model").ModelConfigConverter).Config(how=how)
 
 
 @functools.cache
@@ -62,26 +61,24 @@ def _kind(base: Any) -> Any:
     class Converter(base):
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(base.Config):
-            recipe: Any
             how: dict[str, Any]
 
         def __init__(self, config: Any) -> None:
-            self.config = config
+            self.how = config.how
 
         def convert(self, model_config: Any) -> Any:
             """The configuration of the model, of a class that also converts what it builds."""
             names = [f.name for f in dataclasses.fields(model_config) if f.init]
             values = {name: getattr(model_config, name) for name in names}
-            return _converting(type(model_config), self.config)(**values)
+            return _converting(type(model_config), self.how)(**values)
 
     return Converter
 
 
-def _converting(base: Any, asked: Any) -> Any:
-
+def _converting(base: Any, how: dict[str, Any]) -> Any:
     class Converting(base):
         def build(self, **kwargs: Any) -> Any:
-            model = convert(base.build(self, **kwargs), asked.recipe, **asked.how)
+            model = convert(base.build(self, **kwargs), **how)
             _module("tools.logging").logger.info("%s", report(model))
             return model
 

@@ -90,9 +90,6 @@ def delayed_scaling(
         override_linear_precision: only (False, False, False). Current versions ignore both options;
             "row_gw_hp", ours or torchao's, computes the last product in high precision.
 
-    Returns:
-        The recipe object.
-
     Raises:
         ValueError: for other values and unknown names.
     """
@@ -119,12 +116,11 @@ def delayed_scaling(
 
 
 def _scale_of_one(amax: Tensor, scale: Tensor, fp8_max: Any, recipe: Any) -> Tensor:
-    """The scale function of DelayedScaling under recipe "unit": always 1."""
     return torch.ones_like(scale)
 
 
 def _delayed(cast: Cast, format: str) -> Any:
-    """A recipe with scales of earlier passes, or of 1."""
+    """A recipe with scales of earlier passes, or of 1 under "unit"."""
     history, one = cast.history or 1, cast.rule is None
     return _make(
         "DelayedScaling",
@@ -176,9 +172,6 @@ def te_recipe(recipe: str | Recipe) -> Any:
     Args:
         recipe: a name or a `Recipe`.
 
-    Returns:
-        The recipe object.
-
     Raises:
         ValueError: if TransformerEngine has no such recipe.
     """
@@ -204,25 +197,19 @@ def _plain(name: str, cast: Cast, grad: Cast) -> Recipe:
     if cast.scaling == "delayed":
         plain = dataclasses.replace(plain, margin=cast.margin, history=cast.history)
     tile = (128, 128) if cast.scaling == "block" else plain.tile
-    return Recipe(
-        name=name,
-        input=plain,
-        weight=dataclasses.replace(plain, tile=tile),
-        grad=dataclasses.replace(plain, format=grad.format),
-    )
+    weight = dataclasses.replace(plain, tile=tile)
+    grad = dataclasses.replace(plain, format=grad.format)
+    return Recipe(name=name, input=plain, weight=weight, grad=grad)
 
 
 @refuses_foreign("fp8.adapters.transformer_engine.autocast")
 def autocast(recipe: Any, enabled: bool = True) -> AbstractContextManager[Any]:
-    """TransformerEngine's context in which its layers compute in FP8.
+    """TransformerEngine's context manager in which its layers compute in FP8. Amax is reduced over
+    all ranks.
 
     Args:
-        recipe: a name, a `Recipe`, or a recipe of TransformerEngine's. Amax is reduced over all
-            ranks.
+        recipe: a name, a `Recipe`, or a recipe of TransformerEngine's.
         enabled: whether the layers compute in FP8.
-
-    Returns:
-        The context manager.
 
     Raises:
         ImportError: without TransformerEngine.
@@ -237,15 +224,21 @@ def its_recipe(recipe: Any) -> Any:
 
 
 class _Autocast(Mixin):
-    """A model that runs under TransformerEngine's autocast."""
+    """A module that runs under TransformerEngine's autocast. fp8_te_recipe: None disables it."""
 
     fp8_te_recipe: Any
     fp8_in_eval: bool
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        training = self.training  # type: ignore[attr-defined]
-        with autocast(self.fp8_te_recipe, enabled=training or self.fp8_in_eval):
+        recipe, active = self.fp8_te_recipe, self.training or self.fp8_in_eval  # type: ignore[attr-defined]
+        with autocast(recipe or "tensor", enabled=recipe is not None and active):
             return forward(*args, **kwargs)
+
+
+def run_under(module: Any, recipe: Any, *, in_eval: bool) -> None:
+    """Has ``module`` run under TransformerEngine's autocast; recipe None: with it disabled."""
+    add_mixin(module, _Autocast)
+    module.fp8_te_recipe, module.fp8_in_eval = recipe, in_eval
 
 
 class _Layer(Mixin):
@@ -290,8 +283,8 @@ def convert(
     autocast; `fp8.convert` with backend="transformer_engine".
 
     Parameters remain the same objects; hooks, the training flag and the keys of the state_dict
-    stay. `_extra_state` is not among these: the history of "delayed" restarts after a checkpoint is
-    loaded. `fp8.report` lists every layer, and why it was left alone.
+    stay, without `_extra_state`: the history of "delayed" restarts after a checkpoint is loaded.
+    `fp8.report` lists every layer, and why it was left alone.
 
     Args:
         model: changed in place.
@@ -336,9 +329,7 @@ def convert(
         adapter="transformer_engine",
         how=lambda name: f"TransformerEngine, {kind}{kinds.get(name, '')}",
     )
-    add_mixin(model, _Autocast)
-    model.fp8_te_recipe = chosen
-    model.fp8_in_eval = in_eval  # type: ignore[assignment]
+    run_under(model, chosen, in_eval=in_eval)
     return model
 
 
@@ -380,6 +371,9 @@ def _padded(layer: Any, mixin: type[_Linear], linear: nn.Linear, biases: Any, mu
 
 _Group = dict[str, Any]
 """Names and modules that one layer replaces."""
+
+_ACTIVATIONS = {nn.GELU: "gelu", nn.ReLU: "relu", nn.SiLU: "silu"}
+"""Activation -> TransformerEngine's name; its "gelu" is the approximation by tanh."""
 
 
 def _groups(
@@ -425,22 +419,14 @@ def _why_not_fused(group: _Group, single: Make, uses: Mapping[int, int]) -> str:
         return f"the norm is over {tuple(norm.weight.shape)}, not ({linear.in_features},)"
     if len({m.weight.dtype for m in (norm, linear, *rest[1:])}) > 1:
         return "the weights have several dtypes"
-    return _why_no_mlp(linear, *rest) if rest else ""
-
-
-def _why_no_mlp(first: nn.Linear, activation: nn.Module, second: nn.Linear) -> str:
-    if _activation(activation) is None:
+    if not rest:
+        return ""
+    activation, second = rest
+    if type(activation) not in _ACTIVATIONS or getattr(activation, "approximate", "") == "none":
         return "its activations are nn.GELU('tanh'), nn.ReLU and nn.SiLU"
-    if (second.in_features, second.out_features) != (first.out_features, first.in_features):
+    if (second.in_features, second.out_features) != (linear.out_features, linear.in_features):
         return "the second linear layer does not return to the size of the norm"
-    return "" if (first.bias is None) == (second.bias is None) else "one linear layer has a bias"
-
-
-def _activation(module: nn.Module) -> str | None:
-    """TransformerEngine's name; its "gelu" is the approximation by tanh."""
-    if isinstance(module, nn.GELU):
-        return "gelu" if module.approximate == "tanh" else None
-    return {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(module))
+    return "" if (linear.bias is None) == (second.bias is None) else "one linear layer has a bias"
 
 
 def _fused_kind(group: _Group) -> str:
@@ -454,7 +440,7 @@ def _fused(te: Any, group: _Group, multiple: int) -> _Group:
     options = {"normalization": type(norm).__name__, "eps": _eps(norm), "device": "meta"}
     options |= {"bias": linear.bias is not None, "params_dtype": linear.weight.dtype}
     if rest:
-        options["activation"] = _activation(rest[0])
+        options["activation"] = _ACTIVATIONS[type(rest[0])]
     layer = getattr(te, _fused_kind(group))(linear.in_features, linear.out_features, **options)
     biases = ("fc1_bias", "fc2_bias") if rest else ("bias",)
     _padded(layer, _Fused, linear, biases, multiple)
@@ -475,17 +461,8 @@ def _fused(te: Any, group: _Group, multiple: int) -> _Group:
 def revert(model: nn.Module) -> nn.Module:
     """Replaces TransformerEngine's layers, whatever created them, with torch's with the same
     parameters. Those without an equivalent (split parameters, zero-centered norms, fused layers
-    that `convert` did not make) stay.
-
-    Args:
-        model: changed in place.
-
-    Returns:
-        ``model``; if it is itself such a layer, the layer that replaces it.
-
-    Raises:
-        ImportError: without TransformerEngine.
-    """
+    that `convert` did not make) stay. Returns ``model``, changed in place, or the layer that
+    replaces it. Raises ImportError without TransformerEngine."""
     te = need("transformer_engine")
     for module in model.modules():
         remove_mixin(module, _Skipped)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import fp8
 from fp8.adapters import accelerate
 from tests.fp8.adapters.loops import Model, accelerated, adam, batches, plain_loop
-from tests.fp8.adapters.te_library import RAN, te  # noqa: F401
+from tests.fp8.adapters.te_library import RAN
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -30,53 +30,34 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # its own
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Any:
-    torch.manual_seed(0)
-    reset()
-    yield
-    reset()
-
-
-def reset() -> None:
     """Accelerate keeps the settings of the first Accelerator of a process."""
+    yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 @pytest.fixture
-def te_kwargs(te: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
+def te_kwargs(te: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """TERecipeKwargs, which asks whether TransformerEngine is installed."""
     monkeypatch.setattr(kwargs_module, "is_transformer_engine_available", lambda: True)
     return TERecipeKwargs
 
 
+POLICY = fp8.Policy("tensor", rules=[("down", None, "row")], keep=["readout"])
+
+
 @pytest.mark.proves("Accelerate", "FP8 by prepare", how="library")
-def test_the_same_losses_as_a_plain_loop():
-    recipe = "tensor"
+@pytest.mark.parametrize("recipe", ["tensor", POLICY], ids=["recipe", "policy"])
+def test_the_same_losses_as_a_plain_loop(recipe):
     model = Model()
     other = copy.deepcopy(model)
     accelerator = library.Accelerator(cpu=True)
     prepared = accelerate.prepare(accelerator, model, adam(model), recipe=recipe)
     got = accelerated(accelerator, *prepared, batches(6))
     fp8.convert(other, recipe)
+    assert fp8.report(model).rows == fp8.report(other).rows
     assert got == plain_loop(other, adam(other), batches(6))
     assert got[-1] < got[0]
-
-
-@pytest.mark.parametrize("opt_level", [None, "O2"])
-def test_a_policy(opt_level):
-    policy = fp8.Policy("tensor", rules=[("down", None, "row")], keep=["readout"])
-    model = Model()
-    other = copy.deepcopy(model)
-    accelerator = library.Accelerator(cpu=True)
-    optimizer = adam(model)
-    prepared = accelerate.prepare(accelerator, model, optimizer, recipe=policy, opt_level=opt_level)
-    rows = {row.path: row.why for row in fp8.report(model)}
-    assert rows["head"].startswith("keep readout")
-    assert rows["down"].startswith("row (rule 1")
-    if opt_level is None:
-        fp8.convert(other, policy)
-        got = accelerated(accelerator, *prepared, batches(6))
-        assert got == plain_loop(other, adam(other), batches(6))
 
 
 def test_objects_in_any_order_and_several_models():
@@ -129,7 +110,7 @@ def test_with_bf16_and_gradient_accumulation():
 
 @pytest.mark.proves("Accelerate", "TERecipeKwargs", how="library")
 @pytest.mark.parametrize("in_eval", [False, True])
-def test_recipe_object_of_transformer_engine(te, te_kwargs, in_eval):  # noqa: F811
+def test_recipe_object_of_transformer_engine(te, te_kwargs, in_eval):
     """Accelerate drops amax_compute_algo="most_recent", which it documents, since that is its own
     default: TransformerEngine's, "max", is what then runs."""
     model = Model()
@@ -163,14 +144,14 @@ def test_mxfp8_of_transformer_engine(te_kwargs):
 
 @pytest.mark.proves("TransformerEngine", "interval", how="library")
 @pytest.mark.proves("TransformerEngine", "override_linear_precision", how="library")
-def test_what_nothing_computes_is_an_error(te_kwargs):
+@pytest.mark.parametrize(
+    "option", [{"interval": 2}, {"override_linear_precision": (True, False, False)}], ids=str
+)
+def test_what_nothing_computes_is_an_error(te_kwargs, option):
     """Accelerate hands these to a TransformerEngine that ignores them."""
-    accelerator, model = library.Accelerator(cpu=True), Model()
-    with pytest.raises(ValueError, match="interval must be 1, got 2"):
-        accelerate.prepare(accelerator, model, adam(model), recipe=te_kwargs(interval=2))
-    given = te_kwargs(override_linear_precision=(True, False, False))
-    with pytest.raises(ValueError, match="override_linear_precision must be"):
-        accelerate.prepare(accelerator, model, adam(model), recipe=given)
+    model = Model()
+    with pytest.raises(ValueError, match=f"{next(iter(option))} must be"):
+        accelerate.prepare(library.Accelerator(cpu=True), model, recipe=te_kwargs(**option))
     assert type(model.up) is nn.Linear
 
 
@@ -197,10 +178,6 @@ def test_recipe_object_of_torchao(config):
     assert model.down.config.pad_inner_dim is not config
     losses = accelerated(accelerator, model, optimizer, batches(6))
     assert losses[-1] < losses[0]
-
-
-def test_filter_of_torchao():
-    accelerator = library.Accelerator(cpu=True)
     given = AORecipeKwargs(module_filter_func=lambda layer, name: name == "up")
     model = accelerate.prepare(accelerator, Model(), recipe=given)
     assert [row.path for row in fp8.report(model) if not row.left_alone] == ["up"]
@@ -208,25 +185,28 @@ def test_filter_of_torchao():
 
 def test_bad_input():
     accelerator, model = library.Accelerator(cpu=True), Model()
-    with pytest.raises(ValueError, match="AORecipeKwargs is for backend 'torchao', got 'native'"):
-        accelerate.prepare(accelerator, model, recipe=AORecipeKwargs(), backend="native")
     given = AORecipeKwargs(module_filter_func=lambda layer, name: True)
-    with pytest.raises(ValueError, match="give where, or AORecipeKwargs its module_filter_func"):
-        accelerate.prepare(accelerator, model, recipe=given, where=lambda name, layer: True)
+    known = "'simulate', 'native', 'auto', 'transformer_engine', 'torchao', 'msamp'"
+    for options, message in (
+        (
+            {"recipe": AORecipeKwargs(), "backend": "native"},
+            "is for backend 'torchao', got 'native",
+        ),
+        ({"recipe": given, "where": lambda name, layer: True}, "give where, or AORecipeKwargs its"),
+        ({"recipe": "unit", "backend": "te"}, f"unknown backend 'te'; choose one of {known}"),
+        ({"recipe": AORecipeKwargs(), "backend": "te"}, "unknown backend 'te'"),
+        ({"opt_level": "O4"}, "unknown opt_level 'O4'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            accelerate.prepare(accelerator, model, adam(model), **options)
     with pytest.raises(TypeError, match="one of TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs"):
         accelerate.prepare(accelerator, model, recipe=3)
     with pytest.raises(ValueError, match="converts the model itself"):
         accelerate.prepare(SimpleNamespace(mixed_precision="fp8"), model)
-    known = "'simulate', 'native', 'auto', 'transformer_engine', 'torchao', 'msamp'"
-    for recipe in ("unit", AORecipeKwargs()):
-        with pytest.raises(ValueError, match=f"unknown backend 'te'; choose one of {known}"):
-            accelerate.prepare(accelerator, model, recipe=recipe, backend="te")
     with pytest.raises(TypeError, match="an Accelerator, then a model, got Model"):
         accelerate.prepare(model, adam(model))
     with pytest.raises(TypeError, match=r"prepare needs an nn.Module among .* got AdamW, NoneType"):
         accelerate.prepare(accelerator, adam(model), None)
-    with pytest.raises(ValueError, match="unknown opt_level 'O4'"):
-        accelerate.prepare(accelerator, model, adam(model), opt_level="O4")
     assert type(model.up) is nn.Linear
 
 
@@ -279,7 +259,7 @@ def test_recipe_object_of_ms_amp(recipe):
 
 
 @pytest.mark.proves("Accelerate", "FP8RecipeKwargs", how="library")
-def test_deprecated_recipe_object(te, te_kwargs):  # noqa: F811
+def test_deprecated_recipe_object(te, te_kwargs):
     """Accelerate leaves its opt_level None where the backend is MS-AMP."""
     accelerator, model = library.Accelerator(cpu=True), Model()
     given = library.utils.FP8RecipeKwargs(backend="msamp")
@@ -293,7 +273,7 @@ def test_deprecated_recipe_object(te, te_kwargs):  # noqa: F811
 
 @pytest.mark.proves("Accelerate", "TransformerEngine with MS-AMP", how="library")
 @pytest.mark.parametrize("backend", ["transformer_engine", "torchao"])
-def test_layers_of_another_library_and_a_level(te, backend):  # noqa: F811
+def test_layers_of_another_library_and_a_level(te, backend):
     """ "Combining the two": the products are TransformerEngine's, the states of the optimizer those
     of the level."""
     model = Model(64)

@@ -24,7 +24,7 @@ from fp8.adapters.policies import (
     for_transformer_engine,
     open_contexts,
 )
-from tests.fp8.adapters.te_library import recipe_in_force, te  # noqa: F401
+from tests.fp8.adapters.te_library import recipe_in_force
 from tests.fp8.selection.test_policies import net
 from tests.wheels import unpacked
 
@@ -87,26 +87,24 @@ def test_what_torchao_does_not_have():
 
 def enabled(policy: Policy) -> dict[str, str | None]:
     """Module -> TransformerEngine's recipe in force during its forward."""
+    model, forward = net(), nn.Linear.forward
+    names = {id(module): name for name, module in model.named_modules()}
     seen: dict[str, str | None] = {}
 
-    def see(name: str) -> Any:
-        def hook(*_: Any) -> None:
-            recipe = recipe_in_force()
-            seen[name] = None if recipe is None else type(recipe).__name__
+    def see(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        recipe = recipe_in_force()
+        seen[names[id(self)]] = None if recipe is None else type(recipe).__name__
+        return forward(self, x)
 
-        return hook
-
-    model = net()
     open_contexts(model, for_transformer_engine(policy, net())[0])
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(see(name))
-    model(X)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", see)
+        model(X)
     assert recipe_in_force() is None
     return seen
 
 
-def test_transformer_engine_runs_each_layer_in_its_context(te):  # noqa: F811
+def test_transformer_engine_runs_each_layer_in_its_context(te):
     policy = Policy("mxfp8", rules=[("*.down", None, "tensor")], first=1, keep=["readout"])
     assert enabled(policy) == {
         "patch": "MXFP8BlockScaling",
@@ -117,21 +115,14 @@ def test_transformer_engine_runs_each_layer_in_its_context(te):  # noqa: F811
     }
     only = Policy(None, rules=[("head", None, "block"), ("patch", None, "bf16")])
     assert {name for name, recipe in enabled(only).items() if recipe} == {"head"}
-
-
-def test_transformer_engine_closes_the_context_of_a_layer_that_raises(te):  # noqa: F811
     model = net()
-    open_contexts(model, for_transformer_engine(Policy("mxfp8", keep=["readout"]), net())[0])
+    open_contexts(model, for_transformer_engine(policy, net())[0])
     for module in (model.head, model):
         with pytest.raises(RuntimeError):
             module(torch.randn(2, 3))
     assert recipe_in_force() is None
-
-
-def test_what_transformer_engine_does_not_have(te):  # noqa: F811
-    policy = Policy("mxfp8", rules=[("head", "grad_weight", None)])
     with pytest.raises(ValueError, match="layer 'head': TransformerEngine has no recipe"):
-        for_transformer_engine(policy, net())
+        for_transformer_engine(Policy("mxfp8", rules=[("head", "grad_weight", None)]), net())
     _, notes = for_transformer_engine(Policy("mxfp8", switch=[(0.9, "bf16")]), net())
     assert "TransformerEngine does not switch" in notes[0]
 
@@ -155,29 +146,22 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Megatron's own readers of the file, from its published wheel: RecipeConfig, as it is, and
     TEQuantizationParams, the classes of a module that imports TransformerEngine."""
     pytest.importorskip("yaml", reason="Megatron reads YAML with it")
-    folder = unpacked(f"megatron_core=={VERSION}", tmp_path_factory.mktemp("megatron"))
-    core = folder / "megatron/core"
-    quiet = types.ModuleType("megatron.core.utils")
-    quiet.log_single_rank = lambda *args, **kwargs: None
-    module = types.ModuleType("quant_config")
-    sys.modules["quant_config"] = module  # dataclasses look their module up
-    before = {name: sys.modules.get(name) for name in ("megatron", "megatron.core")}
-    parents = {name: types.ModuleType(name) for name in before}
-    sys.modules.update(parents, **{"megatron.core.utils": quiet})
-    try:
+    core = unpacked(f"megatron_core=={VERSION}", tmp_path_factory.mktemp("megatron"))
+    core = core / "megatron" / "core"
+    modules = {
+        name: types.ModuleType(name)
+        for name in ("megatron", "megatron.core", "megatron.core.utils", "quant_config")
+    }
+    modules["megatron.core.utils"].log_single_rank = lambda *args, **kwargs: None
+    module = modules["quant_config"]  # dataclasses look their module up
+    with pytest.MonkeyPatch.context() as patch:
+        for name, fake in modules.items():
+            patch.setitem(sys.modules, name, fake)
         exec((core / "quantization/quant_config.py").read_text(encoding="utf-8"), vars(module))
         _classes(core / "enums.py", ["Fp8Recipe", "Fp4Recipe"], module)
-        _classes(
-            core / "extensions/transformer_engine.py",
-            [
-                *("_TE_CONFIG_TYPE_KEY", "TransformerEngineConfigType"),
-                *("TEQuantizationRecipe", "TEQuantizationParams"),
-            ],
-            module,
-        )
-    finally:
-        for name in (*before, "megatron.core.utils", "quant_config"):
-            sys.modules.pop(name, None)
+        names = ["_TE_CONFIG_TYPE_KEY", "TransformerEngineConfigType", "TEQuantizationRecipe"]
+        names.append("TEQuantizationParams")
+        _classes(core / "extensions/transformer_engine.py", names, module)
     return module
 
 
@@ -292,17 +276,14 @@ def test_the_code_makes_the_policy(policy):
     assert fp8.report(space["model"]).rows == fp8.report(wanted).rows
 
 
-def test_the_code_for_torchao_runs():
+def test_the_code_for_torchao_and_transformer_engine_runs(te):
     layers = pytest.importorskip("torchao.float8.float8_linear")
-    space: dict[str, Any] = {"model": net()}
-    policy = Policy("tensor", rules=[("*.up", None, "row")], keep=["readout"])
-    exec(as_code(policy)["torchao"], space)
+    space: dict[str, Any] = {"model": net(), "te_model": net()}
+    code = as_code(Policy("tensor", rules=[("*.up", None, "mxfp8")], keep=["readout"]))
+    exec(code["transformer_engine"], space)
+    assert space["contexts"].keys() == {"", "head", *(f"blocks.{i}.up" for i in range(4))}
+    exec(
+        as_code(Policy("tensor", rules=[("*.up", None, "row")], keep=["readout"]))["torchao"], space
+    )
     kinds = {n for n, m in space["model"].named_modules() if isinstance(m, layers.Float8Linear)}
     assert kinds == {n for n, m in net().named_modules() if isinstance(m, nn.Linear)} - {"head"}
-
-
-def test_the_code_for_transformer_engine_runs(te):  # noqa: F811
-    space: dict[str, Any] = {"model": net(), "te_model": net()}
-    exec(as_code(Policy("mxfp8", keep=["readout"]))["transformer_engine"], space)
-    assert space["contexts"].keys() == {"", "head"}
-    assert any(module._forward_pre_hooks for module in space["te_model"].modules())

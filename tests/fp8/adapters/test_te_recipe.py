@@ -13,7 +13,6 @@ import torch
 from fp8 import RECIPES, Cast, Recipe
 from fp8.adapters import transformer_engine
 from fp8.adapters.transformer_engine import delayed_scaling
-from tests.fp8.adapters.te_library import te  # noqa: F401
 
 KINDS = {
     "unit": "DelayedScaling",
@@ -40,7 +39,7 @@ ENVIRONMENT = {
 
 
 @pytest.fixture
-def library(te: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
+def library(te: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The package's recipes, imported under that environment, which it reads at import."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -77,6 +76,10 @@ def test_what_the_recipes_say(library):
     assert transformer_engine.te_recipe("unit_e4m3").fp8_format == library.Format.E4M3
     assert not transformer_engine.te_recipe("block").use_f32_scales
     assert not transformer_engine.te_recipe("nvfp4_nvidia").disable_rht
+    unit, scale = transformer_engine.te_recipe("unit"), torch.tensor([3.0, 0.5])
+    algorithm = unit.scaling_factor_compute_algo
+    assert algorithm(torch.tensor([100.0, 0.0]), scale, 448.0, None).tolist() == [1.0, 1.0]
+    assert not unit.reduce_amax
     cast = Cast(format="e4m3", scaling="delayed", history=1, margin=3)
     own = transformer_engine.te_recipe(Recipe(name="own", input=cast, weight=cast, grad=cast))
     assert (own.margin, own.amax_history_len, own.amax_compute_algo) == (3, 1, "most_recent")
@@ -96,13 +99,6 @@ def test_powers_of_two_are_set_where_they_are_read(library, scaling, rule, power
     assert [param.power_2_scale for param in params] == [powers] * 3
 
 
-def test_scales_of_unit_are_one(library):
-    algorithm = transformer_engine.te_recipe("unit").scaling_factor_compute_algo
-    scale = torch.tensor([3.0, 0.5])
-    assert algorithm(torch.tensor([100.0, 0.0]), scale, 448.0, None).tolist() == [1.0, 1.0]
-    assert not transformer_engine.te_recipe("unit").reduce_amax
-
-
 @pytest.mark.proves("TransformerEngine", "margin", how="library")
 @pytest.mark.proves("TransformerEngine", "fp8_format", how="library")
 @pytest.mark.proves("TransformerEngine", "amax_history_len", how="library")
@@ -117,22 +113,16 @@ def test_documented_options_are_honoured_or_refused(library):
     assert (made.margin, made.fp8_format) == (2, library.Format.E4M3)
     assert (made.amax_history_len, made.amax_compute_algo) == (32, "most_recent")
     delayed_scaling(interval=1, override_linear_precision=(False, False, False))
-    with pytest.raises(ValueError, match=r"interval must be 1, got 4: .* at each step"):
-        delayed_scaling(interval=4)
-    with pytest.raises(ValueError, match=r"override_linear_precision .* got \(False, False, True"):
-        delayed_scaling(override_linear_precision=(False, False, True))
-    with pytest.raises(
-        ValueError, match="unknown fp8_format 'E5M2'; choose one of 'E4M3', 'HYBRID'"
+    for option, value, message in (
+        ("interval", 4, r"interval must be 1, got 4: .* at each step"),
+        ("override_linear_precision", (False, False, True), r"got \(False, False, True"),
+        ("fp8_format", "E5M2", "unknown fp8_format 'E5M2'; choose one of 'E4M3', 'HYBRID'"),
+        ("amax_compute_algo", "mean", "unknown amax_compute_algo 'mean'; choose one of 'max'"),
     ):
-        delayed_scaling(fp8_format="E5M2")
-    with pytest.raises(ValueError, match="unknown amax_compute_algo 'mean'; choose one of 'max'"):
-        delayed_scaling(amax_compute_algo="mean")
-
-
-def test_an_unknown_field_is_refused_here(library):
-    """The package ignores it without a word."""
+        with pytest.raises(ValueError, match=message):
+            delayed_scaling(**{option: value})
     with pytest.raises(ValueError, match=r"DelayedScaling .* has no 'interval'"):
-        transformer_engine._make("DelayedScaling", interval=7)
+        transformer_engine._make("DelayedScaling", interval=7)  # the package ignores it
 
 
 def test_recipes_that_it_does_not_have(library):

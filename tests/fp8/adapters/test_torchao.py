@@ -35,11 +35,6 @@ THEIRS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))
 
@@ -87,12 +82,15 @@ def test_as_accurate_as_our_own(recipe, emulate):
 
 @pytest.mark.skipif(bool(NO_KERNEL), reason=NO_KERNEL)
 def test_a_report_and_the_way_back():
-    model = (
-        mlp()
-        .append(nn.LayerNorm(32))
-        .append(nn.Linear(32, 10))
-        .append(nn.MultiheadAttention(16, 2))
-    )
+    """convert_to_float8_training tears layers with two names in two and drops hooks, the train flag
+    and attributes."""
+    attention = nn.MultiheadAttention(16, 2)
+    model = mlp().append(nn.LayerNorm(32)).append(nn.Linear(32, 10)).append(attention)
+    model.add_module("again", model[0])
+    model[0].comment = "mine"
+    model[0].eval()
+    calls: list[int] = []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
     before = [(name, id(p)) for name, p in model.named_parameters()]
     fp8.convert(model, "tensor", backend="torchao", where=lambda name, layer: name != "2")
     rows = {row.path: (row.done, row.why) for row in fp8.report(model)}
@@ -104,6 +102,10 @@ def test_a_report_and_the_way_back():
         "5.out_proj": ("left alone", "computed by 5"),
     }
     assert type(model[0]) is Float8Linear
+    assert model[0] is model.again
+    assert (model[0].comment, model[0].training) == ("mine", False)
+    model[0](torch.randn(16, 64))
+    assert calls == [1]
     assert [(name, id(p)) for name, p in model.named_parameters()] == before
     fp8.revert(model)
     assert type(model[0]) is nn.Linear
@@ -113,22 +115,11 @@ def test_a_report_and_the_way_back():
     converted = fp8.convert(layer, "row", backend="torchao")
     assert type(converted) is Float8Linear
     assert type(fp8.revert(converted)) is nn.Linear
-
-
-def test_what_its_own_walk_loses_is_kept():
-    """convert_to_float8_training tears layers with two names in two and drops hooks, the train flag
-    and attributes."""
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    model[1] = model[0]
-    model[0].comment = "mine"
-    model[0].eval()
-    calls: list[int] = []
-    model[0].register_forward_hook(lambda *_: calls.append(1))
-    fp8.convert(model, "tensor", backend="torchao")
-    assert model[0] is model[1]
-    assert (model[0].comment, model[0].training) == ("mine", False)
-    model(torch.randn(16, 32))
-    assert len(calls) == 2
+    rows = fp8.report(torchao.convert(nn.Sequential(nn.Linear(10, 6)), "tensor", emulate=True))
+    assert (rows[0].done, rows[0].why) == ("converted", "torchao, Float8Linear, emulated")
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather must be False"):
+        torchao.convert(mlp(), config)  # optimizers would hold weights that are not the model's
 
 
 @pytest.mark.parametrize("recipe", ["tensor", "row"])
@@ -141,27 +132,18 @@ def test_any_number_of_tokens(recipe):
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_odd_sizes_only_where_they_are_emulated():
-    rows = fp8.report(torchao.convert(nn.Sequential(nn.Linear(10, 6)), "tensor", emulate=True))
-    assert (rows[0].done, rows[0].why) == ("converted", "torchao, Float8Linear, emulated")
-
-
 def test_what_it_does_not_have():
     known = {"tensor", "row", "row_gw_hp"}
     for name in RECIPES.keys() - known:
         with pytest.raises(ValueError, match=rf"torchao has no .* for recipe '{name}'; it has"):
             torchao.ao_config(name)
     stochastic = Cast(format="e4m3", scaling="tensor", rounding="stochastic")
-    own = Recipe(name="own", input=stochastic, weight=stochastic, grad=stochastic)
-    with pytest.raises(ValueError, match="no configuration for recipe 'own'"):
-        torchao.ao_config(own)
-
-
-def test_a_configuration_that_replaces_parameters_is_refused():
-    """An optimizer made before it holds weights that are no longer the model's."""
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather must be False"):
-        torchao.convert(mlp(), config)
+    for own in (
+        dataclasses.replace(RECIPES["tensor"], name="own", saved_activations=Cast(format="e4m3")),
+        Recipe(name="own", input=stochastic, weight=stochastic, grad=stochastic),
+    ):
+        with pytest.raises(ValueError, match="no configuration for recipe 'own'"):
+            torchao.ao_config(own)
 
 
 @pytest.mark.parametrize("backend", ["simulate", "torchao"])

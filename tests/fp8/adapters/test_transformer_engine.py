@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8
 from fp8.adapters import transformer_engine
-from tests.fp8.adapters.te_library import RAN, recipe_in_force, te  # noqa: F401
+from tests.fp8.adapters.te_library import RAN, recipe_in_force
 
 pytestmark = pytest.mark.usefixtures("te")
 KINDS = {
@@ -25,11 +25,6 @@ KINDS = {
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4_nvidia": "NVFP4BlockScaling",
 }
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
 
 
 class Model(nn.Module):
@@ -99,7 +94,7 @@ def ran(model: nn.Module, *args: Tensor) -> set[str | None]:
 
 @pytest.mark.proves("TransformerEngine", "nn.Linear to te.Linear", how="library")
 @pytest.mark.proves("TransformerEngine", "nn.LayerNorm to te.LayerNorm", how="library")
-def test_each_layer_is_converted_or_said_to_be_left_alone(te):  # noqa: F811
+def test_each_layer_is_converted_or_said_to_be_left_alone(te):
     model = convert(Model())
     rows = {row.path: (row.done, row.why) for row in fp8.report(model)}
     done = ("converted", "TransformerEngine, Float8CurrentScaling")
@@ -114,6 +109,9 @@ def test_each_layer_is_converted_or_said_to_be_left_alone(te):  # noqa: F811
     assert isinstance(model.a, te.Linear)
     assert isinstance(model.norm, te.LayerNorm)
     assert isinstance(model.rms, te.RMSNorm)
+    rows = {row.path: row.why for row in fp8.report(convert(Model(), "delayed"))}
+    assert rows["a"] == "has two names, and DelayedScaling takes one call a pass"
+    assert rows["frozen"] == "TransformerEngine, DelayedScaling"
 
 
 @pytest.mark.parametrize(("recipe", "size"), [("mxfp8", 32), ("block", 128), ("tensor", 16)])
@@ -160,7 +158,7 @@ def test_there_and_back_the_model_stays_itself(make):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_fused(te, bias):  # noqa: F811
+def test_fused(te, bias):
     """As accurate as apart, gradients too, with the weights that were loaded or assigned last."""
     model, x = transformer_engine.convert(Block(bias), "tensor", fuse=FUSED), INPUTS[Block]
     kinds = (te.LayerNormLinear, te.LayerNormMLP, te.LayerNormLinear)
@@ -180,16 +178,22 @@ def test_fused(te, bias):  # noqa: F811
             assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_neighbours_in_a_sequential_are_fused():
-    model = Block()
+def test_neighbours_in_a_sequential_are_fused(te, monkeypatch):
+    """Rows that are added are copies: what a norm makes of them then has no larger maximum."""
+    inputs, forward = [], te.LayerNormLinear.forward
+    record = lambda self, x: inputs.append(x) or forward(self, x)  # noqa: E731
+    monkeypatch.setattr(te.LayerNormLinear, "forward", record)
+    model, x = Block(), INPUTS[Block]
     model.mlp.append(nn.ReLU())
     model.mlp.append(nn.LayerNorm(32))  # before a layer that is converted to none
     model.mlp.append(nn.Linear(32, 10))
-    wanted = model.mlp(INPUTS[Block])
+    wanted = model.mlp(x)
     transformer_engine.convert(model, "unit", fuse=True)
     fused = {row.path for row in fp8.report(model) if ", in te." in row.why}
     assert fused == {f"mlp.{i}" for i in range(6)}
-    assert torch.allclose(model.mlp(INPUTS[Block]), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(model.mlp(x), wanted, rtol=1e-5, atol=1e-5)
+    assert inputs[0].shape == (16, 32)
+    assert torch.equal(inputs[0][3:], inputs[0][2].expand(13, -1))
 
 
 @pytest.mark.parametrize(
@@ -220,15 +224,12 @@ def test_what_is_not_fused(names, message):
     with pytest.raises(ValueError, match=f"cannot fuse {', '.join(names)}: .*{message}"):
         transformer_engine.convert(model, "tensor", fuse=[names])
     assert type(model.mix) is nn.Linear
-
-
-def test_wrong_names_of_what_to_fuse():
     with pytest.raises(ValueError, match="norm is in another group"):
-        transformer_engine.convert(Block(), fuse=[("norm", "mix"), ("norm", "mlp.1")])
+        transformer_engine.convert(model, fuse=[("norm", "mix"), ("norm", "mlp.1")])
     with pytest.raises(TypeError, match="sequences of names, got the name 'norm'"):
-        transformer_engine.convert(Block(), fuse=("norm", "mix"))
+        transformer_engine.convert(model, fuse=("norm", "mix"))
     with pytest.raises(AttributeError, match="nrm"):
-        transformer_engine.convert(Block(), fuse=[("nrm", "mix")])
+        transformer_engine.convert(model, fuse=[("nrm", "mix")])
 
 
 def test_dtype_is_kept():
@@ -248,6 +249,11 @@ def test_under_its_recipe_in_training_and_in_evaluation_if_asked(recipe):
     model = convert(nn.Sequential(nn.Linear(128, 128), nn.RMSNorm(128)), recipe)
     assert ran(model, x) == {KINDS[recipe]}
     assert ran(model.eval(), x) == {None}
+    own = transformer_engine.te_recipe(recipe)
+    layer = transformer_engine.convert(nn.Linear(128, 128), own, in_eval=True).eval()
+    assert ran(layer, x) == {KINDS[recipe]}
+    assert RAN[0] is own
+    assert type(fp8.revert(layer)) is nn.Linear
     with transformer_engine.autocast(recipe):
         assert recipe_in_force() == transformer_engine.te_recipe(recipe)
         with transformer_engine.autocast("tensor", enabled=False):
@@ -255,16 +261,7 @@ def test_under_its_recipe_in_training_and_in_evaluation_if_asked(recipe):
     assert ran(fp8.revert(model), x) == set()
 
 
-def test_a_recipe_of_its_own_and_a_model_that_is_a_layer():
-    x = torch.randn(16, 32)
-    recipe = transformer_engine.delayed_scaling(amax_history_len=4)
-    model = transformer_engine.convert(nn.Linear(32, 32), recipe, in_eval=True).eval()
-    assert ran(model, x) == {"DelayedScaling"}
-    assert RAN[0] is recipe
-    assert type(fp8.revert(model)) is nn.Linear
-
-
-def test_back_from_layers_that_others_put_there(te):  # noqa: F811
+def test_back_from_layers_that_others_put_there(te):
     """As accelerate's: bias=False is an empty tensor, the state_dict has `_extra_state`."""
     layers = [
         te.Linear(32, 16, bias=False, device="cpu"),
@@ -312,14 +309,6 @@ def test_layers_that_compute_otherwise_are_left_alone():
         assert report_of_nothing(nn.Sequential(layer))[0].why == why
 
 
-def test_layers_with_two_names_take_no_delayed_scaling():
-    """DelayedScaling: "any module must not be invoked more than once" in its context."""
-    rows = {row.path: row.why for row in fp8.report(convert(Model(), "delayed"))}
-    assert rows["a"] == "has two names, and DelayedScaling takes one call a pass"
-    assert rows["frozen"] == "TransformerEngine, DelayedScaling"
-    assert fp8.report(convert(Model(), "unit"))[3].done == "converted"
-
-
 def test_where_and_another_recipe_after_it():
     model = convert(Model())
     fp8.convert(model, "unit", backend="transformer_engine", where=lambda name, layer: name == "a")
@@ -346,16 +335,6 @@ def test_any_number_of_tokens():
         gradients = [torch.autograd.grad(m(x).square().sum(), m[0].weight) for m in (model, layers)]
         assert torch.allclose(gradients[0][0], gradients[1][0], rtol=1e-4, atol=1e-5)
         assert y.shape == (*shape[:-1], 16)
-
-
-def test_added_rows_are_copies(te, monkeypatch):  # noqa: F811
-    """What a fused norm makes of them then has no larger maximum, as it has of zeros."""
-    seen, forward = [], te.LayerNormLinear.forward
-    record = lambda self, x: seen.append(x) or forward(self, x)  # noqa: E731
-    monkeypatch.setattr(te.LayerNormLinear, "forward", record)
-    model, x = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)), torch.randn(5, 32)
-    transformer_engine.convert(model, "tensor", fuse=True)(x)
-    assert torch.equal(seen[0], torch.cat([x, x[-1:].expand(11, -1)]))
 
 
 def test_the_fast_path_of_the_encoder_does_not_skip_its_layers():
