@@ -21,18 +21,8 @@ from .layer_norm2d import layer_norm2d
 
 M = TypeVar("M", bound=nn.Module)
 
-NORMS: dict[type[nn.Module], Callable[..., Tensor]] = {
-    nn.LayerNorm: lambda m, x, **how: norm.layer_norm(
-        x, m.normalized_shape, m.weight, m.bias, m.eps, **how
-    ),
-    nn.RMSNorm: lambda m, x, **how: norm.rms_norm(x, m.normalized_shape, m.weight, m.eps, **how),
-    nn.GroupNorm: lambda m, x, **how: norm.group_norm(
-        x, m.num_groups, m.weight, m.bias, m.eps, **how
-    ),
-    norm.LayerNorm2d: lambda m, x, **how: norm.layer_norm2d(x, m.weight, m.bias, m.eps, **how),
-}
-"""The supported norms, including subclasses that keep their forward: type -> implementation."""
-
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, norm.LayerNorm2d)
+"""The supported norms, including subclasses that keep their forward."""
 
 _CALLS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     F.layer_norm: norm.layer_norm,
@@ -66,15 +56,12 @@ class _LowPrecision(Mixin):
         autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         if x.dtype == torch.float64 or not (autocast or self.norm_dtype):
             return forward(*args, **kwargs)
-        if FIRST_LOOK.items:
-            mode = _Beneath(self.norm_dtype, autocast)
-            mode.__enter__()
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                mode.__exit__(None, None, None)
-        y = NORMS[_kind(self)](self, x, dtype=self.norm_dtype)
-        return y if autocast else y.to(x.dtype)
+        mode = _Beneath(self.norm_dtype, None if autocast else x.dtype)
+        mode.__enter__()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            mode.__exit__(None, None, None)
 
     def extra_repr(self) -> str:
         text = super().extra_repr()  # type: ignore[misc]
@@ -82,13 +69,13 @@ class _LowPrecision(Mixin):
 
 
 class _Beneath(TorchFunctionMode):
-    """Computes the norm's one call in low precision after the modes of `FIRST_LOOK` have seen it. A
-    plan identifies the call by its torch function, so it stays valid in every precision."""
+    """Computes the norm's one call in low precision, after the modes of `FIRST_LOOK` have seen it:
+    a plan identifies the call by its torch function, so it stays valid in every precision. output:
+    the dtype of the result, None for ``dtype``."""
 
-    def __init__(self, dtype: torch.dtype | None, autocast: bool) -> None:
+    def __init__(self, dtype: torch.dtype | None, output: torch.dtype | None) -> None:
         super().__init__()
-        self._dtype, self._autocast = dtype, autocast
-        self._above = tuple(FIRST_LOOK.items)
+        self._dtype, self._output, self._above = dtype, output, tuple(FIRST_LOOK.items)
 
     def __enter__(self) -> _Beneath:
         FIRST_LOOK.items.insert(0, self)
@@ -104,11 +91,10 @@ class _Beneath(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         if function not in _CALLS:
-            return called(function, args, kwargs)
-        y = _CALLS[function](*args, **kwargs, dtype=self._dtype)
-        return y if self._autocast else y.to((args[0] if args else kwargs["input"]).dtype)
+            return called(function, args, kwargs or {})
+        y = _CALLS[function](*args, **(kwargs or {}), dtype=self._dtype)
+        return y.to(y.dtype if self._output is None else self._output)
 
 
 def apply_low_precision_layernorm(
@@ -221,7 +207,7 @@ def _kind(module: Any) -> Any:
 def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         called = "norm" in bare_class(module).__name__.lower() and not any(module.children())
-        if called or isinstance(module, tuple(NORMS)):
+        if called or isinstance(module, NORMS):
             yield name, module
 
 

@@ -127,9 +127,8 @@ def _norm(
 def _with_wide_statistics(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> list[Tensor | None]:
-    """The parameters to pass to torch's kernels. On a CPU these save mean and 1/sqrt(var) for the
-    backward pass in the dtype of the parameters. CUDA kernels save them in float32 and need equal
-    dtypes."""
+    """The parameters to pass to torch's kernels, which on a CPU save the statistics for the
+    backward pass in their dtype. CUDA kernels save float32 and need equal dtypes."""
     if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
         return [weight, bias]
     weight = x.new_ones(shape) if weight is None else weight
@@ -140,10 +139,10 @@ def _with_wide_statistics(
 class LayerNorm2d(nn.LayerNorm):
     """`layer_norm2d` as a module, a subclass of `nn.LayerNorm` with timm's parameters and defaults.
 
-    Input and output are (batch, num_channels, ...). The output and the gradient of the input have
-    the memory format of the input. The output has the dtype of the input, under `torch.autocast`
-    too; `fp8.apply_low_precision_layernorm` changes that. TorchScript, where the gradient may have
-    another memory format, and `torch.export` are supported.
+    Input and output are (batch, num_channels, ...), of one dtype, under `torch.autocast` too;
+    `fp8.apply_low_precision_layernorm` changes that. The output and the gradient of the input have
+    the memory format of the input. TorchScript, where the gradient may have another one, and
+    `torch.export` are supported.
 
     Args:
         num_channels: the number of channels.
