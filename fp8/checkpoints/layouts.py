@@ -102,13 +102,12 @@ def unfit(recipe: Recipe) -> str:
     weight, input = recipe.weight, recipe.input
     none = f"no layout for recipe {recipe.name!r}"
     then = "convert the model to 'tensor', 'row', 'block' or 'mxfp8' first"
-    if weight is None or input is None or weight.scaling not in LAYOUTS:
-        return f"{none}: {then}"
-    scalings = {weight.scaling, input.scaling}
+    scalings = {cast.scaling if cast else "" for cast in (weight, input)}
     if not scalings <= LAYOUTS.keys() or (len(scalings) > 1 and scalings & {"block", "mx"}):
         return f"{none}: {then}"
-    served = [(weight, LAYOUTS[weight.scaling].tile), (input, input.tile or (0, 0))]
-    for cast, tile in served:
+    assert weight is not None
+    assert input is not None
+    for cast, tile in ((weight, LAYOUTS[weight.scaling].tile), (input, input.tile or (0, 0))):
         usual = Cast(
             format="e4m3",
             scaling=cast.scaling,
@@ -133,42 +132,31 @@ def misfit(layout: Layout, shape: torch.Size) -> str:
     return f"its shape {tuple(shape)} is not made of whole {size} blocks: take recipe 'row'"
 
 
-class Rounded(NamedTuple):
-    """units: the values of a weight divided by their scales. scale: 0-dim, or for each tile."""
-
-    units: Tensor
-    scale: Tensor
-
-
-def rounded(weight: Tensor, cast: Cast, scale: Tensor | None = None) -> Rounded:
-    """A float32 weight rounded as its cast does. scale: of a cast that does not compute it."""
+def stored(
+    layout: Layout, weight: Tensor, cast: Cast, scale: Tensor | None, factor: float
+) -> dict[str, Tensor]:
+    """The tensors of a float32 weight, rounded as its cast does, by the last part of their names.
+    scale: of a cast that does not compute it. factor: the one that the weight lacks."""
+    if layout.dtype == torch.uint8:  # its scales are powers of two; those of others take the factor
+        weight, factor = weight * factor, 1.0
     format, (down, along) = get_format(cast.format), cast.tile or (0, 0)
     if scale is None:
         rule = lowered(cast).rule
         assert rule is not None
         tiles, dims = scaled_tiles(weight, (down, along), -1)
         scale = scale_of(tiles, dims, format, rule)
+    shape = layout.entries(weight.shape)[layout.scale].shape
     if scale.dim():
         scale = scale.reshape(grid_of(weight.shape, (down, along)))
     wide = widened(scale, weight.shape, (down, along))
-    return Rounded(quantize_operand(weight, format, scale=wide) / wide, scale)
-
-
-def stored(layout: Layout, weight: Rounded, cast: Cast, factor: float) -> dict[str, Tensor]:
-    """The tensors of a weight, by the last part of their names. factor: the one that the weight
-    lacks, multiplied into float32 scales."""
-    units, scale = weight
-    entry = layout.entries(units.shape)[layout.scale]
+    values = (quantize_operand(weight, format, scale=wide) / wide).to(torch.float8_e4m3fn)
     if scale.dim():
-        sizes = zip(cast.tile or (), layout.tile, strict=True)
-        down, along = (n // by if by else 1 for n, by in sizes)
-        scale = widened(scale, entry.shape, (down, along))
+        sizes = [n // by if by else 1 for n, by in zip((down, along), layout.tile, strict=True)]
+        scale = widened(scale, shape, (sizes[0], sizes[1]))
+    scale = scale * factor
     if layout.dtype == torch.uint8:
-        bits = (scale.log2() + E8M0_BIAS).nan_to_num(E8M0_NAN)
-    else:
-        bits = scale * factor
-    values = units.to(torch.float8_e4m3fn).contiguous()
-    return {"weight": values, layout.scale: bits.to(layout.dtype).reshape(entry.shape)}
+        scale = (scale.log2() + E8M0_BIAS).nan_to_num(E8M0_NAN)
+    return {"weight": values.contiguous(), layout.scale: scale.to(layout.dtype).reshape(shape)}
 
 
 NAMES: dict[str, tuple[str, ...]] = {

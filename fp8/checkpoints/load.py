@@ -42,22 +42,17 @@ def load(model: M, source: Source, *, frozen: bool = True) -> M:
     the tensor, each output channel or block, MXFP8, MXFP4, NVFP4), DeepSeek's and Transformers'
     ``weight_scale_inv``, FP8 without scales, and torchao's Float8Tensor. A weight is ``values *
     scale`` in float32, rounded once to the dtype of its parameter. Scales of activations are left
-    in the file.
-
-    With ``frozen`` each weight in low precision becomes a `ScaledTensor` with the values and scales
-    of the file, one byte a value, which does not require a gradient, as by `fp8.store_frozen`. Add
-    adapters after it. What a merge writes is exact; `fp8.store_frozen` rounds it again, with powers
-    of two for the same tiles. All other parameters keep their dtypes and ``requires_grad``.
-
-    Names are those of the model's state_dict; of tied names one is enough. Parameters on the meta
-    device get the memory of the file. Make optimizers afterwards, because frozen weights are new
-    objects.
+    in the file. Names are those of the model's state_dict; of tied names one is enough.
 
     Args:
-        model: plain or converted, changed in place.
+        model: plain or converted, changed in place. Parameters on the meta device get the memory of
+            the file.
         source: a safetensors file; a folder with ``model.safetensors`` or its index; or a
             state_dict, whose tensors are copied.
-        frozen: False gives all parameters in high precision, in the dtypes that they have.
+        frozen: True makes each weight in low precision a `ScaledTensor` with the values and scales
+            of the file, one byte a value, which does not require a gradient, as by
+            `fp8.store_frozen`: add adapters and make optimizers after it. False gives all
+            parameters in high precision, in the dtypes that they have.
 
     Returns:
         ``model``.

@@ -28,7 +28,7 @@ from ..selection.layers import is_transposed
 from ..selection.policies import bare_name
 from ..surgery.swap import is_replacement
 from . import layouts
-from .layouts import INPUTS, LAYOUTS, Entry, Rounded
+from .layouts import INPUTS, LAYOUTS, Entry
 
 __all__ = ["Weights", "weights"]
 
@@ -48,9 +48,8 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
 
     For a unit-scaled model the files are those of the plain model: with init="unit" its factors are
     folded into weights and scales as in `unit_scaling.transforms.fold`, after the model has run
-    once.
-
-    All processes of a sharded model (FSDP2, tensor parallelism) call it; the first one writes.
+    once. All processes of a sharded model (FSDP2, tensor parallelism) call it; the first one
+    writes.
 
     Args:
         model: the converted model.
@@ -123,13 +122,8 @@ class Weights:
 
     Names, dtypes and values are those of `fp8.export`, cast one at a time. A tensor that is not
     stored in low precision is the parameter itself, detached: copy it to keep it. A parameter under
-    several names comes once.
-
-    A sharded parameter (DTensor) is gathered when its turn comes: all processes of its mesh iterate
-    together, to the end.
-
-    Args:
-        model: the converted model.
+    several names comes once. A sharded parameter (DTensor) is gathered when its turn comes: all
+    processes of its mesh iterate together, to the end.
 
     Attributes:
         model: the model, without the wrappers of torch.compile and DistributedDataParallel.
@@ -301,25 +295,17 @@ def _has_input_scale(recipe: Any) -> bool:
 
 def _parts(layer: Any, weight: Tensor, factor: float, ratio: float) -> dict[str, Tensor]:
     """The tensors of a layer. factor: missing in ``weight``. ratio: of its input to that served."""
-    recipe = layer.fp8_recipe
+    recipe, scale = layer.fp8_recipe, None
+    if recipe.weight.scaling == "unit":
+        scale = weight.new_full((), 2.0 ** static_exponent(layer.weight))
+    elif recipe.weight.keeps_history:
+        scale = _known_scale(layer, weight, recipe.weight, "weight")
     layout = LAYOUTS[recipe.weight.scaling]
-    if layout.dtype == torch.uint8:  # its scales are powers of two
-        weight, factor = weight * factor, 1.0
-    tensors = layouts.stored(layout, _cast(layer, weight), recipe.weight, factor)
+    tensors = layouts.stored(layout, weight, recipe.weight, scale, factor)
     if _has_input_scale(recipe):
         scale = _known_scale(layer, weight.new_zeros(1), recipe.input, "input")
         tensors["input_scale"] = torch.atleast_1d(scale / ratio)
     return tensors
-
-
-def _cast(layer: Any, weight: Tensor) -> Rounded:
-    cast = layer.fp8_recipe.weight
-    scale = None
-    if cast.scaling == "unit":
-        scale = weight.new_full((), 2.0 ** static_exponent(layer.weight))
-    elif cast.keeps_history:
-        scale = _known_scale(layer, weight, cast, "weight")
-    return layouts.rounded(weight, cast, scale)
 
 
 def _known_scale(layer: Any, x: Tensor, cast: Cast, role: str) -> Tensor:

@@ -119,32 +119,23 @@ def test_static_scales_of_preserved_weights(recipe, tie, tmp_path):
     torch.testing.assert_close(logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want))
 
 
-@pytest.mark.parametrize("recipe", ["unit", "static", "row"])
-def test_factors_of_unit_scaling_fold_into_scales(recipe, tmp_path):
+@pytest.mark.parametrize(
+    ("recipe", "tied"), [("unit", False), ("unit", True), ("static", False), ("row", False)]
+)
+def test_factors_of_unit_scaling_fold_into_scales(recipe, tied, tmp_path):
     """Those of residual branches, attention, activations and the readout: the plain class computes
     the same logits. They are no powers of two, so that a product differs in its last bit, and an
     input next to a tie may go to the other e4m3 number: 2**-4 of one term in some 20 000."""
-    model = fp8.convert(llama(attention_bias=True), fp8.Policy.hidden(RECIPES[recipe]))
-    model = trained(unit_scale(model))
+    model = llama(attention_bias=True, tie_word_embeddings=tied)
+    model = trained(unit_scale(fp8.convert(model, fp8.Policy.hidden(RECIPES[recipe]))))
     fp8.export(model, tmp_path)
     stored = safetensors.load_file(tmp_path / "model.safetensors")
-    if recipe == "unit":
+    if recipe == "unit" and not tied:
         assert stored["model.layers.0.mlp.down_proj.input_scale"].item() == pytest.approx(1, 1e-4)
         assert stored["model.layers.0.mlp.down_proj.weight_scale"].item() < 0.5
     got, want = logits(served(tmp_path)), logits(model)
     assert (got - want).norm() < 1e-3 * want.norm()
     assert (want - logits(fp8.revert(model))).norm() > 1e-2 * want.norm()
-
-
-def written(
-    recipe: str, scaled: str, folder: Any, model: nn.Module | None = None
-) -> tuple[nn.Module, dict[str, Any], dict[str, torch.Tensor]]:
-    """A Llama that is trained and exported, the quantization_config, and the tensors."""
-    model = fp8.convert(llama() if model is None else model, fp8.Policy.hidden(recipe))
-    model = trained(unit_scale(model, init=scaled))
-    assert {row.done for row in fp8.export(model, folder)} == {"FP8"}
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    return model, config, safetensors.load_file(folder / "model.safetensors")
 
 
 each_init = pytest.mark.parametrize("scaled", ["preserve", "unit"])
@@ -156,7 +147,11 @@ def test_mxfp8(scaled, tmp_path):
     for blocks whose largest magnitude is 448 times a power of two, which get the next power.
     Operands of other tokens are the same, and so are products to the bit."""
     model = llama() if scaled == "unit" else llama().bfloat16()
-    model, config, stored = written("mxfp8", scaled, tmp_path, model)
+    model = fp8.convert(model, fp8.Policy.hidden("mxfp8"))
+    model = trained(unit_scale(model, init=scaled))
+    assert {row.done for row in fp8.export(model, tmp_path)} == {"FP8"}
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
     assert (config["quant_method"], config["format"]) == ("compressed-tensors", "mxfp8-quantized")
     scale = stored["model.layers.0.mlp.down_proj.weight_scale"]
     assert (scale.dtype, tuple(scale.shape)) == (torch.uint8, (32, 2))
@@ -297,34 +292,6 @@ def test_one_layout_in_a_file(tmp_path):
     assert "layout 'float-quantized' and no other" in report[1].why
 
 
-def test_after_a_trainer(tmp_path):
-    """It leaves the model in training, where it has run alone."""
-    pytest.importorskip("accelerate")
-    model = unit_scale(fp8.convert(llama(), fp8.Policy.hidden("unit")))
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path / "run"), max_steps=2, report_to=[], disable_tqdm=True, use_cpu=True
-    )
-    rows = [{"input_ids": row, "labels": row} for row in IDS]
-    optimizer = uu.optim.AdamW(model.parameters(), lr=2**-6)
-    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    trainer = transformers.Trainer(
-        model, arguments, train_dataset=rows, optimizers=(optimizer, constant)
-    )
-    trainer.train()
-    assert model.training
-    fp8.export(model, tmp_path / "served")
-    got, want = logits(served(tmp_path / "served")), logits(model.eval())
-    assert (got - want).norm() < 1e-3 * want.norm()
-
-
-def test_tied_heads(tmp_path):
-    model = fp8.convert(llama(tie_word_embeddings=True), fp8.Policy.hidden("unit"))
-    model = trained(unit_scale(model))
-    fp8.export(model, tmp_path)
-    got, want = logits(served(tmp_path)), logits(model)
-    assert (got - want).norm() < 1e-3 * want.norm()
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -349,29 +316,41 @@ def test_a_model_of_ones_own(tmp_path):
     assert torch.equal(model.layer(identity) - bias, product.T + bias - bias)
 
 
-def test_refused_by_name(tmp_path):
-    with pytest.raises(TypeError, match=r"an nn\.Module, got str"):
-        fp8.export("model", tmp_path)
-    with pytest.raises(ValueError, match=r"fp8\.convert was not called"):
-        fp8.export(llama(), tmp_path)
-    with pytest.raises(
-        ValueError, match="no layout for recipe 'mxfp6': e2m3, mx; convert the model"
-    ):
-        fp8.export(fp8.convert(llama(), "mxfp6"), tmp_path)
-    with pytest.raises(ValueError, match="no layout for recipe 'nvfp4': convert the model to"):
-        fp8.export(fp8.convert(llama(), "nvfp4"), tmp_path)
-    with pytest.raises(ValueError, match="layers of this kind: it stays in high precision"):
-        fp8.export(fp8.convert(nn.Sequential(nn.Conv2d(16, 16, 3)), "tensor"), tmp_path)
-    gpt2 = fp8.convert(hub_models.gpt2(), fp8.Policy.hidden("tensor"))
-    with pytest.raises(ValueError, match="transposed weights: it stays in high precision"):
-        fp8.export(gpt2, tmp_path)
-    with pytest.raises(ValueError, match=r"'delayed' has seen no .*: train the model"):
-        fp8.export(fp8.convert(llama(), "delayed"), tmp_path)
-    with pytest.raises(ValueError, match=r"'static' has seen no .*: calibrate or train"):
-        fp8.export(fp8.convert(llama(), "static"), tmp_path)
-    with pytest.raises(ValueError, match=r"has not run: .* call it once"):
-        fp8.export(unit_scale(fp8.convert(llama(), "unit")), tmp_path)
+def not_called() -> nn.Module:
+    return unit_scale(fp8.convert(llama(), "unit"))
 
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (llama, r"fp8\.convert was not called"),
+        (lambda: fp8.convert(llama(), "mxfp6"), "no layout for recipe 'mxfp6': e2m3, mx; convert"),
+        (lambda: fp8.convert(llama(), "nvfp4"), "no layout for recipe 'nvfp4': convert the model"),
+        (
+            lambda: fp8.convert(nn.Sequential(nn.Conv2d(16, 16, 3)), "tensor"),
+            "layers of this kind: it stays in high precision",
+        ),
+        (
+            lambda: fp8.convert(hub_models.gpt2(), fp8.Policy.hidden("tensor")),
+            "transposed weights: it stays in high precision",
+        ),
+        (lambda: fp8.convert(llama(), "delayed"), r"'delayed' has seen no .*: train the model"),
+        (lambda: fp8.convert(llama(), "static"), r"'static' has seen no .*: calibrate or train"),
+        (not_called, r"has not run: .* call it once"),
+        (
+            lambda: fp8.convert(nn.Sequential(uu.Linear(16, 16)), "unit"),
+            "0 is a module of unit_scaling",
+        ),
+        (lambda: simulate_fp8(llama()), "Simulate is no part of the weights"),
+    ],
+)
+def test_refused_by_name(make, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        fp8.export(make(), tmp_path / "folder")
+    assert not list(tmp_path.iterdir())
+
+
+def test_factors_that_no_weight_holds(tmp_path):
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -384,8 +363,5 @@ def test_refused_by_name(tmp_path):
     shared(torch.randn(2, 16))
     with pytest.raises(ValueError, match="cannot hold the factors of unit_scale at: add in"):
         fp8.export(shared, tmp_path)
-    with pytest.raises(ValueError, match="0 is a module of unit_scaling"):
-        fp8.export(fp8.convert(nn.Sequential(uu.Linear(16, 16)), "unit"), tmp_path)
-    with pytest.raises(ValueError, match="Simulate is no part of the weights"):
-        fp8.export(simulate_fp8(llama()), tmp_path)
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(TypeError, match=r"an nn\.Module, got str"):
+        fp8.export("model", tmp_path)
