@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader
 
 import fp8
 from fp8.adapters.lightning import FP8FabricPrecision
-from tests.launch import run_ranks
 from unit_scaling.transforms import unit_scale
 
 litgpt = pytest.importorskip("litgpt", reason="its own environment: make test-engines")
@@ -61,18 +59,15 @@ def _command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["litgpt", "pretrain", "tiny"])
 
 
-def pretrained(
-    folder: Path, plugins: list[Any], devices: int = 1, strategy: str = "auto"
-) -> dict[str, Tensor]:
+def pretrained(folder: Path, plugins: list[Any]) -> dict[str, Tensor]:
     """The weights that ``litgpt pretrain`` saves, whose main function this is."""
-    settings: Any = {"devices": devices, "strategy": strategy, "plugins": plugins}
-    fabric = lightning.Fabric(accelerator="cpu", **settings)
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=plugins)
     fabric.launch()
     train = TrainArgs(
         save_interval=100,
         log_interval=1,
         global_batch_size=BATCH,
-        micro_batch_size=BATCH // devices,
+        micro_batch_size=BATCH,
         max_tokens=STEPS * BATCH * LENGTH,
         max_norm=1.0,
         lr_warmup_steps=1,
@@ -81,7 +76,7 @@ def pretrained(
     with torch.compiler.set_stance("force_eager"):  # it compiles the model
         pretrain.main(
             fabric=fabric,
-            devices=devices,
+            devices=1,
             seed=0,
             initial_checkpoint_dir=None,
             resume=False,
@@ -94,7 +89,6 @@ def pretrained(
             eval=EvalArgs(interval=100, max_iters=1),
             optimizer="AdamW",
         )
-    fabric.barrier()
     return torch.load(folder / "final" / "lit_model.pth", weights_only=False)["model"]
 
 
@@ -135,12 +129,3 @@ def test_unit_scaled(tmp_path, monkeypatch):
     assert weights.keys() == plain.keys()
     assert differs(weights, plain)
     assert all(torch.isfinite(weight).all() for weight in weights.values())
-
-
-def test_two_processes(tmp_path, monkeypatch):
-    """As `test_pretrain`, with DistributedDataParallel."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(found.getsockname()[1]))
-    worker = Path(__file__).with_name("litgpt_worker.py")
-    run_ranks(worker, 2, tmp_path / "store", warnings="ignore")
