@@ -62,9 +62,7 @@ def example_batch(
 
     Args:
         tokenizer: has a method ``encode``, or is callable, on a string, and returns ids or a
-            mapping with "input_ids". A tokenizer without ``encode`` that accepts ``max_length`` is
-            called as in unit-scaling 0.3.5: with a list of one string and ``max_length``,
-            ``truncation``, ``return_tensors="pt"`` and ``padding``.
+            mapping with "input_ids".
         batch_size: the number of sequences.
         seq_len: the length of a sequence.
         dataset_path: the path of a text file, used if ``text`` is None.
@@ -84,7 +82,9 @@ def example_batch(
     check_whole("seq_len", seq_len)
     wanted = shuffle_buffer_size + seq_len
     # No more than needed: tokens of natural text rarely exceed 16 characters.
-    ids = _encoded(tokenizer, _text(text, dataset_path)[: 16 * wanted], wanted)[:wanted]
+    ids = getattr(tokenizer, "encode", tokenizer)(_text(text, dataset_path)[: 16 * wanted])
+    ids = ids["input_ids"] if isinstance(ids, Mapping) else getattr(ids, "ids", ids)
+    ids = torch.as_tensor(ids, dtype=torch.long).flatten()[:wanted]
     starts = ids.numel() - seq_len
     if starts < 1:
         raise ValueError(f"a text of {ids.numel()} tokens is too short for sequences of {seq_len}")
@@ -109,36 +109,8 @@ def _text(text: str | Path | None, dataset_path: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _encoded(tokenizer: Any, text: str, length: int) -> Tensor:
-    """The token ids of the text; some tokenizers return at most ``length``."""
-    if hasattr(tokenizer, "encode"):
-        ids = tokenizer.encode(text)
-    elif _takes_lists(tokenizer):
-        ids = tokenizer(
-            [text], max_length=length, truncation=True, return_tensors="pt", padding=True
-        )
-    else:
-        ids = tokenizer(text)
-    ids = ids["input_ids"] if isinstance(ids, Mapping) else getattr(ids, "ids", ids)
-    return torch.as_tensor(ids, dtype=torch.long).flatten()
-
-
-def _takes_lists(tokenizer: Any) -> bool:
-    """Whether a tokenizer accepts the keywords of tokenizers in transformers."""
-    try:
-        parameters = inspect.signature(tokenizer).parameters
-    except (TypeError, ValueError):  # not callable, or without a signature
-        return False
-    return "max_length" in parameters or any(
-        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
-    )
-
-
 def graph_to_dataframe(g: Graph) -> pandas.DataFrame:
     """Returns the metrics of a graph of `track_scales` as a table, two rows for each tensor.
-
-    Args:
-        g: a graph of `track_scales`.
 
     Returns:
         A data frame with columns "layer", "weight tensor" (whether it is a parameter), "direction"
@@ -182,18 +154,12 @@ def plot(
     logarithmic and shows the limits of FP8 formats.
 
     Args:
-        g: a graph of `track_scales`.
-        title: the title of the figure.
         metric: one of `Metrics.names` or `Metrics.full_names`.
         prune_same_scale: omit nodes that do not change the scale of their input.
         show_arrows: draw arrows from each tensor to those computed from it.
         show_error_bars: draw bars from the smallest to the largest magnitude.
         show_zero_tensors: draw tensors of zeros at the left end of the axis.
-        xmin: the left end of the axis.
-        xmax: the right end of the axis.
-
-    Returns:
-        The axes of the plot.
+        xmin, xmax: the ends of the axis.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -219,8 +185,7 @@ def _limits(
     nodes: list[Node], metric: str, bars: bool, xmin: float | None, xmax: float | None
 ) -> tuple[float, float]:
     names = [metric, "abs_min", "abs_max"] if bars else [metric]
-    data = [d for node in nodes for d in _data(node).values()]
-    values = [getattr(d, name) for d in data for name in names]
+    values = [getattr(d, name) for node in nodes for d in _data(node).values() for name in names]
     logs = [math.log2(value) for value in values if 0 < value < math.inf]
     low, high = min([-15.0, *logs]) - 1, max([16.0, *logs]) + 1
     return 2.0**low if xmin is None else xmin, 2.0**high if xmax is None else xmax
@@ -308,12 +273,11 @@ def visualiser(
     tensor without dimensions. The model is not changed.
 
     Args:
-        model: the language model.
         backward: whether to run the backward pass.
         plot_kwargs: arguments of `plot`; the others are those of `example_batch`.
 
     Raises:
-        ValueError: the output has no loss. Errors of `example_batch` and `plot` are raised as well.
+        ValueError: the output has no loss.
     """
     inputs, mask, labels = example_batch(
         tokenizer, batch_size, seq_len, dataset_path, dataset_name, text=text

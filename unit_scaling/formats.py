@@ -30,7 +30,7 @@ _MANTISSA_BITS = 23
 class FPFormat:
     """A format of 1 + exponent_bits + mantissa_bits bits, and its rounding mode.
 
-    Values beyond the largest saturate, including Inf; NaN and -0 are kept.
+    Values beyond the largest saturate, including Inf; NaN and -0 stay.
 
     Args:
         exponent_bits: 1 to 8.

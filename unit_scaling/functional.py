@@ -6,6 +6,11 @@ every argument have RMS about 1. Each function is a row of `unit_scaling.rules.t
 op's u-muP hyperparameter, which controls its non-linearity.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from torch.nn import functional as _F
+
+from .common.missing import refusing as _refusing
 from .ops.activations import *
 from .ops.arithmetic import *
 from .ops.attention import *
@@ -17,7 +22,6 @@ from .ops.norms import *
 from .ops.pooling import *
 from .ops.products import *
 from .ops.recurrent import *
-from .ops.reductions import *
 from .rules.table import OPS
 
 # Aliases.
@@ -38,6 +42,9 @@ __all__ = sorted(
         "swiglu",
     ]
 )
+
+if not _TYPE_CHECKING:
+    __getattr__ = _refusing("unit_scaling.functional", _F)
 
 # The files of ops import other names, and torch.fx wraps all that it finds in a module.
 for _name in {name for name in globals() if not name.startswith("_")}.difference(__all__):

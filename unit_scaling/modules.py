@@ -7,7 +7,6 @@ modules to unit-scaled ones.
 
 from torch import nn as _nn
 
-from .common.watched import named_in_errors as _named_in_errors
 from .layers.attention import *
 from .layers.containers import *
 from .layers.convolution import *
@@ -18,17 +17,12 @@ from .layers.norms import *
 from .layers.recurrent import *
 from .layers.transformer import *
 
-_CLASSES = {name: value for name, value in globals().items() if isinstance(value, type)}
-
 #: torch.nn module -> its unit-scaled version, with the same order of arguments.
 MODULES: dict[type[_nn.Module], type[_nn.Module]] = {
-    _base: unit
-    for name, unit in _CLASSES.items()
-    if (_base := getattr(_nn, name, None)) and issubclass(unit, _base)
+    getattr(_nn, _name): _unit
+    for _name, _unit in {**globals()}.items()
+    if hasattr(_nn, _name) and isinstance(_unit, type) and issubclass(_unit, getattr(_nn, _name))
 }
-
-for _class in _CLASSES.values():
-    _named_in_errors(_class)
 
 # All imported names without a leading underscore are public.
 __all__ = sorted(name for name in dir() if not name.startswith("_"))

@@ -10,12 +10,9 @@ gradient, so lr is multiplied by f. An update of SGD is the gradient, which for 
 for w, so lr is multiplied by f**2.
 
 `LR_RULES` holds the rules. `scaled_parameters` applies a rule, or a function, for any torch
-optimizer. Parameters with equal learning rates share a group, so a model has few groups and the
-fused and foreach implementations of torch stay fast.
-
-Schedules that set a rate need one per group: ``OneCycleLR(opt, max_lr=[g["lr"] for g in
-opt.param_groups])``. Equal rates in all groups at the first step raise ValueError. More is in
-docs/learning-rates.md.
+optimizer. Parameters with equal learning rates share a group. Schedules that set a rate need one
+per group: ``OneCycleLR(opt, max_lr=[g["lr"] for g in opt.param_groups])``; equal rates in all
+groups at the first step raise ValueError. More is in docs/learning-rates.md.
 """
 
 from __future__ import annotations
@@ -117,11 +114,10 @@ def scaled_parameters(
         the other entries of the given groups.
 
     Raises:
-        ValueError: a group has no learning rate and the rule is a function, or its parameters are
-            not those of a model at its initialization (untagged, or of
-            ``unit_scale(init="preserve")``); a parameter has no tags or a type that the rule does
-            not cover; the rule is unknown; or ``lr_mult`` has an unknown type or a factor that is
-            negative or not finite.
+        ValueError: a group has no learning rate, and the rule is a function or the parameters are
+            not at their initialization (untagged, or of ``unit_scale(init="preserve")``); a
+            parameter has no tags or a type that the rule does not cover; the rule or a kind is
+            unknown; a factor is negative or not finite.
 
     >>> from unit_scaling import Linear
     >>> groups = scaled_parameters(Linear(16, 64).parameters(), "muon", lr=0.5)
@@ -129,7 +125,7 @@ def scaled_parameters(
     2.0
     """
     rule, factors = lr_scale_func, _factors(lr_scale_func, lr_mult)
-    groups = [{**group, "params": _entries(group["params"])} for group in _as_groups(params)]
+    groups = _as_groups(params)
     without_lr = [_tensor(e) for g in groups if g.get("lr", lr) is None for e in g["params"]]
     default = _default_rate(rule, without_lr) if without_lr else lr
     result = []
@@ -187,7 +183,6 @@ def _default_rate(rule: LrScale | str, parameters: Sequence[Any]) -> float:
 
 
 def _entries(params: Any) -> list[Any]:
-    """Parameters or (name, parameter) pairs."""
     return [params] if isinstance(params, Tensor) else list(params)
 
 
@@ -197,18 +192,21 @@ def _tensor(entry: Any) -> Any:
 
 def _factors(rule: LrScale | str, lr_mult: LrMult | None) -> LrScale:
     """The factor of a rule, times that of the parameter's kind: its default, or that of lr_mult."""
-    if not (callable(rule) or isinstance(rule, str)):
-        raise TypeError(f"a learning-rate rule must be a name or a function, got {rule!r}")
-    if not callable(rule):
+    mult: dict[Kind, float] = {}
+    if callable(rule):
+        scale = rule
+    elif isinstance(rule, str):
         check_name("learning-rate rule", rule, LR_RULES)
-    mult = {**({} if callable(rule) else LR_MULT[rule]), **(lr_mult or {})}
-    for kind, factor in mult.items():
+        scale, mult = partial(lr_scale, rule), {**LR_MULT[rule]}
+    else:
+        raise TypeError(f"a learning-rate rule must be a name or a function, got {rule!r}")
+    for kind, factor in (lr_mult or {}).items():
         check_name("kind in lr_mult", kind, get_args(Kind))
         if not 0 <= factor < math.inf:
             raise ValueError(
                 f"lr_mult must be finite and not negative, got {factor!r} for {kind!r}"
             )
-    scale = rule if callable(rule) else partial(lr_scale, rule)
+        mult[kind] = factor
     return partial(_multiplied, scale, mult)
 
 
@@ -217,12 +215,12 @@ def _multiplied(scale: LrScale, mult: LrMult, param: ParameterData) -> float:
 
 
 def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
+    """Groups of parameters or (name, parameter) pairs."""
     if not isinstance(params, Iterable):
         raise TypeError(f"params must be parameters or groups of them, got {params!r}")
     entries: list[Any] = [params] if isinstance(params, (Tensor, dict)) else list(params)
-    if all(isinstance(entry, dict) for entry in entries):
-        return entries
-    return [{"params": entries}]
+    groups = entries if all(isinstance(e, dict) for e in entries) else [{"params": entries}]
+    return [{**group, "params": _entries(group["params"])} for group in groups]
 
 
 def _by_scale(
@@ -263,27 +261,20 @@ square of 1e-16 is still a normal number of float32."""
 class _UnitScaled(torch.optim.Optimizer):
     """Scales every group that is added, including those of the constructor.
 
-    rule: a key of `LR_RULES`. numbers: further arguments of torch's optimizer, in order.
+    scaled: `scaled_parameters` with the name of a rule and its settings. numbers: further arguments
+    of torch's optimizer, in order.
     """
 
     def __init__(
         self,
-        rule: str,
+        scaled: partial[list[dict[str, Any]]],
         params: ParamsT,
         lr: float | Tensor | None,
         *numbers: Any,
-        independent_weight_decay: bool,
-        allow_non_unit_scaling_params: bool,
-        lr_mult: LrMult | None,
         **kwargs: Any,
     ) -> None:
-        self._scaled = partial(
-            scaled_parameters,
-            lr_scale_func=rule,
-            independent_weight_decay=independent_weight_decay,
-            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
-            lr_mult=lr_mult,
-        )
+        rule, lr_mult = scaled.keywords["lr_scale_func"], scaled.keywords["lr_mult"]
+        self._scaled = scaled
         self._rates: set[float] = set()
         self._has_stepped = False
         self._parameters: list[Tensor] = []
@@ -298,12 +289,8 @@ class _UnitScaled(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds the parameters of the group, as one group for each learning rate."""
         entries = _entries(param_group["params"])
-        groups = self._scaled(
-            [{**param_group, "params": entries}],
-            lr=self.defaults["lr"],
-            weight_decay=self.defaults["weight_decay"],
-        )
-        for group in groups:
+        defaults = {name: self.defaults[name] for name in ("lr", "weight_decay")}
+        for group in self._scaled([{**param_group, "params": entries}], **defaults):
             parameters = [_tensor(entry) for entry in group["params"]]
             if group.get("eps", self.defaults.get("eps")) == _TORCHS_EPS and any(
                 getattr(p, "mup_divisor", None) for p in parameters
@@ -315,16 +302,14 @@ class _UnitScaled(torch.optim.Optimizer):
         self._late.add(map(_tensor, entries))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; also loads the state_dict of an optimizer with other parameter groups.
+        """As in torch; also loads the state_dict of an optimizer of unit-scaling 0.3.5.
 
-        States are assigned in the order in which both optimizers received their parameters. Groups
-        of unit-scaling 0.3.5, one for each parameter, keep their learning rates and other settings.
-        Of a torch optimizer only the states are loaded, as it has no u-muP rates; this optimizer
-        keeps its settings. ``mup_lr_scale`` is kept in both cases.
+        Its groups, one for each parameter, keep their learning rates and other settings. States are
+        assigned in the order in which both optimizers received their parameters.
 
         Raises:
-            ValueError: the number of parameters or the shape of a state differs, or parameters of
-                one group have different settings.
+            ValueError: the state_dict is of another optimizer, the number of parameters or the
+                shape of a state differs, or parameters of one group have different settings.
         """
         super().load_state_dict(_grouped_as(self, state_dict))
 
@@ -338,28 +323,29 @@ def _grouped_as(opt: _UnitScaled, state_dict: dict[str, Any]) -> dict[str, Any]:
     groups = state_dict["param_groups"]
     if all("mup_lr_scale" in group for group in groups):
         return state_dict
-    saved = [(index, group) for group in groups for index in group["params"]]
-    if len(saved) != len(opt._parameters):
+    if any(len(group["params"]) != 1 for group in groups):
         raise ValueError(
-            f"the state_dict is of {len(saved)} parameters, this optimizer has "
+            "the state_dict is neither of an optimizer of unit_scaling.optim nor of unit-scaling "
+            "0.3.5, which has a group for each parameter: its rates are for other weights"
+        )
+    if len(groups) != len(opt._parameters):
+        raise ValueError(
+            f"the state_dict is of {len(groups)} parameters, this optimizer has "
             f"{len(opt._parameters)}"
         )
-    for number, (parameter, (index, _)) in enumerate(zip(opt._parameters, saved, strict=True)):
-        for name, value in state_dict["state"].get(index, {}).items():
+    saved = {id(p): group for p, group in zip(opt._parameters, groups, strict=True)}
+    for number, parameter in enumerate(opt._parameters):
+        for name, value in state_dict["state"].get(*saved[id(parameter)]["params"], {}).items():
             if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                 raise ValueError(
                     f"{name} of parameter number {number} has shape {tuple(value.shape)}, the "
                     f"parameter {tuple(parameter.shape)}: give the parameters in the same order"
                 )
-    saved_of = {id(p): entry for p, entry in zip(opt._parameters, saved, strict=True)}
-    rates, here = ({float(g["lr"]) for g in each} for each in (groups, opt.param_groups))
-    # Whether each parameter has its own rate, as in unit-scaling 0.3.5.
-    has_rates = (len(rates) > 1 or len(here) == 1) and all(len(g["params"]) == 1 for g in groups)
     result = []
     for number, group in enumerate(opt.param_groups):
-        members = [saved_of[id(parameter)] for parameter in group["params"]]
-        settings = _common([theirs for _, theirs in members], number) if has_rates else {}
-        result.append({**group, **settings, "params": [index for index, _ in members]})
+        members = [saved[id(parameter)] for parameter in group["params"]]
+        indices = [index for member in members for index in member["params"]]
+        result.append({**group, **_common(members, number), "params": indices})
     return {**state_dict, "param_groups": result}
 
 
@@ -414,17 +400,11 @@ def _check_numbers(lr: float | Tensor | None, **others: float) -> None:
 
 
 class SGD(_UnitScaled, torch.optim.SGD):
-    """`torch.optim.SGD` with u-muP learning rates. Other arguments are those of torch.
+    """`torch.optim.SGD` with u-muP learning rates.
 
-    Args:
-        params: as in `scaled_parameters`.
-        lr: as in `scaled_parameters`. For weights of `unit_scaling.transforms.unit_scale`, whose
-            gradients are true ones, the factor is 5 times the fan-in.
-        weight_decay: as in `scaled_parameters`.
-        independent_weight_decay: see `scaled_parameters`.
-        allow_non_unit_scaling_params: see `scaled_parameters`.
-        lr_mult: see `scaled_parameters`.
-        readout_constraint: see `lr_scale_func_sgd`.
+    Arguments are those of torch, of `scaled_parameters`, and the ``readout_constraint`` of
+    `lr_scale_func_sgd`. For weights of `unit_scaling.transforms.unit_scale`, whose gradients are
+    true ones, the factor of lr is 5 times the fan-in.
     """
 
     def __init__(
@@ -444,20 +424,21 @@ class SGD(_UnitScaled, torch.optim.SGD):
     ) -> None:
         _check_numbers(lr=lr, momentum=momentum, weight_decay=weight_decay)
         check_name("readout_constraint", readout_constraint, _SGD_RULES)
-        kwargs |= {
-            "independent_weight_decay": independent_weight_decay,
-            "allow_non_unit_scaling_params": allow_non_unit_scaling_params,
-            "lr_mult": lr_mult,
-        }
-        rule = _SGD_RULES[readout_constraint]
-        super().__init__(rule, params, lr, momentum, dampening, weight_decay, nesterov, **kwargs)
+        scaled = partial(
+            scaled_parameters,
+            lr_scale_func=_SGD_RULES[readout_constraint],
+            independent_weight_decay=independent_weight_decay,
+            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
+            lr_mult=lr_mult,
+        )
+        super().__init__(scaled, params, lr, momentum, dampening, weight_decay, nesterov, **kwargs)
 
 
 class Adam(_UnitScaled, torch.optim.Adam):
-    """`torch.optim.Adam` with u-muP learning rates.
+    """`torch.optim.Adam` with u-muP learning rates; arguments are as in `SGD`.
 
-    Positional arguments are those of torch; see `SGD` for the others. The default of ``eps`` is
-    `SMALL_EPS` for groups with weights of `unit_scaling.transforms.unit_scale`.
+    The default of ``eps`` is `SMALL_EPS` for groups with weights of
+    `unit_scaling.transforms.unit_scale`.
     """
 
     def __init__(
@@ -475,18 +456,18 @@ class Adam(_UnitScaled, torch.optim.Adam):
         **kwargs: Any,
     ) -> None:
         _check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
-        kwargs |= {
-            "independent_weight_decay": independent_weight_decay,
-            "allow_non_unit_scaling_params": allow_non_unit_scaling_params,
-            "lr_mult": lr_mult,
-        }
-        super().__init__("adam", params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
+        scaled = partial(
+            scaled_parameters,
+            lr_scale_func="adam",
+            independent_weight_decay=independent_weight_decay,
+            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
+            lr_mult=lr_mult,
+        )
+        super().__init__(scaled, params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
 
 
 class AdamW(Adam, torch.optim.AdamW):
-    """`torch.optim.AdamW` with u-muP learning rates.
-
-    Positional arguments are those of torch; see `SGD` for the others.
+    """`torch.optim.AdamW` with u-muP learning rates; arguments are as in `Adam`.
 
     >>> from unit_scaling import Linear
     >>> opt = AdamW(Linear(16, 4).parameters(), weight_decay=1e-3)

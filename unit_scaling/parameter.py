@@ -85,15 +85,10 @@ def Parameter(
     requires_grad: bool = True,
     mup_stacked: bool = False,
 ) -> nn.Parameter:
-    """Returns a `torch.nn.Parameter` with the tags that the optimizers of `unit_scaling.optim`
-    read.
+    """Returns a `torch.nn.Parameter` with the tags that `unit_scaling.optim` reads; see `tag`.
 
-    Args:
-        data: the values; a weight should have RMS 1.
-        mup_type: see `tag`.
-        mup_scaling_depth: see `tag`.
-        requires_grad: as in torch.
-        mup_stacked: see `tag`. For the weights (experts, ., .) of `U.grouped_mm`.
+    data: the values; a weight should have RMS 1. mup_stacked: for the weights (experts, ., .) of
+    `U.grouped_mm`.
 
     >>> p = Parameter(torch.randn(4, 8), mup_type="weight")
     >>> p.mup_type, p.mup_scaling_depth
@@ -116,7 +111,6 @@ def tag(
     """Tags ``parameter`` in place and returns it.
 
     Args:
-        parameter: the parameter to tag.
         mup_type: one of `MupType`.
         mup_scaling_depth: 1 or more, or None outside a residual stack.
         mup_scale: a power of two; None keeps the current value.
@@ -175,11 +169,8 @@ def has_parameter_data(parameter: nn.Parameter) -> TypeGuard[ParameterData]:  # 
 
 
 class TaggedModule(nn.Module):
-    """A module that restores the tags of its parameters when they are replaced.
-
-    An untagged parameter gets the tags of the previous one of that name when it is assigned or
-    recreated by a conversion.
-    """
+    """A module whose parameters get the tags of the previous ones of their names when they are
+    assigned, or recreated by a conversion."""
 
     #: Name of a parameter -> its tags.
     mup_tags: dict[str, Tags]
@@ -188,9 +179,10 @@ class TaggedModule(nn.Module):
     #: have RMS 1.
     fp8_unit_scaled: bool = True
 
-    def tag_parameters(self, **types: MupType) -> None:
-        """Tags the named parameters that the module has."""
-        self.mup_tags = {name: Tags(mup_type) for name, mup_type in types.items()}
+    def tag_parameters(self, kind: MupType) -> None:
+        """Tags the module's own parameters, biases as "bias" and others as ``kind``."""
+        names = [name for name, _ in self.named_parameters(recurse=False)]
+        self.mup_tags = {name: Tags("bias" if "bias" in name else kind) for name in names}
         self.restore_tags()
         check_weights_at_first_call(self)
 
@@ -221,11 +213,8 @@ class TaggedModule(nn.Module):
 
 
 def remember_tags(model: nn.Module) -> None:
-    """Stores the tags of all parameters of ``model`` in its modules, for `restore_tags`.
-
-    Modules of unit_scaling do so themselves. Call this for other modules before their parameters
-    are replaced.
-    """
+    """Stores the tags of all parameters of ``model`` in its modules, for `restore_tags`: for
+    modules that are not of unit_scaling, before their parameters are replaced."""
     for module in model.modules():
         tags = _tags(module)
         if tags:
@@ -239,23 +228,30 @@ def forget_tags(module: nn.Module) -> None:
         _untag(module)
 
 
+def tagged_parameters(model: nn.Module) -> list[tuple[nn.Parameter, Tags]]:
+    """The parameters of ``model`` with their tags. Raises ValueError for one without."""
+    for name, parameter in model.named_parameters():
+        if not has_parameter_data(parameter):
+            raise ValueError(
+                f"parameter {name!r} has no mup_type, so its learning rate is not known: use a "
+                "module of unit_scaling, or unit_scaling.Parameter"
+            )
+    return [(parameter, tags_of(parameter)) for parameter in model.parameters()]
+
+
 def set_depth(stack: nn.Module, depth: int) -> None:
     """Sets the mup_scaling_depth of every parameter in ``stack``, and stores it in the modules.
 
-    For stacks of residual layers that are neither `DepthSequential` nor `DepthModuleList`: call
-    ``set_depth(model.blocks, len(model.blocks))`` after `unit_scale` and before creating the
-    optimizer.
+    For stacks of residual layers that are no `DepthSequential` or `DepthModuleList`: call
+    ``set_depth(model.blocks, len(model.blocks))`` after `unit_scale`, before making the optimizer.
 
     Raises:
         TypeError: ``stack`` is not an `nn.Module`.
         ValueError: ``depth`` is below 1, or a parameter has no mup_type. Nothing is changed.
     """
     check_module("set_depth", stack)
-    for name, parameter in stack.named_parameters():
-        if not has_parameter_data(parameter):
-            raise ValueError(f"set_depth: parameter {name!r} has no mup_type; tag it first")
-    for parameter in stack.parameters():
-        tag(parameter, tags_of(parameter).mup_type, depth)
+    for parameter, tags in tagged_parameters(stack):
+        tag(parameter, tags.mup_type, depth)
     remember_tags(stack)
 
 
@@ -282,13 +278,13 @@ def restore_tags(model: nn.Module) -> None:
     for module in model.modules():
         tags: dict[str, Tags] = getattr(module, "mup_tags", {})
         for name, before in tags.items():
-            if parametrize.is_parametrized(module, name):
-                shape = getattr(module, name).shape
-                parts = module.get_submodule(f"parametrizations.{name}")
-                for part in parts.parameters(recurse=False):
-                    if not has_parameter_data(part):
-                        kind = before.mup_type if part.shape == shape else "norm"
-                        tag(part, kind, before.mup_scaling_depth, before.mup_scale)
+            if not parametrize.is_parametrized(module, name):
+                continue
+            shape = getattr(module, name).shape
+            for part in module.get_submodule(f"parametrizations.{name}").parameters(recurse=False):
+                if not has_parameter_data(part):
+                    kind = before.mup_type if part.shape == shape else "norm"
+                    tag(part, kind, before.mup_scaling_depth, before.mup_scale)
 
 
 def _tags(module: nn.Module) -> dict[str, Tags]:

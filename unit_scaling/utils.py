@@ -57,12 +57,7 @@ class ScaleTracker(Function):
 
     @staticmethod
     def track(t: Tensor, scale_tracker: ScalePair) -> Tensor:
-        """Returns ``t``, and stores its scales in ``scale_tracker``.
-
-        Args:
-            t: any shape, floating point.
-            scale_tracker: receives the standard deviations.
-        """
+        """Returns ``t``, and stores its scales in ``scale_tracker``."""
         return ScaleTracker.apply(t, scale_tracker)
 
 
@@ -106,8 +101,7 @@ def analyse_module(
         backward: the gradient of the output; required unless the output has one element.
         recurse_modules: whether to show the code of submodules; False shows one line for each.
         syntax_highlight: use terminal colours if pygments is installed.
-        autowrap_modules: not used; for compatibility with symbolic tracing.
-        autowrap_functions: not used; for compatibility with symbolic tracing.
+        autowrap_modules, autowrap_functions: not used; for compatibility with symbolic tracing.
 
     Raises:
         TypeError: ``module`` is not an `nn.Module`, or its output is not a tensor.

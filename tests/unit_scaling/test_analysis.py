@@ -44,28 +44,10 @@ class WithEncode:
         return encode(text)
 
 
-class OfLists:
-    """As unit-scaling 0.3.5 calls it: a list of strings, and these keywords; no ``encode``."""
-
-    vocab_size, pad_token, eos_token = 26, None, "<eos>"
-
-    def __call__(
-        self, seqs: list[str], max_length: int, truncation: bool, return_tensors: str, padding: bool
-    ) -> UserDict[str, Tensor]:
-        assert (type(seqs), truncation, return_tensors, padding) == (list, True, "pt", True)
-        return UserDict(input_ids=torch.tensor([encode(text)[:max_length] for text in seqs]))
-
-
-def of_keywords(seqs: list[str], **kwargs: object) -> dict[str, Tensor]:
-    return dict(OfLists()(seqs, **kwargs))  # type: ignore[arg-type]
-
-
 TOKENIZERS = {
-    "a class of lists": OfLists(),
-    "a function of lists": of_keywords,
     "a function": encode,
     "encode": WithEncode(),
-    "a mapping": lambda text: {"input_ids": [encode(text)]},
+    "a mapping": lambda text: UserDict(input_ids=[encode(text)]),
     "a tensor": lambda text: torch.tensor(encode(text)),
 }
 
@@ -231,7 +213,6 @@ def test_visualiser():
         assert both > 40
         assert len(forward.get_yticklabels()) == len(points(forward))
         assert all(p.grad is None for p in model.parameters())
-    assert len(points(visualiser(tiny(), OfLists(), 2, 8, text=TEXT))) > 40
     with pytest.raises(ValueError, match="the model's output has no loss"):
         visualiser(Sum(), encode, 2, 8, text=TEXT)
 

@@ -60,10 +60,8 @@ CHANGING = {
     ("gelu", X): [{}, {"mult": 2.0}, {"mult": 3.0}, {"constraint": None}, {"approximate": "tanh"}],
     ("softmax", X): [{"dim": 0}, {"dim": 1, "mult": 2.0}, {"dim": 1, "mult": 3.0}],
     ("add", X, Y): [{}, {"alpha": 2.0}, {"alpha": -1.0, "constraint": None}],
-    ("mean", X): [{"dim": 0}, {"dim": (0, 1)}, {"dim": None}, {"dim": 1, "keepdim": True}],
     ("max_pool1d", IMAGE): [{"kernel_size": 2}, {"kernel_size": (3,)}, {"kernel_size": [2]}],
     ("avg_pool1d", IMAGE): [{"kernel_size": n, "stride": m} for n in (2, 3) for m in (None, 1)],
-    ("interpolate", IMAGE): [{"size": 8}, {"size": 2}, {"scale_factor": 3.0}],
     ("huber_loss", X, Y): [{}, {"delta": 2.0}, {"delta": 0.5}, {"reduction": "sum"}],
 }
 
@@ -86,7 +84,6 @@ def test_changed_settings_are_seen(given: tuple, changes: list[dict]):
 
 #: Ops whose factors are formulas of sizes, so that one graph serves all of them.
 BY_SYMBOL = [
-    ("mean", X, -1),
     ("avg_pool1d", IMAGE, 2),
     ("adaptive_avg_pool1d", IMAGE, 2),
     ("huber_loss", X, Y),

@@ -113,7 +113,7 @@ def test_tags_survive(name: str, event: str, copied: str, swaps: bool):
 
 def test_what_was_tagged_by_hand_stays():
     layer = uu.Linear(4, 4)
-    uu.parameter.tag(layer.weight, "output", 7)
+    tag(layer.weight, "output", 7)
     layer.to("meta").to_empty(device="cpu")
     assert tags(layer) == {"weight": Tags("output", 7)}
 

@@ -10,7 +10,6 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from reprlib import repr as short
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -63,8 +62,7 @@ def check_arguments(
 ) -> None:
     """Raises TypeError, replacing the current error, if an argument does not fit its annotation.
 
-    name: the public name of the function. Arguments without an annotation or with an unsupported
-    type are not compared, nor are calls that lack an argument.
+    Annotations of an unsupported type are not compared, nor are calls that lack an argument.
 
     >>> def half(x: int | None): ...
     >>> check_arguments("half", half, ("a",), {})
@@ -75,40 +73,13 @@ def check_arguments(
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     except TypeError:  # Python's own error names missing and unknown arguments
         return
-    hints = _hints(function)
+    hints = get_type_hints(function)
     for argument, value in arguments.items():
         by_plan = argument == "constraint" and isinstance(value, tuple)
         hint = Any if by_plan else hints.get(argument, Any)
         if not _fits(value, hint):
             got = f"{type(value).__name__} {short(value)}"
             raise TypeError(f"{name}: {argument} must be {_named(hint)}, got {got}") from None
-
-
-def named_in_errors(cls: Any) -> None:
-    """Makes the class name the argument of a wrong type if its ``__init__`` fails."""
-    init = cls.__init__
-
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            init(self, *args, **kwargs)
-        except Exception:
-            check_arguments(f"uu.{cls.__name__}", cls, args, kwargs)
-            raise
-
-    cls.__init__ = __init__
-
-
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotated types of the arguments; for a class, those of every inherited ``__init__``."""
-    bases = reversed(function.__mro__) if isinstance(function, type) else [function]
-    hints: dict[str, Any] = {}
-    for base in bases:
-        called = vars(base).get("__init__") if isinstance(base, type) else base
-        if called is base or inspect.isfunction(called):
-            with suppress(NameError):  # a type imported only for type checkers
-                hints |= get_type_hints(called)
-    return hints
 
 
 def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -38,16 +38,10 @@ def logarithmic_interpolation(alpha: float, lower: float, upper: float) -> float
 def rms(
     x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, eps: float = 0.0
 ) -> Tensor:
-    """Returns ``sqrt(mean(x**2) + eps)`` over ``dims``.
+    """Returns ``sqrt(mean(x**2) + eps)`` over ``dims``, by default all, in the dtype of ``x``.
 
     Half-precision input is squared in float32, so squares neither underflow nor overflow. NaN and
-    Inf propagate. The result has the dtype of ``x``.
-
-    Args:
-        x: floating point.
-        dims: the dimensions to reduce; by default all.
-        keepdim: whether to keep reduced dimensions with size 1, if ``dims`` is given.
-        eps: added to the mean.
+    Inf propagate. keepdim: whether reduced ``dims`` stay, with size 1.
 
     >>> rms(torch.tensor([1.0, -7.0]))
     tensor(5.)
@@ -65,11 +59,8 @@ def scale_elementwise(
 ) -> Callable[..., Tensor]:
     """Returns ``f`` with its output and the gradient of its first argument scaled.
 
-    Args:
-        f: a function of one tensor and settings.
-        output_scale: the factor of the output.
-        grad_input_scale: the factor of the gradient.
-        constraint: ties the two factors; see `unit_scaling.constraints`.
+    f: a function of one tensor and settings. constraint: ties the two factors; see
+    `unit_scaling.constraints`.
 
     >>> unit_tanh = scale_elementwise(torch.tanh, 1.59, 1.47)
     >>> unit_tanh(torch.tensor([0.0, 100.0]))
@@ -89,16 +80,13 @@ FEW_BRANCHES = 8
 
 
 def completep_residual_scaling_rule() -> ResidualScalingFn:
-    """Returns CompleteP's rule for the weights of residual branches.
+    """Returns CompleteP's rule (index, branches) -> tau, the weight of a residual branch relative
+    to what the stream has become by then.
 
-    They are in proportion to one over the number of branches, so that the best learning rate does
-    not depend on the depth. A branch weighs 4 / branches of the stream's input, and at most
+    Weights are in proportion to one over the number of branches, so that the best learning rate
+    does not depend on the depth. A branch weighs 4 / branches of the stream's input, and at most
     1 / sqrt(2) of it: what it has under u-muP's rule in a model of eight branches, and of four.
     Parameters of a `unit_scaling.TransformerStack` with this rule have no depth.
-
-    Returns:
-        A function (index, branches) -> tau, the weight of a branch relative to what the stream has
-        become by then.
 
     Source: CompleteP (arXiv 2505.01618), table 1, alpha = 1.
 
@@ -118,19 +106,16 @@ def completep_residual_scaling_rule() -> ResidualScalingFn:
 def transformer_residual_scaling_rule(
     residual_mult: float = 1.0, residual_attn_ratio: float = 1.0
 ) -> ResidualScalingFn:
-    """Returns the rule for residual branch weights in a pre-norm transformer.
+    """Returns the rule (index, branches) -> tau for a pre-norm transformer: branch ``index`` (even:
+    attention, odd: MLP) of ``branches`` (an even number) is added with weight tau.
 
     Args:
         residual_mult: the weight of all branches relative to the embedding.
         residual_attn_ratio: the weight of attention relative to MLP branches.
 
-    Returns:
-        A function (index, branches) -> tau. Branch ``index`` (even: attention, odd: MLP) of
-        ``branches`` (an even number) is added with weight tau by `U.residual_add`. It raises
-        ValueError for an odd number of branches or an index out of range.
-
     Raises:
-        ValueError: an argument is negative.
+        ValueError: an argument is negative, or (in the rule) the number of branches is odd or the
+            index out of range.
 
     Source: u-muP (arXiv 2407.17465), appendix G.
 

@@ -6,19 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.types import Device
 
 from fp8.products.attention import check_masks, merge_masks, projections
 
 from .. import functional as U
 from ..ops.attention import attention_with_weights
 from ..parameter import TaggedModule
-from ..rules.batch import row_scale
-from ..scale import scale_bwd
 from .linear import Linear
+from .scaled import MULT, Scaled
 
 __all__ = ["MHSA", "KeyValueCache", "MultiheadAttention"]
+
+CONTEXT_LENGTH = MULT.replace(name="context_length", default=None, annotation=int | None)
 
 
 class KeyValueCache:
@@ -43,9 +42,8 @@ class KeyValueCache:
 class MHSA(nn.Module):
     """Multi-head self-attention. Input and output are (..., length, hidden_size).
 
-    ``forward`` takes an optional `KeyValueCache` of the preceding tokens, which it extends. It
-    raises ValueError for a cache without ``context_length``, as the scale would depend on the
-    number of tokens.
+    ``forward`` takes an optional `KeyValueCache` of the preceding tokens, which it extends, if
+    there is a ``context_length``: the scale would depend on the number of tokens.
 
     Args:
         hidden_size: the width of input and output.
@@ -58,7 +56,7 @@ class MHSA(nn.Module):
         context_length: see `unit_scaling.functional.scaled_dot_product_attention`.
 
     Raises:
-        ValueError: ``heads`` or ``kv_heads`` is not a divisor.
+        ValueError: ``heads`` or ``kv_heads`` is no divisor, or a cache has no ``context_length``.
     """
 
     def __init__(
@@ -125,7 +123,9 @@ class MHSA(nn.Module):
         return f"heads={self.heads}, is_causal={self.is_causal}{grouped}"
 
 
-class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
+class MultiheadAttention(
+    Scaled, TaggedModule, nn.MultiheadAttention, op=U.scaled_dot_product_attention
+):
     """`torch.nn.MultiheadAttention`, unit-scaled, with the same arguments, masks and results.
 
     Weights are standard normal, biases zero, and the logits are ``mult * query @ key.T / width``,
@@ -135,49 +135,25 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
     Args:
         mult: the inverse of the softmax's temperature.
         context_length: as in `MHSA`, for the length S of the keys.
+
+    Raises:
+        NotImplementedError: add_bias_kv or add_zero_attn is used.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        mult: float = 1.0,
-        context_length: int | None = None,
-    ) -> None:
-        super().__init__(
-            embed_dim,
-            num_heads,
-            dropout,
-            bias,
-            add_bias_kv,
-            add_zero_attn,
-            kdim,
-            vdim,
-            batch_first,
-            device,
-            dtype,
-        )
-        self.mult = mult
-        self.context_length = context_length
-        self.out_proj: Any = Linear(embed_dim, embed_dim, bias, device, dtype)
-        names = [name for name, _ in self.named_parameters(recurse=False)]
-        self.tag_parameters(**{name: "bias" if "bias" in name else "weight" for name in names})
+    _ours = (MULT, CONTEXT_LENGTH)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.bias_k is not None or self.add_zero_attn:
+            raise NotImplementedError("add_bias_kv and add_zero_attn have no unit-scaled form")
+        old = self.out_proj
+        like = (old.bias is not None, old.weight.device, old.weight.dtype)
+        self.out_proj: Any = Linear(self.embed_dim, self.embed_dim, *like)
+        self.tag_parameters("weight")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises weights with a standard normal and biases with zero.
-
-        The key and value appended by ``add_bias_kv`` are standard normal as well.
-        """
+        """Initialises weights with a standard normal and biases with zero."""
         for name, parameter in self.named_parameters(recurse=False):
             nn.init.zeros_(parameter) if name == "in_proj_bias" else nn.init.normal_(parameter)
         self.out_proj.reset_parameters()
@@ -202,7 +178,6 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
         operands = (query, key, value, weights, self.in_proj_bias)
         q, k, v = self._heads(*projections(*operands, U.linear))
         mask = self._mask(q, k, attn_mask, key_padding_mask)
-        k, v, mask = self._appended(k, v, mask)
         settings = (self.dropout if self.training else 0.0, is_causal, self.mult)
         probabilities = None
         if need_weights:
@@ -212,8 +187,8 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
             probabilities = probabilities.mean(1) if average_attn_weights else probabilities
             probabilities = probabilities if query.dim() == 3 else probabilities.squeeze(0)
         else:
-            extended = self.bias_k is not None or self.add_zero_attn or key_padding_mask is not None
-            mask = None if is_causal and not extended else mask  # allows torch's causal kernel
+            if is_causal and key_padding_mask is None:
+                mask = None  # allows torch's causal kernel
             out = U.scaled_dot_product_attention(
                 q, k, v, mask, *settings, context_length=self.context_length
             )
@@ -238,22 +213,3 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
         batch, sizes = q.shape[0], (q.shape[2], k.shape[2])
         check_masks(attn_mask, padding, batch, self.num_heads, sizes)
         return merge_masks(attn_mask, padding, batch, self.num_heads, q.dtype)
-
-    def _appended(
-        self, k: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values with those appended by add_bias_kv and add_zero_attn."""
-        size = (k.shape[0], 1, self.embed_dim)
-        extra = []
-        if self.bias_k is not None:
-            assert self.bias_v is not None
-            grad = row_scale(k.shape[0])  # each is added to every example
-            last = (scale_bwd(bias, grad) for bias in (self.bias_k, self.bias_v))
-            extra.append(tuple(bias.expand(size) for bias in last))
-        if self.add_zero_attn:
-            extra.append((k.new_zeros(size), v.new_zeros(size)))
-        for pair in extra:
-            last_k, last_v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in pair)
-            k, v = torch.cat([k, last_k], dim=2), torch.cat([v, last_v], dim=2)
-            mask = None if mask is None else F.pad(mask, (0, 1))
-        return k, v, mask

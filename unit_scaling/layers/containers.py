@@ -7,35 +7,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
-from ..parameter import TaggedModule, Tags, has_parameter_data, tag, tags_of
+from ..parameter import remember_tags, tag, tagged_parameters
 
 __all__ = ["DepthModuleList", "DepthSequential"]
 
 
 def _multiply_depth(root: nn.Module, old: int | None, new: int | None) -> None:
     """Replaces the factor ``old`` in the depth of every parameter in ``root`` by ``new``; None is
-    no container. Raises ValueError for an untagged parameter, before anything is changed."""
-    tags: dict[nn.Parameter, Tags] = {}
-    for name, parameter in root.named_parameters():
-        if not has_parameter_data(parameter):
-            raise ValueError(
-                f"parameter {name!r} has no mup_type, so its learning rate is not known: use a "
-                "module of unit_scaling, or unit_scaling.Parameter"
-            )
-        depth = (parameter.mup_scaling_depth or 1) // (old or 1) * (new or 1)
+    no container."""
+    for parameter, tags in tagged_parameters(root):
+        depth = (tags.mup_scaling_depth or 1) // (old or 1) * (new or 1)
         inside = None if new is None and depth == 1 else depth
-        multiplied = tags_of(parameter)._replace(mup_scaling_depth=inside)
-        tags[cast("nn.Parameter", parameter)] = multiplied
-    for parameter, multiplied in tags.items():
-        tag(parameter, *multiplied)
-    for module in root.modules():
-        if isinstance(module, TaggedModule):
-            for name, parameter in module.named_parameters(recurse=False):
-                module.mup_tags[name] = tags[parameter]
+        tag(parameter, *tags._replace(mup_scaling_depth=inside))
+    remember_tags(root)
 
 
 class _DepthContainer(nn.Module):

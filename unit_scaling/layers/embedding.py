@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, nn
+from torch import nn
 
 from .. import functional as U
 from ..parameter import MupType
 from .scaled import Weighted
 
-__all__ = ["Embedding", "EmbeddingBag"]
+__all__ = ["Embedding"]
 
 
 class Embedding(Weighted, nn.Embedding, op=U.embedding):
@@ -20,21 +18,3 @@ class Embedding(Weighted, nn.Embedding, op=U.embedding):
     """
 
     weight_mup_type: MupType = "weight"
-
-
-class EmbeddingBag(Weighted, nn.EmbeddingBag, op=U.embedding_bag):
-    """`unit_scaling.functional.embedding_bag` as a module, with a standard normal weight.
-
-    Arguments and ``from_pretrained`` are those of `torch.nn.EmbeddingBag`.
-    """
-
-    weight_mup_type: MupType = "weight"
-
-    def forward(
-        self,
-        input: Tensor,
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
-    ) -> Any:
-        """Returns ``op`` of the inputs."""
-        return super().forward(input, offsets=offsets, per_sample_weights=per_sample_weights)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import ClassVar
+
 from torch import Tensor, nn
-from torch.types import Device
 
 from .. import functional as U
 from ..checks.first_call import check_gradient
-from ..parameter import MupType
 from .scaled import Product
 
-__all__ = ["Bilinear", "Linear", "LinearReadout"]
+__all__ = ["Linear", "LinearReadout"]
 
 
 class Linear(Product, nn.Linear, op=U.linear):
@@ -35,23 +34,6 @@ class Linear(Product, nn.Linear, op=U.linear):
     #: A factor of the parameters' gradients; see `unit_scaling.functional.linear`.
     weight_grad_mult: float = 1.0
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        constraint: str | None = "to_output_scale",
-        weight_mup_type: MupType = "weight",
-    ) -> None:
-        super().__init__(
-            in_features, out_features, bias, device, dtype, constraint, weight_mup_type
-        )
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input)
-
 
 class LinearReadout(Linear, op=U.linear_readout):
     """`unit_scaling.functional.linear_readout` as a module: the last layer of a model.
@@ -59,28 +41,12 @@ class LinearReadout(Linear, op=U.linear_readout):
     Arguments are as in `Linear`.
     """
 
+    _defaults: ClassVar = {"bias": False, "constraint": None, "weight_mup_type": "output"}
+
     #: Whether a gradient of the output was checked; see `checks.first_call.check_gradient`.
     gradient_seen = False
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        constraint: str | None = None,
-        weight_mup_type: MupType = "output",
-    ) -> None:
-        super().__init__(
-            in_features, out_features, bias, device, dtype, constraint, weight_mup_type
-        )
-
     def forward(self, input: Tensor) -> Tensor:
-        output = super().forward(input)
+        output: Tensor = super().forward(input)
         check_gradient(self, output)
         return output
-
-
-class Bilinear(Product, nn.Bilinear, op=U.bilinear):
-    """`unit_scaling.functional.bilinear` as a module; as `Linear`, without a bias by default."""

@@ -60,19 +60,8 @@ class InstanceNorm3d(_OfStatistics, nn.InstanceNorm3d, op=U.instance_norm): ...
 
 
 class LayerNorm2d(Weighted, norm.LayerNorm2d, op=U.layer_norm2d):
-    """`unit_scaling.functional.layer_norm2d` as a module: normalises over the channels of each
-    pixel.
-
-    Input and output are (batch, num_channels, ...).
-
-    Args:
-        num_channels: the number of channels.
-        eps: added to the variance.
-        affine: whether to have a weight and a bias, each (num_channels,).
-        bias: whether to have a bias, if ``affine``.
-        device: of the parameters.
-        dtype: of the parameters.
-    """
+    """`unit_scaling.functional.layer_norm2d` as a module, with the arguments of `fp8.LayerNorm2d`.
+    Input and output are (batch, num_channels, ...)."""
 
     _defaults: ClassVar = {"eps": 1e-5}
 

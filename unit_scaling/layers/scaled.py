@@ -18,6 +18,8 @@ MULT = Parameter("mult", Parameter.POSITIONAL_OR_KEYWORD, default=1.0, annotatio
 CONSTRAINT = MULT.replace(name="constraint", default="to_output_scale", annotation=str | None)
 WEIGHT_MUP_TYPE = MULT.replace(name="weight_mup_type", default="weight", annotation=MupType)
 
+_VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
 
 class Scaled(nn.Module):
     """Makes torch's module call ``op``: ``class Dropout1d(Scaled, nn.Dropout1d, op=U.dropout1d)``.
@@ -32,7 +34,7 @@ class Scaled(nn.Module):
     _leads: ClassVar[bool] = False
     #: Our arguments, of those that ``op`` has.
     _ours: ClassVar[tuple[Parameter, ...]] = (MULT, CONSTRAINT)
-    #: Defaults that differ from torch's.
+    #: Defaults that differ from those of the base class.
     _defaults: ClassVar[Mapping[str, Any]] = {}
     #: All arguments of the constructor.
     _arguments: ClassVar[Signature]
@@ -46,26 +48,28 @@ class Scaled(nn.Module):
         """Sets the signature of the class. like: torch's arguments, by default those of the last
         base class."""
         super().__init_subclass__(**kwargs)
-        if op is not None:
-            cls.op = staticmethod(op)
-            cls.__doc__ = cls.__doc__ or f"`unit_scaling.functional.{op.__name__}` as a module."
-        torch_class: Any = cls.__bases__[-1]
-        if op is not None and not issubclass(torch_class, Scaled):
-            known = signature(op).parameters
-            cls._ours = tuple(p for p in cls._ours if p.name in known or p is WEIGHT_MUP_TYPE)
-            theirs = [
-                p.replace(default=cls._defaults.get(p.name, p.default))
-                for p in like or signature(torch_class).parameters.values()
-                if p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD
-            ]
-            both = (cls._ours, theirs) if cls._leads else (theirs, cls._ours)
-            cls._arguments = Signature([*both[0], *both[1]])
-            cls.__signature__ = cls._arguments  # type: ignore[attr-defined]
-            if cls.forward in (Scaled.forward, Weighted.substituted):
-                cls.forward = _with_signature(torch_class.forward, cls.forward)  # type: ignore[method-assign]
-        elif "__init__" in vars(cls):
-            _, *parameters = signature(cls.__init__).parameters.values()
-            cls.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        if op is None:
+            if "__init__" in vars(cls):
+                _, *parameters = signature(cls.__init__).parameters.values()
+                cls.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+            return
+        cls.op = staticmethod(op)
+        cls.__doc__ = cls.__doc__ or f"`unit_scaling.functional.{op.__name__}` as a module."
+        known, base = signature(op).parameters, cls.__bases__[-1]
+        cls._ours = tuple(p for p in cls._ours if p.name in known or p is WEIGHT_MUP_TYPE)
+        names = [p.name for p in cls._ours]
+        theirs = [
+            p
+            for p in like or signature(base).parameters.values()
+            if p.kind not in _VARIABLE and p.name not in names
+        ]
+        both = [*cls._ours, *theirs] if cls._leads else [*theirs, *cls._ours]
+        cls._arguments = Signature(
+            [p.replace(default=cls._defaults.get(p.name, p.default)) for p in both]
+        )
+        cls.__signature__ = cls._arguments  # type: ignore[attr-defined]
+        if cls.forward in (Scaled.forward, Weighted.substituted):
+            cls.forward = _with_signature(base.forward, cls.forward)  # type: ignore[method-assign]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bound = self._arguments.bind(*args, **kwargs)
@@ -126,15 +130,12 @@ class Activation(Scaled):
 class Weighted(Scaled, TaggedModule):
     """A `Scaled` with tagged parameters, initialised as in torch."""
 
-    #: The tag that the weight has at first.
+    #: The tag of the parameters that are no biases.
     weight_mup_type: MupType = "norm"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.tag_parameters(**self._kinds())
-
-    def _kinds(self) -> dict[str, MupType]:
-        return {"weight": self.weight_mup_type, "bias": "bias"}
+        self.tag_parameters(self.weight_mup_type)
 
     def substituted(self, *inputs: Any, **named: Any) -> Any:
         """Returns ``forward`` of torch's module, which calls ops in place of torch's functions.

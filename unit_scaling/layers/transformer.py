@@ -51,7 +51,7 @@ class TransformerLayer(nn.Module):
     """Attention and MLP, each a residual branch that starts with an RMSNorm.
 
     Input and output are (..., length, hidden_size). ``forward`` takes a cache as `MHSA` does. Other
-    arguments are as in `MHSA`.
+    arguments, also those of ``attention``, are as in `MHSA`.
 
     Args:
         mhsa_tau: the weight of the attention branch; see `unit_scaling.functional.residual_split`.
@@ -68,24 +68,14 @@ class TransformerLayer(nn.Module):
         mlp_tau: float,
         is_causal: bool,
         dropout_p: float = 0.0,
-        kv_heads: int | None = None,
-        rotary_base: float | None = None,
-        context_length: int | None = None,
+        **attention: Any,
     ) -> None:
         super().__init__()
         self.dropout_p = dropout_p
         self.mhsa_tau = mhsa_tau
         self.mlp_tau = mlp_tau
         self.mhsa_norm = RMSNorm(hidden_size)
-        self.mhsa = MHSA(
-            hidden_size,
-            heads,
-            is_causal,
-            dropout_p,
-            kv_heads=kv_heads,
-            rotary_base=rotary_base,
-            context_length=context_length,
-        )
+        self.mhsa = MHSA(hidden_size, heads, is_causal, dropout_p, **attention)
         self.mlp_norm = RMSNorm(hidden_size)
         self.mlp = MLP(hidden_size)
 
@@ -153,7 +143,7 @@ class TransformerDecoder(nn.Sequential):
         vocab_size: the number of tokens.
         layers: the number of layers.
         residual_scaling: see `TransformerStack`.
-        context_length: the maximum sequence length. Other arguments are as in `TransformerLayer`.
+        attention: arguments of `MHSA`, such as ``context_length``, the maximum sequence length.
 
     >>> import torch, unit_scaling as uu
     >>> model = uu.TransformerDecoder(16, 11, layers=2, heads=2, context_length=64)
@@ -175,9 +165,7 @@ class TransformerDecoder(nn.Sequential):
         heads: int,
         dropout_p: float = 0.0,
         residual_scaling: ResidualScalingFn = transformer_residual_scaling_rule(),  # noqa: B008
-        kv_heads: int | None = None,
-        rotary_base: float | None = None,
-        context_length: int | None = None,
+        **attention: Any,
     ) -> None:
         stack = TransformerStack(
             layers,
@@ -186,9 +174,7 @@ class TransformerDecoder(nn.Sequential):
             heads=heads,
             is_causal=True,
             dropout_p=dropout_p,
-            kv_heads=kv_heads,
-            rotary_base=rotary_base,
-            context_length=context_length,
+            **attention,
         )
         parts: dict[str, nn.Module] = {
             "embedding": Embedding(vocab_size, hidden_size),

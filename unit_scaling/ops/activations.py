@@ -3,17 +3,17 @@
 The factors of elementwise functions are computed from the function: see
 `unit_scaling.rules.elementwise`. For a standard normal input their output has RMS 1, mean included:
 the next product sums second moments. (gelu and silu have u-muP's fitted constants, which tend to a
-standard deviation.) The transform scales them wherever a model calls them, including gates.
+standard deviation.)
 
-The transform does not scale clamp, which guards against extremes, or log, roots and other powers,
-which are undefined for normal variables or have no second moment. For other functions use
-`unit_scaling.unit_scaled`.
+For other functions use `unit_scaling.unit_scaled`; log, roots and negative powers are undefined for
+normal variables or have no second moment.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,18 +21,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.functional import logarithmic_interpolation
-from ..rules.batch import row_scale
 from ..rules.elementwise import elementwise_scales
 from ..rules.table import Scales, row, tie
-from ..scale import scale_each, scale_output
-from .generated import CONSTRAINT, REQUIRED, described, spellings, unary
+from ..scale import scale_output
+from .generated import CONSTRAINT, described, spellings, unary
 
 # u-muP's fitted factors: between the limits of an op for a small and a large mult
 
-# For standard normal x, the standard deviation of relu(x) is sqrt((1 - 1/pi) / 2), and the RMS of
-# its derivative is sqrt(1/2). gelu and silu tend to relu as mult grows; at small mult both tend to
-# x/2 with derivative 1/2. The interpolation weights in between are fits to measurements, within 4 %
-# of the exact value at mult = 1. Source: u-muP, arXiv 2407.17465, appendix B.
+# gelu and silu tend to relu as mult grows, whose standard deviation is sqrt((1 - 1/pi) / 2) for
+# standard normal x; at small mult they tend to x/2. The weights in between are fits, within 4 % of
+# the exact value at mult = 1. Source: u-muP, arXiv 2407.17465, appendix B.
 _RELU_STD = math.sqrt((1 - 1 / math.pi) / 2)
 _RELU_GRAD_RMS = math.sqrt(1 / 2)
 _LINEAR_STD = 1 / 2
@@ -64,11 +62,7 @@ _DOCUMENTATION = """Computes ``s * {name}({arguments}) / mult``. Other arguments
 Args:
     input: any shape, floating point.
     mult: the non-linearity, above 0.
-    constraint: see `unit_scaling.constraints`.
     inplace: write the result into ``input``.
-
-Returns:
-    The shape and dtype of ``input``.
 """
 
 
@@ -80,12 +74,8 @@ def _activation(
     rule: Callable[[float, str | None], Scales] | None = None,
     replaces: Sequence[Callable[..., Any]] | None = None,
 ) -> Callable[..., Tensor]:
-    """Adds a row for an elementwise function and returns its unit-scaled version.
-
-    settings: the arguments of ``fn`` after the first, and their defaults. rule: of mult and
-    constraint; by default the factors are computed from ``fn``. replaces: () if a transform must
-    not replace it.
-    """
+    """Adds the row of an elementwise function. settings: the arguments of ``fn`` after the first,
+    and their defaults. rule: by default the factors are computed from ``fn``."""
     theirs = settings or {}
 
     def computed(
@@ -117,15 +107,11 @@ def _relu_squared(input: Tensor) -> Tensor:
 
 
 abs = _activation("abs", torch.abs, replaces=spellings("abs", "absolute"))
-atan = _activation("atan", torch.atan, replaces=spellings("atan", "arctan"))
-celu = _activation("celu", F.celu, {"alpha": 1.0})
-clamp = _activation("clamp", torch.clamp, {"min": None, "max": None}, replaces=())
 cos = _activation("cos", torch.cos)
 elu = _activation("elu", F.elu, {"alpha": 1.0})
 erf = _activation("erf", torch.erf)
 exp = _activation("exp", torch.exp)
 gelu = _activation("gelu", F.gelu, {"approximate": "none"}, rule=gelu_scales)
-hardshrink = _activation("hardshrink", F.hardshrink, {"lambd": 0.5})
 hardsigmoid = _activation("hardsigmoid", F.hardsigmoid)
 hardswish = _activation("hardswish", F.hardswish)
 hardtanh = _activation("hardtanh", F.hardtanh, {"min_val": -1.0, "max_val": 1.0})
@@ -141,70 +127,28 @@ sigmoid = _activation("sigmoid", torch.sigmoid, replaces=spellings("sigmoid", "e
 silu = _activation("silu", F.silu, rule=silu_scales)
 sin = _activation("sin", torch.sin)
 softplus = _activation("softplus", F.softplus, {"beta": 1.0, "threshold": 20.0})
-softshrink = _activation("softshrink", F.softshrink, {"lambd": 0.5})
 softsign = _activation("softsign", F.softsign)
 square = _activation("square", torch.square)
 tanh = _activation("tanh", torch.tanh)
-tanhshrink = _activation("tanhshrink", F.tanhshrink)
-
-
-def pow_scales(exponent: float, constraint: str | None = "to_output_scale") -> Scales:
-    """1/RMS of the power and of its derivative for a standard normal variable, by quadrature."""
-    return elementwise_scales(torch.pow, (exponent,), constraint=constraint)
-
-
-pow = unary(
-    torch.pow,
-    pow_scales,
-    """Computes ``s * input ** exponent``.
-
-    Args:
-        input: any shape, floating point.
-        exponent: a positive whole number.
-        constraint: see `unit_scaling.constraints`.
-
-    Raises:
-        ValueError: the exponent is anything else: a normal variable has no roots, and no inverse
-            with a finite second moment.
-    """,
-    {"exponent": REQUIRED, **CONSTRAINT},
-    replaces=(),
-)
-
-
-def prelu_scales(
-    input: Tensor, weight: Tensor, constraint: str | None = "to_output_scale"
-) -> Scales:
-    """As leaky_relu with torch's initial slope 1/4; a slope's gradient sums over all negative
-    inputs.
-    """
-    s = elementwise_scales(F.leaky_relu, (0.25,), constraint=constraint)
-    return {**s, "weight": 2**0.5 * row_scale(input.numel() // (weight.numel() or 1))}
-
-
-@row(prelu_scales, replaces=(F.prelu, torch.prelu, torch.Tensor.prelu))
-def prelu(input: Tensor, weight: Tensor, constraint: str | None = "to_output_scale") -> Tensor:
-    """Computes ``s * prelu(input, weight)``, with a unit-scaled gradient of the slopes.
-
-    Args:
-        input: floating point, (batch, channels, ...).
-        weight: one slope, or one for each channel.
-        constraint: see `unit_scaling.constraints`.
-    """
-    s = prelu_scales(input, weight, constraint)
-    output = F.prelu(input, scale_each(weight, 1.0, s["weight"] / s["input"]))
-    return scale_output(output, s["output"], s["input"])
 
 
 # Gated units: a value times an activation of another one. Their gradients are tied.
 
 
 def _gated(scale: float) -> Scales:
+    """One scale for all: input and gate are multiplied, so their gradients are tied."""
     return {"output": scale, "input": scale, "gate": scale}
 
 
+def _times(
+    input: Tensor, gate: Tensor, activation: Callable[[Tensor], Tensor], s: Scales, mult: float
+) -> Tensor:
+    gate = gate if mult == 1.0 else gate * mult
+    return (input * activation(gate)).mul_(s["output"] / mult)
+
+
 def silu_glu_scales(mult: float = 1.0) -> Scales:
-    """One scale for all: input and gate are multiplied, so their gradients are tied."""
+    """One scale for all, about 1/RMS of silu."""
     return _gated(_gated_scale(1, mult, _RELU_GRAD_RMS))
 
 
@@ -217,9 +161,36 @@ def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
         gate: floating point.
         mult: the non-linearity of the gate, above 0.
     """
-    scale = silu_glu_scales(mult)["output"] / mult
-    gate = gate if mult == 1.0 else gate * mult
-    return (input * F.silu(gate)).mul_(scale)
+    return _times(input, gate, F.silu, silu_glu_scales(mult), mult)
+
+
+def geglu_scales(mult: float = 1.0, approximate: str = "none") -> Scales:
+    """One scale for all, 1/RMS of gelu."""
+    return _gated(elementwise_scales(F.gelu, (), {"approximate": approximate}, mult)["output"])
+
+
+@row(geglu_scales)
+def geglu(input: Tensor, gate: Tensor, mult: float = 1.0, approximate: str = "none") -> Tensor:
+    """Computes ``s * input * gelu(mult * gate) / mult``; arguments as in `silu_glu` and `gelu`.
+
+    Source: Shazeer 2020, arXiv 2002.05202.
+    """
+    gelu = partial(F.gelu, approximate=approximate)
+    return _times(input, gate, gelu, geglu_scales(mult, approximate), mult)
+
+
+def reglu_scales() -> Scales:
+    """One scale for all, 1/RMS of relu: sqrt(2)."""
+    return _gated(math.sqrt(2))
+
+
+@row(reglu_scales)
+def reglu(input: Tensor, gate: Tensor) -> Tensor:
+    """Computes ``s * input * relu(gate)``; arguments as in `silu_glu`.
+
+    Source: Shazeer 2020, arXiv 2002.05202.
+    """
+    return _times(input, gate, F.relu, reglu_scales(), 1.0)
 
 
 def glu_scales(constraint: str | None = "to_output_scale") -> Scales:
@@ -238,40 +209,9 @@ glu = unary(
     Args:
         input: floating point, of even size along ``dim``.
         dim: the dimension to split.
-        constraint: see `unit_scaling.constraints`.
     """,
     {"dim": -1, **CONSTRAINT},
 )
-
-
-def geglu_scales(mult: float = 1.0, approximate: str = "none") -> Scales:
-    """One scale for all, 1/RMS of gelu: input and gate are multiplied."""
-    return _gated(elementwise_scales(F.gelu, (), {"approximate": approximate}, mult)["output"])
-
-
-@row(geglu_scales)
-def geglu(input: Tensor, gate: Tensor, mult: float = 1.0, approximate: str = "none") -> Tensor:
-    """Computes ``s * input * gelu(mult * gate) / mult``; arguments as in `silu_glu` and `gelu`.
-
-    Source: Shazeer 2020, arXiv 2002.05202.
-    """
-    scale = geglu_scales(mult, approximate)["output"] / mult
-    gate = gate if mult == 1.0 else gate * mult
-    return (input * F.gelu(gate, approximate=approximate)).mul_(scale)
-
-
-def reglu_scales() -> Scales:
-    """One scale for all, 1/RMS of relu: sqrt(2)."""
-    return _gated(math.sqrt(2))
-
-
-@row(reglu_scales)
-def reglu(input: Tensor, gate: Tensor) -> Tensor:
-    """Computes ``s * input * relu(gate)``; arguments as in `silu_glu`.
-
-    Source: Shazeer 2020, arXiv 2002.05202.
-    """
-    return (input * F.relu(gate)).mul_(math.sqrt(2))
 
 
 # Softmax
@@ -313,43 +253,9 @@ def softmax(
         input: any shape, floating point.
         dim: the dimension; the default of None is torch's.
         dtype: the dtype that ``input`` is cast to first.
-        constraint: see `unit_scaling.constraints`.
         mult: the inverse of a temperature.
     """
     s = softmax_scales(input, dim, constraint, mult)
     logits = input if mult == 1.0 else input * mult
     output = F.softmax(logits, _softmax_dim(input, dim), dtype=dtype)
     return scale_output(output, s["output"], s["input"])
-
-
-@row(softmax_scales, replaces=(F.softmin,))
-def softmin(
-    input: Tensor,
-    dim: int | None = None,
-    dtype: torch.dtype | None = None,
-    constraint: str | None = "to_output_scale",
-    mult: float = 1.0,
-) -> Tensor:
-    """Computes ``s * softmax(-mult * input)`` along ``dim``; arguments as in `softmax`."""
-    return softmax(-input, dim, dtype, constraint, mult)
-
-
-def log_softmax_scales() -> Scales:
-    """Log-probabilities are not scaled: losses use them. The gradient is g - softmax * sum(g)."""
-    return {"output": 1.0, "input": 1.0}
-
-
-_LOG_SOFTMAX = (F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax)
-
-
-@row(log_softmax_scales, replaces=_LOG_SOFTMAX)
-def log_softmax(
-    input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, mult: float = 1.0
-) -> Tensor:
-    """Computes ``log_softmax(mult * input)`` along ``dim``; log-probabilities are not scaled.
-
-    For a unit normal input, the gradient has RMS 1 up to 1/sqrt(classes). Arguments are as in
-    `softmax`.
-    """
-    logits = input if mult == 1.0 else input * mult
-    return F.log_softmax(logits, dim, dtype=dtype, _stacklevel=5)

@@ -1,4 +1,4 @@
-"""Arithmetic between tensors, of which some may be broadcast, concatenation, and residual sums.
+"""Arithmetic between tensors, concatenation, and residual sums.
 
 Operations with a number, or of integers, are not scaled: an explicit number, such as a temperature,
 is intentional.
@@ -7,7 +7,6 @@ is intentional.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeGuard
@@ -18,10 +17,9 @@ from torch import Tensor
 from ..common.watched import watched
 from ..rules.table import Scales, row, tie
 from ..scale import scale_each, scale_output, written_to
+from .generated import spellings
 
 Number = Tensor | float
-
-# Broadcast operands
 
 
 def shares(*operands: Tensor) -> list[float]:
@@ -30,19 +28,15 @@ def shares(*operands: Tensor) -> list[float]:
     return [float(((t.numel() or 1) / size) ** 0.5) for t in operands]
 
 
-def scaled_terms(fn: Callable[..., Tensor], operands: dict[str, Tensor], s: Scales) -> Tensor:
-    """``fn(*operands)`` with the factors of ``s``; one pass if those of the operands are equal."""
-    factors = [s[name] for name in operands]
-    if all(factor == factors[0] for factor in factors):
-        return scale_output(fn(*operands.values()), s["output"], factors[0])
-    terms = [scale_each(t, 1.0, s[name]) for name, t in operands.items()]
-    return scale_each(fn(*terms), s["output"], 1.0)
-
-
-def _broadcast(operands: dict[str, Tensor], weights: Sequence[float]) -> Scales:
-    """The factors of the gradients of weighted operands, of which some are broadcast."""
-    factors = zip(operands, shares(*operands.values()), weights, strict=True)
-    return {name: share / (weight or 1.0) for name, share, weight in factors}
+def _binary(
+    fn: Callable[..., Tensor], input: Any, other: Any, s: Scales, out: Tensor | None
+) -> Tensor:
+    """``fn(input, other)``, in ``out`` if given, with the factors of ``s``, which are 1 for
+    numbers; one pass if those of the operands are equal."""
+    if s["input"] == s["other"]:
+        return written_to(out, scale_output(fn(input, other), s["output"], s["input"]))
+    terms = scale_each(input, 1.0, s["input"]), scale_each(other, 1.0, s["other"])
+    return written_to(out, scale_each(fn(*terms), s["output"], 1.0))
 
 
 # Sums and differences
@@ -61,29 +55,19 @@ def add_scales(
     """
     if not (_is_float(input) and _is_float(other)):
         return {"output": 1.0, "input": 1.0, "other": 1.0}
-    grads, number = {"input": 1.0, "other": 1 / (abs(alpha) or 1.0)}, False
+    first, second, number = 1.0, 1.0, False
     if input.shape != other.shape:
-        grads = _broadcast({"input": input, "other": other}, (1.0, abs(alpha)))
+        first, second = shares(input, other)
         number = max(input.numel(), other.numel()) > 1 == min(input.numel(), other.numel())
-    return tie(constraint, output=1.0 if number else (1 + alpha * alpha) ** -0.5, **grads)
+    output = 1.0 if number else (1 + alpha * alpha) ** -0.5
+    return tie(constraint, output=output, input=first, other=second / (abs(alpha) or 1.0))
 
 
 def _is_float(value: Number) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
-def _spellings(names: str, symbol: str) -> list[Callable[..., Any]]:
-    """Every spelling of a binary operation, by torch's names and Python's symbol."""
-    spelled = [(space, n + mark) for mark in ("", "_") for n in names.split() for space in _SPACES]
-    spelled += [(Tensor, f"__{mark}{symbol}__") for mark in ("", "i")]
-    spelled += [(operator, mark + symbol) for mark in ("", "i")]
-    return [getattr(space, name) for space, name in spelled if hasattr(space, name)]
-
-
-_SPACES = (torch, Tensor)
-
-
-@row(add_scales, replaces=[*_spellings("add", "add"), Tensor.__radd__])
+@row(add_scales, replaces=[*spellings("add", operator="add"), Tensor.__radd__])
 def add(
     input: Number,
     other: Number,
@@ -96,16 +80,17 @@ def add(
     Args:
         input: a tensor or a number; one-element tensors count as numbers.
         other: a tensor broadcastable with ``input``, or a number.
-        constraint: see `unit_scaling.constraints`.
         alpha: the factor of ``other``.
         out: a tensor that the result is copied into and that is returned; may require gradients.
     """
     s = add_scales(input, other, constraint, alpha)
-    operands: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
-    return written_to(out, scaled_terms(partial(torch.add, alpha=alpha), operands, s))
+    return _binary(partial(torch.add, alpha=alpha), input, other, s, out)
 
 
-@row(add_scales, replaces=[*_spellings("sub subtract", "sub"), Tensor.__rsub__, torch.rsub])
+@row(
+    add_scales,
+    replaces=[*spellings("sub", "subtract", operator="sub"), Tensor.__rsub__, torch.rsub],
+)
 def sub(
     input: Number,
     other: Number,
@@ -131,11 +116,11 @@ def mul_scales(input: Number, other: Number, constraint: str | None = "to_output
     if not (input.dtype.is_floating_point and other.dtype.is_floating_point):
         return scales
     if input.shape != other.shape:
-        scales |= _broadcast({"input": input, "other": other}, (1.0, 1.0))
+        scales["input"], scales["other"] = shares(input, other)
     return tie(constraint, **scales)
 
 
-@row(mul_scales, replaces=[*_spellings("mul multiply", "mul"), Tensor.__rmul__])
+@row(mul_scales, replaces=[*spellings("mul", "multiply", operator="mul"), Tensor.__rmul__])
 def mul(
     input: Number,
     other: Number,
@@ -146,8 +131,7 @@ def mul(
 
     Arguments are as in `add`.
     """
-    operands: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
-    return written_to(out, scaled_terms(torch.mul, operands, mul_scales(input, other, constraint)))
+    return _binary(torch.mul, input, other, mul_scales(input, other, constraint), out)
 
 
 def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output_scale") -> Scales:
@@ -158,7 +142,7 @@ def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output
     return mul_scales(input, other, constraint)
 
 
-@row(div_scales, replaces=_spellings("div divide true_divide", "truediv"))
+@row(div_scales, replaces=spellings("div", "divide", "true_divide", operator="truediv"))
 def div(
     input: Tensor,
     other: Number,
@@ -171,66 +155,8 @@ def div(
     Division by 0 gives Inf or NaN, as in torch. ``rounding_mode`` is torch's, other arguments are
     as in `add`.
     """
-    operands: dict[str, Any] = {"input": input, "other": other}  # numbers have factors of 1
     divide = partial(torch.div, rounding_mode=rounding_mode)
-    return written_to(out, scaled_terms(divide, operands, div_scales(input, other, constraint)))
-
-
-def addcmul_scales(
-    input: Tensor,
-    tensor1: Tensor,
-    tensor2: Tensor,
-    value: float = 1,
-    constraint: str | None = "to_output_scale",
-) -> Scales:
-    """Uncorrelated terms: 1/sqrt(1 + value**2); a broadcast operand sums gradients."""
-    operands = {"input": input, "tensor1": tensor1, "tensor2": tensor2}
-    grads = _broadcast(operands, (1.0, abs(value), abs(value)))
-    return tie(constraint, output=(1 + value * value) ** -0.5, **grads)
-
-
-@row(addcmul_scales, replaces=(torch.addcmul, torch.Tensor.addcmul))
-def addcmul(
-    input: Tensor,
-    tensor1: Tensor,
-    tensor2: Tensor,
-    value: float = 1,
-    constraint: str | None = "to_output_scale",
-) -> Tensor:
-    """Computes ``s * (input + value * tensor1 * tensor2)``; the shapes must be broadcastable."""
-    s = addcmul_scales(input, tensor1, tensor2, value, constraint)
-    operands = {"input": input, "tensor1": tensor1, "tensor2": tensor2}
-    return scaled_terms(partial(torch.addcmul, value=value), operands, s)
-
-
-def lerp_scales(
-    input: Tensor,
-    end: Tensor,
-    weight: Number,
-    constraint: str | None = "to_output_scale",
-) -> Scales:
-    """Uncorrelated terms of weights 1 - w and w; for a tensor w, of RMS sqrt(2) and 1."""
-    a, b = (math.sqrt(2), 1.0) if isinstance(weight, Tensor) else (abs(1 - weight), abs(weight))
-    operands = {"input": input, "end": end}
-    if isinstance(weight, Tensor):
-        operands["weight"] = weight
-    grads = _broadcast(operands, [a, b, math.sqrt(2)][: len(operands)])
-    return tie(constraint, output=(a * a + b * b) ** -0.5, **grads)
-
-
-@row(lerp_scales, replaces=(torch.lerp, torch.Tensor.lerp))
-def lerp(
-    input: Tensor, end: Tensor, weight: Number, constraint: str | None = "to_output_scale"
-) -> Tensor:
-    """Computes ``s * (input + weight * (end - input))``; the shapes must be broadcastable.
-
-    weight: a number, or a tensor, which the rule assumes to be standard normal.
-    """
-    s = lerp_scales(input, end, weight, constraint)
-    operands = {"input": input, "end": end}
-    if isinstance(weight, Tensor):
-        return scaled_terms(torch.lerp, {**operands, "weight": weight}, s)
-    return scaled_terms(partial(torch.lerp, weight=weight), operands, s)
+    return _binary(divide, input, other, div_scales(input, other, constraint), out)
 
 
 # Concatenation

@@ -36,9 +36,9 @@ def scaled_dot_product_attention_scales(
 ) -> Scales:
     """Between a uniform average of the values (small logits) and one of them (large logits).
 
-    The interpolation weight is 1 / (1 + 4 / std**2), fitted as a function of the standard deviation
-    of the logits, std = mult * scale * sqrt(width). There is one factor for all, as query, key and
-    value are computed from the same activations. Source: u-muP, arXiv 2407.17465, appendix B.
+    The weight is 1 / (1 + 4 / std**2), a fit, for logits of standard deviation std = mult * scale *
+    sqrt(width). One factor for all: query, key and value are computed from the same activations.
+    Source: u-muP, arXiv 2407.17465, appendix B.
     """
     width = query.shape[-1]
     length = value.shape[-2] if context_length is None else context_length
@@ -102,12 +102,9 @@ def scaled_dot_product_attention(
 
 
 def _score_grad_scale(s: Scales, value: Tensor, context_length: int | None) -> float:
-    """The power of two that brings the gradient of the scores to about the RMS of the output's.
-
-    With P the probabilities and G the gradient, the gradient of the scores is P * (G @ value.T),
-    less its mean. An average of uncorrelated values, which s["output"] brings to RMS 1, has the
-    mean square that P has, times the number of keys; the product sums over the width of the values.
-    """
+    """The power of two that brings the gradient of the scores to about the RMS of the output's: P *
+    (G @ value.T), less its mean, with P the probabilities, whose mean square times the number of
+    keys s["output"] brings to 1, and G the gradient."""
     keys = value.shape[-2] if context_length is None else context_length
     ratio = math.sqrt(max(1, value.shape[-1]) / max(1, keys)) / s["output"]
     return 2.0 ** -round(math.log2(ratio))
@@ -150,18 +147,13 @@ def rotary_scales() -> Scales:
 
 @row(rotary_scales)
 def rotary(input: Tensor, positions: Tensor | None = None, base: float = 10000.0) -> Tensor:
-    """Applies a rotary position embedding.
-
-    Feature i is rotated with feature i + width/2 by position * base ** (-2 i / width), as in Llama,
+    """Rotates feature i with feature i + width/2 by position * base ** (-2 i / width), as in Llama,
     in at least float32.
 
     Args:
-        input: (..., length, width), floating point, width even.
+        input: (..., length, width), floating point.
         positions: broadcastable to (..., length); by default 0 to length - 1.
         base: the base of the angles.
-
-    Returns:
-        The shape and dtype of ``input``.
 
     Raises:
         ValueError: the width is odd.

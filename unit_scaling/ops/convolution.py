@@ -93,17 +93,12 @@ def conv_transpose_scales(
     return {"weight": grad, "bias": grad / outputs, **tied}
 
 
-_ABOUT = """Computes ``s * ({name}(input, weight) + bias)``.
+_ABOUT = """Computes ``s * ({name}(input, weight) + bias)``. Other arguments are torch's.
 
 Args:
     input: (batch, in, {sizes}), or without batch.
-    weight: {weight}.
+    weight: ({weight}, *kernel).
     bias: (out,) or None.
-    stride: a number, or one for each dimension, as in torch.
-    padding: likewise{or_name}.{output_padding}
-    dilation: likewise.
-    groups: the number of groups of channels.
-    constraint: see `unit_scaling.constraints`.
     scale_power: see `linear`.
 """
 
@@ -129,13 +124,10 @@ def _convolution(dims: int, transposed: bool = False) -> Callable[..., Tensor]:
         scales = (s["output"], s["input"], s["weight"])
         return fn(input, weight, bias, **theirs, scales=scales, unit=True)
 
-    channels = "(in, out / groups, {})" if transposed else "(out, in / groups, {})"
     about = _ABOUT.format(
         name=name,
         sizes=", ".join(("depth", "height", "width")[-dims:]),
-        weight=channels.format("*kernel"),
-        or_name="" if transposed else ', "same" or "valid"',
-        output_padding="\n    output_padding: likewise." if transposed else "",
+        weight="in, out / groups" if transposed else "out, in / groups",
     )
     arguments = {"input": REQUIRED, "weight": REQUIRED, **settings}
     described(op, name, about, arguments, fn, rule)

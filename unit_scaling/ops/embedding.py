@@ -1,8 +1,6 @@
-"""Embeddings, and sums and means of them."""
+"""Embeddings."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -12,7 +10,6 @@ from fp8.common.compiler import compiled_as
 from ..rules.batch import row_scale
 from ..rules.table import Scales, row
 from ..scale import scale_each
-from .generated import by_name, defaults_of, described
 
 
 def embedding_scales(input: Tensor, weight: Tensor) -> Scales:
@@ -60,55 +57,3 @@ def _scale_gradient(output: Tensor, scale: float) -> Tensor:
         return scale_each(output, 1.0, scale)
     output.register_hook(lambda grad: grad * scale)
     return output.view_as(output)
-
-
-def embedding_bag_scales(
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    mode: str = "mean",
-    include_last_offset: bool = False,
-) -> Scales:
-    """The sum of n rows has RMS sqrt(n), their mean 1/sqrt(n), for n rows in a bag on average.
-
-    A maximum keeps about the RMS of its n rows, is not scaled, and propagates its gradient to one
-    of them. A row of the weight sums gradients of lookups/rows entries, divided by n for the mean;
-    the weight of an entry sums over features.
-    """
-    size: float = max(input.shape[-1] if input.ndim > 1 else 1, 1)
-    if offsets is not None:
-        size = max(input.numel() / max(offsets.numel() - include_last_offset, 1), 1.0)
-    rows, lookups = weight.shape[0] or 1, input.numel() or 1
-    output = {"sum": size**-0.5, "mean": size**0.5}.get(mode, 1.0)
-    each = {"sum": 1.0, "mean": size}.get(mode, size**0.5)
-    entry_scale = (weight.shape[1] or 1) ** -0.5
-    grad = each * row_scale(lookups / rows)
-    return {"output": output, "weight": grad, "per_sample_weights": entry_scale}
-
-
-def _embedding_bag(input: Tensor, weight: Tensor, *args: Any, **named: Any) -> Tensor:
-    theirs = by_name("embedding_bag", _NAMES, args, named)
-    read = ("offsets", "mode", "include_last_offset")
-    s = embedding_bag_scales(input, weight, **{key: theirs[key] for key in read if key in theirs})
-    if theirs.get("per_sample_weights") is not None:  # on top of the output's gradient factor
-        entry_scale = s["per_sample_weights"] / s["weight"]
-        theirs["per_sample_weights"] = scale_each(theirs["per_sample_weights"], 1.0, entry_scale)
-    return scale_each(F.embedding_bag(input, weight, **theirs), s["output"], s["weight"])
-
-
-_ARGUMENTS = defaults_of(F.embedding_bag)
-_NAMES = tuple(_ARGUMENTS)[2:]
-_ABOUT = """Computes ``s * embedding_bag(input, weight)``, with a scaled gradient of the weight.
-
-Other arguments are torch's.
-
-Args:
-    input: integers, (bags, size), or (entries,) with ``offsets``.
-    weight: (rows, width).
-    offsets: (bags,), the start of each bag.
-    mode: "sum", "mean" or "max".
-    per_sample_weights: as input, RMS about 1; only for "sum". Their gradient is torch's.
-"""
-embedding_bag = row(embedding_bag_scales, replaces=(F.embedding_bag,))(
-    described(_embedding_bag, "embedding_bag", _ABOUT, _ARGUMENTS, F.embedding_bag)
-)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator as operators
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ CONSTRAINT = {"constraint": "to_output_scale"}
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 R = TypeVar("R")
-First = TypeVar("First")
 
 
 def described(
@@ -66,11 +66,14 @@ def by_name(
     return {**dict(zip(names, args, strict=False)), **named}
 
 
-def spellings(
-    *names: str, spaces: Sequence[Any] = (functional, torch, Tensor, torch.special)
-) -> list[Callable[..., Any]]:
-    """Every torch function with one of these names, in place (with _) or not."""
+def spellings(*names: str, operator: str = "") -> list[Callable[..., Any]]:
+    """Every torch function with one of these names, in place (with _) or not, and those of Python's
+    operator."""
+    spaces = (functional, torch, Tensor, torch.special)
     spelled = [(space, name + mark) for mark in ("", "_") for name in names for space in spaces]
+    if operator:
+        spelled += [(Tensor, f"__{mark}{operator}__") for mark in ("", "i")]
+        spelled += [(operators, mark + operator) for mark in ("", "i")]
     return [getattr(space, name) for space, name in spelled if hasattr(space, name)]
 
 
@@ -85,13 +88,11 @@ def unary(
 ) -> Callable[..., Tensor]:
     """Adds the row of a torch function of one tensor, and returns the unit-scaled function.
 
-    Its output has the factors of ``rule``, unless it is of integers. If it is a tuple, that is so
-    for its first item.
+    Its output, or the first item of that, has the factors of ``rule``, unless it is of integers.
 
     about: the docstring. settings: the arguments after ``input``, with their defaults or
     `REQUIRED`: those of ``fn`` and, of ours, "mult" (fn(mult * x) / mult), "constraint" and
-    "inplace" (the result is written into ``input``). name, replaces: by default that of ``fn``, and
-    its `spellings`.
+    "inplace" (the result is written into ``input``). replaces: by default the `spellings`.
     """
     name = name or fn.__name__
     first, *others = signature(rule).parameters
@@ -124,12 +125,12 @@ def unary(
 
 
 def with_first(
-    body: Callable[Concatenate[First, P], R], first: First, name: str, documentation: str
-) -> Callable[P, R]:
+    body: Callable[..., R], first: Any, name: str, documentation: str
+) -> Callable[..., R]:
     """Returns ``body`` with its first argument bound, and with another name and docstring."""
 
     @wraps(body)
-    def function(*args: P.args, **kwargs: P.kwargs) -> R:
+    def function(*args: Any, **kwargs: Any) -> R:
         return body(first, *args, **kwargs)
 
     _, *others = defaults_of(body).items()

@@ -29,22 +29,6 @@ _REDUCTIONS = ("mean", "none", "sum")
 _ABOUT = "`torch.nn.functional.{name}` with a unit-scaled gradient; see `mse_loss`."
 
 
-def _reduction_of(
-    reduction: str,
-    size_average: bool | None,
-    reduce: bool | None,
-    allowed: Sequence[str] = _REDUCTIONS,
-) -> str:
-    """The reduction, considering torch's two legacy arguments."""
-    if reduce is False:
-        return "none"
-    if size_average is not None or reduce is not None:
-        return "sum" if size_average is False else "mean"
-    if reduction not in allowed:  # compiled code guards on a call
-        check_name("reduction", reduction, allowed)
-    return reduction
-
-
 def _loss_row(
     theirs: Callable[P, Tensor],
     rule: Callable[..., Scales],
@@ -72,8 +56,14 @@ def _unit_loss(
     s: Scales,
     allowed: Sequence[str] = _REDUCTIONS,
 ) -> Tensor:
-    legacy = arguments.pop("size_average", None), arguments.pop("reduce", None)
-    kind = _reduction_of(arguments.pop("reduction", "mean"), *legacy, allowed)
+    kind = arguments.pop("reduction", "mean")
+    size_average, reduce = arguments.pop("size_average", None), arguments.pop("reduce", None)
+    if reduce is False:
+        kind = "none"
+    elif size_average is not None or reduce is not None:
+        kind = "sum" if size_average is False else "mean"
+    elif kind not in allowed:  # compiled code guards on a call
+        check_name("reduction", kind, allowed)
     _, scale, *others = s.values()
     if any(other != scale for other in others):
         scaled = {n: scale_each(arguments[n], 1.0, s[n]) for n in s if n != "output"}
@@ -116,15 +106,11 @@ def cross_entropy(
     """`torch.nn.functional.cross_entropy` of ``mult * input``, with a unit-scaled gradient.
 
     The gradient is s times that of the sum of the examples' losses, for "mean" too: ignored
-    examples do not change the gradients of others. Legacy arguments are torch's.
+    examples do not change the gradients of others. Other arguments are torch's.
 
     Args:
         input: logits, (classes,), (batch, classes) or (batch, classes, ...).
         target: class indices, or probabilities of the shape of ``input``.
-        weight: (classes,), multiplies the loss and gradient of each example.
-        ignore_index: the class index of ignored examples.
-        reduction: "mean", "sum" or "none".
-        label_smoothing: as in torch.
         mult: the inverse of a temperature.
 
     Raises:
@@ -158,61 +144,12 @@ def nll_loss_scales(input: Tensor) -> Scales:
 nll_loss = _loss_row(
     F.nll_loss,
     nll_loss_scales,
-    """`torch.nn.functional.nll_loss` with a unit-scaled gradient.
+    """`torch.nn.functional.nll_loss` of log-probabilities, with a unit-scaled gradient.
 
-    Other arguments, the gradient and errors are as in `cross_entropy`. After `log_softmax` of c
-    classes the gradient of the logits is smaller than that of `cross_entropy` by sqrt(1 - 1/c).
-
-    Args:
-        input: log-probabilities, (classes,), (batch, classes) or (batch, classes, ...).
+    Arguments, the gradient and errors are as in `cross_entropy`. After `log_softmax` of c classes
+    the gradient of the logits is smaller than that of `cross_entropy` by sqrt(1 - 1/c).
     """,
 )
-
-
-def ctc_loss_scales(log_probs: Tensor) -> Scales:
-    """Twice the factor of `cross_entropy`: the gradient is 1/V minus the posterior of each class.
-
-    For uniform probabilities, the posterior of an alignment is spread over blanks and adjacent
-    labels. Over all alignments of 1 to 500 labels with 8 to 1000 frames, the gradient has 0.2 to
-    0.9 of the RMS for a single certain class, most often about half.
-    """
-    classes = log_probs.shape[-1] if log_probs.ndim else 1
-    return {"output": 1.0, "log_probs": 2 * classes / math.sqrt(max(1, classes - 1))}
-
-
-@row(ctc_loss_scales, replaces=(F.ctc_loss,))
-def ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor | Sequence[int],
-    target_lengths: Tensor | Sequence[int],
-    blank: int = 0,
-    reduction: str = "mean",
-    zero_infinity: bool = False,
-) -> Tensor:
-    """`torch.nn.functional.ctc_loss` with a unit-scaled gradient.
-
-    The gradient is s times that of the sum of the examples' losses, for "mean" too. It is the
-    gradient of the logits: as in torch, it is correct only after a log_softmax. An example without
-    an alignment has loss Inf and gradient NaN, unless ``zero_infinity`` sets both to 0.
-
-    Args:
-        log_probs: (frames, batch, classes) or (frames, classes), from `log_softmax`.
-
-    Raises:
-        ValueError: the reduction is unknown.
-
-    Source: Graves et al. 2006.
-    """
-    kind = _reduction_of(reduction, None, None)
-    scale = ctc_loss_scales(log_probs)["log_probs"]
-    loss: Any = F.ctc_loss  # accepts sequences, unlike its annotation
-    lengths = (input_lengths, target_lengths)
-    losses = loss(log_probs, targets, *lengths, blank, "none", zero_infinity)
-    if kind != "mean":
-        return scale_each(losses if kind == "none" else losses.sum(), 1.0, scale)
-    divisors = torch.as_tensor(target_lengths).clamp_min(1).to(losses)
-    return value_with_gradient((losses.detach() / divisors).mean(), losses.sum(), scale)
 
 
 # Losses between tensors of equal shape
@@ -235,10 +172,7 @@ def _clipped_rms(limit: float) -> float:
 
 
 def mse_loss_scales(input: Tensor, target: Tensor) -> Scales:
-    """The gradient, twice the difference of two standard normals, has RMS sqrt(8).
-
-    A broadcast operand sums the gradients of its copies.
-    """
+    """The gradient, twice the difference of two standard normals, has RMS sqrt(8)."""
     return _pair(input, target, 8**0.5)
 
 
@@ -291,11 +225,7 @@ def binary_cross_entropy_with_logits_scales() -> Scales:
 
 
 binary_cross_entropy_with_logits = _loss_row(
-    F.binary_cross_entropy_with_logits,
-    binary_cross_entropy_with_logits_scales,
-    """`torch.nn.functional.binary_cross_entropy_with_logits` with 2 times the gradient of the sum;
-    see `mse_loss`.
-    """,
+    F.binary_cross_entropy_with_logits, binary_cross_entropy_with_logits_scales
 )
 
 
@@ -309,18 +239,14 @@ binary_cross_entropy = _loss_row(
     binary_cross_entropy_scales,
     """`torch.nn.functional.binary_cross_entropy` with half the gradient of the sum; see `mse_loss`.
 
-    The input are probabilities in [0, 1], not the scaled outputs of the unit-scaled `sigmoid`.
-    Prefer logits and `binary_cross_entropy_with_logits`.
+    The input are probabilities, not the scaled outputs of the unit-scaled `sigmoid`.
     """,
 )
 
 
 def kl_div_scales(input: Tensor) -> Scales:
-    """The gradient of log-probabilities is -target: 1/RMS of a softmax over the last dimension.
-
-    The target is assumed to be the softmax of a standard normal, with the factor of
-    `softmax_scales`.
-    """
+    """The gradient of log-probabilities is -target, which is assumed to be the softmax of a
+    standard normal over the last dimension: the factor of `softmax_scales`."""
     scale = softmax_scales(input, -1)["output"] if input.ndim else 1.0
     return {"output": 1.0, "input": scale, "target": scale}
 
@@ -332,19 +258,4 @@ kl_div = _loss_row(
     the sum; see `mse_loss`. reduction: "batchmean" too.
     """,
     ("mean", "none", "sum", "batchmean"),
-)
-
-
-def cosine_embedding_loss_scales(input1: Tensor) -> Scales:
-    """The gradient of the cosine of n normal values has RMS 1/n: the other input over norms."""
-    width = input1.shape[-1] if input1.ndim else 1
-    return {"output": 1.0, "input1": float(width), "input2": float(width)}
-
-
-cosine_embedding_loss = _loss_row(
-    F.cosine_embedding_loss,
-    cosine_embedding_loss_scales,
-    """`torch.nn.functional.cosine_embedding_loss` of (batch, n) or (n,) with n times the gradient
-    of the sum; see `mse_loss`.
-    """,
 )

@@ -12,12 +12,10 @@ from torch.nn import functional as F
 
 from fp8.norms.layer_norm2d import layer_norm2d as over_channels
 
-from ..common.constant import constant
 from ..rules.batch import row_scale
-from ..rules.quadrature import absolute_moment, largest_square
-from ..rules.table import Adapter, Scales, positional, row, tie
+from ..rules.table import Adapter, Scales, positional, row
 from ..scale import scale_each
-from .generated import CONSTRAINT, REQUIRED, P, by_name, defaults_of, described, unary
+from .generated import P, by_name, defaults_of, described
 
 
 def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
@@ -29,7 +27,7 @@ def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
 def rms_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
     """As `layer_norm_scales`."""
     s = layer_norm_scales(input, normalized_shape)
-    return {"output": 1.0, "input": 1.0, "weight": s["weight"]}
+    return {name: s[name] for name in ("output", "input", "weight")}
 
 
 def channel_norm_scales(input: Tensor) -> Scales:
@@ -84,8 +82,7 @@ layer_norm = _norm(
     Args:
         input: (..., *normalized_shape).
         normalized_shape: the trailing dimensions to normalise.
-        weight: of shape ``normalized_shape``, or None.
-        bias: of shape ``normalized_shape``, or None.
+        weight, bias: of shape ``normalized_shape``, or None.
         eps: added to the variance.
     """,
     _of_torch("layer_norm", "input normalized_shape weight bias eps"),
@@ -95,10 +92,7 @@ rms_norm = _norm(
     rms_norm_scales,
     """`torch.nn.functional.rms_norm` with a unit-scaled gradient of the weight.
 
-    Other arguments are as in `layer_norm`.
-
-    Args:
-        eps: added to the mean square; None is the machine epsilon of the dtype, torch's default.
+    Arguments are as in `layer_norm`; an ``eps`` of None is the machine epsilon of the dtype.
     """,
     dict.fromkeys((F.rms_norm, torch.rms_norm), _RMS),
 )
@@ -110,8 +104,7 @@ group_norm = _norm(
     Args:
         input: (batch, channels, ...).
         num_groups: the number of groups that channels are divided into.
-        weight: (channels,) or None.
-        bias: (channels,) or None.
+        weight, bias: (channels,) or None.
         eps: added to the variance.
     """,
     _of_torch("group_norm", "input num_groups weight bias eps"),
@@ -124,8 +117,8 @@ batch_norm = _norm(
     Other arguments are as in `group_norm`.
 
     Args:
-        running_mean: (channels,) or None; updated in place if training, otherwise used.
-        running_var: as ``running_mean``.
+        running_mean, running_var: (channels,) or None; updated in place if training, otherwise
+            used.
         training: whether to normalise with the statistics of the batch.
         momentum: the weight of the batch in the running statistics.
     """,
@@ -152,59 +145,4 @@ layer_norm2d = _norm(
         ValueError: the input has fewer than two dimensions.
     """,
     {over_channels: _CHANNELS},
-)
-
-
-def local_response_norm_scales(alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Scales:
-    """For standard normal input, the divisor is about (k + alpha)**beta."""
-    scale = (k + alpha) ** beta
-    return {"output": scale, "input": scale}
-
-
-local_response_norm = unary(
-    F.local_response_norm,
-    local_response_norm_scales,
-    "Computes ``s * local_response_norm(input, size)`` for input (batch, channels, ...).",
-    {"size": REQUIRED, "alpha": 1e-4, "beta": 0.75, "k": 1.0},
-)
-
-
-def normalize_scales(
-    input: Tensor,
-    p: float = 2.0,
-    dim: int | Sequence[int] = 1,
-    constraint: str | None = "to_output_scale",
-) -> Scales:
-    """The p-norm of n standard normal values, about sqrt(n) for p = 2.
-
-    For other p it is (n E|x|^p)^(1/p); for p = inf the RMS of the largest of n magnitudes.
-    """
-    if not p > 0:
-        raise ValueError(f"normalize needs p above 0: got {p}")
-    dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    size = max(1, math.prod([input.shape[d] for d in dims])) if input.ndim else 1
-    if p == math.inf:
-        norm = math.sqrt(constant(largest_square, 2 * size))
-    else:
-        norm = (size * absolute_moment(p)) ** (1 / p)
-    return tie(constraint, output=norm, input=norm)
-
-
-normalize = unary(
-    F.normalize,
-    normalize_scales,
-    """Computes ``s * input / norm(input)``: vectors along ``dim`` of norm s, which is about
-    sqrt(n).
-
-    Args:
-        input: any shape, floating point.
-        p: the exponent of the norm, above 0.
-        dim: the dimension or dimensions of the vectors.
-        eps: the smallest divisor.
-        constraint: see `unit_scaling.constraints`.
-
-    Raises:
-        ValueError: p is not above 0.
-    """,
-    {"p": 2.0, "dim": 1, "eps": 1e-12, **CONSTRAINT},
 )

@@ -6,8 +6,7 @@ The products are computed by the fp8 package, so the recipe of an enclosing `fp8
 from __future__ import annotations
 
 import math
-import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -69,7 +68,6 @@ def linear(
         input: (..., in).
         weight: (out, in).
         bias: (out,) or None.
-        constraint: see `unit_scaling.constraints`.
         scale_power: exponents of 1/fan-in (output), 1/fan-out (input gradient) and 1/batch (weight
             gradient). With 0.5, an output of uncorrelated terms has RMS 1.
         weight_grad_mult: an additional factor of the gradients of weight and bias, for a layer
@@ -129,10 +127,6 @@ def matmul_scales(
     )
 
 
-def _torch_vdot(input: Tensor, other: Tensor) -> dict[str, Any]:
-    return {"left": input.conj(), "right": other}
-
-
 #: torch's names of the second operand are "other", "mat2", "vec" or "tensor".
 _TWO = positional(
     "left right", input="left", other="right", mat2="right", vec="right", tensor="right"
@@ -145,7 +139,6 @@ _TWO = positional(
         {
             **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _TWO),
             "rmatmul": positional("right left", other="left"),
-            "vdot": _torch_vdot,
         }
     ),
 )
@@ -258,19 +251,11 @@ def _added(first: str, second: str) -> Adapter:
     return positional(f"input {first} {second}", None, **{first: "mat1", second: "mat2"})
 
 
-def _torch_addbmm(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    arguments = _added("batch1", "batch2")(*args, **kwargs)
-    left, right = arguments["mat1"], arguments["mat2"]  # a sum of products is one product
-    return {**arguments, "mat1": left.transpose(0, 1).flatten(1), "mat2": right.flatten(0, 1)}
-
-
 @row(
     addmm_scales,
     adapters=by_function(
         {
             "addmm": _added("mat1", "mat2"),
-            "addmv": _added("mat", "vec"),
-            "addbmm": _torch_addbmm,
             "baddbmm": _added("batch1", "batch2"),
         }
     ),
@@ -295,7 +280,6 @@ def addmm(
         mat2: (..., k, n) or (k,).
         beta: the factor of ``input``.
         alpha: the factor of the product.
-        constraint: see `unit_scaling.constraints`.
     """
     if not (mat1.dtype.is_floating_point or mat1.dtype.is_complex):
         return input * beta + torch.matmul(mat1, mat2) * alpha
@@ -316,57 +300,20 @@ def addmm(
     return product + scale_each(input, forward, beta * s["input"])
 
 
-def scaled(function: Callable[..., Tensor], tensors: dict[str, Tensor], s: Scales) -> Tensor:
-    """Returns ``function(*tensors)`` with the factors of ``s``, for ops without a fused kernel."""
-    operands = [scale_each(t, 1.0, s[name]) for name, t in tensors.items()]
-    return scale_each(function(*operands), s["output"], 1.0)
+# Contractions in Einstein notation
 
 
-def bilinear_scales(
-    input1: Tensor, input2: Tensor, weight: Tensor, constraint: str | None = "to_output_scale"
-) -> Scales:
-    """1/sqrt of the number of terms of each sum: pairs of features, and the rows of the inputs."""
-    out, in1, in2 = weight.shape
-    grad = row_scale(math.prod(input1.shape[:-1]))
-    tied = tie(
-        constraint,
-        output=inverse(in1 * in2),
-        input1=inverse(out * in2),
-        input2=inverse(out * in1),
-    )
-    return {"weight": grad, "bias": grad, **tied}
-
-
-@row(bilinear_scales, replaces=(F.bilinear,))
-def bilinear(
-    input1: Tensor,
-    input2: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    constraint: str | None = "to_output_scale",
-) -> Tensor:
-    """Computes ``s * (bilinear(input1, input2, weight) + bias)``.
-
-    Args:
-        input1: (..., in1).
-        input2: (..., in2).
-        weight: (out, in1, in2).
-        bias: (out,) or None.
-        constraint: see `unit_scaling.constraints`.
-
-    Returns:
-        (..., out).
-    """
-    s = bilinear_scales(input1, input2, weight, constraint)
-    tensors = {"input1": input1, "input2": input2, "weight": weight}
-    return scaled(F.bilinear, tensors if bias is None else {**tensors, "bias": bias}, s)
-
-
-# Contractions in Einstein notation: einsum, tensordot, inner, vecdot
-
-
-def _letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
-    """`letters`, after a check that the equation fits the operands."""
+def _parsed(
+    equation: str, left: Tensor, right: Tensor | None, more: Sequence[Tensor]
+) -> tuple[list[Tensor], list[str], str]:
+    """The operands, their letters and those of the output."""
+    if isinstance(more, Tensor):
+        raise TypeError(
+            "unit-scaled einsum takes an equation, two operands and a tuple of the others: "
+            "einsum('ij,jk,kl', a, b, (c,))"
+        )
+    operands = [left, *([] if right is None else [right]), *more]
+    equation = equation.replace(" ", "")
     terms = equation.partition("->")[0].split(",")
     if len(terms) != len(operands):
         raise ValueError(f"einsum {equation!r} needs {len(terms)} operands, got {len(operands)}")
@@ -374,24 +321,7 @@ def _letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
         hidden = x.ndim - len(term.replace("...", ""))
         if hidden < 0 or (hidden and "..." not in term):
             raise ValueError(f"einsum: {term!r} does not fit an operand of {x.ndim} dimensions")
-    return letters(equation, operands)
-
-
-def _sizes(terms: Sequence[str], operands: Sequence[Tensor]) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for term, x in zip(terms, operands, strict=True):
-        for letter, size in zip(term, x.shape, strict=True):
-            sizes[letter] = size if sizes.get(letter, 1) == 1 else sizes[letter]
-    return sizes
-
-
-def _operands(equation: str, left: Tensor, right: Tensor | None, more: Any) -> list[Tensor]:
-    if isinstance(more, Tensor):
-        raise TypeError(
-            "unit-scaled einsum takes an equation, two operands and a tuple of the others: "
-            "einsum('ij,jk,kl', a, b, (c,))"
-        )
-    return [left, *([] if right is None else [right]), *more]
+    return operands, *letters(equation, operands)
 
 
 def einsum_scales(
@@ -404,14 +334,16 @@ def einsum_scales(
     """1/sqrt of the number of terms in each sum: the product of the sizes of all indices that a
     tensor lacks. A broadcast dimension of size 1 counts as lacking.
     """
-    operands = _operands(equation, left, right, more)
-    return _factors(*_letters(equation.replace(" ", ""), operands), operands, constraint)
+    return _factors(*_parsed(equation, left, right, more), constraint)
 
 
 def _factors(
-    terms: Sequence[str], output: str, operands: Sequence[Tensor], constraint: str | None
+    operands: Sequence[Tensor], terms: Sequence[str], output: str, constraint: str | None
 ) -> Scales:
-    sizes = _sizes(terms, operands)
+    sizes: dict[str, int] = {}
+    for term, x in zip(terms, operands, strict=True):
+        for letter, size in zip(term, x.shape, strict=True):
+            sizes[letter] = size if sizes.get(letter, 1) == 1 else sizes[letter]
     every = math.prod(list(sizes.values()))
     factors = {"output": inverse(every // (math.prod([sizes[c] for c in output]) or 1))}
     for name, term, x in zip(("left", "right"), terms, operands, strict=False):
@@ -424,48 +356,11 @@ def _factors(
 
 def _torch_einsum(*args: Any) -> dict[str, Any]:
     equation, (left, *others) = as_equation(args)
-    return {
-        "equation": equation,
-        "left": left,
-        "right": others[0] if others else None,
-        "more": tuple(others[1:]),
-    }
+    right = others[0] if others else None
+    return {"equation": equation, "left": left, "right": right, "more": tuple(others[1:])}
 
 
-def _torch_tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -> dict[str, Any]:
-    dims = dims.tolist() if isinstance(dims, Tensor) else dims
-    if isinstance(dims, int):
-        dims = (range(a.ndim - dims, a.ndim), range(dims))
-    first = list(string.ascii_letters[: a.ndim])
-    second = list(string.ascii_letters[a.ndim : a.ndim + b.ndim])
-    for i, j in zip(*dims, strict=True):
-        second[j] = first[i]
-    output = [c for c in (*first, *second) if not (c in first and c in second)]
-    equation = f"{''.join(first)},{''.join(second)}->{''.join(output)}"
-    return {"equation": equation, "left": a, "right": b, "out": out}
-
-
-def _torch_inner(input: Tensor, other: Tensor) -> dict[str, Any]:
-    if not (input.ndim and other.ndim):
-        return {"equation": "...,...->...", "left": input, "right": other}
-    return _torch_tensordot(input, other, ([-1], [-1]))
-
-
-def _torch_vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> dict[str, Any]:
-    left, right = x.conj().movedim(dim, -1), y.movedim(dim, -1)
-    return {"equation": "...i,...i->...", "left": left, "right": right}
-
-
-@row(
-    einsum_scales,
-    adapters={
-        torch.einsum: _torch_einsum,
-        torch.tensordot: _torch_tensordot,
-        torch.inner: _torch_inner,
-        torch.Tensor.inner: _torch_inner,
-        torch.linalg.vecdot: _torch_vecdot,
-    },
-)
+@row(einsum_scales, adapters={torch.einsum: _torch_einsum})
 def einsum(
     equation: str,
     left: Tensor,
@@ -490,17 +385,17 @@ def einsum(
         TypeError: the equation is not a string, or ``more`` is not a sequence.
         ValueError: the equation does not fit the operands.
     """
-    operands = _operands(equation, left, right, more)
-    terms, output = _letters(equation.replace(" ", ""), operands)
+    operands, terms, output = _parsed(equation, left, right, more)
     equation = f"{','.join(terms)}->{output}"
     if len(operands) > 2:
         tied = "to_output_scale" if constraint else None
         return in_pairs(equation, operands, partial(einsum, constraint=tied))
-    s = _factors(terms, output, operands, constraint)
+    s = _factors(operands, terms, output, constraint)
     if len(operands) == 2 and sums_products(equation, operands):
         scales = (s["output"], s["left"], s["right"])
         product = as_matmul(equation, operands, scales=scales, unit=True)
         if product is not None:
             return product
-    named = dict(zip(("left", "right"), operands, strict=False))
-    return scaled(lambda *xs: torch.einsum(equation, *xs), named, s)
+    pairs = zip(("left", "right"), operands, strict=False)
+    inputs = [scale_each(x, 1.0, s[name]) for name, x in pairs]
+    return scale_each(torch.einsum(equation, *inputs), s["output"], 1.0)

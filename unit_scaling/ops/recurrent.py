@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch import Tensor
 from ..rules.batch import row_scale
 from ..rules.table import Constraint, Scales, positional, row
 from .dropouts import dropout as unit_dropout
-from .generated import P, R, with_first
+from .generated import with_first
 from .products import inverse, linear
 
 States = list[Tensor]
@@ -72,12 +72,7 @@ def _relu_step(x: Tensor, h: Tensor, states: States) -> States:
     return [_gates(x, h, 1).relu() * RELU_FACTOR]
 
 
-def _all_states(step: Step, hx: Tensor | Sequence[Tensor]) -> States:
-    """Both states of an LSTM, or the only one of the others."""
-    return list(hx) if step is _lstm_step else [hx]  # type: ignore[list-item]
-
-
-def _scales(w_ih: Tensor, w_hh: Tensor, weight_factor: bool) -> tuple[Constraint, Constraint]:
+def _constraints(w_ih: Tensor, w_hh: Tensor, weight_factor: bool) -> tuple[Constraint, Constraint]:
     """The constraints of the input and hidden products, or their scales without weight_factor."""
     if weight_factor:
         return "to_output_scale", "to_grad_input_scale"
@@ -94,7 +89,7 @@ def _direction(
     b_ih, b_hh = weights[2:] or (None, None)
     outputs = []
     each = len(sequence) ** -0.5  # weight gradients sum over all steps
-    inner, outer = _scales(w_ih, w_hh, weight_factor)
+    inner, outer = _constraints(w_ih, w_hh, weight_factor)
     for x in linear(sequence, w_ih, b_ih, inner).unbind(0):
         h = linear(states[0], w_hh, b_hh, outer, weight_grad_mult=each)
         states = step(x, h, states)
@@ -121,7 +116,7 @@ def _layer(
     if count not in (2, 4):
         raise NotImplementedError("an LSTM with proj_size has no unit-scaled form")
     sequence, last = input.transpose(0, 1) if batch_first else input, []
-    states = _all_states(step, hx)
+    states: States = list(hx) if step is _lstm_step else [hx]  # type: ignore[list-item]
     for layer in range(num_layers):
         outputs = []
         for direction in range(directions):
@@ -153,67 +148,17 @@ def _unpacked(*args: Any, **kwargs: Any) -> dict[str, Any]:
     return _NAMED(*args, **kwargs)
 
 
-def _layer_scales(factor: float, input: Tensor) -> Scales:
+def _scales(factor: float, input: Tensor) -> Scales:
     return {"output": factor, "params": row_scale(math.prod(input.shape[:-1]))}
 
 
-def _cell_scales(factor: float, input: Tensor) -> Scales:
-    grad = row_scale(math.prod(input.shape[:-1]))
-    return {"output": factor, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
-
-
-def _cell(
-    step: Step,
-    input: Tensor,
-    hx: Tensor | Sequence[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-    weight_factor: bool = True,
-) -> Any:
-    inner, outer = _scales(w_ih, w_hh, weight_factor)
-    states = _all_states(step, hx)
-    h = linear(states[0], w_hh, b_hh, outer)
-    states = step(linear(input, w_ih, b_ih, inner), h, states)
-    return tuple(states) if step is _lstm_step else states[0]
-
-
-class _Kind(NamedTuple):
-    """The step of a layer, the factor of its hidden state, and where that comes from."""
-
-    step: Step
-    factor: float
-    rule: str
-
-
-_KINDS = {
-    "lstm": _Kind(
-        _lstm_step,
-        LSTM_FACTOR,
-        "5.2 for the hidden state, which is a sigmoid times the tanh of a cell state of RMS 0.4.",
-    ),
-    "gru": _Kind(
-        _gru_step,
-        GRU_FACTOR,
-        "2.5 for the hidden state: the candidate is scaled such that the state has RMS 1.",
-    ),
-    "rnn_tanh": _Kind(_tanh_step, TANH_FACTOR, "1/RMS of tanh."),
-    "rnn_relu": _Kind(_relu_step, RELU_FACTOR, "1/RMS of relu."),
-}
-
-
-def _op(name: str, body: Callable[Concatenate[Step, P], R], about: str) -> Callable[P, R]:
-    """Adds the row of torch's function ``name``, a layer or a cell, with this docstring."""
-    layer = name.removesuffix("_cell")
-    step, factor, rule = _KINDS[layer]
-    theirs, scales = getattr(torch, name), _layer_scales
-    if name != layer:
-        scales = _cell_scales
-        rule = f"As `{layer}_scales`. In a loop of n calls, weight gradients are larger by sqrt(n)."
-    rule_of = with_first(scales, factor, f"{name}_scales", rule)
-    adapters = {theirs: _unpacked} if name == layer else {}
-    return row(rule_of, replaces=(theirs,), adapters=adapters)(with_first(body, step, name, about))
+def _op(
+    name: str, step: Step, factor: float, rule: str, about: str
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Adds the row of torch's function ``name``. rule, about: the docstrings of rule and body."""
+    rule_of = with_first(_scales, factor, f"{name}_scales", rule)
+    body = with_first(_layer, step, name, about)
+    return row(rule_of, adapters={getattr(torch, name): _unpacked})(body)
 
 
 _LSTM = """Computes the output, hidden state and cell state of `torch.nn.LSTM`, unit-scaled.
@@ -238,20 +183,20 @@ Raises:
 """
 _GRU = "Computes output and hidden state of `torch.nn.GRU`, unit-scaled; as `lstm` with one state."
 _RNN = "Computes output and hidden state of `torch.nn.RNN`{}, unit-scaled; arguments as in `gru`."
-_CELL = """Computes one step of `{}`: the next {}.
 
-Args:
-    input: (batch, in).
-    hx: {}(batch, hidden).
-"""
-
-lstm = _op("lstm", _layer, _LSTM)
-gru = _op("gru", _layer, _GRU)
-rnn_tanh = _op("rnn_tanh", _layer, _RNN.format(""))
-rnn_relu = _op("rnn_relu", _layer, _RNN.format(" with relu"))
-lstm_cell = _op(
-    "lstm_cell", _cell, _CELL.format("lstm", "hidden and cell state", "both states, each ")
+lstm = _op(
+    "lstm",
+    _lstm_step,
+    LSTM_FACTOR,
+    "5.2 for the hidden state, which is a sigmoid times the tanh of a cell state of RMS 0.4.",
+    _LSTM,
 )
-gru_cell = _op("gru_cell", _cell, _CELL.format("gru", "hidden state", ""))
-rnn_tanh_cell = _op("rnn_tanh_cell", _cell, _CELL.format("rnn_tanh", "hidden state", ""))
-rnn_relu_cell = _op("rnn_relu_cell", _cell, _CELL.format("rnn_relu", "hidden state", ""))
+gru = _op(
+    "gru",
+    _gru_step,
+    GRU_FACTOR,
+    "2.5 for the hidden state: the candidate is scaled such that the state has RMS 1.",
+    _GRU,
+)
+rnn_tanh = _op("rnn_tanh", _tanh_step, TANH_FACTOR, "1/RMS of tanh.", _RNN.format(""))
+rnn_relu = _op("rnn_relu", _relu_step, RELU_FACTOR, "1/RMS of relu.", _RNN.format(" with relu"))

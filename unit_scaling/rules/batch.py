@@ -1,8 +1,7 @@
 """The batch size of an optimizer step, where it exceeds the rows of one call of the model.
 
-A weight gradient sums over the rows of the batch, and its rule divides by the square root of their
-number. With several processes or accumulated gradients the sum continues outside the model, where
-rules do not see it: `batch_multiplier` declares it.
+A weight gradient sums over the rows of the batch, and its rule divides by the root of their number.
+With several processes or accumulated gradients the sum continues outside the model.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ _OPEN: list[tuple[int, int]] = []
 
 
 class _Batch(threading.local):
-    """(multiplier, averaged_over) of the open blocks of a thread, innermost last.
-
-    Threads not started by Python are those of autograd, one for each GPU, which recompute
-    checkpointed layers: they use the block opened last in the process.
-    """
+    """(multiplier, averaged_over) of the open blocks of a thread, innermost last. Threads not
+    started by Python, those of autograd that recompute checkpointed layers, use the one opened
+    last."""
 
     def __init__(self) -> None:
         foreign = isinstance(threading.current_thread(), threading._DummyThread)
@@ -51,9 +48,9 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
     the loss divided by k.
 
     Args:
-        n: the number of processes times the number of accumulated calls, 1 or more.
+        n: the number of processes times the number of accumulated calls.
         averaged_over: the number that gradients are divided by on their way to the optimizer
-            although the loss is a sum: the number of processes, 1 or more.
+            although the loss is a sum.
 
     >>> with batch_multiplier(4):
     ...     row_scale(16)
@@ -75,12 +72,8 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
 
 
 def row_scale(rows: float, power: float = 0.5) -> float:
-    """The factor of a gradient that sums over the batch: ``rows ** -power``, with rows of the whole
-    batch.
-
-    rows: of this call; 0 counts as 1, as there is nothing to scale. Every rule of a parameter
-    gradient that sums over the batch uses this function, for no other gradients.
-    """
+    """The factor of a parameter's gradient that sums over the batch: ``rows ** -power``, with the
+    rows of the whole batch. rows: of this call; 0 counts as 1."""
     # No float() and no truth value: under torch.compile, rows may be symbolic.
     seen = 1 if rows == 0 else rows
     blocks = _BATCH.blocks

@@ -21,10 +21,9 @@ Elementwise = Callable[..., Tensor]
 def unit_scaled(fn: Elementwise) -> Elementwise:
     """Returns the unit-scaled version of an elementwise function; also usable as a decorator.
 
-    The factors are 1/RMS of the output and of the derivative for standard normal ``x``. The RMS is
-    about zero, not the standard deviation, as that is what the next product sums. Quadrature
-    computes them to about ten digits, including at kinks and jumps, once for each ``mult`` and
-    settings.
+    The factors are 1/RMS (about zero, as the next product sums that) of the output and of the
+    derivative for standard normal ``x``, by quadrature to about ten digits, including at kinks and
+    jumps, once for each ``mult`` and settings.
 
     Args:
         fn: ``fn(x, *settings, **named)`` of one floating-point tensor of any shape; settings are
@@ -82,11 +81,8 @@ def elementwise_scales(
 def elementwise_rms(
     fn: Elementwise, mult: float, names: tuple[str, ...], *values: Any
 ) -> tuple[float, float]:
-    """The RMS of ``fn(mult * x)`` and of ``fn'(mult * x)`` for standard normal x.
-
-    values: positional settings, then those of ``names``. For a step function, whose derivative is
-    zero almost everywhere, both are the RMS of the output.
-    """
+    """The RMS of ``fn(mult * x)`` and of ``fn'(mult * x)`` for standard normal x; for a step
+    function both are that of the output. values: positional settings, then those of ``names``."""
     name = getattr(fn, "__name__", str(fn))
     if any(isinstance(value, Tensor) for value in values):
         raise TypeError(f"settings of {name} are numbers and strings, got a tensor")

@@ -73,11 +73,6 @@ def normal_means(f: Callable[[Tensor], Tensor]) -> list[float]:
     raise ValueError(f"infinite around {low[0].item():.3g}")
 
 
-def absolute_moment(p: float) -> float:
-    """Returns E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi) for a standard normal x; p > -1."""
-    return float(2 ** (p / 2) * math.gamma((p + 1) / 2) / math.sqrt(math.pi))
-
-
 def largest_square(count: int) -> float:
     """Returns E[max(x_1, ..., x_count)**2] for independent standard normal variables; count >= 1.
 

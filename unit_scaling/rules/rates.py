@@ -29,10 +29,9 @@ class LrRule:
     proportional: bool = False
     #: The learning rate without ``lr``. Measured in docs/learning-rates.md.
     rate: float
-    #: Additional factors by kind. u-muP leaves these constants open. Adam changes an entry by about
-    #: its rate; a weight of fan-in n has lr / sqrt(n), and a gain or a bias lr itself, which at the
-    #: best lr of the weights is its own size in a step. Readouts and kernels are best at a higher
-    #: rate than hidden matrices. Measured in docs/learning-rates.md.
+    #: Additional factors by kind, which u-muP leaves open. Adam changes an entry by about its rate:
+    #: a gain or a bias by its own size in a step at the best lr of the weights. Readouts and
+    #: kernels are best at a higher rate than hidden matrices. Measured in docs/learning-rates.md.
     mult: LrMult = field(default_factory=dict)
 
 
@@ -65,14 +64,13 @@ _TO_OUTPUT_SCALE: LrFactors = {
 }
 _MUON: LrFactors = {"weight": lambda shape: math.sqrt(min(shape[0], _fan_in(shape)) or 1)}
 
-#: "adam" is for all optimizers whose updates have entries of about 1 (Adam, AdamW, NAdam, RAdam,
-#: Adamax, Lion, ...). "sgd" is the same, with or without momentum, since gradients of unit-scaled
-#: modules have RMS 1, as Adam updates have. "sgd_to_output_scale" is for models whose readout has
-#: its input gradient tied to its output: gradients are then smaller by the square root of the
-#: width. "muon" is for hidden matrices under `torch.optim.Muon` with the default adjust_lr_fn,
-#: whose updates have singular values sqrt(max(1, fan_out/fan_in)). A layer, which divides by
-#: sqrt(fan_in), must change by lr * sqrt(fan_out/fan_in) in spectral norm, as under Adam. Source:
-#: arXiv 2310.17813, condition 1.
+#: "adam" is for all optimizers whose updates have entries of about 1 (Adam, AdamW, Lion, ...).
+#: "sgd" is the same, since gradients of unit-scaled modules have RMS 1. "sgd_to_output_scale" is
+#: for models whose readout has its input gradient tied to its output: gradients are then smaller by
+#: the root of the width. "muon" is for hidden matrices under `torch.optim.Muon` with the default
+#: adjust_lr_fn, whose updates have singular values sqrt(max(1, fan_out/fan_in)): a layer, which
+#: divides by sqrt(fan_in), must change by lr * sqrt(fan_out/fan_in) in spectral norm, as under
+#: Adam. Source: arXiv 2310.17813, condition 1.
 RULES: dict[str, LrRule] = {
     "adam": LrRule(
         factors=_UMUP,
@@ -104,11 +102,10 @@ def lr_scale(rule: str, param: Any) -> float:
     """Returns the factor of a rule. Raises ValueError for a mup_type that it does not cover.
 
     A weight of `unit_scale` has the gradient of the loss and not one of RMS 1. A layer u / sqrt(n)
-    of fan-in n is the plain layer w, and u has the gradient g_w / sqrt(n): SGD's step -lr * g_w of
-    w is the step -lr * n * g_u of u. Under muP (arXiv 2203.03466, table 3) the rate of w does not
-    depend on the width, that of a readout w = u / n is in proportion to 1 / n, and that of an
-    embedding to its fan-out, the width. 5 puts the best rates where they are for gradients of RMS
-    1.
+    of fan-in n is the plain layer w: SGD's step -lr * g_w of w is the step -lr * n * g_u of u.
+    Under muP (arXiv 2203.03466, table 3) the rate of w does not depend on the width, that of a
+    readout w = u / n is in proportion to 1 / n, and that of an embedding to its fan-out, the width.
+    5 puts the best rates where they are for gradients of RMS 1.
     """
     row, kind = RULES[rule], param.mup_type
     if kind not in row.factors:

@@ -3,8 +3,6 @@
 An op is a rule and a body. The rule reads shapes and settings and returns scale factors by name:
 ``"output"`` for the output, the name of an argument for its gradient. The body is the torch
 operation with these factors applied. `row` adds a row to `OPS` (an example is in CONTRIBUTING.md).
-Everything that iterates over all operations (transforms, reports, documentation, tests) iterates
-over `OPS`.
 """
 
 from __future__ import annotations
@@ -51,11 +49,6 @@ class Op:
         """Whether the op has a ``constraint`` argument."""
         return "constraint" in inspect.signature(self.fn).parameters
 
-    @property
-    def reduces(self) -> bool:
-        """Whether the op is a loss: it has a ``reduction`` argument."""
-        return "reduction" in inspect.signature(self.fn).parameters
-
     def bind(
         self,
         args: Sequence[Any],
@@ -94,12 +87,6 @@ class Op:
 
         settings: further arguments of ``fn`` (``constraint=None``, ``mult=2.0``). Settings that the
         op does not have are ignored, so that one caller can set the constraint of every op.
-
-        >>> from unit_scaling.rules.table import OPS
-        >>> import torch
-        >>> x = torch.ones(2, 3)
-        >>> OPS["matmul"].call((x, x.T), {}, func=torch.mm, constraint=None).shape
-        torch.Size([2, 2])
         """
         names = _SIGNATURES[self.fn]
         extra = {name: value for name, value in settings.items() if name in names}
@@ -177,14 +164,11 @@ def row(
     replaces: Sequence[Callable[..., Any]] = (),
     adapters: Mapping[Callable[..., Any], Adapter] | None = None,
 ) -> Callable[[Fn], Fn]:
-    """Adds the decorated function to `OPS` under its own name.
+    """Adds the decorated function, `watched`, to `OPS` under its own name.
 
-    The returned function is the same, `watched`.
-
-    rule: its arguments are a subset of the function's, with the same names and defaults. replaces,
+    rule: its arguments are some of the function's, with the same names and defaults. replaces,
     adapters: as in `Op`; functions with an adapter may be omitted from replaces. Raises ValueError
-    for a second op of the same name or for the same torch function, and for a rule with an argument
-    that the function lacks.
+    for a second op of the same name.
     """
 
     def add(body: Fn) -> Fn:
@@ -196,13 +180,7 @@ def row(
             raise ValueError(f"op {op.name!r} is in OPS already")
         for key in (fn, rule):
             _SIGNATURES[key] = tuple(inspect.signature(key).parameters)
-        unknown = set(_SIGNATURES[rule]) - set(_SIGNATURES[fn])
-        if unknown:
-            raise ValueError(f"the rule of {op.name!r} has arguments the op lacks: {unknown}")
-        for function in functions:
-            if function in _BY_FUNCTION:
-                raise ValueError(f"{function} is replaced by {_BY_FUNCTION[function].name!r}")
-            _BY_FUNCTION[function] = op
+        _BY_FUNCTION.update(dict.fromkeys(functions, op))
         OPS[op.name] = op
         return fn
 

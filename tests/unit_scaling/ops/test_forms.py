@@ -30,10 +30,7 @@ SPELLINGS = {
     "mul": [operator.mul, operator.imul, torch.multiply, T.mul_, T.__rmul__],
     "div": [torch.true_divide, T.__truediv__, T.__itruediv__, operator.truediv, T.div_],
     "cat": [torch.cat, torch.concat, torch.concatenate],
-    "sum": [torch.sum, T.sum],
-    "var": [torch.var, T.var],
     "softmax": [F.softmax, torch.softmax, T.softmax],
-    "log_softmax": [F.log_softmax, torch.log_softmax, torch.special.log_softmax],
     "sigmoid": [torch.sigmoid, torch.special.expit, F.sigmoid, T.sigmoid_],
     "leaky_relu": [F.leaky_relu, F.leaky_relu_],
     "relu": [torch.relu, F.relu, T.relu_],
@@ -101,20 +98,11 @@ def test_other_names(name: str, same: str):
     assert getattr(U, name) is getattr(U, same)
 
 
-OUT = {
-    "a name": (torch.tensordot, (X, X), {"out": X}),
-    "a position": (torch.tensordot, (X, X, 2, X), {}),
-}
-
-
-@pytest.mark.parametrize("given", OUT)
-def test_out_is_refused_unless_none(given: str):
-    function, args, kwargs = OUT[given]
-    op = find_op(function)
-    with pytest.raises(TypeError, match=f"unit-scaled {op.name} has no out= argument"):
-        op.bind(args, kwargs, function)
-    without = tuple(None if i > 1 and value is X else value for i, value in enumerate(args))
-    assert "out" not in op.bind(without, dict.fromkeys(kwargs), function)
+def test_out_is_refused_unless_none():
+    op = OPS["matmul"]
+    with pytest.raises(TypeError, match="unit-scaled matmul has no out= argument"):
+        op.bind((X, X.T), {"out": X}, torch.mm)
+    assert "out" not in op.bind((X, X.T), {"out": None}, torch.mm)
 
 
 MODULES = ("attention", "convolution", "norms", "products", "recurrent")
@@ -145,7 +133,6 @@ REFUSED = [  # (a call, its error, the message)
     (lambda: LINEAR.call((X, W, *[None] * 5), {}), TypeError, "takes 6 arguments but 7 were given"),
     (lambda: U.leaky_relu(X, 1.0, None, 0, 0, 1), TypeError, "leaky_relu takes 5 arguments by pos"),
     (lambda: U.avg_pool1d(X, 2, 2, 0, 0, 1, None, 1), TypeError, "avg_pool1d takes 7 arguments by"),
-    (lambda: OPS["matmul"].call((X, W.T), {"out": X}), TypeError, "no out= argument"),
     (lambda: ADDMM.call((X, X, X), {"out": X}, func=torch.addmm), TypeError, "no out= argument"),
     (lambda: ADDMM.call((X, X), {}, func=torch.addmm), TypeError, r"missing .* 'mat2'"),
     (lambda: U.gelu(X, constraint="pow"), V, "choose None or one of 'amean', 'gmean'"),
@@ -158,8 +145,6 @@ REFUSED = [  # (a call, its error, the message)
     (lambda: U.silu(X, True), V, "mult is True, not a number above 0; give torch's"),
     (lambda: U.silu_glu(X, X, 0.0), V, r"mult is 0\.0, not a number"),
     (lambda: U.softmax(X, -1, mult=-1.0), V, r"mult is -1\.0, not a"),
-    (lambda: U.normalize(X, p=-1), V, "normalize needs p above 0: got -1"),
-    (lambda: U.lp_pool1d(SIGNAL, float("inf"), 2), V, "norm_type is a positive number, got inf"),
     (lambda: U.cat([X, Y[:, :2]]), RuntimeError, "Sizes of tensors must match"),
 ]
 

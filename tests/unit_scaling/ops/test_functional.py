@@ -1,7 +1,5 @@
 """Products, activations, norms, embeddings and residual branches: edge cases and values."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -65,17 +63,13 @@ def test_softmax_without_dim(shape):
     assert U.softmax(x, None, torch.float32).dtype == torch.float32
 
 
-DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d"]
-
-
-@pytest.mark.parametrize("name", [*DROPOUTS, "alpha_dropout", "feature_alpha_dropout"])
+@pytest.mark.parametrize("name", ["dropout", "dropout1d", "dropout2d", "dropout3d"])
 def test_dropout(name: str):
     fn, dims = getattr(U, name), int(name[7]) if name[-2:-1].isdigit() else 1
     x = torch.randn(2, 3, *[4] * dims)
     torch.testing.assert_close(fn(x, 0.5, training=False), x)
     torch.testing.assert_close(fn(x, 0.0, training=True), x)
-    assert fn(x, 1.0, training=True).isfinite().all()
-    assert name not in DROPOUTS or not fn(x, 1.0).any()
+    assert not fn(x, 1.0).any()
     with pytest.raises(ValueError, match=r"between 0 and 1, but got -0\.1"):
         fn(x, -0.1)
 
@@ -113,13 +107,6 @@ def test_norms_of_images():
     assert repr(layer) == f"LayerNorm2d({nn.LayerNorm(6, eps=0.001).extra_repr()})"
     with pytest.raises(ValueError, match=r"takes \(batch, channels, ...\), got 1 dimensions"):
         U.layer_norm2d(x[0, 0, 0])
-
-
-@pytest.mark.parametrize("p", [1.0, 3.0, math.inf])
-def test_normalize_with_other_norms(p: float):
-    """The expected norm is right to the spread of a norm over 4096 numbers, a few percent."""
-    y = U.normalize(torch.randn(16, 4096, dtype=torch.float64), p, constraint=None)
-    assert y.square().mean().sqrt().item() == pytest.approx(1, rel=0.05)
 
 
 # --- embedding -----------------------------------------------------------------------------

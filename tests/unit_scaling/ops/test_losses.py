@@ -17,7 +17,6 @@ def normal(*shape: int) -> Tensor:
 
 X, Y, LOGITS = normal(4, 6), normal(4, 6), normal(12, 7)
 P, Q = X.softmax(-1), Y.softmax(-1)
-CTC = normal(9, 2, 6).log_softmax(-1)
 CLASSES = torch.tensor([0, 5, 2, 2])
 TOKENS = torch.randint(7, (12,), generator=GENERATOR)
 COUNTED = torch.arange(12) % 4 == 0
@@ -51,9 +50,6 @@ LOSSES = [  # (torch's function, arguments, settings)
     (F.binary_cross_entropy, (P, Q), {"weight": Q}),
     (F.kl_div, (P.log(), Q), {}),
     (F.kl_div, (P.log(), Q.log()), {"log_target": True}),
-    (F.ctc_loss, (CTC, CLASSES[:2, None], (9, 7), (1, 1)), {"blank": 1}),
-    (F.ctc_loss, (CTC[:, 0], CLASSES[1:], (9,), (3,)), {"zero_infinity": True}),
-    (F.cosine_embedding_loss, (X, Y, CLASSES.clamp(0, 1) * 2 - 1), {"margin": -0.5}),
 ]
 
 

@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 import unit_scaling.functional as U
-from tests.unit_scaling.ops.calls import (
-    RANDOM,
-    TORCH_LACKS,
-    TUPLES,
-    op_kwargs,
-    results,
-    with_gradients,
-)
+from tests.unit_scaling.ops.calls import RANDOM, TUPLES, op_kwargs, results, with_gradients
 from unit_scaling.rules.table import OPS, Op
 
 # torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
@@ -54,8 +47,7 @@ def groups() -> list:
     Symbolic sizes are for rules that read sizes, without constraint where there is a choice. What
     the compiler makes of those is not in the rules: its backend comes with sizes that are known.
     """
-    broken = {name for name, lacks in TORCH_LACKS.items() if "a whole graph" in lacks}
-    ops = [op for op in OPS.values() if op.name not in RANDOM | COMPILE_ALIKE | TUPLES | broken]
+    ops = [op for op in OPS.values() if op.name not in RANDOM | COMPILE_ALIKE | TUPLES]
     free, tied = ([op for op in ops if op.constrainable is can] for can in (True, False))
     found = [(tied, {}, False), (tied, {}, True), (free, {"constraint": "to_output_scale"}, False)]
     found += [(free, {"constraint": None}, False), (free, {"constraint": None}, True)]

@@ -1,4 +1,4 @@
-"""Pooling and interpolation: counts and values."""
+"""Pooling: counts and values."""
 
 import math
 
@@ -60,28 +60,3 @@ def test_an_empty_stride_is_that_of_the_kernel(stride: tuple[()] | list[int]) ->
             library.max_pool1d(x[0], 2, 0)
     with pytest.raises(TypeError, match="divisor_override"):
         U.avg_pool1d(x[0], 2, divisor_override=3)
-
-
-# Interpolation
-
-RESIZED = [("nearest", 1, 3.0), ("linear", 1, 2.5), ("bilinear", 2, 0.5), ("bicubic", 2, 3.0)]
-RESIZED += [("area", 2, 0.25), ("trilinear", 3, 2.0), ("nearest-exact", 1, 0.5)]
-
-
-@pytest.mark.parametrize(("mode", "dims", "factor"), RESIZED)
-def test_interpolation_weighs_as_torch_does(mode: str, dims: int, factor: float):
-    """Five standard errors of an RMS over the independent inputs."""
-    torch.manual_seed(0)
-    x = torch.randn(64, 4, *[8] * dims, dtype=torch.float64).requires_grad_()
-    y = U.interpolate(x, scale_factor=factor, mode=mode, constraint=None)
-    (grad,) = torch.autograd.grad(y, x, torch.randn_like(y))
-    count = min(x.numel(), y.numel())
-    for value in (y, grad):
-        assert value.square().mean().sqrt().item() == pytest.approx(1, abs=5 / (2 * count) ** 0.5)
-
-
-def test_large_sizes_are_measured_in_small():
-    big, small = torch.empty(1, 1, 16000, device="meta"), torch.empty(1, 1, 256, device="meta")
-    rule = OPS["interpolate"].rule
-    s, expected = (rule(x, None, 2.0, "linear", constraint=None) for x in (big, small))
-    assert s == pytest.approx(expected)

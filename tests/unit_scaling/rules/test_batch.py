@@ -53,34 +53,34 @@ def tokens() -> Tensor:
     return torch.randint(VOCAB, (CALLS * BATCH, 6))
 
 
-def test_accumulation(tokens: Tensor):
-    """A sum of sums; without the setting the gradients are larger by sqrt(CALLS)."""
+def in_one_process(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    """The mean of the gradients of each part, as DDP makes it."""
+    ranks = [accumulated(model, part, 1) for part in tokens.chunk(CALLS)]
+    return {name: torch.stack([r[name] for r in ranks]).mean(0) for name in ranks[0]}
+
+
+#: How a batch is divided -> the block, the loss, the gradients.
+DIVIDED = {
+    "a sum of sums": ({}, U.cross_entropy, lambda m, t: accumulated(m, t, CALLS)),
+    "a mean of means": (
+        {},
+        F.cross_entropy,
+        lambda m, t: accumulated(m, t, CALLS, loss=F.cross_entropy, divide=CALLS),
+    ),
+    "averaged processes": ({"averaged_over": CALLS}, U.cross_entropy, in_one_process),
+}
+
+
+@pytest.mark.parametrize("how", DIVIDED)
+def test_gradients_are_those_of_the_whole_batch(how: str, tokens: Tensor):
+    block, loss, gradients_of = DIVIDED[how]
     model = Model().double()
-    whole = accumulated(model, tokens, 1)
-    with uu.batch_multiplier(CALLS):
-        parts = accumulated(model, tokens, CALLS)
-    torch.testing.assert_close(parts, whole)
-    unaware = accumulated(model, tokens, CALLS)
-    torch.testing.assert_close(unaware, {n: g * CALLS**0.5 for n, g in whole.items()})
-
-
-def test_accumulation_of_means(tokens: Tensor):
-    """torch's loss is a mean, and the calls are averaged by hand."""
-    model = Model().double()
-    whole = accumulated(model, tokens, 1, loss=F.cross_entropy)
-    with uu.batch_multiplier(CALLS):
-        parts = accumulated(model, tokens, CALLS, loss=F.cross_entropy, divide=CALLS)
-    torch.testing.assert_close(parts, whole)
-
-
-def test_averaged_processes(tokens: Tensor):
-    """What DDP does, in one process: the mean of the gradients of each part."""
-    model = Model().double()
-    whole = accumulated(model, tokens, 1)
-    with uu.batch_multiplier(CALLS, averaged_over=CALLS):
-        ranks = [accumulated(model, part, 1) for part in tokens.chunk(CALLS)]
-    mean = {name: torch.stack([r[name] for r in ranks]).mean(0) for name in whole}
-    torch.testing.assert_close(mean, whole)
+    whole = accumulated(model, tokens, 1, loss=loss)
+    with uu.batch_multiplier(CALLS, **block):
+        torch.testing.assert_close(gradients_of(model, tokens), whole)
+    if not block:  # without the setting they are larger by sqrt(CALLS)
+        larger = {n: g * CALLS**0.5 for n, g in whole.items()}
+        torch.testing.assert_close(gradients_of(model, tokens), larger)
 
 
 def test_compiled(tokens: Tensor):
