@@ -5,7 +5,6 @@ Requires pandas or matplotlib: install ``unit-scaling-fp8[analysis]``.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import re
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+from fp8.common.libraries import need
 from fp8.common.step import find_loss
 from fp8.common.validation import check_whole
 from fp8.formats.format import FORMATS
@@ -33,16 +33,6 @@ __all__ = ["example_batch", "graph_to_dataframe", "plot", "visualiser"]
 
 _COLOURS = {"fwd": "#0173b2", "bwd": "#de8f05"}  # blue and orange: colour-blind safe
 _NAMES = {"fwd": "forward pass", "bwd": "backward pass"}
-
-
-def _need(name: str, what: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        library = name.partition(".")[0]
-        raise ImportError(
-            f"{what} needs {library}: pip install 'unit-scaling-fp8[analysis]'"
-        ) from error
 
 
 def example_batch(
@@ -63,12 +53,8 @@ def example_batch(
     Args:
         tokenizer: has a method ``encode``, or is callable, on a string, and returns ids or a
             mapping with "input_ids".
-        batch_size: the number of sequences.
-        seq_len: the length of a sequence.
         dataset_path: the path of a text file, used if ``text`` is None.
         dataset_name: not used.
-        shuffle_buffer_size: the number of tokens at which sequences may start.
-        seed: of the random starts.
         text: the text, or the path of a text file as a `pathlib.Path`.
 
     Returns:
@@ -120,7 +106,8 @@ def graph_to_dataframe(g: Graph) -> pandas.DataFrame:
     Raises:
         ImportError: pandas is not installed.
     """
-    pandas = _need("pandas", "graph_to_dataframe")
+    import pandas
+
     rows = []
     for node in _measured(g):
         kind = "w" if node.meta["requires_grad"] else "x"
@@ -165,7 +152,9 @@ def plot(
         ImportError: matplotlib is not installed.
         ValueError: the metric is unknown, or the graph has no tensors.
     """
-    pyplot = _need("matplotlib.pyplot", "plot")
+    need("matplotlib")
+    from matplotlib import pyplot
+
     metric = dict(zip(Metrics.full_names(), Metrics.names(), strict=True)).get(metric, metric)
     Metrics.get_full_name(metric)  # raises for an unknown name
     g = prune_non_float_tensors(g)
@@ -265,19 +254,13 @@ def visualiser(
     text: str | Path | None = None,
     **plot_kwargs: Any,
 ) -> Axes:
-    """Plots the scales of a language model on a text: see `example_batch` and `plot`.
+    """Plots the scales of a language model on a text, with the arguments of `example_batch` and
+    `plot`.
 
     A model with an argument ``input_ids`` is called as in Hugging Face: ``model(input_ids=...,
     attention_mask=..., labels=...)``, where the labels are the ids, which the model shifts. Other
     models are called as ``model(inputs, labels)``. The loss is the output's ``loss`` or its first
-    tensor without dimensions. The model is not changed.
-
-    Args:
-        backward: whether to run the backward pass.
-        plot_kwargs: arguments of `plot`; the others are those of `example_batch`.
-
-    Raises:
-        ValueError: the output has no loss.
+    tensor without dimensions; ValueError is raised if there is none. The model is not changed.
     """
     inputs, mask, labels = example_batch(
         tokenizer, batch_size, seq_len, dataset_path, dataset_name, text=text

@@ -101,19 +101,15 @@ def checked_constraint(name: str | None) -> str | None:
 
 
 def apply_constraint(constraint_name: str | None, *scales: float) -> tuple[float, ...]:
-    """Applies a constraint to the scales of an op.
+    """Returns as many scales as were given, all equal unless there is no constraint.
 
     Args:
         constraint_name: a key of `CONSTRAINTS`, "" or None.
         scales: the scale of the output, then of each input's gradient.
 
-    Returns:
-        As many scales as were given, all equal unless there is no constraint.
-
     Raises:
         ValueError: the name is unknown, the constraint is for another number of scales
-            ("to_left_grad_scale" with one input), or a geometric or harmonic mean is of scales that
-            differ in sign or are 0.
+            ("to_left_grad_scale" with one input), or as in `gmean`.
 
     >>> apply_constraint("gmean", 2.0, 8.0)
     (4.0, 4.0)

@@ -38,10 +38,6 @@ class FPFormat:
         rounding: "stochastic" or "nearest" (ties to even).
         srbits: the number of random bits of stochastic rounding; 0 means all dropped bits.
 
-    Raises:
-        TypeError: a number of bits is not an int.
-        ValueError: an argument is out of range.
-
     >>> FPFormat(4, 3).max_absolute_value
     240.0
     """

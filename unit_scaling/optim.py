@@ -115,9 +115,8 @@ def scaled_parameters(
 
     Raises:
         ValueError: a group has no learning rate, and the rule is a function or the parameters are
-            not at their initialization (untagged, or of ``unit_scale(init="preserve")``); a
-            parameter has no tags or a type that the rule does not cover; the rule or a kind is
-            unknown; a factor is negative or not finite.
+            not at their initialization; a parameter has no tags or a type that the rule does not
+            cover; the rule or a kind is unknown; a factor is negative or not finite.
 
     >>> from unit_scaling import Linear
     >>> groups = scaled_parameters(Linear(16, 64).parameters(), "muon", lr=0.5)
@@ -394,9 +393,10 @@ def _before_step(opt: Any, args: Any, kwargs: Any) -> None:
     opt._has_stepped = opt._has_stepped or rates != {0.0}
 
 
-def _check_numbers(lr: float | Tensor | None, **others: float) -> None:
-    for name, number in ({} if lr is None else {"lr": lr}).items() | others.items():
-        check_number(name, number)
+def _check_numbers(**numbers: float | Tensor | None) -> None:
+    for name, number in numbers.items():
+        if number is not None:
+            check_number(name, number)
 
 
 class SGD(_UnitScaled, torch.optim.SGD):

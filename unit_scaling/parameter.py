@@ -1,6 +1,7 @@
 """Tagged parameters: plain attributes that say what a parameter is for.
 
-    mup_type: "weight", "bias", "norm" or "output"
+    mup_type: "weight" (a hidden or input matrix), "bias", "norm" (a vector) or "output" (the
+        readout matrix)
     mup_scaling_depth: the number of layers in the parameter's residual stack, or None
     mup_scale: a power of two, about the weight's RMS, that the weight is divided by before a cast
         to FP8 and multiplied by after it; set by `unit_scale(init="preserve")`, otherwise 1
@@ -8,7 +9,7 @@
     mup_stacked: whether the first dimension counts parameters of one shape (the weights of several
         experts), so that a learning rate depends on the others alone
 
-The optimizers of `unit_scaling.optim` set learning rates by all but mup_divisor.
+Learning rates depend on all but mup_divisor.
 
 Tags survive `copy.deepcopy`, `pickle` and `torch.save`, but not the replacement of a parameter
 (``load_state_dict(assign=True)``, ``to_empty`` of a model on the meta device, FSDP2, a
@@ -50,7 +51,6 @@ __all__ = [
     "tags_of",
 ]
 
-#: "weight": a hidden or input matrix. "bias", "norm": a vector. "output": the readout matrix.
 MupType = Literal["weight", "bias", "norm", "output"]
 
 
@@ -65,7 +65,7 @@ class Tags(NamedTuple):
 
 
 class ParameterData(Protocol):
-    """The protocol of a tagged parameter."""
+    """A tagged parameter."""
 
     mup_type: MupType
     mup_scaling_depth: int | None
@@ -108,14 +108,9 @@ def tag(
     mup_divisor: float | None = None,
     mup_stacked: bool | None = None,
 ) -> nn.Parameter:
-    """Tags ``parameter`` in place and returns it.
+    """Tags ``parameter`` in place and returns it; the tags are those of this module.
 
-    Args:
-        mup_type: one of `MupType`.
-        mup_scaling_depth: 1 or more, or None outside a residual stack.
-        mup_scale: a power of two; None keeps the current value.
-        mup_divisor: a positive number; None keeps the current value.
-        mup_stacked: whether the first dimension counts parameters; None keeps the current value.
+    None leaves mup_scale, mup_divisor and mup_stacked as they are.
 
     Raises:
         TypeError: ``parameter`` is not a tensor, or ``mup_scaling_depth`` not an int or None.
@@ -244,10 +239,7 @@ def set_depth(stack: nn.Module, depth: int) -> None:
 
     For stacks of residual layers that are no `DepthSequential` or `DepthModuleList`: call
     ``set_depth(model.blocks, len(model.blocks))`` after `unit_scale`, before making the optimizer.
-
-    Raises:
-        TypeError: ``stack`` is not an `nn.Module`.
-        ValueError: ``depth`` is below 1, or a parameter has no mup_type. Nothing is changed.
+    Raises ValueError for a depth below 1 and a parameter without mup_type.
     """
     check_module("set_depth", stack)
     for parameter, tags in tagged_parameters(stack):

@@ -108,11 +108,8 @@ def scale_fwd(input: Tensor, scale: float) -> Tensor:
     """Returns ``scale * input``; the gradient is propagated unscaled.
 
     Args:
-        input: any shape, floating point.
-        scale: a constant: a number, or a 0-dim tensor that does not require a gradient.
-
-    Returns:
-        The shape and dtype of ``input``; ``input`` itself if the scale is 1.
+        input: any shape, floating point; returned itself if the scale is 1.
+        scale: a constant: a number, or a 0-dim tensor.
 
     Raises:
         ValueError: the scale requires a gradient.

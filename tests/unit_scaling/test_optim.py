@@ -62,12 +62,10 @@ def test_fan_in(shape: tuple[int, ...]):
 
 def test_rules():
     """Recorded from the library this one replaces; the convolution of two dimensions is ours."""
-    conv2d = 60**-0.5
-    adam = [0.25, 0.5, 1, 1, 0.096225, 0.25, conv2d]
-    assert [lr_scale_func_adam(p) for p in parameters()] == pytest.approx(adam, abs=5e-7)
-    assert [lr_scale_func_sgd(None)(p) for p in parameters()] == pytest.approx(adam, abs=5e-7)
-    sgd = [4.0, 8.0, 16, 1, 1.154701, 4.0, 60**0.5]
-    scale = lr_scale_func_sgd("to_output_scale")
+    adam = pytest.approx([0.25, 0.5, 1, 1, 0.096225, 0.25, 60**-0.5], abs=5e-7)
+    assert [lr_scale_func_adam(p) for p in parameters()] == adam
+    assert [lr_scale_func_sgd(None)(p) for p in parameters()] == adam
+    sgd, scale = [4.0, 8.0, 16, 1, 1.154701, 4.0, 60**0.5], lr_scale_func_sgd("to_output_scale")
     assert [scale(p) for p in parameters()] == pytest.approx(sgd, abs=5e-7)
     with pytest.raises(ValueError, match="choose one of None, 'to_output_scale'"):
         lr_scale_func_sgd("gmean")

@@ -20,9 +20,9 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 Watcher = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 #: Functions (the watched function, its body, args, kwargs) -> result that make the call instead of
-#: the body; only the last is used. `unit_scaling.verify`, `track_scales` and `analyse_module` use
-#: them to see the `unit_scaling` functions that a model calls by name. All threads share this list,
-#: which compiled ops guard on: in other threads a watcher makes the call unchanged.
+#: the body; only the last is used. `unit_scaling.verify` and others see the functions that a model
+#: calls by them. All threads share this list, which compiled ops guard on: in other threads a
+#: watcher makes the call unchanged.
 WATCHERS: list[Watcher] = []
 
 

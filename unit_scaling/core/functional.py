@@ -57,10 +57,8 @@ def scale_elementwise(
     grad_input_scale: float,
     constraint: str | None = "to_output_scale",
 ) -> Callable[..., Tensor]:
-    """Returns ``f`` with its output and the gradient of its first argument scaled.
-
-    f: a function of one tensor and settings. constraint: ties the two factors; see
-    `unit_scaling.constraints`.
+    """Returns ``f``, a function of one tensor and settings, with its output and the gradient of its
+    first argument scaled by factors that ``constraint`` ties.
 
     >>> unit_tanh = scale_elementwise(torch.tanh, 1.59, 1.47)
     >>> unit_tanh(torch.tensor([0.0, 100.0]))

@@ -46,7 +46,6 @@ class MHSA(nn.Module):
     there is a ``context_length``: the scale would depend on the number of tokens.
 
     Args:
-        hidden_size: the width of input and output.
         heads: the number of heads, a divisor of ``hidden_size``.
         is_causal: whether each token attends only to itself and earlier ones.
         dropout_p: the dropout probability of attention weights, in training only.

@@ -66,13 +66,10 @@ for _name in ("__setitem__", "__delitem__", "append", "insert", "extend"):
 class DepthSequential(_DepthContainer, nn.Sequential):
     """`torch.nn.Sequential` of residual layers: sets the depth of the parameters inside.
 
-    The mup_scaling_depth of every parameter is multiplied by the number of layers. Containers may
-    be nested: 3 stages of 4 layers have depth 12. The depth is updated by `append`, `extend`,
-    `insert`, `pop`, and assignment and deletion of layers. A slice is a plain `torch.nn.Sequential`
-    of the same layers, which keep their depth.
-
-    Raises:
-        ValueError: a parameter has no tags.
+    The mup_scaling_depth of every parameter is multiplied by the number of layers, also when that
+    changes. Containers may be nested: 3 stages of 4 layers have depth 12. A slice is a plain
+    `torch.nn.Sequential` of the same layers, which keep their depth. Raises ValueError for a
+    parameter without tags.
 
     >>> from unit_scaling import DepthSequential, Linear
     >>> stack = DepthSequential(Linear(8, 8), Linear(8, 8))

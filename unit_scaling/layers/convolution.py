@@ -30,14 +30,9 @@ class _Transposed(Product):
 class Conv1d(_Convolution, nn.Conv1d, op=U.conv1d):
     """`unit_scaling.functional.conv1d` as a module.
 
-    Input is (batch, in_channels, length) or (in_channels, length). The weight is initialised with a
-    standard normal, the bias with zero. There is no bias by default, unlike in torch: the
-    state_dict of a module with one loads with ``bias=True``. Other arguments are those of
+    Input is (batch, in_channels, length) or (in_channels, length). Initial values, ``constraint``,
+    ``weight_mup_type`` and the default of ``bias`` are those of `Linear`, other arguments those of
     `torch.nn.Conv1d`, including padding "same" and "valid". So for the other convolutions.
-
-    Args:
-        constraint: see `Linear`.
-        weight_mup_type: see `Linear`.
     """
 
 

@@ -21,11 +21,6 @@ class Linear(Product, nn.Linear, op=U.linear):
     default, unlike in torch: the state_dict of an `nn.Linear` with one loads with ``bias=True``.
 
     Args:
-        in_features: the size of the input.
-        out_features: the size of the output.
-        bias: whether to add a bias.
-        device: of the parameters.
-        dtype: of the parameters.
         constraint: ties the scales of output and input gradient; None for a layer that no residual
             sum follows.
         weight_mup_type: the tag of the weight.

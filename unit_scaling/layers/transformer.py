@@ -24,11 +24,8 @@ __all__ = ["MLP", "TransformerDecoder", "TransformerLayer", "TransformerStack"]
 class MLP(nn.Module):
     """A gated MLP: ``linear_2(linear_1(x) * silu(linear_gate(x)))``, as in Llama.
 
-    Input and output are (..., hidden_size).
-
-    Args:
-        hidden_size: the width of input and output.
-        expansion_factor: the inner width divided by ``hidden_size``.
+    Input and output are (..., hidden_size). expansion_factor: the inner width divided by
+    ``hidden_size``.
     """
 
     def __init__(self, hidden_size: int, expansion_factor: int = 4) -> None:
@@ -93,13 +90,10 @@ class TransformerLayer(nn.Module):
 
 
 class TransformerStack(DepthSequential):
-    """A stack of transformer layers with residual weights given by a rule.
+    """A stack of transformer layers, of which ``kwargs`` are the arguments.
 
-    Args:
-        layers: the number of layers.
-        residual_scaling: (index, branches) -> tau; by default u-muP's rule. With
-            `unit_scaling.completep_residual_scaling_rule` the parameters have no depth.
-        kwargs: other arguments of `TransformerLayer`.
+    residual_scaling: the rule (index, branches) -> tau of residual weights; by default u-muP's.
+    With `unit_scaling.completep_residual_scaling_rule` the parameters have no depth.
     """
 
     def __init__(
@@ -139,9 +133,6 @@ class TransformerDecoder(nn.Sequential):
     follow nor on whether earlier tokens are in the same call or in a cache.
 
     Args:
-        hidden_size: the width of the layers.
-        vocab_size: the number of tokens.
-        layers: the number of layers.
         residual_scaling: see `TransformerStack`.
         attention: arguments of `MHSA`, such as ``context_length``, the maximum sequence length.
 

@@ -33,7 +33,6 @@ from .generated import CONSTRAINT, described, spellings, unary
 # the exact value at mult = 1. Source: u-muP, arXiv 2407.17465, appendix B.
 _RELU_STD = math.sqrt((1 - 1 / math.pi) / 2)
 _RELU_GRAD_RMS = math.sqrt(1 / 2)
-_LINEAR_STD = 1 / 2
 
 
 def _limit_weight(weight: float, mult: float) -> float:
@@ -46,9 +45,8 @@ def _limit_weight(weight: float, mult: float) -> float:
 
 
 def _gated_scale(weight: float, mult: float, limit: float) -> float:
-    """1/RMS of x * sigmoid-like(mult * x): between x/2 and relu-like as mult grows."""
-    alpha = _limit_weight(weight, mult)
-    return logarithmic_interpolation(alpha, 1 / _LINEAR_STD, 1 / limit)
+    """1/RMS of x * sigmoid-like(mult * x): between x/2, of RMS 1/2, and relu-like as mult grows."""
+    return logarithmic_interpolation(_limit_weight(weight, mult), 2.0, 1 / limit)
 
 
 # Elementwise functions
@@ -228,10 +226,8 @@ def softmax_scales(
     constraint: str | None = "to_output_scale",
     mult: float = 1.0,
 ) -> Scales:
-    """Between n (near uniform) and sqrt(n) as mult grows, with a fitted weight, for n entries.
-
-    The gradient is between n/mult and sqrt(n/mult). Source: u-muP, arXiv 2407.17465, appendix B.
-    """
+    """Between n (near uniform) and sqrt(n) as mult grows, with a fitted weight, for n entries; the
+    gradient between n/mult and sqrt(n/mult). Source: u-muP, arXiv 2407.17465, appendix B."""
     size = input.size(_softmax_dim(input, dim)) if input.ndim else 1
     if size == 0:
         return tie(constraint, output=1.0, input=1.0)

@@ -198,12 +198,8 @@ def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
     multiplied by the branch's weight.
 
     Args:
-        input: any shape, floating point.
         tau: the weight of the branch relative to the skip connection, at least 0, and the same as
             in `residual_add`, which ends the branch.
-
-    Raises:
-        ValueError: tau is negative.
     """
     branch, skip = _weights(tau)
     return scale_each(input, 1.0, branch), scale_each(input, 1.0, skip)
@@ -224,11 +220,6 @@ def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
 
 def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1.0) -> Tensor:
     """Computes ``(tau * fn(input) + input) / sqrt(1 + tau**2)``, unit-scaled in both directions.
-
-    Args:
-        fn: the residual branch.
-        input: any shape, floating point.
-        tau: as in `residual_split`.
 
     >>> residual_apply(torch.relu, torch.tensor([-2.0, 2.0]), tau=1.0)
     tensor([-1.4142,  2.8284])

@@ -71,12 +71,9 @@ def scaled_dot_product_attention(
         value: (..., S, V).
         attn_mask: broadcastable to (..., L, S), boolean or added to the logits; s does not depend
             on it.
-        dropout_p: the probability of dropping an attention weight.
-        is_causal: as in torch; with ``attn_mask``, it only declares the mask causal, which affects
-            s.
+        is_causal: as in torch; with ``attn_mask``, it only declares the mask causal, for s.
         mult: a factor of the logits.
         scale: by default 1/E, as in muP; torch's default is 1/sqrt(E).
-        enable_gqa: query may have a multiple of the heads of key and value, as in torch.
         context_length: the length that s is computed for instead of S, such as the maximum sequence
             length, so that s is the same for all lengths.
 

@@ -30,10 +30,6 @@ def embedding(
 ) -> Tensor:
     """`torch.nn.functional.embedding` with a unit-scaled gradient of the weight.
 
-    The factor is applied to the gradient of the output, not of the weight: it is smaller, the
-    weight gradient may be sparse, and ``max_norm`` changes the weight in place. Other arguments are
-    torch's.
-
     Args:
         input: integers of any shape.
         weight: (rows, width).
@@ -42,10 +38,9 @@ def embedding(
         (*input.shape, width).
     """
     s = embedding_scales(input, weight)
-    output = F.embedding(
-        input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-    )
-    return _scale_gradient(output, s["weight"])
+    settings = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    # Not the weight's gradient, which is larger and may be sparse; max_norm writes to the weight.
+    return _scale_gradient(F.embedding(input, weight, *settings), s["weight"])
 
 
 @compiled_as(lambda output, scale: scale_each(output, 1.0, scale))

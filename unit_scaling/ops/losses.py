@@ -179,18 +179,10 @@ def mse_loss_scales(input: Tensor, target: Tensor) -> Scales:
 mse_loss = _loss_row(
     F.mse_loss,
     mse_loss_scales,
-    """`torch.nn.functional.mse_loss` with a unit-scaled gradient: s times that of the sum.
+    """`torch.nn.functional.mse_loss` with a unit-scaled gradient: s times that of the sum, for
+    "mean" too.
 
-    This holds for "mean" too. Legacy arguments are torch's.
-
-    Args:
-        input: floating point, broadcastable with ``target`` (torch warns if the shapes differ).
-        target: floating point.
-        reduction: "mean", "sum" or "none".
-        weight: multiplies each squared difference.
-
-    Raises:
-        ValueError: the reduction is unknown.
+    Arguments are torch's. Raises ValueError for an unknown reduction.
     """,
 )
 

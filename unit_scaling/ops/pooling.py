@@ -164,10 +164,7 @@ def _three(kind: str) -> list[Callable[..., Any]]:
     return [_pool(kind, dims) for dims in (1, 2, 3)]
 
 
-# These have no return_indices and return one tensor.
-_averages: Callable[[str], list[Callable[..., Tensor]]] = _three
-
-adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = _averages("adaptive_avg_pool")
+adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = _three("adaptive_avg_pool")
 adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = _three("adaptive_max_pool")
-avg_pool1d, avg_pool2d, avg_pool3d = _averages("avg_pool")
+avg_pool1d, avg_pool2d, avg_pool3d = _three("avg_pool")
 max_pool1d, max_pool2d, max_pool3d = _three("max_pool")

@@ -62,7 +62,7 @@ def linear(
     scale_power: ScalePower = SQRT,
     weight_grad_mult: float = 1.0,
 ) -> Tensor:
-    """Computes ``s * (input @ weight.T + bias)``.
+    """Computes ``s * (input @ weight.T + bias)``, (..., out).
 
     Args:
         input: (..., in).
@@ -72,9 +72,6 @@ def linear(
             gradient). With 0.5, an output of uncorrelated terms has RMS 1.
         weight_grad_mult: an additional factor of the gradients of weight and bias, for a layer
             whose output gradient has a known RMS other than 1.
-
-    Returns:
-        (..., out).
     """
     s = linear_scales(input, weight, constraint, scale_power, weight_grad_mult)
     return _linear(input, weight, bias, s)

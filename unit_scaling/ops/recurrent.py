@@ -170,12 +170,6 @@ Args:
     hx: hidden and cell state, each (layers * directions, batch, hidden).
     params: for each layer and direction the weights of input and hidden state and, if
         ``has_biases``, their biases, as in torch.
-    has_biases: whether ``params`` has biases.
-    num_layers: the number of layers.
-    dropout: the probability of dropout between layers, if ``train``.
-    train: whether to apply dropout.
-    bidirectional: whether each layer has a second, reverse direction.
-    batch_first: whether the batch is the first dimension of ``input`` and output.
     weight_factor: whether to scale the gradients of the weights.
 
 Raises:

@@ -31,13 +31,12 @@ _BATCH = _Batch()
 
 @contextmanager
 def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
-    """Declares that an optimizer step sees n times the rows of each call inside the block.
+    """Declares that an optimizer step sees n times the rows of each call inside the block: the
+    gradients of parameters are then those of the whole batch.
 
-    The block applies to forward and backward passes, in the thread that opens it. Gradients of
-    weights, biases, norms and embeddings are then those of the whole batch.
-
-    A loss of unit_scaling propagates the gradient of a *sum* over examples, for
-    ``reduction="mean"`` too, so gradients of several calls or processes must be added:
+    The block applies to forward and backward passes, in the thread that opens it. A loss of
+    unit_scaling propagates the gradient of a *sum* over examples, for ``reduction="mean"`` too, so
+    gradients of several calls or processes must be added:
 
     - accumulation over k calls, ``loss.backward()`` in each without division by k: ``n=k``;
     - DDP or FSDP over w processes, which average: ``n=w, averaged_over=w``;

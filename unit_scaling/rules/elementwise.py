@@ -31,13 +31,13 @@ def unit_scaled(fn: Elementwise) -> Elementwise:
 
     Returns:
         ``scaled(x, *settings, mult=1.0, constraint="to_output_scale", **named)``, which is ``s *
-        fn(mult * x) / mult`` in the shape and dtype of ``fn``. Its first call raises ValueError if
-        the function is not elementwise, is random or constant, is NaN or infinite for possible
-        values of a normal variable (log, sqrt), or if its output or derivative has no finite second
-        moment (1/x, tan), and TypeError if a setting is a tensor.
+        fn(mult * x) / mult`` in the shape and dtype of ``fn``.
 
     Raises:
-        TypeError: ``fn`` is not callable.
+        TypeError: ``fn`` is not callable, or (at a call) a setting is a tensor.
+        ValueError: at the first call: the function is not elementwise, random, constant, NaN or
+            infinite for possible values of a normal variable (log, sqrt), or its output or
+            derivative has no finite second moment (1/x, tan).
 
     >>> snake = unit_scaled(lambda x, a=1.0: x + torch.sin(a * x) ** 2 / a)
     >>> snake(torch.tensor([0.0, 1.0]))

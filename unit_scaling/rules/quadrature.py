@@ -18,8 +18,8 @@ from torch import Tensor
 #: Nodes of a panel; exact for polynomials of degree 31.
 NODES = 16
 
-#: Panels end at the multiples of 1/2 up to this value, beyond which the density is below 1e-196.
-#: Kinks of most activations lie at multiples of 1/2 and cost nothing at mult = 1.
+#: Panels end at the multiples of 1/2 up to this value, beyond which the density is below 1e-196;
+#: there kinks cost nothing.
 REACH = 30.0
 
 #: A panel is accepted once halving it changes no expectation by more than this fraction.

@@ -121,13 +121,7 @@ def find_op(func: Callable[..., Any] | None) -> Op | None:
 
 def tie(constraint: Constraint, **scales: float) -> Scales:
     """Returns the named scales ("output" first) after `apply_constraint`, or those given by a plan.
-
-    The default is a special case that reads no globals: compiled functions guard on everything they
-    read.
-
-    >>> tie("to_output_scale", output=0.5, input=0.25)
-    {'output': 0.5, 'input': 0.5}
-    """
+    The default reads no globals: compiled functions guard on everything they read."""
     if constraint == "to_output_scale":
         return dict.fromkeys(scales, scales["output"])
     if isinstance(constraint, tuple):
@@ -142,9 +136,6 @@ def positional(
 
     names: those that it takes by position, separated by spaces. defaults: values that the op needs
     where the call gives none. renamed: torch's name -> that of the op, or None to leave it out.
-
-    >>> positional("input p train", train="training")(1.0, train=True)
-    {'input': 1.0, 'training': True}
     """
     order = names.split()
 
