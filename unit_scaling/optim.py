@@ -250,7 +250,6 @@ def _by_scale(
 
 
 _TORCHS_EPS = 1e-8
-
 SMALL_EPS = 1e-16
 """The eps of Adam, in place of torch's default of 1e-8, for weights of `unit_scale`. Their
 gradients are the true ones, which a mean over many tokens and classes makes as small as 1e-9; the
@@ -333,8 +332,8 @@ def _grouped_as(opt: _UnitScaled, state_dict: dict[str, Any]) -> dict[str, Any]:
             f"{len(opt._parameters)}"
         )
     saved = {id(p): group for p, group in zip(opt._parameters, groups, strict=True)}
-    for number, parameter in enumerate(opt._parameters):
-        for name, value in state_dict["state"].get(*saved[id(parameter)]["params"], {}).items():
+    for number, (parameter, group) in enumerate(zip(opt._parameters, groups, strict=True)):
+        for name, value in state_dict["state"].get(group["params"][0], {}).items():
             if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                 raise ValueError(
                     f"{name} of parameter number {number} has shape {tuple(value.shape)}, the "
@@ -343,7 +342,7 @@ def _grouped_as(opt: _UnitScaled, state_dict: dict[str, Any]) -> dict[str, Any]:
     result = []
     for number, group in enumerate(opt.param_groups):
         members = [saved[id(parameter)] for parameter in group["params"]]
-        indices = [index for member in members for index in member["params"]]
+        indices = [member["params"][0] for member in members]
         result.append({**group, **_common(members, number), "params": indices})
     return {**state_dict, "param_groups": result}
 
@@ -353,11 +352,8 @@ def _common(groups: list[dict[str, Any]], number: int) -> dict[str, Any]:
     first = {key: value for key, value in groups[0].items() if key not in ("params", "param_names")}
     for key, value in first.items():
         for other in (group.get(key) for group in groups[1:]):
-            if isinstance(value, float | Tensor) and isinstance(other, float | Tensor):
-                same = math.isclose(value, other, rel_tol=1e-6)
-            else:
-                same = value == other
-            if not same:
+            rates = isinstance(value, float | Tensor) and isinstance(other, float | Tensor)
+            if not (math.isclose(value, other, rel_tol=1e-6) if rates else value == other):
                 raise ValueError(
                     f"parameters of group {number} have {key} {value} and {other} in the state_dict"
                 )
