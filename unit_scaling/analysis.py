@@ -102,9 +102,6 @@ def graph_to_dataframe(g: Graph) -> pandas.DataFrame:
         A data frame with columns "layer", "weight tensor" (whether it is a parameter), "direction"
         ("fwd" or "bwd"), "tensor type" ("x", "w", "grad_x" or "grad_w") and `Metrics.full_names`.
         Unknown gradients have missing values.
-
-    Raises:
-        ImportError: pandas is not installed.
     """
     import pandas
 

@@ -29,19 +29,9 @@ mm = bmm = mv = matmul
 baddbmm = addmm
 swiglu = silu_glu
 
-__all__ = sorted(
-    [
-        *OPS,
-        "baddbmm",
-        "bmm",
-        "mm",
-        "mv",
-        "residual_add",
-        "residual_apply",
-        "residual_split",
-        "swiglu",
-    ]
-)
+_OTHERS = "baddbmm bmm mm mv residual_add residual_apply residual_split swiglu"
+
+__all__ = sorted([*OPS, *_OTHERS.split()])
 
 if not _TYPE_CHECKING:
     __getattr__ = _refusing("unit_scaling.functional", _F)

@@ -351,7 +351,8 @@ def _common(groups: list[dict[str, Any]], number: int) -> dict[str, Any]:
     """The settings that ``groups`` have in common; rates may differ by rounding."""
     first = {key: value for key, value in groups[0].items() if key not in ("params", "param_names")}
     for key, value in first.items():
-        for other in (group.get(key) for group in groups[1:]):
+        others: list[Any] = [group.get(key) for group in groups[1:]]
+        for other in others:
             rates = isinstance(value, float | Tensor) and isinstance(other, float | Tensor)
             if not (math.isclose(value, other, rel_tol=1e-6) if rates else value == other):
                 raise ValueError(

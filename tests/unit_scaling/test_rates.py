@@ -117,14 +117,12 @@ def trained(model: nn.Module, opt: torch.optim.Optimizer) -> None:
         opt.step()
 
 
-def test_late_rates_of_many_weights_are_named_once():
+def test_late_rates_are_named_once_if_they_are_many():
     model = unit_scale(Net(positions=100))
     with pytest.warns(OptimizerWarning, match="made before the model's first call") as caught:
         trained(model, AdamW(model.parameters()))
     assert len(caught) == 1
-
-
-def test_late_rates_of_few_weights_and_those_after_the_first_call_are_not_named():
+    trained(model, AdamW(model.parameters()))  # after the first call
     net = Net()
     head = net.head
     del net.head
@@ -133,6 +131,3 @@ def test_late_rates_of_few_weights_and_those_after_the_first_call_are_not_named(
     opt = AdamW(model.parameters())
     trained(model, opt)
     assert [p.shape for p, _ in opt._late._late] == [(4, 16)]
-    model = unit_scale(Net(positions=100))
-    model(torch.randn(2, 4, 16))
-    trained(model, AdamW(model.parameters()))

@@ -1,7 +1,5 @@
-"""Functions that observers of a model see as one call, and whose errors name wrong arguments.
-
-The type of an argument is not checked in advance. After a call fails, its arguments are compared
-with their annotations, and the first mismatch is reported.
+"""Functions that observers of a model see as one call, and whose errors name wrong arguments: after
+a call fails, its arguments are compared with their annotations.
 """
 
 from __future__ import annotations

@@ -140,6 +140,8 @@ class MultiheadAttention(
     """
 
     _ours = (MULT, CONTEXT_LENGTH)
+    mult: float
+    context_length: int | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

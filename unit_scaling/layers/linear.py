@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .. import functional as U
 from ..checks.first_call import check_gradient
+from ..parameter import MupType
 from .scaled import Product
 
 __all__ = ["Linear", "LinearReadout"]
@@ -29,6 +32,21 @@ class Linear(Product, nn.Linear, op=U.linear):
     #: A factor of the parameters' gradients; see `unit_scaling.functional.linear`.
     weight_grad_mult: float = 1.0
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            in_features: int,
+            out_features: int,
+            bias: bool = False,
+            device: Device = None,
+            dtype: torch.dtype | None = None,
+            constraint: str | None = "to_output_scale",
+            weight_mup_type: MupType = "weight",
+        ) -> None: ...
+
+        def forward(self, input: Tensor) -> Tensor: ...
+
 
 class LinearReadout(Linear, op=U.linear_readout):
     """`unit_scaling.functional.linear_readout` as a module: the last layer of a model.
@@ -42,6 +60,6 @@ class LinearReadout(Linear, op=U.linear_readout):
     gradient_seen = False
 
     def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = super().forward(input)
+        output = super().forward(input)
         check_gradient(self, output)
         return output

@@ -55,7 +55,8 @@ class Scaled(nn.Module):
             return
         cls.op = staticmethod(op)
         cls.__doc__ = cls.__doc__ or f"`unit_scaling.functional.{op.__name__}` as a module."
-        known, base = signature(op).parameters, cls.__bases__[-1]
+        known = signature(op).parameters
+        base: Any = cls.__bases__[-1]
         cls._ours = tuple(p for p in cls._ours if p.name in known or p is WEIGHT_MUP_TYPE)
         names = [p.name for p in cls._ours]
         theirs = [

@@ -209,10 +209,7 @@ def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
 def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
     """Computes ``(tau * residual + skip) / sqrt(1 + tau**2)``; gradients are propagated unscaled.
 
-    Args:
-        residual: the output of the branch, broadcastable with ``skip``.
-        skip: the skip connection; see `residual_split`.
-        tau: as in `residual_split`.
+    ``residual`` and ``skip`` start as those of `residual_split`, and may be broadcast.
     """
     a, b = _weights(tau)
     return scale_each(residual, a, 1.0) + scale_each(skip, b, 1.0)

@@ -17,8 +17,8 @@ from ..scale import scale_bwd, scale_output
 
 
 def _average_std(length: int, is_causal: bool) -> float:
-    """The RMS of a uniform average of uncorrelated rows: of all, or of those so far if causal. Row
-    t then averages t values, and the mean square is about log(length)/length."""
+    """The RMS of a uniform average of uncorrelated rows: of all, or of those so far if causal,
+    whose mean square is about log(length)/length."""
     if length <= 1:
         return 1.0
     # log2, which stays symbolic in a graph; with log, each length would be compiled

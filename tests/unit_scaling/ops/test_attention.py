@@ -34,22 +34,17 @@ def qkv(queries: int, keys: int, heads: int = 2, kv_heads: int = 2) -> list[Tens
 def test_attention_to_one_token_returns_its_value():
     q = torch.randn(2, 1, 4)
     assert torch.equal(U.scaled_dot_product_attention(q, q, q, is_causal=True), q)
-    assert ATTENTION.rule(q, q, is_causal=True)["output"] == 1.0
 
 
 def test_attention_scale_and_mult():
     q, k, v = qkv(5, 5)
     scaled = U.scaled_dot_product_attention(q, k, v, scale=0.5, mult=3.0)
     torch.testing.assert_close(scaled, U.scaled_dot_product_attention(q, k, v, mult=3.0 * 0.5 * 4))
-    s = ATTENTION.rule(q, v, scale=0.5)["output"]
-    plain = F.scaled_dot_product_attention(q, k, v, scale=0.5)
-    torch.testing.assert_close(U.scaled_dot_product_attention(q, k, v, scale=0.5), plain * s)
 
 
 def test_a_given_context_length_fixes_the_scale():
     scales = {n: ATTENTION.scales(qkv(n, n), {}, context_length=64)["output"] for n in (1, 5, 64)}
-    assert len(set(scales.values())) == 1
-    assert scales[64] == ATTENTION.scales(qkv(64, 64), {})["output"]
+    assert set(scales.values()) == {ATTENTION.scales(qkv(64, 64), {})["output"]}
     with pytest.raises(ValueError, match="context_length must be 1 or more, got 0"):
         U.scaled_dot_product_attention(*qkv(2, 2), context_length=0)
 
@@ -233,24 +228,6 @@ def test_without_a_context_length_logits_depend_on_the_length():
 def test_numbers_of_heads_that_do_not_divide_are_refused(heads: int, kv_heads: int | None):
     with pytest.raises(ValueError, match=r"heads must divide .*: got 3"):
         uu.MHSA(16, heads, is_causal=True, kv_heads=kv_heads)
-
-
-@each_variant
-def test_attention_module_at_initialisation(variant: str):
-    """Output and gradients of RMS about 1: to a factor of 1.5, as the rule is a measured one.
-
-    With grouped heads the gradients of several queries meet in a value: sqrt(heads / kv_heads).
-    """
-    module = uu.MHSA(256, 4, is_causal=True, **VARIANTS[variant])
-    x = torch.randn(8, 64, 256, requires_grad=True)
-    y = module(x)
-    y.backward(torch.randn_like(y))
-    values = module.linear_qkv.weight.grad[-module.kv_heads * 64 :]  # small for query and key
-    rms = {"output": y, "value": values, "o": module.linear_o.weight.grad}
-    shared = (4 / module.kv_heads) ** 0.5
-    for name, t in rms.items():
-        expected = shared if name == "value" else 1.0
-        assert expected / 1.5 < t.square().mean().sqrt() < expected * 1.5, name
 
 
 # --- MultiheadAttention --------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Learns the plan of a call: records one copy of the model, then measures a second one.
 
 Both copies run forward only, share the model's parameters and have their own buffers. They have no
-hooks of a user, unless the forward fails without. What they write into parameters is undone, and random states are restored.
+hooks of a user, unless the forward fails without. What they write into parameters is undone, and
+random states are restored.
 """
 
 from __future__ import annotations
