@@ -138,7 +138,6 @@ each_row_with_parameters = pytest.mark.parametrize(
 def test_device_and_dtype(plain: type[nn.Module]):
     args, kwargs, inputs = EXAMPLES[plain]
     ours = MODULES[plain](*args, **kwargs, dtype=torch.float64)
-    assert all(p.dtype == torch.float64 for p in ours.parameters())
     inputs = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs]
     output = ours(*inputs)
     assert (output if isinstance(output, Tensor) else output[0]).dtype == torch.float64
@@ -179,12 +178,6 @@ def test_gradients_of_parameters_follow_the_batch(plain: type[nn.Module]):
     with uu.batch_multiplier(9):
         after = gradients(ours, inputs)
     torch.testing.assert_close(after, {name: g / 3 for name, g in before.items()})
-
-
-def test_every_module_with_a_counterpart_is_in_the_table():
-    named = {name: getattr(uu.modules, name) for name in uu.modules.__all__ if name != "MODULES"}
-    pairs = ((getattr(nn, name, None), ours) for name, ours in named.items())
-    assert {plain: ours for plain, ours in pairs if plain and issubclass(ours, plain)} == MODULES
 
 
 @pytest.mark.sampled(3)
