@@ -138,12 +138,9 @@ def test_what_it_does_not_have():
         with pytest.raises(ValueError, match=rf"torchao has no .* for recipe '{name}'; it has"):
             torchao.ao_config(name)
     stochastic = Cast(format="e4m3", scaling="tensor", rounding="stochastic")
-    for own in (
-        dataclasses.replace(RECIPES["tensor"], name="own", saved_activations=Cast(format="e4m3")),
-        Recipe(name="own", input=stochastic, weight=stochastic, grad=stochastic),
-    ):
-        with pytest.raises(ValueError, match="no configuration for recipe 'own'"):
-            torchao.ao_config(own)
+    own = Recipe(name="own", input=stochastic, weight=stochastic, grad=stochastic)
+    with pytest.raises(ValueError, match="no configuration for recipe 'own'"):
+        torchao.ao_config(own)
 
 
 @pytest.mark.parametrize("backend", ["simulate", "torchao"])

@@ -4,7 +4,6 @@ Inputs that are not standard normal matrices, and statistics that a rule leaves 
 are listed in calls.py.
 """
 
-import dataclasses
 import functools
 import inspect
 import math
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import fp8
 import unit_scaling.functional as U
 from tests.unit_scaling.ops.calls import (
     FITTED,
