@@ -426,6 +426,7 @@ def test_a_loss_that_follows_another_one_is_warned_of():
         uu.verify(model, x, loss=lambda y: 1e-4 * F.cross_entropy(y, labels))
 
 
+@pytest.mark.filterwarnings("ignore:the RMS of:fp8.warnings.ScaleWarning")
 def test_a_gradient_is_judged_at_the_scale_that_it_is_cast_at():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
