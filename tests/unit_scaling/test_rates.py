@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from fp8.warnings import OptimizerWarning
 from tests.unit_scaling.test_optim import each_optimizer
 from unit_scaling.optim import SGD, AdamW
 from unit_scaling.rules.rates import default_rate
@@ -84,7 +83,6 @@ def test_a_rate_of_zero_for_a_kind_that_changes_is_refused():
         opt.step()
 
 
-@pytest.mark.filterwarnings("ignore:.* was made before:fp8.warnings.OptimizerWarning")
 @each_optimizer
 def test_an_optimizer_made_before_the_first_call_takes_the_steps_of_one_made_after(cls):
     """Under a schedule, and after its state was loaded, too."""
@@ -109,25 +107,3 @@ def test_an_optimizer_made_before_the_first_call_takes_the_steps_of_one_made_aft
             early.load_state_dict(copy.deepcopy(early.state_dict()))
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)  # Adam's eps is that of the group
-
-
-def trained(model: nn.Module, opt: torch.optim.Optimizer) -> None:
-    for _ in range(2):
-        model(torch.randn(2, 4, 16)).square().mean().backward()
-        opt.step()
-
-
-def test_late_rates_are_named_once_if_they_are_many():
-    model = unit_scale(Net(positions=100))
-    with pytest.warns(OptimizerWarning, match="made before the model's first call") as caught:
-        trained(model, AdamW(model.parameters()))
-    assert len(caught) == 1
-    trained(model, AdamW(model.parameters()))  # after the first call
-    net = Net()
-    head = net.head
-    del net.head
-    net.head = head  # the last layer, which is the readout: the positions alone are found late
-    model = unit_scale(net)
-    opt = AdamW(model.parameters())
-    trained(model, opt)
-    assert [p.shape for p, _ in opt._late._late] == [(4, 16)]

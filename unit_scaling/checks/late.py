@@ -16,11 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8.warnings import OptimizerWarning, warn_once
-
-SHARE = 0.1
-"""The share of an optimizer's numbers, of which a step needs a copy, from which it is reported."""
-
 
 class LateRates:
     """The parameters of an optimizer whose tags have changed. tags: reads those of a parameter.
@@ -40,21 +35,20 @@ class LateRates:
         """Compares the tags of added parameters, and copies what the step is multiplied of."""
         for parameter, then in self._added:
             now = self._tags(parameter)
-            if now._replace(mup_divisor=then.mup_divisor) != then:
-                old, new = (
-                    self._rate(SimpleNamespace(**tags._asdict(), shape=parameter.shape))
-                    for tags in (then, now)
+            if now._replace(mup_divisor=then.mup_divisor) == then:
+                continue
+            old, new = (
+                self._rate(SimpleNamespace(**tags._asdict(), shape=parameter.shape))
+                for tags in (then, now)
+            )
+            if old == 0.0 != new:
+                raise ValueError(
+                    f"{type(optimizer).__name__} was made before the model's first call, which has "
+                    f"found another kind for a parameter of shape {tuple(parameter.shape)} whose "
+                    "learning rate is 0: make it after that call"
                 )
-                if old == 0.0 != new:
-                    raise ValueError(
-                        f"{type(optimizer).__name__} was made before the model's first call, which "
-                        f"has found another kind for a parameter of shape {tuple(parameter.shape)} "
-                        f"whose learning rate is 0: make it after that call"
-                    )
-                if old != new:
-                    self._late.append((parameter, new / old))
-        if self._added and self._late:
-            self._warn(optimizer)
+            if old != new:
+                self._late.append((parameter, new / old))
         self._added.clear()
         self._before = [parameter.detach().clone() for parameter, _ in self._late]
 
@@ -64,18 +58,3 @@ class LateRates:
         for (parameter, factor), before in zip(self._late, self._before, strict=False):
             parameter.copy_(torch.lerp(before, parameter, factor))
         self._before = []
-
-    def _warn(self, optimizer: torch.optim.Optimizer) -> None:
-        total = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-        if sum(parameter.numel() for parameter, _ in self._late) <= SHARE * total:
-            return
-        name = type(optimizer).__name__
-        warn_once(
-            OptimizerWarning,
-            f"{name} was made before the model's first call, which has found another kind, depth "
-            f"or scale for {len(self._late)} parameters (unit_scaling.report lists them). Their "
-            "steps are corrected, with a copy of them at each step. To save that, call the model "
-            f"once before {name} is made",
-            about=optimizer,
-            key="tags",
-        )
