@@ -20,7 +20,7 @@ LAYERS = {
     """,
     "unit_scaling.transforms": """
         state graph_break install record compile plan folding run
-        simulate utils unit_scale preflight transformed inspect verify track_scales
+        simulate utils unit_scale preflight verify track_scales
     """,
 }
 

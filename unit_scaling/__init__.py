@@ -32,7 +32,7 @@ from .parameter import MupType, Parameter
 from .rules.batch import batch_multiplier
 from .rules.elementwise import unit_scaled
 from .transforms import fold, report, verify
-from .transforms.transformed import plan
+from .transforms.unit_scale import plan
 from .version import __version__
 
 if not TYPE_CHECKING:

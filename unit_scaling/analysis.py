@@ -21,9 +21,12 @@ from fp8.common.step import find_loss
 from fp8.common.validation import check_whole
 from fp8.formats.format import FORMATS
 
-from .transforms.inspect.metrics import Metrics
-from .transforms.inspect.prune import prune_non_float_tensors, prune_same_scale_tensors
-from .transforms.track_scales import track_scales
+from .transforms.track_scales import (
+    Metrics,
+    prune_non_float_tensors,
+    prune_same_scale_tensors,
+    track_scales,
+)
 
 if TYPE_CHECKING:
     import pandas

@@ -19,9 +19,8 @@ from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
 
 from . import functional
-from .transforms.inspect.metrics import Metrics
 from .transforms.record.copies import deep_copy
-from .transforms.track_scales import Track
+from .transforms.track_scales import Metrics, Track
 
 __all__ = ["ScalePair", "ScaleTracker", "ScaleTrackingInterpreter", "analyse_module"]
 

@@ -332,6 +332,14 @@ class Kind:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
+@torch.no_grad()
+def moved(model: nn.Module) -> nn.Module:
+    """With weights that are not those of the start."""
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
 def loss_of(model: Any, x: Tensor) -> Tensor:
     """The loss that a model returns, or the distance of its result from a fixed one."""
     torch.manual_seed(0)

@@ -20,6 +20,10 @@ from unit_scaling.transforms.install import find_scope
 from unit_scaling.transforms.run.transform import UnitScale
 
 
+# torch's own, once a process
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse (invariant checks|CSR):UserWarning")
+
+
 def outcome(use: Use, model: nn.Module) -> dict[str, Tensor]:
     """What a use returns, and all gradients that it leaves."""
     torch.manual_seed(1)

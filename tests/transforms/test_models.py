@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import unit_scaling as uu
 from tests.transforms.gradients import check_true, gradients
-from tests.transforms.models import KINDS, loss_of
+from tests.transforms.models import KINDS, loss_of, moved
 from unit_scaling.transforms import ModelPlan, simulate_fp8, unit_scale
 
 every_kind = pytest.mark.parametrize("name", KINDS)
@@ -22,14 +22,6 @@ every_kind = pytest.mark.parametrize("name", KINDS)
 def plain(name: str) -> nn.Module:
     torch.manual_seed(0)
     return KINDS[name].make().double()
-
-
-@torch.no_grad()
-def moved(model: nn.Module) -> nn.Module:
-    """With weights that are not those of the start."""
-    for parameter in model.parameters():
-        parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
 
 
 def losses(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -128,6 +120,7 @@ def test_compiled(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:cdist stays in high precision:fp8.warnings.RecipeWarning")
+@pytest.mark.proves("unit-scaling", "simulate_fp8(model)", how="own")
 @every_kind
 def test_it_learns_at_unit_scale_in_fp8(name: str) -> None:
     """Each operand is cast at an RMS in [1/4, 4], and each gradient near that of the first call at

@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 from torch.nn import functional as F
 
+from tests.transforms.models import Net
 from unit_scaling.transforms import compile, simulate_fp8, unit_scale
 from unit_scaling.transforms.utils import (
     apply_transform,
@@ -60,9 +61,10 @@ def test_apply_transform():
     torch.testing.assert_close(
         apply_transform(once, replacing(1, 1))(x), expected(model, x, F.silu)
     )
-    y = twice(x)
-    y.sum().backward()
+    twice(x).sum().backward()
     assert twice[0].weight.grad is not None
+    for both in (compile(once), apply_transform(compile(model), replacing(F.relu, F.silu))):
+        torch.testing.assert_close(both(x), expected(model, x, F.silu))  # compiled last
 
 
 def test_with_the_other_transforms():
@@ -83,16 +85,6 @@ def test_with_the_other_transforms():
             seen.clear()
 
 
-def test_compile_comes_last():
-    torch._dynamo.reset()
-    x, model = torch.randn(3, 4), net()
-    for both in (
-        compile(apply_transform(model, replacing(F.relu, F.silu))),
-        apply_transform(compile(model), replacing(F.relu, F.silu)),
-    ):
-        torch.testing.assert_close(both(x), expected(model, x, F.silu))
-
-
 def test_a_backend_in_between_must_return_a_graph():
     torch._dynamo.reset()
     model = apply_transform(net(), lambda graph, inputs: graph.forward)
@@ -107,13 +99,10 @@ def helper(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_functions_that_stay_one_call():
-    class Calls(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return helper(x)
-
     torch._dynamo.reset()
     seen: list[Any] = []
-    apply_transform(Calls(), replacing(None, None, seen), [helper])(torch.ones(2))
+    model = Net(lambda m, x: helper(x))
+    apply_transform(model, replacing(None, None, seen), [helper])(torch.ones(2))
     assert helper in seen
     assert F.relu not in seen
 

@@ -172,6 +172,61 @@ for _name, _loss in INSIDE.items():
     USES[f"inside, {_name}"] = Use(made_of(_loss), lambda m, x: m(x).backward(), graph=True)
 
 
+extension = own(
+    lambda x, w: torch.from_numpy(x.detach().numpy() @ w.detach().numpy().T),
+    lambda g, x, w: (g @ w, g.mT @ x),
+)
+sign = own(torch.sign, lambda g, x: g * (x.abs() < 1))
+
+
+def written_views(m: Any, x: Tensor) -> Tensor:
+    y, buffer = m.up(x), x.new_zeros(len(x), HIDDEN)
+    buffer[:, :IN].add_(3 * y[:, :IN])
+    buffer[:, IN:].copy_(y[:, IN:].sin())
+    return buffer
+
+
+def ensemble(m: Any, x: Tensor) -> Tensor:
+    weights = torch.stack([m.weight, m.weight.sin()])
+    return vmap(lambda w: torch.tanh(hidden(m, x) @ w))(weights).mean(0)
+
+
+EDGES = torch.stack([torch.arange(16) % ROWS, torch.arange(16) * 5 % ROWS])
+
+
+def sparse(values: Tensor) -> Tensor:
+    """A graph of the rows."""
+    return torch.sparse_coo_tensor(EDGES, values, (ROWS, ROWS)).coalesce()
+
+
+def attention_of_a_graph(m: Any, x: Tensor) -> Tensor:
+    h = hidden(m, x)
+    scores = sparse((h[EDGES[0]] * h[EDGES[1]]).sum(-1))
+    return torch.sparse.mm(torch.sparse.softmax(scores, 1), h)
+
+
+def learned_graph(m: Any, x: Tensor) -> Tensor:
+    edges = sparse(m.weight[0])
+    return torch.sparse.mm(edges, edges).to_dense() @ hidden(m, x)
+
+
+#: What no call shows, or a rule is not for.
+UNSEEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "kernel of an extension": lambda m, x: extension(hidden(m, x), m.weight).tanh(),
+    "sign": lambda m, x: sign(m.up(x)),
+    "sign of a weight": lambda m, x: F.linear(hidden(m, x), sign(10 * m.weight)),
+    "writes into views": written_views,
+    "vmap of a part": ensemble,
+    "sparse, squared": lambda m, x: (
+        ((csr := sparse(torch.ones(16, dtype=x.dtype)).to_sparse_csr()) @ csr) @ hidden(m, x)
+    ),
+    "sparse, learned": learned_graph,
+    "sparse, scores": attention_of_a_graph,
+}
+for _name, _of in UNSEEN.items():
+    USES[f"unseen, {_name}"] = Use(made_of(lambda m, x, of=_of: m.down(of(m, x))), step)
+
+
 # Hooks
 
 

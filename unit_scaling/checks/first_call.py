@@ -7,6 +7,7 @@ is divided by the batch size. Compiled calls are not checked.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -93,12 +94,11 @@ def _outermost() -> nn.Module | None:
 
 def _rms_outside(module: nn.Module) -> float | None:
     """The RMS of the module's first weight that is far from 1."""
-    for parameter in module.parameters(recurse=False):
-        kind = getattr(parameter, "mup_type", "")
-        if kind in ("weight", "output") and parameter.dim() > 1 and parameter.numel() >= _FEW:
-            rms = known_rms(parameter)
-            if rms is not None and not is_near_one(rms):
-                return rms
+    for p in module.parameters(recurse=False):
+        weight = getattr(p, "mup_type", "") in ("weight", "output") and p.dim() > 1
+        rms = known_rms(p) if weight and p.numel() >= _FEW else None
+        if rms is not None and not is_near_one(rms):
+            return rms
     return None
 
 
@@ -109,19 +109,16 @@ def is_near_one(rms: float | None) -> bool:
 
 def known_rms(tensor: Tensor) -> float | None:
     """The RMS; None if it is zero or unknown (meta tensors, sharded tensors, inside vmap)."""
-    if type(tensor) not in (Tensor, nn.Parameter):
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
-    try:
-        return in_own_thread(_rms, tensor)
-    except RuntimeError:  # no values inside torch.func transforms
-        return None
+    with suppress(RuntimeError):  # no values inside torch.func transforms
+        norm: float = in_own_thread(_norm, tensor)
+        return norm * tensor.numel() ** -0.5 or None
+    return None
 
 
-def _rms(tensor: Tensor) -> float | None:
-    if tensor.is_meta or not tensor.numel():
-        return None
-    norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).item()
-    return norm * tensor.numel() ** -0.5 or None
+def _norm(tensor: Tensor) -> float:
+    return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).item()
 
 
 @eager_only()
@@ -130,9 +127,8 @@ def check_gradient(owner: Any, output: Tensor) -> None:
 
     owner: its attribute ``gradient_seen`` says whether this was done; it is set here.
     """
-    if owner.gradient_seen or not (output.requires_grad and output.dim()):
-        return
-    if not torch.is_grad_enabled() or in_shape_inference():
+    recorded = output.requires_grad and output.dim() > 0 and torch.is_grad_enabled()
+    if owner.gradient_seen or not recorded or in_shape_inference():
         return
 
     @eager_only()

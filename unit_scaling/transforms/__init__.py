@@ -4,13 +4,16 @@ from fp8.common.report import Report
 
 from . import utils
 from .compile import compile
-from .inspect.metrics import Metrics
-from .inspect.prune import prune_non_float_tensors, prune_same_scale_tensors, prune_selected_nodes
 from .plan.plan import ModelPlan
 from .simulate import simulate_format, simulate_fp8
-from .track_scales import track_scales
-from .transformed import fold, report
-from .unit_scale import unit_scale
+from .track_scales import (
+    Metrics,
+    prune_non_float_tensors,
+    prune_same_scale_tensors,
+    prune_selected_nodes,
+    track_scales,
+)
+from .unit_scale import fold, report, unit_scale
 from .verify import Verification, verify
 
 __all__ = [

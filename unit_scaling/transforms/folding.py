@@ -24,14 +24,8 @@ from torch import Tensor
 
 from ..rules.table import find_op
 from .plan.plan import Step, Tie
-from .record.calls import CallNode, Input
-from .record.kinds import (
-    ATTENTION,
-    PRODUCTS,
-    RECURRENT,
-    TRANSPARENT,
-    is_added,
-)
+from .record.calls import CallNode, Slot
+from .record.kinds import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT, is_added
 from .record.values import has_scale
 
 Ratio = dict[str, float]
@@ -82,78 +76,10 @@ def find_ties(
         except Exception as error:  # arguments that no rule covers; fold names them
             ties.append(Tie((), 1.0, node.path, node.name, str(error)))  # without a solution
             ratios.append({})
-    result = _Call(CallNode(None, "output"), Step(), [], [], [], ties)
+    result = _Call(CallNode(None, "output"), "", [], ties)
     for index in outputs:
-        result.one(ratios[index], "the results are those of the plain model")
+        result.tie(ratios[index], "the results are those of the plain model")
     return tuple(ties)
-
-
-def _plus(*ratios: Ratio, times: float = 1.0) -> Ratio:
-    result: Ratio = {}
-    for ratio in ratios:
-        for name, value in ratio.items():
-            result[name] = result.get(name, 0.0) + times * value
-    return {name: value for name, value in result.items() if value or not name}
-
-
-def _log(factor: float) -> Ratio:
-    return {"": math.log2(factor)} if factor != 1 else {}
-
-
-@dataclass
-class _Call:
-    """A call with the ratios of its tensors. ties: where its equations go."""
-
-    node: CallNode
-    step: Step
-    inputs: list[Input]
-    tensors: list[Tensor]
-    ratios: list[Ratio]
-    ties: list[Tie]
-
-    @property
-    def kind(self) -> str:
-        return self.node.kind or self.node.name.strip("_")
-
-    def tie(self, a: Ratio, b: Ratio, why: str, soft: str = "") -> None:
-        """Adds the equation that two ratios are equal. soft: as in `Tie`."""
-        difference = _plus(a, _plus(b, times=-1))
-        constant = difference.pop("", 0.0)
-        if difference or abs(constant) > 1e-9:
-            terms = tuple(difference.items())
-            self.ties.append(Tie(terms, constant, self.node.path, self.node.name, why, soft))
-
-    def one(self, ratio: Ratio, why: str) -> None:
-        self.tie(ratio, {}, why)
-
-    def near_one(self, ratio: Ratio) -> None:
-        """A norm adds its eps to squares: the error is least if the ratio of its input is 1."""
-        self.tie(ratio, {}, "its eps", "norm")
-
-    def equal(self) -> Ratio:
-        first, *others = sorted(self.ratios, key=len)
-        for other in others:
-            self.tie(other, first, "its terms have one ratio")
-        return first
-
-    def first(self) -> Ratio:
-        return self.ratios[0]
-
-    def named(self) -> dict[str, Ratio]:
-        op = find_op(self.node.function)
-        assert op is not None
-        by_id = {id(t): r for t, r in zip(self.tensors, self.ratios, strict=True)}
-        given = op.bind(self.node.args, self.node.kwargs, self.node.function)
-        return {n: by_id[id(v)] for n, v in given.items() if id(v) in by_id}
-
-    def numbers(self) -> list[float]:
-        """The numbers among the arguments that values are added to, compared with or filled
-        with."""
-        if self.kind in _MOVED:
-            return []
-        named = (v for name, v in self.node.kwargs.items() if name != "alpha")
-        values = [*self.node.args, *named]
-        return [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
 
 
 def _ratio(
@@ -168,20 +94,81 @@ def _ratio(
         return {} if node.value.parameter is None else {node.value.parameter: -1.0}
     if node.kind.removeprefix("new_").removesuffix("_like") in ("zeros", "empty"):
         return {f"{ZEROS}{len(ratios)}": 1.0}
-    factors = dict(zip([i.slot for i in node.inputs], step.terms, strict=False))
-    given = node.tensors
-    used = [i for i in node.inputs if has_scale(given[i.slot])]
-    call = _Call(node, step, used, [given[i.slot] for i in used], [], ties)
-    for i, tensor in zip(used, call.tensors, strict=True):
-        statistics = buffers.get(id(tensor)) if node.kind in _NORMS else None
-        own = ratios[i.node] if statistics is None else {statistics: -1.0}
-        call.ratios.append(_plus(own, _log(factors.get(i.slot, 1.0))))
     if step.op == "replace":
         raise ValueError("it is replaced, by a function that the plain model does not call")
     if node.kind in RECURRENT:
         raise ValueError("its factors lie between the steps of the recurrence")
-    rule = _RULES.get(call.kind, _fixed) if used else _fixed
+    weights = dict(zip([i.slot for i in node.inputs], step.terms, strict=False))
+    call = _Call(node, node.kind or node.name.strip("_"), [], ties)
+    tensors = node.tensors
+    for i in node.inputs:
+        tensor = tensors[i.slot]
+        if has_scale(tensor):
+            statistics = buffers.get(id(tensor)) if node.kind in _NORMS else None
+            ratio = ratios[i.node] if statistics is None else {statistics: -1.0}
+            ratio = _plus(ratio, _log(weights.get(i.slot, 1.0)))
+            call.terms.append(_Term(i.slot, tensor, ratio))
+    rule = _RULES.get(call.kind, _fixed) if call.terms else _fixed
     return _plus(rule(call), _log(step.factor))
+
+
+def _plus(*ratios: Ratio, times: float = 1.0) -> Ratio:
+    result: Ratio = {}
+    for ratio in ratios:
+        for name, value in ratio.items():
+            result[name] = result.get(name, 0.0) + times * value
+    return {name: value for name, value in result.items() if value or not name}
+
+
+def _log(factor: float) -> Ratio:
+    return {"": math.log2(factor)} if factor != 1 else {}
+
+
+class _Term(NamedTuple):
+    """A tensor among the arguments of a call."""
+
+    slot: Slot
+    tensor: Tensor
+    ratio: Ratio
+
+
+@dataclass
+class _Call:
+    """A call with its tensors. ties: where its equations go."""
+
+    node: CallNode
+    kind: str
+    terms: list[_Term]
+    ties: list[Tie]
+
+    @property
+    def ratios(self) -> list[Ratio]:
+        return [term.ratio for term in self.terms]
+
+    def tie(self, ratio: Ratio, why: str, other: Ratio | None = None, soft: str = "") -> None:
+        """Adds the equation that two ratios are equal, or that one is 1. soft: as in `Tie`."""
+        difference = _plus(ratio, _plus(other or {}, times=-1))
+        constant = difference.pop("", 0.0)
+        if difference or abs(constant) > 1e-9:
+            terms = tuple(difference.items())
+            self.ties.append(Tie(terms, constant, self.node.path, self.node.name, why, soft))
+
+    def named(self) -> dict[str, Ratio]:
+        """The ratios by the names of the arguments."""
+        op = find_op(self.node.function)
+        assert op is not None
+        by_id = {id(term.tensor): term.ratio for term in self.terms}
+        arguments = op.bind(self.node.args, self.node.kwargs, self.node.function)
+        return {name: by_id[id(v)] for name, v in arguments.items() if id(v) in by_id}
+
+    def numbers(self) -> list[float]:
+        """The numbers among the arguments that values are added to, compared with or filled
+        with."""
+        if self.kind in _MOVED:
+            return []
+        named = (v for name, v in self.node.kwargs.items() if name != "alpha")
+        values = [*self.node.args, *named]
+        return [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
 
 
 # Rules
@@ -190,69 +177,75 @@ def _ratio(
 def _fixed(call: _Call) -> Ratio:
     if call.node.value.floating:
         for ratio in call.ratios:
-            call.one(ratio, "it is not homogeneous: the ratio of its argument is 1")
+            call.tie(ratio, "it is not homogeneous: the ratio of its argument is 1")
     return {}
 
 
+def _first(call: _Call) -> Ratio:
+    return call.terms[0].ratio
+
+
 def _same(call: _Call) -> Ratio:
-    if call.kind in ("max", "min") and len(call.ratios) == 1:
-        return call.first()
-    ratio = call.equal()
+    if call.kind in ("max", "min") and len(call.terms) == 1:
+        return _first(call)
+    first, *others = sorted(call.ratios, key=len)
+    for other in others:
+        call.tie(other, "its terms have one ratio", first)
     bounds = call.numbers()
     if any(0 < abs(n) <= SMALL for n in bounds):
-        call.near_one(ratio)
+        call.tie(first, "its eps", soft="norm")
     if any(SMALL < abs(n) < MASKED for n in bounds):
-        call.one(ratio, "a number is added or compared: the ratio of the other term is 1")
-    return ratio
+        call.tie(first, "a number is added or compared: the ratio of the other term is 1")
+    return first
 
 
 def _product(call: _Call) -> Ratio:
-    added = next((n for n, i in enumerate(call.inputs) if is_added(call.kind, i.slot)), None)
-    ratios = [ratio for n, ratio in enumerate(call.ratios) if n != added]
-    result = _plus(*ratios)
-    call.tie(ratios[0], {}, "", "input")
-    if added is not None:
-        call.tie(call.ratios[added], result, "its bias has the ratio of its output")
+    added = [term.ratio for term in call.terms if is_added(call.kind, term.slot)]
+    factors = [term.ratio for term in call.terms if not is_added(call.kind, term.slot)]
+    result = _plus(*factors)
+    call.tie(factors[0], "", soft="input")
+    for ratio in added:
+        call.tie(ratio, "its bias has the ratio of its output", result)
     return result
 
 
 def _attention(call: _Call) -> Ratio:
-    given = call.named()
-    call.one(_plus(given["query"], given["key"]), "the ratios of its queries and keys cancel")
-    call.tie(given["query"], {}, "", "input")
-    call.one(given.get("attn_mask", {}), "its mask has the ratio 1")
-    return given["value"]
+    named = call.named()
+    call.tie(_plus(named["query"], named["key"]), "the ratios of its queries and keys cancel")
+    call.tie(named["query"], "", soft="input")
+    call.tie(named.get("attn_mask", {}), "its mask has the ratio 1")
+    return named["value"]
 
 
 def _normalize(call: _Call) -> Ratio:
-    call.near_one(call.first())
+    """A norm adds its eps to squares: the error is least if the ratio of its input is 1."""
+    call.tie(_first(call), "its eps", soft="norm")
     return {}
 
 
 def _norm(call: _Call) -> Ratio:
-    given = call.named()
-    x = given["input"]
-    call.near_one(x)
+    named = call.named()
+    x = named["input"]
+    call.tie(x, "its eps", soft="norm")
     for name, power in (("running_mean", 1.0), ("running_var", 2.0)):
-        own = _plus(x, times=power)
-        call.tie(given.get(name, own), own, f"its {name} has the ratio of its input")
-    weight = given.get("weight", {})
-    call.tie(given.get("bias", weight), weight, "its bias has the ratio of its gain")
+        wanted = _plus(x, times=power)
+        call.tie(named.get(name, wanted), f"its {name} has the ratio of its input", wanted)
+    weight = named.get("weight", {})
+    call.tie(named.get("bias", weight), "its bias has the ratio of its gain", weight)
     return weight
 
 
 def _div(call: _Call) -> Ratio:
-    divisor = (0,) if call.node.name.startswith("__r") else (1,)
-    signs = [-1.0 if i.slot in (divisor, ("other",)) else 1.0 for i in call.inputs]
-    return _plus(*(_plus(r, times=s) for r, s in zip(call.ratios, signs, strict=True)))
+    divisors = ((0,) if call.node.name.startswith("__r") else (1,), ("other",))
+    return _plus(*(_plus(t.ratio, times=-1.0 if t.slot in divisors else 1.0) for t in call.terms))
 
 
 def _pow(call: _Call) -> Ratio:
     numbers = call.numbers()
-    if len(call.ratios) > 1:
-        numbers = [float(t) for t in call.tensors[1:] if t.numel() == 1]
+    if len(call.terms) > 1:
+        numbers = [float(term.tensor) for term in call.terms[1:] if term.tensor.numel() == 1]
     base = isinstance(call.node.args[0], Tensor) and not call.node.name.startswith("__r")
-    return _plus(call.first(), times=numbers[0]) if numbers and base else _fixed(call)
+    return _plus(_first(call), times=numbers[0]) if numbers and base else _fixed(call)
 
 
 _FIRST = (
@@ -272,12 +265,12 @@ _RULES: dict[str, Callable[[_Call], Ratio]] = {
         (_div, ["div"]),
         (_pow, ["pow"]),
         (_normalize, ["normalize"]),
-        (lambda call: _plus(call.first(), times=_POWERS[call.kind]), _POWERS),
+        (lambda call: _plus(_first(call), times=_POWERS[call.kind]), _POWERS),
         (_norm, _NORMS),
         (_product, [*PRODUCTS, *"outer dot vdot inner multi_dot chain_matmul".split()]),
         (_attention, ATTENTION),
         (_same, _EQUAL),
-        (_Call.first, [*TRANSPARENT, *_FIRST]),
+        (_first, [*TRANSPARENT, *_FIRST]),
         (
             lambda _: {},
             "ones ones_like new_ones full full_like new_full new_tensor sign sgn argmax argmin "
@@ -293,9 +286,6 @@ _RULES: dict[str, Callable[[_Call], Ratio]] = {
 
 _TOLERANCE = 1e-6
 """Of log2 values; factors are products of float64 numbers."""
-
-_NAMED = 5
-"""The maximum number of calls that an error names."""
 
 
 class Folded(NamedTuple):
@@ -361,8 +351,8 @@ def _eliminate(tie: Tie, known: dict[str, Ratio]) -> bool:
 def _refusal(against: list[Tie]) -> str:
     named = (f"{tie.call} in {tie.path or 'the model itself'} ({tie.why})" for tie in against)
     calls = list(dict.fromkeys(named))
-    some = "; ".join(calls[:_NAMED])
-    more = f"; and {len(calls) - _NAMED} more" if len(calls) > _NAMED else ""
+    some = "; ".join(calls[:5])
+    more = f"; and {len(calls) - 5} more" if len(calls) > 5 else ""
     return (
         "the weights of the plain model cannot hold the factors of unit_scale at: "
         f"{some}{more}. Keep the unit-scaled model, or use init='preserve', which has no factors"

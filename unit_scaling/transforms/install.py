@@ -39,11 +39,11 @@ Given = tuple[Args, Kwargs]
 
 
 class Scope:
-    """One transform of one model. By default it wraps nothing, and only marks the model. order:
-    scopes are entered in ascending order. path: the names of the modules that are running in this
-    thread, outermost first; empty while the transform is not active. each: whether every module
-    runs through the scope, not the outermost one alone. named: whether ``path`` has the names of
-    inner modules too. skips: whether its mode does nothing in modules of `_WITHOUT_STEPS`."""
+    """One transform of one model. order: scopes are entered in ascending order. path: the names of
+    the modules that are running in this thread, outermost first; empty while the transform is not
+    active. each: whether every module runs through the scope, not the outermost one alone. named:
+    whether ``path`` has the names of inner modules too. skips: whether its mode does nothing in
+    modules of `_WITHOUT_STEPS`."""
 
     order: int
     path: Stack
@@ -198,14 +198,11 @@ def warn_of_break(module: nn.Module) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP has sharded a submodule, or parallelize_module has divided a parameter."""
-    divided = is_in_fsdp(model) or is_flattened(model)
-    return divided or any(map(is_dtensor, model.parameters()))
-
-
-def is_flattened(model: nn.Module) -> bool:
-    """Whether FullyShardedDataParallel has flattened a parameter."""
-    return any(getattr(p, "_fsdp_flattened", False) for p in model.parameters())
+    """Whether FSDP has sharded a submodule or flattened a parameter, or parallelize_module has
+    divided one."""
+    return is_in_fsdp(model) or any(
+        is_dtensor(p) or getattr(p, "_fsdp_flattened", False) for p in model.parameters()
+    )
 
 
 def is_in_fsdp(model: nn.Module) -> bool:

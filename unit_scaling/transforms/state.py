@@ -76,22 +76,16 @@ class Marked(TaggedModule):
         marked = bool(weights) and _accepted(prefix, unexpected)
         if not marked and _is_plain(state_dict, prefix, weights):  # whether strict or not
             missing.append(prefix + MARKER)
-            self._warn_of_plain()
+            warn_once(CheckpointWarning, _PLAIN.format(type(self).__name__), self, "plain weights")
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As in torch. For weights of the plain model, raises RuntimeError before anything is
-        loaded if ``strict``, and warns otherwise."""
-        if _is_plain(state_dict, "", self._own_weights("")):
-            if strict:
-                raise RuntimeError(_PLAIN.format(type(self).__name__))
-            self._warn_of_plain()
-            state_dict = {**state_dict, MARKER: VERSION}
+        """As in torch. Weights of the plain model are refused before any is loaded if ``strict``,
+        and warned of otherwise."""
+        if strict and _is_plain(state_dict, "", self._own_weights("")):
+            raise RuntimeError(_PLAIN.format(type(self).__name__))
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def _warn_of_plain(self) -> None:
-        warn_once(CheckpointWarning, _PLAIN.format(type(self).__name__), self, "plain weights")
 
 
 setattr(Marked, MARKER, VERSION)  # the key is looked up as an attribute
@@ -118,10 +112,10 @@ def _accepted(prefix: str, unexpected: list[str]) -> bool:
     inner = prefix
     for wrapper in _WRAPPERS:
         inner = inner.replace(wrapper, "")
-    found = {prefix + MARKER, inner + MARKER}.intersection(unexpected)
-    for key in found:
+    keys = {prefix + MARKER, inner + MARKER}.intersection(unexpected)
+    for key in keys:
         unexpected.remove(key)
-    return bool(found)
+    return bool(keys)
 
 
 EXTRA_STATE = "_extra_state"
@@ -194,20 +188,14 @@ class Pretrained(Mixin):
         self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> Any:
         """As in transformers. ``from_pretrained`` refuses the files, unless ``state_dict`` has the
-        weights of another model.
-        """
+        weights of another model. Raises ValueError for ``push_to_hub``."""
         state = kwargs.get("state_dict")
         ours = state is None or MARKER in state
-        push = ours and kwargs.pop("push_to_hub", False)
+        if ours and kwargs.get("push_to_hub"):
+            raise ValueError("push_to_hub: upload unit_scaling.fold(model), the plain model")
         result = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         path = Path(save_directory) / "config.json"
         if ours and kwargs.get("is_main_process", True) and path.exists():
-            content = {
-                **json.loads(path.read_text(encoding="utf-8")),
-                "transformers_weights": _STOP,
-            }
+            content = json.loads(path.read_text(encoding="utf-8")) | {"transformers_weights": _STOP}
             path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        if push:  # saves again, then uploads
-            model: Any = self
-            model.push_to_hub(kwargs.get("repo_id") or Path(save_directory).name)
         return result

@@ -1,27 +1,118 @@
-"""`track_scales`: measures the scale of every tensor of a model, forward and backward."""
+"""`track_scales`: measures the scale of every tensor of a model, forward and backward. Its graphs,
+their metrics, and what prunes uninformative nodes from them."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import debug_unwrap
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from fp8.common.mixin import check_module
 from fp8.common.step import as_container, unwrapped
 from fp8.common.threads import Stack
+from fp8.common.validation import check_name
 from fp8.modes.autocast import outside_compiler
 
 from .compile import M, copied
-from .inspect.metrics import Metrics
 from .install import Args, Call, Given, Kwargs, Scope, install, is_exported
 from .record.calls import Slot, mapped, tensors_in
 from .record.probe import Observer, Observing, unseen
+
+_FULL_NAMES = {
+    "mean_abs": "mean absolute value",
+    "abs_mean": "absolute mean value",
+    "std": "standard deviation",
+    "abs_max": "absolute maximum",
+    "abs_min": "absolute minimum",
+    "numel": "number of elements",
+    "rms": "root mean square",
+}
+
+
+class Metrics:
+    """The scale of a tensor in the forward pass, ``fwd``, and of its gradient, ``bwd``.
+
+    ``bwd`` is None until the gradient is known.
+
+    Args:
+        fwd_tensor: floating point, any shape.
+    """
+
+    @dataclass
+    class Data:
+        """Statistics of one tensor, computed in float32, or in float64 for float64.
+
+        ``std`` is the square root of the unbiased variance, and 0 for a single element. A tensor
+        without elements has 0 for every number; NaN propagates to every number.
+        """
+
+        mean_abs: float
+        abs_mean: float
+        std: float
+        abs_max: float
+        abs_min: float
+        numel: int
+        rms: float = 0.0
+
+    def __init__(self, fwd_tensor: Tensor) -> None:
+        self.fwd = self.from_tensor(fwd_tensor)
+        self.bwd: Metrics.Data | None = None
+
+    def set_bwd(self, bwd_tensor: Tensor) -> None:
+        """Records the gradient."""
+        self.bwd = self.from_tensor(bwd_tensor)
+
+    def __repr__(self) -> str:
+        return f"Metrics(fwd={self.fwd}, bwd={self.bwd})"
+
+    @staticmethod
+    def from_tensor(t: Tensor) -> Metrics.Data:
+        """Returns the statistics of a floating-point tensor of any shape; inside of a transform of
+        `torch.func`, of all that it maps."""
+        t = debug_unwrap(t.detach())
+        x = (t.to_dense() if t.is_sparse else t).to(torch.promote_types(t.dtype, torch.float32))
+        if x.numel() == 0:
+            return Metrics.Data(0.0, 0.0, 0.0, 0.0, 0.0, 0)
+        sizes = x.abs()
+        std = x.std() if x.numel() > 1 else torch.zeros_like(x).sum()
+        rms = torch.linalg.vector_norm(x) / x.numel() ** 0.5
+        numbers = [sizes.mean(), x.mean().abs(), std, sizes.max(), sizes.min(), rms]
+        found = torch.stack([number.double() for number in numbers])
+        mean_abs, abs_mean, spread, high, low, rms = debug_unwrap(found).tolist()
+        return Metrics.Data(mean_abs, abs_mean, spread, high, low, x.numel(), rms)
+
+    @staticmethod
+    def get_full_name(short_name: str) -> str:
+        """Returns the full name of a metric, for plots.
+
+        Raises:
+            ValueError: the name is unknown.
+        """
+        check_name("metric", short_name, _FULL_NAMES)
+        return _FULL_NAMES[short_name]
+
+    @staticmethod
+    def names() -> list[str]:
+        """The names of the numbers in `Data`."""
+        return list(_FULL_NAMES)
+
+    @staticmethod
+    def full_names() -> list[str]:
+        """The full names of the numbers in `Data`."""
+        return list(_FULL_NAMES.values())
+
+
+# The graph
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -48,28 +139,15 @@ class Tap(Observer):
     """Records the graph of one call of a model, with `Metrics` for each floating-point tensor.
     recurse: whether to record inside submodules, not one node for each."""
 
-    def __init__(self, recurse: bool = True) -> None:
+    def __init__(self, module: nn.Module, given: Given, recurse: bool) -> None:
         super().__init__()
-        self.recurse = recurse
+        self.graph = Graph()
+        self._recurse = recurse
         self._handles: list[Any] = []
-        self.forget()
-
-    def release(self) -> None:
-        """Removes the hooks on tensors that outlive the call: parameters and inputs."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def forget(self) -> None:
         self._nodes: dict[int, Node] = {}
         self._names: dict[int, tuple[str, str]] = {}  # id -> (name of the node, name in the model)
         self._targets: dict[Callable[..., Any], str] = {}
-        self._kept: list[Tensor] = []  # keeps tensors alive: ids of dead ones are reused
-
-    def begin(self, module: nn.Module, given: Given) -> None:
-        self.release()
-        self.forget()
-        self.graph = Graph()
+        self._alive: list[Tensor] = []  # ids of dead tensors are reused
         for kind in ("parameters", "buffers"):
             for name, tensor in getattr(module, f"named_{kind}")():
                 *path, leaf = name.split(".")
@@ -84,9 +162,21 @@ class Tap(Observer):
                 self._record(node, tensor)
             node.meta["clean_name"] = name  # fx renames a placeholder called input to input_1
 
-    def inside(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
-        if self.recurse or not self.path.items:
-            return super().inside(call, module, path, given)
+    def finish(self, output: Any) -> None:
+        """Adds the output, and releases the tensors of the call."""
+        node = self.graph.output(self._written(as_container(output)))
+        node.meta.update(clean_name="output", outputs_float_tensor=False, requires_grad=False)
+        self._nodes.clear()
+        self._alive.clear()
+
+    def release(self) -> None:
+        """Removes the hooks on tensors that outlive the call: parameters and inputs."""
+        for handle in self._handles:
+            handle.remove()
+
+    def inside(self, call: Call, path: str, given: Given) -> Any:
+        if self._recurse or not self.path.items:
+            return super().inside(call, path, given)
 
         def whole(*args: Any, **kwargs: Any) -> Any:
             return call((args, kwargs))
@@ -97,10 +187,6 @@ class Tap(Observer):
             return self.see(whole, *given) if self.sees() else call()
         finally:
             self.path.items.pop()
-
-    def end(self, output: Any) -> None:
-        node = self.graph.output(self._written(as_container(output)))
-        node.meta.update(clean_name="output", outputs_float_tensor=False, requires_grad=False)
 
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if function == _REQUIRE_GRAD and args[0].requires_grad:
@@ -151,7 +237,7 @@ class Tap(Observer):
         )
         if isinstance(value, Tensor):
             self._nodes[id(value)] = node
-            self._kept.append(value)
+            self._alive.append(value)
         elif isinstance(value, list | tuple | dict):
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 if next(tensors_in(item), None) is not None:
@@ -183,19 +269,15 @@ class Track(Scope):
     order = -1
     each = True
 
-    def __init__(self, recurse: bool = True) -> None:
+    def __init__(self, recurse: bool = True, observing: Taps | None = None) -> None:
         self.path = Stack()
         self.recurse = recurse
-        self.observing = Taps()
+        self.observing = observing or Taps()
         self.graph = Graph()
         self._latest = Stack()  # the tap of this thread's latest call
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in ("recurse", "observing")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["recurse"])  # type: ignore[misc]
-        self.observing = state["observing"]
+    def __reduce__(self) -> Any:
+        return Track, (self.recurse, self.observing)
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         if path or self.observing.active or is_exported():
@@ -203,19 +285,18 @@ class Track(Scope):
         if torch.compiler.is_dynamo_compiling():
             from .graph_break import measured
 
-            return measured(lambda: self._measured(call, given))
-        return outside_compiler(lambda: self._measured(call, given))
+            return measured(lambda: self._measured(call, module, given))
+        return outside_compiler(lambda: self._measured(call, module, given))
 
-    def _measured(self, call: Call, given: Given) -> Any:
+    def _measured(self, call: Call, module: nn.Module, given: Given) -> Any:
         while self._latest.items:
             self._latest.items.pop().release()
-        tap = Tap(self.recurse)
+        given = mapped(_differentiable, given)
+        tap = Tap(module, given, self.recurse)
         self._latest.items.append(tap)
-        try:
-            with self.observing.by(tap):
-                output = call(mapped(_differentiable, given))
-        finally:
-            tap.forget()
+        with self.observing.by(tap):
+            output = call(given)
+        tap.finish(output)
         self.graph = tap.graph
         return output
 
@@ -267,3 +348,104 @@ def track_scales(module: M) -> M:
     track.install(inner)
     inner.scales_graph = track.scales_graph
     return result
+
+
+# Pruning
+
+
+def prune_non_float_tensors(graph: Graph) -> Graph:
+    """Returns a copy of a graph of `track_scales` without nodes that are not floating-point
+    tensors.
+
+    A reader of such a node gets its one floating-point input instead, or None if it has none or
+    several.
+
+    Raises:
+        TypeError: ``graph`` is not a `torch.fx.Graph`.
+        ValueError: the graph was not made by `track_scales`.
+    """
+    return _pruned(graph, lambda node: not _is_float(node))
+
+
+def prune_same_scale_tensors(graph: Graph, rtol: float = 2**-16) -> Graph:
+    """Returns a copy of a graph of `track_scales` without nodes of the same scale as their input.
+
+    Such nodes (views, casts) have one floating-point input with the same mean absolute value, and
+    the same mean absolute gradient if there is one. Their readers get the input instead.
+
+    Args:
+        graph: a graph of `track_scales`.
+        rtol: the allowed relative difference; slices change the mean slightly.
+
+    Raises:
+        TypeError: ``graph`` is not a `torch.fx.Graph`.
+        ValueError: the graph was not made by `track_scales`.
+    """
+
+    def same(node: Node) -> bool:
+        source = _float_input(node)
+        if source is None or not _is_float(node):
+            return False
+        a, b = source.meta["metrics"], node.meta["metrics"]
+        return _close(a.fwd, b.fwd, rtol) and _close(a.bwd, b.bwd, rtol)
+
+    return _pruned(graph, same)
+
+
+def prune_selected_nodes(graph: Graph, targets: Iterable[Callable[..., Any] | str]) -> Graph:
+    """Returns a copy of a graph without the nodes that call one of ``targets``. Their readers get
+    other arguments as in `prune_non_float_tensors`.
+
+    Args:
+        graph: any graph.
+        targets: functions, or names of methods.
+
+    Raises:
+        TypeError: ``graph`` is not a `torch.fx.Graph`.
+    """
+    chosen = list(targets)
+    return _pruned(graph, lambda node: node.target in chosen, tracked=False)
+
+
+def _pruned(graph: Graph, prune: Callable[[Node], bool], tracked: bool = True) -> Graph:
+    if not isinstance(graph, Graph):
+        raise TypeError(
+            f"graph is a torch.fx.Graph, as of scales_graph(), got {type(graph).__name__}"
+        )
+    nodes = list(graph.nodes)
+    if tracked and any("outputs_float_tensor" not in node.meta for node in nodes):
+        raise ValueError("the graph is not one of track_scales: its nodes have no metrics")
+    graph = copy.deepcopy(graph)
+    for node in graph.nodes:
+        if node.op != "output" and prune(node):
+            _remove(graph, node)
+    graph.lint()
+    return graph
+
+
+def _remove(graph: Graph, node: Node) -> None:
+    source = _float_input(node)
+
+    def without(argument: Node) -> Any:
+        return source if argument is node else argument
+
+    for user in list(node.users):
+        user.args = map_arg(user.args, without)
+        user.kwargs = map_arg(user.kwargs, without)
+    graph.erase_node(node)
+
+
+def _is_float(node: Node) -> bool:
+    return bool(node.meta.get("outputs_float_tensor", False))
+
+
+def _float_input(node: Node) -> Node | None:
+    """The only floating-point input of a node; None if there are none or several."""
+    found = [source for source in node.all_input_nodes if _is_float(source)]
+    return found[0] if len(found) == 1 else None
+
+
+def _close(a: Metrics.Data | None, b: Metrics.Data | None, rtol: float) -> bool:
+    if a is None or b is None:
+        return a is b
+    return math.isclose(a.mean_abs, b.mean_abs, rel_tol=rtol)

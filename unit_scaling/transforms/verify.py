@@ -1,32 +1,95 @@
 """`verify`: measures whether a model is unit-scaled, in one training step.
 
-The model's transforms stay active: the measured values are those the model computes.
+The model's transforms stay active: the measured values are those the model computes. Operands are
+measured as the model passes them to products.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import debug_unwrap
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from fp8.common.compiler import FIRST_LOOK
 from fp8.common.mixin import check_module
 from fp8.common.report import Rows, as_table
 from fp8.common.step import Batch, Loss, call, copied, seeded, starts, tensors, unwrapped
 from fp8.common.validation import check_name, check_whole
 from fp8.modes.autocast import outside_compiler
+from fp8.modes.dispatch import LEFT
+from fp8.modes.dispatch import PRODUCTS as FP8_PRODUCTS
 
 from ..checks.first_call import LOW_GRADIENT, skip_checks
-from .inspect.product_probe import RANGES, Measurement, Watch
-from .install import find_scope, install, is_sharded
+from .install import Args, Kwargs, find_scope, install, is_sharded
+from .record.calls import Slot, tensors_in
 from .record.copies import deep_copy
-from .record.probe import Observing
-from .record.values import rms_of
+from .record.kinds import (
+    ATTENTION,
+    EMBEDDINGS,
+    LAYERS,
+    PRODUCTS,
+    RECURRENT,
+    TRANSPARENT,
+    is_added,
+    kind_of,
+)
+from .record.probe import Observer, Observing, unseen
+from .record.values import is_strided, norm_of, rms_of
+from .run.replay import Replay
 from .run.transform import UnitScale
+
+RANGES: dict[str, tuple[float, float]] = {
+    "activation": (1 / 4, 4.0),
+    "weight": (1 / 4, 4.0),
+    "gradient": (1 / 4, 4.0),
+    "query-key gradient": (1 / 64, 4.0),
+}
+"""Kind of tensor -> the range that its RMS should be in.
+
+A factor of 4 is two steps of the exponent and costs little of a format's range. "activation" is an
+operand of a product, "gradient" the gradient of its output.
+
+"query-key gradient" is the gradient of the outputs of products that compute only queries or keys.
+For queries and keys of RMS 1 and logits q.k/d with head width d, it is about 1/sqrt(d): the
+gradient of a logit is the gradient of its probability times the probability, about 1/n for n keys,
+and a query sums n of these times k/d. 1/64 is a quarter of that for d = 256.
+"""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One tensor of one call.
+
+    Attributes:
+        path: the path of the module.
+        call: the kind of product.
+        number: the number of earlier calls of this kind in the module.
+        tensor: "input", "weight", "other", "query", ..., or "gradient of output".
+        kind: a key of RANGES.
+        rms: the RMS of the tensor.
+        inside: whether rms is in the range of its kind; None if it is 0.
+    """
+
+    path: str
+    call: str
+    number: int
+    tensor: str
+    kind: str
+    rms: float
+    inside: bool | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        low, high = RANGES[self.kind]
+        object.__setattr__(self, "inside", None if self.rms == 0 else low <= self.rms <= high)
 
 
 class Verification(Rows[Measurement]):
@@ -56,9 +119,9 @@ class Verification(Rows[Measurement]):
         NaN if every row of that kind is zero or there is none.
 
         Raises:
-            ValueError: the kind is unknown or has no range.
+            ValueError: the kind is unknown.
         """
-        check_name("kind", kind, [name for name, limits in RANGES.items() if limits is not None])
+        check_name("kind", kind, RANGES)
         inside = [row.inside for row in self.rows if row.kind == kind and row.inside is not None]
         return sum(inside) / len(inside) if inside else math.nan
 
@@ -74,10 +137,9 @@ class Verification(Rows[Measurement]):
     __repr__ = __str__
 
     def _summary(self) -> Iterator[str]:
-        for kind, limits in RANGES.items():
+        for kind, (low, high) in RANGES.items():
             rows = [row.inside for row in self.rows if row.kind == kind]
-            if rows and limits is not None:
-                low, high = limits
+            if rows:
                 zeros, inside = rows.count(None), rows.count(True)
                 also = f", {zeros} of zeros" if zeros else ""
                 yield f"{kind}: {inside} of {len(rows) - zeros} inside [{low:g}, {high:g}]{also}"
@@ -86,16 +148,15 @@ class Verification(Rows[Measurement]):
 def verify(
     model: nn.Module, batch: Batch, *, loss: Loss | None = None, seed: int = 0
 ) -> Verification:
-    """Runs a training step of ``model`` and measures the RMS of the operands of its products.
+    """Runs a training step of ``model`` and measures the RMS of what its products cast.
 
-    Each linear map, matrix product, convolution, embedding and attention has rows for its operands,
-    its output, and the gradient of each. The gradient of an operand is the one this call
-    propagates, including its factor; that of the output is the whole gradient. What is cast is
-    judged: operands and gradients of outputs. With `unit_scale` they are measured as cast, divided
-    by powers of two: a gradient by that of `fp8.calibrate` or of the first gradient, else by the
-    nearest. Biases, masks, integer and empty tensors, products inside a parametrization, and
-    gradients that are not computed have no row. A recurrent layer is one call, and so is
-    `unit_scaling.functional.einsum` of three operands or more: ``notes`` says so.
+    Each linear map, matrix product, convolution and attention has rows for its operands and for the
+    gradient of its output; an embedding has one for its weight. With `unit_scale` they are measured
+    as cast, divided by powers of two: a gradient by that of `fp8.calibrate` or of the first
+    gradient, else by the nearest. Biases, masks, integer and empty tensors, probabilities of
+    attention, products inside a parametrization, and gradients that are not computed have no row;
+    `unit_scaling.transforms.track_scales` measures every tensor. A recurrent layer is one call, and
+    so is `unit_scaling.functional.einsum` of three operands or more: ``notes`` says so.
 
     The step runs eagerly on a copy, in the model's mode (training or evaluation): the model, its
     gradients, buffers and the random state do not change. With `unit_scale` a first step makes the
@@ -156,32 +217,24 @@ def _step(
     seed: int,
 ) -> list[float]:
     """A training step whose forward pass is observed: checkpoints recompute parts of the model in
-    the backward pass. Returns the result of `_measured`."""
+    the backward pass. Returns the RMS of each gradient at the output that is not zero; none for a
+    loss inside the model."""
+    at_output: list[float] = []
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     with seeded(None, devices), torch.enable_grad():
         with observed:
             output = outside_compiler(lambda: call(model, copied(batch)))
-        at_output = _measured(output)
-        outside_compiler(lambda: _backward(output, loss, seed))
+        results = [t for t in tensors(output) if t.requires_grad]
+        for tensor in results if all(t.dim() for t in results) else ():
+            tensor.register_hook(lambda g: at_output.append(rms_of(g)) if g.any() else None)
+        ends, gradients = starts(output, loss, seed)
+        if not ends:
+            raise ValueError(
+                "no tensor in the model's output requires a gradient: nothing to measure"
+            )
+        outside_compiler(lambda: torch.autograd.backward(ends, gradients))
     model.zero_grad()
     return at_output
-
-
-def _measured(output: Any) -> list[float]:
-    """Collects the RMS of each gradient at the output; stays empty for a loss inside the model."""
-    found: list[float] = []
-    ends = [t for t in tensors(output) if t.requires_grad]
-    if all(t.dim() for t in ends):
-        for tensor in ends:
-            tensor.register_hook(lambda grad: found.append(rms_of(grad)) if grad.any() else None)
-    return found
-
-
-def _backward(output: Any, loss: Loss | None, seed: int) -> None:
-    ends, gradients = starts(output, loss, seed)
-    if not ends:
-        raise ValueError("no tensor in the model's output requires a gradient: nothing to measure")
-    torch.autograd.backward(ends, gradients)
 
 
 # The diagnosis
@@ -206,22 +259,19 @@ def _diagnosis(rows: Sequence[Measurement], loss: float | None) -> list[str]:
     the RMS of the gradient at the model's output; None if the loss is inside the model or the model
     scales that gradient to RMS 1, as `unit_scale` does."""
     outside = [row for row in rows if row.inside is False]
-    found = _weights([row for row in rows if row.kind == "weight"])
-    found += _change("activations", [row for row in outside if row.kind == "activation"])
-    if loss is not None and 0 < loss < LOW_GRADIENT:
+    lines = _weights([row for row in rows if row.kind == "weight"])
+    lines += _change("activations", [row for row in outside if row.kind == "activation"])
+    if loss is not None and 0 < loss < LOW_GRADIENT:  # all gradients are that small
         size = f"has RMS {loss:.2g} instead of 1"
-        found.append(f"the loss's gradient at the model's output {size}: {_LOSS}")
-    if loss is None or loss >= LOW_GRADIENT:  # otherwise all gradients are that small
-        gradients = [row.rms for row in rows if row.kind == "gradient"]
-        if gradients and not any(gradients):
-            found.append(
-                "every gradient is zero: weights of zeros, or a loss that no product goes into"
-            )
-        # In backward order. Weight gradients do not propagate and come after all others.
-        backward = [row for row in reversed(outside) if row.kind.endswith("gradient")]
-        backward.sort(key=lambda row: row.kind == "weight gradient")
-        found += [f"{line}{_FEW}" for line in _change("gradients", backward, "backward, ")]
-    return found or ["every tensor is in the range of its kind"]
+        return [*lines, f"the loss's gradient at the model's output {size}: {_LOSS}"]
+    gradients = [row.rms for row in rows if row.kind == "gradient"]
+    if gradients and not any(gradients):
+        lines.append(
+            "every gradient is zero: weights of zeros, or a loss that no product goes into"
+        )
+    backward = [row for row in reversed(outside) if row.kind.endswith("gradient")]
+    lines += [f"{line}{_FEW}" for line in _change("gradients", backward, "backward, ")]
+    return lines or ["every tensor is in the range of its kind"]
 
 
 def _weights(weights: list[Measurement]) -> list[str]:
@@ -246,3 +296,215 @@ def _change(what: str, outside: list[Measurement], direction: str = "") -> list[
 
 def _place(row: Measurement) -> str:
     return f"{row.path or 'the model'} ({row.call})"
+
+
+# The observer
+
+_UNMEASURED = frozenset(["out", "per_sample_weights"])
+"""Arguments that are neither added nor operands."""
+
+#: Functions of `unit_scaling` that return their input.
+_SAME = {"scale_bwd", "residual_split"}
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """The origin of a tensor. sources: the nearest products above it. parameter: whether it is a
+    parameter, or a view or copy of one. probabilities: whether it is the softmax of scores, whose
+    scale is that of a softmax."""
+
+    sources: frozenset[int] = frozenset()
+    parameter: bool = False
+    probabilities: bool = False
+
+
+@dataclass
+class _Operand:
+    label: str
+    rms: float
+    origin: _Origin
+
+
+@dataclass
+class _Product:
+    """A call. scores: whether its output feeds the softmax of an attention. gradient: the RMS of
+    that of its output. casts: whether the plan divides it by a power of two before a cast, which is
+    ``scale`` unless that is None or 0, as no gradient has set it."""
+
+    path: str
+    call: str
+    number: int
+    operands: dict[Slot, _Operand] = field(default_factory=dict)
+    scores: bool = False
+    gradient: float | None = None
+    casts: bool = False
+    scale: Tensor | None = None
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it multiplies activations with activations, as in queries times keys."""
+        weights = (operand.label == "weight" for operand in self.operands.values())
+        return self.call not in ATTENTION and not any(weights)
+
+    def note(self, grad: Tensor | None) -> None:
+        self.gradient = None if grad is None else _rms(grad)
+
+    def gradient_as_cast(self) -> float | None:
+        if not (self.casts and self.gradient and math.isfinite(self.gradient)):
+            return self.gradient
+        scale = 0.0 if self.scale is None else self.scale.median().item()
+        return self.gradient / (scale or 2.0 ** round(math.log2(self.gradient)))
+
+
+class Watch(Observer):
+    """Measures one call of a model. parameters: by id. computing: the paths of modules that compute
+    a weight, whose products are skipped. notes: what could not be measured."""
+
+    def __init__(self, parameters: Collection[int], computing: Collection[str]) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+        self._parameters = parameters
+        self._computing = computing
+        self._products: list[_Product] = []
+        self._origins = WeakTensorKeyDictionary()
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        kind = kind_of(function)
+        multiplies = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | EMBEDDINGS
+        multiplies = multiplies and self.path.items[-1] not in self._computing
+        tensors = [t for _, t in tensors_in((args, kwargs))]
+        place = f"{kind} in {self.path.items[-1] or 'the model itself'}"
+        if kind in RECURRENT or (kind == "einsum" and len(tensors) > 2):
+            self.notes.append(f"{place}: its steps are one call, not measured inside")
+        elif not multiplies and (why := LEFT.get(function)) is not None:
+            self.notes.append(f"{place} is not measured: {why}")
+        origins = [self._origin(t) for t in tensors]
+        origin = self._joined(kind, origins)
+        # Products of constants (the angles of rotary embeddings, for example) are not measured.
+        if multiplies and any(
+            o.parameter or o.sources or debug_unwrap(t).requires_grad
+            for o, t in zip(origins, tensors, strict=True)
+        ):
+            if any(debug_unwrap(t) is not t for t in tensors):
+                self.notes.append(
+                    f"{place} runs under a transform of torch.func: measured over all that it "
+                    "maps, without the gradients that the transform computes"
+                )
+            output = self._product(function, kind, args, kwargs)
+            origin = _Origin(frozenset([len(self._products) - 1]))
+        else:
+            output = function(*args, **kwargs)
+        for _, tensor in tensors_in(output):
+            self._origins[debug_unwrap(tensor)] = origin
+        return output
+
+    def _origin(self, tensor: Tensor) -> _Origin:
+        tensor = debug_unwrap(tensor)
+        if id(tensor) in self._parameters:
+            return _Origin(parameter=True)
+        return self._origins.get(tensor, _Origin())
+
+    def _joined(self, kind: str, origins: list[_Origin]) -> _Origin:
+        if kind in TRANSPARENT:  # others give a shape, a dtype or an index
+            origins = origins[:1]
+        sources = frozenset[int]().union(*(o.sources for o in origins))
+        if kind == "softmax":
+            scores = {s for s in sources if self._products[s].mixes}
+            for index in scores:
+                self._products[index].scores = True
+            return _Origin(probabilities=bool(scores))
+        first = origins[0] if origins and kind in TRANSPARENT | _SAME else _Origin()
+        return _Origin(sources, first.parameter, first.probabilities)
+
+    def _product(self, function: Callable[..., Any], kind: str, args: Args, kwargs: Kwargs) -> Any:
+        path = self.path.items[-1]
+        product = _Product(path, kind, self._counts[path, kind])
+        self._counts[path, kind] += 1
+        with unseen():
+            for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
+                if self._is_operand(product, slot, tensor):
+                    product.operands[slot] = self._operand(product, slot, tensor)
+        replay = next((mode for mode in FIRST_LOOK.items[::-1] if isinstance(mode, Replay)), None)
+        if replay is not None:
+            replay.latest = replay.place = None
+        output = function(*args, **kwargs)
+        if replay is not None:
+            product.casts, product.scale = True, replay.gradient_scale()
+            for slot, exponent in () if replay.latest is None else replay.latest.static:
+                if slot in product.operands:
+                    product.operands[slot].rms *= 2.0**-exponent
+        self._products.append(product)
+        with unseen():
+            return self._hooked(product, output, (args, kwargs))
+
+    def _hooked(self, product: _Product, output: Any, arguments: Any) -> Any:
+        """The result of a product, or a copy of it that measures its gradient. The result may be a
+        view (of a linear map of three dimensions): once another view of its base is written in
+        place, gradients pass by."""
+        if isinstance(output, Tensor) and output.requires_grad:
+            passed = any(output is t for _, t in tensors_in(arguments))
+            output = output if passed else output.clone()
+        first = next((t for _, t in tensors_in(output)), None)  # recurrent ones return states
+        if first is not None and _is_measurable(first) and product.call not in EMBEDDINGS:
+            first = debug_unwrap(first)
+            if first.requires_grad:
+                first.register_hook(product.note)
+        return output
+
+    def _is_operand(self, product: _Product, slot: Slot, tensor: Tensor) -> bool:
+        if slot[0] in _UNMEASURED or is_added(product.call, slot) or not _is_measurable(tensor):
+            return False
+        state = product.call in RECURRENT and slot not in ((0,), ("input",))
+        return not state or (self._origin(tensor).parameter and tensor.dim() > 1)
+
+    def _operand(self, product: _Product, slot: Slot, tensor: Tensor) -> _Operand:
+        origin = self._origin(tensor)
+        if product.call in ATTENTION:
+            label = slot[0] if isinstance(slot[0], str) else ("query", "key", "value")[slot[0]]
+        elif origin.parameter or (product.call in EMBEDDINGS | LAYERS and slot[0] in (1, "weight")):
+            label = "weight"
+        else:
+            known = {operand.label for operand in product.operands.values()}
+            label = "other" if "input" in known else "input"
+        return _Operand(label, _rms(debug_unwrap(tensor)), origin)
+
+    # Results
+
+    def results(self) -> Iterator[Measurement]:
+        """Every measurement, in order. The probabilities of attention are none."""
+        small = self._small()
+        for index, product in enumerate(self._products):
+            place = (product.path, product.call, product.number)
+            for operand in product.operands.values():
+                if not operand.origin.probabilities:
+                    kind = "weight" if operand.label == "weight" else "activation"
+                    yield Measurement(*place, operand.label, kind, operand.rms)
+            gradient = product.gradient_as_cast()
+            if gradient is not None:
+                kind = "query-key gradient" if index in small else "gradient"
+                yield Measurement(*place, "gradient of output", kind, gradient)
+
+    def _small(self) -> set[int]:
+        """The products that compute only queries and keys."""
+        small: set[int] = set()
+        other: set[int] = set()
+        for index in reversed(range(len(self._products))):
+            product = self._products[index]
+            if index in other:
+                small.discard(index)
+            for operand in product.operands.values():
+                logits = product.scores or operand.label in ("query", "key")
+                (small if logits or index in small else other).update(operand.origin.sources)
+        return small
+
+
+def _is_measurable(tensor: Tensor) -> bool:
+    known = is_strided(tensor) or tensor.is_sparse
+    return known and tensor.is_floating_point() and tensor.numel() > 0
+
+
+def _rms(tensor: Tensor) -> float:
+    """That of the values. tensor: of no torch.func transform."""
+    norm: float = debug_unwrap(norm_of(tensor)).item()
+    return norm / tensor.numel() ** 0.5

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import fp8
 import unit_scaling as uu
+from tests.transforms.models import Net, own
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 
@@ -27,36 +28,21 @@ linear.register_autograd(
 )
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return linear(torch.relu(self.first(x)), self.last.weight)
+def model():
+    layers = {"first": nn.Linear(8, 16), "last": nn.Linear(16, 4)}
+    return Net(lambda m, x: linear(torch.relu(m.first(x)), m.last.weight), **layers)
 
 
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.mT
-
-    @staticmethod
-    def backward(ctx, g):
-        x, weight = ctx.saved_tensors
-        return g @ weight, g.mT @ x
-
-
+product = own(lambda x, weight: x @ weight.mT, lambda g, x, weight: (g @ weight, g.mT @ x))
 X = torch.randn(5, 8)
 
 
 def test_its_weight_keeps_its_values():
-    plain = Model()
-    model = unit_scale(plain)
-    model(X)
-    torch.testing.assert_close(model.last.weight, plain.last.weight)
-    (row,) = (r for r in uu.report(model) if r.done == "keeps its values")
+    plain = model()
+    ours = unit_scale(plain)
+    ours(X)
+    torch.testing.assert_close(ours.last.weight, plain.last.weight)
+    (row,) = (r for r in uu.report(ours) if r.done == "keeps its values")
     assert (row.path, row.call) == ("last", "weight")
 
 
@@ -66,20 +52,20 @@ def compiled(model):
 
 @pytest.mark.parametrize("make", [simulate_fp8, lambda m: compiled(simulate_fp8(m))])
 def test_that_its_products_are_not_cast_is_a_warning(make):
-    model = make(Model())
+    ours = make(model())
     with pytest.warns(
         fp8.warnings.RecipeWarning, match="unit_scaling_tests.linear.default is an operator"
     ):
-        model(X)
+        ours(X)
 
 
 def test_an_autograd_function_s_own_backward_pass_is_a_warning():
     x, weight = X.clone().requires_grad_(), torch.randn(4, 8)
     with (
         fp8.autocast("unit"),
-        pytest.warns(fp8.warnings.RecipeWarning, match="function Product computes"),
+        pytest.warns(fp8.warnings.RecipeWarning, match="function Function computes"),
     ):
-        Product.apply(x * 2, weight)
+        product(x * 2, weight)
     with fp8.autocast("unit"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         (x * 2) @ weight.mT

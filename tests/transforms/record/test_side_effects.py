@@ -9,26 +9,25 @@ import torch
 from torch import nn
 
 import fp8
+from tests.transforms.models import Net
 from unit_scaling.transforms import unit_scale
 
 
-class Momentum(nn.Module):
+def momentum(update):
     """An encoder whose forward pass updates a second one, as in momentum contrast."""
 
-    def __init__(self, update):
-        super().__init__()
-        self.update = update
-        self.online, self.target = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
-        self.heads = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-    def forward(self, x):
+    def forward(m, x):
         with torch.no_grad():
-            for new, old in zip(self.online.parameters(), self.target.parameters(), strict=True):
-                self.update(old, new)
-            key = self.target(x)
-        head = self.heads[int(random.random() * 2)]  # as in scheduled sampling
+            for new, old in zip(m.online.parameters(), m.target.parameters(), strict=True):
+                update(old, new)
+            key = m.target(x)
+        head = m.heads[int(random.random() * 2)]  # as in scheduled sampling
         noise = torch.as_tensor(np.random.rand(4))  # noqa: NPY002
-        return (head(self.online(x)) - key + noise).square().mean()
+        return (head(m.online(x)) - key + noise).square().mean()
+
+    heads = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    target = nn.Linear(4, 4).requires_grad_(False)
+    return Net(forward, online=nn.Linear(4, 4), target=target, heads=heads)
 
 
 def assign(old, new):
@@ -52,7 +51,7 @@ def losses(model, x):
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
 def test_what_a_forward_pass_writes_is_written_once(update):
     torch.manual_seed(0)
-    model, x = Momentum(update).double(), torch.randn(8, 4).double()
+    model, x = momentum(update).double(), torch.randn(8, 4).double()
     others = unit_scale(model, init="preserve"), fp8.convert(copy.deepcopy(model), "static")
     before = copy.deepcopy(others[1].state_dict())
     fp8.calibrate(others[1], x)
@@ -66,28 +65,24 @@ def test_what_a_forward_pass_writes_is_written_once(update):
     assert losses(unit_scale(model, init="preserve"), x) == losses(model, x)
 
 
-class Counting(nn.Module):
+def counting(m, x):
     """Branches by how often it has run, as alternating or warming-up models do."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.heads = nn.BatchNorm1d(4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.steps = 0
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x):
-        x = self.norm(x)
-        self.steps += 1
-        self.mean = 0.5 * self.mean + x.detach()[0]
-        self.norm.weight.data *= 1.5
-        for head in self.heads[: 1 + self.steps % 3]:
-            x = x + head(x).tanh()
-        return (x + self.mean).square().mean()
+    x = m.norm(x)
+    m.steps += 1
+    m.mean = 0.5 * m.mean + x.detach()[0]
+    m.norm.weight.data *= 1.5
+    for head in m.heads[: 1 + m.steps % 3]:
+        x = x + head(x).tanh()
+    return (x + m.mean).square().mean()
 
 
 def test_a_call_in_which_the_model_is_recorded_changes_what_it_does_once():
     torch.manual_seed(0)
-    model, x = Counting().double(), torch.randn(8, 4).double()
+    heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model, x = Net(counting, norm=nn.BatchNorm1d(4), heads=heads), torch.randn(8, 4).double()
+    model.steps = 0
+    model.register_buffer("mean", torch.zeros(4))
+    model = model.double()
     scaled = unit_scale(model, init="preserve")
     assert [scaled(x).item() for _ in range(6)] == [model(x).item() for _ in range(6)]
     assert scaled.steps == model.steps

@@ -6,31 +6,21 @@ import pytest
 import torch
 from torch import nn
 
+from tests.transforms.models import Net
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def part(self, x):
-        return self.second(torch.relu(self.first(x)))
-
-    def forward(self, x):
-        return self.part(x)
+def part(m, x):
+    return m.second(torch.relu(m.first(x)))
 
 
-class Conditional(Plain):
-    def forward(self, x):
-        return torch.cond(x.sum() > -1e9, self.part, lambda x: self.part(x) * 2, (x,))
+@torch.compiler.nested_compile_region
+def region(m, x):
+    return part(m, x)
 
 
-class Region(Plain):
-    @torch.compiler.nested_compile_region
-    def forward(self, x):
-        return self.part(x)
+def conditional(m, x):
+    return torch.cond(x.sum() > -1e9, lambda x: part(m, x), lambda x: part(m, x) * 2, (x,))
 
 
 TRANSFORMS = {
@@ -48,19 +38,20 @@ def results(call):
 
 
 def transformed(name, kind):
-    model = TRANSFORMS[name](kind())
+    torch.manual_seed(0)
+    model = TRANSFORMS[name](Net(kind, first=nn.Linear(16, 16), second=nn.Linear(16, 16)))
     results(model)
     return model
 
 
-@pytest.mark.parametrize("kind", [Conditional, Region])
+@pytest.mark.parametrize("kind", [conditional, region])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_eager(name, kind):
-    torch.testing.assert_close(results(transformed(name, kind)), results(transformed(name, Plain)))
+    torch.testing.assert_close(results(transformed(name, kind)), results(transformed(name, part)))
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("simulate_fp8", Conditional), *((name, Region) for name in TRANSFORMS)]
+    ("name", "kind"), [("simulate_fp8", conditional), *((name, region) for name in TRANSFORMS)]
 )
 def test_compiled(name, kind):
     model = transformed(name, kind)
@@ -69,6 +60,6 @@ def test_compiled(name, kind):
 
 
 def test_a_plan_is_not_followed_through_control_flow_of_a_graph():
-    model = transformed("unit_scale", Conditional)
+    model = transformed("unit_scale", conditional)
     with pytest.raises(torch._dynamo.exc.UncapturedHigherOrderOpError, match="follow the plan"):
         torch.compile(model, backend="eager")(X)

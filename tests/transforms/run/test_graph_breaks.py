@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8
+from tests.transforms.models import Net
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -20,26 +21,22 @@ TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-class Breaks(nn.Module):
-    def __init__(self, breaks: bool) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.breaks = breaks
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.relu(self.first(x))
-        if self.breaks:
-            torch._dynamo.graph_break()
-        return self.second(h)
+def breaks(m: Net, x: Tensor) -> Tensor:
+    h = torch.relu(m.first(x))
+    torch._dynamo.graph_break()
+    return m.second(h)
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_model_that_breaks_the_graph_runs_in_eager_mode_with_a_warning(name: str) -> None:
     torch.manual_seed(0)
-    model, x = TRANSFORMS[name](Breaks(True)), torch.randn(4, 8)
+    model, x = (
+        TRANSFORMS[name](Net(breaks, first=nn.Linear(8, 8), second=nn.Linear(8, 8))),
+        torch.randn(4, 8),
+    )
     expected = model(x)
     compiled = torch.compile(model, backend="aot_eager")
-    with pytest.warns(fp8.PitfallWarning, match="the forward pass of this Breaks in one piece"):
+    with pytest.warns(fp8.PitfallWarning, match="the forward pass of this Net in one piece"):
         found = compiled(x)
     assert torch.equal(found, expected)
     with warnings.catch_warnings():
@@ -47,19 +44,17 @@ def test_a_model_that_breaks_the_graph_runs_in_eager_mode_with_a_warning(name: s
         assert torch.equal(compiled(x), expected)
 
 
-class Grows(Breaks):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if not hasattr(self, "late"):
-            self.late = nn.Sequential(nn.Identity(), nn.Tanh())
-        return self.late(y)
+def grows(m: Net, x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    if not hasattr(m, "late"):
+        m.late = nn.Sequential(nn.Identity(), nn.Tanh())
+    return m.late(m.layer(x))
 
 
 @pytest.mark.filterwarnings("ignore::fp8.PitfallWarning")
 @pytest.mark.parametrize("called", [False, True])
 def test_a_module_that_is_registered_in_a_broken_graph(called: bool) -> None:
-    torch.manual_seed(0)
-    model, x = unit_scale(Grows(True)), torch.randn(4, 8)
+    model, x = unit_scale(Net(grows, layer=nn.Linear(8, 8))), torch.randn(4, 8)
     expected = copy.deepcopy(model)(x)
     if called:
         model(x)
@@ -68,24 +63,13 @@ def test_a_module_that_is_registered_in_a_broken_graph(called: bool) -> None:
         assert torch.equal(model(x), expected)
 
 
-class Wrapper(nn.Module):
-    """As DDP and trainers have them: one more call around each."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self.module(*args)
-
-
 def test_a_model_of_many_levels_compiles() -> None:
     """A compiler follows each call by dozens of its own, torch 2.12's by more than the others, and
     Python allows 1000."""
     torch.manual_seed(0)
     model: nn.Module = nn.Linear(4, 4)
     for _ in range(2 if (2, 12) <= torch.__version__ < (2, 13) else 4):
-        model = Wrapper(model)
+        model = nn.Sequential(model)
     ours, x = simulate_fp8(unit_scale(model)), torch.randn(2, 4)
     expected = ours(x)
     torch.compiler.reset()

@@ -75,6 +75,8 @@ def test_the_plain_class_refuses_the_files(cls, tmp_path):
         with pytest.raises(ValueError, match="Load them by load_state_dict into"):
             getattr(transformers, cls).from_pretrained(tmp_path / str(i))
     assert not hasattr(model.config, "transformers_weights")
+    with pytest.raises(ValueError, match=r"push_to_hub: upload unit_scaling\.fold"):
+        model.save_pretrained(tmp_path, push_to_hub=True)
 
 
 def test_plain_files(tmp_path):
@@ -88,27 +90,18 @@ def test_plain_files(tmp_path):
         torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-5)
 
 
-def rows() -> list[dict[str, Tensor]]:
+def trainer(model: nn.Module, folder: Path) -> Any:
     generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(64, (12,), generator=generator) for _ in range(16)]
-    return [{"input_ids": row, "labels": row} for row in ids]
-
-
-def trainer(model: nn.Module, folder: Path, **options: Any) -> Any:
+    ids = torch.randint(64, (16, 12), generator=generator)
+    options = {"max_steps": 4, "save_steps": 2, "report_to": [], "use_cpu": True}
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=4,
-        max_steps=4,
-        save_steps=2,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        **options,
+        output_dir=str(folder), per_device_train_batch_size=4, disable_tqdm=True, **options
     )
     optimizer = uu.optim.AdamW(model.parameters(), lr=2**-6)
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    rows = [{"input_ids": row, "labels": row} for row in ids]
     return transformers.Trainer(
-        model, arguments, train_dataset=rows(), optimizers=(optimizer, constant)
+        model, arguments, train_dataset=rows, optimizers=(optimizer, constant)
     )
 
 

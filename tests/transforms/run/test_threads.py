@@ -10,12 +10,11 @@ from torch import Tensor, nn
 import fp8
 from fp8.modes.autocast import outside_compiler
 from tests.threads import TIMEOUT, Meet, meeting, switching, together
+from tests.transforms.models import Net
 from unit_scaling.transforms import simulate_fp8, track_scales, unit_scale
 from unit_scaling.transforms.run import transform as module
 
 TRANSFORMS = {
-    "unit_scale": unit_scale,
-    "simulate_fp8": simulate_fp8,
     "both": lambda model: simulate_fp8(unit_scale(model)),
     "preserve": lambda model: unit_scale(model, init="preserve"),
     "norms": lambda model: fp8.apply_low_precision_layernorm(unit_scale(model), "amp_bf16"),
@@ -23,22 +22,14 @@ TRANSFORMS = {
 each_transform = pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 
 
-class Block(nn.Module):
-    """With products by function and by layer, so that counts and paths matter."""
-
-    def __init__(self, act: type[nn.Module], layers: int) -> None:
-        super().__init__()
-        parts = [(nn.Linear(16, 16), Meet(), act(), nn.LayerNorm(16)) for _ in range(layers)]
-        self.body = nn.Sequential(*[part for each in parts for part in each])
-        self.last = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.body(x) + self.body(x) @ self.body[0].weight)
-
-
 def block(seed: int = 0, layers: int = 2) -> nn.Module:
+    """With products by function and by layer, so that counts and paths matter."""
     torch.manual_seed(seed)
-    return Block(nn.Tanh if seed % 2 else nn.GELU, layers)
+    act = nn.Tanh if seed % 2 else nn.GELU
+    parts = [(nn.Linear(16, 16), Meet(), act(), nn.LayerNorm(16)) for _ in range(layers)]
+    body = nn.Sequential(*[part for each in parts for part in each])
+    forward = lambda m, x: m.last(m.body(x) + m.body(x) @ m.body[0].weight)  # noqa: E731
+    return Net(forward, body=body, last=nn.Linear(16, 4))
 
 
 def batch(seed: int = 0) -> Tensor:
@@ -61,21 +52,14 @@ def assert_same(got: list, expected: list) -> None:
 
 
 @each_transform
-def test_two_models(transform):
+def test_two_models_and_one(transform):
     """A thread changes to the other in the middle of each layer."""
     models = [transform(block(seed)) for seed in range(2)]
-    alone = [step(model, batch(i)) for i, model in enumerate(models)]
-    with meeting(2):
-        got = together(*[lambda i=i: step(models[i], batch(i)) for i in range(2)])
-    assert_same(got, alone)
-
-
-@each_transform
-def test_one_model(transform):
-    model = transform(block())
-    alone = [step(model, batch(i)) for i in range(3)]
-    with meeting(3):
-        assert_same(together(*[lambda i=i: step(model, batch(i)) for i in range(3)]), alone)
+    for pair in (models, [models[0]] * 2):
+        alone = [step(model, batch(i)) for i, model in enumerate(pair)]
+        with meeting(2):
+            got = together(*[lambda i=i, p=pair: step(p[i], batch(i)) for i in range(2)])
+        assert_same(got, alone)
 
 
 @each_transform
@@ -94,16 +78,6 @@ def test_one_thread_records(monkeypatch):
     with switching():
         together(*[lambda: model(batch())] * 4)
     assert len(recorded) == 1
-
-
-def test_backward_in_another_thread():
-    models = [simulate_fp8(unit_scale(block(seed))) for seed in range(2)]
-    alone = [step(model, batch()) for model in models]
-    outputs = [model(batch().requires_grad_()).square().sum() for model in models]
-    calls = [lambda y=y, m=m: torch.autograd.grad(y, list(m.parameters())) for y, m in
-             zip(outputs, models, strict=True)]  # fmt: skip
-    for got, (_, _, *expected) in zip(together(*calls), alone, strict=True):
-        assert_same(list(got), expected)
 
 
 # Errors
@@ -139,30 +113,20 @@ def test_errors_leave_nothing(transform, first, monkeypatch):
     assert torch.equal(torch.ones(2, 2) @ torch.full((2, 2), 1.06), torch.full((2, 2), 2.12))
 
 
-class Threads(nn.Module):
-    """Runs its layers in threads of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(together(*[lambda layer=layer: layer(x) for layer in self.layers]))
+def threads() -> nn.Module:
+    """A model that runs its layers in threads of its own."""
+    forward = lambda m, x: sum(together(*[lambda each=each: each(x) for each in m.layers]))  # noqa: E731
+    return Net(forward, layers=nn.ModuleList(nn.Linear(16, 16) for _ in range(2)))
 
 
 def test_parts_in_threads_of_the_forward_pass():
     """No part of it waits for the recording that waits for it."""
     with pytest.raises(RuntimeError, match=r"layers\..' runs in another thread than the forward"):
-        unit_scale(Threads())(batch())
-    model = Threads()
+        unit_scale(threads())(batch())
+    model = threads()
     model.layers = nn.ModuleList(map(unit_scale, model.layers))  # each by itself
     expected = sum(layer(batch()) for layer in model.layers)
     assert_same([model(batch())], [expected])
-
-
-def test_simulated_parts_in_threads_of_the_forward_pass():
-    model = simulate_fp8(Threads())
-    assert_same([model(batch())], [sum(layer(batch()) for layer in model.layers)])
 
 
 class Yields(nn.Linear):
@@ -238,30 +202,6 @@ def test_compiled_while_another_thread_is_eager():
     assert graphs
     torch.testing.assert_close(result, expected)
     torch.testing.assert_close(outside_compiler(lambda: compiled(batch())), expected)
-
-
-def test_eager_while_another_thread_compiles():
-    """torch.compiler.is_compiling is true in both (torch 2.13): formulas for compilers round in
-    another way."""
-    inside, done = threading.Event(), threading.Event()
-
-    def backend(graph, _):
-        inside.set()
-        assert done.wait(TIMEOUT)
-        return graph
-
-    def first() -> list[Tensor]:
-        assert inside.wait(TIMEOUT)
-        try:
-            return step(simulate_fp8(unit_scale(small())), batch())
-        finally:
-            done.set()
-
-    expected = step(simulate_fp8(unit_scale(small())), batch())
-    torch._dynamo.reset()
-    fn = torch.compile(lambda x: x * 2, backend=backend)
-    got = together(lambda: fn(torch.ones(3)), first)[1]
-    torch.testing.assert_close(got, expected)
 
 
 def test_a_compiled_model_in_several_threads():

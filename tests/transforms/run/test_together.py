@@ -10,20 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8
+from tests.transforms.models import Net
 from unit_scaling.transforms import track_scales, unit_scale
 
 
-class Residual(nn.Module):
+def residual(m: Net, x: Tensor) -> Tensor:
     """A branch that a norm is the first call of."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-        self.up, self.down = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
-        return x + self.down(self.norm(x))
+    x = m.up(x)
+    return x + m.down(m.norm(x))
 
 
 NORMS = [nn.RMSNorm(4), fp8.LayerNorm2d(8)]
@@ -33,7 +27,8 @@ each_norm = pytest.mark.parametrize("norm", NORMS, ids=lambda norm: type(norm)._
 
 def scaled_and_input(norm: nn.Module) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return unit_scale(Residual(copy.deepcopy(norm))), torch.randn(2, 8, 4, 4)
+    layers = {"norm": copy.deepcopy(norm), "up": nn.Conv2d(8, 8, 1), "down": nn.Conv2d(8, 8, 1)}
+    return unit_scale(Net(residual, **layers)), torch.randn(2, 8, 4, 4)
 
 
 def gradients(model: nn.Module, x: Tensor, call=None) -> list[Tensor]:
@@ -77,18 +72,11 @@ def test_norms_that_follow_autocast_under_a_plan(norm, compiled):
     torch.testing.assert_close(gradients(low, x, call), wanted, rtol=1e-5, atol=1e-5)
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(16, 16)
-        self.experts = nn.Parameter(0.1 * torch.randn(2, 16, 16))
-        self.head = nn.Linear(16, 16)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        rows = torch.arange(1, 3, dtype=torch.int32) * (len(ids) // 2)
-        x = F.grouped_mm(x.bfloat16(), self.experts.bfloat16(), offs=rows).to(x.dtype)
-        return F.cross_entropy(self.head(x), ids)
+def experts(m: Net, ids: Tensor) -> Tensor:
+    x = m.tokens(ids)
+    rows = torch.arange(1, 3, dtype=torch.int32) * (len(ids) // 2)
+    x = F.grouped_mm(x.bfloat16(), m.experts.bfloat16(), offs=rows).to(x.dtype)
+    return F.cross_entropy(m.head(x), ids)
 
 
 @pytest.mark.parametrize("transform", [unit_scale, lambda m: fp8.convert(unit_scale(m), "unit")])
@@ -96,33 +84,29 @@ def test_compiled_experts_have_their_plan_and_recipe(transform):
     """torch does not list grouped_mm as overridable: compiled, it would lose both."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    model, ids = transform(Experts()), torch.arange(16).repeat_interleave(4)
+    plain = Net(experts, tokens=nn.Embedding(16, 16), head=nn.Linear(16, 16))
+    plain.experts = nn.Parameter(0.1 * torch.randn(2, 16, 16))
+    model, ids = transform(plain), torch.arange(16).repeat_interleave(4)
     call = torch.compile(model, backend="aot_eager", fullgraph=True)
     wanted, got = gradients(model, ids), gradients(model, ids, call)
     torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
-class Masked(nn.Module):
+def masked(m: Net, x: Tensor) -> Tensor:
     """As the library transformers, it spells its mask otherwise where it is traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        rows = torch.arange(x.shape[1])
-        if torch.compiler.is_exporting():
-            mask = torch.arange(x.shape[1])[:, None].expand(-1, x.shape[1]) >= rows[None] + 0
-        else:
-            mask = rows[:, None] >= rows
-        return F.scaled_dot_product_attention(q, k, v, mask)
+    q, k, v = m.qkv(x).chunk(3, -1)
+    rows = torch.arange(x.shape[1])
+    if torch.compiler.is_exporting():
+        mask = torch.arange(x.shape[1])[:, None].expand(-1, x.shape[1]) >= rows[None] + 0
+    else:
+        mask = rows[:, None] >= rows
+    return F.scaled_dot_product_attention(q, k, v, mask)
 
 
 @pytest.mark.parametrize("tracked", [False, True])
 def test_exported_with_a_mask_that_is_made_otherwise(tracked):
     torch.manual_seed(0)
-    model, x = unit_scale(Masked()), torch.randn(2, 4, 8)
+    model, x = unit_scale(Net(masked, qkv=nn.Linear(8, 24))), torch.randn(2, 4, 8)
     expected = model(x)
     model = track_scales(model) if tracked else model  # which does not measure what is exported
     program = torch.export.export(model, (x,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import re
 import warnings
@@ -70,14 +69,6 @@ def test_an_optimizer_made_before_a_transform_says_so_at_its_first_step(name: st
         step(model, optimizer)
 
 
-def test_so_does_that_of_initialize():
-    model = plain()
-    model, optimizer = fp8.initialize(model, torch.optim.AdamW(model.parameters()), "O1", "tensor")
-    model = unit_scale(model)
-    with pytest.warns(fp8.warnings.OptimizerWarning, match="made before unit_scale"):
-        step(model, optimizer)
-
-
 def test_the_original_may_be_trained_on():
     """With copies that are evaluated, or trained as well (a student, an average of weights)."""
     model = plain()
@@ -94,9 +85,6 @@ def test_the_original_may_be_trained_on():
         (scaled(x) - model(x)).square().sum().backward()
         optimizer.step()
         student.step()
-    average = copy.deepcopy(model)
-    step(model, optimizer)
-    average(x)
     both = torch.optim.SGD([*model.parameters(), *scaled.parameters()], RATE)
     step(scaled, both)
 
@@ -226,13 +214,6 @@ def test_a_rate_far_from_the_rule_is_named_once(of: str, make: Any, message: str
     found = [str(w.message) for w in caught if w.category is fp8.warnings.OptimizerWarning]
     assert len(found) == (message is not None)
     assert message is None or re.search(message, found[0])
-
-
-def test_weights_in_a_scale_of_their_own_take_torchs_rate():
-    """Tagged parameters that keep the plain model's values have the plain model's rate."""
-    up, down = (uu.Parameter(0.02 * torch.randn(s), "weight") for s in ((16, 32), (32, 8)))
-    (torch.randn(4, 16) @ up @ down).sum().backward()
-    torch.optim.AdamW([up, down], lr=1e-3).step()
 
 
 # An eps that gradients are not large against

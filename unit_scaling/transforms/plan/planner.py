@@ -11,15 +11,25 @@ one (``x + f(x) + g(x)``) or, already summed (``f(x) + g(x) + x``), as one.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fp8.common.report import LEFT_ALONE
 
 from ...core.functional import completep_residual_scaling_rule
-from ...rules.table import find_op
+from ...rules.table import Op, find_op
 from ..record.calls import CallNode, Input, is_sparse
-from ..record.flow import Flow
-from ..record.kinds import EMBEDDINGS, GAINS, PRODUCTS, RECURRENT, STEPPED, TRANSPARENT, is_added
+from ..record.kinds import (
+    ATTENTION,
+    EMBEDDINGS,
+    GAINS,
+    PRODUCTS,
+    RECURRENT,
+    STEPPED,
+    TRANSPARENT,
+    is_added,
+)
 from ..record.place import Place
 from .plan import CallRow, ModelPlan, Step, Steps
 from .weights import Weights
@@ -168,12 +178,91 @@ class Planner:
         assert op is not None
         if is_sparse(node):
             return None, LEFT_ALONE, f"no rule for {node.name} of a sparse tensor"
-        if node.kind in RECURRENT:
-            return Step(op=op.name), "scaled", ""
-        scales, why = op.scales(node.args, node.kwargs, func=node.function), ""
+        step = step_by_rule(op, node.function, node.args, node.kwargs)
         if op.name == "linear" and weights & (self.weights.readouts - self.inner):
-            scales["output"], why = scales["output"] ** 2, "readout: 1/fan_in"
-        return Step(op=op.name, factor=scales["output"], names=tuple(scales)), "scaled", why
+            return replace(step, factor=step.factor**2), "scaled", "readout: 1/fan_in"
+        return step, "scaled", ""
+
+
+def step_by_rule(op: Op, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    """The step of a product or a recurrent layer, which has its factors inside."""
+    if op.name in RECURRENT:
+        return Step(op=op.name)
+    scales = op.scales(args, kwargs, func=function)
+    return Step(op=op.name, factor=scales["output"], names=tuple(scales))
+
+
+# Data flow
+
+_MASKS = frozenset("masked_fill where nan_to_num".split())
+"""Kinds that set elements to constants: those of rows of attention weights without any key."""
+
+
+def _reached(starts: Iterable[int], next: Callable[[int], Iterable[int]]) -> set[int]:
+    """All nodes reachable from ``starts`` along ``next``, including ``starts``."""
+    reached = set(starts)
+    todo = list(reached)
+    while todo:
+        new = set(next(todo.pop())) - reached
+        reached |= new
+        todo += new
+    return reached
+
+
+class Flow:
+    """The value graph of a recorded run. Nodes are indices, in topological order.
+
+    Values flow along *live* edges: those along which gradients propagate between calls. A tensor
+    computed from parameters alone (a tied, masked or normalised weight) is a weight, not a value.
+    """
+
+    def __init__(self, nodes: list[CallNode]) -> None:
+        self.nodes = nodes
+        self.sources = [self._sources(node) for node in self.nodes]
+        self.readers: list[list[int]] = [[] for _ in self.nodes]
+        for index, sources in enumerate(self.sources):
+            for source in sources:
+                self.readers[source].append(index)
+
+    def _sources(self, node: CallNode) -> list[int]:
+        if not node.value.live or node.value.computed:
+            return []
+        inputs = dict.fromkeys(i.node for i in node.inputs)
+        return [i for i in inputs if self.nodes[i].value.live and not self.nodes[i].value.computed]
+
+    def values(self, index: int) -> list[Input]:
+        return [i for i in self.nodes[index].inputs if i.node in self.sources[index]]
+
+    def is_product(self, index: int) -> bool:
+        return self.nodes[index].kind in PRODUCTS | RECURRENT and self.nodes[index].value.live
+
+    def is_attention(self, index: int) -> bool:
+        """Whether the call is fused attention, or the softmax in front of a product."""
+        kind = self.nodes[index].kind
+        return kind in ATTENTION or (kind == "softmax" and self._is_operand(index))
+
+    def _is_operand(self, index: int) -> bool:
+        """Whether a product uses the result of a call, through moves, dropout and masks only."""
+        return any(
+            self.is_product(reader)
+            or (self.nodes[reader].kind in TRANSPARENT | _MASKS and self._is_operand(reader))
+            for reader in self.readers[index]
+        )
+
+    def before(self, ends: Iterable[int]) -> set[int]:
+        """The nodes whose results feed one of the calls ``ends``."""
+        return _reached([s for end in ends for s in self.sources[end]], self.sources.__getitem__)
+
+    def between(self, start: int, end: int) -> list[int]:
+        """The nodes on all paths from ``start`` (excluded) to ``end``, in order."""
+        above = _reached([end], lambda index: [s for s in self.sources[index] if s >= start])
+        if start not in above or start == end:
+            return []
+        below = {start}
+        for index in sorted(above):
+            if not below.isdisjoint(self.sources[index]):
+                below.add(index)
+        return sorted(below - {start})
 
 
 # Residual connections
@@ -231,14 +320,16 @@ def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:
 
 def _origin(flow: Flow, adds: dict[int, _Branch], skip: int, end: int) -> tuple[int, list[int]]:
     """(origin of the branch, nodes of the branch); the origin is the nearest common ancestor."""
-    at: int | None = skip
-    while at is not None:
-        region = flow.between(at, end)
-        if region:
-            return at, region
-        # x + f(x) + g(x): the second branch has the origin of the first
-        at = adds[at].origin if at in adds else flow.up(at, TRANSPARENT)
-    return skip, []
+    at = skip
+    while not (region := flow.between(at, end)):
+        sources = flow.sources[at]
+        if at in adds:  # x + f(x) + g(x): the second branch has the origin of the first
+            at = adds[at].origin
+        elif flow.nodes[at].kind in TRANSPARENT and len(sources) == 1:
+            at = sources[0]
+        else:
+            return skip, []
+    return at, region
 
 
 def _places(flow: Flow, adds: dict[int, _Branch]) -> dict[int, tuple[int, int]]:

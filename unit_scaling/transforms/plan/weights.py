@@ -36,10 +36,15 @@ class Weights:
     readouts: frozenset[str]
 
 
-def tagged_weights(model: nn.Module, path: str = "") -> Weights:
-    """The tags of the weights of ``model``. path: the path of ``model`` itself."""
+def named_tags(model: nn.Module, path: str) -> dict[str, Tags]:
+    """Parameter name -> its tags. path: the path of ``model`` itself."""
     named = model.named_parameters(prefix=path)
-    tags = {name: tags_of(p) for name, p in named if has_parameter_data(p)}
+    return {name: tags_of(p) for name, p in named if has_parameter_data(p)}
+
+
+def tagged_weights(model: nn.Module, path: str) -> Weights:
+    """As in `named_tags`."""
+    tags = named_tags(model, path)
     scaled = {n: t for n, t in tags.items() if t.mup_divisor}
     return Weights(
         scaled=frozenset(scaled),
@@ -78,14 +83,12 @@ def _nearest_power(rms: float) -> float:
 
 
 def prepare(model: nn.Module, init: str) -> list[CallRow]:
-    """Tags all parameters of ``model``; with init="unit" also scales its weights to RMS 1.
+    """Tags all parameters of ``model``, the weight of the last `nn.Linear` as the readout.
 
     With init="unit", a matrix (two or more dimensions) is divided in place by its RMS, stored in
     its tag ``mup_divisor``, and biases are set to zero; the first call may give some their values
-    back (`keep_values`). With init="preserve", values do not change
-    and the power of two nearest to the RMS of a matrix is stored in its tag ``mup_scale``. The last
-    `nn.Linear` is tagged as the readout (see `_readout`), which the first call may revert.
-    """
+    back (`keep_values`). With init="preserve", values do not change, and the power of two nearest
+    to the RMS of a matrix is stored in its tag ``mup_scale``."""
     rows: list[CallRow] = []
     readout, seen = _readout(model), set[int]()
     for path, module in model.named_modules():
@@ -164,9 +167,8 @@ def _readout(model: nn.Module) -> Tensor | None:
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if not linears:
         return None
-    weight = getattr(
-        linears[-1], "weight_orig" if "weight_orig" in pruned(linears[-1]) else "weight"
-    )
+    last = linears[-1]
+    weight = getattr(last, "weight_orig" if "weight_orig" in pruned(last) else "weight")
     owners = [(m, p) for m in model.modules() for p in m.parameters(recurse=False)]
     tied = sum(p is weight for _, p in owners) > 1
     layers = [p for m, p in owners if not isinstance(m, nn.Embedding | nn.EmbeddingBag)]
@@ -190,7 +192,7 @@ def _rescale(parameter: nn.Parameter, init: str) -> Done:
         return left, "has no values yet (meta device)"
     if not parameter.numel():
         return "unchanged", "is empty"
-    if parameter.numel() < 2 or _is_one_number(parameter):
+    if _is_one_number(parameter):
         return left, f"is {parameter.flatten()[0].item():.4g} everywhere"
     rms = parameter.abs().double().square().mean().sqrt().item() or 1.0
     if not math.isfinite(rms):
@@ -199,15 +201,14 @@ def _rescale(parameter: nn.Parameter, init: str) -> Done:
         scale = _nearest_power(rms)
         tag(parameter, *tags_of(parameter)._replace(mup_scale=scale))
         return "unchanged", f"static scale {scale:g}"
-    _divide(parameter, rms)
-    return "unit scale", f"divided by {rms:.4g}"
+    return _divided(parameter, rms)
 
 
-def _divide(parameter: nn.Parameter, rms: float) -> None:
-    """Divides a parameter, and remembers by what: formulas of parameters use what it was."""
+def _divided(parameter: nn.Parameter, rms: float, what: str = "") -> Done:
     parameter.div_(rms)
     tags = tags_of(parameter)
     tag(parameter, *tags._replace(mup_scale=1.0, mup_divisor=(tags.mup_divisor or 1.0) * rms))
+    return "unit scale", f"{what}divided by {rms:.4g}"
 
 
 def _unit_gain(parameter: nn.Parameter) -> Done | None:
@@ -217,7 +218,5 @@ def _unit_gain(parameter: nn.Parameter) -> Done | None:
         return None
     rms = parameter.double().square().mean().sqrt().item()
     same = bool(parameter.abs().min() == parameter.abs().max())
-    if not (0 < rms < SMALL or (same and 2 < rms < math.inf)):
-        return None
-    _divide(parameter, rms)
-    return "unit scale", f"a gain, divided by {rms:.4g}"
+    far = 0 < rms < SMALL or (same and 2 < rms < math.inf)
+    return _divided(parameter, rms, "a gain, ") if far else None

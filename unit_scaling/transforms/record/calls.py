@@ -200,28 +200,41 @@ class Recorder(Calls):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         args, kwargs = canonical(function, args, kwargs)
-        given = (*tensors_in(args), *tensors_in(kwargs))
-        inputs = [self._input(slot, t) for slot, t in given]
+        arguments = (*tensors_in(args), *tensors_in(kwargs))
+        inputs = [self._input(slot, t) for slot, t in arguments]
         named = str if isinstance(function, OPERATORS) else name_of
         path, name = self.path(), named(function)
         kind = self.kinds.get(function) or kind_of(function)
         node = CallNode((path, kind, lines_here()), name, path, function, inputs, args, kwargs)
         node.where, node.inside = _location()
-        sources = [self.nodes[i.node] for i in inputs]
-        node.value.origin = sources[0].value.origin if kind in TRANSPARENT and inputs else None
-        node.value.computed = _computed(node.kind, sources)
+        sources = [self.nodes[i.node].value for i in inputs]
+        node.value.origin = sources[0].origin if kind in TRANSPARENT and inputs else None
+        node.value.computed = _is_computed(node.kind, sources)
         output = function(*args, **kwargs)
-        written = [args[0]] if kind == "setitem" else [t for _, t in tensors_in(output)]
-        made = {id(t) for t in written}
+        results = [args[0]] if kind == "setitem" else [t for _, t in tensors_in(output)]
+        ids = {id(t) for t in results}
         if writes(function, name, args, kwargs):
-            node.written = tuple(slot for slot, t in given if id(t) in made)
+            node.written = tuple(slot for slot, t in arguments if id(t) in ids)
         # Arguments that it returns may be used by themselves.
-        same = set() if node.written else made & {id(t) for _, t in given}
-        if written and made == same:
+        returned = set() if node.written else ids & {id(t) for _, t in arguments}
+        if results:
             self.nodes.append(node)
-        elif written:
-            self._add(node, sources, written, same)
+        if ids != returned:
+            self._describe(node, sources, results)
+            self._remember(results, returned)
         return output
+
+    def _describe(self, node: CallNode, sources: list[Value], results: list[Tensor]) -> None:
+        """Fills in the value of a call, and divides the result of a product."""
+        value = node.value
+        value.numel = max(map(Tensor.numel, results))
+        value.floating = any(map(has_scale, results))
+        differs = value.floating and node.kind not in CONSTANT
+        value.live = differs and any(source.live for source in sources)
+        is_product = node.kind in PRODUCTS and value.floating and len(results) == 1
+        if self.normalizes and is_product and is_strided(results[0]) and not node.inside:
+            with torch.no_grad():
+                results[0].div_(rms_of(results[0]))
 
     def _input(self, slot: Slot, tensor: Tensor) -> Input:
         """The argument of a call. An unknown tensor gets a new node."""
@@ -235,8 +248,9 @@ class Recorder(Calls):
             self._alive.append(tensor)
         if id(tensor) not in self._node_of:
             name = self.parameters.get(id(tensor))
-            node = CallNode(None, name or "input", value=self._external(tensor, name))
-            self.nodes.append(node)
+            value = Value(tensor.numel(), has_scale(tensor), name, name, computed=name is not None)
+            value.live = value.floating and (value.computed or id(tensor) in self.inputs)
+            self.nodes.append(CallNode(None, name or "input", value=value))
             self._remember([tensor])
         return Input(slot, self._node_of[id(tensor)])
 
@@ -256,7 +270,6 @@ class Recorder(Calls):
             self._input((slot,), t) if isinstance(t, Tensor) else Input((slot,), t)
             for slot, t in enumerate(self._known_before(maker))
         ]
-        sources = [self.nodes[i.node] for i in inputs]
         where, path = _location()[0], self.path()
         if id(tensor) in self._node_of and not isinstance(maker, BackwardCFunction):
             name, inside = "copy_", ""  # into a view of the tensor
@@ -266,16 +279,16 @@ class Recorder(Calls):
             inside = "" if ours else f"the autograd function {name}"
         if self.nodes and self.nodes[-1].inside == inside != "":  # its own calls
             where, path = self.nodes[-1].where, self.nodes[-1].path
-        node = CallNode(None, name, path, type(maker), inputs, value=Value(tensor.numel()))
-        node.inside, node.where = inside, where
-        node.value.computed = _computed("", sources)
-        node.value.live = node.value.floating = True
+        value = Value(tensor.numel(), floating=True, live=True)
+        value.computed = _is_computed("", [self.nodes[i.node].value for i in inputs])
+        node = CallNode(None, name, path, type(maker), inputs, where=where, inside=inside)
+        node.value = value
         self.nodes.append(node)
         self._makers[maker] = len(self.nodes) - 1
 
     def _known_before(self, maker: Node) -> list[int | Tensor]:
         """What autograd derives a function's arguments from: nodes, and leaves of its graph."""
-        found: dict[int | Tensor, None] = {}
+        known: dict[int | Tensor, None] = {}
         todo, seen = [maker], {maker}
         while todo:
             for function, _ in todo.pop().next_functions:
@@ -284,12 +297,12 @@ class Recorder(Calls):
                 seen.add(function)
                 leaf = getattr(function, "variable", None)
                 if function in self._makers:
-                    found[self._makers[function]] = None
+                    known[self._makers[function]] = None
                 elif leaf is not None:
-                    found[leaf] = None
+                    known[leaf] = None
                 else:
                     todo.append(function)
-        return list(found)
+        return list(known)
 
     def nodes_of(self, value: Any) -> list[int]:
         """The nodes of the floating-point tensors of a value."""
@@ -308,46 +321,17 @@ class Recorder(Calls):
                 if tensor.grad_fn is not None:
                     self._makers[tensor.grad_fn] = len(self.nodes) - 1
 
-    def _external(self, tensor: Tensor, name: str | None) -> Value:
-        """The value of a parameter with this name, or of another tensor that no call computed."""
-        value = Value(tensor.numel(), has_scale(tensor), name, name)
-        if name is not None:
-            value.live, value.computed = value.floating, True
-        else:
-            value.live = value.floating and id(tensor) in self.inputs
-        return value
-
-    def _add(
-        self,
-        node: CallNode,
-        sources: list[CallNode],
-        written: list[Tensor],
-        others: Collection[int],
-    ) -> None:
-        value = node.value
-        value.numel = max(map(Tensor.numel, written))
-        value.floating = any(map(has_scale, written))
-        differs = value.floating and node.kind not in CONSTANT
-        value.live = differs and any(s.value.live for s in sources)
-        is_product = node.kind in PRODUCTS and value.floating and len(written) == 1
-        if self.normalizes and is_product and is_strided(written[0]) and not node.inside:
-            with torch.no_grad():
-                written[0].div_(rms_of(written[0]))
-        self.nodes.append(node)
-        self._remember(written, others)
-
 
 _RECOMPUTES = "CheckpointFunctionBackward"
 """What autograd calls a checkpoint with ``use_reentrant=True``: its gradient is that of the calls
 within, which the transform sees when they are computed again."""
 
 
-def _computed(kind: str, sources: list[CallNode]) -> bool:
+def _is_computed(kind: str, sources: list[Value]) -> bool:
     """Whether the result depends on parameters and not on the model's inputs, which integer tensors
     are too. Products of parameters are values."""
-    values = [source.value for source in sources]
-    own = all(v.computed if v.live else v.floating for v in values)
-    return own and any(v.live for v in values) and kind not in PRODUCTS | RECURRENT
+    computed = all(v.computed if v.live else v.floating for v in sources)
+    return computed and any(v.live for v in sources) and kind not in PRODUCTS | RECURRENT
 
 
 def is_sparse(node: CallNode) -> bool:

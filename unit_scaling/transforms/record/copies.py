@@ -47,9 +47,9 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None, hooked: bool = Fals
     for part in module.modules():
         values = [value for _, value in own_attributes(part)]
         closures.copy_functions([v for v in values if isinstance(v, FunctionType)], memo)
-        kept = (t for value in values for t in tensors_within(value, seen))
-        left = {id(t): t for t in kept if t.grad_fn is not None and id(t) not in memo}
-        memo.update({key: t.detach().clone() for key, t in left.items()})
+        for tensor in (t for value in values for t in tensors_within(value, seen)):
+            if tensor.grad_fn is not None and id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().clone()
     closures.copy_functions([hook for *_, hook in hooks], memo)
     result = copy.deepcopy(module, memo)
     for original, name, key, hook in hooks:
@@ -116,11 +116,9 @@ def _own_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, str, int, Any]]:
     """(module, dictionary, key, value) of the hooks that belong to the model."""
     parts = {id(part) for part in model.modules()}
     for module in model.modules():
-        known = {name: vars(module).get(name, {}) for name in _HOOKS}
-        functions = [item for name in _HOOKS[:2] for item in known[name].items()]
-        own = {key for key, hook in functions if _belongs(hook, parts)}
-        for name, hooks in known.items():
-            yield from ((module, name, key, hook) for key, hook in hooks.items() if key in own)
+        hooks = [(n, *item) for n in _HOOKS for item in vars(module).get(n, {}).items()]
+        keys = {key for name, key, hook in hooks if name in _HOOKS[:2] and _belongs(hook, parts)}
+        yield from ((module, name, key, hook) for name, key, hook in hooks if key in keys)
 
 
 def package_of(function: Any) -> str:
@@ -138,11 +136,18 @@ def _belongs(hook: Any, parts: set[int]) -> bool:
     return refers or isinstance(hook, BasePruningMethod)
 
 
-def _references(function: FunctionType) -> list[Any]:
-    """The values of the closure and the defaults of a function."""
-    cells = [_contents(cell) for cell in function.__closure__ or ()]
-    named = function.__kwdefaults__ or {}
-    return [*cells, *(function.__defaults__ or ()), *named.values()]
+def _references(value: Any) -> list[Any]:
+    """What a function, a method, a partial or a container refers to."""
+    if isinstance(value, FunctionType):
+        cells = [_contents(cell) for cell in value.__closure__ or ()]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else []
 
 
 def _contents(cell: CellType) -> Any:
@@ -171,16 +176,7 @@ class _Closures:
         if key in self._parts or key in self._refers:
             return self._refers.get(key, True)
         self._refers[key] = False  # a function may refer to itself
-        items: Any = ()
-        if isinstance(value, FunctionType):
-            items = _references(value)
-        elif isinstance(value, partial):
-            items = value.func, *value.args, *value.keywords.values()
-        elif isinstance(value, MethodType):
-            items = (value.__self__,)
-        elif isinstance(value, list | tuple | dict):
-            items = value.values() if isinstance(value, dict) else value
-        self._refers[key] = self.copy_functions(list(items), memo)
+        self._refers[key] = self.copy_functions(_references(value), memo)
         if self._refers[key] and isinstance(value, FunctionType) and key not in memo:
             cells = tuple(CellType() for _ in value.__closure__ or ())
             name, names = value.__name__, value.__globals__

@@ -7,31 +7,31 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fp8.common.compiler import FIRST_LOOK
 from fp8.common.threads import Stack
 
 from ...common.watched import WATCHERS
 from ..install import Call, Given, Scope
-from .calls import Calls, Recorder, tensors_in
+from .calls import Calls
 
 unseen = torch.DisableTorchFunction
 """Disables function modes within the block, so that plans do not count its calls."""
 
 
-def on_its_own(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a product, for a hook: a copy if it is new. It may be a view (a linear map of
-    three dimensions), and once another view of its base is written in place, gradients pass by.
-    """
-    if not isinstance(output, Tensor) or not output.requires_grad:
-        return output
-    given = (*tensors_in(args), *tensors_in(kwargs))
-    return output if any(output is t for _, t in given) else output.clone()
-
-
 _OBSERVERS = Stack()
-"""The observers of the module that is running in this thread, innermost last."""
+"""The observers of the module that is running in this thread, innermost last, which alone sees
+calls; None for none."""
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Within the block, no observer of this thread sees a call."""
+    _OBSERVERS.items.append(None)
+    try:
+        yield
+    finally:
+        _OBSERVERS.items.pop()
 
 
 def _watch(
@@ -49,40 +49,29 @@ def _watch(
 
 class Observer(Calls):
     """Observes a call of a model: torch functions, and the ops of `unit_scaling`, residual
-    connections and scales that the model calls by name, but not what those call in turn. path: of
-    the `Observing` that it is in."""
+    connections and scales that the model calls by name, but not what those call in turn. path: that
+    of the `Observing` that it is in."""
 
-    path: Stack
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = Stack()
 
-    def begin(self, module: nn.Module, given: Given) -> None:
-        """Called when the model is called."""
-
-    def end(self, output: Any) -> None:
-        """Called when the model returns ``output``."""
-
-    def inside(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
+    def inside(self, call: Call, path: str, given: Given) -> Any:
         """Returns ``call()``, with this mode above all other modes of the module."""
-        outermost = not self.path.items
-        if outermost:
-            self.begin(module, given)
         self.path.items.append(path)
         _OBSERVERS.items.append(self)
         WATCHERS.append(_watch)
         try:
             with self:
-                output = call()
+                return call()
         finally:
             WATCHERS.pop()
             _OBSERVERS.items.pop()
             self.path.items.pop()
-        if outermost:
-            self.end(output)
-        return output
 
     def sees(self) -> bool:
         """Whether the call is the model's, not this package's or a recording's."""
-        recorded = any(isinstance(mode, Recorder) for mode in FIRST_LOOK.items)
-        return bool(self.path.items) and not (self._busy or recorded)
+        return not self._busy and _OBSERVERS.items[-1:] == [self]
 
 
 class Observing(Scope):
@@ -98,7 +87,8 @@ class Observing(Scope):
 
     def run(self, call: Call, module: nn.Module, path: str, given: Given) -> Any:
         observers = self._observers.items
-        return observers[-1].inside(call, module, path, given) if observers else call()
+        observed = observers and _OBSERVERS.items[-1:] != [None]
+        return observers[-1].inside(call, path, given) if observed else call()
 
     @property
     def active(self) -> bool:

@@ -30,7 +30,7 @@ from ...rules.table import find_op
 from ..folding import find_ties
 from ..install import Args, Given, Kwargs
 from ..plan.plan import CallRow, Step, Steps, Tie
-from ..plan.planner import Planner, by_place
+from ..plan.planner import Planner, by_place, step_by_rule
 from ..plan.weights import keep_values, tagged_weights
 from ..record.calls import CallNode, Recorder, Slot, tensors_in
 from ..record.copies import recording_copy
@@ -66,41 +66,30 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
         replaced = frozenset(transform.kinds[f] for f in transform.replacements)
         decided = Planner(nodes, transform.plan, weights, replaced, recording.changed).decided()
         if not transform.plan.covers(path):
-            if decided.kept or decided.inner:
-                _refuse_replaced(module)
             kept = {name: name in decided.kept for name in sorted(weights.scaled)}
             kept = transform.agreed(f"{path}/kept", kept)
             keep_values(module, path, [name for name, keeps in kept.items() if keeps])
         steps = by_place(nodes, decided.steps)
         measured = _measure(transform, module, path, given, steps, hooked)
-    agreed = transform.agreed(f"{path}/measured", measured.found)
+    agreed = transform.agreed(f"{path}/measured", measured)
     exponents: dict[Place | None, dict[Slot, float]] = defaultdict(dict)
     for (place, slot), exponent in agreed.items():
         if exponent:
             exponents[place][slot] = exponent
-    steps = {i: corrected(s, exponents[nodes[i].place]) for i, s in decided.steps.items()}
+    steps_of = {i: corrected(s, exponents[nodes[i].place]) for i, s in decided.steps.items()}
     why = "no product or look-up alone reads it"
     rows = [CallRow(*name.rpartition(".")[::2], KEPT, why) for name in sorted(decided.kept)]
     rows += _rows(decided.rows, nodes, exponents)
     ties: tuple[Tie, ...] = ()
-    if not path and not transform.preserves:
-        ties = find_ties(nodes, steps, recording.buffers, recording.outputs)
-    return Learned(by_place(nodes, steps), rows, decided.inner, ties)
+    if not path and transform.unit_scaled:
+        ties = find_ties(nodes, steps_of, recording.buffers, recording.outputs)
+    return Learned(by_place(nodes, steps_of), rows, decided.inner, ties)
 
 
 UNSEEN = "unit_scale has not seen this call yet"
 
 KEPT = "keeps its values"
 """What the report says of a weight that no product reads."""
-
-
-def _refuse_replaced(module: nn.Module) -> None:
-    """Raises RuntimeError where other tensors stand for parameters that a first call changes."""
-    if not all(isinstance(p, nn.Parameter) for p in module.parameters()):
-        raise RuntimeError(
-            f"{UNSEEN}: call the model once before torch.func.functional_call, which replaces its "
-            "parameters"
-        )
 
 
 def _without_warnings() -> Any:
@@ -132,17 +121,16 @@ def _unchanged(copy: nn.Module) -> Iterator[restored]:
 
 
 def _record(transform: Any, module: nn.Module, path: str, given: Given, hooked: bool) -> Recorder:
-    copy = _copy(module, hooked)
-    (args, kwargs), _ = detached(given)
-    inputs = {id(t) for _, t in tensors_in((args, kwargs))}
+    copy, (args, kwargs) = _copy(module, hooked), detached(given)[0]
     names = {id(p): name for name, p in copy.named_parameters(prefix=path)}
+    inputs = {id(t) for _, t in tensors_in((args, kwargs))}
     running = transform.path.items
     recorder = Recorder(
         transform.kinds,
         names,
         inputs,
         lambda: running[-1] if running else path,
-        normalizes=not transform.preserves,
+        normalizes=transform.unit_scaled,
     )
     with _unchanged(copy) as mode:
         output = _run(transform, recorder, copy, path, args, kwargs)
@@ -151,6 +139,30 @@ def _record(transform: Any, module: nn.Module, path: str, given: Given, hooked: 
     recorder.buffers = {id(b): name for name, b in copy.named_buffers()}
     recorder.outputs = recorder.nodes_of(output)
     return recorder
+
+
+def _measure(
+    transform: Any,
+    module: nn.Module,
+    path: str,
+    given: Given,
+    steps: dict[Place, Steps],
+    hooked: bool,
+) -> Corrections:
+    copy, (args, kwargs) = _copy(module, hooked), detached(given)[0]
+    mode = Measuring(transform, (copy, path, (args, kwargs)), steps)
+    with _unchanged(copy):
+        _run(transform, mode, copy, path, args, kwargs)
+    return mode.corrections()
+
+
+def _copy(module: nn.Module, hooked: bool) -> nn.Module:
+    copy = recording_copy(module, hooked)
+    vars(copy).pop("forward", None)  # what is set on the instance has called the class's
+    restore_own_tags(copy)
+    for part in copy.modules():
+        vars(part)["recorded"] = threading.get_ident()
+    return copy
 
 
 def _run(transform: Any, mode: Any, copy: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
@@ -162,15 +174,6 @@ def _run(transform: Any, mode: Any, copy: nn.Module, path: str, args: Any, kwarg
     finally:
         transform.path.items.pop()
         RUNNING.items.pop()
-
-
-def _copy(module: nn.Module, hooked: bool) -> nn.Module:
-    copy = recording_copy(module, hooked)
-    vars(copy).pop("forward", None)  # what is set on the instance has called the class's
-    restore_own_tags(copy)
-    for part in copy.modules():
-        vars(part)["recorded"] = threading.get_ident()
-    return copy
 
 
 Corrections = dict[tuple[Place, Slot], float]
@@ -186,8 +189,7 @@ class Measuring(Replay):
         self._sizes: dict[tuple[Place, Slot], list[float]] = defaultdict(list)
         self._scales: Corrections = {}  # of parameters, by their tags
 
-    @property
-    def found(self) -> Corrections:
+    def corrections(self) -> Corrections:
         """The exponents of all arguments, of the median of their sizes; 0 near RMS 1."""
         return {k: _exponent(*k, sizes) for k, sizes in self._sizes.items()} | self._scales
 
@@ -235,22 +237,6 @@ def _exponent(place: Place, slot: Slot, sizes: list[float]) -> float:
     return round(size) if abs(size) > REACH else 0
 
 
-def _measure(
-    transform: Any,
-    module: nn.Module,
-    path: str,
-    given: Given,
-    steps: dict[Place, Steps],
-    hooked: bool,
-) -> Measuring:
-    copy = _copy(module, hooked)
-    (args, kwargs), _ = detached(given)
-    mode = Measuring(transform, (copy, path, (args, kwargs)), steps)
-    with _unchanged(copy):
-        _run(transform, mode, copy, path, args, kwargs)
-    return mode
-
-
 def corrected(step: Step | None, exponents: dict[Slot, float]) -> Step | None:
     """The step of a call whose arguments have these sizes. A product casts them at these scales.
     One with a factor brings its result to RMS 1 with them, and so does a residual add."""
@@ -273,34 +259,29 @@ def corrected(step: Step | None, exponents: dict[Slot, float]) -> Step | None:
 def _rows(
     rows: list[CallRow], nodes: list[CallNode], exponents: dict[Place | None, dict[Slot, float]]
 ) -> list[CallRow]:
-    scales: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    """The rows with the scales of arguments, each once."""
+    scales: dict[tuple[str, str], list[str]] = defaultdict(list)
     for node in nodes:
         for slot, exponent in exponents[node.place].items() if node.kind in PRODUCTS else ():
-            scales[node.path, node.name][f"argument {slot[0]} cast at scale {2.0**exponent:g}"] = (
-                None
-            )
-    return [
-        replace(row, why=", ".join(filter(None, [row.why, *scales[row.path, row.call]])))
-        for row in rows
-    ]
+            scale = f"argument {slot[0]} cast at scale {2.0**exponent:g}"
+            scales[node.path, node.name].append(scale)
+    whys = ([row.why, *dict.fromkeys(scales[row.path, row.call])] for row in rows)
+    texts = (", ".join(filter(None, why)) for why in whys)
+    return [replace(row, why=text) for row, text in zip(rows, texts, strict=True)]
 
 
 def steps_by_rule(
-    place: Place, function: Any, args: Args, kwargs: Kwargs, preserves: bool
+    place: Place, function: Any, args: Args, kwargs: Kwargs, unit_scaled: bool
 ) -> tuple[Steps, CallRow]:
     """The steps of a call that no recording shows: the factor of the rule of its op, if one of its
     operands is a weight of RMS 1."""
     path, kind, lines = place
     args, kwargs = canonical(function, args, kwargs)
-    given = dict((*tensors_in(args), *tensors_in(kwargs)))
-    weights = [t for slot, t in given.items() if not is_added(kind, slot)]
-    scaled = any(getattr(t, "mup_divisor", None) for t in weights) and not preserves
+    factors = [t for s, t in (*tensors_in(args), *tensors_in(kwargs)) if not is_added(kind, s)]
     op = find_op(function)
+    scaled = unit_scaled and any(getattr(t, "mup_divisor", None) for t in factors)
     if not scaled or op is None or kind not in PRODUCTS | RECURRENT:
         why = f"not seen in a recording: as it is ({lines})"
         return (None,), CallRow(path, kind, "unchanged", why)
-    step = Step(op=op.name)
-    if kind not in RECURRENT:
-        scales = op.scales(args, kwargs, func=function)
-        step = replace(step, factor=scales["output"], names=tuple(scales))
+    step = step_by_rule(op, function, args, kwargs)
     return (step,), CallRow(path, kind, "scaled", f"not seen in a recording: by its rule ({lines})")

@@ -43,7 +43,7 @@ class Replay(Calls):
         called: tuple[nn.Module, str, Given],
         steps: dict[Place, Steps] | None = None,
     ) -> None:
-        super().__init__(in_pairs=not transform.preserves)
+        super().__init__(in_pairs=transform.unit_scaled)
         self.transform, self.called = transform, called
         self._steps = transform.plan.steps if steps is None else steps
         self._path = transform.path.items
@@ -92,7 +92,9 @@ class Replay(Calls):
         return self._stepped(kind, function, args, kwargs)
 
     def _stepped(self, kind: str, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        lines = lines_here() if self._eager else _lines()
+        # torch.export, without the compiler's trace, runs Python's own frames.
+        traced = not self._eager and torch.compiler.is_dynamo_compiling()
+        lines = lines_in_graph() if traced else lines_here()
         place = self._path[-1], kind, lines
         steps = self._steps.get(place)
         if steps is None:
@@ -127,22 +129,13 @@ class Replay(Calls):
         if step is None and gradient is None:
             return called(function, args, kwargs)
         if step is not None and step.op == "replace":
-            return _replaced(self.transform.replacements[function], step, args, kwargs)
+            output = self.transform.replacements[function](*args, **kwargs)
+            return args[0].copy_(output) if step.writes else output
         return take(step or Step(), function, args, kwargs, gradient, self._eager)
-
-
-def _lines() -> str:
-    """torch.export, without the compiler's trace, runs Python's own frames."""
-    return lines_in_graph() if torch.compiler.is_dynamo_compiling() else lines_here()
 
 
 CAST = PRODUCTS | RECURRENT
 """The kinds whose operands and gradients are cast."""
-
-
-def _replaced(other: Callable[..., Any], step: Step, args: Args, kwargs: Kwargs) -> Any:
-    output = other(*args, **kwargs)
-    return args[0].copy_(output) if step.writes else output
 
 
 def take(

@@ -15,7 +15,7 @@ from fp8.common.threads import Stack, in_shape_inference
 from fp8.modes.autocast import outside_compiler
 from fp8.warnings import ScaleWarning, warn_once
 
-from ...parameter import Tags, has_parameter_data, tag, tags_of
+from ...parameter import has_parameter_data, tag
 from ..folding import Folded, folded
 from ..install import (
     Args,
@@ -25,16 +25,16 @@ from ..install import (
     Scope,
     find_scope,
     is_exported,
-    is_flattened,
     is_sharded,
     run_in_mode,
     warn_of_break,
 )
 from ..plan.plan import CallRow, ModelPlan, Steps, check_fits
-from ..plan.weights import adopt_tags, pruned, refuse_split, refuse_weights
+from ..plan.weights import adopt_tags, named_tags, pruned, refuse_split, refuse_weights
 from ..record.calls import tensors_in
 from ..record.kinds import KINDS, LAYERS, STEPPED
 from ..record.place import Place
+from ..record.probe import unobserved
 from ..record.values import has_values, rms_of
 from .gradients import GradientScales
 from .learn import KEPT, UNSEEN, learned, steps_by_rule
@@ -66,14 +66,10 @@ class UnitScale(Scope):
     def _finish(self) -> None:
         """Makes what copies and pickles leave out."""
         self.recording = threading.RLock()
-        kinds = STEPPED - {"add"} if self.preserves else STEPPED
+        kinds = STEPPED if self.unit_scaled else STEPPED - {"add"}
         #: The functions whose calls may have a step -> their kinds.
         self.kinds = {function: kind for function, kind in KINDS.items() if kind in kinds}
         self.kinds |= {function: f"replace {i}" for i, function in enumerate(self.replacements)}
-
-    @property
-    def preserves(self) -> bool:
-        return self.plan.init == "preserve"
 
     @property
     def title(self) -> str:
@@ -82,7 +78,7 @@ class UnitScale(Scope):
     @property
     def unit_scaled(self) -> bool:
         """Whether weights and activations have RMS 1; not so with init="preserve"."""
-        return not self.preserves
+        return self.plan.init != "preserve"
 
     def __getstate__(self) -> dict[str, Any]:
         made = ("recording", "kinds")
@@ -129,10 +125,11 @@ class UnitScale(Scope):
                 "part of, which records one thread: transform the parts, each by itself"
             )
         self._agree(module)
-        if not (self.is_known(path) or (self.preserves and not _readable(given, module))):
+        known = self.is_known(path) or (not self.unit_scaled and not _is_readable(given, module))
+        if not known:
             if in_shape_inference():  # looks at each frame of the stack
                 return call()
-            with self.recording:
+            with self.recording, unobserved():
                 self._begin(module, path, given)
         return run_in_mode(self, call, module, path, given, eager=True)
 
@@ -149,9 +146,8 @@ class UnitScale(Scope):
         path: str,
         given: Given,
     ) -> Steps:
-        """The steps of a place that no recording has shown: the call of ``module`` that is running,
-        whose branch it takes, is recorded. A call that the recording does not show takes the rule
-        of its op."""
+        """The steps of a place that no recording has shown: records the running call of ``module``.
+        A call that the recording does not show takes the rule of its op."""
         if torch.compiler.is_dynamo_compiling():
             from ..graph_break import unknown_call
 
@@ -163,23 +159,22 @@ class UnitScale(Scope):
                 f"no call of the model has taken ({place[1]} at {place[2] or 'its forward'}): call "
                 "the model once with arguments of this form before"
             )
-        with self.recording:
+        with self.recording, unobserved():
             steps = self.plan.steps.get(place)
             if steps is not None:
                 return steps
-            if in_shape_inference() or not _readable((args, kwargs)):
-                return steps_by_rule(place, function, args, kwargs, self.preserves)[0]
+            by_rule, row = steps_by_rule(place, function, args, kwargs, self.unit_scaled)
+            if in_shape_inference() or not _is_readable((args, kwargs)):
+                return by_rule
             if self.adopted:
                 warn_once(ScaleWarning, _unplanned(place), about=module, key="adopted plan")
             if not is_sharded(module):
                 self._record(module, path, given)
-            steps = self.plan.steps.get(place)
-            if steps is None:
-                steps, row = steps_by_rule(place, function, args, kwargs, self.preserves)
-                self.plan.steps[place] = steps
+            if place not in self.plan.steps:
+                self.plan.steps[place] = by_rule
                 self.plan.rows.append(row)
             self._changed()
-            return steps
+            return self.plan.steps[place]
 
     # Recording
 
@@ -187,11 +182,11 @@ class UnitScale(Scope):
         """Records ``module`` before its first call, and applies to its weights what copies of it
         have learned."""
         if not self.plan.covers(path):
-            _check_seen(module, given)
+            _check_recordable(module, given)
             if self.unit_scaled:
                 refuse_split(module)
             self._record(module, path, given)
-            self.plan.tags |= _tags(module, path)
+            self.plan.tags |= named_tags(module, path)
             self.plan.entries.append(path)
         adopt_tags(module, path, self.plan.tags)
         self.applied = len(self.plan.entries)
@@ -230,9 +225,9 @@ class UnitScale(Scope):
 
     def check_parts(self, module: nn.Module, path: str = "") -> None:
         """Raises ValueError for a part with init="unit" in a model with init="preserve"."""
-        for name, child in module.named_modules(prefix=path):
+        for name, child in () if self.unit_scaled else module.named_modules(prefix=path):
             other = find_scope(child, UnitScale)
-            if other is not None and other is not self and other.unit_scaled and self.preserves:
+            if other is not None and other.unit_scaled:
                 raise ValueError(
                     f"{name or 'the model'} was unit-scaled with init='unit', and the model around "
                     "it with init='preserve', which has no factors: use one init for both"
@@ -240,11 +235,11 @@ class UnitScale(Scope):
 
     def _demote(self, module: nn.Module, path: str, names: frozenset[str]) -> None:
         """Tags as weights the parameters that were taken for the readout before the first call."""
+        parameters = dict(module.named_parameters(prefix=path))
         for name in sorted(names):
-            tag(_parameter(module, path, name), "weight")
+            tag(parameters[name], "weight")
             owner, _, leaf = name.rpartition(".")
-            why = "not the readout"
-            self.plan.rows.append(CallRow(owner, leaf, "tagged as weight", why))
+            self.plan.rows.append(CallRow(owner, leaf, "tagged as weight", "not the readout"))
 
     # The plan as data
 
@@ -254,9 +249,9 @@ class UnitScale(Scope):
         if self.replacements:
             raise ValueError("the plan of a model with functions in replace cannot be saved")
         self._agree(model)
-        found = self.plan.copy()
-        found.tags, found.gradients = _tags(model, ""), self.gradients.exponents()
-        return found
+        plan = self.plan.copy()
+        plan.tags, plan.gradients = named_tags(model, ""), self.gradients.exponents()
+        return plan
 
     def saved(self, model: nn.Module) -> str:
         """The plan as JSON, for the state_dict of ``model``; "" if there is none."""
@@ -284,15 +279,15 @@ class UnitScale(Scope):
             )
 
     def factors(self, model: nn.Module) -> Folded:
-        """The factors that multiply the weights in the plain model with the same function. Raises
-        ValueError before the first call, and naming the calls whose factors no weight can absorb.
-        """
+        """Raises ValueError before the first call, and naming the calls whose factors no weight can
+        absorb."""
         if self.replacements:
             raise ValueError("functions in replace of unit_scale cannot be folded into weights")
-        if not self.preserves:
+        solution = Folded({}, {})
+        if self.unit_scaled:
             self.check_seen(model)
-        found = Folded({}, {}) if self.preserves else folded(self.plan.ties)
-        return found._replace(exponents=_input_exponents(self.plan.steps))
+            solution = folded(self.plan.ties)
+        return solution._replace(exponents=_input_exponents(self.plan.steps))
 
 
 def _input_exponents(steps: Mapping[Place, Steps]) -> dict[str, int]:
@@ -312,23 +307,14 @@ def _unplanned(place: Place) -> str:
     )
 
 
-def _tags(module: nn.Module, path: str) -> dict[str, Tags]:
-    named = module.named_parameters(prefix=path)
-    return {n: tags_of(p) for n, p in named if has_parameter_data(p)}
-
-
-def _parameter(module: nn.Module, path: str, name: str) -> nn.Parameter:
-    return module.get_parameter(name.removeprefix(f"{path}." if path else ""))
-
-
-def _readable(given: Given, module: nn.Module | None = None) -> bool:
+def _is_readable(given: Given, module: nn.Module | None = None) -> bool:
     """Whether the values of arguments, and of the parameters of ``module``, can be read; those of
     the examples inside torch.vmap cannot."""
     tensors = [t for t in (*given[0], *given[1].values()) if isinstance(t, Tensor)]
     return has_values((*tensors, *(() if module is None else module.parameters())))
 
 
-def _check_seen(module: nn.Module, given: Given) -> None:
+def _check_recordable(module: nn.Module, given: Given) -> None:
     """Raises where a model cannot be recorded."""
     refuse_weights(module, quantized=True)
     if any(t.is_meta for _, t in tensors_in(given)):
@@ -336,43 +322,42 @@ def _check_seen(module: nn.Module, given: Given) -> None:
             "the first call of a unit-scaled model looks at values, and there are none on the meta "
             "device: call it once where its weights are"
         )
-    if is_flattened(module) or is_sharded(module):
+    if is_sharded(module):
         raise RuntimeError(
             f"{UNSEEN}, and cannot record a sharded {type(module).__name__}: call the model once "
             "before fully_shard, FullyShardedDataParallel or parallelize_module"
         )
-    if not _readable(given, module):
-        raise RuntimeError(f"{UNSEEN}: call the model once before torch.vmap")
-    for name, child in module.named_modules():
-        if any(type(p) is not nn.Parameter for p in child._parameters.values() if p is not None):
-            continue
-        own = vars(child).keys() - pruned(child).values()
-        lost = [n for n in getattr(child, "mup_tags", {}) if n in own]
-        if lost:
+    for name, part in module.named_modules():
+        tagged = {*getattr(part, "mup_tags", {})}
+        if tagged & vars(part).keys() - pruned(part).values() or not all(
+            isinstance(p, nn.Parameter) for p in part.parameters(recurse=False)
+        ):
             raise RuntimeError(
                 f"{UNSEEN}: call the model once before torch.func.functional_call or DataParallel, "
-                f"which replace its parameters ({name}.{lost[0]})"
+                f"which replace its parameters (those of {name or 'the model itself'})"
             )
+    if not _is_readable(given, module):
+        raise RuntimeError(f"{UNSEEN}: call the model once before torch.vmap")
 
 
 def _warn_of_new_weights(model: nn.Module, scope: UnitScale) -> None:
     """Warns of weights that came into the model after ``scope`` and are far from RMS 1."""
-    found: dict[str, float] = {}
+    far: dict[str, float] = {}
     for path, module in model.named_modules():
         if any(other is scope for other, _ in getattr(module, "_scopes", ())):
             continue
         for name, p in module.named_parameters(path, recurse=False):
-            if not has_parameter_data(p) and p.dtype.is_floating_point:
-                found[name] = rms_of(p) if p.numel() > max(p.shape, default=1) else 1.0
-    found = {name: rms for name, rms in found.items() if not 0.5 <= rms <= 2}
-    if found:
-        name, rms = next(iter(found.items()))
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            is_weight = p.dtype.is_floating_point and p.numel() > max(p.shape, default=1)
+            if is_weight and not has_parameter_data(p) and not 0.5 <= (rms := rms_of(p)) <= 2:
+                far[name] = rms
+    if far:
+        name, rms = next(iter(far.items()))
+        more = f" (and {len(far) - 1} more)" if len(far) > 1 else ""
         warn_once(
             ScaleWarning,
             f"{name}{more} came into the model after unit_scale and has RMS {rms:.3g}, where its "
             "operation expects about 1: put in unit_scale(layer) in place of the layer, or a "
             "module of unit_scaling",
             about=model,
-            key=" ".join(found),
+            key=" ".join(far),
         )

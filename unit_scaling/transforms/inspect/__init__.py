@@ -1,1 +1,0 @@
-"""Observations of a running model: products, tensors over time, and a diagnosis."""
