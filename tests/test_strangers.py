@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import fp8
 from benchmarks.strangers import reduced
 from benchmarks.strangers.__main__ import COMPILED, has_all, measured, record, recorded, summary
 from benchmarks.strangers.case import Case, Stranger, loss_inside
-from benchmarks.strangers.casts import SQNR, Casts, CastSeen, without_limits
+from benchmarks.strangers.casts import SQNR, Casts, CastSeen
 from benchmarks.strangers.examine import Options, examine
 from tests.transforms.models import Net
 from unit_scaling.transforms import simulate_fp8
@@ -44,18 +43,6 @@ def test_the_share_of_casts_is_that_of_operands_in_range(scale: float) -> None:
     for cast in seen:  # of 2**12 values, each with an error of its own
         assert cast.own == pytest.approx(SQNR[cast.format], abs=0.5)
     assert seen[0].rms == pytest.approx(scale, rel=0.05)
-
-
-def test_without_limits_a_format_rounds_alike_at_every_exponent() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(512, dtype=torch.float64)
-    for format in map(fp8.FORMATS.__getitem__, SQNR):
-        inside = x[x.abs() > format.min_normal]
-        rounded = without_limits(inside, format)
-        assert torch.equal(rounded, fp8.quantize(inside, format))
-        for exponent in map(torch.tensor, (-100, 100)):
-            scaled = without_limits(torch.ldexp(inside, exponent), format)
-            assert torch.equal(scaled, torch.ldexp(rounded, exponent))
 
 
 # Rows

@@ -19,7 +19,6 @@ from unit_scaling.transforms import unit_scale
 from unit_scaling.transforms.install import find_scope
 from unit_scaling.transforms.run.transform import UnitScale
 
-
 # torch's own, once a process
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (invariant checks|CSR):UserWarning")
 

@@ -89,7 +89,6 @@ def _ratio(
     ratios: Sequence[Ratio],
     ties: list[Tie],
 ) -> Ratio:
-    """The ratio of the result of a call, after those of all calls before it."""
     if node.function is None:
         return {} if node.value.parameter is None else {node.value.parameter: -1.0}
     if node.kind.removeprefix("new_").removesuffix("_like") in ("zeros", "empty"):
@@ -125,8 +124,6 @@ def _log(factor: float) -> Ratio:
 
 
 class _Term(NamedTuple):
-    """A tensor among the arguments of a call."""
-
     slot: Slot
     tensor: Tensor
     ratio: Ratio
@@ -154,7 +151,6 @@ class _Call:
             self.ties.append(Tie(terms, constant, self.node.path, self.node.name, why, soft))
 
     def named(self) -> dict[str, Ratio]:
-        """The ratios by the names of the arguments."""
         op = find_op(self.node.function)
         assert op is not None
         by_id = {id(term.tensor): term.ratio for term in self.terms}

@@ -124,7 +124,6 @@ class _Transformed(Mixin, Marked):
 
     @taken_as_constant
     def _tracing(self, begins: bool) -> bool:
-        """Notes that a graph of the forward pass is begun, or is whole."""
         (_BEGUN.add if begins else _BEGUN.discard)(self)
         return begins
 

@@ -202,24 +202,6 @@ def test_twice_is_once() -> None:
     same(step(simulate_fp8(simulate_fp8(gpt()))), step(simulate_fp8(gpt())))
 
 
-def test_autocast_around() -> None:
-    expected = step(TRANSFORMS["both"](gpt()))
-    model = unit_scale(gpt())
-    with fp8.autocast("unit"):
-        same(step(model), expected)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.proves("unit-scaling", "with torch.compile", how="own")
-@every_transform
-def test_fullgraph_after_the_first_call(name: str) -> None:
-    torch._dynamo.reset()
-    model = TRANSFORMS[name](tiny())
-    expected = step(model)  # the first call
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    same(step(compiled), expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.proves("unit-scaling", "with torch.compile", how="own")
 @alone
 def test_compiled_before_the_first_call(name: str) -> None:

@@ -169,7 +169,6 @@ class ModelPlan:
 
 
 def _described(step: Step) -> str:
-    """A step as text, without the fields that have default values."""
     default = Step()
     parts = [step.op or "as it is"]
     for f in fields(Step):

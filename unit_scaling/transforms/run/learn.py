@@ -259,7 +259,6 @@ def corrected(step: Step | None, exponents: dict[Slot, float]) -> Step | None:
 def _rows(
     rows: list[CallRow], nodes: list[CallNode], exponents: dict[Place | None, dict[Slot, float]]
 ) -> list[CallRow]:
-    """The rows with the scales of arguments, each once."""
     scales: dict[tuple[str, str], list[str]] = defaultdict(list)
     for node in nodes:
         for slot, exponent in exponents[node.place].items() if node.kind in PRODUCTS else ():

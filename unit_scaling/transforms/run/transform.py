@@ -64,7 +64,6 @@ class UnitScale(Scope):
         self._finish()
 
     def _finish(self) -> None:
-        """Makes what copies and pickles leave out."""
         self.recording = threading.RLock()
         kinds = STEPPED if self.unit_scaled else STEPPED - {"add"}
         #: The functions whose calls may have a step -> their kinds.
@@ -197,7 +196,6 @@ class UnitScale(Scope):
         self.edition = str(int(self.edition) + 1)
 
     def _record(self, module: nn.Module, path: str, given: Given) -> None:
-        """Records a call of ``module`` and adds what is new to the plan."""
         self.check_parts(module, path)
         if self.unit_scaled:
             _warn_of_new_weights(module, self)
@@ -315,7 +313,6 @@ def _is_readable(given: Given, module: nn.Module | None = None) -> bool:
 
 
 def _check_recordable(module: nn.Module, given: Given) -> None:
-    """Raises where a model cannot be recorded."""
     refuse_weights(module, quantized=True)
     if any(t.is_meta for _, t in tensors_in(given)):
         raise RuntimeError(
