@@ -59,8 +59,8 @@ def unit_scale(
     Returns:
         The copy. Its first call raises ValueError for a function (not a module) under
         `torch.utils.checkpoint`, which would be recomputed without its scales, and for a later
-        parametrization with parameters of its own, and RuntimeError inside `torch.export` or
-        `torch.vmap`, which need a model that has run once.
+        parametrization with parameters of its own, and RuntimeError inside `torch.export`,
+        `torch.vmap` or `torch.func.functional_call`, which need a model that has run once.
 
     Raises:
         TypeError: ``module`` is not an `nn.Module` or is TorchScript, or a replacement is not
