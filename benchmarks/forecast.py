@@ -180,9 +180,7 @@ def block_rows(case: str = "block", options: Mapping[str, bool] | None = None) -
         model = Block().to(torch.bfloat16)
         x = torch.empty(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     recipes = (*OURS, *TORCHAO)
-    result = fp8.forecast(
-        model, x, recipes=recipes, hardware=HARDWARE, layers=False, options=options
-    )
+    result = fp8.forecast(model, x, recipes=recipes, hardware=HARDWARE, options=options)
     for v in result.variants:
         yield {
             "case": case,
@@ -220,7 +218,7 @@ def seconds(parts: list[Part], recipe: str) -> tuple[float, float]:
     high = low = 0.0
     for model, batch, times, cast in parts:
         recipes = [recipe] if cast else []
-        result = fp8.forecast(model, batch, recipes=recipes, hardware=HARDWARE, layers=False)
+        result = fp8.forecast(model, batch, recipes=recipes, hardware=HARDWARE)
         high += times * result.variants[0].seconds
         low += times * result.variants[-1].seconds
     return high, low

@@ -298,7 +298,7 @@ def forecast(name: str, device: str, sizes: Sizes) -> Iterator[Row]:
     hardware = next((known for known in CARDS if known in device.lower()), "h100")
     with torch.device("meta"):
         model, batch = MODELS[name](sizes)
-    result = fp8.forecast(model, batch, recipes=recipes(), hardware=hardware, layers=False)
+    result = fp8.forecast(model, batch, recipes=recipes(), hardware=hardware)
     for variant in result.variants:
         yield {
             "case": name,

@@ -3,8 +3,8 @@
 ``python -m benchmarks.preflight [NAME ...]`` runs a preflight of each of twenty small models
 (`benchmarks.problems`), then trains every candidate with three seeds that the preflight did not
 use, and compares. Where results/preflight.json has that comparison, only a recommended candidate
-that it lacks is trained. With ``times`` it measures how long the command takes. Run again, it
-continues with what is missing in --out; names are measured anew.
+that it lacks is trained. Run again, it continues with what is missing in --out; names are measured
+anew.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ import argparse
 import json
 import logging
 import math
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections import Counter
@@ -31,12 +28,12 @@ import torch
 
 from benchmarks import common
 from benchmarks.common import Row, show, write
-from benchmarks.problems import PROBLEMS, text
+from benchmarks.problems import PROBLEMS
 from fp8.lab.preflight.choices import finalists, recommended, worst_error
-from fp8.lab.preflight.findings import Candidate, Choice, Findings, Run
+from fp8.lab.preflight.findings import Candidate, Findings, Run
 from fp8.lab.preflight.paired_runs import REFERENCE, Gap, gap
 from fp8.lab.preflight.preflight import RECIPES_TRIED, PreflightError, preflight
-from fp8.lab.preflight.search import keeping, knee, name_of, shares
+from fp8.lab.preflight.search import keeping, shares
 from fp8.lab.preflight.training import Problem, Snapshot, train, under
 from fp8.lab.preflight.update_error import Probe, quiet
 from fp8.recipes.policy import Policy
@@ -242,29 +239,34 @@ def _differ(runs: Sequence[Run], name: str, other: str) -> bool:
 # The layers that are kept
 
 
-def _selections(found: Findings) -> dict[str, Choice]:
+class Selection(NamedTuple):
+    """Layers to keep under a recipe. share: of the FLOPs, that are cast."""
+
+    recipe: str
+    kept: list[str]
+    share: float
+
+
+def _selections(found: Findings) -> dict[str, Selection]:
     """The layers that the search keeps under a coarse recipe, and the first and the last ones with
-    at least as many FLOPs. Empty if no coarse recipe was searched."""
-    for recipe in COARSE:
-        choices = [c for c in found.choices if c.recipe == recipe]
-        if choices:
-            break
-    else:
+    at least as many FLOPs. Empty if it keeps none."""
+    searched = {c.recipe: c for c in found.candidates if c.kept}
+    recipe = next((recipe for recipe in COARSE if recipe in searched), None)
+    if recipe is None:
         return {}
-    chosen = next(c for c in choices if c.chosen)
-    if not chosen.kept or not chosen.share:
-        chosen = knee(choices)
-    share = shares(found.products)
+    chosen, share = searched[recipe], shares(found.products)
     at_least = sum(share.values()) - chosen.share
     order = list(share)
     return {
-        "search": chosen,
+        "search": Selection(recipe, chosen.kept, chosen.share),
         "first": _ends(recipe, order, share, at_least),
         "last": _ends(recipe, order[::-1], share, at_least),
     }
 
 
-def _ends(recipe: str, order: Sequence[str], share: Mapping[str, float], at_least: float) -> Choice:
+def _ends(
+    recipe: str, order: Sequence[str], share: Mapping[str, float], at_least: float
+) -> Selection:
     """The first layers of an order that have together ``at_least`` a share of the FLOPs."""
     kept: list[str] = []
     for layer in order:
@@ -272,7 +274,7 @@ def _ends(recipe: str, order: Sequence[str], share: Mapping[str, float], at_leas
             break
         kept.append(layer)
     cast = sum(part for layer, part in share.items() if layer not in kept)
-    return Choice(name_of(recipe, kept), recipe, kept, cast, math.nan)
+    return Selection(recipe, kept, cast)
 
 
 # Rows
@@ -450,60 +452,6 @@ def _wins(searched: Sequence[Result], figure: str) -> str:
     return f"lower in {counts['lower']} of {counts['lower'] + counts['not lower']}"
 
 
-@dataclass(frozen=True)
-class Timed:
-    """A run of the command. target: seconds. peak: of the process's memory, in GB."""
-
-    name: str
-    seconds: float
-    target: float
-    peak: float
-    verdict: str
-
-
-def commands(folder: Path) -> dict[str, tuple[float, list[str]]]:
-    """Name -> the target in seconds, and the arguments of ``fp8 preflight``."""
-    from transformers import LlamaConfig
-
-    config, words = folder / "config.json", folder / "text.txt"
-    config.write_text(json.dumps(LlamaConfig().to_dict()))  # its default sizes are Llama 7B's
-    words.write_bytes(text())
-    seven = ["--transformers", str(config), "--text", str(words)]
-    return {
-        "fp8 preflight --demo": (240.0, ["--demo"]),
-        "GPT, 12 layers, 256 wide": (600.0, ["benchmarks.problems:deep"]),
-        "Llama 7B, shrunk": (600.0, seven),
-    }
-
-
-def timed(name: str, target: float, arguments: Sequence[str], folder: Path) -> Timed:
-    """Runs the command in a process of its own."""
-    out = folder / "preflight.html"
-    start = ["nice", "-n", "5", sys.executable, "-m", "fp8", "preflight"]
-    begun = time.perf_counter()
-    process = subprocess.Popen(
-        [*start, *arguments, "--quiet", "--out", str(out)], stdout=subprocess.DEVNULL
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    seconds = time.perf_counter() - begun
-    verdict = f"failed with {process.returncode}"
-    if not process.returncode:
-        verdict = json.loads(out.with_suffix(".json").read_text())["verdict"]["answer"]
-    return Timed(name, seconds, target, usage.ru_maxrss / 1e6, verdict)
-
-
-def time_row(found: Timed) -> Row:
-    return {
-        "name": found.name,
-        "seconds_of_command": round(found.seconds),
-        "target": found.target,
-        "met": found.seconds < found.target,
-        "peak_GB": round(found.peak, 2),
-        "recommended": found.verdict,
-    }
-
-
 # The command line
 
 QUESTION = f"""\
@@ -523,37 +471,28 @@ weights, batches and seeds, and the held-out gap"""
 
 class Measured:
     """What was measured so far: in results/preflight.json, and in a file of one JSON object a line;
-    the last of a name counts. times: the rows of the commands."""
+    the last of a name counts."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         file = common.RESULTS / "preflight.json"
         rows = json.loads(file.read_text())["rows"] if file.exists() else []
-        self.results = {r["name"]: Result(**r["details"]) for r in rows if "details" in r}
-        self.times: dict[str, Row] = {r["name"]: r for r in rows if "seconds_of_command" in r}
-        for line in path.read_text().splitlines() if path.exists() else []:
-            self._take(json.loads(line))
+        lines = path.read_text().splitlines() if path.exists() else []
+        known = [row["details"] for row in rows if "details" in row] + list(map(json.loads, lines))
+        self.results = {values["name"]: Result(**values) for values in known}
 
-    def add(self, found: Result | Timed) -> None:
+    def add(self, result: Result) -> None:
         """Stores a result."""
-        values = asdict(found)
         with self._path.open("a") as file:
-            file.write(json.dumps(values) + "\n")
-        self._take(values)
-
-    def _take(self, values: dict[str, Any]) -> None:
-        if "peak" in values:
-            self.times[values["name"]] = time_row(Timed(**values))
-        else:
-            self.results[values["name"]] = Result(**values)
+            file.write(json.dumps(asdict(result)) + "\n")
+        self.results[result.name] = result
 
     def rows(self) -> list[Row]:
-        """Of all models, in the order of PROBLEMS, their summary, and the times."""
+        """Of all models, in the order of PROBLEMS, and their summary."""
         results = [self.results[name] for name in PROBLEMS if name in self.results]
         rows = [row(result) for result in results]
-        rows += [summary(results)] if any(not result.failed for result in results) else []
-        return rows + list(self.times.values())
+        return rows + ([summary(results)] if any(not r.failed for r in results) else [])
 
 
 def _shown(found: Row) -> Row:
@@ -563,7 +502,7 @@ def _shown(found: Row) -> Row:
 def main() -> int:
     """Measures what is asked for and missing, prints the rows and records them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of PROBLEMS, or times")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of PROBLEMS")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument(
         "--cpu", action="store_true", help="seconds of the processor, beside other load"
@@ -577,11 +516,6 @@ def main() -> int:
     measured = Measured(given.out)
     names = given.names or [name for name in PROBLEMS if name not in measured.results]
     for name in names:
-        if name == "times":
-            with tempfile.TemporaryDirectory() as folder:
-                for command, (target, arguments) in commands(Path(folder)).items():
-                    measured.add(timed(command, target, arguments, Path(folder)))
-            continue
         before = measured.results.get(name)
         measured.add(measure(name, PROBLEMS[name], steps=STEPS, recorded=before))
         print(_shown(row(measured.results[name])), flush=True)

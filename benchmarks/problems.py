@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 from benchmarks import drifting
 from benchmarks.architectures import VOCABULARY, ZOO
-from fp8.lab.preflight.demo import GPT, SOURCES, text_batches
+from fp8.lab.preflight.demo import SOURCES, text_batches
 from fp8.lab.preflight.training import Setup
 
-__all__ = ["PROBLEMS", "Problem", "deep", "text"]
+__all__ = ["PROBLEMS", "Problem", "text"]
 
 BATCH, LENGTH = 8, 32
 IMAGES, SIDE = 32, 16
@@ -405,15 +405,3 @@ _ROWS = (
 )
 PROBLEMS = {problem.name: problem for problem in _ROWS}
 """Name -> problem."""
-
-DEEP = {"width": 256, "heads": 4, "layers": 12, "context": 64}
-
-
-def deep(seed: int) -> Setup:
-    """A GPT of twelve layers, 256 wide, on the text."""
-    model = GPT(**DEEP, vocabulary=VOCABULARY)
-    batches: Iterator[Tensor] = (
-        text_batches(text(), 4, DEEP["context"], 1, number)[0]
-        for number in itertools.count(1 + APART * seed)
-    )
-    return Setup(model, batches, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3))

@@ -253,8 +253,8 @@ TRANSFORM_FLOW = (
 
 PREFLIGHT_FLOW = (
     Step(
-        what="model and batches, a function, a configuration",
-        where="fp8/lab/preflight/sources.py",
+        what="model and batches, or a function of a seed",
+        where="fp8/lab/preflight/training.py",
         about="the same weights and batches for every run",
     ),
     Step(what="trace: the products of a forward pass", where="fp8/lab/trace.py"),
@@ -264,8 +264,10 @@ PREFLIGHT_FLOW = (
         where="fp8/lab/preflight/update_error.py",
     ),
     Step(what="search: which layers to keep", where="fp8/lab/preflight/search.py"),
-    Step(what="estimates for each accelerator", where="fp8/lab/hardware.py"),
-    Step(what="forecast of the best one's step", where="fp8/lab/preflight/forecasts.py"),
+    Step(
+        what="estimates for each accelerator, forecasts of the best one",
+        where="fp8/lab/preflight/forecasts.py",
+    ),
     Step(what="training: finalists, paired seeds", where="fp8/lab/preflight/paired_runs.py"),
     Step(
         what="policy, sentences, table, page, JSON",

@@ -197,7 +197,6 @@ def _norms(rows: list[Row]) -> str:
 
 def _preflight(rows: list[Row]) -> str:
     every = named(rows)["all"]
-    times = [f"{r['name']}: {r['seconds_of_command']} s" for r in rows if "seconds_of_command" in r]
     parts = [
         f"It recommends a policy in {every['recommended']} models; the loss is within 0.01 of the "
         f"best one, or the interval, in {every['within']}",
@@ -206,7 +205,6 @@ def _preflight(rows: list[Row]) -> str:
         f"{every['tau_of_those']} of those that also are more than 0.01 apart",
         f"update error of the layers that the search keeps, against the first or last: "
         f"{every['kept_error']}",
-        *times,
     ]
     return "; ".join(parts)
 

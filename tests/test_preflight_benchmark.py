@@ -14,9 +14,9 @@ from torch import Tensor
 from benchmarks import preflight, problems
 from benchmarks.preflight import Order, Result
 from fp8.common.step import tensors
-from fp8.lab.hardware import Product
-from fp8.lab.preflight.findings import Choice, Findings, Run
+from fp8.lab.preflight.findings import Candidate, Findings, Run
 from fp8.lab.preflight.training import loss_of
+from fp8.lab.trace import Product
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -83,44 +83,12 @@ def test_the_first_and_last_layers_have_at_least_as_many_flops():
     products = [
         Product(name, "linear", 1, 1, size) for name, size in zip("abcd", (1, 2, 3, 4), strict=True)
     ]
-    choices = [
-        Choice("mxfp4", "mxfp4", [], 1.0, 0.9),
-        Choice("mxfp4 except c", "mxfp4", ["c"], 0.7, 0.2, chosen=True),
-    ]
-    found = preflight._selections(Findings(products=products, choices=choices))
+    candidates = [Candidate("mxfp4", "mxfp4"), Candidate("", "mxfp4", kept=["c"], share=0.7)]
+    found = preflight._selections(Findings(products=products, candidates=candidates))
     kept = {name: choice.kept for name, choice in found.items()}
     assert kept == {"search": ["c"], "first": ["a", "b"], "last": ["d"]}
     assert [choice.share for choice in found.values()] == pytest.approx([0.7, 0.7, 0.6])
     assert preflight._selections(Findings(products=products)) == {}
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "found"),
-    [
-        (("a", 0.2), ("c", 0.3), "lower"),
-        (("a", 0.05), ("b", 0.1), "not lower"),
-        (("b", 0.1), ("b", 0.1), "not compared"),
-        (("a", 0.0), ("b", 0.1), "not compared"),
-    ],
-)
-def test_the_search_beside_the_first_and_last_layers(
-    first: tuple[str, float], last: tuple[str, float], found: str
-):
-    given = {"search": ("b", 0.1), "first": first, "last": last}
-    kept = {name: {"layers": [layer], "error": x, "gap": [x]} for name, (layer, x) in given.items()}
-    for measure in ("error", "gap"):
-        assert preflight.standing(Result("m", kept=kept), measure) == found
-
-
-def test_within_the_target_or_the_interval():
-    excesses = {
-        (0.009, 0.008, 0.01): True,
-        (0.1, -0.1, 0.3): True,
-        (0.02, 0.01, 0.03): False,
-        (): False,
-    }
-    for excess, within in excesses.items():
-        assert preflight.is_within(Result("a", excess=list(excess))) is within
 
 
 def test_the_benchmark_measures_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -155,6 +123,9 @@ def test_the_benchmark_measures_and_records(tmp_path: Path, monkeypatch: pytest.
     assert kept["first"]["layers"][0] == "enter"
     assert kept["last"]["layers"][0] == "head"
     assert all(0 < found["error"] < 1 for found in kept.values())
+    assert preflight.standing(Result(**details), "error") in ("lower", "not lower")
+    for excess, within in (([0.009, 0.008], True), ([0.1, -0.1], True), ([0.02, 0.01], False)):
+        assert preflight.is_within(Result("a", excess=excess)) is within
 
 
 def test_a_model_that_fails_is_a_row():

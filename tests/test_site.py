@@ -72,7 +72,7 @@ def test_the_reference_shows_docstrings_as_they_are_written(site: Path):
     """Doctests are code, a sentence of several lines is one item, an attribute has its type."""
     for path in (site / "api").glob("*.html"):
         assert "<blockquote>" not in path.read_text(encoding="utf-8"), path.name
-    pages = ("fp8.lab.hardware", "fp8.lab.preflight.findings")
+    pages = ("fp8.lab.trace", "fp8.lab.preflight.findings")
     text = "".join((site / "api" / f"{page}.html").read_text(encoding="utf-8") for page in pages)
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", text))  # of a no-break space, too
     assert "m, k, n (int) – sizes of the forward product" in text

@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Blame:
-    """The result of `blame`. It prints as the answer, the replays and the rules.
+    """The result of `blame`, as a text.
 
     Attributes:
         rules: `fp8.Rule` objects that put the casts at fault into high precision; empty if low

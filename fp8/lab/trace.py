@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,43 @@ from ..common.step import Batch, call, copied, tensors, untouched
 from ..products.grouped import MULTIPLY_GROUPS
 from ..surgery.convert import convert, report
 from ..warnings import PitfallWarning, strict
-from .hardware import Product
+
+__all__ = ["Product", "trace"]
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Product:
+    """The matrix products of one layer (or of one call without a weight) in a training step.
+
+    Attributes:
+        layer: the name of the module that owns the weight, "(model)" for the model itself; that of
+            the module that is running for products of activations.
+        kind: "linear", "convolution" or "matmul".
+        m, k, n: sizes of the forward product, (m, k) times (k, n), per call; m counts tokens.
+        calls: the number of such products in one forward pass.
+        weight_elements: the number of elements of the weight; 0 without one.
+        why_not: why `fp8.convert` does not cast it; "" if it does.
+        input_elements: the number of elements of the input per call; 0: m * k. A convolution reads
+            fewer.
+    """
+
+    layer: str
+    kind: str
+    m: int
+    k: int
+    n: int
+    calls: int = 1
+    weight_elements: int = 0
+    why_not: str = ""
+    input_elements: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the forward product; a training step has three times as
+        many."""
+        return 2 * self.m * self.k * self.n * self.calls
 
 
 def _of_matrices(a: Tensor, b: Tensor) -> Product:

@@ -8,12 +8,11 @@ import torch
 
 import fp8
 from fp8.lab.preflight.demo import setup
-from fp8.lab.preflight.preflight import by_label
 from unit_scaling.transforms.preflight import initialized, preserve
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 TRANSFORMS = {"unit_scale": preserve, "unit_scale_init": initialized}
-PRESERVED, INITIALIZED = by_label(TRANSFORMS)
+PRESERVED, INITIALIZED = preserve.label, initialized.label
 
 
 def test_they_are_registered():

@@ -23,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipes", nargs="+", default=list(RECIPES), metavar="NAME", help=f"({default})"
     )
     parser.add_argument("--hardware", default="h100", choices=CARDS, help="(%(default)s)")
-    parser.add_argument("--total", action="store_true", help="no figures for single layers")
     parser.add_argument(
         "--policy",
         metavar="FILE.json",
@@ -43,7 +42,6 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         loss=made[2] if len(made) > 2 else None,
         recipes=options.recipes,
         hardware=options.hardware,
-        layers=not options.total,
     )
     if options.policy:
         ours = [variant for variant in result.variants if variant.policy]

@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a prompt a line: text, or ids separated by spaces (the first {PROMPTS} batches)",
     )
     parser.add_argument("--tokenizer", metavar="FOLDER", help="of transformers (bytes of the text)")
-    parser.add_argument("--length", type=int, help="tokens of a line, at most")
     parser.add_argument("--train", help=f"{policies} (the model as it is)")
     parser.add_argument("--rollout", default="engine_row", help=f"{policies} (%(default)s)")
     parser.add_argument("--cache", help="scaling of the engine's cache in FP8: tensor, head, token")
@@ -68,7 +67,7 @@ def _prompts(options: argparse.Namespace, batches: Sequence[Any]) -> list[Any]:
         encode = None
         if options.tokenizer:
             encode = need("transformers").AutoTokenizer.from_pretrained(options.tokenizer).encode
-        return read_prompts(options.prompts, encode, options.length)
+        return read_prompts(options.prompts, encode)
     if not batches:
         raise ValueError("the setup returns no batches: give --prompts FILE")
     return [b["input_ids"] if isinstance(b, dict) else b for b in islice(batches[0], PROMPTS)]

@@ -99,12 +99,11 @@ class Parity:
         values = asdict(self) | {"layers": [row._asdict() for row in self.layers], "ok": self.ok}
         return finite(values)
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        """The figures in words."""
+    def __str__(self) -> str:
         sizes = [abs(value) for row in self.differences for value in row]
         mean, largest = sum(sizes) / max(len(sizes), 1), max(sizes, default=0.0)
         outcome = "within" if self.ok else "beyond"
-        return [
+        figures = [
             ("train", self.train),
             ("rollout", f"{self.rollout}, cache by {self.cache}" if self.cache else self.rollout),
             ("KL(rollout || train)", f"{self.kl:.3g} per token, {outcome} {self.bound:.3g}"),
@@ -113,22 +112,17 @@ class Parity:
             ("argmax changed", f"{self.changed:.2%}"),
             ("tokens", str(len(sizes))),
         ]
-
-    def _effects(self) -> list[tuple[str, ...]]:
-        """The rows of `layers` in words, after a heading."""
-        rows = [(row.name, f"{row.kl:.3g}", f"{row.share:.1%}") for row in self.layers]
-        return [("without", "KL", "less by"), *rows] if rows else []
-
-    def __str__(self) -> str:
-        return "\n\n".join(map(as_table, filter(None, (self._rows(), self._effects()))))
+        layers = [(row.name, f"{row.kl:.3g}", f"{row.share:.1%}") for row in self.layers]
+        heads = ("without", "KL", "less by")
+        return as_table(figures) + ("\n\n" + as_table([heads, *layers]) if layers else "")
 
     def save(self, path: str | Path) -> None:
         """Writes the tables as a page of HTML that loads nothing. Raises ValueError for a path
         without the suffix ".html"."""
         check_name("suffix of a page", Path(path).suffix, (".html",))
         title = f"{self.train} and {self.rollout}: {'within' if self.ok else 'beyond'} the bound"
-        tables = map(_html_table, (self._rows(), self._effects()))
-        Path(path).write_text(_PAGE.format(html.escape(title), "\n".join(tables)), encoding="utf-8")
+        page = _PAGE.format(html.escape(title), html.escape(str(self)))
+        Path(path).write_text(page, encoding="utf-8")
 
 
 def parity(
@@ -321,31 +315,17 @@ def _without_each(
 
 
 def read_prompts(
-    path: str | Path,
-    encode: Callable[[str], Sequence[int]] | None = None,
-    length: int | None = None,
+    path: str | Path, encode: Callable[[str], Sequence[int]] | None = None
 ) -> list[Tensor]:
-    """The prompts of a text file, a line for each.
-
-    Args:
-        path: a file in UTF-8. If every line is whole numbers, these are ids; else lines are text.
-            Lines of fewer than two tokens are left out.
-        encode: a function of a line of text that returns its ids; None: its bytes.
-        length: the largest number of tokens of a prompt, from its start; None: no limit.
-
-    Returns:
-        Tensors of int64, (tokens,).
-
-    Raises:
-        ValueError: if no line has two tokens.
-        OSError: for a file that cannot be read.
-    """
+    """The prompts of a text file in UTF-8, a line for each, int64, (tokens,): ids if every line is
+    whole numbers, else text. Lines of fewer than two tokens are left out; ValueError if that is all
+    of them. encode: a line of text -> its ids; None: its bytes."""
     lines = list(filter(None, map(str.strip, Path(path).read_text("utf-8").splitlines())))
     if all(word.isdecimal() for line in lines for word in line.split()):
         ids = [list(map(int, line.split())) for line in lines]
     else:
         ids = [list(encode(line) if encode else line.encode()) for line in lines]
-    prompts = [torch.tensor(each[:length]) for each in ids if len(each[:length]) > 1]
+    prompts = [torch.tensor(each) for each in ids if len(each) > 1]
     if not prompts:
         raise ValueError(f"{path} has no line of two tokens or more")
     return prompts
@@ -355,13 +335,9 @@ _PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <title>{0}</title>
-<style>body {{ font: 15px/1.5 sans-serif; margin: 2em }} td {{ padding: .2em 1em .2em 0 }}</style>
 <h1>{0}</h1>
+<pre>
 {1}
+</pre>
 </html>
 """
-
-
-def _html_table(rows: Sequence[Sequence[str]]) -> str:
-    cells = ("".join(f"<td>{html.escape(cell)}" for cell in row) for row in rows)
-    return "<table>{}</table>".format("".join(f"<tr>{row}" for row in cells))

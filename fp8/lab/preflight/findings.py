@@ -6,16 +6,10 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..forecast.forecast import Forecast
-from ..hardware import Estimate, LayerTime, Product
+from ..forecast.result import Forecast
+from ..trace import Product
 
-__all__ = [
-    "Candidate",
-    "Choice",
-    "Findings",
-    "Run",
-    "Verdict",
-]
+__all__ = ["Candidate", "Findings", "Run", "Verdict"]
 
 
 @dataclass
@@ -66,23 +60,6 @@ class Candidate:
 
 
 @dataclass
-class Choice:
-    """Which layers to keep in high precision: a point of the frontier.
-
-    share: of the product FLOPs that are cast. predicted: the update error by the sum of the squared
-    errors of the layers. measured: with all casts at once; None if not measured.
-    """
-
-    name: str
-    recipe: str
-    kept: list[str]
-    share: float
-    predicted: float
-    measured: float | None = None
-    chosen: bool = False
-
-
-@dataclass
 class Verdict:
     """What the measurements say, in words; and the policy that follows from them.
 
@@ -121,11 +98,10 @@ class Findings:
         products: the trace.
         runs: training runs, the reference's among them.
         candidates: in order of their update error.
-        choices: the frontier of the search.
-        estimates: by hardware.
-        forecasts: of the finalists, by the compiler's code for an accelerator.
-        not_forecast: why forecasts are missing; "" if none is, and where the compiler does not know
-            the accelerators.
+        forecasts: of all candidates on each accelerator, by the sizes of products; then of the
+            finalists, by the compiler's code.
+        not_forecast: why the latter are missing; "" if none is, and where the compiler does not
+            know the accelerators.
         notes: what was not measured, and why.
     """
 
@@ -137,8 +113,6 @@ class Findings:
     products: list[Product] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     candidates: list[Candidate] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
-    estimates: list[Estimate] = field(default_factory=list)
     forecasts: list[Forecast] = field(default_factory=list)
     not_forecast: str = ""
     notes: list[str] = field(default_factory=list)
@@ -159,8 +133,6 @@ class Findings:
             row.errors = {int(step): _number(e, math.inf) for step, e in row.errors.items()}
         for run in read["runs"]:
             run.losses, run.held_out = list(map(_number, run.losses)), _number(run.held_out)
-        for estimate in read["estimates"]:
-            estimate.layers = [LayerTime(**row) for row in estimate.layers]
         read["forecasts"] = list(map(Forecast.from_dict, values.get("forecasts", [])))
         return Findings(**read)
 
@@ -173,6 +145,4 @@ _ROWS: dict[str, Any] = {
     "products": Product,
     "runs": Run,
     "candidates": Candidate,
-    "choices": Choice,
-    "estimates": Estimate,
 }

@@ -49,7 +49,6 @@ class Gap(NamedTuple):
 
     @property
     def half_width(self) -> float:
-        """Half the width of the interval; inf for one seed."""
         return (self.high - self.low) / 2 if math.isfinite(self.mean) else math.inf
 
 
@@ -150,8 +149,8 @@ def _gap(values: Sequence[float], error: float | None) -> Gap | None:
 
 
 def end_difference(run: Run, reference: Run) -> float:
-    """How much larger the loss of a run is at the end: the mean difference of the training losses
-    of the last steps, batch by batch. Each is computed before the step on its batch."""
+    """The mean difference of the training losses of the last steps, batch by batch. Each is
+    computed before the step on its batch."""
     count = max(round(TAIL * len(reference.losses)), 1)
     pairs = zip(run.losses[-count:], reference.losses[-count:], strict=True)
     return statistics.fmean(a - b for a, b in pairs)
@@ -205,14 +204,10 @@ def train_pairs(
     has_time: Callable[[Collection[str]], bool],
     on_run: Callable[[], object] = lambda: None,
 ) -> None:
-    """Trains until every candidate is decided, has all seeds, or has no time left. First each of
-    them, in their order, gets the pairs of the first look. Then the next pair is that of the
-    candidate whose interval has the lowest upper end: the one nearest to a good verdict.
-
-    runs: what has been trained so far; extended in place. train: trains a candidate, or REFERENCE,
-    with a seed; may raise `OutOfTime`. has_time: asked before with the names of the runs of a pair
-    that are missing. on_run: called after each run.
-    """
+    """Trains until every candidate is decided, has all seeds, or has no time left, and adds to
+    ``runs``. First each of them, in their order, gets the pairs of the first look. Then the next
+    pair is that of the candidate whose interval has the lowest upper end: the one nearest to a good
+    verdict. has_time: asked with the names of the runs of a pair that are missing."""
     trained = {(run.name, run.seed) for run in runs}
 
     def missing(name: str) -> list[tuple[str, int]]:

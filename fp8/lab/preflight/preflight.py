@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,15 +56,6 @@ class Preflight:
         verdict = self.findings.verdict
         return Policy.from_dict(verdict.policy) if verdict.recommended else None
 
-    @property
-    def first_to_try(self) -> Policy | None:
-        """The policy to try first where none is recommended: of those whose update error is small,
-        and which were not trained and found worse, the one with the fewest bits per operand. None
-        if one is recommended, or nothing was measured."""
-        verdict = self.findings.verdict
-        untried = verdict.policy and not verdict.recommended
-        return Policy.from_dict(verdict.policy) if untried else None
-
     def table(self) -> str:
         """The candidates as a text table, in order of their update error."""
         heads = ("policy", "outcome", "gap of the loss", "pairs", "update error", "FLOPs cast")
@@ -79,7 +70,7 @@ class Preflight:
 
         Raises:
             ValueError: for another suffix.
-            ImportError: for a page without the extra ``preflight`` (jinja2, matplotlib).
+            ImportError: for a page without the extra ``preflight`` (jinja2).
         """
         path = _checked(path, ".html", ".json")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +139,7 @@ def preflight(
         transforms: whether to try the transforms of installed packages, as unit scaling.
         save: a path ending in .json, written after each stage and each training run.
         resume: a JSON file of an interrupted preflight, whose stages and runs are not repeated.
-        progress: whether to show progress on stderr, if that is a terminal.
+        progress: whether to name stages and runs on stderr as they begin, if that is a terminal.
 
     Returns:
         A `Preflight`. After Ctrl-C it holds what was measured until then. SIGTERM ends the process
@@ -162,15 +153,7 @@ def preflight(
         TypeError: for arguments of another type.
     """
     path = None if save is None else _checked(save, ".json")
-
-    def proceed(seconds: float, seeds: int) -> str:
-        """What was not saved is measured again."""
-        again = f"max_seeds={max(seeds, max_seeds)}"
-        if path is None:
-            return f"fp8.preflight(..., budget={seconds + budget:g}, {again})"
-        file = repr(str(path))
-        return f"fp8.preflight(..., resume={file}, save={file}, budget={seconds:g}, {again})"
-
+    found = installed() if transforms else {}
     settings = Settings(
         recipes=tuple(map(get_recipe, RECIPES_TRIED if recipes is None else recipes)),
         steps=steps,
@@ -179,32 +162,36 @@ def preflight(
         target=target,
         max_seeds=max_seeds,
         hardware=tuple(map(get_hardware, hardware)),
-        transforms=by_label(installed()) if transforms else {},
+        transforms={getattr(each, "label", name): each for name, each in found.items()},
     )
-    source = _source(model, batches, loss, optimizer)
-    return measure(source, settings, path, resume, proceed, progress=progress)
-
-
-def measure(
-    source: Any,
-    settings: Settings,
-    path: Path | None,
-    resume: str | Path | None,
-    proceed: Continue,
-    *,
-    progress: bool,
-) -> Preflight:
-    """`preflight` with checked arguments. proceed: the command that a verdict names."""
-    findings = Findings() if resume is None else Preflight.load(resume).findings
-    result = Preflight(findings)
+    result = Preflight(Findings()) if resume is None else Preflight.load(resume)
     run = PreflightRun(
-        source,
+        _source(model, batches, loss, optimizer),
         settings,
-        findings,
-        proceed=proceed,
+        result.findings,
+        proceed=_continued(path, settings),
         on_change=lambda: None if path is None else result.save(path),
         shows_progress=progress,
     )
+    return _complete(run, result)
+
+
+def _continued(path: Path | None, settings: Settings) -> Continue:
+    """The line of Python that continues; what was not saved is measured again."""
+
+    def proceed(seconds: float, seeds: int) -> str:
+        again = f"max_seeds={max(seeds, settings.max_seeds)}"
+        if path is None:
+            return f"fp8.preflight(..., budget={seconds + settings.budget:g}, {again})"
+        file = repr(str(path))
+        return f"fp8.preflight(..., resume={file}, save={file}, budget={seconds:g}, {again})"
+
+    return proceed
+
+
+def _complete(run: PreflightRun, result: Preflight) -> Preflight:
+    """Runs it, and saves what there is if it is interrupted or fails."""
+    findings = result.findings
     with terminable():
         try:
             run.run()
@@ -239,12 +226,6 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number in received[:1]:
             signal.raise_signal(number)
-
-
-def by_label(transforms: Mapping[str, Any]) -> dict[str, Any]:
-    """Transforms by the ``label`` that says what they do, or else by the name of their entry
-    point."""
-    return {getattr(transform, "label", name): transform for name, transform in transforms.items()}
 
 
 def _checked(path: str | Path, *suffixes: str) -> Path:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ...formats.format import get_format
 from ...recipes.policy import Policy, Rule
 from ...recipes.recipe import PRODUCTS, Recipe
-from ..hardware import Product
-from .findings import Choice
+from ..trace import Product
+from .choices import FINE
 
 
 def shares(products: Iterable[Product]) -> dict[str, float]:
@@ -45,16 +46,53 @@ class LayerError(NamedTuple):
     share: float
 
 
-def frontier(recipe: str, errors: Sequence[LayerError]) -> list[Choice]:
+class Selection(NamedTuple):
+    """kept: the layers in high precision. share: of the FLOPs, that are cast. error: the update
+    error by the sum of the squared errors of the layers that are cast."""
+
+    kept: list[str]
+    share: float
+    error: float
+
+
+def frontier(errors: Sequence[LayerError]) -> list[Selection]:
     """All prefixes of the order by squared error per FLOP: from all layers cast to none."""
     order = sorted(errors, key=lambda e: e.squared_error / max(e.share, 1e-12), reverse=True)
-    choices = []
-    for count in range(len(order) + 1):
-        kept = [e.layer for e in order[:count]]
-        error = math.sqrt(sum(e.squared_error for e in order[count:]))
-        share = sum(e.share for e in order[count:])
-        choices.append(Choice(name_of(recipe, kept), recipe, kept, share, error))
-    return choices
+    return [
+        Selection(
+            [e.layer for e in order[:count]],
+            sum(e.share for e in order[count:]),
+            math.sqrt(sum(e.squared_error for e in order[count:])),
+        )
+        for count in range(len(order) + 1)
+    ]
+
+
+def knee(selections: Sequence[Selection]) -> Selection:
+    """The point farthest from the line between the ends of a frontier of FLOPs against squared
+    error, both from 0 to 1 (Satopaa et al. 2011, "Finding a kneedle in a haystack"). The squared
+    error is convex along the frontier; the error itself is not."""
+    first = selections[0]
+    height, width = first.error**2 or 1.0, first.share or 1.0
+    return max(selections, key=lambda s: s.share / width - s.error**2 / height)
+
+
+def choose(
+    recipe: Recipe, errors: Sequence[LayerError], probes: Sequence[Callable[[Policy], float]]
+) -> Selection:
+    """The first point of the frontier whose error is measured to be fine at all snapshots or, if
+    none is, the knee. Errors fall along the frontier, so that the first is found by bisection; they
+    are measured, as predictions of recipes that lose values, as those without scales, are too
+    low."""
+    selections = frontier(errors)
+    inner = selections[1:-1]
+
+    def is_fine(selection: Selection) -> bool:
+        policy = keeping(recipe, selection.kept)
+        return max(probe(policy) for probe in probes) <= FINE
+
+    first = bisect_left(inner, True, key=is_fine)
+    return inner[first] if first < len(inner) else knee(selections)
 
 
 def name_of(recipe: str, kept: Sequence[str]) -> str:
@@ -64,15 +102,6 @@ def name_of(recipe: str, kept: Sequence[str]) -> str:
     if len(kept) > 2:
         return f"{recipe} except {kept[0]} and {len(kept) - 1} more"
     return f"{recipe} except {' and '.join(kept)}"
-
-
-def knee(choices: Sequence[Choice]) -> Choice:
-    """The point farthest from the line between the ends of a frontier of FLOPs against squared
-    error, both from 0 to 1 (Satopaa et al. 2011, "Finding a kneedle in a haystack"). The squared
-    error is convex along the frontier; the error itself is not."""
-    first = choices[0]
-    height, width = first.predicted**2 or 1.0, first.share or 1.0
-    return max(choices, key=lambda c: c.share / width - c.predicted**2 / height)
 
 
 def bits_of(recipe: Recipe, share: float) -> float:

@@ -8,31 +8,27 @@ import platform
 import statistics
 import sys
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...adapters.policies import as_code
 from ...common.step import described
 from ...common.validation import check_whole
 from ...recipes.policy import Policy, Rule
 from ...recipes.recipe import AUTO, PLAIN, Recipe
 from ...version import __version__
-from ..hardware import Hardware, Product, estimate
+from ..hardware import Hardware
 from ..trace import left_alone, trace
 from .budget import Budget
 from .choices import FINE, finalists, recommended, worst_error
-from .findings import Candidate, Choice, Findings, Run
-from .forecasts import forecast_steps
+from .findings import Candidate, Findings, Run
+from .forecasts import compile_steps, estimate_steps
 from .paired_runs import FIRST_LOOK, REFERENCE, OutOfTime, chance_of, compare, train_pairs
-from .search import LayerError, bits_of, frontier, keeping, knee, name_of, shares
+from .search import LayerError, bits_of, choose, keeping, name_of, shares
 from .training import Prepare, Problem, train, transformed, under
 from .update_error import Probe, check_reference, quiet
 from .verdict import SIMULATED, Continue, decide
@@ -97,12 +93,13 @@ class PreflightRun:
         self.budget = Budget(settings.budget)
         self._proceed = proceed
         self._on_change = on_change
-        self._shows_progress = shows_progress
+        self._shows_progress = shows_progress and sys.stderr.isatty()
         self._source = source
         self._problem: Problem | None = None
         self._probes: list[Probe] = []
         self._step_seconds: dict[str, float] = {}
-        _forget_unfinished(findings)
+        repeated = ("interrupted", "stopped", NOT_TRAINED)
+        findings.notes = [note for note in findings.notes if not note.startswith(repeated)]
 
     @property
     def problem(self) -> Problem:
@@ -121,9 +118,7 @@ class PreflightRun:
             "update errors": self._errors,
             "search": self._search,
             "estimates": self._estimate,
-            "forecast": lambda: forecast_steps(
-                self.problem, self.settings.hardware, self.findings, self.budget
-            ),
+            "forecast": self._compile,
             "training": self._train_finalists,
         }
         try:
@@ -132,6 +127,7 @@ class PreflightRun:
                 self._note(note)
             for name, stage in stages.items():
                 if name not in self.findings.seconds or name == "training":
+                    self._say(name)
                     begun = time.perf_counter()
                     stage()
                     self.findings.seconds[name] = time.perf_counter() - begun
@@ -140,23 +136,26 @@ class PreflightRun:
             torch.set_num_threads(threads)
 
     def save(self) -> None:
-        """Concludes from what is measured so far: outcomes, the recommended policy, or else the
-        first to try, and the verdict. Saves it."""
-        findings, verdict = self.findings, self.findings.verdict
+        """Concludes from what is measured so far, and saves it."""
+        findings = self.findings
         findings.settings["chance"] = chance_of(findings.runs)
         compare(findings.candidates, findings.runs, self.settings.target)
-        best = recommended(findings)
-        verdict.recommended = bool(best)
-        first = next(iter((best or finalists(self.findings)).values()), None)
-        verdict.policy = {} if first is None else first.policy
-        verdict.code = {} if first is None else as_code(Policy.from_dict(first.policy))
-        decide(findings, best, self._proceed)
+        decide(findings, self._proceed)
         self._on_change()
+
+    def _say(self, what: str) -> None:
+        if self._shows_progress:
+            print(f"fp8 preflight: {what}", file=sys.stderr)
+
+    def _note(self, text: str) -> None:
+        if text not in self.findings.notes:
+            self.findings.notes.append(text)
 
     # What is measured
 
     def _describe(self) -> None:
-        settings, model = self.settings, self.problem.setup.model
+        """Raises ValueError if the findings to resume are of another preflight."""
+        settings, findings, model = self.settings, self.findings, self.problem.setup.model
         parameters = list(model.parameters())
         described = {
             "name": type(model).__name__,
@@ -169,26 +168,25 @@ class PreflightRun:
             "held_out": settings.held_out,
             "recipes": [recipe.name for recipe in settings.recipes],
         }
-        before = self.findings.model | {k: self.findings.settings.get(k) for k in asked}
-        for key, value in (described | asked).items() if self.findings.model else ():
-            if before[key] != value:
-                raise ValueError(
-                    f"the file to resume is of another preflight: its {key.replace('_', ' ')} is "
-                    f"{before[key]!r}, not {value!r}"
-                )
+        for values, before in ((described, findings.model), (asked, findings.settings)):
+            for key, value in values.items():
+                if before.setdefault(key, value) != value:
+                    raise ValueError(
+                        f"the file to resume is of another preflight: its {key.replace('_', ' ')} "
+                        f"is {before[key]!r}, not {value!r}"
+                    )
         self._check_paired(0)
-        self.findings.model = described
-        self.findings.settings |= asked | {"budget": settings.budget, "target": settings.target}
-        self.findings.settings.setdefault("steps", self.problem.steps)
-        torch.set_num_threads(self.findings.settings.get("threads", torch.get_num_threads()))
-        self.findings.versions = {
+        findings.settings |= {"budget": settings.budget, "target": settings.target}
+        findings.settings.setdefault("steps", self.problem.steps)
+        torch.set_num_threads(findings.settings.get("threads", torch.get_num_threads()))
+        findings.versions = {
             "fp8": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "platform": platform.platform(),
             "date": datetime.date.today().isoformat(),
         }
-        if "reference" not in self.findings.seconds and self.problem.steps < settings.steps:
+        if "reference" not in findings.seconds and self.problem.steps < settings.steps:
             self._note(f"the batches last for {self.problem.steps} of {settings.steps} steps")
 
     def _trace(self) -> None:
@@ -250,11 +248,11 @@ class PreflightRun:
         steps, first = self.problem.steps, (name, seed) == (REFERENCE, 0)
 
         def on_step() -> None:
-            tick()
             if not first and self.budget.left < 0:
                 raise OutOfTime
 
-        with self._progress(f"{name}, seed {seed}", steps) as tick, quiet():
+        self._say(f"{name}, seed {seed}")
+        with quiet():
             prepare = None if name == REFERENCE else self._preparation(name)
             at = sorted({max(steps // 4, 1), steps}) if first else ()
             run, snapshots = train(self.problem, name, seed, prepare, snapshots=at, on_step=on_step)
@@ -291,14 +289,11 @@ class PreflightRun:
                 "the optimizer has no second moments: update errors are those of the gradient "
                 "itself, which is the step of SGD alone"
             )
-        with self._progress("update errors", len(self.settings.recipes)) as tick:
-            for recipe in self.settings.recipes:
-                self._try(recipe, [], cast)
-                tick()
-        self.findings.candidates.sort(key=worst_error)
+        candidates = [self._candidate(recipe, [], cast) for recipe in self.settings.recipes]
+        self.findings.candidates = sorted(candidates, key=worst_error)
 
-    def _try(self, recipe: Recipe, kept: Sequence[str], share: float) -> None:
-        """Adds the candidate that keeps some layers, with its update error at each snapshot."""
+    def _candidate(self, recipe: Recipe, kept: Sequence[str], share: float) -> Candidate:
+        """The candidate that keeps some layers, with its update error at each snapshot."""
         policy, name = keeping(recipe, kept), name_of(recipe.name, kept)
         bits = bits_of(recipe, share)
         candidate = Candidate(name, recipe.name, policy.to_dict(), list(kept), share, bits)
@@ -306,60 +301,41 @@ class PreflightRun:
             begun = time.perf_counter()
             candidate.errors[probe.step] = probe(policy)
             self._step_seconds[name] = time.perf_counter() - begun
-        self.findings.candidates.append(candidate)
+        return candidate
 
     def _search(self) -> None:
         """Searches the layers to keep for every recipe that is too coarse for all layers."""
-        share = shares(self.findings.products)
-        coarse = [c for c in self.findings.candidates if worst_error(c) > FINE]
-        budget = self.budget.part(SEARCH_PART)
-        searched = [c for c in coarse if math.isfinite(worst_error(c))] or (
-            self.findings.candidates[-1:]
-        )
-        with self._progress("search", len(share) * len(searched)) as tick:
-            for candidate in sorted(searched, key=lambda c: c.bits):
-                self._searched(candidate, share, budget, tick)
+        findings, budget = self.findings, self.budget.part(SEARCH_PART)
+        coarse = [c for c in findings.candidates if worst_error(c) > FINE]
+        finite = [c for c in coarse if math.isfinite(worst_error(c))]
+        new = []
+        for candidate in sorted(finite or coarse[-1:], key=lambda c: c.bits):
+            recipe = self._recipes[candidate.recipe]
+            if errors := self._layer_errors(recipe, budget):
+                kept, share, _ = choose(recipe, errors, self.probes)
+                if kept and share:
+                    new.append(self._candidate(recipe, kept, share))
+        findings.candidates = findings.candidates + new
 
-    def _searched(
-        self,
-        candidate: Candidate,
-        share: Mapping[str, float],
-        budget: Budget,
-        tick: Callable[[], None],
-    ) -> None:
-        recipe, probe, errors = self._recipe(candidate.recipe), self.probes[-1], list[LayerError]()
+    def _layer_errors(self, recipe: Recipe, budget: Budget) -> list[LayerError]:
+        """Of each layer alone; none if there is no time for all."""
+        errors, share = list[LayerError](), shares(self.findings.products)
         for layer, part in share.items():
-            tick()
             if budget.left <= 0:
                 self._note(
                     f"the budget allowed {len(errors)} of {len(share)} layers for {recipe.name}: "
                     "it was not searched"
                 )
-                return
-            squared = probe(Policy(None, rules=(Rule(layer, recipe),))) ** 2
+                return []
+            squared = self.probes[-1](Policy(None, rules=(Rule(layer, recipe),))) ** 2
             errors.append(LayerError(layer, squared, part))
-        choices = frontier(recipe.name, errors)
-        choices[0].measured = worst_error(candidate)
-        chosen = choices[0]  # all layers, if that is fine
-        if worst_error(candidate) > FINE:
-            chosen = self._first_fine(recipe, choices[1:-1]) or knee(choices)
-        chosen.chosen = True
-        chosen.measured = probe(keeping(recipe, chosen.kept))
-        self.findings.choices += choices
-        if chosen.kept and chosen.share:
-            self._try(recipe, chosen.kept, chosen.share)
+        return errors
 
-    def _first_fine(self, recipe: Recipe, choices: Sequence[Choice]) -> Choice | None:
-        """The first choice whose error is measured to be fine at all snapshots, or None: errors
-        fall along the frontier, so it is found by bisection. Predictions of recipes that lose
-        values, as without scales, are too low."""
+    def _estimate(self) -> None:
+        estimate_steps(self.settings.hardware, self.findings, self._recipes)
 
-        def is_fine(choice: Choice) -> bool:
-            policy = keeping(recipe, choice.kept)
-            return max(probe(policy) for probe in self.probes) <= FINE
-
-        first = bisect_left(choices, True, key=is_fine)
-        return choices[first] if first < len(choices) else None
+    def _compile(self) -> None:
+        compile_steps(self.problem, self.settings.hardware, self.findings, self.budget)
 
     def _train_finalists(self) -> None:
         """Trains the recipe of `fp8.convert`, the finalists and the transforms: all of them to the
@@ -431,57 +407,6 @@ class PreflightRun:
         policy = next(c.policy for c in self.findings.candidates if c.name == name)
         return under(Policy.from_dict(policy))
 
-    def _estimate(self) -> None:
-        products = self._products_at_full_size()
-        cast = [product.layer for product in products if not product.why_not]
-        for candidate in self.findings.candidates:
-            recipe = self._recipe(candidate.recipe)
-            recipes = {name: None if name in candidate.kept else recipe for name in cast}
-            for device in self.settings.hardware:
-                self.findings.estimates.append(
-                    estimate(products, recipes, device, candidate=candidate.name)
-                )
-
-    def _products_at_full_size(self) -> list[Product]:
-        full = self.problem.setup.full_size
-        try:
-            return self.findings.products if full is None else trace(*full)
-        except Exception as error:  # of the code of a model without memory
-            self._note(
-                "the estimates are for the model that was trained, as its full size cannot be "
-                f"traced: {described(error)}"
-            )
-            return self.findings.products
-
-    def _recipe(self, name: str) -> Recipe:
-        return next(recipe for recipe in self.settings.recipes if recipe.name == name)
-
-    @contextmanager
-    def _progress(self, name: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar on stderr, if that is a terminal and tqdm is installed. Yields the function of a
-        tick."""
-        if not self._shows_progress or not sys.stderr.isatty() or find_spec("tqdm") is None:
-            yield lambda: None
-        else:
-            from tqdm import tqdm
-
-            with tqdm(total=total, desc=name, leave=False, dynamic_ncols=True) as bar:
-                yield lambda: bar.update() and None
-
-    def _note(self, text: str) -> None:
-        if text not in self.findings.notes:
-            self.findings.notes.append(text)
-
-
-def _forget_unfinished(findings: Findings) -> None:
-    """Removes what the stage that was interrupted has left, so that it can be repeated."""
-    done = findings.seconds
-    if "update errors" not in done:
-        findings.candidates = []
-    if "search" not in done:
-        findings.candidates = [c for c in findings.candidates if not c.kept]
-        findings.choices = []
-    if "estimates" not in done:
-        findings.estimates = []
-    repeated = ("interrupted", "stopped", NOT_TRAINED)
-    findings.notes = [note for note in findings.notes if not note.startswith(repeated)]
+    @property
+    def _recipes(self) -> dict[str, Recipe]:
+        return {recipe.name: recipe for recipe in self.settings.recipes}

@@ -36,7 +36,7 @@ from ...surgery.convert import convert, report, revert_layers
 from ...tensors.scaled_tensor import ScaledTensor
 from .findings import Run
 
-__all__ = ["FullSize", "Setup"]
+__all__ = ["Setup"]
 
 EVALUATIONS = 4
 """The held-out loss is averaged over this many evaluations, evenly spaced in the last fifth of the
@@ -44,14 +44,6 @@ run. Paired runs differ by chance from step to step; the mean differs less."""
 
 Prepare = Callable[[nn.Module, Optimizer], "tuple[nn.Module, Optimizer]"]
 """Changes a model and its optimizer before a run, in place or not."""
-
-
-class FullSize(NamedTuple):
-    """A model on the meta device and a batch for it: the shapes that estimates are made for, where
-    the model that is trained is smaller."""
-
-    model: nn.Module
-    batch: Batch
 
 
 @dataclass(frozen=True)
@@ -67,14 +59,12 @@ class Setup:
         loss: a function of the model's output that returns a scalar; a module is copied with the
             model. None: the output's ``loss``, or its first 0-dim tensor that requires a gradient.
         optimizer: built on the model's parameters. None: torch's AdamW with its default arguments.
-        full_size: the model whose products the estimates are for. None: ``model``.
     """
 
     model: nn.Module
     batches: Iterable[Batch]
     loss: Loss | None = None
     optimizer: Optimizer | None = None
-    full_size: FullSize | None = None
 
     def __post_init__(self) -> None:
         check_module("preflight", self.model)
@@ -113,13 +103,9 @@ def _as_setup(value: Any) -> Setup:
 
 @dataclass
 class Snapshot:
-    """The weights and second moments of a run at a step, and the batch that comes next.
-
-    second_moments: name of a parameter -> its second moment, of its shape, as the optimizer has it;
-    without those of an optimizer that has none. beta2: their decay rate. seen: the share of a mean
-    square that they hold after the steps of the optimizer so far, 1 - beta2 ** steps. trained: the
-    names of the parameters that the optimizer steps; None: all.
-    """
+    """The weights and second moments of a run at a step, by name, and the batch that comes next.
+    beta2: the decay rate of second moments. seen: the share of a mean square that they hold so far,
+    1 - beta2 ** steps. trained: the names of the parameters that the optimizer steps; None: all."""
 
     step: int
     weights: dict[str, Any]
@@ -158,10 +144,9 @@ class _Drawn:
 class Problem:
     """Gives every run of a seed the same weights and batches.
 
-    A function is called once for each seed, after ``torch.manual_seed(seed)``. What it returns is
-    stored, because another call may return something else: of a function that continues an iterator
-    or draws from a generator of its own. A `Setup` is used for all seeds: seed 0 takes the batches
-    in their order, others in a random order of their own.
+    A function is called once for each seed, after ``torch.manual_seed(seed)``, as another call may
+    return something else. A `Setup` is used for all seeds: seed 0 takes the batches in their order,
+    others in a random order of their own.
     """
 
     def __init__(self, source: Any, steps: int, held_out: int) -> None:
@@ -275,9 +260,8 @@ def _own(setup: Setup, anew: bool) -> Setup:
 
 
 def _copies(setup: Setup) -> Setup:
-    """The setup with copies of the model, its optimizer, and its loss if that is a module. What
-    torch leaves out of the copy of an optimizer, the attributes of its class, is copied too: the
-    optimizer that it wraps, say."""
+    """The setup with copies of the model, its optimizer, and its loss if that is a module. torch
+    leaves the attributes of an optimizer's class out of its copy, as an optimizer that it wraps."""
     memo: dict[int, Any] = {}
     model, optimizer = copy.deepcopy((setup.model, setup.optimizer), memo)
     for name, value in vars(setup.optimizer).items() if optimizer is not None else ():
@@ -288,7 +272,7 @@ def _copies(setup: Setup) -> Setup:
 
 
 def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
-    """The loss of the model on a batch, 0-dim. Raises ValueError if it is no scalar."""
+    """0-dim. Raises ValueError if it is no scalar."""
     value = loss_value(call(model, copied(batch)), loss)
     if value is None:
         raise ValueError(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from ...adapters.policies import as_code
 from ...formats.format import FORMATS
+from ...recipes.policy import Policy
 from ...recipes.recipe import RECIPES
-from ..hardware import BF16, Estimate
+from ..forecast.result import Forecast
+from ..hardware import BF16
 from .budget import MARGIN
-from .choices import AS_GOOD, FAILED, FINE, finalists, worst_error
+from .choices import AS_GOOD, FAILED, FINE, finalists, recommended, worst_error
 from .findings import Candidate, Findings
-from .forecasts import step_in_words
 from .paired_runs import ERROR, FIRST_LOOK, LOOKS, REFERENCE, Gap, seeds_needed
 
 SCALES = {
@@ -40,17 +42,18 @@ def recipe_in_words(name: str) -> str:
     return f"recipe {name} ({bits}-bit numbers {SCALES.get(cast.scaling, '')})".replace(" )", ")")
 
 
-def decide(findings: Findings, best: Mapping[str, Candidate], proceed: Continue) -> None:
-    """Writes the answer, savings and reasons. best: device -> the recommended candidate."""
-    verdict = findings.verdict
-    first = next(iter(best.values()), None)
-    untried = finalists(findings)
-    shown = best or untried
-    candidate = first or next(iter(untried.values()), None)
-    verdict.savings = _savings(findings, shown, bool(best))
+def decide(findings: Findings, proceed: Continue) -> None:
+    """Writes the verdict: of the recommended candidates or, without one, of the first to try."""
+    verdict, untried = findings.verdict, finalists(findings)
+    best = recommended(findings)
+    candidate = next(iter((best or untried).values()), None)
+    verdict.recommended = bool(best)
+    verdict.policy = {} if candidate is None else candidate.policy
+    verdict.code = {} if candidate is None else as_code(Policy.from_dict(candidate.policy))
+    verdict.savings = _savings(findings, best or untried, bool(best))
     verdict.reasons = _reasons(findings, candidate)
-    if first is not None:
-        verdict.answer = _yes(first, _precision(findings))
+    if best and candidate is not None:
+        verdict.answer = _yes(candidate, _precision(findings))
     elif candidate is None and any(c.outcome in FAILED for c in findings.candidates):
         verdict.answer = _no(findings)
     else:
@@ -132,28 +135,32 @@ SIMULATED = 3.0
 def _savings(findings: Findings, shown: Mapping[str, Candidate], decided: bool) -> list[str]:
     """What the candidate of each device saves; one line for devices that agree."""
     several = len({candidate.name for candidate in shown.values()}) > 1
-    devices: dict[str, list[str]] = {}
-    for row in findings.estimates:
-        if row.hardware in shown and row.candidate == shown[row.hardware].name:
-            step = step_in_words(findings, row.hardware, row.candidate)
-            devices.setdefault(_saving(row, several) + step, []).append(row.hardware)
-    lines = [f"On {' and '.join(names)}{text}" for text, names in devices.items()]
+    saved = {
+        row.hardware: _saving(row, shown[row.hardware].name, several)
+        for row in findings.forecasts  # the compiler's after the estimates
+        if row.hardware in shown and shown[row.hardware].name in row
+    }
+    lines = [
+        f"On {' and '.join(device for device in saved if saved[device] == text)}{text}"
+        for text in dict.fromkeys(saved.values())
+    ]
     return lines if decided else [f"If it trains as well: {line}" for line in lines]
 
 
-def _saving(row: Estimate, several: bool) -> str:
-    policy = f" with {row.candidate}" if several else ""
-    if row.speedup > 1:
-        time = f"the matrix products of a training step are {row.speedup:.2f} times as fast"
-    else:
-        time = f"no time is saved, the matrix products take {1 / row.speedup:.2f} of bf16's time"
-    memory = ""
-    if row.saved < row.saved_bf16:
+def _saving(forecast: Forecast, name: str, several: bool) -> str:
+    policy = f" with {name}" if several else ""
+    step, basis = "the matrix products of a training step are", "estimate"
+    if forecast.source == "compiler":
+        step, basis = "a training step is", "forecast from the compiler's code"
+    speedup = 1 / forecast.ratio(name)
+    saves = "" if speedup > 1 else "no time is saved: "
+    memory, low, high = "", forecast[name].saved, forecast.variants[0].saved
+    if low < high:
         memory = (
-            "; the inputs that they save for the backward pass take "
-            f"{bytes_in_words(row.saved)} in place of {bytes_in_words(row.saved_bf16)}"
+            "; what it saves for the backward pass takes "
+            f"{bytes_in_words(low)} in place of {bytes_in_words(high)}"
         )
-    return f"{policy}, {time}{memory} (estimate)."
+    return f"{policy}, {saves}{step} {speedup:.2f} times as fast{memory} ({basis})."
 
 
 def bytes_in_words(count: float) -> str:
@@ -172,15 +179,15 @@ def _reasons(findings: Findings, candidate: Candidate | None) -> list[str]:
     if candidate is None:
         return []
     lines = [_by_training(findings, candidate)]
-    slower = [
-        f"{row.slower} of {row.of} layers on {row.hardware}"
-        for row in findings.estimates
-        if row.candidate == candidate.name and row.slower
-    ]
+    slower = {
+        row.hardware: f"{len(layers)} of {len(row[candidate.name].layers)} layers on {row.hardware}"
+        for row in findings.forecasts
+        if candidate.name in row and (layers := row.slower(candidate.name))
+    }
     if slower:
         lines.append(
-            f"Slower than in bf16 are {' and '.join(slower)}: their products are so small that "
-            "rounding the operands takes longer than the products save."
+            f"Slower than in bf16 are {' and '.join(slower.values())}: their products are so small "
+            "that rounding the operands takes longer than the products save."
         )
     return lines
 

@@ -240,13 +240,13 @@ def test_bad_arguments(changes: dict[str, Any], error: type[Exception], message:
 
 def test_prompts_of_a_file(tmp_path: Path):
     path = tmp_path / "prompts.txt"
-    path.write_text("1 2 3\n\n7\n4 5 6 7\n", encoding="utf-8")
-    assert [p.tolist() for p in read_prompts(path)] == [[1, 2, 3], [4, 5, 6, 7]]
-    assert [p.tolist() for p in read_prompts(path, length=2)] == [[1, 2], [4, 5]]
-    path.write_text("1 2 3\nab é\n", encoding="utf-8")
-    assert [bytes(p.tolist()).decode() for p in read_prompts(path)] == ["1 2 3", "ab é"]
-    sizes = read_prompts(path, lambda line: [len(line)] * 2)
-    assert [p.tolist() for p in sizes] == [[5, 5], [4, 4]]
+    for text, encode, ids in (
+        ("1 2 3\n\n7\n4 5 6 7\n", None, [[1, 2, 3], [4, 5, 6, 7]]),
+        ("1 2 3\nab é\n", None, [list(b"1 2 3"), list("ab é".encode())]),
+        ("1 2 3\nab é\n", lambda line: [len(line)] * 2, [[5, 5], [4, 4]]),
+    ):
+        path.write_text(text, encoding="utf-8")
+        assert [p.tolist() for p in read_prompts(path, encode)] == ids
     path.write_text("7\n", encoding="utf-8")
     with pytest.raises(ValueError, match="no line of two tokens or more"):
         read_prompts(path)
@@ -292,8 +292,8 @@ def test_the_command_with_a_file_of_prompts(
     file = tmp_path / "prompts.txt"
     file.write_text("1 2 3 4\n5 6\n", encoding="utf-8")
     common = ["parity", f"{setup_file}:model", "--train", "none", "--bound", "1"]
-    assert main([*common, "--prompts", str(file), "--length", "3", "--json"]) == 0
-    assert [len(row) for row in json.loads(capsys.readouterr().out)["differences"]] == [2, 1]
+    assert main([*common, "--prompts", str(file), "--json"]) == 0
+    assert [len(row) for row in json.loads(capsys.readouterr().out)["differences"]] == [3, 1]
     assert main(common) == 2
     assert "give --prompts FILE" in capsys.readouterr().err
     assert main([*common, "--prompts", str(file), "--save", "page.txt"]) == 2

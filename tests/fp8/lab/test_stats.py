@@ -1,6 +1,7 @@
 """`fp8.stats`: shares against counts by hand, names, sampling, and that nothing else changes."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -115,25 +116,21 @@ def test_layers_have_their_names_compiled_or_not(how):
     torch._dynamo.reset()
     model, x = Model(), randn(2, 5, 8)
     seen = fp8.stats(model, every=2)
-    run = model
-    if how == "compiled":
-        run = torch.compile(model, backend="eager", fullgraph=True)
     if how == "converted":
         fp8.convert(model, "unit")
+
+    def block(x):
+        with fp8.autocast("unit"):
+            return model(x)
+
+    run = model if how == "converted" else block
+    if how == "compiled":
+        model.compile(backend="eager", fullgraph=True)
     if how == "whole":
-
-        def block(x):
-            with fp8.autocast("unit"):
-                return model(x)
-
         run = torch.compile(block, backend="eager", fullgraph=True)
     for _ in range(4):
         with seen:
-            if how in ("eager", "compiled"):
-                with fp8.autocast("unit"):
-                    y = run(x)
-            else:
-                y = run(x)
+            y = run(x)
         y.sum().backward()
     names = [name for name in LAYERS if how != "converted" or " " not in name]
     rows = by_operand(seen)
@@ -199,18 +196,13 @@ def test_a_memory_with_a_gradient_for_each_sample_is_counted():
 
 
 def test_what_is_computed_does_not_change():
-    model, x = Model(), randn(2, 5, 8)
-    results = []
-    for seen in (None, fp8.stats(model, every=1)):
+    model, x, results = Model(), randn(2, 5, 8), []
+    for seen in (nullcontext(), fp8.stats(model, every=1)):
         for _ in range(2):
-            with fp8.autocast("nvfp4"):
-                torch.manual_seed(0)
-                if seen is None:
-                    y = model(x)
-                else:
-                    with seen:
-                        y = model(x)
-                results.append([y, *torch.autograd.grad(y.sum(), model.parameters())])
+            torch.manual_seed(0)
+            with fp8.autocast("nvfp4"), seen:
+                y = model(x)
+            results.append([y, *torch.autograd.grad(y.sum(), model.parameters())])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -242,10 +234,7 @@ def test_two_at_once_and_one_that_is_gone():
 
 
 def test_an_empty_table_says_why():
-    layer = nn.Linear(4, 4)
-    seen = fp8.stats(layer)
-    with fp8.autocast("unit"):
-        layer(randn(2, 4))  # outside of the block
+    layer, seen = nn.Linear(4, 4), fp8.stats(nn.Linear(4, 4))
     assert "no pass was recorded" in str(seen)
     with pytest.raises(RuntimeError, match=r"in the block of fp8\.stats"):
         seen.rows()

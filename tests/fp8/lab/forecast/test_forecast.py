@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,9 @@ import fp8
 from fp8.__main__ import main
 from fp8.lab.forecast import forecast as module
 from fp8.lab.forecast.card import gradients, why_not
-from fp8.lab.forecast.compiled import OTHER, TRITON, Kernel
-from fp8.lab.forecast.forecast import kernel_seconds
-from fp8.lab.hardware import BF16, HARDWARE, LAUNCH
+from fp8.lab.forecast.result import Forecast
+from fp8.lab.hardware import BF16, HARDWARE
 
-H100 = HARDWARE["h100"]
 compiles = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
@@ -73,18 +71,6 @@ def test_an_input_that_the_output_does_not_need_has_no_gradient():
     assert gradients([x.sum()], [None], [y]) == (None,)
 
 
-# Times
-
-
-def test_time_is_the_longer_of_arithmetic_and_memory():
-    product = Kernel("fp8", "mm", 10**12, 1, 1)
-    assert kernel_seconds(product, H100, peak=True) == 1e12 / H100.peak["fp8"]
-    assert kernel_seconds(product, H100) == 1e12 / H100.rate("fp8")
-    copy = Kernel(TRITON, "copy", 0, 10**9, 10**9)
-    assert kernel_seconds(copy, H100) == 2e9 / H100.stream
-    assert kernel_seconds(Kernel(OTHER, "fill", 0, 0, 4), H100) == LAUNCH
-
-
 # Without a compiler for GPUs
 
 
@@ -96,7 +82,11 @@ def test_without_a_cuda_build_shapes_give_an_estimate(monkeypatch: pytest.Monkey
     assert [variant.recipe for variant in result.variants] == [BF16, "unit", "tensor"]
     assert result.ratio("unit") < result.ratio("tensor") < 1
     assert "an estimate from the shapes" in str(result)
-    assert json.loads(result.to_json())["variants"][1]["recipe"] == "unit"
+    assert "kernels" not in result.table()
+    assert Forecast.from_dict(json.loads(result.to_json())) == result
+    assert asdict(result)["variants"][1]["recipe"] == "unit"
+    with pytest.raises(KeyError, match="bf16, unit, tensor"):
+        result["row"]
 
 
 def uneven() -> tuple[nn.Module, Tensor]:
@@ -120,8 +110,6 @@ def test_layers_that_get_slower_stay_as_they_are(monkeypatch: pytest.MonkeyPatch
     assert fp8.Policy.from_json(result.policy("row").to_json()) == result.policy("row")
     with pytest.raises(ValueError, match="'bf16' is no policy"):
         result.policy(BF16)
-    with pytest.raises(ValueError, match="layers=True"):
-        replace(result, variants=(replace(result["tensor"], layers={}),)).policy("tensor")
 
 
 def test_a_policy_by_hardware(monkeypatch: pytest.MonkeyPatch):
@@ -139,7 +127,7 @@ def test_a_policy_by_hardware(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_device_that_the_compiler_does_not_know_is_estimated():
-    result = fp8.forecast(mlp(64), batch(64, 64), hardware=replace(H100, name="mine"))
+    result = fp8.forecast(mlp(64), batch(64, 64), hardware=replace(HARDWARE["h100"], name="mine"))
     assert result.source == "estimate"
     assert "mine" in result.notes[0]
 
@@ -155,13 +143,6 @@ def test_a_device_that_the_compiler_does_not_know_is_estimated():
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         fp8.forecast(**{"model": mlp(64), "batch": batch(64, 64), **arguments})
-
-
-def test_an_unknown_variant_names_those_that_there_are(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "why_not", lambda: "no")
-    result = fp8.forecast(mlp(64), batch(64, 64), recipes=("unit",))
-    with pytest.raises(KeyError, match="bf16, unit"):
-        result["row"]
 
 
 # The command line
@@ -213,6 +194,7 @@ def test_kernels_are_those_of_the_recipe():
     assert high.flops == low.flops == 6 * 2 * 4096 * 1024 * 4096
     assert low.saved < high.saved
     assert low.layers.keys() == {"0", "2"}
+    assert result.slower("unit") == []
     assert result.ratio("unit") < 1
     assert torch.cuda.is_available() == before
     assert all(p.is_meta for p in model.parameters())
@@ -223,7 +205,7 @@ def test_kernels_are_those_of_the_recipe():
 def test_kernels_that_the_compiler_combines_are_counted():
     """Same products and bytes; the small kernels of amax histories become few."""
     apart, together = (
-        fp8.forecast(mlp(), batch(), recipes=("delayed",), layers=False, options=options)["delayed"]
+        fp8.forecast(mlp(), batch(), recipes=("delayed",), options=options)["delayed"]
         for options in (None, {"combo_kernels": True})
     )
     assert (apart.fp8, apart.moved) == (together.fp8, together.moved)
@@ -237,5 +219,5 @@ def test_a_graph_reads_an_operand_once_for_the_backward_pass():
     would keep them in the forward pass (1.90 in place of 1.48). Scales are stored, not computed
     with each element: else the operand before its conversion is stored, in float32 (1.76)."""
     loss = lambda y: y.float().square().mean()  # noqa: E731
-    plain, row = fp8.forecast(mlp(), batch(), loss, recipes=("row",), layers=False).variants
+    plain, row = fp8.forecast(mlp(), batch(), loss, recipes=("row",)).variants
     assert row.moved < 1.6 * plain.moved

@@ -1,5 +1,5 @@
-"""The forecast of a preflight, in a process of its own. Where torch cannot compile for a GPU, that
-process gives the estimate."""
+"""The forecasts of a preflight: estimates, and those of the compiler in a process of its own. Where
+torch cannot compile for a GPU, that process gives estimates too."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from torch import nn
 
 import fp8
 from fp8.lab.forecast import card
-from fp8.lab.hardware import HARDWARE, Estimate
+from fp8.lab.forecast.result import Forecast
+from fp8.lab.hardware import HARDWARE
 from fp8.lab.preflight import forecasts
 from fp8.lab.preflight.budget import Budget
 from fp8.lab.preflight.findings import Candidate, Findings
-from fp8.lab.preflight.forecasts import forecast_steps, step_in_words
+from fp8.lab.preflight.forecasts import compile_steps, estimate_steps
 from fp8.lab.preflight.page import page
 from fp8.lab.preflight.training import Problem, Setup
+from fp8.lab.trace import trace
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 DEVICES = [HARDWARE["h100"], HARDWARE["b200"], replace(HARDWARE["h100"], name="mine")]
@@ -36,17 +38,18 @@ class Slow(nn.Linear):
 
 
 def findings(*names: str) -> Findings:
-    """Of candidates that all run on all accelerators, but mxfp8 on an H100."""
+    """Of candidates with estimates."""
     rows = [
         Candidate(n, n, fp8.Policy(n).to_dict(), bits=8.0 + i, errors={1: 0.1})
         for i, n in enumerate(names)
     ]
-    estimates = [
-        Estimate(d.name, n, 2.0, 1.0, why_not="no" if (d.name, n) == ("h100", "mxfp8") else "")
-        for d in DEVICES
-        for n in names
-    ]
-    return Findings(candidates=rows, estimates=estimates)
+    made = Findings(candidates=rows, products=trace(nn.Linear(64, 64), torch.ones(32, 64)))
+    estimate_steps(DEVICES, made, fp8.RECIPES)
+    return made
+
+
+def compiled(made: Findings) -> list[Forecast]:
+    return made.forecasts[len(DEVICES) :]
 
 
 def problem(kind: type[nn.Linear] = nn.Linear, inputs: int = 64) -> Problem:
@@ -58,31 +61,29 @@ def problem(kind: type[nn.Linear] = nn.Linear, inputs: int = 64) -> Problem:
 def test_finalists_are_forecast_on_each_accelerator_that_the_compiler_knows(monkeypatch):
     monkeypatch.setattr(forecasts, "why_not", lambda: "")
     found = findings("mxfp8", "row", "tensor", "block")
-    forecast_steps(problem(), DEVICES, found, Budget(1e5))
+    assert [row["mxfp8"].simulated[:12] for row in found.forecasts] == [
+        "h100 has no ",
+        "",
+        "mine has no ",
+    ]
+    compile_steps(problem(), DEVICES, found, Budget(1e5))
     assert found.not_forecast == ""
-    names = {row.hardware: [v.recipe for v in row.variants] for row in found.forecasts}
+    names = {row.hardware: [v.recipe for v in row.variants] for row in compiled(found)}
     assert names == {"h100": ["bf16", "row", "tensor"], "b200": ["bf16", "mxfp8", "tensor"]}
     again = Findings.from_dict(json.loads(json.dumps(found.to_dict())))
     assert again.forecasts == found.forecasts
-    assert " of bf16's time (forecast from the " in step_in_words(again, "b200", "mxfp8")
-    assert step_in_words(again, "h100", "mxfp8") == ""
-    assert "A step on b200" in page(again)
 
 
-def test_without_a_compiler_for_gpus_the_page_says_so(monkeypatch):
+@pytest.mark.parametrize(
+    ("devices", "reason"), [(DEVICES, "torch is a build without CUDA"), (DEVICES[2:], "")]
+)
+def test_without_a_compiler_for_gpus_the_page_says_so(devices, reason, monkeypatch):
+    """And nothing of accelerators that it does not know."""
     monkeypatch.setattr(forecasts, "why_not", lambda: "torch is a build without CUDA")
     found = findings("tensor")
-    forecast_steps(problem(), DEVICES, found, Budget(1e5))
-    assert (found.forecasts, found.not_forecast) == ([], "torch is a build without CUDA")
-    assert "Not forecast: torch is a build without CUDA. The times above are" in page(found)
-    assert step_in_words(found, "h100", "tensor") == ""
-
-
-def test_accelerators_that_the_compiler_does_not_know_have_no_section():
-    found = findings("tensor")
-    forecast_steps(problem(), DEVICES[2:], found, Budget(1e5))
-    assert (found.forecasts, found.not_forecast) == ([], "")
-    assert 'id="forecast"' not in page(found)
+    compile_steps(problem(), devices, found, Budget(1e5))
+    assert (compiled(found), found.not_forecast) == ([], reason)
+    assert (f"code: {reason}." in page(found)) == bool(reason)
 
 
 @forks
@@ -90,7 +91,7 @@ def test_a_process_that_does_not_end_in_time_is_ended(monkeypatch):
     monkeypatch.setattr(forecasts, "why_not", lambda: "")
     found = findings("tensor")
     begun = time.monotonic()
-    forecast_steps(problem(Slow), DEVICES, found, Budget(5.0))
+    compile_steps(problem(Slow), DEVICES, found, Budget(5.0))
     assert time.monotonic() - begun < 50
     assert found.not_forecast.startswith("0 of 2 accelerators: compiling took longer")
 
@@ -99,7 +100,7 @@ def test_a_process_that_does_not_end_in_time_is_ended(monkeypatch):
 def test_an_error_of_the_model_is_the_reason(monkeypatch):
     monkeypatch.setattr(forecasts, "why_not", lambda: "")
     found = findings("tensor")
-    forecast_steps(problem(inputs=3), DEVICES, found, Budget(1e5))
+    compile_steps(problem(inputs=3), DEVICES, found, Budget(1e5))
     assert re.match("0 of 2 accelerators: .*RuntimeError", found.not_forecast)
 
 
@@ -109,7 +110,6 @@ def test_with_a_compiler_for_gpus():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
     batches = [torch.ones(32, 64, dtype=torch.bfloat16)] * 3
     made = Problem(Setup(model, batches, lambda y: y.sum()), 2, 1)
-    forecast_steps(made, DEVICES[:1], found, Budget(1e5))
+    compile_steps(made, DEVICES[:1], found, Budget(1e5))
     assert found.not_forecast == ""
-    assert found.forecasts[0].source == "compiler"
-    assert "forecast from the compiler's code" in step_in_words(found, "h100", "tensor")
+    assert [row.source for row in compiled(found)] == ["compiler"]

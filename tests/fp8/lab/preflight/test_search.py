@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import fp8
-from fp8.lab.hardware import Product
 from fp8.lab.preflight.demo import GPT
-from fp8.lab.preflight.search import LayerError, frontier, keeping, knee, name_of, shares
+from fp8.lab.preflight.search import LayerError, choose, frontier, keeping, knee, name_of, shares
+from fp8.lab.trace import Product
 
 
 def scores(count, seed):
@@ -23,31 +23,45 @@ def scores(count, seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_no_subset_of_layers_is_better_than_a_point_of_the_frontier(seed):
     given = scores(8, seed)
-    points = frontier("r", given)
+    points = frontier(given)
     assert len(points) == 9
     for kept in itertools.product([False, True], repeat=8):
         cast = [s for s, keep in zip(given, kept, strict=True) if not keep]
         share, error = sum(s.share for s in cast), sum(s.squared_error for s in cast)
-        assert not any(share >= p.share - 1e-12 and error < p.predicted**2 - 1e-12 for p in points)
+        assert not any(share >= p.share - 1e-12 and error < p.error**2 - 1e-12 for p in points)
 
 
 def test_the_ends_cast_all_and_nothing():
-    first, *_, last = frontier("r", scores(5, 0))
-    assert (first.kept, first.name) == ([], "r")
+    first, *_, last = frontier(scores(5, 0))
+    assert first.kept == []
     assert first.share == pytest.approx(1.0)
-    assert (len(last.kept), last.share, last.predicted) == (5, 0, 0)
+    assert (len(last.kept), last.share, last.error) == (5, 0, 0)
 
 
 def test_the_knee_keeps_the_one_bad_layer():
     given = [LayerError("bad", 1.0, 0.1)]
     given += [LayerError(f"good{i}", 1e-4, 0.1) for i in range(9)]
-    assert knee(frontier("r", given)).kept == ["bad"]
+    assert knee(frontier(given)).kept == ["bad"]
 
 
 def test_the_knee_is_inside_if_no_layer_is_much_worse():
     """Errors 2, 1, 1: all FLOPs but the first layer's leave half of the squared error."""
     given = [LayerError(name, e, 0.3) for name, e in zip("abc", (2, 1, 1), strict=True)]
-    assert knee(frontier("r", given)).kept == ["a"]
+    assert knee(frontier(given)).kept == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("errors", "kept"), [((0.8, 0.4, 0.2, 0.1), 3), ((0.1,) * 4, 1), ((0.8,) * 4, None)]
+)
+def test_the_choice_is_the_first_that_is_measured_to_be_fine(errors, kept):
+    """A frontier keeps one layer more at each point; a snapshot is worse than all."""
+
+    def probe(factor):
+        return lambda policy: factor * errors[len(policy.rules) - 1]
+
+    layers = [LayerError(name, 1.0, 0.2) for name in "abcde"]
+    chosen = choose(fp8.RECIPES["row"], layers, [probe(0.5), probe(1.0)])
+    assert chosen == (knee(frontier(layers)) if kept is None else frontier(layers)[kept])
 
 
 def test_shares_leave_out_what_cannot_be_cast_but_count_it():

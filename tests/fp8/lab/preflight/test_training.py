@@ -10,7 +10,7 @@ from torch import nn
 
 import fp8
 from fp8.common.step import seeded
-from fp8.lab.preflight.training import Problem, Setup, loss_of, train
+from fp8.lab.preflight.training import Problem, Setup, loss_of, train, under
 
 from .problems import Classifier, batches, setup
 
@@ -35,12 +35,8 @@ def by_hand(seed, steps, held_out, recipe=None):
 
 @pytest.mark.parametrize(("recipe", "seed"), [(None, 0), ("tensor", 3)])
 def test_a_run_is_a_plain_loop(recipe, seed):
-    problem = Problem(setup, 4, 2)
-
-    def prepare(model, optimizer):
-        return fp8.convert(model, recipe, backend="simulate"), optimizer
-
-    run, _ = train(problem, "x", seed, prepare if recipe else None)
+    prepare = under(fp8.Policy(recipe)) if recipe else None
+    run, _ = train(Problem(setup, 4, 2), "x", seed, prepare)
     losses, held_out = by_hand(seed, 4, 2, recipe)
     assert run.losses == losses
     assert run.held_out == pytest.approx(held_out, abs=1e-12)
@@ -50,20 +46,19 @@ def test_the_held_out_loss_is_a_mean_over_the_last_fifth():
     seen = []
     for steps in (40, 38, 36, 34):
         run, _ = train(Problem(lambda: setup(0), 40, 2), "x")
-        made = setup(0)
-        _, held = by_hand_at(steps, made.batches[40:42])
-        seen.append(held)
+        made = by_hand_at(steps)
+        seen += [made.model(*batch).item() / 2 for batch in made.batches[40:42]]
     assert run.held_out == pytest.approx(sum(seen) / 4, abs=1e-6)
 
 
-def by_hand_at(steps, held_out):
+def by_hand_at(steps):
     torch.manual_seed(0)
     made = setup(0)
     for batch in made.batches[:steps]:
         made.optimizer.zero_grad()
         made.model(*batch).backward()
         made.optimizer.step()
-    return made, sum(made.model(*batch).item() for batch in held_out) / len(held_out)
+    return made
 
 
 def test_a_model_is_copied_and_seeds_reorder_its_batches():
@@ -132,15 +127,16 @@ def test_batches_that_share_memory_are_refused():
         train(Problem(Setup(Classifier(), refilled()), 4, 2), "x")
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output):
+        return output * self.scale.exp()
+
+
 def test_a_loss_with_weights_is_copied_with_its_model():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, output):
-            return output * self.scale.exp()
-
     model, loss = Classifier(), Scaled()
     optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
     problem = Problem(Setup(model, batches(6), loss, optimizer), 4, 2)
@@ -225,14 +221,8 @@ def test_snapshots_hold_encoded_moments_and_name_what_is_stepped():
 
 
 def test_a_run_ends_at_a_loss_that_is_not_finite():
-    class Broken(Classifier):
-        steps = 0
-
-        def forward(self, x, y):
-            Broken.steps += 1
-            return super().forward(x, y) * (math.nan if Broken.steps == 3 else 1)
-
-    run, _ = train(Problem(Setup(Broken(), batches(8)), 5, 2), "x")
+    steps = iter([1, 1, math.nan])
+    run, _ = train(Problem(Setup(Classifier(), batches(8), lambda y: y * next(steps)), 5, 2), "x")
     assert len(run.losses) == 3
     assert math.isnan(run.held_out)
 
@@ -240,7 +230,7 @@ def test_a_run_ends_at_a_loss_that_is_not_finite():
 def test_snapshots_hold_weights_moments_and_the_next_batch():
     problem = Problem(setup, 4, 2)
     _, (first, last) = train(problem, "x", snapshots=(2, 4))
-    made, _ = by_hand_at(2, batches(1))
+    made = by_hand_at(2)
     assert first.step == 2
     for name, parameter in made.model.named_parameters():
         assert torch.equal(first.weights[name], parameter)

@@ -82,25 +82,14 @@ def test_the_products_are_those_of_the_instruction():
     assert torch.equal(dw, product(g.mT, x.mT, 2, 0))
 
 
-def test_promotion_ends_a_sum_after_so_many_products():
+@pytest.mark.parametrize(("name", "promote"), [("unit", 32), ("mxfp8", 0)])
+def test_promotion_and_scales_that_the_instruction_does_not_apply_end_a_sum(name, promote):
+    """After 32 products; each part is scaled and added with one rounding."""
     x, w, _ = operands()
-    recipe = on("unit", "hopper", promote=32)
-    y = linear(x, w, recipe=recipe)
-    parts = [
-        linear(x[:, i : i + 32], w[:, i : i + 32], recipe=on("unit", "hopper")) for i in (0, 32, 64)
-    ]
-    assert torch.equal(y, parts[0] + parts[1] + parts[2])
-
-
-def test_scales_that_the_instruction_does_not_apply_end_a_sum():
-    x, w, _ = operands()
-    y = linear(x, w, recipe=on("mxfp8", "hopper"))
-    parts = [
-        linear(x[:, i : i + 32], w[:, i : i + 32], recipe=on("mxfp8", "hopper"))
-        for i in (0, 32, 64)
-    ]
-    want = torch.zeros_like(parts[0], dtype=torch.float64)
-    for part in parts:  # one rounding for each: scale and sum
+    y = linear(x, w, recipe=on(name, "hopper", promote=promote))
+    want = torch.zeros_like(y, dtype=torch.float64)
+    for i in (0, 32, 64):
+        part = linear(x[:, i : i + 32], w[:, i : i + 32], recipe=on(name, "hopper"))
         want = (want + part.double()).float().double()
     assert torch.equal(y.double(), want)
 
@@ -121,7 +110,10 @@ def test_dtypes(dtype):
         assert (got - want).norm() < 0.1 * want.norm()
 
 
-def test_the_gradient_of_a_bias_is_scaled():
+def test_a_bias():
+    """Under torch's autocast; its gradient is scaled."""
+    with torch.autocast("cpu", torch.bfloat16), fp8.autocast(on("tensor", "hopper")):
+        assert nn.Linear(IN, OUT)(torch.randn(4, IN)).dtype == torch.bfloat16
     x, w, g = operands()
     gradients = []
     for recipe in (on("tensor", "hopper"), None):
@@ -139,13 +131,6 @@ def test_a_product_of_an_uncast_operand_is_torchs():
     want = three(dataclasses.replace(recipe, accumulate=None), torch.bfloat16)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[2], want[2])
-
-
-def test_under_autocast_and_bias():
-    layer = nn.Linear(IN, OUT)
-    with torch.autocast("cpu", torch.bfloat16), fp8.autocast(on("tensor", "hopper")):
-        y = layer(torch.randn(4, IN))
-    assert y.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["delayed", "static"])
@@ -192,15 +177,24 @@ def test_empty_products():
     assert torch.equal(y, torch.zeros(4, OUT))
 
 
-def test_recipes_say_what_an_accelerator_lacks():
-    with pytest.raises(ValueError, match=r"'hopper' multiplies e4m3, e5m2, not e2m1 by e2m1"):
-        on("nvfp4", "hopper")
-    with pytest.raises(ValueError, match="accumulate"):
-        on("tensor", "volta")
-    with pytest.raises(ValueError, match="promote needs accumulate"):
-        dataclasses.replace(fp8.RECIPES["tensor"], promote=128)
-    with pytest.raises(ValueError, match="promote must be 0"):
-        on("tensor", "hopper", promote=-1)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: on("nvfp4", "hopper"), r"'hopper' multiplies e4m3, e5m2, not e2m1 by e2m1"),
+        (lambda: on("tensor", "volta"), "accumulate"),
+        (lambda: dataclasses.replace(fp8.RECIPES["tensor"], promote=128), "needs accumulate"),
+        (lambda: on("tensor", "hopper", promote=-1), "promote must be 0"),
+        (
+            lambda: fp8.convert(
+                nn.Sequential(nn.Linear(IN, OUT)), on("tensor", "hopper"), backend="native"
+            ),
+            "'hopper' are simulated",
+        ),
+    ],
+)
+def test_what_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_json_and_policies():
@@ -208,11 +202,6 @@ def test_json_and_policies():
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
     policy = fp8.Policy(recipe, last=1)
     assert fp8.Policy.from_json(policy.to_json()) == policy
-
-
-def test_no_kernel_computes_them():
-    with pytest.raises(ValueError, match="'hopper' are simulated"):
-        fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), on("tensor", "hopper"), backend="native")
 
 
 def test_a_second_derivative_is_refused():

@@ -1,4 +1,4 @@
-"""Problems from files and from configurations of transformers, and the command line."""
+"""Problems from files, and the command line."""
 
 import json
 import os
@@ -9,22 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 import fp8
 from fp8.__main__ import main
-from fp8.lab.preflight.sources import (
-    BASE_LR,
-    BASE_WIDTH,
-    _thinned,
-    from_transformers,
-    shrunk,
-)
 from fp8.lab.setups import from_function
-from fp8.lab.trace import trace
-
-transformers = pytest.importorskip("transformers")
 
 SOURCE = """
 import torch
@@ -143,7 +131,6 @@ def setup(seed):
         ("", 2, "give one of"),
         ("a.py:setup --demo", 2, "give one of"),
         ("missing.py:setup", 2, "no file"),
-        ("--transformers a.json", 2, "--text FILE"),
         ("--demo --recipes mxfp5", 2, "unknown recipe"),
         ("broken.py:setup --quiet", 1, "batches ran out"),
         ("raising.py:setup --quiet", 1, "preflight: boom (ValueError at "),
@@ -156,83 +143,3 @@ def test_bad_commands(train_py, capsys, arguments, code, message):
     (train_py / "raising.py").write_text(raising, encoding="utf-8")
     assert main(["preflight", *arguments.split()]) == code
     assert message in capsys.readouterr().err
-
-
-LLAMA_7B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-CONFIGURATIONS = {
-    "gpt2": {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25},
-    "deepseek_v3": {"model_type": "deepseek_v3"},
-    "gemma3": {"model_type": "gemma3"},  # its language model
-    "qwen3_next": {"model_type": "qwen3_next"},  # two kinds of layers
-    "bamba": {"model_type": "bamba", "attn_layer_indices": [9, 18, 27]},
-    "mamba2": {"model_type": "mamba2"},  # heads of a fixed size
-    "bart": {"model_type": "bart"},
-}
-
-
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_shrunk_configurations_train(name):
-    values = dict(CONFIGURATIONS[name])
-    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    small = shrunk(config)
-    assert small.hidden_size <= 256
-    assert small.num_hidden_layers <= 4
-    if name == "qwen3_next":
-        assert set(small.layer_types) == {"linear_attention", "full_attention"}
-    model = transformers.AutoModelForCausalLM.from_config(small)
-    ids = torch.randint(256, (2, 16))
-    model(input_ids=ids, labels=ids).loss.backward()
-    assert sum(p.numel() for p in model.parameters()) < 5e7
-
-
-def test_kinds_of_layers_stay():
-    kinds = ["linear"] * 20 + ["full"] + ["linear"] * 11
-    assert _thinned(kinds) == ["linear", "linear", "full", "linear"]
-
-
-def test_a_configuration_that_is_not_made_smaller():
-    """The trial draws no numbers of the caller."""
-    before = torch.get_rng_state()
-    with pytest.raises(ValueError, match="'blt' is not made smaller by rule"):
-        shrunk(transformers.AutoConfig.for_model("blt"))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_7b_configuration_is_traced_at_full_size_without_memory(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B), encoding="utf-8")
-    (tmp_path / "text.txt").write_text("some text to train on. " * 100, encoding="utf-8")
-    setup = from_transformers(tmp_path / "config.json", tmp_path / "text.txt")(0)
-    full = setup.full_size.model
-    assert sum(p.numel() for p in full.parameters()) > 6.7e9
-    assert all(p.is_meta for p in full.parameters())
-    width = setup.model.config.hidden_size
-    assert setup.optimizer.param_groups[0]["lr"] == BASE_LR * BASE_WIDTH / width
-    assert isinstance(setup.model, nn.Module)
-    assert setup.batches[0]["input_ids"].max() < 256
-
-
-def test_experts_are_traced_at_full_size(tmp_path):
-    values = {"model_type": "mixtral", "num_hidden_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    (tmp_path / "text.txt").write_text("some text to train on. " * 100, encoding="utf-8")
-    full = from_transformers(tmp_path / "config.json", tmp_path / "text.txt")(0).full_size
-    found = [p for p in trace(*full) if "experts" in p.layer]
-    tokens, active, hidden, inner = 8192, 2, 4096, 14336
-    assert sum(p.flops for p in found) == 2 * tokens * active * hidden * 3 * inner
-
-
-def test_a_file_that_is_no_configuration(tmp_path):
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError, match="has no model_type"):
-        from_transformers(tmp_path / "config.json", tmp_path / "config.json")

@@ -1,0 +1,139 @@
+"""The time of a training step from the sizes of its matrix products alone, by a roofline.
+
+A product takes the longer of its arithmetic and its memory traffic, a cast its memory traffic, at
+the rates that large kernels reach. Convolutions and products of activations stay in bfloat16.
+Norms, the softmax of attention, the optimizer, communication and recomputation are left out. How
+far the estimate is off is on docs/hardware.md.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...formats.format import get_format
+from ...recipes.cast import Cast
+from ...recipes.recipe import OPERANDS, PRODUCTS, Recipe
+from ...recipes.tensor_cores import TENSOR_CORES
+from ..hardware import BF16, UNITS, Hardware
+from ..trace import Product
+from .result import Variant
+
+FUSED = ("unit", "static")
+"""Scalings whose cast is part of the kernel that computes an activation or a gradient."""
+
+WITH_AMAX = ("tensor", "nv")
+"""Scalings whose cast follows two kernels for the largest magnitude of the tensor."""
+
+_MULTIPLIED = {
+    name for chip in TENSOR_CORES.values() for instruction in chip for name in instruction.formats
+}
+"""The formats of 8 bits or fewer that matrix units multiply."""
+
+
+def estimate(
+    products: Sequence[Product],
+    recipes: Mapping[str, Recipe | None],
+    device: Hardware,
+    name: str = BF16,
+    policy: Mapping[str, Any] | None = None,
+) -> Variant:
+    """The time of all products of a training step with their casts, and what they save for the
+    backward pass. recipes: layer -> recipe; without one, bfloat16. A recipe of which the device
+    lacks matrix units is bfloat16 in that product, and named in `Variant.simulated`. An input that
+    several layers share counts for each of them. name, policy: as in `Variant`."""
+    layers: dict[str, float] = defaultdict(float)
+    other, saved, simulated = 0.0, 0, ""
+    for product in products:
+        recipe = None if product.why_not else recipes.get(product.layer)
+        units, missing = ({}, "") if recipe is None else _units(recipe, device)
+        units = units if product.kind == "linear" else {}
+        seconds = product.calls * _seconds(product, recipe, units, device)
+        if product.why_not:
+            other += seconds
+        else:
+            layers[product.layer] += seconds
+        saved += _saved(product, units.get("grad_weight", BF16))
+        simulated = simulated or missing
+    return Variant(
+        recipe=name,
+        seconds=other + sum(layers.values()),
+        layers=dict(layers),
+        flops=3 * sum(product.flops for product in products),
+        saved=saved,
+        simulated=simulated,
+        policy=policy or {},
+    )
+
+
+def _unit(cast: Cast) -> str:
+    """The kind of matrix unit that multiplies operands under this cast; the format where no unit
+    does."""
+    format = get_format(cast.format)
+    if format.bits == 16:
+        return BF16
+    prefix = {"mx": "mxfp", "nv": "nvfp"}.get(cast.scaling, "fp")
+    return f"{prefix}{format.bits}" if format.name in _MULTIPLIED else format.name
+
+
+def _units(recipe: Recipe, device: Hardware) -> tuple[dict[str, str], str]:
+    """Product -> its matrix unit, of those that run in low precision; and why the device does not
+    run one of them, or ""."""
+    units, missing = {}, ""
+    for name in PRODUCTS:
+        pair = getattr(recipe, name)
+        kinds = {} if None in pair else {_unit(cast): cast for cast in pair}
+        lacking = [cast for kind, cast in kinds.items() if kind not in device.peak]
+        for cast in lacking[:1]:
+            why = f"has no units for {cast.format} with scaling {cast.scaling!r}"
+            missing = missing or f"{device.name} {why}"
+        if len(kinds) == 1 and not lacking and BF16 not in kinds:
+            units[name] = next(iter(kinds))
+    return units, missing
+
+
+def _seconds(
+    product: Product, recipe: Recipe | None, units: Mapping[str, str], device: Hardware
+) -> float:
+    """Of one call of the three products, with their casts."""
+    p, total = product, 0.0
+    elements = {"input": p.input_elements or p.m * p.k, "weight": p.k * p.n, "grad": p.m * p.n}
+    for name, operands in PRODUCTS.items():
+        unit = units.get(name, BF16)
+        moved = sum(n * UNITS[unit if x in operands else BF16] for x, n in elements.items())
+        total += device.seconds(unit, 2 * p.m * p.k * p.n, moved)
+    for operand, names in OPERANDS.items():
+        casts = [
+            getattr(recipe, n)[PRODUCTS[n].index(operand)] if n in units else None for n in names
+        ]
+        for size in _passes(casts, operand == "weight"):
+            total += device.seconds(BF16, 0, size * elements[operand])
+    return total
+
+
+def _passes(casts: Sequence[Cast | None], is_weight: bool) -> list[float]:
+    """Bytes per element of each kernel that casts an operand for its two products (None: in high
+    precision), the second of which sums over the other axis. A weight is cast for each, in the
+    forward and in the backward pass."""
+    first, second = casts
+    both = first if first == second and first is not None and not is_weight else None
+    fused = [cast is not None and cast.scaling in FUSED and not is_weight for cast in casts]
+    passes = [2.0, 0.0] if any(c and c.scaling in WITH_AMAX for c in casts) else []
+    if both and (both.tile or (0, 0))[0] == (both.tile or (0, 0))[1] and not both.hadamard:
+        size = UNITS[_unit(both)]  # a kernel that transposes, or one that writes both
+        return [2 * size] if fused[0] else [*passes, 2 + 2 * size]
+    if first and not fused[0]:
+        passes.append(2 + UNITS[_unit(first)])
+    if second:
+        passes += [2.0] * (second.scaling == "row") + [2 + UNITS[_unit(second)]]
+    return passes
+
+
+def _saved(product: Product, unit: str) -> int:
+    """Bytes saved for the backward pass: the input, and the second operand if it is no weight, in
+    the format of the product that gives the weight's gradient. A weight is cast again."""
+    elements = product.input_elements or product.m * product.k
+    if not product.weight_elements:
+        elements += product.k * product.n
+    return round(product.calls * elements * UNITS[unit])

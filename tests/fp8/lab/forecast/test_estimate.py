@@ -1,0 +1,251 @@
+"""The estimate from the sizes of products: against published measurements, bytes by hand, and its
+properties."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import pytest
+
+import fp8
+from fp8.lab import hardware
+from fp8.lab.forecast.estimate import estimate
+from fp8.lab.forecast.result import Variant
+from fp8.lab.hardware import HARDWARE, Hardware
+from fp8.lab.trace import Product
+from fp8.recipes.recipe import get_recipe
+
+PAGE = Path(__file__).parents[4] / "docs" / "hardware.md"
+
+H100 = HARDWARE["h100"]
+TORCHAO = replace(H100, bandwidth=2.4e12)
+"""The H100 on which torchao measured in 2024 and 2025: "2.4 TB per second, custom to Meta's H100
+variant" (roofline_utils.py). The other figures are those of the data sheet."""
+
+
+def linear(m: int, k: int, n: int, **fields) -> Product:
+    given = {"kind": "linear", "weight_elements": k * n, **fields}
+    return Product("layer", m=m, k=k, n=n, **given)
+
+
+def one(product: Product, recipe, device: Hardware = H100) -> Variant:
+    recipe = None if recipe is None else get_recipe(recipe)
+    return estimate([product], {product.layer: recipe}, device)
+
+
+# Published measurements
+
+
+class Speedup(NamedTuple):
+    """A measured speedup of the forward and backward pass of a linear layer, over bfloat16.
+
+    norms: whether a layer norm before it and a sigmoid after it are part of both times.
+    """
+
+    m: int
+    k: int
+    n: int
+    recipe: str
+    speedup: float
+    norms: bool = False
+
+
+def squares(recipe: str, *speedups: float) -> list[Speedup]:
+    sizes = [256 << i for i in range(len(speedups))]
+    return [Speedup(m, m, m, recipe, s, True) for m, s in zip(sizes, speedups, strict=True)]
+
+
+#: Source -> device and rows.
+LINEAR = {
+    "torchao #940 (2024-10-07), layer norm, linear, sigmoid, squares of 256 to 32768": (
+        TORCHAO,
+        [
+            *squares("tensor", 0.466, 0.490, 0.734, 0.816, 1.236, 1.432, 1.803, 1.696),
+            *squares("delayed", 0.458, 0.493, 0.741, 0.801, 1.262, 1.513, 1.883, 1.766),
+            *squares("row", 0.398, 0.433, 0.706, 0.740, 1.222, 1.161, 1.440, 1.339),
+        ],
+    ),
+    "torchao, float8/README.md (2024-09-02), two examples": (
+        TORCHAO,
+        [
+            Speedup(1024, 2048, 1024, "tensor", 0.80),
+            Speedup(4096, 8192, 16384, "tensor", 1.39),
+        ],
+    ),
+    "torchao #2185 (2025-05-08), layers of Llama 70B": (
+        TORCHAO,
+        [
+            Speedup(16384, 8192, 1280, "row", 1.112),
+            Speedup(16384, 1024, 8192, "row", 1.426),
+            Speedup(16384, 8192, 7168, "row", 1.730),
+            Speedup(16384, 3584, 8192, "row", 1.711),
+        ],
+    ),
+    "torchao, prototype/moe_training/README.md (2025-10-14), grouped products on a B200": (
+        HARDWARE["b200"],
+        [
+            *(Speedup(128000, 5120, 8192, "mxfp8", s) for s in (1.808, 1.690, 1.637, 1.700)),
+            *(Speedup(128000, 7168, 2048, "mxfp8", s) for s in (1.188, 1.321, 1.595, 1.440)),
+        ],
+    ),
+}
+
+
+def speedup(row: Speedup, device: Hardware) -> float:
+    """The estimate of a row. A layer norm reads and writes its input, and its gradient reads input
+    and gradient and writes one; a sigmoid does so with the output: four kernels."""
+    layer = linear(row.m, row.k, row.n)
+    passes = 5 * 2 * (row.m * row.k + row.m * row.n) / device.stream + 4 * hardware.LAUNCH
+    both = passes if row.norms else 0.0
+    high, low = (one(layer, recipe, device).seconds for recipe in (None, row.recipe))
+    return (high + both) / (low + both)
+
+
+def errors() -> dict[str, list[float]]:
+    """Source -> relative errors."""
+    return {
+        name: [abs(speedup(row, device) / row.speedup - 1) for row in rows]
+        for name, (device, rows) in LINEAR.items()
+    }
+
+
+def test_median_errors():
+    """The promise is 20 %. The two examples of torchao's README contradict it: they are two points,
+    and the first is of kernel times without launches."""
+    for name, found in errors().items():
+        if len(found) > 2:
+            assert median(found) <= 0.20, name
+    assert median(error for found in errors().values() for error in found) <= 0.15
+
+
+def test_the_page_states_these_errors():
+    rows = re.findall(
+        r"^\| (.+?) \| (\d+) \| (\d+) % \| (\d+) % \|$", PAGE.read_text(encoding="utf-8"), re.M
+    )
+    found = {name: (int(n), int(mid), int(worst)) for name, n, mid, worst in rows}
+    expected = {
+        name: (len(e), round(100 * median(e)), round(100 * max(e))) for name, e in errors().items()
+    }
+    assert found == expected
+
+
+def test_a_whole_step_gains_less_than_its_products():
+    """Llama 3 8B on eight H100, 8192 tokens each, head in bfloat16: 25 % and 10 % more tokens per
+    second (torchao, float8/README.md, 2025-03-12)."""
+    sizes = {"q": (4096, 4096), "o": (4096, 4096), "k": (4096, 1024), "v": (4096, 1024)}
+    sizes |= {"gate": (4096, 14336), "up": (4096, 14336), "down": (14336, 4096)}
+    rows = [replace(linear(8192, *size, calls=32), layer=name) for name, size in sizes.items()]
+    rows.append(replace(linear(8192, 4096, 128256), layer="head"))
+    high = estimate(rows, {}, TORCHAO).seconds
+    for recipe, measured in (("tensor", 1.25), ("row", 1.10)):
+        low = estimate(rows, dict.fromkeys(sizes, fp8.RECIPES[recipe]), TORCHAO).seconds
+        assert measured < high / low, recipe
+        assert f"{high / low:.2f} for recipe `{recipe}`" in PAGE.read_text(encoding="utf-8")
+
+
+# Casts, counted by hand
+
+M, K, N = 8192, 16384, 32768  # sizes of input (M, K), weight (K, N), gradient (M, N)
+X, W, G = M * K, K * N, M * N
+
+
+@pytest.mark.parametrize(
+    ("recipe", "device", "moved", "launches"),
+    [
+        # Two kernels for the maximum, one of which only launches; one reads 2 bytes and writes 1
+        # twice. The weight: two casts.
+        ("tensor", "h100", 6 * (X + G) + 8 * W, 3),
+        ("delayed", "h100", 4 * (X + G) + 6 * W, 0),
+        # The kernels before write activations and gradients cast; a kernel transposes them.
+        ("unit", "h100", 2 * (X + G) + 6 * W, 0),
+        ("static", "b200", 2 * (X + G) + 6 * W, 0),
+        # Along the other axis a row is not contiguous: a pass for the maxima.
+        ("row", "h100", (3 + 2 + 3) * (X + W + G), 0),
+        ("block", "h100", 2 * 3 * (X + W + G), 0),
+        ("mxfp8", "b200", 2 * (3 + 1 / 32) * (X + W + G), 0),
+        # The gradient of the weight reads rotated operands, cast a second time.
+        ("nvfp4", "b200", (2 + 2 * (2 + 9 / 16)) * (X + W + G), 3),
+        # The input's and the gradient's only low product, and the weight by row and by tensor. The
+        # third product is in bfloat16.
+        ("row_gw_hp", "h100", 3 * (X + G) + (2 + 3 + 3) * W + (X + G), 1),
+    ],
+)
+def test_bytes_of_casts(recipe: str, device: str, moved: float, launches: int):
+    """Beside products whose arithmetic is free."""
+    row = replace(HARDWARE[device], peak=dict.fromkeys(HARDWARE[device].peak, 1e30))
+    unit = hardware.UNITS[recipe if recipe in hardware.UNITS else "fp8"]
+    products = unit * 2 * (X + W + G) + 2 * (X + W + G)
+    expected = (moved + products) / row.stream + launches * hardware.LAUNCH
+    assert one(linear(M, K, N), recipe, row).seconds == pytest.approx(expected)
+
+
+# What runs
+
+
+def test_units_of_the_hardware():
+    layer = linear(8192, 8192, 8192)
+    for recipe, device, why in (
+        ("nvfp4", "h100", "h100 has no units for e2m1 with scaling 'nv'"),
+        ("mxfp8", "h200", "h200 has no units for e4m3 with scaling 'mx'"),
+    ):
+        found = one(layer, recipe, HARDWARE[device])
+        assert found.simulated == why
+        assert found.seconds == one(layer, None, HARDWARE[device]).seconds
+    for recipe in fp8.RECIPES:
+        assert one(layer, recipe, HARDWARE["b200"]).simulated == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        *(("linear", recipe) for recipe in ("bf16", "fp16", None)),
+        ("linear", fp8.Recipe(name="weights only", weight=fp8.Cast(format="e4m3"))),
+        *((kind, "tensor") for kind in ("convolution", "matmul")),
+    ],
+)
+def test_what_stays_in_bf16(kind: str, recipe):
+    layer = linear(4096, 4096, 4096, kind=kind)
+    found, high = one(layer, recipe), one(layer, None)
+    assert (found.seconds, found.saved, found.simulated) == (high.seconds, high.saved, "")
+
+
+def test_layers():
+    """Small ones get slower; one that cannot be cast has no row."""
+    rows = [
+        replace(linear(8192, 256, 256), layer="small"),
+        replace(linear(8192, 8192, 8192), layer="large"),
+        replace(linear(8192, 8192, 8192), layer="head"),
+        replace(linear(8192, 8192, 8192), layer="router", why_not="a router"),
+    ]
+    tensor = fp8.RECIPES["tensor"]
+    low = estimate(rows, {"small": tensor, "large": tensor, "router": tensor}, H100)
+    high = estimate(rows, {}, H100)
+    assert low.layers.keys() == {"small", "large", "head"}
+    ratios = {name: high.layers[name] / low.layers[name] for name in low.layers}
+    assert ratios["small"] < 1 < ratios["large"] < 2
+    assert ratios["head"] == 1
+    assert low.seconds == pytest.approx(sum(low.layers.values()) + high.layers["head"])
+    assert low.flops == 3 * sum(row.flops for row in rows)
+
+
+def test_fewer_passes_are_faster():
+    layer = linear(8192, 4096, 4096)
+    free, delayed, now, rows = (
+        one(layer, recipe).seconds for recipe in ("unit", "delayed", "tensor", "row")
+    )
+    assert free < delayed < now < rows
+
+
+def test_saved_bytes():
+    """The input, in the format of the product that gives the weight's gradient; of a product of
+    activations both operands. A convolution reads each element several times: the tracer states how
+    many there are."""
+    for recipe, saved in (("tensor", X), ("row_gw_hp", 2 * X), (None, 2 * X)):
+        assert one(linear(M, K, N), recipe).saved == saved
+    assert one(linear(M, K, N, kind="matmul", weight_elements=0), None).saved == 2 * (X + W)
+    layer = linear(M, 9 * K, N, kind="convolution", input_elements=X)
+    assert one(layer, None).saved == 2 * X
