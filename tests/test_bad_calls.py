@@ -61,12 +61,17 @@ CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
         "params must be parameters or groups of them, got 5",
     ),
     (
+        lambda: uu.optim.AdamW(nn.Sequential(uu.Linear(4, 4))),
+        "params must be parameters or groups of them, got a Linear",
+    ),
+    (
         lambda: uu.optim.scaled_parameters(parameters(), 5, lr=1.0),
         "rule must be a name or a function, got 5",
     ),
     (lambda: unit_scale(model(), replace=5), "replace: a dict .*, got 5"),
     (lambda: unit_scale(model(), replace=[1]), r"replace: a dict .*\[1\]"),
     (lambda: unit_scale(model(), init=5), "unknown init 5; choose one of 'unit'"),
+    (lambda: unit_scale(model(), plan={}), "plan: what unit_scaling.plan returns, got a dict"),
     (lambda: U.layer_norm(X, "8"), "normalized_shape must be a sequence, each an int"),
     (lambda: U.rms_norm(X, 8), "normalized_shape must be a seq.*, got int 8"),
     (lambda: fp8.reduce_amax(5), "reduce_amax needs an nn.Module, got int"),

@@ -182,7 +182,13 @@ def _default_rate(rule: LrScale | str, parameters: Sequence[Any]) -> float:
 
 
 def _entries(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
+    """Parameters or (name, parameter) pairs."""
+    entries = [params] if isinstance(params, Tensor) else list(params)
+    for entry in map(_tensor, entries):
+        if not isinstance(entry, Tensor):
+            kind = type(entry).__name__
+            raise TypeError(f"params must be parameters or groups of them, got a {kind}")
+    return entries
 
 
 def _tensor(entry: Any) -> Any:

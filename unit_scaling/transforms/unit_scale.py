@@ -63,8 +63,8 @@ def unit_scale(
         `torch.vmap` or `torch.func.functional_call`, which need a model that has run once.
 
     Raises:
-        TypeError: ``module`` is not an `nn.Module` or is TorchScript, or a replacement is not
-            callable.
+        TypeError: ``module`` is not an `nn.Module` or is TorchScript, a replacement is not
+            callable, or ``plan`` is no plan.
         ValueError: an option is unknown, a replacement is for something other than a torch
             function, a hook computes a weight (`torch.nn.utils.weight_norm`), processes have
             divided the weights, or ``init="preserve"`` is used on a model of which a submodule was
@@ -74,6 +74,8 @@ def unit_scale(
     check_name("init", init, ("unit", "preserve"))
     check_name("residual", residual, RESIDUALS)
     _check(replace)
+    if not isinstance(plan, ModelPlan | None):
+        raise TypeError(f"plan: what unit_scaling.plan returns, got a {type(plan).__name__}")
     refuse_weights(module)
     if is_sharded(module) and not is_in_fsdp(module):
         raise ValueError(
