@@ -115,7 +115,8 @@ for _name, _options in {"renormed": (0.5, False), "tied": (None, True)}.items():
 
 def _parametrized(name: str) -> nn.Module:
     model = mlp()
-    getattr(parametrizations, name)(model.up)
+    for layer in (model.up, model.down):
+        getattr(parametrizations, name)(layer)
     return model
 
 

@@ -167,8 +167,11 @@ def _readout(model: nn.Module) -> Tensor | None:
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if not linears:
         return None
-    last = linears[-1]
-    weight = getattr(last, "weight_orig" if "weight_orig" in pruned(last) else "weight")
+    name = "weight_orig" if "weight_orig" in pruned(linears[-1]) else "weight"
+    # Not as an attribute: computing a parametrized weight may change buffers (spectral_norm).
+    weight = dict(linears[-1].named_parameters(recurse=False)).get(name)
+    if weight is None:
+        return None
     owners = [(m, p) for m in model.modules() for p in m.parameters(recurse=False)]
     tied = sum(p is weight for _, p in owners) > 1
     layers = [p for m, p in owners if not isinstance(m, nn.Embedding | nn.EmbeddingBag)]
