@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8
@@ -73,6 +75,69 @@ def test_an_edited_model_saves_its_new_plan():
     model(X)
     assert _unpacked(model.state_dict()[EXTRA_STATE]) == uu.plan(model).to_json()
     assert uu.plan(model).steps.keys() > before.steps.keys()
+
+
+class Two(nn.Module):
+    """Methods call its parts; each has a weight that keeps its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = kept_weight(), kept_weight()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x)
+
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(x)
+
+
+def kept_weight() -> nn.Module:
+    return Net(
+        lambda m, x: m.out(F.linear(x, F.normalize(m.inner.weight) + m.inner.weight)),
+        inner=nn.Linear(8, 8),
+        out=nn.Linear(8, 8),
+    )
+
+
+def two(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return unit_scale(Two())
+
+
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda model: None,
+    "one": lambda model: model.first(X),
+    "both": lambda model: model.second(model.first(X)),
+    "the whole": lambda model: model(X),
+}
+
+
+@pytest.mark.parametrize("called", PARTS)
+def test_what_has_run_of_a_model_is_saved(called):
+    """Weights that keep their values are not given them back twice."""
+    model, other = two(), two(1)
+    PARTS[called](model)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    for _ in range(2):
+        a, b = model.first(X), other.first(X)
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+        torch.testing.assert_close(model.second(a), other.second(b), rtol=0, atol=0)
+
+
+def test_the_weights_from_before_the_first_call_come_back():
+    """As after a search of a learning rate: the model computes what it did."""
+    model = two()
+    state = copy.deepcopy(model.state_dict())
+    expected = model(X)
+    optimizer = uu.optim.SGD(model.parameters(), lr=1.0)
+    model(X).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model(X), expected)
+    model.load_state_dict(state)
+    torch.testing.assert_close(model(X), expected, rtol=0, atol=0)
 
 
 def test_a_part_says_so_too():

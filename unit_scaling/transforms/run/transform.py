@@ -30,7 +30,14 @@ from ..install import (
     warn_of_break,
 )
 from ..plan.plan import CallRow, ModelPlan, Steps, check_fits
-from ..plan.weights import adopt_tags, named_tags, pruned, refuse_split, refuse_weights
+from ..plan.weights import (
+    adopt_tags,
+    named_tags,
+    pruned,
+    refuse_split,
+    refuse_weights,
+    tagged_weights,
+)
 from ..record.calls import tensors_in
 from ..record.kinds import KINDS, LAYERS, STEPPED
 from ..record.place import Place
@@ -246,31 +253,40 @@ class UnitScale(Scope):
         ValueError for functions in ``replace``."""
         if self.replacements:
             raise ValueError("the plan of a model with functions in replace cannot be saved")
-        self._agree(model)
+        if self.plan.entries:
+            self._agree(model)
         plan = self.plan.copy()
         plan.tags, plan.gradients = named_tags(model, ""), self.gradients.exponents()
         return plan
 
     def saved(self, model: nn.Module) -> str:
-        """The plan as JSON, for the state_dict of ``model``; "" if there is none."""
-        known = "" in self.plan.entries and not self.replacements
-        return self.data(model).to_json() if known else ""
+        """The plan as JSON, for the state_dict of ``model``; "" if it cannot be saved. Before the
+        first call it says by what the weights were divided."""
+        return "" if self.replacements else self.data(model).to_json()
 
     def adopt(self, model: nn.Module, plan: ModelPlan, rescale: bool) -> None:
         """Adopts a plan instead of recording the model. Raises ValueError if it is for another."""
         check_fits(model, plan)
         adopt_tags(model, "", plan.tags, rescale)
         self.plan, self.gradients = plan.copy(), GradientScales(plan.gradients)
-        self.applied, self.adopted = len(plan.entries), True
+        self.plan.tags = {n: t for n, t in plan.tags.items() if plan.covers(n)}
+        self.applied, self.adopted = len(plan.entries), bool(plan.entries)
         self._changed()
 
     def adopt_saved(self, model: nn.Module, text: str) -> None:
-        """Adopts the plan of a checkpoint as JSON if it fits ``model``."""
+        """Adopts the plan of a checkpoint as JSON if it fits ``model``. One from before the first
+        call replaces that of a model that has run only if weights have other values by now: the
+        model is then recorded again."""
         with contextlib.suppress(ValueError):
-            self.adopt(model, ModelPlan.from_json(text), rescale=False)
+            plan = ModelPlan.from_json(text)
+            scaled = {name for name, tags in plan.tags.items() if tags.mup_divisor}
+            differs = not scaled <= tagged_weights(model).scaled
+            if plan.entries or not self.plan.entries or differs:
+                self.adopt(model, plan, rescale=False)
 
-    def check_seen(self, model: nn.Module) -> None:
-        if "" not in self.plan.entries:
+    def check_seen(self, model: nn.Module, whole: bool = False) -> None:
+        """Raises ValueError before the first call; whole: of the model itself, not of parts."""
+        if not self.plan.covers("") if whole else not self.plan.entries:
             raise ValueError(
                 f"{type(model).__name__} is unit-scaled and has not run: its factors are found at "
                 "its first call, so call it once with an example batch"
@@ -283,7 +299,7 @@ class UnitScale(Scope):
             raise ValueError("functions in replace of unit_scale cannot be folded into weights")
         solution = Folded({}, {})
         if self.unit_scaled:
-            self.check_seen(model)
+            self.check_seen(model, whole=True)
             solution = folded(self.plan.ties)
         return solution._replace(exponents=_input_exponents(self.plan.steps))
 
