@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -190,6 +191,29 @@ def test_what_no_weight_holds_is_named(name):
     logits(model, given)
     with pytest.raises(ValueError, match=f"cannot hold the factors of unit_scale at: .*{why}"):
         uu.fold(model)
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: Any
+
+
+RESULTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dataclass": (lambda y: Output(y, None), lambda result: result.logits),
+    "nested": (lambda y: {"first": [Output(y, y)]}, lambda result: result["first"][0].hidden),
+    "distribution": (lambda y: torch.distributions.Normal(y, 1.0), lambda result: result.mean),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_within_objects_stay(name):
+    pack, of = RESULTS[name]
+    torch.manual_seed(0)
+    plain = Net(lambda m, x: pack(m.b(m.a(x).relu())), a=nn.Linear(8, 16), b=nn.Linear(16, 4))
+    model, x = unit_scale(plain), torch.randn(4, 8)
+    expected = of(model(x))
+    torch.testing.assert_close(of(uu.fold(model)(x)), expected)
 
 
 def test_refused_by_name():

@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 from torch.func import debug_unwrap
 
 from fp8.common.compiler import FirstLook, called
+from fp8.common.step import tensors_within
 from fp8.common.threads import frames, function_of
 from fp8.modes.control_flow import depends_on_values, run_within, runs_functions
 from fp8.modes.dispatch import OPERATORS, expansion
@@ -305,10 +306,10 @@ class Recorder(Calls):
         return list(known)
 
     def nodes_of(self, value: Any) -> list[int]:
-        """The nodes of the floating-point tensors of a value."""
+        """The nodes of the floating-point tensors within a value, also in objects."""
         return [
-            self._input(slot, t).node
-            for slot, t in tensors_in(value)
+            self._input((), t).node
+            for t in tensors_within(value)
             if has_scale(t) and (id(t) in self._node_of or t.grad_fn is not None)
         ]
 
