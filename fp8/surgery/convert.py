@@ -425,7 +425,8 @@ def _warn(model: nn.Module) -> None:
     unscaled = [
         (layer.fp8_recipe.name, name or "(model)")
         for name, layer in layers.items()
-        if needs_unit_scale(layer.fp8_recipe) and not is_unit_scaled(layer)
+        if needs_unit_scale(layer.fp8_recipe)
+        and not (is_unit_scaled(layer) or getattr(layer, "fp8_planned", False))
     ]
     if unscaled:
         recipe, name = unscaled[0]

@@ -183,6 +183,7 @@ def test_unit_by_name_for_a_plain_model_warns_once():
 @pytest.mark.filterwarnings("error")
 def test_what_fits_does_not_warn():
     fp8.convert(unit_scale(plain()), "unit")
+    fp8.convert(unit_scale(plain(), init="preserve"), "unit")  # which has static scales
     fp8.convert(nn.Sequential(uu.Linear(8, 8)), "unit")
     for recipe in RECIPES.values():
         if not needs_unit_scale(recipe):
