@@ -217,9 +217,12 @@ def projections(
     biases: tuple[Tensor | None, ...] = (None,) * 3 if bias is None else bias.chunk(3)
     if len(weights) == 1 and query is key and key is value:
         return linear(query, weights[0], bias).chunk(3, dim=-1)
-    parts = weights[0].chunk(3) if len(weights) == 1 else weights
-    inputs = (query, key, value)
-    return tuple(linear(x, w, b) for x, w, b in zip(inputs, parts, biases, strict=True))
+    of_query, of_key, of_value = weights[0].chunk(3) if len(weights) == 1 else weights
+    return (  # a line each, as operands of one place in the code are measured together
+        linear(query, of_query, biases[0]),
+        linear(key, of_key, biases[1]),
+        linear(value, of_value, biases[2]),
+    )
 
 
 def merge_masks(

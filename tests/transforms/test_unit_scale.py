@@ -320,3 +320,26 @@ def test_layers_of_uu_are_left_as_they_are(init: str) -> None:
             after.mup_type,
             after.mup_scaling_depth,
         )
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_projection_of_attention_has_the_size_of_its_own_operand(fast: bool) -> None:
+    """That of the query changes no factor of keys and values."""
+    torch.manual_seed(0)
+    plain, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(4, 6, 16)
+    plans, results = [], []
+    for size in (1.0, 1 / 16):
+        model = unit_scale(plain)
+        model(size * x, x, x)
+        steps = uu.plan(model).steps
+        plans.append(
+            [step for (_, kind, _), each in steps.items() if kind == "linear" for step in each]
+        )
+        if fast:
+            model = torch.compile(model, backend="aot_eager", fullgraph=True)
+        results.append(model(size * x, x, x)[0])
+    (query, *others), (small, *same) = plans
+    assert len(others) == 3
+    assert others == same
+    assert small.factor == 16 * query.factor
+    torch.testing.assert_close(*results)
