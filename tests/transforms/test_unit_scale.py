@@ -343,3 +343,21 @@ def test_a_projection_of_attention_has_the_size_of_its_own_operand(fast: bool) -
     assert others == same
     assert small.factor == 16 * query.factor
     torch.testing.assert_close(*results)
+
+
+def test_a_readout_of_zeros_takes_the_steps_of_a_readout() -> None:
+    """It has its factor, without which its learning rate is too high by the width."""
+    torch.manual_seed(0)
+    width, outputs = 256, []
+    for zeros in (False, True):
+        plain = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 4, bias=False))
+        if zeros:
+            nn.init.zeros_(plain[2].weight)
+        model, x = unit_scale(plain), torch.randn(64, 16)
+        optimizer = uu.optim.AdamW(model.parameters())
+        before = model(x)
+        F.cross_entropy(before, torch.arange(64) % 4).backward()
+        optimizer.step()
+        outputs.append((model(x) - before).square().mean().sqrt())
+        assert not report(model).left_alone
+    assert 0.5 < outputs[1] / outputs[0] < 2

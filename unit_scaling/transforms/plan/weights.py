@@ -113,6 +113,9 @@ def _prepared(
         return "unchanged", "parametrized: keeps its values"
     if parameter.dim() - stacked > 1 and not _is_gain(parameter):
         tag(parameter, "output" if is_readout else "weight", mup_stacked=stacked)
+        if is_readout and init == "unit" and _is_zero(parameter):
+            tag(parameter, *tags_of(parameter)._replace(mup_divisor=1.0))
+            return "unchanged", "starts at zeros"  # with the factor that its learning rate is for
         return _rescale(parameter, init)
     if leaf.endswith("bias") or leaf.startswith("bias_"):  # recurrent layers have bias_ih_l0
         tag(parameter, "bias")
@@ -182,6 +185,10 @@ def _is_gain(parameter: nn.Parameter) -> bool:
     """Whether a parameter is constant along its only dimension, as layer scales are: (1, 1, n)."""
     along = not parameter.is_meta and parameter.numel() == max(parameter.shape)
     return along and parameter.numel() > 0 and _is_one_number(parameter)
+
+
+def _is_zero(parameter: nn.Parameter) -> bool:
+    return not parameter.is_meta and parameter.numel() > 0 and not bool(parameter.any())
 
 
 def _is_one_number(parameter: nn.Parameter) -> bool:
