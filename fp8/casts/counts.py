@@ -140,8 +140,9 @@ of RMS, the smallest normal number, subnormal numbers cost 2.5 dB of the SQNR.""
 DRIFT = 64.0
 """How far the RMS may be from the scale in any format; the range of e4m3."""
 _DRIFTED = (
-    "the RMS of the {} of {} is {:.2g} times its static scale, outside of [{:.2g}, {:.2g}]: call "
-    "fp8.calibrate again, with the loss of training, the factor of a GradScaler included"
+    "the RMS of the {} of {} is {:.2g} times its static scale, which fp8.calibrate or the first "
+    "step has set, outside of [{:.2g}, {:.2g}]: call fp8.calibrate again, with the loss of "
+    "training, the factor of a GradScaler included"
 )
 
 LOST = 0.1

@@ -146,7 +146,6 @@ _LOW = (
     "the first gradient at the output of a unit-scaled model has RMS {:.2g} instead of 1: the loss "
     "is outside of the model and divides by the size of the batch, as "
     "torch.nn.functional.cross_entropy does, and FP8 formats round much of such a gradient to "
-    "zero. Use the loss of unit_scaling.functional (U.cross_entropy), or compute the loss in the "
-    "model's forward, which unit_scale then scales; or keep the loss, with recipe 'tensor', which "
-    "has a scale for each tensor"
+    "zero. Use the loss of unit_scaling.functional (U.cross_entropy); or keep the loss, with "
+    "recipe 'tensor', which has a scale for each tensor"
 )
