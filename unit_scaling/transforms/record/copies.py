@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 
-from fp8.common.mixin import mixin_attributes
+from fp8.common.mixin import check_not_scripted, mixin_attributes
 from fp8.common.step import tensors_within
 
 M = TypeVar("M", bound=nn.Module)
@@ -106,6 +106,7 @@ def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _refuse_scripted(model: nn.Module) -> None:
     for path, module in model.named_modules():
+        check_not_scripted(path, module)
         for name, value in vars(module).items():
             if isinstance(value, torch.jit.ScriptFunction):
                 place = f"{path}.{name}" if path else name
