@@ -67,15 +67,13 @@ def unit_scale(
             callable, or ``plan`` is no plan.
         ValueError: an option is unknown, a replacement is for something other than a torch
             function, a hook computes a weight (`torch.nn.utils.weight_norm`), processes have
-            divided the weights, or ``init="preserve"`` is used on a model of which a submodule was
-            scaled with ``init="unit"``.
+            divided the weights, ``init="preserve"`` is used on a model of which a submodule was
+            scaled with ``init="unit"``, or the model is unit-scaled already in another way.
     """
     check_module("unit_scale", module)
     check_name("init", init, ("unit", "preserve"))
     check_name("residual", residual, RESIDUALS)
-    _check(replace)
-    if not isinstance(plan, ModelPlan | None):
-        raise TypeError(f"plan: what unit_scaling.plan returns, got a {type(plan).__name__}")
+    _check(replace, plan)
     refuse_weights(module)
     if is_sharded(module) and not is_in_fsdp(module):
         raise ValueError(
@@ -84,13 +82,16 @@ def unit_scale(
         )
     result = copied(module, "unit_scale")
     inner = unwrapped(result)
-    if find_scope(inner, UnitScale) is not None:
+    given = {"init": init, "residual": residual}
+    if (known := find_scope(inner, UnitScale)) is not None:
+        _check_options(known.plan, given, "the model is unit-scaled already,")
         return result
     if init == "unit" and plan is None:
         warn_if_trained(unwrapped(module), "unit_scale")
     if plan is not None:
         check_fits(inner, plan)
-        init, residual = _of_plan(plan, {"init": init, "residual": residual}, replace)
+        _check_options(plan, given, "plan: it was made")
+        init, residual = plan.init, plan.residual
     others = {function: _out_of_place(other) for function, other in dict(replace or {}).items()}
     scope = UnitScale(ModelPlan(init, residual), others)
     scope.plan.rows += prepare(inner, init)
@@ -102,19 +103,18 @@ def unit_scale(
     return result
 
 
-def _of_plan(plan: ModelPlan, given: dict[str, Any], replace: Replacements | None) -> Any:
-    """Init and residual of a plan; raises ValueError if others were given."""
-    if replace:
-        raise ValueError("plan: cannot be combined with functions in replace")
+def _check_options(plan: ModelPlan, given: dict[str, Any], what: str) -> None:
+    """Raises ValueError if init or residual is neither that of a plan nor the default."""
     defaults = {"init": "unit", "residual": RESIDUALS[0]}
     for name, value in given.items():
         planned = getattr(plan, name)
         if value not in (defaults[name], planned):
-            raise ValueError(f"plan: it was made with {name}={planned!r}, got {name}={value!r}")
-    return plan.init, plan.residual
+            raise ValueError(f"{what} with {name}={planned!r}, got {name}={value!r}")
 
 
-def _check(replace: Any) -> None:
+def _check(replace: Any, plan: Any) -> None:
+    if not isinstance(plan, ModelPlan | None):
+        raise TypeError(f"plan: what unit_scaling.plan returns, got a {type(plan).__name__}")
     if not isinstance(replace, Mapping | None):
         raise TypeError(f"replace: a dict of torch function -> function, got {replace!r}")
     if not all(map(callable, dict(replace or {}).values())):
@@ -125,6 +125,8 @@ def _check(replace: Any) -> None:
                 f"replace: {function!r} is not a torch function, so its calls are not intercepted; "
                 "call the replacement in the model itself"
             )
+    if replace and plan is not None:
+        raise ValueError("plan: cannot be combined with functions in replace")
 
 
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -200,6 +200,13 @@ def test_any_order_applies_each_once(order: tuple[str, ...]) -> None:
 def test_twice_is_once() -> None:
     same(step(unit_scale(unit_scale(gpt()))), step(unit_scale(gpt())))
     same(step(simulate_fp8(simulate_fp8(gpt()))), step(simulate_fp8(gpt())))
+    model = unit_scale(no_block())
+    for other, why in (
+        ({"init": "preserve"}, "init='unit', got init='preserve'"),
+        ({"residual": "fixed"}, "residual='completep', got residual='fixed'"),
+    ):
+        with pytest.raises(ValueError, match=f"already, with {why}"):
+            unit_scale(model, **other)
 
 
 @pytest.mark.proves("unit-scaling", "with torch.compile", how="own")
@@ -247,6 +254,9 @@ def test_script_modules_are_refused_by_name() -> None:
         scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(TypeError, match="'0' is a TorchScript module"):
         unit_scale(nn.Sequential(scripted))
+    for transform in (unit_scale, simulate_fp8):
+        with pytest.raises(TypeError, match="is a TorchScript module"):
+            transform(scripted)
 
 
 def test_simulate_format_takes_names() -> None:
