@@ -359,5 +359,5 @@ def test_a_readout_of_zeros_takes_the_steps_of_a_readout() -> None:
         F.cross_entropy(before, torch.arange(64) % 4).backward()
         optimizer.step()
         outputs.append((model(x) - before).square().mean().sqrt())
-        assert not report(model).left_alone
+        assert not uu.report(model).left_alone
     assert 0.5 < outputs[1] / outputs[0] < 2

@@ -15,7 +15,6 @@ from typing import Any
 from ...formats.format import get_format
 from ...recipes.cast import Cast
 from ...recipes.recipe import OPERANDS, PRODUCTS, Recipe
-from ...recipes.tensor_cores import TENSOR_CORES
 from ..hardware import BF16, UNITS, Hardware
 from ..trace import Product
 from .result import Variant
@@ -26,9 +25,7 @@ FUSED = ("unit", "static")
 WITH_AMAX = ("tensor", "nv")
 """Scalings whose cast follows two kernels for the largest magnitude of the tensor."""
 
-_MULTIPLIED = {
-    name for chip in TENSOR_CORES.values() for instruction in chip for name in instruction.formats
-}
+_MULTIPLIED = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
 """The formats of 8 bits or fewer that matrix units multiply."""
 
 

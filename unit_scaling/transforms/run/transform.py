@@ -280,7 +280,7 @@ class UnitScale(Scope):
         with contextlib.suppress(ValueError):
             plan = ModelPlan.from_json(text)
             scaled = {name for name, tags in plan.tags.items() if tags.mup_divisor}
-            differs = not scaled <= tagged_weights(model).scaled
+            differs = not scaled <= tagged_weights(model, "").scaled
             if plan.entries or not self.plan.entries or differs:
                 self.adopt(model, plan, rescale=False)
 
