@@ -46,6 +46,7 @@ LIBRARIES: dict[str, Library] = {
     "torchtitan": Library("torchtitan", "torchtitan", "pip install torchtitan triton"),
     "safetensors": Library("safetensors.torch", "safetensors", _extra("export")),
     "jinja2": Library("jinja2", "jinja2", _extra("preflight")),
+    "matplotlib": Library("matplotlib", "matplotlib", _extra("plot")),
 }
 """Name -> module, distribution and installation command of an optional library."""
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from ..casts.counts import product_name
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, casts_of
+from ..common.compiler import in_graph
 from .active import Scales, histories, product_recipe, static_exponents, warn_unsummed
 from .matmul import ONES, Geometry, check_scales, measured, simulated
 
@@ -35,16 +36,23 @@ def _convolve(
     """The convolution in this form. x: with or without a batch."""
     if x.ndim < weight.ndim:
         return _convolve(x.unsqueeze(0), weight, bias, scales, geometry, unit).squeeze(0)
-    recipe, pass_ = product_recipe(unit), measuring()
+    if (recipe := product_recipe(unit)) is None:
+        return _uncast(x, weight, bias, scales, geometry)
     states = histories(recipe, "conv", x, weight, layer=True)
-    if recipe is None or pass_ is not None:
-        y = simulated(x, weight, bias, scales, Casts(), [None] * 3, geometry)
-        return y if pass_ is None else measured(pass_, states, x, weight, y)
+    if (pass_ := measuring()) is not None:
+        return measured(pass_, states, x, weight, _uncast(x, weight, bias, scales, geometry))
     static = static_exponents(recipe, x, weight)
     name = product_name("conv", weight, recipe)
     casts = casts_of(recipe.text, True, name, static, False)
     warn_unsummed(recipe, "a convolution")
     return simulated(x, weight, bias, scales, casts, states, geometry)
+
+
+@in_graph
+def _uncast(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: Geometry
+) -> Tensor:
+    return simulated(x, weight, bias, scales, Casts(), [None] * 3, geometry)
 
 
 def _per_dim(value: Ints, dims: int, what: str) -> list[int]:

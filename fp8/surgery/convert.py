@@ -233,8 +233,7 @@ def convert(
     policy, where = as_policy(recipe), checked_where(where)
     if backend in ADAPTERS:
         return _adapt(model, policy, adapter(backend), where)
-    base = recipe_of(policy.recipe)
-    checked_backend(backend, base or PLAIN, ADAPTERS)
+    checked_backend(backend, recipe_of(policy.recipe) or PLAIN, ADAPTERS)
     model = _without_adapters(model)
     decisions = resolve(policy.at(0), model)  # raises before anything changes
     for start, _ in policy.switch:

@@ -138,8 +138,7 @@ class OfWeights(nn.Module):
 )
 def test_a_computed_weight_belongs_to_its_layer(how):
     first, *others = trace(OfWeights(how), torch.randn(3, 6))
-    assert (first.layer, first.kind) == ("layer", "linear")
-    assert first.why_not.startswith("its weight is computed") == how.endswith("norm")
+    assert (first.layer, first.kind, first.why_not) == ("layer", "linear", "")
     assert first.weight_elements == 48
     assert all(row.kind == "matmul" for row in others)
 

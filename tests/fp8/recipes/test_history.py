@@ -220,6 +220,7 @@ def test_compiled_from_the_first_pass_on():
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:the RMS of:fp8.warnings.ScaleWarning")
 @pytest.mark.parametrize("recipe", ["static", "delayed"])
 @pytest.mark.parametrize("size", [2.0**20, 2.0**-30])
 def test_the_state_of_scales_keeps_its_dtype(recipe, size):
