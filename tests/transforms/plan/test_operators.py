@@ -46,6 +46,26 @@ def test_its_weight_keeps_its_values():
     assert (row.path, row.call) == ("last", "weight")
 
 
+@pytest.mark.parametrize("then", ["formula", "head", "norm"])
+def test_a_table_whose_rows_make_the_output_keeps_its_values(then):
+    """The sizes that a factorization machine begins with are its own; others are found again."""
+    torch.manual_seed(0)
+    rows = nn.Embedding(16, 8)
+    nn.init.normal_(rows.weight, std=0.1)
+
+    def forward(m, x):
+        pairs = m.rows(x).prod(1)
+        if then == "head":
+            return m.head(pairs)
+        return nn.functional.layer_norm(pairs, (8,)) if then == "norm" else pairs.sum(-1)
+
+    plain, x = Net(forward, rows=rows, head=nn.Linear(8, 2)), torch.randint(16, (32, 2))
+    ours = unit_scale(plain)
+    y = ours(x)
+    kept = torch.allclose(ours.rows.weight, plain.rows.weight)  # divided, and multiplied again
+    assert kept == (then == "formula") == torch.allclose(y, plain(x))
+
+
 def compiled(model):
     return torch.compile(model, backend="eager", fullgraph=True)
 

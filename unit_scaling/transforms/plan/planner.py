@@ -24,6 +24,7 @@ from ..record.kinds import (
     ATTENTION,
     EMBEDDINGS,
     GAINS,
+    NORMS,
     PRODUCTS,
     RECURRENT,
     STEPPED,
@@ -72,20 +73,21 @@ _NOTHING: Decision = (None, "", "")
 @dataclass
 class Planner:
     """Decides on recorded calls. plan: what earlier recordings have decided. weights: those of RMS
-    1. replaced: the kinds of the functions that the caller replaces. changed: the parameters that
-    the model changes itself when it runs."""
+    1. whole: whether the calls are those of the whole model. replaced: the kinds of the functions
+    that the caller replaces. changed: the parameters that the model changes itself when it runs."""
 
     nodes: list[CallNode]
     plan: ModelPlan
     weights: Weights
+    whole: bool = True
     replaced: frozenset[str] = frozenset()
     changed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.preserve = self.plan.init == "preserve"
         self.flow = Flow(self.nodes)
-        self.kept = frozenset[str]() if self.preserve else self._kept()
         self.residuals = {} if self.preserve else _find_residuals(self.flow, self.plan.residual)
+        self.kept = frozenset[str]() if self.preserve else self._kept()
         self.inner = self._inner_readouts()
 
     def decided(self) -> Decided:
@@ -104,10 +106,10 @@ class Planner:
 
     def _kept(self) -> frozenset[str]:
         """The weights that keep their values: those that a call reads which is neither a product
-        with values nor a look-up of rows, and those that no call reads. So do gains that a call
-        reads which does not multiply values by them."""
+        with values nor a look-up of rows, those that no call reads, and tables whose rows are
+        `_as_given`. So do gains that a call reads which does not multiply values by them."""
         weights: set[str] = set()
-        values: set[str] = set(self.changed)
+        values: set[str] = self._as_given() | self.changed
         for index, node in enumerate(self.nodes):
             for i in node.inputs:
                 origin = self.nodes[i.node].value.origin
@@ -119,6 +121,25 @@ class Planner:
                 elif node.kind not in TRANSPARENT or node.inside:
                     values.add(origin)
         return self.weights.scaled.difference(self.plan.tags, weights - values)
+
+    def _as_given(self) -> set[str]:
+        """The tables whose rows, by their sizes, make what the model returns: by formulas, without
+        a product with a weight, a norm or a residual add, which bring values to RMS 1."""
+        if not self.whole:
+            return set()
+        ends = {i for i, readers in enumerate(self.flow.readers) if not readers}
+        formulas = ends - set(filter(self._normalizes, ends))
+        reached = _reached(formulas, lambda i: () if self._normalizes(i) else self.flow.sources[i])
+        tables = [self.nodes[i] for i in reached - ends if self.nodes[i].kind in EMBEDDINGS]
+        origins = {self.nodes[i.node].value.origin for table in tables for i in table.inputs}
+        return {name for name in origins if name is not None}
+
+    def _normalizes(self, index: int) -> bool:
+        node = self.nodes[index]
+        if node.kind in NORMS or index in self.residuals:
+            return True
+        origins = {self.nodes[i.node].value.origin for i in node.inputs}
+        return self.flow.is_product(index) and bool(self.weights.scaled & origins)
 
     def _reads_gain(self, index: int, node: CallNode, origin: str) -> bool:
         """Whether a call multiplies values by a gain."""

@@ -68,7 +68,10 @@ def is_added(kind: str, slot: tuple[int | str, ...]) -> bool:
 EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
 """Kinds that look up rows of a weight."""
 
-GAINS = _named("mul layer_norm rms_norm group_norm batch_norm instance_norm")
+NORMS = _named("layer_norm rms_norm group_norm batch_norm instance_norm normalize")
+"""Kinds whose result does not depend on the size of their input."""
+
+GAINS = NORMS - {"normalize"} | {"mul"}
 """Kinds that multiply values by a gain."""
 
 RECURRENT = frozenset(

@@ -64,7 +64,9 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
             recording, hooked = _record(transform, module, path, given, True), True
         nodes = recording.nodes
         replaced = frozenset(transform.kinds[f] for f in transform.replacements)
-        decided = Planner(nodes, transform.plan, weights, replaced, recording.changed).decided()
+        changed = recording.changed
+        planner = Planner(nodes, transform.plan, weights, not path, replaced, changed)
+        decided = planner.decided()
         if not transform.plan.covers(path):
             kept = {name: name in decided.kept for name in sorted(weights.scaled)}
             kept = transform.agreed(f"{path}/kept", kept)
@@ -77,7 +79,7 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
         if exponent:
             exponents[place][slot] = exponent
     steps_of = {i: corrected(s, exponents[nodes[i].place]) for i, s in decided.steps.items()}
-    why = "no product or look-up alone reads it"
+    why = "calls read it that are no products, or its rows make the output by formulas alone"
     rows = [CallRow(*name.rpartition(".")[::2], KEPT, why) for name in sorted(decided.kept)]
     rows += _rows(decided.rows, nodes, exponents)
     ties: tuple[Tie, ...] = ()
