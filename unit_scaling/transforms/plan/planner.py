@@ -128,7 +128,7 @@ class Planner:
         if not self.whole:
             return set()
         ends = {i for i, readers in enumerate(self.flow.readers) if not readers}
-        formulas = ends - set(filter(self._normalizes, ends))
+        formulas = {i for i in ends if not self._normalizes(i)}
         reached = _reached(formulas, lambda i: () if self._normalizes(i) else self.flow.sources[i])
         tables = [self.nodes[i] for i in reached - ends if self.nodes[i].kind in EMBEDDINGS]
         origins = {self.nodes[i.node].value.origin for table in tables for i in table.inputs}
