@@ -85,12 +85,12 @@ def test_calls_that_crash_the_library_it_replaces(name: str) -> None:
 
 def test_constant_weights_are_left_with_a_row() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(1, 1))
-    nn.init.zeros_(model[0].weight)
+    nn.init.ones_(model[0].weight)
     model = unit_scale(model)
-    assert torch.equal(model[0].weight, torch.zeros(8, 8))
+    assert torch.equal(model[0].weight, torch.ones(8, 8))
     assert model(torch.randn(4, 8)).isfinite().all()
     alone = {(row.path, row.why) for row in uu.report(model).left_alone}
-    assert alone == {("0", "is 0 everywhere")}
+    assert alone == {("0", "is 1 everywhere")}
 
 
 @pytest.mark.parametrize("shape", [(32,), (1, 1, 32), (1, 32)])
@@ -345,19 +345,21 @@ def test_a_projection_of_attention_has_the_size_of_its_own_operand(fast: bool) -
     torch.testing.assert_close(*results)
 
 
-def test_a_readout_of_zeros_takes_the_steps_of_a_readout() -> None:
-    """It has its factor, without which its learning rate is too high by the width."""
-    torch.manual_seed(0)
-    width, outputs = 256, []
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_weight_of_zeros_takes_the_steps_of_others(layer: int) -> None:
+    """It has its factor, without which its learning rate is too high, a readout's by the width."""
+    width, steps = 256, []
     for zeros in (False, True):
-        plain = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 4, bias=False))
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 4, bias=False))
         if zeros:
-            nn.init.zeros_(plain[2].weight)
-        model, x = unit_scale(plain), torch.randn(64, 16)
+            nn.init.zeros_(plain[layer].weight)
+        model, x = unit_scale(plain), torch.randn(64, width)
         optimizer = uu.optim.AdamW(model.parameters())
-        before = model(x)
-        F.cross_entropy(before, torch.arange(64) % 4).backward()
+        before = model[0](x) if layer == 0 else model(x)
+        F.cross_entropy(model(x), torch.arange(64) % 4).backward()
         optimizer.step()
-        outputs.append((model(x) - before).square().mean().sqrt())
+        after = model[0](x) if layer == 0 else model(x)
+        steps.append((after - before).square().mean().sqrt())
         assert not uu.report(model).left_alone
-    assert 0.5 < outputs[1] / outputs[0] < 2
+    assert 0.5 < steps[1] / steps[0] < 2

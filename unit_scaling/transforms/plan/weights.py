@@ -113,9 +113,6 @@ def _prepared(
         return "unchanged", "parametrized: keeps its values"
     if parameter.dim() - stacked > 1 and not _is_gain(parameter):
         tag(parameter, "output" if is_readout else "weight", mup_stacked=stacked)
-        if is_readout and init == "unit" and _is_zero(parameter):
-            tag(parameter, *tags_of(parameter)._replace(mup_divisor=1.0))
-            return "unchanged", "starts at zeros"  # with the factor that its learning rate is for
         return _rescale(parameter, init)
     if leaf.endswith("bias") or leaf.startswith("bias_"):  # recurrent layers have bias_ih_l0
         tag(parameter, "bias")
@@ -187,10 +184,6 @@ def _is_gain(parameter: nn.Parameter) -> bool:
     return along and parameter.numel() > 0 and _is_one_number(parameter)
 
 
-def _is_zero(parameter: nn.Parameter) -> bool:
-    return not parameter.is_meta and parameter.numel() > 0 and not bool(parameter.any())
-
-
 def _is_one_number(parameter: nn.Parameter) -> bool:
     return bool((parameter == parameter.flatten()[0]).all())
 
@@ -202,6 +195,9 @@ def _rescale(parameter: nn.Parameter, init: str) -> Done:
         return left, "has no values yet (meta device)"
     if not parameter.numel():
         return "unchanged", "is empty"
+    if init == "unit" and not bool(parameter.any()):  # has the factor that its learning rate is for
+        tag(parameter, *tags_of(parameter)._replace(mup_divisor=1.0))
+        return "unchanged", "starts at zeros"
     if _is_one_number(parameter):
         return left, f"is {parameter.flatten()[0].item():.4g} everywhere"
     rms = parameter.abs().double().square().mean().sqrt().item() or 1.0
