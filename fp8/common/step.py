@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 Batch = Any
@@ -24,11 +24,14 @@ Loss = Callable[[Any], Tensor]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model without the wrappers of torch.compile and DistributedDataParallel."""
+    """The model without the wrappers of torch.compile, DataParallel and
+    DistributedDataParallel."""
     inner = getattr(model, "_orig_mod", None)
     if isinstance(inner, nn.Module):
         return unwrapped(inner)
-    return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        return unwrapped(model.module)
+    return model
 
 
 def arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -128,8 +128,11 @@ def _refused(model: nn.Module, layers: list[_Layer]) -> Iterator[tuple[str, str]
         yield name, "its policy has a switch" if policy and policy.switch else ""
         yield name, "a layer of another library" if is_replacement(module) else ""
     for name, layer, recipe, exponents in layers:
-        unset = "its static scales are not set: call fp8.calibrate" if None in exponents else ""
+        unset = _UNSET if None in exponents else ""
         yield name, _why_layer(layer) or _why_recipe(recipe) or unset
+
+
+_UNSET = "static scales of it are not set: call fp8.calibrate, or train a step, as zeros set none"
 
 
 def _why_layer(layer: nn.Module) -> str:
