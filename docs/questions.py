@@ -223,19 +223,16 @@ def _sizes(rows: list[Row]) -> str:
 
 
 def _strangers(rows: list[Row]) -> str:
-    """Rows without "unit" are of a run before casts were measured."""
     runs = [row for row in rows if row["result"] == "runs"]
     inside = sum(bool(row["inside"]) for row in runs)
-    if "unit" not in runs[0]:
-        return (
-            f"{len(runs)} of {len(rows)} models run; in {inside}, at least 95 % of the activations "
-            "and of the gradients have an RMS in [1/4, 4]"
-        )
-    trained = sum(row["trained"] >= 0.95 for row in runs)
     exact = sum(row["exact"] == "exact" for row in runs)
+    trained = [row["trained"] >= 0.95 for row in runs if "trained" in row]
+    later = (
+        f", in {sum(trained)} of {len(trained)} after 20 steps of training too" if trained else ""
+    )
     return (
         f"{len(runs)} of {len(rows)} models run; in {inside}, at least 95 % of the casts of a step "
-        f"keep the precision of their format, in {trained} after 20 steps of training too; "
+        f"keep the precision of their format{later}; "
         f'gradients with `init="preserve"` are the plain model\'s to the bit in {exact}'
     )
 
