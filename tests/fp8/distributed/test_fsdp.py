@@ -17,23 +17,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8
-import unit_scaling as uu
 from fp8.distributed.fsdp import gather_in_fp8, update_scales
 from tests.launch import run_ranks
 from tests.unit_scaling import distributed_worker as unit_scaled
-from unit_scaling import functional as U
 from unit_scaling.transforms import unit_scale
 
 
-def make() -> nn.Module:
-    torch.manual_seed(0)
-    layers = [nn.Embedding(12, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 12)]
-    model = fp8.convert(unit_scale(nn.Sequential(*layers)), "unit")
-    model(torch.zeros(2, 2, dtype=torch.int64))
-    return model
-
-
-def make_fp8(seed: int) -> nn.Module:
+def make(seed: int) -> nn.Module:
     """Large enough for scales by block; 130 rows, which two processes share evenly."""
     torch.manual_seed(seed)
     return fp8.convert(nn.Sequential(nn.Linear(20, 130), nn.GELU(), nn.Linear(130, 4)), "unit")
@@ -43,13 +33,33 @@ def optimizer(model: nn.Module) -> fp8.optim.AdamW:
     return fp8.optim.AdamW(model.parameters(), 1e-2, min_size=0)
 
 
-def step_fp8(model: nn.Module, opt: torch.optim.Optimizer) -> float:
+def step(model: nn.Module, opt: torch.optim.Optimizer) -> float:
+    """One on a fixed batch; the loss before it."""
     x = torch.randn(16, 20, generator=torch.Generator().manual_seed(6))
     loss = (model(x) - x[:, :4]).square().mean()
     opt.zero_grad()
     loss.backward()
     opt.step()
     return loss.item()
+
+
+def started(seed: int, sharded: bool = False) -> tuple[nn.Module, fp8.optim.AdamW]:
+    """A model and its optimizer after one step, sharded with weights gathered in FP8."""
+    model = make(seed)
+    if sharded:
+        gather_in_fp8(model, "unit")
+        fully_shard(model)
+    opt = optimizer(model)
+    step(model, opt)
+    return model, opt
+
+
+def load(folder: Path, model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    """A checkpoint of any number of processes."""
+    state = {"model": model.state_dict(), "opt": wide(opt)}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    opt.load_state_dict(state["opt"])
 
 
 def wide(opt: torch.optim.Optimizer) -> dict[str, Any]:
@@ -65,16 +75,6 @@ def numbers(opt: torch.optim.Optimizer) -> list[Tensor]:
     state = wide(opt)["state"]
     moments = [own[name] for _, own in sorted(state.items()) for name in ("exp_avg", "exp_avg_sq")]
     return [m.full_tensor() if isinstance(m, DTensor) else m for m in moments]
-
-
-def step(model: nn.Module, opt: torch.optim.Optimizer) -> float:
-    """One on a fixed batch; the loss before it."""
-    tokens = torch.randint(12, (4, 9), generator=torch.Generator().manual_seed(5))
-    loss = U.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-    opt.zero_grad()
-    loss.backward()
-    opt.step()
-    return loss.item()
 
 
 class Gathered(TorchDispatchMode):
@@ -183,21 +183,13 @@ def check_unit_scaled() -> None:
 
 def check_fp8_states(folder: Path) -> None:
     """Of moments in FP8, each shard has scales of its own: loaded from one process, for one."""
-    model = make_fp8(seed=1)
-    gather_in_fp8(model, "unit")
-    opt = optimizer(fully_shard(model))
-    step_fp8(model, opt)
-    state = {"model": model.state_dict(), "opt": wide(opt)}
-    dcp.load(state, checkpoint_id=folder / "fp8_of_one")
-    model.load_state_dict(state["model"])
-    opt.load_state_dict(state["opt"])
+    model, opt = started(seed=1, sharded=True)
+    load(folder / "fp8_of_one", model, opt)
     assert "exp_avg_values" in opt.state[model[0].weight]
-    one = make_fp8(seed=0)
-    its_opt = optimizer(one)
-    step_fp8(one, its_opt)
+    _, its_opt = started(seed=0)
     for mine, expected in zip(numbers(opt), numbers(its_opt), strict=True):
         assert (mine - expected).norm() <= 2**-4 * expected.norm()  # rounded once more
-    step_fp8(model, opt)
+    step(model, opt)
     state = {"model": model.state_dict(), "opt": wide(opt)}
     dcp.save(state, checkpoint_id=folder / "fp8_of_two")
     sharded = {n: p for n, p in model.state_dict().items() if isinstance(p, DTensor)}
@@ -212,7 +204,7 @@ def check_fp8_states(folder: Path) -> None:
 
 def check_resumed(folder: Path, model: nn.Module, opt: torch.optim.Optimizer) -> None:
     """As any trainer saves a sharded optimizer: each process has the numbers of its own shard."""
-    other = make_fp8(seed=5)
+    other = make(seed=5)
     gather_in_fp8(other, "unit")
     its_opt = optimizer(fully_shard(other))
     states = [
@@ -292,24 +284,17 @@ def check_ranks(rank: int, store: Path) -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_two_processes(tmp_path: Path):
     """And a checkpoint of one process is loaded by two, and theirs by one."""
-    model = make_fp8(seed=0)
-    opt = optimizer(model)
-    step_fp8(model, opt)
+    model, opt = started(seed=0)
     dcp.save({"model": model.state_dict(), "opt": wide(opt)}, checkpoint_id=tmp_path / "fp8_of_one")
     run_ranks(check_ranks, 2, tmp_path / "store")
-    step_fp8(model, opt)
+    step(model, opt)
     check_fp8(tmp_path / "fp8_of_two", model, opt)
 
 
 def check_fp8(folder: Path, model: nn.Module, opt: torch.optim.Optimizer) -> None:
     """Two steps, the second on two processes, whose moments were rounded twice more."""
-    restored = make_fp8(seed=3)
-    its_opt = optimizer(restored)
-    step_fp8(restored, its_opt)
-    state = {"model": restored.state_dict(), "opt": wide(its_opt)}
-    dcp.load(state, checkpoint_id=folder)
-    restored.load_state_dict(state["model"])
-    its_opt.load_state_dict(state["opt"])
+    restored, its_opt = started(seed=3)
+    load(folder, restored, its_opt)
     for mine, expected in zip(numbers(its_opt), numbers(opt), strict=True):
         assert (mine - expected).norm() <= 2**-3 * expected.norm()
     for p, q in zip(model.parameters(), restored.parameters(), strict=True):
@@ -318,10 +303,10 @@ def check_fp8(folder: Path, model: nn.Module, opt: torch.optim.Optimizer) -> Non
 
 def test_state_dicts_are_plain(tmp_path: Path):
     """Through safetensors and a checkpoint file: the same names, and training goes on as before."""
-    model = make()
+    model = make(seed=0)
     names = list(model.state_dict())
     gather_in_fp8(model, "unit")
-    opt = uu.optim.AdamW(model.parameters(), 0.1)
+    opt = optimizer(model)
     assert list(model.state_dict()) == names
     step(model, opt)
     save_file(model.state_dict(), tmp_path / "weights")
@@ -330,8 +315,8 @@ def test_state_dicts_are_plain(tmp_path: Path):
     assert {type(t) for t in loaded["model"].values()} == {torch.Tensor}
     expected = [step(model, opt) for _ in range(3)]
     for weights in (loaded["model"], load_file(tmp_path / "weights")):
-        restored = make()
-        its_opt = uu.optim.AdamW(restored.parameters(), 0.1)
+        restored = make(seed=1)
+        its_opt = optimizer(restored)
         restored.load_state_dict(weights)
         its_opt.load_state_dict(copy.deepcopy(loaded["opt"]))
         assert [step(restored, its_opt) for _ in range(3)] == expected
