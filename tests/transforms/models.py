@@ -46,12 +46,14 @@ class Checkpointed(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tied weights, learned positions, a loss inside, one-token logits without targets."""
+    """Tied weights, learned positions, a loss inside, one-token logits without targets. recomputed:
+    whether its blocks are checkpoints."""
 
     def __init__(
         self, vocab: int = 65, width: int = 32, heads: int = 2, layers: int = 2, context: int = 64
     ) -> None:
         super().__init__()
+        self.recomputed = False
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
@@ -64,19 +66,12 @@ class GPT(nn.Module):
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
         x = self.norm(x)
         if targets is None:
             return self.head(x[:, [-1], :]), None
         logits = self.head(x)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    @torch.no_grad()
-    def generate(self, ids: Tensor, count: int) -> Tensor:
-        for _ in range(count):
-            logits, _ = self(ids)
-            ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-        return ids
 
 
 class Net(nn.Module):

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import unit_scaling as uu
 from tests.transforms.uses import IN, ROWS, USES, Use, flat
-from unit_scaling.transforms import unit_scale
+from unit_scaling.transforms import simulate_fp8, unit_scale
 from unit_scaling.transforms.install import find_scope
 from unit_scaling.transforms.run.transform import UnitScale
 
@@ -100,3 +101,15 @@ def test_compiled(name: str, init: str) -> None:
     expected = outcome(USES[name], copy.deepcopy(model))
     model.compile(backend="aot_eager")
     check(outcome(USES[name], model), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*sparse operands have no cast:fp8.warnings.RecipeWarning")
+@pytest.mark.parametrize("name", [name for name in USES if "sparse" in name])
+def test_sparse_tensors_are_simulated_and_verified(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = unit_scale(USES[name].make()), torch.randn(ROWS, IN)
+    simulated = simulate_fp8(model)
+    for _ in range(2):
+        simulated(x).square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in simulated.parameters() if p.grad is not None)
+    assert uu.verify(model, x).share("activation") > 0.7

@@ -192,6 +192,18 @@ def ensemble(m: Any, x: Tensor) -> Tensor:
     return vmap(lambda w: torch.tanh(hidden(m, x) @ w))(weights).mean(0)
 
 
+def adapted(m: Any, x: Tensor) -> Tensor:
+    """Adapts a weight to each row by a step of gradient descent."""
+
+    def task(x: Tensor) -> Tensor:
+        error = lambda w: mse(m.down(functional_call(m.up, w, (x,)).tanh()))  # noqa: E731
+        weights = dict(m.up.named_parameters())
+        slopes = grad(error)(weights)
+        return functional_call(m.up, {n: w - slopes[n] for n, w in weights.items()}, (x,)).tanh()
+
+    return vmap(task)(x)
+
+
 EDGES = torch.stack([torch.arange(16) % ROWS, torch.arange(16) * 5 % ROWS])
 
 
@@ -218,6 +230,7 @@ UNSEEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "sign of a weight": lambda m, x: F.linear(hidden(m, x), sign(10 * m.weight)),
     "writes into views": written_views,
     "vmap of a part": ensemble,
+    "adapted by vmap of grad": adapted,
     "sparse, squared": lambda m, x: (
         ((csr := sparse(torch.ones(16, dtype=x.dtype)).to_sparse_csr()) @ csr) @ hidden(m, x)
     ),
@@ -418,6 +431,12 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Any]] = {
     "hessian": lambda m, x: hessian(lambda x: mse(m(x)))(x[0]),
     "grad": lambda m, x: grad(of_weights(m, x))(parameters(m)),
     "vmap": lambda m, x: vmap(m)(x),
+    "batched": lambda m, x: torch.autograd.grad(
+        m(x),
+        list(m.parameters())[1:],
+        torch.eye(ROWS * OUT).double().view(-1, ROWS, OUT),
+        is_grads_batched=True,
+    ),
     "vmap of grad": lambda m, x: vmap(lambda x: grad(of_weights(m, x))(parameters(m)))(x),
 }
 for _name, _of in FUNCTIONS.items():

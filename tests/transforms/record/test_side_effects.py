@@ -57,12 +57,9 @@ def test_what_a_forward_pass_writes_is_written_once(update):
     fp8.calibrate(others[1], x)
     assert all(torch.equal(before[n], p) for n, p in others[1].named_parameters())
     storage = [p.data_ptr() for p in others[0].parameters()]
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    assert others[0](x).item() == losses(copy.deepcopy(model), x)[0]
+    assert losses(others[0], x) == losses(model, x)
     if update is not assign:
         assert storage == [p.data_ptr() for p in others[0].parameters()]
-    assert losses(unit_scale(model, init="preserve"), x) == losses(model, x)
 
 
 def counting(m, x):

@@ -1,6 +1,7 @@
 """Models that are edited after `unit_scale` compute what they should, or say why not."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import fp8
 import unit_scaling as uu
 from tests.transforms.models import Net
 from unit_scaling.transforms import unit_scale
+from unit_scaling.transforms.state import EXTRA_STATE, MARKER
 
 SIZE = 8
 
@@ -54,87 +56,36 @@ def plain() -> nn.Sequential:
 
 X = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(1))
 
-Edit = Callable[[Any], Any]
-"""Changes a model in place, or returns another."""
-
-EDITS: dict[str, Edit] = {}
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "put in a new layer": lambda m: setattr(
+        m[1], "norm", nn.Sequential(nn.LayerNorm(SIZE), nn.Tanh())
+    ),
+    "wrap in a module": lambda m: setattr(m[1], "down", wrapped(m[1].down)),
+    "wrap the model": wrapped,
+    "mask the smallest": lambda m: prune.l1_unstructured(m[1].up, "weight", amount=0.3),
+    "parametrize by the identity": lambda m: register_parametrization(
+        m[1].up, "weight", nn.Identity()
+    ),
+    "weight norm": lambda m: parametrizations.weight_norm(m[1].up),
+    "delete a block": lambda m: m.__delitem__(1),
+    "share a block": lambda m: m.__setitem__(2, m[1]),
+    "tie weights": lambda m: setattr(m[2].up, "weight", m[1].up.weight),
+    "replace a layer by a copy": lambda m: setattr(m[1], "up", copy.deepcopy(m[1].up)),
+    "replace by another class": lambda m: setattr(m[1], "up", other(m[1].up)),
+    "assign a state dict": lambda m: m.load_state_dict(
+        {k: v.clone() for k, v in m.state_dict().items()}, assign=True
+    ),
+    "convert and revert": lambda m: fp8.revert(fp8.convert(m, "unit")),
+}
 """Every edit, once on a plain model and once on a transformed one."""
 
-
-def edit(function: Edit) -> Edit:
-    EDITS[function.__name__] = function
-    return function
-
-
-@edit
-def put_in_a_new_layer(m):
-    m[1].norm = nn.Sequential(nn.LayerNorm(SIZE), nn.Tanh())
-
-
-@edit
-def wrap_in_a_module(m):
-    m[1].down = wrapped(m[1].down)
-
-
-@edit
-def wrap_the_model(m):
-    return wrapped(m)
-
-
-@edit
-def mask_the_smallest(m):
-    prune.l1_unstructured(m[1].up, "weight", amount=0.3)
-
-
-@edit
-def parametrize_by_the_identity(m):
-    register_parametrization(m[1].up, "weight", nn.Identity())
-
-
-@edit
-def weight_norm(m):
-    parametrizations.weight_norm(m[1].up)
-
-
-@edit
-def delete_a_block(m):
-    del m[1]
-
-
-@edit
-def share_a_block(m):
-    m[2] = m[1]
-
-
-@edit
-def tie_weights(m):
-    m[2].up.weight = m[1].up.weight
-
-
-@edit
-def replace_a_layer_by_a_copy(m):
-    m[1].up = copy.deepcopy(m[1].up)
-
-
-@edit
-def replace_by_another_class(m):
-    m[1].up = other(m[1].up)
-
-
-@edit
-def assign_a_state_dict(m):
-    m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()}, assign=True)
-
-
-@edit
-def convert_and_revert(m):
-    return fp8.revert(fp8.convert(m, "unit"))
-
+OTHER_MODELS = {"wrap the model", "convert and revert"}
+"""Edits that return the model; the others change it in place."""
 
 SAME = {
-    *("wrap_in_a_module", "wrap_the_model", "parametrize_by_the_identity", "weight_norm"),
-    *("replace_a_layer_by_a_copy", "convert_and_revert", "replace_by_another_class"),
-    "assign_a_state_dict",
+    *("wrap in a module", "wrap the model", "parametrize by the identity", "weight norm"),
+    *("replace a layer by a copy", "convert and revert", "replace by another class"),
+    "assign a state dict",
 }
 """Edits that leave the function as it is."""
 
@@ -148,9 +99,9 @@ def transformed(model: nn.Module, init: str, drift: bool = True) -> Any:
     return ours
 
 
-def edited(model: Any, change: Edit) -> Any:
-    result = change(model)
-    return model if result is None else result
+def edited(model: Any, name: str) -> Any:
+    result = EDITS[name](model)
+    return result if name in OTHER_MODELS else model
 
 
 def run(model: Any, compiled: bool) -> Tensor:
@@ -159,7 +110,7 @@ def run(model: Any, compiled: bool) -> Tensor:
         return call(X)
 
 
-COMPILED = ("wrap_in_a_module", "weight_norm", "share_a_block")
+COMPILED = ("wrap in a module", "weight norm", "share a block")
 """Edits that are tried with compiled models too."""
 
 whens = pytest.mark.parametrize(
@@ -174,7 +125,7 @@ def check(model: Any, name: str, called: bool, compiled: bool, expected: Tensor)
     torch.compiler.reset()
     if called:
         run(model, compiled)
-    model = edited(model, EDITS[name])
+    model = edited(model, name)
     for _ in range(2):
         torch.testing.assert_close(run(model, compiled), expected, rtol=1e-4, atol=1e-5)
 
@@ -183,7 +134,7 @@ def check(model: Any, name: str, called: bool, compiled: bool, expected: Tensor)
 @whens
 def test_preserved_models(name, called, compiled):
     """As the same edit of the plain model."""
-    expected = edited(plain(), EDITS[name])(X)
+    expected = edited(plain(), name)(X)
     check(transformed(plain(), "preserve", drift=False), name, called, compiled, expected)
 
 
@@ -194,17 +145,17 @@ def test_unit_scaled_models(name, called, compiled):
     transformed or, once it has run, as a copy that is edited."""
     same = name in SAME
     model = transformed(plain(), "unit", drift=same)
-    if name == "weight_norm" and not called:
+    if name == "weight norm" and not called:
         with pytest.raises(ValueError, match=r"1\.up has a parametrization of its weight"):
-            edited(model, EDITS[name])(X)
+            edited(model, name)(X)
         return
     if same:
         expected = copy.deepcopy(model)(X)
     elif called:
         model(X)
-        expected = edited(copy.deepcopy(model), EDITS[name])(X)
+        expected = edited(copy.deepcopy(model), name)(X)
     else:
-        expected = unit_scale(edited(plain(), EDITS[name]), residual="fixed")(X)
+        expected = unit_scale(edited(plain(), name), residual="fixed")(X)
     check(model, name, called, compiled, expected)
 
 
@@ -263,6 +214,38 @@ def test_a_forward_that_is_replaced_in_the_class(called, init, monkeypatch):
     monkeypatch.setattr(Block, "forward", forward)
     expected = unit_scale(plain())(X) if init == "unit" else plain()(X)
     torch.testing.assert_close(model(X), expected, rtol=1e-4, atol=1e-5)
+
+
+# Weights that `torch.nn.utils.prune` masks
+
+
+def test_a_pruned_weight_keeps_its_values() -> None:
+    """With zeros that stay, through training, in a copy and after `prune.remove`."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4, bias=False))
+    for part in (plain[0], plain[2]):
+        prune.l1_unstructured(part, "weight", amount=0.5)
+    x = torch.randn(64, 16)
+    net = unit_scale(plain)
+    y = net(x)
+    assert {*net.state_dict()} - {MARKER, EXTRA_STATE} == {*plain.state_dict()}
+    for part in (0, 2):
+        torch.testing.assert_close(net[part].weight_orig, plain[part].weight_orig)
+    torch.testing.assert_close(y, F.linear(F.linear(x, net[0].weight).relu(), net[2].weight))
+    assert net[2].weight_orig.mup_type == "output"
+    kept = [row.path for row in uu.report(net) if row.done == "keeps its values"]
+    assert kept == ["0", "2"]
+    y.square().mean().backward()
+    zeros = net[0].weight_mask == 0
+    assert not net[0].weight_orig.grad[zeros].any()
+    uu.optim.SGD(net.parameters(), lr=0.1).step()
+    after = net(x)
+    assert not net[0].weight[zeros].any()
+    torch.testing.assert_close(pickle.loads(pickle.dumps(net))(x), after)
+    for part in (net[0], net[2]):
+        prune.remove(part, "weight")
+    torch.testing.assert_close(net(x), after)
+    assert copy.deepcopy(net)(x).equal(after)
 
 
 # PEFT

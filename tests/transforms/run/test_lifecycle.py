@@ -11,15 +11,11 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel
 
 import fp8
-import unit_scaling as uu
 from tests.transforms.gradients import gradients
 from tests.transforms.models import GPT, Net, batch, gpt, no_block, same, step, tiny
 from unit_scaling.formats import FPFormat
-from unit_scaling.parameter import tags_of
 from unit_scaling.transforms import compile, simulate_format, simulate_fp8, unit_scale
 from unit_scaling.transforms.state import EXTRA_STATE, MARKER
 
@@ -29,15 +25,20 @@ TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "simulate_fp8": simulate_fp8,
     "both": lambda m: unit_scale(simulate_fp8(m)),
 }
+PRINTED = {
+    "unit_scale": "unit_scale(init='unit')",
+    "preserve": "unit_scale(init='preserve')",
+    "simulate_fp8": "simulated casts to e4m3 and e5m2",
+    "both": "unit_scale(init='unit'), simulated casts to e4m3 and e5m2",
+}
 every_transform = pytest.mark.parametrize("name", TRANSFORMS)
 alone = pytest.mark.parametrize("name", ["unit_scale", "preserve"])
 """Where each model is compiled: simulation, which takes long, is compiled by other tests here."""
 
 
-def transformed(name: str, *, seen: bool = True) -> GPT:
+def transformed(name: str) -> GPT:
     model = TRANSFORMS[name](gpt())
-    if seen:
-        step(model)
+    step(model)
     return model
 
 
@@ -55,38 +56,8 @@ def test_identity(name: str) -> None:
     assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
     first, transforms, *rest = repr(model).splitlines()
-    assert "unit_scale(" in transforms or "simulated casts" in transforms
-    assert "\n".join([first, *rest]) == repr(plain)
-
-
-@pytest.mark.parametrize("seen", [True, False])
-@every_transform
-def test_an_average_of_weights_is_transformed_and_independent(name: str, seen: bool) -> None:
-    model = transformed(name, seen=seen)
-    copied = AveragedModel(model).module
-    same(step(copied), step(model))
-    for p in copied.parameters():
-        p.data.zero_()
-    _, loss = copied(*batch())
-    assert loss.item() == pytest.approx(torch.tensor(65.0).log().item(), rel=1e-6)
-    loss.backward()
-    assert all(p.grad is None for p in model.parameters())
-    if name != "simulate_fp8":
-        tags = [[tags_of(p) for p in each.parameters()] for each in (copied, model)]
-        assert tags[0] == tags[1]
-
-
-@every_transform
-def test_eval_and_generate(name: str) -> None:
-    """A growing prompt from one token: each step equals a call with the whole prompt."""
-    model = transformed(name).eval()
-    ids = model.generate(torch.tensor([[7]]), 6)
-    assert ids.shape == (1, 7)
-    for end in range(1, 7):
-        logits, _ = model(ids[:, :end])
-        assert logits.isfinite().all()
-        assert logits[0, -1].argmax() == ids[0, end]
-    step(model.train())
+    assert transforms == f"  {PRINTED[name]}"
+    assert "\n".join([first, *rest]) == repr(plain)  # none but the root shows them
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -129,16 +100,11 @@ def test_hooks_fire_once(name: str) -> None:
 @every_transform
 def test_submodules_and_methods_run_transformed(name: str) -> None:
     model = transformed(name)
-    x = torch.randn(2, 16, 32)
     seen: list[torch.Tensor] = []
     handle = model.blocks[1].register_forward_hook(lambda _, args, out: seen.extend([*args, out]))
     model(*batch())
     handle.remove()
     torch.testing.assert_close(model.blocks[1](seen[0]), seen[1], rtol=0, atol=0)
-    if name in ("unit_scale", "both"):  # a block that was never part of a whole call
-        alone = TRANSFORMS[name](gpt()).blocks[1]
-        assert not torch.allclose(alone(x), GPT().blocks[1](x), atol=0.1)
-        assert len(uu.report(alone)) > 0
 
 
 def test_a_submodule_called_first_then_the_model() -> None:
@@ -151,17 +117,8 @@ def test_a_submodule_called_first_then_the_model() -> None:
 
 
 def test_gradient_checkpointing_of_blocks() -> None:
-    class Checkpointed(GPT):
-        def forward(self, ids, targets=None):
-            x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
-            for block in self.blocks:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            logits = self.head(self.norm(x))
-            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    plain = gpt()
-    model = Checkpointed()
-    model.load_state_dict(plain.state_dict())
+    plain, model = gpt(), gpt()
+    model.recomputed = True
     for name in TRANSFORMS:
         same(step(TRANSFORMS[name](model)), step(TRANSFORMS[name](plain)))
     # The compiler takes no side effects inside of a checkpoint, unless told that they need not be
@@ -226,20 +183,6 @@ def test_fullgraph_before_the_first_call_says_what_to_do() -> None:
     compiled = torch.compile(unit_scale(tiny()), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="call the model once before compiling"):
         compiled(*batch())
-
-
-def test_new_branches_are_recorded_when_they_come() -> None:
-    torch.manual_seed(0)
-    layers = {name: nn.Linear(8, 8) for name in "ab"}
-    branch = lambda m, x: m.b(F.gelu(m.a(x))) if m.flip else m.b(m.a(x))  # noqa: E731
-    model, x = Net(branch, **layers), torch.randn(4, 8)
-    model.flip = False
-    model = unit_scale(model)
-    plain = model(x)
-    model.flip = True
-    assert not torch.equal(model(x), plain)
-    model.flip = False
-    torch.testing.assert_close(model(x), plain)
 
 
 def test_slices_of_a_transformed_container() -> None:
