@@ -1,10 +1,8 @@
-"""What torch.compile makes of a model: a graph that breaks runs in eager mode, with a warning."""
-
-from __future__ import annotations
+"""What torch.compile makes of models with control flow, with regions, whose functions torch runs
+outside of modes, and with graphs that break."""
 
 import copy
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,11 +12,63 @@ import fp8
 from tests.transforms.models import Net
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
-TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+
+def part(m, x):
+    return m.second(torch.relu(m.first(x)))
+
+
+@torch.compiler.nested_compile_region
+def region(m, x):
+    return part(m, x)
+
+
+def conditional(m, x):
+    return torch.cond(x.sum() > -1e9, lambda x: part(m, x), lambda x: part(m, x) * 2, (x,))
+
+
+TRANSFORMS = {
     "unit_scale": unit_scale,
+    "preserve": lambda model: unit_scale(model, init="preserve"),
     "simulate_fp8": simulate_fp8,
     "both": lambda model: simulate_fp8(unit_scale(model)),
 }
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def results(call):
+    y = call(X)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), X)]
+
+
+def transformed(name, kind):
+    torch.manual_seed(0)
+    model = TRANSFORMS[name](Net(kind, first=nn.Linear(16, 16), second=nn.Linear(16, 16)))
+    results(model)
+    return model
+
+
+@pytest.mark.parametrize("kind", [conditional, region])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_eager(name, kind):
+    torch.testing.assert_close(results(transformed(name, kind)), results(transformed(name, part)))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("simulate_fp8", conditional), *((name, region) for name in TRANSFORMS)]
+)
+def test_compiled(name, kind):
+    model = transformed(name, kind)
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(results(compiled), results(model))
+
+
+def test_a_plan_is_not_followed_through_control_flow_of_a_graph():
+    model = transformed("unit_scale", conditional)
+    with pytest.raises(torch._dynamo.exc.UncapturedHigherOrderOpError, match="follow the plan"):
+        torch.compile(model, backend="eager")(X)
+
+
+# Graphs that break run in eager mode, with a warning
 
 
 def breaks(m: Net, x: Tensor) -> Tensor:
@@ -29,19 +79,15 @@ def breaks(m: Net, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_model_that_breaks_the_graph_runs_in_eager_mode_with_a_warning(name: str) -> None:
-    torch.manual_seed(0)
-    model, x = (
-        TRANSFORMS[name](Net(breaks, first=nn.Linear(8, 8), second=nn.Linear(8, 8))),
-        torch.randn(4, 8),
-    )
-    expected = model(x)
+    model = transformed(name, breaks)
+    expected = model(X)
     compiled = torch.compile(model, backend="aot_eager")
     with pytest.warns(fp8.PitfallWarning, match="the forward pass of this Net in one piece"):
-        found = compiled(x)
+        found = compiled(X)
     assert torch.equal(found, expected)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once
-        assert torch.equal(compiled(x), expected)
+        assert torch.equal(compiled(X), expected)
 
 
 def grows(m: Net, x: Tensor) -> Tensor:
