@@ -138,3 +138,30 @@ def test_it_learns_at_unit_scale_in_fp8(name: str) -> None:
     fresh = simulate_fp8(unit_scale(plain(name).float()))
     result = uu.verify(fresh, x, loss=lambda y: y if not y.dim() else y.square().mean())
     assert all(row.kind == "gradient" and 1 / 16 < row.rms < 16 for row in result.outside)
+
+
+class Image(Tensor):
+    """As MONAI and torchvision have. Results have its class."""
+
+    def new_empty(self, size: tuple[int, ...], **options: object) -> Tensor:
+        return self.as_subclass(Tensor).new_empty(size=size, **options)
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+@pytest.mark.parametrize("simulated", [False, True])
+@pytest.mark.parametrize("name", ["ResNet", "ConvNeXt"])
+def test_inputs_of_a_subclass_of_tensor(name: str, init: str, simulated: bool) -> None:
+    """Values and gradients are the same, and what follows may write into a result. In float64, as
+    sums of convolutions depend on where their operands lie in memory."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        output = model(x.clone())
+        assert type(output) is type(x)
+        return output.as_subclass(Tensor).square().mean()
+
+    x, steps = KINDS[name].batch(), []
+    for each in (x, x.as_subclass(Image)):
+        model = unit_scale(plain(name), init=init)
+        model = simulate_fp8(model) if simulated else model
+        steps.append([gradients(model, lambda m, x=each: loss(m, x)) for _ in range(3)])
+    same(steps[1], steps[0])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.formats.format import FORMATS
-from tests.transforms.models import batch, tiny
+from tests.transforms.models import Net, batch, tiny
 from unit_scaling.analysis import example_batch, graph_to_dataframe, plot, visualiser
 from unit_scaling.transforms import Metrics, prune_non_float_tensors, track_scales, unit_scale
 
@@ -149,20 +149,9 @@ def test_plot_options(graph):
     assert plot(graph, xmin=2**-5, xmax=2.0).get_xlim() == (2**-5, 2.0)
 
 
-class Of(nn.Module):
-    """A model that is one function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
 def drawn(function: Callable[[Tensor], Tensor], **options: bool):
     """The axes of a model of a function, after its passes."""
-    model = track_scales(Of(function))
+    model = track_scales(Net(lambda m, x: function(x)))
     model(torch.ones(4)).sum().backward()
     axes = plot(model.scales_graph(), **options)
     axes.figure.canvas.draw()

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import unit_scaling as uu
 import unit_scaling.functional as U
+from tests.transforms.models import Net
 from unit_scaling.scale import scale_bwd, scale_fwd
 from unit_scaling.transforms import unit_scale
 from unit_scaling.utils import ScalePair, ScaleTracker, ScaleTrackingInterpreter, analyse_module
@@ -56,7 +57,7 @@ def test_interpreter():
     assert interpreter.scales["input_1"].backward == pytest.approx(x.grad.std().item())
 
 
-class Net(nn.Module):
+class Shifted(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width, bias=False)
@@ -70,7 +71,7 @@ class Net(nn.Module):
 def test_every_line():
     torch.manual_seed(0)
     x, mask = torch.randn(32, 16), torch.rand(32, 64) < 0.5
-    net = Net(16)
+    net = Shifted(16)
     backward = torch.randn(14, 32)
     code = analyse_module(net, (x, mask), backward, syntax_highlight=False)
     assert without_scales(code) == [
@@ -103,31 +104,14 @@ def test_every_line():
 
 
 def test_one_line_for_a_module():
-    torch.manual_seed(0)
-    x, mask = torch.randn(8, 16), torch.zeros(8, 64, dtype=torch.bool)
-    lines = without_scales(analyse_module(Net(16), (x, mask), torch.randn(14, 8), False, False))
-    assert lines[1] == "    fc1 = self.fc1(x);  (_)"
-    assert lines[4] == "    fc2 = self.fc2(masked_fill);  (_)"
-
-
-class Double(nn.Module):
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"double": 2 * x}
-
-
-class ReadsDict(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)["double"].relu()
-
-
-def test_one_line_for_a_module_that_returns_a_dict():
-    code = analyse_module(ReadsDict(), torch.ones(2), torch.ones(2), False, False)
+    """Also for one that returns a dict."""
+    inner = Net(lambda m, x: {"double": 2 * x})
+    forward = lambda m, x: m.inner(m.layer(x))["double"].relu()  # noqa: E731
+    model = Net(forward, inner=inner, layer=nn.Linear(2, 2))
+    code = analyse_module(model, torch.ones(2), torch.ones(2), False, False)
     assert without_scales(code)[1:] == [
-        "    inner = self.inner(x)",
+        "    layer = self.layer(x);  (_)",
+        "    inner = self.inner(layer)",
         "    getitem = inner['double'];  (_)",
         "    relu = getitem.relu();  (_)",
         "    return relu",
@@ -149,15 +133,14 @@ def test_modules_of_unit_scaling():
 def test_residual_connections_and_scales_are_a_line_each_with_their_gradients():
     """What an autograd function does inside has no gradient of its own to show."""
 
-    class Block(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            branch, skip = U.residual_split(x, 0.5)
-            branch = scale_fwd(scale_bwd(branch, 2.0).relu(), 3.0)
-            return U.residual_add(branch, skip, 0.5)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        branch, skip = U.residual_split(x, 0.5)
+        branch = scale_fwd(scale_bwd(branch, 2.0).relu(), 3.0)
+        return U.residual_add(branch, skip, 0.5)
 
     torch.manual_seed(0)
     x, backward = torch.randn(64, 64), torch.randn(64, 64)
-    code = analyse_module(Block(), x, backward, syntax_highlight=False)
+    code = analyse_module(Net(forward), x, backward, syntax_highlight=False)
     assert without_scales(code)[1:] == [
         "    residual_split = U.residual_split(x, 0.5)",
         "    getitem = residual_split[0];  (_)",

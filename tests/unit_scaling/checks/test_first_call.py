@@ -131,16 +131,3 @@ def test_nor_does_any_loss_of_a_transformed_model(tokens: Tensor):
         model = unit_scale(nn.Sequential(*layers))
         scaled = lambda x, y, f=factor: f * F.cross_entropy(x, y)  # noqa: E731
         assert gradient_warnings(model, tokens, scaled) == []
-
-
-def test_the_check_leaves_torch_func_alone():
-    model = unit_scale(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
-    x, parameters = torch.randn(4, 8), dict(model.named_parameters())
-    model(x)
-
-    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(model, p, (x,)).square().mean()
-
-    torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
-    y, each = model(x), torch.eye(32).view(32, 4, 8)
-    torch.autograd.grad(y, list(model.parameters()), each, is_grads_batched=True)

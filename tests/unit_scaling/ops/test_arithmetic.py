@@ -163,16 +163,6 @@ def test_a_bias_of_another_dtype_is_an_error(dtype: torch.dtype) -> None:
 # --- broadcast operands --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["add", "sub", "mul", "div"])
-@pytest.mark.parametrize("constraint", ["gmean", "hmean", None])
-def test_the_rule_of_broadcast_operands_is_applied(name: str, constraint: str | None):
-    """The factor of the output, which a constraint ties to those of the gradients."""
-    operands, op = [normal(4, 8), normal(8)], OPS[name]
-    factor = op.rule(*operands, constraint=constraint)["output"]
-    expected = getattr(torch, name)(*operands) * factor
-    torch.testing.assert_close(op.fn(*operands, constraint=constraint), expected)
-
-
 def test_a_broadcast_operand_collects_gradients():
     gain = Y[0].clone().requires_grad_()
     U.mul(X, gain, constraint=None).sum().backward()
