@@ -66,17 +66,22 @@ def examine(stranger: Stranger, options: Options, send: Callable[[Row], None]) -
 
 
 def _built(stranger: Stranger) -> Case:
-    torch.manual_seed(0)
+    _seed(0)
     case = stranger.build()
     case.model.train()
     return case
 
 
+def _seed(number: int) -> None:
+    """Of all generators: some models begin with Python's random numbers."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(number)
+
+
 def _step(case: Case, model: nn.Module) -> tuple[Any, Tensor]:
     """A forward and backward pass: the output, and the loss."""
     model.zero_grad()
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(1)
+    _seed(1)
     output, loss = case.run(model)
     loss.backward()
     return output, loss
