@@ -434,3 +434,21 @@ KINDS: dict[str, Kind] = {
     "parametrized": Kind(_parametrized),
     "einsum attention": Kind(lambda: _net(einsum_attention, _linears(**_QKV)), folds=False),
 }
+
+
+# Graphs
+
+ROWS = 6
+"""Of a batch, and nodes of a graph."""
+
+EDGES = torch.stack([torch.arange(16) % ROWS, torch.arange(16) * 5 % ROWS])
+
+
+def sparse(values: Tensor) -> Tensor:
+    """A graph of the rows."""
+    return torch.sparse_coo_tensor(EDGES, values, (ROWS, ROWS)).coalesce()
+
+
+def attention_of_a_graph(h: Tensor) -> Tensor:
+    scores = sparse((h[EDGES[0]] * h[EDGES[1]]).sum(-1))
+    return torch.sparse.mm(torch.sparse.softmax(scores, 1), h)

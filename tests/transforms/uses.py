@@ -16,9 +16,9 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.transforms.models import Net, OfLayer, own
+from tests.transforms.models import ROWS, Net, OfLayer, attention_of_a_graph, own, sparse
 
-ROWS, IN, HIDDEN, OUT = 6, 8, 16, 4
+IN, HIDDEN, OUT = 8, 16, 4
 
 
 @dataclass(frozen=True)
@@ -204,25 +204,6 @@ def adapted(m: Any, x: Tensor) -> Tensor:
     return vmap(task)(x)
 
 
-EDGES = torch.stack([torch.arange(16) % ROWS, torch.arange(16) * 5 % ROWS])
-
-
-def sparse(values: Tensor) -> Tensor:
-    """A graph of the rows."""
-    return torch.sparse_coo_tensor(EDGES, values, (ROWS, ROWS)).coalesce()
-
-
-def attention_of_a_graph(m: Any, x: Tensor) -> Tensor:
-    h = hidden(m, x)
-    scores = sparse((h[EDGES[0]] * h[EDGES[1]]).sum(-1))
-    return torch.sparse.mm(torch.sparse.softmax(scores, 1), h)
-
-
-def learned_graph(m: Any, x: Tensor) -> Tensor:
-    edges = sparse(m.weight[0])
-    return torch.sparse.mm(edges, edges).to_dense() @ hidden(m, x)
-
-
 #: What no call shows, or a rule is not for.
 UNSEEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "kernel of an extension": lambda m, x: extension(hidden(m, x), m.weight).tanh(),
@@ -234,8 +215,10 @@ UNSEEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "sparse, squared": lambda m, x: (
         ((csr := sparse(torch.ones(16, dtype=x.dtype)).to_sparse_csr()) @ csr) @ hidden(m, x)
     ),
-    "sparse, learned": learned_graph,
-    "sparse, scores": attention_of_a_graph,
+    "sparse, learned": lambda m, x: (
+        torch.sparse.mm(edges := sparse(m.weight[0]), edges).to_dense() @ hidden(m, x)
+    ),
+    "sparse, scores": lambda m, x: attention_of_a_graph(hidden(m, x)),
 }
 for _name, _of in UNSEEN.items():
     USES[f"unseen, {_name}"] = Use(made_of(lambda m, x, of=_of: m.down(of(m, x))), step)
