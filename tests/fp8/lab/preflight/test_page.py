@@ -11,20 +11,18 @@ import sys
 from typing import Any
 
 import pytest
+from bs4 import BeautifulSoup
 
 from fp8.lab.preflight.findings import Candidate, Findings
 from fp8.lab.preflight.page import page
 from tests.fp8.lab.preflight.example_findings import HOSTILE, SNAPSHOTS, interrupted, rich
-
-pytest.importorskip("jinja2")
-bs4 = pytest.importorskip("bs4")
 
 STATES = {"rich": rich, "empty": Findings, "interrupted": interrupted}
 SECTIONS = "policies time code how".split()
 
 
 def soup(findings: Findings) -> Any:
-    return bs4.BeautifulSoup(page(findings), "html.parser")
+    return BeautifulSoup(page(findings), "html.parser")
 
 
 @pytest.fixture(scope="module", params=STATES)
