@@ -166,6 +166,16 @@ def test_preserve_has_no_factors():
 
 
 #: Model, batch, the call that is named.
+def test_a_cell_that_keeps_its_weights_has_no_factors():
+    torch.manual_seed(0)
+    plain = Net(
+        lambda m, x: m.head(m.cell(x, m.cell(x))), cell=nn.GRUCell(8, 8), head=nn.Linear(8, 4)
+    )
+    ours, x = unit_scale(plain), torch.randn(16, 8)
+    y = ours(x)
+    torch.testing.assert_close(uu.fold(ours)(x), y)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], str]] = {
     "LSTM": (KINDS["LSTM"].make, {"x": IDS % 12}, r"lstm in body \(its factors lie between"),
     "one weight in two products of other factors": (

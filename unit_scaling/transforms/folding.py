@@ -95,7 +95,7 @@ def _ratio(
         return {f"{ZEROS}{len(ratios)}": 1.0}
     if step.op == "replace":
         raise ValueError("it is replaced, by a function that the plain model does not call")
-    if node.kind in RECURRENT:
+    if step.op in RECURRENT:
         raise ValueError("its factors lie between the steps of the recurrence")
     weights = dict(zip([i.slot for i in node.inputs], step.terms, strict=False))
     call = _Call(node, node.kind or node.name.strip("_"), [], ties)
