@@ -138,8 +138,7 @@ class Planner:
         node = self.nodes[index]
         if node.kind in NORMS or index in self.residuals:
             return True
-        origins = {self.nodes[i.node].value.origin for i in node.inputs}
-        return self.flow.is_product(index) and bool(self.weights.scaled & origins)
+        return self.flow.is_product(index) and bool(self.weights.scaled & self._factors(node))
 
     def _reads_gain(self, index: int, node: CallNode, origin: str) -> bool:
         """Whether a call multiplies values by a gain."""
@@ -161,12 +160,14 @@ class Planner:
         origins = {self.nodes[index].value.origin for index in inner}
         return frozenset(name for name in self.weights.readouts if name in origins)
 
+    def _factors(self, node: CallNode) -> set[str | None]:
+        """The origins of the arguments that a call does not add."""
+        factors = (i.node for i in node.inputs if not is_added(node.kind, i.slot))
+        return {self.nodes[i].value.origin for i in factors}
+
     def _scaled_weights(self, node: CallNode) -> frozenset[str]:
-        """The weights of RMS 1 among the arguments that a call does not add."""
-        factors = (i for i in node.inputs if not is_added(node.kind, i.slot))
-        return (self.weights.scaled - self.kept) & {
-            self.nodes[i.node].value.origin for i in factors
-        }
+        """The weights of RMS 1 among those."""
+        return (self.weights.scaled - self.kept) & self._factors(node)
 
     def _decide(self, index: int, node: CallNode) -> Decision:
         """(step, what the report says was done or "", why)."""
