@@ -10,10 +10,9 @@ so that no small step is lost, until `ScaledTensor.store` rounds, as each step o
 from __future__ import annotations
 
 import copy
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,8 +38,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STATE = ("memory", "_stored", "_of")
 """The attributes that hold the values of a ScaledTensor."""
 
-_WRITES = itertools.count(1)
-
 
 @dataclass(eq=False)
 class Memory:
@@ -54,8 +51,6 @@ class Memory:
     """The values of the last two dimensions that share a scale; None: all."""
     rounds: bool = False
     """Whether ``copy_`` rounds to the format: of a gradient, for averages over processes."""
-    writes: int = field(default_factory=lambda: next(_WRITES))
-    """A number that no other memory has, and no earlier state of this one."""
 
     def view(self, x: Tensor) -> Tensor:
         offset = x.storage_offset() + self.values.storage_offset()
@@ -140,11 +135,6 @@ class ScaledTensor(Tensor):
         return self.memory.format
 
     @property
-    def writes(self) -> list[int]:
-        """A number that changes with each write; ``.data`` has no version counter of its own."""
-        return [self.memory.writes]
-
-    @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Of the values and the scale."""
         return self.stored.nbytes + (0 if self.scale is None else self.scale.nbytes)
@@ -177,7 +167,6 @@ class ScaledTensor(Tensor):
             self.memory.become(stored.dtype, torch.empty_like(scale))
         self.stored.copy_(stored)
         self.memory.scale.copy_(scale)  # type: ignore[union-attr]
-        self.memory.writes = next(_WRITES)
         return self
 
     def is_whole(self) -> bool:
@@ -198,7 +187,6 @@ class ScaledTensor(Tensor):
             old = memory.values
             memory.become(torch.float32, None)
             torch.mul(old.to(torch.float32), scale, out=memory.values)
-        memory.writes = next(_WRITES)
         return self.stored
 
     @property
@@ -502,7 +490,6 @@ def _times_(func: Any, x: Any, y: Any) -> Any:
     if not one_number or x.scale is None or not x.is_whole():
         return NotImplemented
     x.scale.copy_(func(x.scale.clone(), y))
-    x.memory.writes = next(_WRITES)
     return x
 
 

@@ -359,19 +359,6 @@ def test_a_weight_that_is_no_longer_frozen():
     assert torch.equal(layer.weight.dequantize(torch.float32), weight().dequantize())
 
 
-def test_writes_are_counted():
-    """By whatever name of the memory."""
-    w = weight()
-    seen = [w.writes]
-    for change in (lambda: w.data.zero_(), lambda: w.detach().mul_(2), lambda: w.data.t().add_(1)):
-        change()
-        w.store()
-        seen.append(w.writes)
-    w.data = w.dequantize()
-    assert len({*map(tuple, [*seen, w.writes])}) == 5
-    assert w.writes == w.writes
-
-
 def test_data_is_shared():
     """Initializers, averages of weights and merged adapters assign to ``.data``."""
     weight, numbers = nn.Parameter(scaled(torch.zeros(32, 16), "fp16")), torch.randn(34, 16)[2:]
