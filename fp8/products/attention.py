@@ -318,10 +318,7 @@ def multi_head_attention_forward(
     p = dropout_p if training else 0.0
     probabilities = None
     if need_weights:
-        scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
-        scores = scores if mask is None else scores + mask
-        probabilities = F.dropout(F.softmax(scores, dim=-1), p, training=p > 0)
-        out = torch.matmul(probabilities, v)
+        out, probabilities = _with_probabilities(q, k, v, mask, p)
         probabilities = probabilities.mean(1) if average_attn_weights else probabilities
     else:
         out = F.scaled_dot_product_attention(q, k, v, mask, p, causal)
@@ -331,3 +328,12 @@ def multi_head_attention_forward(
         out = out.squeeze(1)
         probabilities = None if probabilities is None else probabilities.squeeze(0)
     return out, probabilities
+
+
+def _with_probabilities(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float
+) -> tuple[Tensor, Tensor]:
+    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
+    scores = scores if mask is None else scores + mask
+    probabilities = F.dropout(F.softmax(scores, dim=-1), p, training=p > 0)
+    return torch.matmul(probabilities, v), probabilities
