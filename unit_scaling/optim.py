@@ -7,7 +7,7 @@ Without ``lr`` the rate is that of `RATES`, which needs no sweep.
 A weight w of `unit_scale(init="preserve")` has its own scale f = mup_scale. Its relative steps are
 those of u = w / f, which has RMS about 1. Updates of Adam and Muon do not depend on the size of the
 gradient, so lr is multiplied by f. An update of SGD is the gradient, which for u is f times that
-for w, so lr is multiplied by f**2.
+for w, so lr is multiplied by f**2. The mup_scale of a bias is that of its layer's result.
 
 `LR_RULES` holds the rules. `scaled_parameters` applies a rule, or a function, for any torch
 optimizer. Parameters with equal learning rates share a group. Schedules that set a rate need one

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import unit_scaling as uu
 import unit_scaling.functional as U
@@ -112,6 +113,42 @@ def test_tags_and_optimizer() -> None:
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert rates[id(model[0].weight)] == pytest.approx(1 / math.sqrt(16))
     assert rates[id(model[2].weight)] == uu.optim.LR_MULT["adam"]["output"]
+
+
+@pytest.mark.parametrize("keeps", ["preserve", "masked"])
+def test_a_rate_is_the_same_relative_change_of_all_weights_that_keep_their_values(
+    keeps: str,
+) -> None:
+    """Of the last linear layer too."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    if keeps == "masked":
+        for layer in plain:
+            prune.random_unstructured(layer, "weight", amount=0.1)
+    model = unit_scale(plain, init="preserve" if keeps == "preserve" else "unit")
+    model(torch.randn(64, 64)).square().mean().backward()
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    before = [p.detach().clone() for p in weights]
+    uu.optim.AdamW(model.parameters(), lr=0.25).step()
+    changes = [rms(p - b) / p.mup_scale for p, b in zip(weights, before, strict=True)]
+    assert max(changes) / min(changes) < 1.2
+
+
+def test_biases_of_small_weights_that_keep_their_values_do_not_outweigh_them() -> None:
+    """The add divides such a branch by its RMS, and with it what a bias changes: masked flows with
+    blocks that start near the identity diverged."""
+    torch.manual_seed(0)
+    branch, head = nn.Linear(64, 64), nn.Linear(64, 4)
+    nn.init.uniform_(branch.weight, -1e-3, 1e-3)
+    prune.random_unstructured(branch, "weight", amount=0.5)
+    model = unit_scale(Net(lambda m, x: m.head(x + m.branch(x)), branch=branch, head=head))
+    x = torch.randn(64, 64)
+    optimizer = uu.optim.AdamW(model.parameters(), lr=0.25)
+    before = model(x)
+    before.square().mean().backward()
+    model.branch.weight_orig.grad = model.head.weight.grad = None
+    optimizer.step()
+    assert rms(model(x) - before) < 0.1 * rms(before)
 
 
 @pytest.mark.parametrize("init", ["unit", "preserve"])

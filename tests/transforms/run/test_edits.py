@@ -232,7 +232,7 @@ def test_a_pruned_weight_keeps_its_values() -> None:
     for part in (0, 2):
         torch.testing.assert_close(net[part].weight_orig, plain[part].weight_orig)
     torch.testing.assert_close(y, F.linear(F.linear(x, net[0].weight).relu(), net[2].weight))
-    assert net[2].weight_orig.mup_type == "output"
+    assert net[2].weight_orig.mup_type == "weight"  # its product has no factor of a readout
     kept = [row.path for row in uu.report(net) if row.done == "keeps its values"]
     assert kept == ["0", "2"]
     y.square().mean().backward()

@@ -56,13 +56,29 @@ def tagged_weights(model: nn.Module, path: str) -> Weights:
 @torch.no_grad()
 def keep_values(model: nn.Module, path: str, names: Collection[str]) -> None:
     """Gives weights the values back that they had before they were divided by their RMS. They have
-    a static scale instead. path: of ``model``."""
-    for name, parameter in model.named_parameters(prefix=path):
+    a static scale instead. A readout becomes a weight, as its product has no factor. path: of
+    ``model``."""
+    parameters = dict(model.named_parameters(prefix=path))
+    for name, parameter in parameters.items():
         divisor = tags_of(parameter).mup_divisor
         if name in names and divisor:
             parameter.mul_(divisor)
-            scale = _nearest_power(divisor)
-            retag(parameter, tags_of(parameter)._replace(mup_scale=scale, mup_divisor=None))
+            tags = tags_of(parameter)._replace(mup_scale=_nearest_power(divisor), mup_divisor=None)
+            kind = "weight" if tags.mup_type == "output" else tags.mup_type
+            retag(parameter, tags._replace(mup_type=kind))
+            _scale_bias(parameters, name)
+
+
+def _scale_bias(parameters: Mapping[str, nn.Parameter], name: str) -> None:
+    """Gives the bias of a layer whose weight has a static scale that of the layer's result: the
+    layer is s * (u @ x / sqrt(n) + b / s) for a weight u of RMS 1 and s = mup_scale * sqrt(n)."""
+    owner, dot, leaf = name.rpartition(".")
+    bias = parameters.get(owner + dot + leaf.removesuffix("_orig").replace("weight", "bias"))
+    weight = parameters[name]
+    if bias is not None and weight.dim() > 1 and tags_of(bias).mup_type == "bias":
+        fan_in = weight.numel() / len(weight)
+        scale = _nearest_power(tags_of(weight).mup_scale * fan_in**0.5)
+        tag(bias, *tags_of(bias)._replace(mup_scale=scale))
 
 
 @torch.no_grad()
@@ -83,14 +99,14 @@ def _nearest_power(rms: float) -> float:
 
 
 def prepare(model: nn.Module, init: str) -> list[CallRow]:
-    """Tags all parameters of ``model``, the weight of the last `nn.Linear` as the readout.
+    """Tags all parameters of ``model``.
 
-    With init="unit", a matrix (two or more dimensions) is divided in place by its RMS, stored in
+    With init="unit", the weight of the last `nn.Linear` is tagged as the readout, a matrix (two or more dimensions) is divided in place by its RMS, stored in
     its tag ``mup_divisor``, and biases are set to zero; the first call may give some their values
     back (`keep_values`). With init="preserve", values do not change, and the power of two nearest
     to the RMS of a matrix is stored in its tag ``mup_scale``."""
     rows: list[CallRow] = []
-    readout, seen = _readout(model), set[int]()
+    readout, seen = _readout(model) if init == "unit" else None, set[int]()
     for path, module in model.named_modules():
         if package_of(bare_class(module)) == "unit_scaling":
             continue  # its parameters have RMS 1 and tags
@@ -99,6 +115,9 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
                 seen.add(id(parameter))
                 done = _prepared(module, leaf, parameter, init, parameter is readout)
                 rows += [] if done is None else [CallRow(path, leaf, *done)]
+    parameters = dict(model.named_parameters())
+    for name in parameters if init == "preserve" else ():
+        _scale_bias(parameters, name)
     remember_tags(model)
     return rows
 
