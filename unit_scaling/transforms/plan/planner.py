@@ -11,7 +11,7 @@ one (``x + f(x) + g(x)``) or, already summed (``f(x) + g(x) + x``), as one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..record.kinds import (
     ATTENTION,
     EMBEDDINGS,
     GAINS,
+    JOINS,
     NORMS,
     PRODUCTS,
     RECURRENT,
@@ -32,6 +33,7 @@ from ..record.kinds import (
     is_added,
 )
 from ..record.place import Place
+from ..record.values import rms_of
 from .plan import CallRow, ModelPlan, Step, Steps
 from .weights import Weights
 
@@ -49,11 +51,14 @@ TAU_ATTENTION, TAU_FEED_FORWARD = 0.01, 0.5
 @dataclass(frozen=True)
 class Decided:
     """steps: by the index of the call. rows: of the report. kept: weights that keep their values.
-    inner: readout weights whose output feeds products or residual adds."""
+    added: those of them that calls only add to values or put beside them (positions, a class
+    token), with the RMS of these values. inner: readout weights whose output feeds products or
+    residual adds."""
 
     steps: dict[int, Step | None]
     rows: list[CallRow]
     kept: frozenset[str]
+    added: dict[str, float]
     inner: frozenset[str]
 
 
@@ -102,7 +107,7 @@ class Planner:
             if done and node.place not in self.plan.steps:
                 why = f"{why} ({node.where})" if done == LEFT_ALONE and node.where else why
                 rows.append(CallRow(node.path, node.name, done, why))
-        return Decided(steps, rows, self.kept, self.inner)
+        return Decided(steps, rows, self.kept, self._added(), self.inner)
 
     def _kept(self) -> frozenset[str]:
         """The weights that keep their values: those that a call reads which is neither a product
@@ -110,17 +115,33 @@ class Planner:
         `_as_given`. So do gains that a call reads which does not multiply values by them."""
         weights: set[str] = set()
         values: set[str] = self._as_given() | self.changed
+        for index, i, origin in self._reads():
+            node = self.nodes[index]
+            if self._reads_gain(index, node, origin) or self._reads_weight(index, node, i.slot):
+                weights.add(origin)
+            else:
+                values.add(origin)
+        return self.weights.scaled.difference(self.plan.tags, weights - values)
+
+    def _reads(self) -> Iterator[tuple[int, Input, str]]:
+        """The arguments that are parameters, or moved ones: (index of the call, argument, name)."""
         for index, node in enumerate(self.nodes):
             for i in node.inputs:
                 origin = self.nodes[i.node].value.origin
-                reads_shape = node.kind in TRANSPARENT and i.slot != (0,)  # or dtype, or device
-                if origin is None or reads_shape:
-                    continue
-                if self._reads_gain(index, node, origin) or self._reads_weight(index, node, i.slot):
-                    weights.add(origin)
-                elif node.kind not in TRANSPARENT or node.inside:
-                    values.add(origin)
-        return self.weights.scaled.difference(self.plan.tags, weights - values)
+                moves = node.kind in TRANSPARENT and not (node.inside and i.slot == (0,))
+                if origin is not None and not moves:
+                    yield index, i, origin
+
+    def _added(self) -> dict[str, float]:
+        sizes: dict[str, list[float]] = defaultdict(list)
+        others = {*self.changed}
+        for index, _, origin in self._reads():
+            node, values = self.nodes[index], self.flow.values(index)
+            if node.kind in JOINS and values and not node.inside:
+                sizes[origin] += [rms_of(node.tensors[v.slot]) for v in values]
+            else:
+                others.add(origin)
+        return {n: max(s) for n, s in sizes.items() if n in self.kept and n not in others}
 
     def _as_given(self) -> set[str]:
         """The tables whose rows, by their sizes, make what the model returns: by formulas, without

@@ -54,19 +54,26 @@ def tagged_weights(model: nn.Module, path: str) -> Weights:
 
 
 @torch.no_grad()
-def keep_values(model: nn.Module, path: str, names: Collection[str]) -> None:
+def keep_values(
+    model: nn.Module, path: str, names: Collection[str], added: Mapping[str, float]
+) -> None:
     """Gives weights the values back that they had before they were divided by their RMS. They have
-    a static scale instead. A readout becomes a weight, as its product has no factor. path: of
-    ``model``."""
+    a static scale instead. A readout becomes a weight, as its product has no factor, and what is
+    ``added`` to values of an RMS a bias. path: of ``model``."""
     parameters = dict(model.named_parameters(prefix=path))
     for name, parameter in parameters.items():
         divisor = tags_of(parameter).mup_divisor
-        if name in names and divisor:
-            parameter.mul_(divisor)
-            tags = tags_of(parameter)._replace(mup_scale=_nearest_power(divisor), mup_divisor=None)
+        if name not in names or not divisor:
+            continue
+        parameter.mul_(divisor)
+        tags = tags_of(parameter)._replace(mup_divisor=None)
+        if name in added:
+            tags = tags._replace(mup_type="bias", mup_scale=_nearest_power(added[name]))
+        else:
             kind = "weight" if tags.mup_type == "output" else tags.mup_type
-            retag(parameter, tags._replace(mup_type=kind))
-            _scale_bias(parameters, name)
+            tags = tags._replace(mup_type=kind, mup_scale=_nearest_power(divisor))
+        retag(parameter, tags)
+        _scale_bias(parameters, name)
 
 
 def _scale_bias(parameters: Mapping[str, nn.Parameter], name: str) -> None:
@@ -75,7 +82,7 @@ def _scale_bias(parameters: Mapping[str, nn.Parameter], name: str) -> None:
     owner, dot, leaf = name.rpartition(".")
     bias = parameters.get(owner + dot + leaf.removesuffix("_orig").replace("weight", "bias"))
     weight = parameters[name]
-    if bias is not None and weight.dim() > 1 and tags_of(bias).mup_type == "bias":
+    if bias is not None and bias is not weight and tags_of(weight).mup_type == "weight":
         fan_in = weight.numel() / len(weight)
         scale = _nearest_power(tags_of(weight).mup_scale * fan_in**0.5)
         tag(bias, *tags_of(bias)._replace(mup_scale=scale))
@@ -101,10 +108,11 @@ def _nearest_power(rms: float) -> float:
 def prepare(model: nn.Module, init: str) -> list[CallRow]:
     """Tags all parameters of ``model``.
 
-    With init="unit", the weight of the last `nn.Linear` is tagged as the readout, a matrix (two or more dimensions) is divided in place by its RMS, stored in
-    its tag ``mup_divisor``, and biases are set to zero; the first call may give some their values
-    back (`keep_values`). With init="preserve", values do not change, and the power of two nearest
-    to the RMS of a matrix is stored in its tag ``mup_scale``."""
+    With init="unit", the weight of the last `nn.Linear` is tagged as the readout, a matrix (two or
+    more dimensions) is divided in place by its RMS, stored in its tag ``mup_divisor``, and biases
+    are set to zero; the first call may give some their values back (`keep_values`). With
+    init="preserve", values do not change, and the power of two nearest to the RMS of a matrix is
+    stored in its tag ``mup_scale``."""
     rows: list[CallRow] = []
     readout, seen = _readout(model) if init == "unit" else None, set[int]()
     for path, module in model.named_modules():

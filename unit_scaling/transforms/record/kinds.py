@@ -82,6 +82,9 @@ RECURRENT = frozenset(
 STEPPED = PRODUCTS | RECURRENT | {"add"}
 """Kinds of which a plan has steps."""
 
+JOINS = _named("add sub rsub cat concat concatenate stack where")
+"""Kinds that put a parameter beside values, or add it to them, as a layer does its bias."""
+
 ATTENTION = frozenset(["scaled_dot_product_attention"])
 """Fused attention."""
 

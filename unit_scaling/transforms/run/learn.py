@@ -70,7 +70,8 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
         if not transform.plan.covers(path):
             kept = {name: name in decided.kept for name in sorted(weights.scaled)}
             kept = transform.agreed(f"{path}/kept", kept)
-            keep_values(module, path, [name for name, keeps in kept.items() if keeps])
+            added = transform.agreed(f"{path}/added", decided.added)
+            keep_values(module, path, [n for n, keeps in kept.items() if keeps], added)
         steps = by_place(nodes, decided.steps)
         measured = _measure(transform, module, path, given, steps, hooked)
     agreed = transform.agreed(f"{path}/measured", measured)
@@ -79,8 +80,10 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
         if exponent:
             exponents[place][slot] = exponent
     steps_of = {i: corrected(s, exponents[nodes[i].place]) for i, s in decided.steps.items()}
-    why = "calls read it that are no products, or its rows make the output by formulas alone"
-    rows = [CallRow(*name.rpartition(".")[::2], KEPT, why) for name in sorted(decided.kept)]
+    rows = [
+        CallRow(*name.rpartition(".")[::2], KEPT, WHY_ADDED if name in decided.added else WHY_KEPT)
+        for name in sorted(decided.kept)
+    ]
     rows += _rows(decided.rows, nodes, exponents)
     ties: tuple[Tie, ...] = ()
     if not path and transform.unit_scaled:
@@ -91,7 +94,10 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
 UNSEEN = "unit_scale has not seen this call yet"
 
 KEPT = "keeps its values"
-"""What the report says of a weight that no product reads."""
+"""What the report says of a weight that no product reads, and why."""
+
+WHY_KEPT = "calls read it that are no products, or its rows make the output by formulas alone"
+WHY_ADDED = "added to values: learns as a bias"
 
 
 def _without_warnings() -> Any:
