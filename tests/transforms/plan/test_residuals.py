@@ -57,6 +57,22 @@ RESIDUAL = {
 }
 
 
+def _delta_rule(m: nn.Module, x: Tensor) -> Tensor:
+    k, v = F.normalize(m.a(x), dim=-1), m.b(x)
+    state = x.new_zeros(16, 16)
+    for i in range(len(x)):
+        state = state + torch.outer(v[i] - state.mv(k[i]), k[i])
+    return x @ state
+
+
+def test_an_update_of_a_state_by_values_is_no_residual_branch() -> None:
+    """With weights of the terms a delta rule, which is stable as it is, grew without bound."""
+    torch.manual_seed(0)
+    net, x = Net(_delta_rule, **layers()), torch.randn(64, 16)
+    assert not residuals(model := unit_scale(net), x)
+    assert model(x).std() < 8 * x.std()
+
+
 @pytest.mark.proves("unit-scaling", "skip and residual additions", how="own")
 @pytest.mark.parametrize("name", RESIDUAL)
 def test_residual_adds_are_found(name: str) -> None:

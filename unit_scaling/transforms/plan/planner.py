@@ -3,9 +3,11 @@
 A product of values and a weight has the factor of the rule of its op, a residual add has weights
 for its terms, and every other call runs torch's own function.
 
-An add is *residual* if one term is an ancestor of the other with products in between. The ancestor
-is the skip connection, the other term the branch. Branches with the same origin are found one by
-one (``x + f(x) + g(x)``) or, already summed (``f(x) + g(x) + x``), as one.
+An add is *residual* if one term is an ancestor of the other with a layer in between, a product with
+a weight of RMS 1: an update of a state by products of values alone, as the delta rule, has the
+sizes of its formula. The ancestor is the skip connection, the other term the branch. Branches with
+the same origin are found one by one (``x + f(x) + g(x)``) or, already summed (``f(x) + g(x) + x``),
+as one.
 """
 
 from __future__ import annotations
@@ -91,9 +93,18 @@ class Planner:
     def __post_init__(self) -> None:
         self.preserve = self.plan.init == "preserve"
         self.flow = Flow(self.nodes)
-        self.residuals = {} if self.preserve else _find_residuals(self.flow, self.plan.residual)
+        self.residuals = {} if self.preserve else self._residuals()
         self.kept = frozenset[str]() if self.preserve else self._kept()
         self.inner = self._inner_readouts()
+
+    def _residuals(self) -> dict[int, Decision]:
+        layers = set(filter(self._is_layer, range(len(self.nodes))))
+        return _find_residuals(self.flow, layers, self.plan.residual)
+
+    def _is_layer(self, index: int) -> bool:
+        """Whether a call is a product of values and a weight that was divided by its RMS."""
+        node = self.nodes[index]
+        return self.flow.is_product(index) and bool(self.weights.scaled & self._factors(node))
 
     def decided(self) -> Decided:
         steps: dict[int, Step | None] = {}
@@ -135,9 +146,10 @@ class Planner:
     def _added(self) -> dict[str, float]:
         sizes: dict[str, list[float]] = defaultdict(list)
         others = {*self.changed}
-        for index, _, origin in self._reads():
+        for index, i, origin in self._reads():
             node, values = self.nodes[index], self.flow.values(index)
-            if node.kind in JOINS and values and not node.inside:
+            joins = node.kind in JOINS or is_added(node.kind, i.slot)
+            if joins and values and not node.inside:
                 sizes[origin] += [rms_of(node.tensors[v.slot]) for v in values]
             else:
                 others.add(origin)
@@ -157,9 +169,7 @@ class Planner:
 
     def _normalizes(self, index: int) -> bool:
         node = self.nodes[index]
-        if node.kind in NORMS or index in self.residuals:
-            return True
-        return self.flow.is_product(index) and bool(self.weights.scaled & self._factors(node))
+        return node.kind in NORMS or index in self.residuals or self._is_layer(index)
 
     def _reads_gain(self, index: int, node: CallNode, origin: str) -> bool:
         """Whether a call multiplies values by a gain."""
@@ -322,12 +332,13 @@ class _Branch:
     region: list[int]
 
 
-def _find_residuals(flow: Flow, rule: str) -> dict[int, Decision]:
-    """The decision for each residual add of a model. rule: one of `RESIDUALS`."""
+def _find_residuals(flow: Flow, layers: set[int], rule: str) -> dict[int, Decision]:
+    """The decision for each residual add of a model. layers: the products with weights of RMS 1.
+    rule: one of `RESIDUALS`."""
     adds: dict[int, _Branch] = {}
     for index, node in enumerate(flow.nodes):
         suitable = node.kind == "add" and not node.inside
-        if suitable and (branch := _branch(flow, adds, index)) is not None:
+        if suitable and (branch := _branch(flow, layers, adds, index)) is not None:
             adds[index] = branch
     places = _places(flow, adds)
     decisions: dict[int, Decision] = {}
@@ -348,7 +359,7 @@ def _find_residuals(flow: Flow, rule: str) -> dict[int, Decision]:
     return decisions
 
 
-def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:
+def _branch(flow: Flow, layers: set[int], adds: dict[int, _Branch], index: int) -> _Branch | None:
     terms = flow.values(index)
     if len(terms) != 2:
         return None
@@ -356,7 +367,7 @@ def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:
         if flow.nodes[skip.node].value.numel != flow.nodes[index].value.numel:
             continue  # broadcast over positions: a shift
         origin, region = _origin(flow, adds, skip.node, end.node)
-        if any(map(flow.is_product, region)):
+        if not layers.isdisjoint(region):
             return _Branch(skip, end, origin, region)
     return None
 
