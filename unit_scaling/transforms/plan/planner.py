@@ -13,7 +13,7 @@ as one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,13 +80,14 @@ _NOTHING: Decision = (None, "", "")
 @dataclass
 class Planner:
     """Decides on recorded calls. plan: what earlier recordings have decided. weights: those of RMS
-    1. whole: whether the calls are those of the whole model. replaced: the kinds of the functions
-    that the caller replaces. changed: the parameters that the model changes itself when it runs."""
+    1. outputs: the nodes of what the whole model returns, none for a part. replaced: the kinds of
+    the functions that the caller replaces. changed: the parameters that the model changes itself
+    when it runs."""
 
     nodes: list[CallNode]
     plan: ModelPlan
     weights: Weights
-    whole: bool = True
+    outputs: Collection[int] = ()
     replaced: frozenset[str] = frozenset()
     changed: frozenset[str] = frozenset()
 
@@ -157,10 +158,9 @@ class Planner:
 
     def _as_given(self) -> set[str]:
         """The tables whose rows, by their sizes, make what the model returns: by formulas, without
-        a product with a weight, a norm or a residual add, which bring values to RMS 1."""
-        if not self.whole:
-            return set()
-        ends = {i for i, readers in enumerate(self.flow.readers) if not readers}
+        a product with a weight, a norm or a residual add, which bring values to RMS 1. Results
+        that other calls read (hidden states) do not count."""
+        ends = {i for i in self.outputs if not self.flow.readers[i]}
         formulas = {i for i in ends if not self._normalizes(i)}
         reached = _reached(formulas, lambda i: () if self._normalizes(i) else self.flow.sources[i])
         tables = [self.nodes[i] for i in reached - ends if self.nodes[i].kind in EMBEDDINGS]

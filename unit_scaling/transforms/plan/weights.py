@@ -145,11 +145,20 @@ def _prepared(
         tag(parameter, "bias")
         if init != "unit" or parameter.is_meta or not bool(parameter.any()):
             return None
+        if _has_offset(parameter):
+            return "unchanged", "its mean is not zero"
         parameter.zero_()
         return "set to zero", "init='unit'"
     tag(parameter, "norm")
     gain = init == "unit" and not isinstance(module, nn.PReLU)  # its slopes are no gains
     return _unit_gain(parameter) if gain else None
+
+
+def _has_offset(bias: nn.Parameter) -> bool:
+    """Whether the mean of a bias differs from zero by four standard errors. It is then no noise
+    around zero, as torch's is, but set: that of a forget gate, a time step or a rare class."""
+    mean, rms = bias.double().mean().abs(), bias.double().square().mean().sqrt()
+    return bool(mean > 4 * rms / bias.numel() ** 0.5)
 
 
 def pruned(module: nn.Module) -> dict[str, str]:

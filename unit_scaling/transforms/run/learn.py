@@ -65,7 +65,8 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
         nodes = recording.nodes
         replaced = frozenset(transform.kinds[f] for f in transform.replacements)
         changed = recording.changed
-        planner = Planner(nodes, transform.plan, weights, not path, replaced, changed)
+        outputs = () if path else recording.outputs
+        planner = Planner(nodes, transform.plan, weights, outputs, replaced, changed)
         decided = planner.decided()
         if not transform.plan.covers(path):
             kept = {name: name in decided.kept for name in sorted(weights.scaled)}
