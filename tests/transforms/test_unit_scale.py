@@ -59,6 +59,25 @@ def test_every_operand_has_unit_scale() -> None:
         assert p.dim() == 1 or rms(p) == pytest.approx(1, abs=1e-5), name
 
 
+def test_a_recurrence_keeps_the_factor_of_its_rule() -> None:
+    """Divided by the size of its state, its gain makes it chaotic: a GRU ended at .74 for .51."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        state = x.new_zeros(8, 64)
+        for now in x.unbind(1):
+            state = 0.1 * torch.tanh(m.enter(now) + m.again(state))
+        return m.head(state)
+
+    torch.manual_seed(0)
+    layers = {"enter": nn.Linear(4, 64), "again": nn.Linear(64, 64), "head": nn.Linear(64, 64)}
+    model = unit_scale(Net(forward, **layers))
+    model(torch.randn(8, 6, 4))
+    steps = {place[0]: step for place, (step,) in uu.plan(model).steps.items() if step}
+    factors = {path: step.factor for path, step in steps.items() if path}
+    assert factors == {"enter": 1 / 2, "again": 1 / 8, "head": 16 / 64}
+    assert dict(steps["again"].static) == dict(steps["head"].static) == {(0,): -4}
+
+
 def test_constant_weights_are_left_with_a_row() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(1, 1))
     nn.init.ones_(model[0].weight)

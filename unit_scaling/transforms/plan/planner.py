@@ -121,6 +121,16 @@ class Planner:
                 rows.append(CallRow(node.path, node.name, done, why))
         return Decided(steps, rows, self.kept, self._added(), self.inner)
 
+    def loops(self) -> frozenset[Place | None]:
+        """The places of products of values that an earlier call at the place has made."""
+        calls: dict[Place | None, list[int]] = defaultdict(list)
+        for index in filter(self._is_layer, range(len(self.nodes))):
+            calls[self.nodes[index].place].append(index)
+        repeated = {place: (at[0], at[-1]) for place, at in calls.items() if len(at) > 1}
+        return frozenset(
+            place for place, (first, last) in repeated.items() if first in self.flow.before([last])
+        )
+
     def _kept(self) -> frozenset[str]:
         """The weights that keep their values: those that a call reads which is neither a product
         with values nor a look-up of rows, those that no call reads, and tables whose rows are

@@ -74,13 +74,17 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
             added = transform.agreed(f"{path}/added", decided.added)
             keep_values(module, path, [n for n, keeps in kept.items() if keeps], added)
         steps = by_place(nodes, decided.steps)
-        measured = _measure(transform, module, path, given, steps, hooked)
+        loops = planner.loops()
+        measured = _measure(transform, module, path, given, steps, loops, hooked)
     agreed = transform.agreed(f"{path}/measured", measured)
     exponents: dict[Place | None, dict[Slot, float]] = defaultdict(dict)
     for (place, slot), exponent in agreed.items():
         if exponent:
             exponents[place][slot] = exponent
-    steps_of = {i: corrected(s, exponents[nodes[i].place]) for i, s in decided.steps.items()}
+    steps_of = {
+        i: corrected(s, exponents[nodes[i].place], nodes[i].place in loops)
+        for i, s in decided.steps.items()
+    }
     rows = [
         CallRow(*name.rpartition(".")[::2], KEPT, WHY_ADDED if name in decided.added else WHY_KEPT)
         for name in sorted(decided.kept)
@@ -156,10 +160,11 @@ def _measure(
     path: str,
     given: Given,
     steps: dict[Place, Steps],
+    loops: frozenset[Place | None],
     hooked: bool,
 ) -> Corrections:
     copy, (args, kwargs) = _copy(module, hooked), detached(given)[0]
-    mode = Measuring(transform, (copy, path, (args, kwargs)), steps)
+    mode = Measuring(transform, (copy, path, (args, kwargs)), steps, loops)
     with _unchanged(copy):
         _run(transform, mode, copy, path, args, kwargs)
     return mode.corrections()
@@ -193,8 +198,15 @@ class Measuring(Replay):
     """Executes a plan, and measures the operands of products and the terms of residual adds: those
     that are more than `REACH` octaves from RMS 1 have a power of two from then on."""
 
-    def __init__(self, transform: Any, called: Any, steps: dict[Place, Steps]) -> None:
+    def __init__(
+        self,
+        transform: Any,
+        called: Any,
+        steps: dict[Place, Steps],
+        loops: frozenset[Place | None],
+    ) -> None:
         super().__init__(transform, called, transform.plan.steps | steps)
+        self._loops = loops
         self._sizes: dict[tuple[Place, Slot], list[float]] = defaultdict(list)
         self._scales: Corrections = {}  # of parameters, by their tags
 
@@ -216,7 +228,7 @@ class Measuring(Replay):
         for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
             if weighted:
                 own |= self._measured(place, slot, tensor, step is not None)
-        step = corrected(step, own)
+        step = corrected(step, own, place in self._loops)
         if step is None:
             return super()._taken(place, step, function, args, kwargs)
         return take(replace(step, static=()), function, args, kwargs)
@@ -246,9 +258,12 @@ def _exponent(place: Place, slot: Slot, sizes: list[float]) -> float:
     return round(size) if abs(size) > REACH else 0
 
 
-def corrected(step: Step | None, exponents: dict[Slot, float]) -> Step | None:
+def corrected(
+    step: Step | None, exponents: dict[Slot, float], in_loop: bool = False
+) -> Step | None:
     """The step of a call whose arguments have these sizes. A product casts them at these scales.
-    One with a factor brings its result to RMS 1 with them, and so does a residual add."""
+    One with a factor brings its result to RMS 1 with them, and so does a residual add. A product
+    ``in_loop`` keeps the factor of its rule: another one is the gain of a recurrence."""
     if not exponents:
         return step
     step = step or Step()
@@ -261,8 +276,8 @@ def corrected(step: Step | None, exponents: dict[Slot, float]) -> Step | None:
         return step  # its products are inside
     if step.op is None:
         return replace(step, static=static)
-    whole = sum(exponents.values())
-    return replace(step, static=static, factor=step.factor * 2.0**-whole)
+    factor = step.factor if in_loop else step.factor * 2.0 ** -sum(exponents.values())
+    return replace(step, static=static, factor=factor)
 
 
 def _rows(
