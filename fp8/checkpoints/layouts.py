@@ -25,9 +25,6 @@ from ..tensors.scaled_tensor import Memory
 
 __all__ = ["INPUTS", "LAYOUTS", "NAMES", "Entry", "Layout"]
 
-E8M0_BIAS, E8M0_NAN = 127, 255
-"""OCP MX specification 1.0, section 5.4.1."""
-
 
 class Entry(NamedTuple):
     """A tensor of a checkpoint, before it is computed."""
@@ -53,7 +50,7 @@ class Layout(NamedTuple):
     scale: str
     """The name of the scales."""
     dtype: torch.dtype
-    """The dtype of the scales: uint8 is a biased exponent (E8M0)."""
+    """The dtype of the scales: uint8 holds the bytes of E8M0."""
     arguments: dict[str, Any]
     """The arguments of the weights in a group of compressed-tensors' configuration."""
 
@@ -155,7 +152,7 @@ def stored(
         scale = widened(scale, shape, (sizes[0], sizes[1]))
     scale = scale * factor
     if layout.dtype == torch.uint8:
-        scale = (scale.log2() + E8M0_BIAS).nan_to_num(E8M0_NAN)
+        scale = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
     return {"weight": values.contiguous(), layout.scale: scale.to(layout.dtype).reshape(shape)}
 
 
@@ -207,10 +204,8 @@ def memory_of(
     if values.dtype not in formats:
         raise ValueError(f"{weight} is stored in {values.dtype}; load reads e4m3, e5m2 and e2m1")
     scale = torch.ones(()) if scale is None else scale
-    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        bits = scale.view(torch.uint8).int()
-        powers = torch.ldexp(torch.ones_like(bits, dtype=torch.float32), bits - E8M0_BIAS)
-        scale = torch.where(bits == E8M0_NAN, torch.nan, powers)
+    if scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
     scale = scale.float() if divisor is None else scale.float() / divisor.float()
     tile = None
     if scale.numel() == 1:

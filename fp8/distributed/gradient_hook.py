@@ -25,8 +25,6 @@ GRADIENT_FORMAT = Format(
 )
 """The format that is sent: 256 finite values, normal from 2**-2. Scales encode Inf and NaN."""
 
-_NONFINITE = 255  # NaN of E8M0 and the largest byte, so it survives every maximum
-
 
 def all_reduce_hook(
     state: dist.ProcessGroup | None,
@@ -61,9 +59,9 @@ def _mean(gradients: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     size = gradients.numel()
     parts = F.pad(gradients.float(), (0, -size % (world * BLOCK))).view(world, -1, BLOCK)
-    exponents = _exponents(parts)
+    exponents = _scales(parts).view(torch.uint8)  # that of NaN is the largest
     dist.all_reduce(exponents, dist.ReduceOp.MAX, group)
-    scale = (exponents.to(torch.int32) << 23).view(torch.float32)
+    scale = exponents.view(torch.float8_e8m0fnu).float()
 
     scaled = parts / scale
     sent = _encode(scaled)
@@ -79,11 +77,11 @@ def _mean(gradients: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return whole.flatten()[:size]
 
 
-def _exponents(blocks: Tensor) -> Tensor:
-    """The smallest E8M0 scale without overflow of each block (..., 32): uint8; 255: NaN or Inf."""
+def _scales(blocks: Tensor) -> Tensor:
+    """The smallest E8M0 scale without overflow of each block (..., 32); NaN for NaN or Inf."""
     amax = blocks.abs().amax(-1, keepdim=True)
-    exponents = RULES["up"](amax, GRADIENT_FORMAT).view(torch.int32) >> 23
-    return torch.where(amax < torch.inf, exponents, _NONFINITE).to(torch.uint8)
+    scale = torch.where(amax < torch.inf, RULES["up"](amax, GRADIENT_FORMAT), torch.nan)
+    return scale.to(torch.float8_e8m0fnu)
 
 
 # The bits of e3m4 are bits of the float16 of a value 2**-12 as large, whose exponent is 12 less.
