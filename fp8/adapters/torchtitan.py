@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from pathlib import Path
 from typing import Any
 
 from ..common.libraries import need
@@ -26,7 +25,7 @@ __all__ = ["FP8Converter"]
 
 
 def FP8Converter(
-    recipe: str | Path | Recipe | Policy = AUTO,
+    recipe: str | Recipe | Policy = AUTO,
     *,
     backend: str = "auto",
     where: Where | None = None,
@@ -36,8 +35,7 @@ def FP8Converter(
     torchtitan logs `fp8.report` of the model when it builds it.
 
     Args:
-        recipe: as in `fp8.convert`; or the path of a policy, a JSON file of `Policy.to_json`.
-        backend, where: as in `fp8.convert`, without the backends of other libraries.
+        recipe, backend, where: as in `fp8.convert`, without the backends of other libraries.
 
     Returns:
         The configuration of the converter.
@@ -48,8 +46,6 @@ def FP8Converter(
         ImportError: if torchtitan is not installed.
     """
     check_name("backend", backend, BACKENDS)
-    if isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith(".json")):
-        recipe = Policy.from_json(Path(recipe))
     if as_policy(recipe).switch:
         raise ValueError("torchtitan does not call fp8.advance: give a policy without a switch")
     how = {"recipe": recipe, "backend": backend, "where": where}

@@ -32,7 +32,7 @@ def run(folder: Path, model: str, *cases: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(tmp_path_factory.mktemp("llama"), "llama", "plain", "hand", "tensor", "file")
+    return run(tmp_path_factory.mktemp("llama"), "llama", "plain", "hand", "tensor", "policy")
 
 
 @pytest.mark.proves("the field", "in torchtitan's Trainer", how="library")
@@ -43,25 +43,23 @@ def test_recipe(llama):
     assert llama["tensor"][-1] < llama["tensor"][0]
 
 
-def test_policy_file(llama):
+def test_policy(llama):
     """Its rule leaves lm_head as it is: other losses than under the recipe alone."""
-    assert llama["file"] != llama["tensor"]
-    assert llama["file"] == pytest.approx(llama["plain"], rel=2**-4)  # e4m3's largest error
+    assert llama["policy"] != llama["tensor"]
+    assert llama["policy"] == pytest.approx(llama["plain"], rel=2**-4)  # e4m3's largest error
 
 
 def test_deepseek(tmp_path):
-    found = run(tmp_path, "deepseek", "plain", "tensor", "file")
-    assert found["tensor"] != found["plain"] != found["file"]
-    assert found["file"] == pytest.approx(found["plain"], rel=2**-4)
-    assert found["file"][-1] < found["file"][0]
+    found = run(tmp_path, "deepseek", "plain", "tensor", "policy")
+    assert found["tensor"] != found["plain"] != found["policy"]
+    assert found["policy"] == pytest.approx(found["plain"], rel=2**-4)
+    assert found["policy"][-1] < found["policy"][0]
 
 
-def test_wrong_arguments(tmp_path):
+def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"unknown recipe 'tensr'; .* did you mean 'tensor'"):
         FP8Converter("tensr")
     with pytest.raises(ValueError, match=r"unknown backend 'torchao'"):
         FP8Converter(backend="torchao")
     with pytest.raises(ValueError, match=r"does not call fp8\.advance"):
         FP8Converter(fp8.Policy("tensor", switch=((0.9, "bf16"),)))
-    with pytest.raises(FileNotFoundError):
-        FP8Converter(tmp_path / "policy.json")

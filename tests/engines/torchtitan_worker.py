@@ -49,7 +49,7 @@ POLICIES = {
 STEPS = 4
 
 
-def assets(folder: Path, model: str) -> None:
+def assets(folder: Path) -> None:
     """A tokenizer of bytes, and a text."""
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {name: i for i, name in enumerate([*names, "<s>", "</s>"])}
@@ -61,7 +61,6 @@ def assets(folder: Path, model: str) -> None:
     (folder / "data").mkdir()
     lines = [json.dumps({"text": f"after {i} comes {i + 1}, " * 8}) for i in range(200)]
     (folder / "data" / "data.json").write_text("\n".join(lines))
-    (folder / "policy.json").write_text(POLICIES[model].to_json())
 
 
 def config_of(name: str, folder: Path, converters: list[Any] | None) -> Any:
@@ -112,24 +111,15 @@ def losses(config: Any) -> list[float]:
     return found
 
 
-CASES: dict[str, str | None] = {
-    "plain": None,
-    "hand": None,
-    "tensor": "tensor",
-    "file": "policy.json",
-}
-"""Name -> the recipe of the converter, None for no converter."""
-
-
 def main(folder: Path, model: str, cases: list[str]) -> None:
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo")
-    assets(folder, model)
+    assets(folder)
     os.chdir(folder)
+    recipes: dict[str, Any] = {"tensor": "tensor", "policy": POLICIES[model]}
     found: dict[str, Any] = {}
     for case in cases:
-        recipe = CASES[case]
-        converters = None if recipe is None else [FP8Converter(recipe)]
+        converters = [FP8Converter(recipes[case])] if case in recipes else None
         with by_hand("tensor") if case == "hand" else contextlib.nullcontext():
             found[case] = losses(config_of(model, folder, converters))
     (folder / "found.json").write_text(json.dumps(found))
