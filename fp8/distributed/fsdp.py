@@ -50,11 +50,9 @@ def gather_in_fp8(
         gather_in_fp8(model)
         fully_shard(model)
 
-    The weights of linear layers and convolutions are sent as FP8. A layer under the same recipe
-    casts the received values to the same values again, so its result is bit for bit that without
-    FSDP2. Gradients are reduced as usual. In the model, its state_dict and its optimizer a weight
-    is a plain tensor or DTensor of its dtype and keeps its attributes (the tags of u-muP). NaN
-    stays NaN, and Inf becomes NaN if the format has no Inf.
+    The result of a layer under the same recipe is bit for bit that without FSDP2. In the model, its
+    state_dict and its optimizer a weight stays a plain tensor or DTensor of its dtype and keeps its
+    attributes (the tags of u-muP). NaN stays NaN; Inf becomes NaN if the format has no Inf.
 
     Args:
         model: changed in place.
@@ -98,7 +96,6 @@ def gather_in_fp8(
 
 def _casts(model: nn.Module, shared: Recipe | None, where: Where | None) -> dict[str, Cast | str]:
     """Layer with a weight -> the cast as which it is sent, or why it is sent unrounded."""
-    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     recipes = {} if shared is not None else _converted(model)
     casts: dict[str, Cast | str] = {}
     weights: dict[str, int] = {}
@@ -109,8 +106,6 @@ def _casts(model: nn.Module, shared: Recipe | None, where: Where | None) -> dict
         recipe = shared or (recipes.get(id(module)) if recipes else auto_of(module))
         if not isinstance(module, LAYERS):
             why_not = "its weight is no operand of a product"
-        elif id(weight) in looked_up:
-            why_not = "an embedding shares its weight"
         elif (kind := type(weight.detach())) is not Tensor:
             why_not = f"its weight is a {kind.__name__}"
         elif where is not None and not where(name, module):

@@ -339,7 +339,7 @@ def test_report_names_what_is_left_alone():
     report = gather_in_fp8(model, where=lambda name, layer: name != "conv")
     assert [(row.path, row.done, row.why) for row in report] == [
         ("tied", "left alone", "its weight is no operand of a product"),
-        ("head", "left alone", "an embedding shares its weight"),
+        ("head", "left alone", "a module that is not sent so shares its weight"),
         ("conv", "left alone", "not chosen"),
         ("first", "sent as e4m3, tensor", ""),
         ("second", "sent as e4m3, tensor", ""),
