@@ -144,9 +144,6 @@ class MegatronFiles(NamedTuple):
 _MEGATRON = {"tensor": "tensorwise", "delayed": "delayed", "block": "blockwise", "mxfp8": "mxfp8"}
 """Our recipe -> Megatron's ``--fp8-recipe``."""
 
-_MEGATRON_ROLES = {"residual": ("*.linear_proj", "*.linear_fc2")}
-"""Role -> the names of Megatron's modules. The other roles never run in FP8 there."""
-
 
 def _in_megatron(what: str, recipe: str | Recipe | None) -> dict[str, str]:
     """The fields of a TEQuantizationRecipe; {} is high precision. what: the rule, for errors."""
@@ -219,9 +216,9 @@ def _precision_file(policy: Policy, base: dict[str, str]) -> str:
         configs[name] = kind | {"training_recipe": recipe}
         matchers[matcher] = {"config": name, "type": "glob", "pattern": pattern, "enabled": True}
 
-    for role in policy.keep:
-        for i, pattern in enumerate(_MEGATRON_ROLES.get(role, ()), 1):
-            match(f"keep_{role}_{i}", pattern, {})
+    if "residual" in policy.keep:  # the other roles never run in FP8 there
+        match("keep_residual_1", "*.linear_proj", {})
+        match("keep_residual_2", "*.linear_fc2", {})
     enable = {} if base else {"override_nonquantized_autocast": True}
     for index, rule in reversed(list(enumerate(policy.rules, 1))):
         what = f"rule {index} ({rule})"

@@ -38,11 +38,10 @@ compute their own."""
 def load(model: M, source: Source, *, frozen: bool = True) -> M:
     """Loads a checkpoint in low precision into ``model``, in place.
 
-    Reads what `fp8.export` writes, and the files of model hubs: compressed-tensors (one scale for
-    the tensor, each output channel or block, MXFP8, MXFP4, NVFP4), DeepSeek's and Transformers'
-    ``weight_scale_inv``, FP8 without scales, and torchao's Float8Tensor. A weight is ``values *
-    scale`` in float32, rounded once to the dtype of its parameter. Scales of activations are left
-    in the file. Names are those of the model's state_dict; of tied names one is enough.
+    Reads what `fp8.export` writes, and the files of model hubs (docs/fine-tuning.md lists their
+    layouts). A weight is ``values * scale`` in float32, rounded once to the dtype of its parameter.
+    Scales of activations are left in the file. Names are those of the model's state_dict; of tied
+    names one is enough.
 
     Args:
         model: plain or converted, changed in place. Parameters on the meta device get the memory of

@@ -36,20 +36,14 @@ __all__ = ["Weights", "weights"]
 def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
     """Writes ``model``, converted by `fp8.convert`, into ``folder`` for serving in low precision.
 
-    A model of the library transformers gets the files of ``save_pretrained``; ``from_pretrained``,
-    vLLM and SGLang read the folder. For other models, ``model.safetensors`` has the tensors of the
-    state_dict under the same names, and ``fp8.json`` the quantization_config and, in "tied", the
-    names that share a tensor with another one: name -> name.
+    A model of transformers gets the files of ``save_pretrained``. For other models,
+    ``model.safetensors`` has the tensors under the names of the state_dict, and ``fp8.json`` the
+    quantization_config and, in "tied", the names that share a tensor: other name -> name.
 
-    The weight of a linear layer is stored as its recipe casts it, in the layout of `LAYOUTS`
-    (docs/export.md has a table of names, dtypes and shapes). Inputs need no calibration: their
-    scale is that of the layer, or computed at serving time from the largest magnitude, without
-    rounding up to a power of two. Everything else keeps its dtype.
-
-    For a unit-scaled model the files are those of the plain model: with init="unit" its factors are
-    folded into weights and scales as in `unit_scaling.transforms.fold`, after the model has run
-    once. All processes of a sharded model (FSDP2, tensor parallelism) call it; the first one
-    writes.
+    The weight of a linear layer is stored as its recipe casts it; docs/export.md has the layouts
+    and the scales of inputs. Everything else keeps its dtype. The files of a unit-scaled model,
+    which has run once, are those of the plain model. All processes of a sharded model (FSDP2,
+    tensor parallelism) call it; the first one writes.
 
     Args:
         model: the converted model.
@@ -87,7 +81,7 @@ def _write(stream: Weights, folder: Path, tensors: dict[str, Tensor]) -> None:
         model.save_pretrained(folder, state_dict=tensors)
         path = folder / "config.json"
         content = json.loads(path.read_text(encoding="utf-8"))
-        content |= {} if stream.config is None else {"quantization_config": stream.config}
+        content |= {"quantization_config": stream.config}
     else:
         path = folder / "fp8.json"
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -129,13 +123,13 @@ class Weights:
         model: the model, without the wrappers of torch.compile and DistributedDataParallel.
         manifest: name -> shape and dtype of each tensor, in the order of iteration.
         tied: other name of a parameter -> its name in the manifest.
-        config: the quantization_config; None if nothing is stored in low precision.
+        config: the quantization_config.
         report: a row for each layer with a recipe, as `fp8.export` returns it.
     """
 
     manifest: dict[str, Entry]
     tied: dict[str, str]
-    config: dict[str, Any] | None
+    config: dict[str, Any]
     report: Report[Row]
 
     def __init__(self, model: nn.Module) -> None:
@@ -150,7 +144,7 @@ class Weights:
         self.report = Report(rows)
         linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
         ignore = [name for name in linear if name not in self._layers]
-        self.config = layouts.configuration(self._layers, ignore) if self._layers else None
+        self.config = layouts.configuration(self._layers, ignore)
         self.manifest, self.tied = {}, {}
         first: dict[int, str] = {}
         for name, (tensor, source) in state_of(model).items():

@@ -33,12 +33,10 @@ def all_reduce_hook(
     """The mean of a bucket of gradients over all processes, sent in FP8 and summed in float32:
     ``model.register_comm_hook(None, all_reduce_hook)`` of a `DistributedDataParallel`.
 
-    Each process sends every other process its part of the bucket, adds what it receives to its own
-    unrounded part, and sends the mean to all. For gradients g on w processes, the error of an
-    element is at most ``2**-4 * sum(abs(g)) / w``, that of one e4m3 rounding on each process. For
-    an element that is small compared to the largest in its block on any process, it is at most
-    2**-8 of that one. Inf or NaN makes all elements of the block Inf or NaN, on every process. A
-    single process rounds nothing.
+    For gradients g on w processes, the error of an element is at most ``2**-4 * sum(abs(g)) / w``,
+    that of one e4m3 rounding on each process. For an element that is small compared to the largest
+    in its block on any process, it is at most 2**-8 of that one. Inf or NaN makes all elements of
+    the block Inf or NaN, on every process. A single process rounds nothing.
 
     Args:
         state: the process group; None is the default group.

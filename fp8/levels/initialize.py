@@ -91,11 +91,9 @@ def initialize(
     """Sets ``model`` and ``optimizer`` to a level in place; equivalent to MS-AMP's function.
 
     The weights of linear layers and convolutions that the optimizer trains become ScaledTensors,
-    and so do their gradients. The optimizer stores its states, and masters if the level has them,
-    in the formats of the level. Names, ties, hooks, tags, gradients, parameter groups, schedulers
-    and existing states stay. The weights are new objects: whatever else refers to the old ones (a
-    list of parameters, averaged weights) must be updated. Files hold plain tensors. `fp8.report`
-    names the level and the optimizer.
+    and so do their gradients. Names, ties, hooks, tags, gradients, parameter groups, schedulers and
+    existing states stay. The weights are new objects: whatever else refers to the old ones (a list
+    of parameters, averaged weights) must be updated. `fp8.report` names the level.
 
     Wrap the model in DistributedDataParallel and compile it afterwards. At O3, weights are rounded
     in the first step of the optimizer and not before it.

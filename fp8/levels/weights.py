@@ -155,11 +155,9 @@ def plain_weights(model: nn.Module) -> None:
 def store_frozen(model: M, format: str | None = "e4m3", *, where: Where | None = None) -> M:
     """Stores the frozen weights of ``model`` in ``format``, in place.
 
-    For the base model of adapters: each weight of a linear layer or convolution that does not
-    require a gradient becomes a `ScaledTensor` of ``format`` with one power-of-two scale, rounded
-    once. All other parameters, names, ties, dtypes, tags and hooks stay the same. Freeze and store
-    the model first, then add adapters, so that they start at zero on the stored model.
-    `fp8.convert` sets how products are computed.
+    Each weight of a linear layer or convolution that does not require a gradient becomes a
+    `ScaledTensor` of ``format`` with one power-of-two scale, rounded once. All other parameters,
+    names, ties, dtypes, tags and hooks stay the same. Add adapters afterwards.
 
     Loading a state_dict rounds. What is written otherwise (a merged adapter, an optimizer step) is
     exact, and makes the weight float32 until ``store_frozen`` is called again.
