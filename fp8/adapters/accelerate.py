@@ -46,8 +46,7 @@ def prepare(
 ) -> Any:
     """Converts the models among ``objects``, then returns ``accelerator.prepare(*objects)``.
 
-    Parameters remain the same objects. Checkpoints are those of Accelerate (``save_state``). A
-    model that is to stay as it is goes to ``accelerator.prepare`` directly; models with different
+    A model that is to stay as it is goes to ``accelerator.prepare`` directly; models with different
     recipes take a call each.
 
     Args:
@@ -106,9 +105,6 @@ def prepare(
 
 def _check(accelerator: Any, objects: tuple[Any, ...]) -> None:
     need("accelerate")
-    if not hasattr(accelerator, "mixed_precision"):
-        kind = type(accelerator).__name__
-        raise TypeError(f"prepare needs an Accelerator, then a model, got {kind}")
     if not any(isinstance(thing, nn.Module) for thing in objects):
         kinds = ", ".join(type(thing).__name__ for thing in objects) or "nothing"
         raise TypeError(f"prepare needs an nn.Module among its objects, got {kinds}")

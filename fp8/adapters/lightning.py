@@ -45,14 +45,11 @@ def FP8Precision(
     library: str | None = None,
     **options: Any,
 ) -> Any:
-    """A plugin for ``Trainer(plugins=...)`` that trains and evaluates in FP8.
+    """A plugin for ``Trainer(plugins=...)`` that converts the model by `fp8.convert`, for training,
+    validation, test and prediction.
 
-    When the Trainer sets up the model, the plugin converts it by `fp8.convert`. It stays converted:
-    validation, test and prediction also run under the recipe.
-
-    Checkpoints contain the plain model's state_dict and, under "FP8Precision", the recipe and, with
-    scaling "delayed" or "static", the history of each layer, so that training resumes bit for bit.
-    Loading a checkpoint trained under another recipe warns with a UserWarning.
+    Checkpoints contain the plain model's state_dict and, under "FP8Precision", the recipe and the
+    histories of "delayed" and "static". Loading one trained under another recipe is a UserWarning.
 
     Args:
         recipe, backend, where: as in `fp8.convert`. The switch of a policy is applied before

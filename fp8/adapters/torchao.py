@@ -83,8 +83,7 @@ def convert(
 ) -> nn.Module:
     """Replaces nn.Linear with torchao's layers; `fp8.convert` with backend="torchao".
 
-    Hooks, the training flag, names and attributes, some of which torchao's
-    ``convert_to_float8_training`` loses, are preserved, and `fp8.report` lists every layer. Layers
+    Hooks, the training flag, names and attributes stay, and `fp8.report` lists every layer. Layers
     with sizes that are not multiples of 16 are left alone unless emulated.
 
     Args:

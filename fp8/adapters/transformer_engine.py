@@ -282,9 +282,8 @@ def convert(
     """Replaces nn.Linear, nn.LayerNorm and nn.RMSNorm with TransformerEngine's layers, under its
     autocast; `fp8.convert` with backend="transformer_engine".
 
-    Parameters remain the same objects; hooks, the training flag and the keys of the state_dict
-    stay, without `_extra_state`: the history of "delayed" restarts after a checkpoint is loaded.
-    `fp8.report` lists every layer, and why it was left alone.
+    Parameters, hooks, the training flag and keys of the state_dict stay, without `_extra_state`:
+    the history of "delayed" restarts after a checkpoint is loaded. `fp8.report` lists every layer.
 
     Args:
         model: changed in place.

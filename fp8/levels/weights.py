@@ -101,8 +101,7 @@ def _set_attributes(new: Any, attributes: dict[str, Any], old: Any) -> None:
 def scaled_parameter(old: Any, memory: Memory, grad_format: str | None = None) -> Any:
     """A parameter with the values of ``memory``, and the other properties of ``old``. grad_format:
     None for frozen weights, which have no gradient and no master."""
-    new: Any = nn.Parameter(ScaledTensor(memory, old.dtype), old.requires_grad)
-    _set_attributes(new, _attributes(old), old)
+    new = copied_parameter(old, ScaledTensor(memory, old.dtype))
     scaled_tensor.keep_gradients_in(new, grad_format)
     if grad_format is not None and old.grad is not None:
         new.grad = gradient(old.grad, grad_format, old.dtype)

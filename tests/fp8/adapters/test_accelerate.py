@@ -203,8 +203,6 @@ def test_bad_input():
         accelerate.prepare(accelerator, model, recipe=3)
     with pytest.raises(ValueError, match="converts the model itself"):
         accelerate.prepare(SimpleNamespace(mixed_precision="fp8"), model)
-    with pytest.raises(TypeError, match="an Accelerator, then a model, got Model"):
-        accelerate.prepare(model, adam(model))
     with pytest.raises(TypeError, match=r"prepare needs an nn.Module among .* got AdamW, NoneType"):
         accelerate.prepare(accelerator, adam(model), None)
     assert type(model.up) is nn.Linear
