@@ -208,6 +208,9 @@ def store_frozen(model: M, format: str | None = "e4m3", *, where: Where | None =
     scale_weights(model, weights, format, None)
     for p in frozen:
         if isinstance(p, ScaledTensor):
+            if p.format != format:
+                p.written()
+                p.memory.format = format
             p.store()
     return model
 

@@ -186,6 +186,15 @@ def test_gradients_in_high_precision_are_there_one_at_a_time():
     assert most == [1] * 6
 
 
+def test_frozen_weights_that_are_stored_take_another_format():
+    layer = fp8.store_frozen(nn.Linear(16, 16).requires_grad_(False))
+    for format, dtype in (("e5m2", torch.float8_e5m2), ("fp16", torch.float16)):
+        expected = scaled(layer.weight.dequantize(), format).dequantize()
+        weight = fp8.store_frozen(layer, format).weight
+        assert (weight.format, weight.stored.dtype) == (format, dtype)
+        assert torch.equal(weight.dequantize(), expected)
+
+
 def test_a_weight_that_others_hold_does_not_move():
     """torch swaps it, which weak references forbid, as those of DeepSpeed's engine."""
     model = build()
