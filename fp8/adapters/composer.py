@@ -34,7 +34,7 @@ def LowPrecisionLayerNorm(apply_at: Any = None) -> Any:
         allowed = ", ".join(map(str, events))
         raise ValueError(f"apply_at must be one of {allowed}, got {at!r}")
 
-    class LowPrecisionLayerNorm(core.Algorithm):  # type: ignore[misc, name-defined]
+    class LowPrecisionLayerNorm(core.Algorithm):  # type: ignore[name-defined]
         def __repr__(self) -> str:
             return f"LowPrecisionLayerNorm(apply_at={at})"
 

@@ -25,7 +25,7 @@ from ..formats.format import get_format
 from ..formats.quantize import in_dtype, quantize_operand
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, Recipe, recipe_unless_auto
-from ..recipes.scaling import largest_finite, scale_of
+from ..recipes.scaling import largest_finite, scale_of, with_margin
 from ..selection.layers import LAYERS, Where, auto_of, checked_where
 
 __all__ = ["gather_in_fp8", "update_scales"]
@@ -276,7 +276,8 @@ class _Weight(Tensor):
         """The scale factor for the largest magnitude, cached until the weight is written."""
         assert self.cast.rule is not None
         scale = scale_of(amax, None, get_format(self.cast.format), self.cast.rule)
-        self.cached[:] = [scale * 2.0**self.cast.margin, self.plain._version]
+        scale = with_margin(scale, self.cast.margin, self.cast.rule)
+        self.cached[:] = [scale, self.plain._version]
         return self.cached[0]
 
     def scale(self, mesh: DeviceMesh) -> Tensor:

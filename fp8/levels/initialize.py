@@ -43,10 +43,6 @@ class Level:
     """A row of LEVELS: the formats of the tensors of a weight. None: the tensor does not exist."""
 
     name: str
-    product: str = "FP8"
-    """The format of operands; the recipe decides which FP8 format."""
-    communication: str = "FP8"
-    """The format of gradients between processes: see `fp8.distributed.gradient_hook`."""
     weight: str
     master: str | None = None
     """The format of the copy that the optimizer updates, if the weight itself is too coarse."""
@@ -61,14 +57,14 @@ class Level:
         return moments | {"master_weights": self.master}
 
 
-_MOMENTS = {"first_moment": "e4m3", "second_moment": "float16"}
-
 LEVELS: dict[str, Level] = {
     level.name: level
     for level in (
-        Level(name="O1", weight="fp16", **dict.fromkeys(_MOMENTS, "float32")),
-        Level(name="O2", weight="fp16", **_MOMENTS),
-        Level(name="O3", weight="e4m3", master="float16", **_MOMENTS),
+        Level(name="O1", weight="fp16", first_moment="float32", second_moment="float32"),
+        Level(name="O2", weight="fp16", first_moment="e4m3", second_moment="float16"),
+        Level(
+            name="O3", weight="e4m3", master="float16", first_moment="e4m3", second_moment="float16"
+        ),
     )
 }
 """Name -> formats of a level."""
