@@ -75,13 +75,6 @@ def for_torchao(
     Raises:
         ValueError: as `fp8.selection.policies.resolve`, and for a recipe that torchao lacks.
         ImportError: without torchao.
-
-    >>> import fp8
-    >>> model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
-    >>> policy = fp8.Policy("row", rules=[("2", None, "tensor")])
-    >>> parts, notes = for_torchao(policy, model, emulate=True)
-    >>> [sorted(names) for config, names in parts]
-    [['0'], ['2']]
     """
     policy, notes = _at_start(policy, "torchao")
     groups: dict[Recipe, tuple[Any, set[str]]] = {}
@@ -237,13 +230,6 @@ def as_code(policy: Policy) -> dict[str, str]:
     Returns:
         "fp8", "torchao", "transformer_engine" and "megatron" -> the lines; a comment with the
         reason where the library cannot express the policy.
-
-    >>> import fp8
-    >>> print(as_code(fp8.Policy("mxfp8", keep=("readout",)))["fp8"])
-    import fp8
-    <BLANKLINE>
-    policy = fp8.Policy('mxfp8', keep=['readout'])
-    fp8.convert(model, policy)
     """
     made = f"policy = {_source(policy)}\n"
     step = "\nfp8.advance(model, step / steps)  # before each step" if policy.switch else ""

@@ -91,12 +91,8 @@ def _write(stream: Weights, folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def weights(model: nn.Module) -> Weights:
-    """The tensors that `fp8.export` writes, for trainers that send them to an engine.
-
-        stream = fp8.weights(model)
-        engine.prepare(stream.manifest, stream.config)
-        for name, tensor in stream:  # after each optimizer step
-            engine.load(name, tensor)
+    """The tensors that `fp8.export` writes, for trainers that send them to an engine after each
+    optimizer step (docs/export.md has an example).
 
     Args:
         model: converted by `fp8.convert`. It is not copied.
