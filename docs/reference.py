@@ -29,7 +29,6 @@ MODULES = (
     "fp8",
     "fp8.optim",
     "fp8.formats.quantize",
-    "fp8.norms.norm",
     "fp8.recipes.scaling",
     "fp8.recipes.tensor_cores",
     "fp8.lab.preflight.preflight",

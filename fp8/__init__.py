@@ -67,7 +67,7 @@ __all__ = [
 
 LATE = {
     "LEVELS": "fp8.levels.initialize",
-    "LayerNorm2d": "fp8.norms.norm",
+    "LayerNorm2d": "fp8.norms.layer_norm2d",
     "apply_low_precision_layernorm": "fp8.norms.low_precision",
     "blame": "fp8.lab.blame",
     "cached_weights": "fp8.surgery.cached_weights",
@@ -96,8 +96,8 @@ if TYPE_CHECKING:
     from .lab.stats import stats
     from .levels.initialize import LEVELS, initialize
     from .levels.weights import store_frozen
+    from .norms.layer_norm2d import LayerNorm2d
     from .norms.low_precision import apply_low_precision_layernorm
-    from .norms.norm import LayerNorm2d
     from .surgery.cached_weights import cached_weights
     from .surgery.eject import eject
 else:

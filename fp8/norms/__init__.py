@@ -1,2 +1,2 @@
 """Norms in low precision.
-Imports `fp8.products` and below."""
+Imports `fp8.casts` and below."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.types import Device
 
 from ..common.compiler import FIRST_LOOK, apply, same
 
@@ -161,7 +162,7 @@ class _LayerNorm2d(Function):
         return *(None if t is None else g.to(t.dtype) for g, t in like), None
 
 
-def wide(x: Tensor, value: Any) -> Any:
+def _wide(x: Tensor, value: Any) -> Any:
     """``value`` in the dtype in which a norm of ``x`` is computed; None stays None."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return None if value is None else value.to(dtype)
@@ -169,7 +170,7 @@ def wide(x: Tensor, value: Any) -> Any:
 
 def _across(x: Tensor, value: Tensor) -> Any:
     """``value`` (channels,), in the dtype of computation, shaped to broadcast to ``x``."""
-    return wide(x, value).view(-1, *[1] * (x.ndim - 2))
+    return _wide(x, value).view(-1, *[1] * (x.ndim - 2))
 
 
 def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,8 +216,8 @@ def _normalized(
 ) -> tuple[Tensor, Tensor, Tensor]:
     in_graph = torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.is_cpu
     by_blocks = in_graph and x.is_contiguous() and x.shape[1] % BLOCK == 0
-    mean, correction, rstd = (_statistics_by_blocks if by_blocks else _statistics)(wide(x, x), eps)
-    y = (wide(x, x) - mean - correction) * rstd
+    mean, correction, rstd = (_statistics_by_blocks if by_blocks else _statistics)(_wide(x, x), eps)
+    y = (_wide(x, x) - mean - correction) * rstd
     if weight is not None:
         y = y * _across(x, weight)
     if bias is not None:
@@ -232,7 +233,7 @@ def _gradients(
     With n = (x - mean) rstd and g = grad weight: rstd (g - mean(g) - n mean(g n)), means over
     channels; grad n and grad, summed over the pixels.
     """
-    grad, normal = wide(x, grad), (wide(x, x) - mean) * rstd
+    grad, normal = _wide(x, grad), (_wide(x, x) - mean) * rstd
     # Summed per image first, so that inductor on CPUs works on one image in the cache.
     pixels = [*range(2, x.ndim)]
     dweight, dbias = ((t.sum(pixels) if pixels else t).sum(0) for t in (grad * normal, grad))
@@ -242,3 +243,51 @@ def _gradients(
     # The first operand, which has the strides of x, decides about those of the result.
     dx = (along - g + g.sum(1, keepdim=True) * share) * -rstd
     return dx, dweight, dbias
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """`layer_norm2d` as a module, a subclass of `nn.LayerNorm` with timm's parameters and defaults.
+
+    Input and output are (batch, num_channels, ...), of one dtype, under `torch.autocast` too;
+    `fp8.apply_low_precision_layernorm` changes that. The output and the gradient of the input have
+    the memory format of the input. TorchScript, where the gradient may have another one, and
+    `torch.export` are supported.
+
+    Args:
+        num_channels: the number of channels.
+        eps: added to the variance.
+        affine: whether to have a weight, initially 1, and a bias, initially 0: (num_channels,).
+        bias: False omits the bias.
+        device, dtype: those of weight and bias.
+
+    Raises:
+        ValueError, TypeError: as `layer_norm2d`; ValueError for another number of channels.
+
+    >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+    >>> LayerNorm2d(8)(x).is_contiguous(memory_format=torch.channels_last)
+    True
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        eps: float = 1e-6,
+        affine: bool = True,
+        *,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_channels, eps, affine, bias, device=device, dtype=dtype)
+
+    def check_channels(self, input: Tensor) -> None:
+        """Raises ValueError for another number of channels, which no weight would reveal."""
+        channels = self.normalized_shape[0]
+        if not self.elementwise_affine and input.ndim > 1 and input.size(1) != channels:
+            raise ValueError(f"LayerNorm2d has {channels} channels, its input {input.size(1)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.check_channels(input)
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return permuted(input, self.weight, self.bias, self.eps)
+        return layer_norm2d(input, self.weight, self.bias, self.eps)

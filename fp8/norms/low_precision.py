@@ -1,5 +1,9 @@
 """Runs the norms of a model in low precision: Composer's `apply_low_precision_layernorm`, and what
-`fp8.report` and `fp8.revert` do for norms."""
+`fp8.report` and `fp8.revert` do for norms.
+
+On CUDA devices `torch.autocast` runs norms in float32, which moves 20 bytes per element instead of
+4. These norms run in its 16-bit dtype, with autocast disabled inside.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +15,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..casts.rotation import without_autocast
 from ..common.compiler import FIRST_LOOK, called
 from ..common.mixin import Mixin, add_mixin, bare_class, check_module, remove_mixin
 from ..common.report import CHANGES, LEFT_ALONE, Change, Row
 from ..formats.format import dtype_name
 from ..warnings import ConvertWarning, warn_once
-from . import norm
-from .layer_norm2d import layer_norm2d
+from .layer_norm2d import LayerNorm2d, layer_norm2d
 
 M = TypeVar("M", bound=nn.Module)
 
-NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, norm.LayerNorm2d)
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, LayerNorm2d)
 """The supported norms, including subclasses that keep their forward."""
 
-_CALLS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
-    F.layer_norm: norm.layer_norm,
+_ARGUMENTS = {
+    F.layer_norm: "input normalized_shape weight bias eps".split(),
     **dict.fromkeys(
         (F.rms_norm, torch.rms_norm),  # torch.compile passes the second for both
-        lambda input, normalized_shape, weight=None, eps=None, **how: norm.rms_norm(
-            input, normalized_shape, weight, eps, **how
-        ),
+        "input normalized_shape weight eps".split(),
     ),
-    F.group_norm: norm.group_norm,
-    layer_norm2d: norm.layer_norm2d,
+    F.group_norm: "input num_groups weight bias eps".split(),
+    layer_norm2d: "input weight bias eps".split(),
 }
-"""The function that a norm's forward calls -> its low-precision version."""
+"""The function that a norm's forward calls -> its arguments."""
 
 PRECISIONS: dict[str, torch.dtype | None] = {
     **dict.fromkeys(("amp", "amp_fp16"), torch.float16),
@@ -56,7 +58,8 @@ class _LowPrecision(Mixin):
         autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         if x.dtype == torch.float64 or not (autocast or self.norm_dtype):
             return forward(*args, **kwargs)
-        mode = _Beneath(self.norm_dtype, None if autocast else x.dtype)
+        dtype = self.norm_dtype or torch.get_autocast_dtype(x.device.type)
+        mode = _Beneath(dtype, dtype if autocast else x.dtype)
         mode.__enter__()
         try:
             return forward(*args, **kwargs)
@@ -70,10 +73,10 @@ class _LowPrecision(Mixin):
 
 class _Beneath(TorchFunctionMode):
     """Computes the norm's one call in low precision, after the modes of `FIRST_LOOK` have seen it:
-    a plan identifies the call by its torch function, so it stays valid in every precision. output:
-    the dtype of the result, None for ``dtype``."""
+    a plan identifies the call by its torch function, so it stays valid in every precision. dtype:
+    of the computation. output: of the result."""
 
-    def __init__(self, dtype: torch.dtype | None, output: torch.dtype | None) -> None:
+    def __init__(self, dtype: torch.dtype, output: torch.dtype) -> None:
         super().__init__()
         self._dtype, self._output, self._above = dtype, output, tuple(FIRST_LOOK.items)
 
@@ -91,10 +94,34 @@ class _Beneath(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if function not in _CALLS:
+        if function not in _ARGUMENTS:
             return called(function, args, kwargs or {})
-        y = _CALLS[function](*args, **(kwargs or {}), dtype=self._dtype)
-        return y.to(y.dtype if self._output is None else self._output)
+        named = dict(zip(_ARGUMENTS[function], args, strict=False)) | (kwargs or {})
+        return _computed(function, self._dtype, **named).to(self._output)
+
+
+def _computed(
+    function: Callable[..., Tensor], dtype: torch.dtype, input: Tensor, **others: Any
+) -> Tensor:
+    """A norm of operands that are rounded to ``dtype``, with statistics in float32.
+
+    torch's kernels on a CPU save the statistics for the backward pass in the dtype of the
+    parameters; CUDA kernels save float32, and need parameters in the dtype of the input.
+    """
+    x = input.to(dtype)
+    for name in ("weight", "bias"):
+        if others.get(name) is not None:
+            others[name] = others[name].to(dtype)
+    if "bias" not in _ARGUMENTS[function]:
+        if others.get("eps") is None:  # torch: the machine epsilon of the dtype of the input
+            others["eps"] = torch.finfo(torch.float32).eps
+    elif x.device.type == "cpu":
+        shape = others.get("normalized_shape", x.shape[1:2])
+        for name, make in (("weight", x.new_ones), ("bias", x.new_zeros)):
+            parameter = others.get(name)
+            others[name] = (make(shape) if parameter is None else parameter).float()
+    with without_autocast(x):
+        return function(x, **others)
 
 
 def apply_low_precision_layernorm(

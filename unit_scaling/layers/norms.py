@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fp8.norms import norm
+from fp8.norms import layer_norm2d
 
 from .. import functional as U
 from .scaled import Weighted
@@ -59,7 +59,7 @@ class InstanceNorm3d(_OfStatistics, nn.InstanceNorm3d, op=U.instance_norm): ...
 # fmt: on
 
 
-class LayerNorm2d(Weighted, norm.LayerNorm2d, op=U.layer_norm2d):
+class LayerNorm2d(Weighted, layer_norm2d.LayerNorm2d, op=U.layer_norm2d):
     """`unit_scaling.functional.layer_norm2d` as a module, with the arguments of `fp8.LayerNorm2d`.
     Input and output are (batch, num_channels, ...)."""
 

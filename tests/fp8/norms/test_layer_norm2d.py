@@ -186,7 +186,7 @@ def test_output_and_gradients_are_those_of_float64_rounded_once(
 ):
     x, (w, b) = image(2, 24, 7, 5, dtype=dtype, layout=layout, mean=30.0), parameters(24, dtype)
     if how == "eager":  # torch's kernel: with parameters in 16 bits its statistics are so backward
-        w, b = module.wide(x, w), module.wide(x, b)
+        w, b = module._wide(x, w), module._wide(x, b)
     function = {"eager": layer_norm2d, "formula": formula}.get(how)
     function = function or torch.compile(layer_norm2d, fullgraph=True)
     results, references = step(function, x, w, b), step(exact, x, w, b)
@@ -334,7 +334,7 @@ def test_statistics_whatever_channel_is_off(dtype: torch.dtype, layout: str, cas
     var, reference = torch.var_mean(x.double(), 1, correction=0, keepdim=True)
     limit = torch.finfo(torch.float32).eps * 8  # a few sums, products and the root
     for statistics in (module._statistics, module._statistics_by_blocks):
-        m, d, rstd = statistics(module.wide(x, x), 1e-6)
+        m, d, rstd = statistics(module._wide(x, x), 1e-6)
         assert ((m.double() + d.double() - reference) / var.sqrt()).abs().max() < limit
         assert (rstd.double() * (var + 1e-6).sqrt() - 1).abs().max() < limit
 

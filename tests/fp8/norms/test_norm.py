@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,46 +12,53 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8
-from fp8.norms import norm
 
 C = 48
 
-CALLS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[int, ...], int]] = {
+NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor], tuple[int, ...]]] = {
     "layer_norm": (
-        lambda x, w, b, **how: norm.layer_norm(x, (C,), w, b, **how),
-        lambda x, w, b: F.layer_norm(x, (C,), w, b),
+        lambda affine: nn.LayerNorm(C, elementwise_affine=affine),
+        lambda x, *parameters: F.layer_norm(x, (C,), *parameters),
         (64, C),
-        2,
     ),
     "rms_norm": (
-        lambda x, w, **how: norm.rms_norm(x, (C,), w, **how),
-        lambda x, w: F.rms_norm(x, (C,), w, 1e-5),
+        lambda affine: nn.RMSNorm(C, elementwise_affine=affine),
+        lambda x, weight=None: F.rms_norm(x, (C,), weight, torch.finfo(torch.float32).eps),
         (64, C),
-        1,
     ),
     "group_norm": (
-        lambda x, w, b, **how: norm.group_norm(x, 4, w, b, **how),
-        lambda x, w, b: F.group_norm(x, 4, w, b),
+        lambda affine: nn.GroupNorm(4, C, affine=affine),
+        lambda x, *parameters: F.group_norm(x, 4, *parameters),
         (4, C, 16),
-        2,
     ),
     "layer_norm2d": (
-        lambda x, w, b, **how: norm.layer_norm2d(x, w, b, **how),
-        lambda x, w, b: F.layer_norm(x.movedim(1, -1), (C,), w, b, 1e-6).movedim(-1, 1),
+        lambda affine: fp8.LayerNorm2d(C, affine=affine),
+        lambda x, weight=None, bias=None: F.layer_norm(
+            x.movedim(1, -1), (C,), weight, bias, 1e-6
+        ).movedim(-1, 1),
         (4, C, 4, 4),
-        2,
     ),
 }
-"""Name -> ours, torch's, the shape of an input, how many parameters."""
+"""Name -> the module, torch's function, the shape of an input."""
 
-each_norm = pytest.mark.parametrize("name", CALLS)
-each_low = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+each_norm = pytest.mark.parametrize("name", NORMS)
+PRECISIONS = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 
 
-def arguments(name: str, mean: float = 0.0) -> tuple[Tensor, ...]:
+def made(
+    name: str, precision: str | None = None, mean: float = 0.0, affine: bool = True
+) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """A norm in low precision as a function of its input and parameters, and these."""
     torch.manual_seed(0)
-    *_, shape, parameters = CALLS[name]
-    return (torch.randn(shape) + mean, *(torch.randn(C) + 1 for _ in range(parameters)))
+    make, _, shape = NORMS[name]
+    module = make(affine)
+    fp8.apply_low_precision_layernorm(module, precision, where=lambda name, norm: True)
+    names = [n for n, _ in module.named_parameters()]
+
+    def run(x: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), x)
+
+    return run, [torch.randn(shape) + mean, *(torch.randn(C) + 1 for _ in names)]
 
 
 def gradients(function: Callable[..., Tensor], tensors: Any) -> tuple[Tensor, ...]:
@@ -68,17 +74,16 @@ def error(value: Tensor, reference: Tensor) -> float:
 
 @pytest.mark.proves("Composer", "math equivalent", how="own")
 @pytest.mark.proves("timm", "statistics in float32 whatever the dtype", how="own")
-@each_low
+@pytest.mark.parametrize("precision", PRECISIONS)
 @each_norm
 @pytest.mark.parametrize("mean", [0.0, 20.0])
 def test_rounded_operands_wide_statistics_one_rounding_of_the_output(
-    name: str, dtype: torch.dtype, mean: float
+    name: str, precision: str, mean: float
 ):
-    ours, torchs, *_ = CALLS[name]
-    tensors = arguments(name, mean)
-    y = ours(*tensors, dtype=dtype)
-    reference = torchs(*(t.to(dtype).double() for t in tensors))
-    assert y.dtype == dtype
+    dtype, (norm, tensors) = PRECISIONS[precision], made(name, precision, mean)
+    y = norm(*tensors)
+    reference = NORMS[name][1](*(t.to(dtype).double() for t in tensors))
+    assert torch.equal(y, y.to(dtype).float())
     # Half an ulp for the rounding; the float32 before it loses eps * mean.
     assert error(y, reference) < torch.finfo(dtype).eps / 2 + 1e-7 * mean + 1e-6
 
@@ -89,12 +94,10 @@ def test_rounded_operands_wide_statistics_one_rounding_of_the_output(
 def test_gradients_use_wide_statistics(name: str, affine: bool):
     """torch's kernels on a CPU keep mean and deviation in 16 bits where the parameters are: 20 has
     a rounding error of 2**-5 in bfloat16, a thirtieth of the deviation."""
-    ours, torchs, *_ = CALLS[name]
-    tensors = [t.bfloat16() for t in arguments(name, mean=20.0)]
-    given = tensors if affine else tensors[:1]
-    missing = [None] * (len(tensors) - len(given))
-    references = gradients(lambda *t: torchs(*t, *missing), [t.double() for t in given])
-    got = gradients(lambda *t: ours(*t, *missing), given)
+    norm, tensors = made(name, "amp_bf16", 20.0, affine)
+    tensors = [t.bfloat16() for t in tensors]
+    references = gradients(NORMS[name][1], [t.double() for t in tensors])
+    got = gradients(norm, tensors)
     assert error(got[0], references[0]) < 0.004  # the rounding to bfloat16
     for value, reference in zip(got[1:], references[1:], strict=True):
         assert error(value, reference) < 0.02  # torch's kernels on a CPU sum rows in bfloat16
@@ -103,22 +106,17 @@ def test_gradients_use_wide_statistics(name: str, affine: bool):
 @pytest.mark.proves("Composer", "autocast off inside, input in low precision", how="own")
 @each_norm
 def test_in_autocasts_dtype_and_outside_as_it_came(name: str):
-    ours, torchs, *_ = CALLS[name]
-    tensors = arguments(name)
+    norm, tensors = made(name)
     with torch.autocast("cpu", torch.bfloat16):
-        y = ours(*tensors)
+        y = norm(*tensors)
         assert torch.is_autocast_enabled("cpu")
-        assert ours(*(t.double() for t in tensors)).dtype == torch.float64
-    torch.testing.assert_close(y, ours(*(t.bfloat16() for t in tensors)), rtol=0, atol=0)
+        assert norm(*(t.double() for t in tensors)).dtype == torch.float64
     assert y.dtype == torch.bfloat16
-    torch.testing.assert_close(ours(*tensors), torchs(*tensors))
+    rounded = made(name, "amp_bf16")[0](*(t.bfloat16() for t in tensors))
+    torch.testing.assert_close(y, rounded, rtol=0, atol=0)
+    torch.testing.assert_close(norm(*tensors), NORMS[name][1](*tensors))
     with torch.autocast("cpu", torch.bfloat16, enabled=False):
-        assert ours(*tensors).dtype == torch.float32
-
-
-def test_errors_name_what_was_given():
-    with pytest.raises(TypeError, match=r"dtype is 'bfloat16'; give a torch.dtype or None"):
-        norm.layer_norm(torch.randn(2, 4), (4,), dtype="bfloat16")
+        assert norm(*tensors).dtype == torch.float32
 
 
 def test_unit_scaling_sees_the_norm():
@@ -160,15 +158,9 @@ def test_compiled_it_is_unit_scaled_as_in_eager_mode(around: bool):
         assert error(value, reference) < (0.02 if around else 1e-5)
 
 
-def test_default_eps_are_timms():
-    """fast_rms_norm's and fast_layer_norm's; None is torch's, the machine epsilon of float32."""
-    for dtype in (torch.float32, torch.bfloat16):
-        x = (1e-3 * torch.randn(4, C, generator=torch.Generator().manual_seed(0))).to(dtype)
-        ours, wide = norm.rms_norm(x, (C,)), F.rms_norm(x.float(), (C,), eps=1e-5)
-        torch.testing.assert_close(ours, wide.to(dtype))
-        smallest = torch.finfo(torch.float32).eps
-        torch.testing.assert_close(
-            norm.rms_norm(x, (C,), eps=None), F.rms_norm(x.float(), (C,), eps=smallest).to(dtype)
-        )
-    for function in (norm.rms_norm, norm.layer_norm, norm.group_norm):
-        assert inspect.signature(function).parameters["eps"].default == 1e-5
+def test_the_eps_of_an_rms_norm_is_that_of_float32():
+    """torch's, None, is that of the dtype of the input."""
+    norm, (x, weight) = made("rms_norm", "amp_bf16")
+    x = 1e-3 * x.bfloat16()
+    reference = F.rms_norm(x.float(), (C,), weight.bfloat16().float())
+    torch.testing.assert_close(norm(x, weight), reference.bfloat16())
