@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..common.foreign import refuses_foreign
 from ..common.libraries import need
 from ..common.mixin import Mixin, add_mixin, bare_class, remove_mixin
 from ..common.validation import check_name
@@ -202,7 +201,6 @@ def _plain(name: str, cast: Cast, grad: Cast) -> Recipe:
     return Recipe(name=name, input=plain, weight=weight, grad=grad)
 
 
-@refuses_foreign("fp8.adapters.transformer_engine.autocast")
 def autocast(recipe: Any, enabled: bool = True) -> AbstractContextManager[Any]:
     """TransformerEngine's context manager in which its layers compute in FP8. Amax is reduced over
     all ranks.

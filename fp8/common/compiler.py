@@ -202,14 +202,6 @@ def is_recorded(ctx: Any) -> bool:
     return getattr(ctx, "is_recorded", False)
 
 
-_OF_BATCHES = ("Batching rule not implemented", "vmap: ")
-_NO_BATCHES = (
-    "is_grads_batched=True of torch.autograd.grad, and vectorize=True of jacobian and hessian, do "
-    "not support the backward pass of a cast: use torch.func.jacrev, or torch.vmap over "
-    "torch.func.vjp"
-)
-
-
 @cache
 def _without_binding(function: type[Function], records: bool) -> type[Function]:
     def forward(ctx: Any, *args: Any) -> Any:
@@ -218,16 +210,6 @@ def _without_binding(function: type[Function], records: bool) -> type[Function]:
         function.setup_context(ctx, args, output)
         return output
 
-    def backward(ctx: Any, *grads: Any) -> Any:
-        try:
-            return function.backward(ctx, *grads)
-        except RuntimeError as error:
-            if not str(error).startswith(_OF_BATCHES):
-                raise
-            raise NotImplementedError(_NO_BATCHES) from error
-
-    methods = {"forward": forward, "backward": backward}
-    if function.jvp is not Function.jvp:
-        methods["jvp"] = function.jvp
+    methods = {"forward": forward, "backward": function.backward, "jvp": function.jvp}
     static = {name: staticmethod(method) for name, method in methods.items()}
     return type(function.__name__, (Function,), static)

@@ -20,7 +20,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from ..common.dtensor import is_dtensor
-from ..common.foreign import refuses_foreign
 from ..common.mixin import check_module
 from ..common.report import note
 from ..common.validation import check_name
@@ -80,7 +79,6 @@ def initialize(
 def initialize(
     model: M, optimizer: Opt, opt_level: str = "O2", recipe: Choice = AUTO
 ) -> tuple[M, Opt]: ...
-@refuses_foreign("fp8.initialize")
 def initialize(
     model: M, optimizer: Optimizer | None = None, opt_level: str = "O2", recipe: Choice = AUTO
 ) -> tuple[M, Optimizer]:

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ..casts.counts import OPEN
 from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_constant
-from ..common.foreign import refuses_foreign
 from ..common.threads import (
     Setting,
     checkpoints,
@@ -214,7 +213,6 @@ class autocast:
     #: The state of the converted layer whose block it is.
     state: LayerState | None = None
 
-    @refuses_foreign("fp8.autocast")
     def __init__(
         self,
         recipe: str | Recipe | Policy = AUTO,

@@ -167,3 +167,8 @@ def test_a_compiled_cast_of_a_view_with_the_negative_bit():
     x = torch.complex(randn(8, 8), randn(8, 8)).detach().conj().imag
     cast = torch.compile(lambda x: fp8.quantize(x, "e4m3"), backend="aot_eager", fullgraph=True)
     assert torch.equal(cast(x), fp8.quantize(x.clone(), "e4m3"))
+
+
+def test_the_package_names_an_attribute_it_lacks():
+    with pytest.raises(AttributeError, match="module 'fp8' has no attribute 'typo'"):
+        fp8.typo  # noqa: B018

@@ -112,16 +112,3 @@ def test_models_that_are_stacked(recipe):
         buffers["0.fp8_scale_input"][1] = 0
         with pytest.raises(NotImplementedError, match="set static scales before"):
             vmap(call)(parameters, buffers, x)
-
-
-@pytest.mark.parametrize("recipe", ["unit", "tensor", "mxfp8", "quartet2", "static"])
-@pytest.mark.filterwarnings("ignore::fp8.warnings.RecipeWarning")
-def test_batched_gradients_are_refused_by_name(recipe):
-    layer, x = fp8.convert(nn.Linear(32, 32), recipe), randn(4, 32)
-    y = layer(x)
-    y.sum().backward(retain_graph=True)
-    refused = pytest.raises(NotImplementedError, match=r"use torch\.func\.jacrev")
-    with refused:
-        torch.autograd.grad(y, x, torch.stack([y, y]), is_grads_batched=True)
-    with refused:
-        torch.autograd.functional.jacobian(layer, x.detach(), vectorize=True)
