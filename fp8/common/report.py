@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -43,22 +43,12 @@ CHANGES: list[Change] = []
 """Added to by the modules that change models, when they are imported."""
 
 
-class Rows(Sequence[T]):
-    """A sequence of rows, with notes."""
+class Rows(list[T]):
+    """A list of rows, with notes."""
 
     def __init__(self, rows: Iterable[T], notes: Iterable[str] = ()) -> None:
-        self.rows = list(rows)
+        super().__init__(rows)
         self.notes = list(notes)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-    def __getitem__(self, index: int | slice) -> T | list[T]:
-        return self.rows[index]
 
 
 class Report(Rows[R]):
@@ -75,14 +65,14 @@ class Report(Rows[R]):
 
     @property
     def left_alone(self) -> list[R]:
-        return [row for row in self.rows if row.left_alone]
+        return [row for row in self if row.left_alone]
 
     def __str__(self) -> str:
         cells = [("module", self.heading, "done", "why")]
-        for row in self.rows:
+        for row in self:
             path, *others = list(vars(row).values())[:4]
             cells.append((path or "(model)", *others))
-        counts = Counter(row.done for row in self.rows).most_common()
+        counts = Counter(row.done for row in self).most_common()
         total = ", ".join(f"{count} {done}" for done, count in counts)
         return "\n".join([as_table(cells), "", *self.notes, *([total] if total else [])])
 

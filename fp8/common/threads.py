@@ -83,18 +83,21 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _runs(function: Any) -> bool:
-    """Whether a function is running in this thread. torch.compile traces no frames."""
+_CHECKPOINT = CheckpointFunction.forward.__code__.co_filename
+
+
+def _running(file: str = _CHECKPOINT) -> list[str]:
+    """The names of the running functions of a file; none if torch.compile traces the call."""
     if torch.compiler.is_dynamo_compiling():
-        return False
-    return any(frame.f_code is function.__code__ for frame in frames())
+        return []
+    return [f.f_code.co_name for f in frames() if f.f_code.co_filename == file]
 
 
 def refuse_split_graphs() -> None:
     """Raises RuntimeError while `torch.distributed.pipelining.pipeline` exports a model: an
     exported program has no backward pass of autograd functions."""
     library = sys.modules.get(_PIPELINING)
-    if library is not None and _runs(library.pipeline):
+    if library is not None and "pipeline" in _running(library.pipeline.__code__.co_filename):
         raise RuntimeError(
             "torch.distributed.pipelining.pipeline splits the graph of torch.export, which leaves "
             "out the backward passes of casts and scale factors, so its stages would not train. "
@@ -110,39 +113,31 @@ def in_shape_inference() -> bool:
     stage = sys.modules.get(f"{_PIPELINING}.stage")
     if stage is None:
         return False
-    names = [f.f_code.co_name for f in frames() if f.f_code.co_filename == stage.__file__]
+    names = _running(stage.__file__)
     return bool(names) and not any(name.endswith("one_chunk") for name in names)
 
 
 def in_reentrant() -> bool:
     """Whether the forward pass, without gradients, of a reentrant checkpoint is running."""
-    return not torch.is_grad_enabled() and _runs(CheckpointFunction.forward)
+    return not torch.is_grad_enabled() and "forward" in _running()
 
 
 def in_recomputation() -> bool:
     """Whether a checkpoint with ``use_reentrant=False`` is recomputing in the backward pass."""
-    return _checkpoint_calls("recompute_fn") > 0
+    return "recompute_fn" in _running()
 
 
 def checkpoints() -> int:
     """The number of checkpoints whose forward pass or recomputation is running."""
-    return _checkpoint_calls("checkpoint", "recompute_fn", "backward")
+    calls = ("checkpoint", "recompute_fn", "backward")
+    return sum(name in calls for name in _running())
 
 
 def apart() -> AbstractContextManager[Any]:
     """Context in which a running checkpoint neither sees nor counts saved tensors."""
-    if _checkpoint_calls("checkpoint", "recompute_fn"):
+    if any(name in ("checkpoint", "recompute_fn") for name in _running()):
         return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     return nullcontext()
-
-
-def _checkpoint_calls(*names: str) -> int:
-    """The number of running calls of these functions of `torch.utils.checkpoint`."""
-    if torch.compiler.is_dynamo_compiling():  # which traces no frames
-        return 0
-    file = CheckpointFunction.forward.__code__.co_filename
-    codes = (frame.f_code for frame in frames())
-    return sum(code.co_name in names and code.co_filename == file for code in codes)
 
 
 def is_from_graph() -> bool:

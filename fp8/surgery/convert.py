@@ -495,7 +495,7 @@ def report(model: nn.Module) -> Report[Row]:
     check_module("report", model)
     note, others = adapted(model), [row for c in CHANGES for row in c.rows(model)]
     if note is not None:
-        return Report([*note.report.rows, *others], notes_on(model))
+        return Report([*note.report, *others], notes_on(model))
     notes, policy = [*notes_on(model)], vars(model).get("fp8_policy", Policy())
     starts = [f"{name_of(to)} from {start:g} of the training" for start, to in policy.switch]
     if policy.name or starts:

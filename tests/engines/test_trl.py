@@ -107,7 +107,7 @@ def test_lora(way, plain, tmp_path):
     assert found != plain
     assert found == pytest.approx(plain, rel=2**-4)
     assert found[-1] < found[0]
-    done = {row.path: row.done for row in fp8.report(trainer.model).rows}
+    done = {row.path: row.done for row in fp8.report(trainer.model)}
     layer = "base_model.model.model.layers.0.self_attn.q_proj"
     assert done[f"{layer}.base_layer"] == "converted"
     trainer.save_model(str(tmp_path / "adapters"))

@@ -106,12 +106,12 @@ class Verification(Rows[Measurement]):
         """loss: the RMS of its gradient at the output; None if it is inside, or if that is scaled
         to RMS 1."""
         super().__init__(rows, notes)
-        self.diagnosis = _diagnosis(self.rows, loss)
+        self.diagnosis = _diagnosis(self, loss)
 
     @property
     def outside(self) -> list[Measurement]:
         """The rows whose RMS is outside the range of its kind: too small, too large or NaN."""
-        return [row for row in self.rows if row.inside is False]
+        return [row for row in self if row.inside is False]
 
     def share(self, kind: str) -> float:
         """Returns the fraction of the rows of a kind that are inside its range.
@@ -122,12 +122,12 @@ class Verification(Rows[Measurement]):
             ValueError: the kind is unknown.
         """
         check_name("kind", kind, RANGES)
-        inside = [row.inside for row in self.rows if row.kind == kind and row.inside is not None]
+        inside = [row.inside for row in self if row.kind == kind and row.inside is not None]
         return sum(inside) / len(inside) if inside else math.nan
 
     def __str__(self) -> str:
         cells = [("module", "call", "tensor", "kind", "rms", "")]
-        for row in self.rows:
+        for row in self:
             call = f"{row.call} {row.number}" if row.number else row.call
             mark = "outside" if row.inside is False else ""
             path = row.path or "(model)"
@@ -138,7 +138,7 @@ class Verification(Rows[Measurement]):
 
     def _summary(self) -> Iterator[str]:
         for kind, (low, high) in RANGES.items():
-            rows = [row.inside for row in self.rows if row.kind == kind]
+            rows = [row.inside for row in self if row.kind == kind]
             if rows:
                 zeros, inside = rows.count(None), rows.count(True)
                 also = f", {zeros} of zeros" if zeros else ""

@@ -186,7 +186,7 @@ def test_the_router_is_found_and_stays(name: str) -> None:
     assert router in found
     assert "model.layers.1.mlp.experts" not in found
     fp8.convert(model, fp8.Policy("tensor", keep=("router",)))
-    rows = {row.path: row for row in fp8.report(model).rows}
+    rows = {row.path: row for row in fp8.report(model)}
     assert rows[router].left_alone
     assert rows["model.layers.1.mlp.experts"].done == "converted"
 
