@@ -82,23 +82,6 @@ def as_container(output: Any) -> Any:
     return dict(vars(output))
 
 
-def unfolded(value: Any, visited: set[int] | None = None) -> Any:
-    """A value as dicts, lists and tensors, also of objects within objects (a distribution, a
-    cache). Modules, and repeated containers, are None."""
-    if isinstance(value, Tensor):
-        return value
-    if value is None or isinstance(value, str | int | float):
-        return None
-    visited = set() if visited is None else visited
-    items = None if isinstance(value, (nn.Module, type)) else as_container(value)
-    if not isinstance(items, (dict, list, tuple)) or id(value) in visited:
-        return None
-    visited.add(id(value))
-    if isinstance(items, dict):
-        return {name: unfolded(item, visited) for name, item in items.items()}
-    return [unfolded(item, visited) for item in items]
-
-
 def tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in a batch or a model's output: also in lists, tuples, dicts, a dataclass."""
     value = as_container(value)
@@ -111,8 +94,17 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def tensors_within(value: Any, visited: set[int] | None = None) -> Iterator[Tensor]:
-    """The `tensors` of a value as `unfolded`."""
-    return tensors(unfolded(value, visited))
+    """The `tensors` of a value, also of objects within objects (a distribution, a cache); none of
+    modules. visited: ids of containers, each of which is read once."""
+    if isinstance(value, Tensor):
+        yield value
+    if value is None or isinstance(value, (Tensor, str, int, float, nn.Module, type)):
+        return
+    items, visited = as_container(value), set() if visited is None else visited
+    if isinstance(items, dict | list | tuple) and id(value) not in visited:
+        visited.add(id(value))
+        for item in items.values() if isinstance(items, dict) else items:
+            yield from tensors_within(item, visited)
 
 
 def find_loss(output: Any) -> Tensor | None:

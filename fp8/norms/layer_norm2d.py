@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.types import Device
 
-from ..common.compiler import FIRST_LOOK, apply, same
+from ..common.compiler import FIRST_LOOK, apply, in_memory, same
 
 BLOCK = 16
 """The number of channels that compiled code sums at once, each contiguous in memory."""
@@ -162,13 +162,12 @@ class _LayerNorm2d(Function):
         return *(None if t is None else g.to(t.dtype) for g, t in like), None
 
 
-def _wide(x: Tensor, value: Any) -> Any:
-    """``value`` in the dtype in which a norm of ``x`` is computed; None stays None."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return None if value is None else value.to(dtype)
+def _wide(x: Tensor, value: Tensor) -> Tensor:
+    """``value`` in the dtype in which a norm of ``x`` is computed."""
+    return value.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
-def _across(x: Tensor, value: Tensor) -> Any:
+def _across(x: Tensor, value: Tensor) -> Tensor:
     """``value`` (channels,), in the dtype of computation, shaped to broadcast to ``x``."""
     return _wide(x, value).view(-1, *[1] * (x.ndim - 2))
 
@@ -192,23 +191,17 @@ def _statistics_by_blocks(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor
     then combined over blocks (Chan, Golub and LeVeque 1983)."""
     blocks = torch.unflatten(x, 1, (BLOCK, -1)).unbind(1)
     share, of_all = 1.0 / BLOCK, BLOCK / x.shape[1]
-    m = _materialized(sum(blocks[1:], blocks[0]) * share)
+    m = in_memory(sum(blocks[1:], blocks[0]) * share)
     centred = [block - m for block in blocks]
     squares = [c.square() for c in centred]
-    r = _materialized(sum(centred[1:], centred[0]) * share)
-    square = _materialized(sum(squares[1:], squares[0]) * share)
+    r = in_memory(sum(centred[1:], centred[0]) * share)
+    square = in_memory(sum(squares[1:], squares[0]) * share)
     mean = m.sum(1, keepdim=True) * of_all
     off = m - mean
     correction = (off + r).sum(1, keepdim=True) * of_all
     around = (square + off * (off + 2 * r)).sum(1, keepdim=True) * of_all
     var = (around - correction.square()).clamp_min(0.0)
     return mean, correction, torch.rsqrt(var + eps)
-
-
-def _materialized(value: Tensor) -> Tensor:
-    """Forces ``value`` to be materialized: inductor writes the base of a strided view to memory
-    instead of recomputing it."""
-    return value.as_strided(value.shape, value.stride())
 
 
 def _normalized(

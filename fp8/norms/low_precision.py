@@ -19,6 +19,7 @@ from ..casts.rotation import without_autocast
 from ..common.compiler import FIRST_LOOK, called
 from ..common.mixin import Mixin, add_mixin, bare_class, check_module, remove_mixin
 from ..common.report import CHANGES, LEFT_ALONE, Change, Row
+from ..common.validation import check_name
 from ..formats.format import dtype_name
 from ..warnings import ConvertWarning, warn_once
 from .layer_norm2d import LayerNorm2d, layer_norm2d
@@ -169,13 +170,17 @@ def apply_low_precision_layernorm(
     check_module("apply_low_precision_layernorm", model)
     if not (where is None or callable(where)):
         raise TypeError(f"where is a {type(where).__name__}; give (name, norm) -> bool or None")
-    dtype = _dtype(precision)
-    if precision is not None and dtype is None:
+    name = getattr(precision, "value", precision)
+    name = name.lower() if isinstance(name, str) else name
+    if name is not None:
+        check_name("precision", name, PRECISIONS)
+    dtype = PRECISIONS.get(name)
+    if name is not None and dtype is None:
         why = f"precision {precision!r}: only amp_fp16 and amp_bf16 have an effect on norms"
         warn_once(ConvertWarning, why, model, "norms")
         return model
     chosen = where or (lambda _, module: isinstance(module, nn.LayerNorm))
-    norms = [m for name, m in _norms(model) if _kind(m) in NORMS and chosen(name, m)]
+    norms = [m for name, m in _norms(model) if _is_supported(m) and chosen(name, m)]
     for module in norms:
         add_mixin(module, _LowPrecision, inside=True)
         module.norm_dtype = dtype  # type: ignore[assignment]
@@ -203,21 +208,10 @@ def rows_of_norms(model: nn.Module) -> list[Row]:
     rows = []
     for name, module in _norms(model):
         low = isinstance(module, _LowPrecision)
-        why = _how(module) if low else "not chosen" if _kind(module) in NORMS else other
+        why = _how(module) if low else "not chosen" if _is_supported(module) else other
         done = "low precision" if low else LEFT_ALONE
         rows.append(Row(name, bare_class(module).__name__, done, why))
     return [] if all(row.left_alone for row in rows) else rows
-
-
-def _dtype(precision: Any) -> torch.dtype | None:
-    """The dtype of a precision, given as a name or as an enum of names; None for None."""
-    if precision is None:
-        return None
-    name = getattr(precision, "value", precision)
-    if not isinstance(name, str) or name.lower() not in PRECISIONS:
-        allowed = ", ".join(PRECISIONS)
-        raise ValueError(f"unknown precision {precision!r}; choose one of {allowed}, or None")
-    return PRECISIONS[name.lower()]
 
 
 def _how(module: Any) -> str:
@@ -225,10 +219,10 @@ def _how(module: Any) -> str:
     return "the dtype of autocast" if dtype is None else dtype_name(dtype)
 
 
-def _kind(module: Any) -> Any:
-    """The type in `NORMS` whose forward ``module`` has; None if there is none."""
+def _is_supported(module: nn.Module) -> bool:
+    """Whether ``module`` has the forward of a type in `NORMS`."""
     forward = bare_class(module).forward
-    return next((kind for kind in NORMS if kind.forward is forward), None)
+    return any(kind.forward is forward for kind in NORMS)
 
 
 def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -114,7 +114,13 @@ class LowPrecision(Optimizer):
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         for parameter in parameters_of(self):
-            _align_gradient(type(self).__name__, parameter)
+            grad = parameter.grad
+            if grad is not None and grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"{type(self).__name__} needs dense gradients, got {grad.layout}"
+                )
+            if is_dtensor(grad) and grad.placements != parameter.placements:
+                parameter.grad = grad.detach().redistribute(placements=parameter.placements)
         self._refresh_masters()
         if not self._step_all():
             for group in self.param_groups:
@@ -281,15 +287,6 @@ def _refuse(**options: bool | None) -> None:
                 f"{name}={value!r} is not supported in low precision: leave it out, or pass False; "
                 "torch.optim has it"
             )
-
-
-def _align_gradient(optimizer: str, parameter: Any) -> None:
-    """Lays out the gradient of a DTensor like it. Raises RuntimeError for a sparse one."""
-    grad = parameter.grad
-    if grad is not None and grad.layout != torch.strided:
-        raise RuntimeError(f"{optimizer} needs dense gradients, got {grad.layout}")
-    if is_dtensor(grad) and grad.placements != parameter.placements:
-        parameter.grad = grad.detach().redistribute(placements=parameter.placements)
 
 
 def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -152,14 +152,13 @@ def read(state: State, name: str) -> Encoded:
 
 
 def portable(parameter: Tensor, state: State) -> State:
-    """``state`` with what has a scale, which belongs to one shard, decoded to float32. Moments and
-    masters are DTensors if the parameter is."""
+    """The state of a DTensor as DTensors: what has a scale, which belongs to one shard, is decoded
+    to float32."""
     decoded = {key: value for key, value in state.items() if key not in PURPOSES}
     for name in filter(partial(has, state), (FIRST, SECOND, MASTER)):
         shape = part_of(parameter).shape
         value = state[name] if name in state else decode(read(state, name)).view(shape)
-        divided = is_dtensor(parameter) and not is_dtensor(value)
-        decoded[name] = as_shard(parameter, value) if divided else value
+        decoded[name] = value if is_dtensor(value) else as_shard(parameter, value)
     return decoded
 
 
@@ -175,26 +174,25 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
     if unknown := sorted(saved.keys() - PURPOSES.keys() - {"step"}):
         advice = "; amsgrad is not supported" if "max_exp_avg_sq" in unknown else ""
         raise ValueError(f"{', '.join(unknown)} is not part of the state of Adam{advice}")
-    state: State = {"step": _step_of(saved)}
-    for name, encoding in encodings.items():
-        if name != MASTER or has(saved, name):
-            _convert(state, name, parameter, encoding, saved)
+    state: State = {}
+    try:
+        step = torch.as_tensor(saved["step"], dtype=torch.float32).cpu().clone()
+        _check_numbers("step", step, 0.0)
+        state["step"] = step.reshape(())
+        for name, encoding in encodings.items():
+            if name != MASTER or has(saved, name):
+                _convert(state, name, parameter, encoding, saved)
+    except KeyError as error:
+        missing = error.args[0].removesuffix(PARTS[0])
+        raise ValueError(
+            f"the state of a parameter has no {missing}: it is that of another optimizer"
+        ) from None
     if has(saved, MASTER) and MASTER not in encodings:
         with torch.no_grad():
             here = part_of(parameter)
             store(here, decode(read(saved, MASTER)).view(here.shape))
     prepare(state, parameter, group)
     return state
-
-
-def _step_of(saved: State) -> Tensor:
-    """The step count of a saved state: float32, 0-dim. Raises ValueError if missing or invalid."""
-    if "step" not in saved:
-        raise ValueError("the state of a parameter has no step: it is not that of Adam")
-    step = torch.as_tensor(saved["step"], dtype=torch.float32).cpu().clone()
-    if step.numel() != 1 or not float(step) >= 0 or float(step) % 1 != 0:
-        raise ValueError(f"step must be a whole number from 0 on, got {step.tolist()}")
-    return step.reshape(())
 
 
 def _check_numbers(name: str, numbers: Tensor, low: float = -math.inf) -> None:
@@ -214,13 +212,7 @@ def has(saved: State, name: str) -> bool:
 
 def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, saved: State) -> None:
     """Converts one tensor of ``saved``: a copy if the encoding is the same, else encoded again."""
-    try:
-        source = read(saved, name)
-    except KeyError as error:
-        missing = error.args[0].removesuffix(PARTS[0])
-        raise ValueError(
-            f"the state of a parameter has no {missing}: it is that of another optimizer"
-        ) from None
+    source = read(saved, name)
     here = part_of(parameter)
     shape = part_of(saved[name] if name in saved else saved[name + PARTS[0]]).shape
     if shape != here.shape:

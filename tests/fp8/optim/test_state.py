@@ -163,8 +163,8 @@ def filled(name, value):
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        (filled("step", -3.0), "step must be a whole number from 0 on, got -3.0"),
-        (filled("step", math.nan), "step must be a whole number from 0 on, got nan"),
+        (filled("step", -3.0), "step must be finite and not negative, got -3.0"),
+        (filled("step", math.nan), "step must be finite and not negative, got nan"),
         (filled("exp_avg_values", math.nan), "exp_avg must be finite, got nan in 6144 of 6144"),
         (filled("exp_avg_sq_values", math.nan), "exp_avg_sq must be finite and not .*, got nan"),
         (filled("exp_avg_sq_values", -1.0), "exp_avg_sq must be finite and not negative, got -"),
@@ -172,7 +172,7 @@ def filled(name, value):
         (without("exp_avg_scale"), "has no exp_avg_scale"),
         (without("exp_avg_amax"), "has no exp_avg_amax"),
         (without("exp_avg_sq_values"), "has no exp_avg_sq: "),
-        (without("step"), "has no step: it is not that of Adam"),
+        (without("step"), "has no step: it is that of another optimizer"),
         (
             damaged(lambda state, one: state["param_groups"][0].pop("betas")),
             "a group of the state has no betas",
