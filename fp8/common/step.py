@@ -56,21 +56,21 @@ def copied(batch: Batch) -> Batch:
     """The copy of `detached`, for a model that changes its input; the batch itself if it has no
     copy."""
     with suppress(RuntimeError, TypeError, NotImplementedError):
-        return detached(batch)[0]
+        return detached(batch)
     return batch
 
 
-def detached(value: Any, records: bool = True) -> tuple[Any, dict[int, Tensor]]:
-    """A copy of a batch with no storage or graph in common, and the copies of tensors by id.
-    records: whether copies require gradients as the originals do."""
+def detached(value: Any) -> Any:
+    """A copy of a batch with no storage or graph in common, whose tensors require gradients as the
+    originals do."""
     copies: dict[int, Tensor] = {}
     for tensor in tensors_within(value):
         made = tensor.detach().clone()
-        if records and tensor.requires_grad:
+        if tensor.requires_grad:
             made.requires_grad_()
             made = made if tensor.is_leaf else made.clone()  # which may be written in place
         copies[id(tensor)] = made
-    return copy.deepcopy(value, dict(copies)), copies
+    return copy.deepcopy(value, copies)
 
 
 def as_container(output: Any) -> Any:
@@ -293,10 +293,7 @@ def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
 
 
 def _storage(tensor: Tensor) -> int | None:
-    """The address of the values of a tensor; None where there is none."""
-    if tensor.layout is not torch.strided:
-        return None
-    try:
+    """The address of the values of a tensor; None where there is none (sparse, wrapped)."""
+    with suppress(RuntimeError):
         return tensor.untyped_storage().data_ptr() or None
-    except (RuntimeError, NotImplementedError):
-        return None
+    return None

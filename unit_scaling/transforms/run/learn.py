@@ -134,7 +134,7 @@ def _unchanged(copy: nn.Module) -> Iterator[restored]:
 
 
 def _record(transform: Any, module: nn.Module, path: str, given: Given, hooked: bool) -> Recorder:
-    copy, (args, kwargs) = _copy(module, hooked), detached(given)[0]
+    copy, (args, kwargs) = _copy(module, hooked), detached(given)
     names = {id(p): name for name, p in copy.named_parameters(prefix=path)}
     inputs = {id(t) for _, t in tensors_in((args, kwargs))}
     running = transform.path.items
@@ -163,7 +163,7 @@ def _measure(
     loops: frozenset[Place | None],
     hooked: bool,
 ) -> Corrections:
-    copy, (args, kwargs) = _copy(module, hooked), detached(given)[0]
+    copy, (args, kwargs) = _copy(module, hooked), detached(given)
     mode = Measuring(transform, (copy, path, (args, kwargs)), steps, loops)
     with _unchanged(copy):
         _run(transform, mode, copy, path, args, kwargs)
