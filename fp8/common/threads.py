@@ -86,7 +86,7 @@ def frames() -> Iterator[FrameType]:
 _CHECKPOINT = CheckpointFunction.forward.__code__.co_filename
 
 
-def _running(file: str = _CHECKPOINT) -> list[str]:
+def _running(file: str | None = _CHECKPOINT) -> list[str]:
     """The names of the running functions of a file; none if torch.compile traces the call."""
     if torch.compiler.is_dynamo_compiling():
         return []

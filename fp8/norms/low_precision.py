@@ -29,7 +29,7 @@ M = TypeVar("M", bound=nn.Module)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, LayerNorm2d)
 """The supported norms, including subclasses that keep their forward."""
 
-_ARGUMENTS = {
+_ARGUMENTS: dict[Callable[..., Tensor], list[str]] = {
     F.layer_norm: "input normalized_shape weight bias eps".split(),
     **dict.fromkeys(
         (F.rms_norm, torch.rms_norm),  # torch.compile passes the second for both
@@ -170,7 +170,7 @@ def apply_low_precision_layernorm(
     check_module("apply_low_precision_layernorm", model)
     if not (where is None or callable(where)):
         raise TypeError(f"where is a {type(where).__name__}; give (name, norm) -> bool or None")
-    name = getattr(precision, "value", precision)
+    name: Any = getattr(precision, "value", precision)
     name = name.lower() if isinstance(name, str) else name
     if name is not None:
         check_name("precision", name, PRECISIONS)
