@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .threads import GRAPH_FUNCTIONS, Stack, refuse_split_graphs
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -30,7 +27,7 @@ FIRST_LOOK = Stack()
 class FirstLook(TorchFunctionMode):
     """A torch-function mode that sees each call before any autocast while it is entered."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Any:
         if torch.compiler.is_dynamo_compiling():
             reveal()
         FIRST_LOOK.items.append(self)

@@ -44,7 +44,7 @@ class Setting(ContextDecorator):
         self._lock = threading.Lock()
         self._holders = 0
         self._held_here = Stack()
-        self._changed: AbstractContextManager[Any] | None = None
+        self._changed: AbstractContextManager[Any] = nullcontext()
 
     @property
     def is_held(self) -> bool:
@@ -53,7 +53,7 @@ class Setting(ContextDecorator):
 
     def hold(self) -> None:
         with self._lock:
-            if self._changed is None:
+            if not self._holders:
                 self._changed = self._change()
             self._holders += 1
         self._held_here.items.append(None)
@@ -62,9 +62,8 @@ class Setting(ContextDecorator):
         self._held_here.items.pop()
         with self._lock:
             self._holders -= 1
-            if self._holders == 0 and self._changed is not None:
+            if not self._holders:
                 self._changed.__exit__(None, None, None)
-                self._changed = None
 
     __enter__, __exit__ = hold, release
 
