@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from inspect import signature
 from operator import index
 from typing import Any
 
@@ -20,89 +19,47 @@ from ..common.constant import constant
 from ..rules.quadrature import largest_square
 from ..rules.table import Scales, tie
 from .convolution import each
-from .generated import CONSTRAINT, REQUIRED, described, unary, with_first
+from .generated import CONSTRAINT, REQUIRED, described, unary
 
 Sizes = int | Sequence[int]
-Wanted = int | Sequence[int | None] | None
-Constraint = str | None
+
+_MEAN = "The mean of n elements has RMS 1/sqrt(n); the gradient of a window has norm 1/sqrt(n)."
+_MAX = "1/RMS of the largest of n standard normal values, which receives the window's gradient."
+_ADAPTIVE = "n is the input size over the output size."
 
 
-def _outputs_per_input(
+def _sliding(
     dims: int,
+    counts_padding: bool,
     input: Tensor,
     kernel_size: Sizes,
-    stride: Sizes | None,
+    stride: Sizes | None = None,
     padding: Sizes = 0,
     dilation: Sizes = 1,
     ceil_mode: bool = False,
-) -> float:
+) -> tuple[int, float]:
+    """(elements of a window, outputs per input). With ``ceil_mode`` a kernel may exceed its
+    input."""
     kernel = each(kernel_size, dims)
     steps = each(stride, dims) if stride else kernel  # None and () are the kernel
     settings = (input.shape[-dims:], kernel, steps, each(padding, dims), each(dilation, dims))
-    ratio = 1.0
+    window, ratio = 1, 1.0
     for size, k, step, pad, d in zip(*settings, strict=True):
         room = size + 2 * pad - d * (k - 1) - 1
         step = step or 1  # torch rejects 0
         count = (room + step - 1 if ceil_mode else room) // step + 1
         if ceil_mode and (count - 1) * step >= size + pad:
             count -= 1  # torch drops windows in the right padding
+        window *= min(k, size + 2 * pad if counts_padding else size)
         ratio *= max(1, count) / max(1, size)
-    return ratio
+    return window, ratio
 
 
-def _window(dims: int, input: Tensor, kernel_size: Sizes, padding: Sizes = 0) -> int:
-    """The number of elements in a window; with ``ceil_mode`` a kernel may exceed its input."""
-    sizes = zip(input.shape[-dims:], each(kernel_size, dims), each(padding, dims), strict=True)
-    return math.prod([min(kernel, size + 2 * pad) for size, kernel, pad in sizes])
-
-
-def _averaged(window: float, ratio: float, divisor: float, constraint: Constraint) -> Scales:
-    """A sum of ``window`` elements divided by ``divisor``, with ``ratio`` outputs per input."""
-    output = divisor / window**0.5
-    return tie(constraint, output=output, input=output / ratio**0.5)
-
-
-def _largest(window: int, ratio: float, constraint: Constraint) -> Scales:
-    """The largest of ``window`` elements, which receives the whole gradient."""
-    output = constant(largest_square, index(window)) ** -0.5  # may be symbolic
-    return tie(constraint, output=output, input=ratio**-0.5)
-
-
-def avg_pool_scales(
-    dims: int,
-    input: Tensor,
-    kernel_size: Sizes,
-    stride: Sizes | None = None,
-    padding: Sizes = 0,
-    ceil_mode: bool = False,
-    divisor_override: int | None = None,
-    constraint: Constraint = "to_output_scale",
-) -> Scales:
-    """The mean of n elements has RMS 1/sqrt(n); the gradient of a window has norm 1/sqrt(n)."""
-    window = _window(dims, input, kernel_size, padding)
-    ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, 1, ceil_mode)
-    return _averaged(window, ratio, divisor_override or window, constraint)
-
-
-def max_pool_scales(
-    dims: int,
-    input: Tensor,
-    kernel_size: Sizes,
-    stride: Sizes | None = None,
-    padding: Sizes = 0,
-    dilation: Sizes = 1,
-    ceil_mode: bool = False,
-    constraint: Constraint = "to_output_scale",
-) -> Scales:
-    """1/RMS of the largest of n standard normal values, which receives the window's whole
-    gradient."""
-    ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, dilation, ceil_mode)
-    return _largest(_window(dims, input, kernel_size), ratio, constraint)
-
-
-def _adaptive_window(dims: int, input: Tensor, output_size: Any) -> tuple[float, float]:
-    """(inputs per output, outputs per input)."""
-    sizes = [output_size] * dims if output_size is None else each(output_size, dims)
+def _adaptive(
+    dims: int, input: Tensor, output_size: int | Sequence[int | None] | None
+) -> tuple[float, float]:
+    """(elements of a window, outputs per input)."""
+    sizes: Any = [output_size] * dims if output_size is None else each(output_size, dims)  # type: ignore[arg-type]
     window, ratio = 1.0, 1.0
     for size, wanted in zip(input.shape[-dims:], sizes, strict=True):
         share = 1.0 if wanted is None else max(1, size) / max(1, wanted)
@@ -111,35 +68,19 @@ def _adaptive_window(dims: int, input: Tensor, output_size: Any) -> tuple[float,
     return window, ratio
 
 
-def adaptive_avg_pool_scales(
-    dims: int, input: Tensor, output_size: Wanted, constraint: Constraint = "to_output_scale"
-) -> Scales:
-    """As `avg_pool_scales`, with windows of input size over output size."""
-    window, ratio = _adaptive_window(dims, input, output_size)
-    return _averaged(window, ratio, window, constraint)
-
-
-def adaptive_max_pool_scales(
-    dims: int, input: Tensor, output_size: Wanted, constraint: Constraint = "to_output_scale"
-) -> Scales:
-    """As `max_pool_scales`, with windows of input size over output size."""
-    window, ratio = _adaptive_window(dims, input, output_size)
-    return _largest(math.ceil(window), ratio, constraint)
-
-
 _WINDOW = {"kernel_size": REQUIRED, "stride": None, "padding": 0}
 _AVERAGE = {**_WINDOW, "ceil_mode": False, "count_include_pad": True}
 _LARGEST = {**_WINDOW, "dilation": 1, "ceil_mode": False, "return_indices": False}
 _SIZE = {"output_size": REQUIRED}
 
-#: torch's name, with or without the number of dimensions -> the rule; torch's arguments after the
-#: first, those of the rule's first.
-_KINDS: dict[str, tuple[Callable[..., Scales], dict[str, Any]]] = {
-    "avg_pool": (avg_pool_scales, {**_AVERAGE, "divisor_override": None}),
-    "avg_pool1d": (avg_pool_scales, _AVERAGE),
-    "max_pool": (max_pool_scales, _LARGEST),
-    "adaptive_avg_pool": (adaptive_avg_pool_scales, _SIZE),
-    "adaptive_max_pool": (adaptive_max_pool_scales, {**_SIZE, "return_indices": False}),
+#: torch's name, with or without the number of dimensions -> torch's arguments after the first, and
+#: the documentation of the rule.
+_KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "avg_pool1d": (_AVERAGE, _MEAN),
+    "avg_pool": ({**_AVERAGE, "divisor_override": None}, _MEAN),
+    "max_pool": (_LARGEST, _MAX),
+    "adaptive_avg_pool": (_SIZE, f"{_MEAN} {_ADAPTIVE}"),
+    "adaptive_max_pool": ({**_SIZE, "return_indices": False}, f"{_MAX} {_ADAPTIVE}"),
 }
 
 _DOCUMENTATION = """Computes ``s * {name}(input)``, with torch's arguments; indices are torch's.
@@ -150,12 +91,33 @@ Args:
 
 
 def _pool(kind: str, dims: int) -> Callable[..., Any]:
-    name = f"{kind}{dims}d"
-    rule_of, settings = _KINDS.get(name) or _KINDS[kind]
+    """Adds the row of a pool."""
+    name, averages, adapts = f"{kind}{dims}d", "avg" in kind, "adaptive" in kind
+
+    def rule(
+        input: Tensor,
+        *,
+        divisor_override: int | None = None,
+        constraint: str | None = "to_output_scale",
+        **sizes: Any,
+    ) -> Scales:
+        window: Any
+        if adapts:
+            window, ratio = _adaptive(dims, input, **sizes)
+        else:
+            window, ratio = _sliding(dims, averages, input, **sizes)
+        if averages:
+            output = (divisor_override or window) / window**0.5
+            return tie(constraint, output=output, input=output / ratio**0.5)
+        count = math.ceil(window) if adapts else index(window)  # may be symbolic
+        output = constant(largest_square, count) ** -0.5
+        return tie(constraint, output=output, input=ratio**-0.5)
+
+    settings, documentation = _KINDS.get(name) or _KINDS[kind]
     settings = {**settings, **CONSTRAINT}
-    read = {key: settings[key] for key in settings if key in signature(rule_of).parameters}
-    rule = with_first(rule_of, dims, f"{name}_scales", rule_of.__doc__ or "")
-    described(rule, rule.__name__, rule.__doc__, {"input": REQUIRED, **read}, rule_of)
+    read = {k: v for k, v in settings.items() if k not in ("count_include_pad", "return_indices")}
+    types = (_adaptive if adapts else _sliding, rule)
+    described(rule, f"{name}_scales", documentation, {"input": REQUIRED, **read}, *types)
     about = _DOCUMENTATION.format(name=name, dims=dims)
     return unary(getattr(F, name), rule, about, settings, name=name)
 
