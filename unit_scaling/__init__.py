@@ -1,9 +1,5 @@
 """Unit scaling: scale factors for each operation such that every tensor has RMS about 1."""
 
-from typing import TYPE_CHECKING
-
-from torch import nn
-
 from . import (
     analysis,
     constraints,
@@ -17,7 +13,6 @@ from . import (
     transforms,
     utils,
 )
-from .common.missing import refusing
 from .core.functional import completep_residual_scaling_rule, transformer_residual_scaling_rule
 from .layers.attention import *
 from .layers.containers import *
@@ -34,9 +29,6 @@ from .rules.elementwise import unit_scaled
 from .transforms import fold, report, verify
 from .transforms.unit_scale import plan
 from .version import __version__
-
-if not TYPE_CHECKING:
-    __getattr__ = refusing("unit_scaling", nn)
 
 __all__ = [
     "MupType",

@@ -6,11 +6,6 @@ every argument have RMS about 1. Each function is a row of `unit_scaling.rules.t
 op's u-muP hyperparameter, which controls its non-linearity.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-
-from torch.nn import functional as _F
-
-from .common.missing import refusing as _refusing
 from .ops.activations import *
 from .ops.arithmetic import *
 from .ops.attention import *
@@ -32,9 +27,6 @@ swiglu = silu_glu
 _OTHERS = "baddbmm bmm mm mv residual_add residual_apply residual_split swiglu"
 
 __all__ = sorted([*OPS, *_OTHERS.split()])
-
-if not _TYPE_CHECKING:
-    __getattr__ = _refusing("unit_scaling.functional", _F)
 
 # The files of ops import other names, and torch.fx wraps all that it finds in a module.
 for _name in {name for name in globals() if not name.startswith("_")}.difference(__all__):

@@ -43,6 +43,14 @@ class _DepthContainer(nn.Module):
         _multiply_depth(self, self._factor, factor)
         self._factor = factor
 
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return super().__getitem__(index)  # type: ignore[misc]
+        entries = list(self._modules.items())[index]
+        if isinstance(self, nn.Sequential):
+            return nn.Sequential(OrderedDict(entries))
+        return nn.ModuleList(module for _, module in entries)
+
     def __iadd__(self, modules: Iterable[nn.Module]) -> Any:
         return self.extend(modules)  # type: ignore[operator]
 
@@ -77,20 +85,9 @@ class DepthSequential(_DepthContainer, nn.Sequential):
     2
     """
 
-    def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, slice):
-            return super().__getitem__(index)
-        entries = list(self.named_children())[index]
-        return nn.Sequential(OrderedDict(entries))
-
 
 class DepthModuleList(_DepthContainer, nn.ModuleList):
     """`torch.nn.ModuleList` of residual layers: sets depths as `DepthSequential` does."""
 
     def __init__(self, modules: Iterable[nn.Module] | None = None) -> None:
         super().__init__(modules)
-
-    def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, slice):
-            return super().__getitem__(index)
-        return nn.ModuleList(list(self)[index])

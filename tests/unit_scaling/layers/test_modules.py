@@ -25,14 +25,6 @@ def test_exports():
     assert all(hasattr(space, name) for space in (uu, uu.modules) for name in space.__all__)
 
 
-@pytest.mark.parametrize(("space", "name"), [(uu, "CTCLoss"), (uu.functional, "ctc_loss")])
-def test_a_name_that_torch_alone_has_says_what_to_do(space, name: str):
-    with pytest.raises(AttributeError, match=f"has no attribute '{name}': use torch's, in a model"):
-        getattr(space, name)
-    with pytest.raises(AttributeError, match=r"has no attribute 'missing'$"):
-        space.missing  # noqa: B018
-
-
 def test_state_dict_is_plain_and_loads_weights_only():
     layer, file = uu.Linear(3, 2, bias=True), io.BytesIO()
     assert not any(hasattr(v, "mup_type") for v in layer.state_dict().values())
@@ -184,7 +176,9 @@ def test_depths_follow_the_size(make, how: str):
 
 def test_depth_of_named_and_shared_layers():
     shared = uu.Linear(2, 2)
-    assert depths(uu.DepthSequential(shared, shared)) == {2}
+    twice = uu.DepthSequential(shared, shared)
+    assert depths(twice) == {2}
+    assert len(twice[:2]) == 2  # a layer that stands twice is no duplicate
     named = uu.DepthSequential(OrderedDict(a=uu.Linear(2, 2), b=uu.Linear(2, 2)))
     assert depths(named) == {2}
     assert list(dict(named[1:].named_children())) == ["b"]
