@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fp8.products.attention import check_masks, merge_masks, projections
@@ -15,35 +14,13 @@ from ..parameter import TaggedModule
 from .linear import Linear
 from .scaled import MULT, Scaled
 
-__all__ = ["MHSA", "KeyValueCache", "MultiheadAttention"]
+__all__ = ["MHSA", "MultiheadAttention"]
 
 CONTEXT_LENGTH = MULT.replace(name="context_length", default=None, annotation=int | None)
 
 
-class KeyValueCache:
-    """The keys and values of the tokens that an attention layer has seen. len() counts them."""
-
-    def __init__(self) -> None:
-        self._seen: tuple[Tensor, Tensor] | None = None
-
-    def __len__(self) -> int:
-        return 0 if self._seen is None else self._seen[0].shape[-2]
-
-    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys and values, and returns all of them, (..., length, width)."""
-        if self._seen is not None:
-            key, value = (
-                torch.cat(pair, dim=-2) for pair in zip(self._seen, (key, value), strict=True)
-            )
-        self._seen = key, value
-        return key, value
-
-
 class MHSA(nn.Module):
     """Multi-head self-attention. Input and output are (..., length, hidden_size).
-
-    ``forward`` takes an optional `KeyValueCache` of the preceding tokens, which it extends, if
-    there is a ``context_length``: the scale would depend on the number of tokens.
 
     Args:
         heads: the number of heads, a divisor of ``hidden_size``.
@@ -55,7 +32,7 @@ class MHSA(nn.Module):
         context_length: see `unit_scaling.functional.scaled_dot_product_attention`.
 
     Raises:
-        ValueError: ``heads`` or ``kv_heads`` is no divisor, or a cache has no ``context_length``.
+        ValueError: ``heads`` or ``kv_heads`` is no divisor.
     """
 
     def __init__(
@@ -85,33 +62,20 @@ class MHSA(nn.Module):
         self.linear_qkv = Linear(hidden_size, (heads + 2 * self.kv_heads) * width)
         self.linear_o = Linear(hidden_size, hidden_size)
 
-    def forward(self, input: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         # (..., length, heads * width), three kinds of heads -> (..., heads, length, width)
         groups = (self.heads, self.kv_heads, self.kv_heads)
         qkv = self.linear_qkv(input).unflatten(-1, (sum(groups), -1)).transpose(-3, -2)
         query, key, value = qkv.split(groups, dim=-3)
-        start = 0 if cache is None else len(cache)
         if self.rotary_base is not None:
-            positions = torch.arange(start, start + input.shape[-2], device=input.device)
-            query, key = (U.rotary(t, positions, self.rotary_base) for t in (query, key))
-        if cache is not None:
-            if self.context_length is None:
-                raise ValueError(
-                    "a cache needs a context_length: without, scales depend on its length"
-                )
-            key, value = cache.extend(key, value)
-        mask = None
-        if start and self.is_causal:
-            allowed = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
-            mask = allowed.tril(diagonal=start)
+            query, key = (U.rotary(t, base=self.rotary_base) for t in (query, key))
         attended = U.scaled_dot_product_attention(
             query,
             key,
             value,
-            mask,
-            self.dropout_p if self.training else 0.0,
-            self.is_causal,
-            self.mult,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            is_causal=self.is_causal,
+            mult=self.mult,
             enable_gqa=self.kv_heads != self.heads,
             context_length=self.context_length,
         )

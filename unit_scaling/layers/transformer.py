@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from .. import functional as U
 from ..core.functional import ResidualScalingFn, transformer_residual_scaling_rule
-from .attention import MHSA, KeyValueCache
+from .attention import MHSA
 from .containers import DepthSequential
 from .embedding import Embedding
 from .linear import Linear, LinearReadout
@@ -47,8 +46,8 @@ class MLP(nn.Module):
 class TransformerLayer(nn.Module):
     """Attention and MLP, each a residual branch that starts with an RMSNorm.
 
-    Input and output are (..., length, hidden_size). ``forward`` takes a cache as `MHSA` does. Other
-    arguments, also those of ``attention``, are as in `MHSA`.
+    Input and output are (..., length, hidden_size). Other arguments, also those of ``attention``,
+    are as in `MHSA`.
 
     Args:
         mhsa_tau: the weight of the attention branch; see `unit_scaling.functional.residual_split`.
@@ -76,9 +75,8 @@ class TransformerLayer(nn.Module):
         self.mlp_norm = RMSNorm(hidden_size)
         self.mlp = MLP(hidden_size)
 
-    def forward(self, input: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        attention = partial(self.mhsa, cache=cache)
-        input = self._residual(input, self.mhsa_norm, attention, self.mhsa_tau)
+    def forward(self, input: Tensor) -> Tensor:
+        input = self._residual(input, self.mhsa_norm, self.mhsa, self.mhsa_tau)
         return self._residual(input, self.mlp_norm, self.mlp, self.mlp_tau)
 
     def _residual(
@@ -115,13 +113,6 @@ class TransformerStack(DepthSequential):
             )
         )
 
-    def forward(self, input: Tensor, cache: Sequence[KeyValueCache] | None = None) -> Tensor:
-        if cache is None:
-            return super().forward(input)
-        for layer, seen in zip(self, cache, strict=True):
-            input = layer(input, seen)
-        return input
-
 
 class TransformerDecoder(nn.Sequential):
     """A language model: embedding, causal transformer layers, norm, readout.
@@ -129,8 +120,7 @@ class TransformerDecoder(nn.Sequential):
     Input is (..., length), token indices below vocab_size. Output is (..., length, vocab_size),
     logits.
 
-    With ``context_length``, the logits of a token depend neither on the number of tokens that
-    follow nor on whether earlier tokens are in the same call or in a cache.
+    With ``context_length``, the logits of a token do not depend on how many tokens follow.
 
     Args:
         residual_scaling: see `TransformerStack`.
@@ -138,9 +128,8 @@ class TransformerDecoder(nn.Sequential):
 
     >>> import torch, unit_scaling as uu
     >>> model = uu.TransformerDecoder(16, 11, layers=2, heads=2, context_length=64)
-    >>> tokens, cache = torch.arange(8)[None], model.new_cache()
-    >>> logits = torch.cat([model(tokens[:, i : i + 1], cache) for i in range(8)], dim=1)
-    >>> torch.testing.assert_close(logits, model(tokens))
+    >>> tokens = torch.arange(8)[None]
+    >>> torch.testing.assert_close(model(tokens[:, :5]), model(tokens)[:, :5])
     """
 
     embedding: Embedding
@@ -174,17 +163,6 @@ class TransformerDecoder(nn.Sequential):
             "projection": LinearReadout(hidden_size, vocab_size),
         }
         super().__init__(OrderedDict(parts))
-
-    def forward(self, input: Tensor, cache: Sequence[KeyValueCache] | None = None) -> Tensor:
-        if cache is None:
-            return super().forward(input)
-        hidden = self.layers(self.embedding(input), cache)
-        logits: Tensor = self.projection(self.final_norm(hidden))
-        return logits
-
-    def new_cache(self) -> list[KeyValueCache]:
-        """Returns an empty cache for each layer; ``model(tokens, cache)`` continues it."""
-        return [KeyValueCache() for _ in self.layers]
 
     def loss(self, input_ids: Tensor) -> Tensor:
         """Returns the mean cross entropy of predicting each token from the previous ones, in at
