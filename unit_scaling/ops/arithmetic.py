@@ -28,15 +28,13 @@ def shares(*operands: Tensor) -> list[float]:
     return [float(((t.numel() or 1) / size) ** 0.5) for t in operands]
 
 
-def _binary(
-    fn: Callable[..., Tensor], input: Any, other: Any, s: Scales, out: Tensor | None
-) -> Tensor:
-    """``fn(input, other)``, in ``out`` if given, with the factors of ``s``, which are 1 for
-    numbers; one pass if those of the operands are equal."""
+def _binary(fn: Callable[..., Tensor], input: Any, other: Any, s: Scales) -> Tensor:
+    """``fn(input, other)`` with the factors of ``s``, which are 1 for numbers; one pass if those of
+    the operands are equal."""
     if s["input"] == s["other"]:
-        return written_to(out, scale_output(fn(input, other), s["output"], s["input"]))
+        return scale_output(fn(input, other), s["output"], s["input"])
     terms = scale_each(input, 1.0, s["input"]), scale_each(other, 1.0, s["other"])
-    return written_to(out, scale_each(fn(*terms), s["output"], 1.0))
+    return scale_each(fn(*terms), s["output"], 1.0)
 
 
 # Sums and differences
@@ -84,7 +82,7 @@ def add(
         out: a tensor that the result is copied into and that is returned; may require gradients.
     """
     s = add_scales(input, other, constraint, alpha)
-    return _binary(partial(torch.add, alpha=alpha), input, other, s, out)
+    return written_to(out, _binary(partial(torch.add, alpha=alpha), input, other, s))
 
 
 @row(
@@ -96,10 +94,9 @@ def sub(
     other: Number,
     constraint: str | None = "to_output_scale",
     alpha: float = 1,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Computes ``s * (input - alpha * other)``; arguments are as in `add`."""
-    return add(input, other, constraint, -alpha, out)
+    return add(input, other, constraint, -alpha)
 
 
 # Products
@@ -121,17 +118,12 @@ def mul_scales(input: Number, other: Number, constraint: str | None = "to_output
 
 
 @row(mul_scales, replaces=[*spellings("mul", "multiply", operator="mul"), Tensor.__rmul__])
-def mul(
-    input: Number,
-    other: Number,
-    constraint: str | None = "to_output_scale",
-    out: Tensor | None = None,
-) -> Tensor:
+def mul(input: Number, other: Number, constraint: str | None = "to_output_scale") -> Tensor:
     """Computes ``input * other``, which has RMS 1; gradients of broadcast operands are scaled.
 
     Arguments are as in `add`.
     """
-    return _binary(torch.mul, input, other, mul_scales(input, other, constraint), out)
+    return _binary(torch.mul, input, other, mul_scales(input, other, constraint))
 
 
 def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output_scale") -> Scales:
@@ -148,7 +140,6 @@ def div(
     other: Number,
     constraint: str | None = "to_output_scale",
     rounding_mode: str | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Computes ``input / other``, for a divisor of magnitude about 1.
 
@@ -156,7 +147,7 @@ def div(
     as in `add`.
     """
     divide = partial(torch.div, rounding_mode=rounding_mode)
-    return _binary(divide, input, other, div_scales(input, other, constraint), out)
+    return _binary(divide, input, other, div_scales(input, other, constraint))
 
 
 # Concatenation
@@ -168,15 +159,15 @@ def cat_scales() -> Scales:
 
 
 @row(cat_scales, replaces=(torch.cat, torch.concat, torch.concatenate))
-def cat(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> Tensor:
-    """`torch.cat`, with its arguments; no factor is needed."""
-    return torch.cat(tensors, dim, out=out)  # type: ignore[arg-type]
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`torch.cat`; no factor is needed."""
+    return torch.cat(tensors, dim)  # type: ignore[arg-type]
 
 
 @row(cat_scales, replaces=(torch.stack,))
-def stack(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> Tensor:
-    """`torch.stack`, with its arguments; no factor is needed."""
-    return torch.stack(tensors, dim, out=out)  # type: ignore[arg-type]
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`torch.stack`; no factor is needed."""
+    return torch.stack(tensors, dim)  # type: ignore[arg-type]
 
 
 # Residual connections: a weighted sum whose branch gradient is scaled at the start of the branch

