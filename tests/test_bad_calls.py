@@ -53,13 +53,7 @@ CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
         lambda: AdamW(parameters(), stochastic_weights="yes"),
         "stochastic_weights must be True or False, got 'yes'",
     ),
-    (lambda: uu.optim.AdamW(parameters(), lr="a"), "lr must be a number, got 'a'"),
-    (lambda: uu.optim.SGD(parameters(), lr="a"), "lr must be a number, got 'a'"),
-    (lambda: uu.optim.AdamW(parameters(), weight_decay="a"), "weight_decay must be a number"),
-    (
-        lambda: uu.optim.scaled_parameters(5, "adam", lr=1.0),
-        "params must be parameters or groups of them, got 5",
-    ),
+    (lambda: uu.optim.scaled_parameters(parameters(), "adam", lr="a"), "lr must be a number"),
     (
         lambda: uu.optim.AdamW(nn.Sequential(uu.Linear(4, 4))),
         "params must be parameters or groups of them, got a Linear",
@@ -72,8 +66,7 @@ CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
     (lambda: unit_scale(model(), replace=[1]), r"replace: a dict .*\[1\]"),
     (lambda: unit_scale(model(), init=5), "unknown init 5; choose one of 'unit'"),
     (lambda: unit_scale(model(), plan={}), "plan: what unit_scaling.plan returns, got a dict"),
-    (lambda: U.layer_norm(X, "8"), "normalized_shape must be a sequence, each an int"),
-    (lambda: U.rms_norm(X, 8), "normalized_shape must be a seq.*, got int 8"),
+    (lambda: U.rms_norm(X, 8), "normalized_shape must be .*, got int 8"),
     (lambda: fp8.reduce_amax(5), "reduce_amax needs an nn.Module, got int"),
     (lambda: uu.batch_multiplier("a").__enter__(), "n must be a whole number from 1, got 'a'"),
     (lambda: uu.batch_multiplier(True).__enter__(), "n must be a whole number from 1, got True"),
@@ -95,10 +88,10 @@ CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
         lambda: simulate_format(model(), FPFormat(4, 3, srbits=4), "e5m2"),
         "fwd_format has srbits=4; casts of products draw all random bits: use srbits=0",
     ),
-    (lambda: U.linear(X, X, 5), "^U.linear: bias must be a Tensor or None, got int 5$"),
-    (lambda: U.cat([X, 5]), r"tensors must be a sequence, each a Tensor, got list \[tensor"),
-    (lambda: uu.Linear(8, 8)("a"), "^U.linear: input must be a Tensor, got str 'a'$"),
-    (lambda: U.residual_split(5), "^U.residual_split: input must be a Tensor"),
+    (lambda: U.linear(X, X, 5), r"^U.linear: bias must be torch.Tensor \| None, got int 5$"),
+    (lambda: U.cat(5), r"tensors must be .*Sequence.*, got int 5"),
+    (lambda: uu.Linear(8, 8)("a"), "^U.linear: input must be Tensor, got str 'a'$"),
+    (lambda: U.residual_split(5), "^U.residual_split: input must be Tensor"),
     (lambda: fp8.strict("a"), "enabled must be True or False, got 'a'"),
 )
 
@@ -119,7 +112,7 @@ def test_every_tensor_of_an_op_is_refused_by_name_if_it_is_none(name: str):
     tensors = [key for key in kwargs if hints.get(key) is torch.Tensor]
     assert tensors or name in ("add", "sub", "mul", "cat", "stack")  # numbers, lists of tensors
     for key in tensors:
-        error = f"^U.{name}: {key} must be a Tensor, got str 'a'$"
+        error = f"^U.{name}: {key} must be Tensor, got str 'a'$"
         with pytest.raises(TypeError, match=error) as caught:
             OPS[name].fn(**{**kwargs, key: "a"})
         assert caught.value.__suppress_context__  # torch's own is not shown

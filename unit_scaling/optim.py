@@ -132,7 +132,6 @@ def scaled_parameters(
         base: Any = group.get("lr", default)
         decay = group.get("weight_decay", weight_decay)
         check_number("lr", base)
-        check_number("weight_decay", decay)
         if independent_weight_decay:
             _warn_of_decay(float(decay))
         others = {k: v for k, v in group.items() if k not in _SET_KEYS}
@@ -221,8 +220,6 @@ def _multiplied(scale: LrScale, mult: LrMult, param: ParameterData) -> float:
 
 def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
     """Groups of parameters or (name, parameter) pairs."""
-    if not isinstance(params, Iterable):
-        raise TypeError(f"params must be parameters or groups of them, got {params!r}")
     entries: list[Any] = [params] if isinstance(params, (Tensor, dict)) else list(params)
     groups = entries if all(isinstance(e, dict) for e in entries) else [{"params": entries}]
     return [{**group, "params": _entries(group["params"])} for group in groups]
@@ -265,28 +262,34 @@ square of 1e-16 is still a normal number of float32."""
 class _UnitScaled(torch.optim.Optimizer):
     """Scales every group that is added, including those of the constructor.
 
-    scaled: `scaled_parameters` with the name of a rule and its settings. numbers: further arguments
-    of torch's optimizer, in order.
+    numbers: further arguments of torch's optimizer, in order.
     """
 
     def __init__(
         self,
-        scaled: partial[list[dict[str, Any]]],
+        rule: str,
         params: ParamsT,
         lr: float | Tensor | None,
         *numbers: Any,
+        independent_weight_decay: bool,
+        allow_non_unit_scaling_params: bool,
+        lr_mult: LrMult | None,
         **kwargs: Any,
     ) -> None:
-        rule, lr_mult = scaled.keywords["lr_scale_func"], scaled.keywords["lr_mult"]
-        self._scaled = scaled
+        self._scaled = partial(
+            scaled_parameters,
+            lr_scale_func=rule,
+            independent_weight_decay=independent_weight_decay,
+            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
+            lr_mult=lr_mult,
+        )
         self._rates: set[float] = set()
         self._has_stepped = False
-        self._parameters: list[Tensor] = []
         self._late = LateRates(tags_of, _factors(rule, lr_mult))
         init: Any = super().__init__
         init(params, RATES[rule] if lr is None else lr, *numbers, **kwargs)
         if lr is None:
-            _default_rate(rule, self._parameters)
+            _default_rate(rule, [p for group in self.param_groups for p in group["params"]])
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
 
@@ -302,69 +305,18 @@ class _UnitScaled(torch.optim.Optimizer):
                 group["eps"] = SMALL_EPS
             super().add_param_group(group)
             self._rates.add(float(group["lr"]))
-        self._parameters += map(_tensor, entries)
         self._late.add(map(_tensor, entries))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; also loads the state_dict of an optimizer of unit-scaling 0.3.5.
-
-        Its groups, one for each parameter, keep their learning rates and other settings. States are
-        assigned in the order in which both optimizers received their parameters.
-
-        Raises:
-            ValueError: the state_dict is of another optimizer, the number of parameters or the
-                shape of a state differs, or parameters of one group have different settings.
-        """
-        super().load_state_dict(_grouped_as(self, state_dict))
+        """As in torch. Raises ValueError for a state_dict of another optimizer, such as torch's and
+        those of unit-scaling 0.3.5, whose groups are others."""
+        if not all("mup_lr_scale" in group for group in state_dict["param_groups"]):
+            raise ValueError("the state_dict is not of an optimizer of unit_scaling.optim")
+        super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_scaled", "_rates", "_has_stepped", "_parameters", "_late")
+        names = ("_scaled", "_rates", "_has_stepped", "_late")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
-
-
-def _grouped_as(opt: _UnitScaled, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """``state_dict`` in the groups of ``opt``; unchanged if its groups already are."""
-    groups = state_dict["param_groups"]
-    if all("mup_lr_scale" in group for group in groups):
-        return state_dict
-    if any(len(group["params"]) != 1 for group in groups):
-        raise ValueError(
-            "the state_dict is neither of an optimizer of unit_scaling.optim nor of unit-scaling "
-            "0.3.5, which has a group for each parameter: its rates are for other weights"
-        )
-    if len(groups) != len(opt._parameters):
-        raise ValueError(
-            f"the state_dict is of {len(groups)} parameters, this optimizer has "
-            f"{len(opt._parameters)}"
-        )
-    saved = {id(p): group for p, group in zip(opt._parameters, groups, strict=True)}
-    for number, (parameter, group) in enumerate(zip(opt._parameters, groups, strict=True)):
-        for name, value in state_dict["state"].get(group["params"][0], {}).items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
-                raise ValueError(
-                    f"{name} of parameter number {number} has shape {tuple(value.shape)}, the "
-                    f"parameter {tuple(parameter.shape)}: give the parameters in the same order"
-                )
-    result = []
-    for number, group in enumerate(opt.param_groups):
-        members = [saved[id(parameter)] for parameter in group["params"]]
-        indices = [member["params"][0] for member in members]
-        result.append({**group, **_common(members, number), "params": indices})
-    return {**state_dict, "param_groups": result}
-
-
-def _common(groups: list[dict[str, Any]], number: int) -> dict[str, Any]:
-    """The settings that ``groups`` have in common; rates may differ by rounding."""
-    first = {key: value for key, value in groups[0].items() if key not in ("params", "param_names")}
-    for key, value in first.items():
-        others: list[Any] = [group.get(key) for group in groups[1:]]
-        for other in others:
-            rates = isinstance(value, float | Tensor) and isinstance(other, float | Tensor)
-            if not (math.isclose(value, other, rel_tol=1e-6) if rates else value == other):
-                raise ValueError(
-                    f"parameters of group {number} have {key} {value} and {other} in the state_dict"
-                )
-    return first
 
 
 _FLAT = (
@@ -396,12 +348,6 @@ def _before_step(opt: Any, args: Any, kwargs: Any) -> None:
     opt._has_stepped = opt._has_stepped or rates != {0.0}
 
 
-def _check_numbers(**numbers: float | Tensor | None) -> None:
-    for name, number in numbers.items():
-        if number is not None:
-            check_number(name, number)
-
-
 class SGD(_UnitScaled, torch.optim.SGD):
     """`torch.optim.SGD` with u-muP learning rates.
 
@@ -425,16 +371,18 @@ class SGD(_UnitScaled, torch.optim.SGD):
         readout_constraint: str | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_numbers(lr=lr, momentum=momentum, weight_decay=weight_decay)
         check_name("readout_constraint", readout_constraint, _SGD_RULES)
-        scaled = partial(
-            scaled_parameters,
-            lr_scale_func=_SGD_RULES[readout_constraint],
+        numbers = (momentum, dampening, weight_decay, nesterov)
+        super().__init__(
+            _SGD_RULES[readout_constraint],
+            params,
+            lr,
+            *numbers,
             independent_weight_decay=independent_weight_decay,
             allow_non_unit_scaling_params=allow_non_unit_scaling_params,
             lr_mult=lr_mult,
+            **kwargs,
         )
-        super().__init__(scaled, params, lr, momentum, dampening, weight_decay, nesterov, **kwargs)
 
 
 class Adam(_UnitScaled, torch.optim.Adam):
@@ -458,15 +406,17 @@ class Adam(_UnitScaled, torch.optim.Adam):
         lr_mult: LrMult | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
-        scaled = partial(
-            scaled_parameters,
-            lr_scale_func="adam",
+        numbers = (betas, eps, weight_decay, amsgrad)
+        super().__init__(
+            "adam",
+            params,
+            lr,
+            *numbers,
             independent_weight_decay=independent_weight_decay,
             allow_non_unit_scaling_params=allow_non_unit_scaling_params,
             lr_mult=lr_mult,
+            **kwargs,
         )
-        super().__init__(scaled, params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
 
 
 class AdamW(Adam, torch.optim.AdamW):

@@ -1,3 +1,3 @@
-"""What every part needs: watched functions, constants of graphs, errors of arguments.
+"""What every part needs: watched functions, errors of arguments, constants of graphs.
 Imports nothing of the package.
 """

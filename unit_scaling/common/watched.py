@@ -42,17 +42,13 @@ def watched(body: Fn) -> Fn:
     return cast("Fn", fn)
 
 
-#: A type -> its name in errors.
-_NAMES: dict[Any, str] = {
-    Tensor: "a Tensor",
-    int: "an int",
-    float: "a number",
-    bool: "True or False",
-    str: "a str",
-    type(None): "None",
+#: A type -> the method of all values that are accepted for it.
+_METHODS: dict[Any, str] = {
+    Tensor: "__torch_function__",
+    int: "__index__",
+    float: "__float__",
+    **dict.fromkeys((Sequence, list, tuple, Size), "__len__"),
 }
-#: A type -> the method of other values that are accepted for it.
-_METHODS = {Tensor: "__torch_function__", int: "__index__", float: "__float__"}
 
 
 def check_arguments(
@@ -60,12 +56,13 @@ def check_arguments(
 ) -> None:
     """Raises TypeError, replacing the current error, if an argument does not fit its annotation.
 
-    Annotations of an unsupported type are not compared, nor are calls that lack an argument.
+    Not compared are annotations of other types, constraints, items of sequences, and calls that
+    lack an argument.
 
     >>> def half(x: int | None): ...
     >>> check_arguments("half", half, ("a",), {})
     Traceback (most recent call last):
-    TypeError: half: x must be an int or None, got str 'a'
+    TypeError: half: x must be int | None, got str 'a'
     """
     try:
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments
@@ -73,42 +70,18 @@ def check_arguments(
         return
     hints = get_type_hints(function)
     for argument, value in arguments.items():
-        by_plan = argument == "constraint" and isinstance(value, tuple)
-        hint = Any if by_plan else hints.get(argument, Any)
+        hint = Any if argument == "constraint" else hints.get(argument, Any)
         if not _fits(value, hint):
+            wanted = hint.__name__ if isinstance(hint, type) else hint
             got = f"{type(value).__name__} {short(value)}"
-            raise TypeError(f"{name}: {argument} must be {_named(hint)}, got {got}") from None
-
-
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The generic type and its arguments: Union, tuple (a type for each item) or Sequence."""
-    origin, args = get_origin(hint), get_args(hint)
-    if hint is Size or origin is list or (origin is tuple and Ellipsis in args):
-        return Sequence, args[:1] or (int,)
-    return Union if origin is types.UnionType else origin or hint, args
+            raise TypeError(f"{name}: {argument} must be {wanted}, got {got}") from None
 
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value fits a type; True for unsupported types."""
-    kind, args = _parts(hint)
-    if kind is Union:
-        return any(_fits(value, choice) for choice in args)
-    if kind in (Sequence, tuple):
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            return isinstance(value, Tensor)  # its rows
-        each = args if kind is tuple else args * len(value)
-        return all(map(_fits, value, each))
-    if kind in _METHODS and hasattr(value, _METHODS[kind]):
-        return True
-    return kind not in _NAMES or isinstance(value, kind)
-
-
-def _named(hint: Any) -> str:
-    kind, args = _parts(hint)
-    if kind is Union:
-        return " or ".join(dict.fromkeys(map(_named, args)))
-    if kind is tuple:
-        return f"({', '.join(map(_named, args))})"
-    if kind is Sequence:
-        return f"a sequence, each {_named(args[0])}"
-    return _NAMES.get(kind, str(hint))
+    kind = get_origin(hint) or hint
+    if kind in (Union, types.UnionType):
+        return any(_fits(value, choice) for choice in get_args(hint))
+    if kind in _METHODS:
+        return hasattr(value, _METHODS[kind])
+    return kind not in (bool, str, types.NoneType) or isinstance(value, kind)

@@ -135,7 +135,7 @@ REFUSED = [  # (a call, its error, the message)
     (lambda: ADDMM.call((X, X), {}, func=torch.addmm), TypeError, r"missing .* 'mat2'"),
     (lambda: U.gelu(X, constraint="pow"), V, "choose None or one of 'amean', 'gmean'"),
     (lambda: U.einsum("ij,jk,kl->il", X, X, X), TypeError, "a tuple of the others"),
-    (lambda: U.einsum(X, [0, 1], X), TypeError, "equation must be a str"),
+    (lambda: U.einsum(X, [0, 1], X), TypeError, "equation must be str"),
     (lambda: U.einsum("ij,jk", X), V, "needs 2 operands, got 1"),
     (lambda: U.einsum("ij->ij", T3), V, "'ij' does not fit an operand of 3 dimensions"),
     (lambda: U.linear(X, X[0]), V, r"weight of shape \(out, in\), got \(6,\)"),
