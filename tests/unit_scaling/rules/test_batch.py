@@ -1,8 +1,6 @@
 """Gradients of accumulated calls are those of the one large batch."""
 
-import _thread
 import copy
-import threading
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import unit_scaling as uu
-from tests.threads import TIMEOUT, together
+from tests.threads import together
 from unit_scaling import functional as U
 from unit_scaling.rules.batch import row_scale
 
@@ -102,37 +100,8 @@ def test_bad_numbers(argument: str, value: float, error: type[Exception]):
         block.__enter__()
 
 
-def test_a_block_belongs_to_its_thread():
-    """Blocks of two threads overlap, and a third has none."""
-    opened, closed = threading.Event(), threading.Event()
-
-    def first() -> float:
-        with uu.batch_multiplier(4):
-            assert opened.wait(TIMEOUT)
-            inside = row_scale(16)
-        closed.set()
-        return inside
-
-    def second() -> float:
-        with uu.batch_multiplier(16):
-            opened.set()
-            assert closed.wait(TIMEOUT)
-            return row_scale(16)
-
-    assert together(first, second, lambda: row_scale(16)) == [1 / 8, 1 / 16, 1 / 4]
-    assert row_scale(16) == 1 / 4
-
-
-def test_autograd_threads_see_the_block():
-    """What is checkpointed is computed again in a thread that Python has not started, on a GPU."""
-    found: list[float] = []
-    done = threading.Event()
-
-    def foreign() -> None:
-        found.append(row_scale(16))
-        done.set()
-
+def test_all_threads_see_the_block():
+    """What is checkpointed is computed again in a thread of autograd, on a GPU."""
     with uu.batch_multiplier(4):
-        _thread.start_new_thread(foreign, ())
-        assert done.wait(TIMEOUT)
-    assert found == [1 / 8]
+        assert together(lambda: row_scale(16), lambda: row_scale(4)) == [1 / 8, 1 / 4]
+    assert row_scale(16) == 1 / 4
