@@ -132,11 +132,6 @@ class TransformerDecoder(nn.Sequential):
     >>> torch.testing.assert_close(model(tokens[:, :5]), model(tokens)[:, :5])
     """
 
-    embedding: Embedding
-    layers: TransformerStack
-    final_norm: RMSNorm
-    projection: LinearReadout
-
     def __init__(
         self,
         hidden_size: int,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator as operators
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
@@ -24,7 +23,6 @@ CONSTRAINT = {"constraint": "to_output_scale"}
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def described(
@@ -122,16 +120,3 @@ def unary(
     described(op, name, about, {"input": REQUIRED, **settings}, op, fn, rule)
     op.__module__ = rule.__module__
     return row(rule, replaces=spellings(name) if replaces is None else replaces)(op)
-
-
-def with_first(
-    body: Callable[..., R], first: Any, name: str, documentation: str
-) -> Callable[..., R]:
-    """Returns ``body`` with its first argument bound, and with another name and docstring."""
-
-    @wraps(body)
-    def function(*args: Any, **kwargs: Any) -> R:
-        return body(first, *args, **kwargs)
-
-    _, *others = defaults_of(body).items()
-    return described(function, name, documentation, dict(others), body)

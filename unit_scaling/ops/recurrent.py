@@ -24,7 +24,7 @@ from torch import Tensor
 from ..rules.batch import row_scale
 from ..rules.table import Constraint, Scales, positional, row
 from .dropouts import dropout as unit_dropout
-from .generated import with_first
+from .generated import REQUIRED, defaults_of, described
 from .products import inverse, linear
 
 States = list[Tensor]
@@ -148,17 +148,21 @@ def _unpacked(*args: Any, **kwargs: Any) -> dict[str, Any]:
     return _NAMED(*args, **kwargs)
 
 
-def _scales(factor: float, input: Tensor) -> Scales:
-    return {"output": factor, "params": row_scale(math.prod(input.shape[:-1]))}
-
-
 def _op(
     name: str, step: Step, factor: float, rule: str, about: str
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Adds the row of torch's function ``name``. rule, about: the docstrings of rule and body."""
-    rule_of = with_first(_scales, factor, f"{name}_scales", rule)
-    body = with_first(_layer, step, name, about)
-    return row(rule_of, adapters={getattr(torch, name): _unpacked})(body)
+
+    def scales(input: Tensor) -> Scales:
+        return {"output": factor, "params": row_scale(math.prod(input.shape[:-1]))}
+
+    def body(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        return _layer(step, *args, **kwargs)
+
+    _, *arguments = defaults_of(_layer).items()
+    described(scales, f"{name}_scales", rule, {"input": REQUIRED}, scales)
+    described(body, name, about, dict(arguments), _layer)
+    return row(scales, adapters={getattr(torch, name): _unpacked})(body)
 
 
 _LSTM = """Computes the output, hidden state and cell state of `torch.nn.LSTM`, unit-scaled.
