@@ -33,24 +33,20 @@ def amean(*scales: float) -> float:
 
 
 def gmean(*scales: float) -> float:
-    """Returns the geometric mean of the scales; for negative scales, minus that of magnitudes.
-
-    Raises ValueError if the scales differ in sign, or one is 0.
-    """
-    sign = _sign("gmean", scales)
-    return float(sign * abs(math.prod(scales)) ** (1 / len(scales)))
+    """Returns the geometric mean of the scales. Raises ValueError unless all are above 0."""
+    _check_positive("gmean", scales)
+    return float(math.prod(scales) ** (1 / len(scales)))
 
 
 def hmean(*scales: float) -> float:
     """Returns the harmonic mean of the scales. Raises ValueError as `gmean`."""
-    _sign("hmean", scales)
+    _check_positive("hmean", scales)
     return len(scales) / sum(1 / scale for scale in scales)
 
 
-def _sign(name: str, scales: tuple[float, ...]) -> int:
-    if any(scale <= 0 for scale in scales) and any(scale >= 0 for scale in scales):
-        raise ValueError(f"{name} is a mean of numbers of one sign, none of them 0, got {scales}")
-    return -1 if scales[0] < 0 else 1
+def _check_positive(name: str, scales: tuple[float, ...]) -> None:
+    if any(scale <= 0 for scale in scales):
+        raise ValueError(f"{name} is a mean of numbers above 0, got {scales}")
 
 
 def to_output_scale(output_scale: float, *grad_input_scale: float) -> float:

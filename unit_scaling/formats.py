@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fp8.common.validation import check_between, check_name, check_whole
+from fp8.common.validation import check_between, check_name
 from fp8.formats.format import Format
 from fp8.formats.quantize import quantize, quantize_backward, quantize_forward
 
@@ -49,17 +49,11 @@ class FPFormat:
 
     def __post_init__(self) -> None:
         check_name("rounding", self.rounding, _SHORT)
-        check_whole("exponent_bits", self.exponent_bits)
         check_between("exponent_bits", self.exponent_bits, 1, 8)
-        check_whole("mantissa_bits", self.mantissa_bits, 0)
         check_between("mantissa_bits", self.mantissa_bits, 0, _MANTISSA_BITS)
-        check_whole("srbits", self.srbits, 0)
-        dropped = _MANTISSA_BITS - self.mantissa_bits
-        if self.srbits and self.rounding == "nearest":
-            raise ValueError(f"srbits is for stochastic rounding: got {self.srbits} with 'nearest'")
-        check_between("srbits", self.srbits, 0, dropped)
-        if self.rounding == "stochastic" and self.srbits == 0:
-            self.srbits = dropped
+        dropped = _MANTISSA_BITS - self.mantissa_bits if self.rounding == "stochastic" else 0
+        check_between(f"srbits of {self.rounding} rounding", self.srbits, 0, dropped)
+        self.srbits = self.srbits or dropped
 
     @property
     def format(self) -> Format:

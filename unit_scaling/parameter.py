@@ -94,8 +94,6 @@ def Parameter(
     >>> p.mup_type, p.mup_scaling_depth
     ('weight', None)
     """
-    if not isinstance(data, Tensor):
-        raise TypeError(f"data must be a Tensor, not {type(data).__name__}")
     parameter = nn.Parameter(data, requires_grad)
     return tag(parameter, mup_type, mup_scaling_depth, mup_stacked=mup_stacked)
 
@@ -187,9 +185,7 @@ class TaggedModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
-        tags = getattr(self, "mup_tags", {})
-        if param is not None and name in tags and not has_parameter_data(param):
-            tag(param, *tags[name])
+        self.restore_tags()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As in torch; needed for FSDP2, which assigns parameters."""

@@ -45,11 +45,11 @@ def test_defaults():
 REFUSED = {
     (4, 3, "banker"): "unknown rounding 'banker'; choose one of 'nearest', 'stochastic'",
     (9, 3): "exponent_bits must be 1 to 8, got 9",
-    (0, 3): "exponent_bits must be a whole number from 1, got 0",
+    (0, 3): "exponent_bits must be 1 to 8, got 0",
     (4, 24): "mantissa_bits must be 0 to 23, got 24",
-    (4, -1): "mantissa_bits must be a whole number from 0, got -1",
-    (4, 3, "stochastic", 25): "srbits must be 0 to 20, got 25",
-    (4, 3, "nearest", 5): "srbits is for stochastic rounding: got 5",
+    (4, -1): "mantissa_bits must be 0 to 23, got -1",
+    (4, 3, "stochastic", 25): "srbits of stochastic rounding must be 0 to 20, got 25",
+    (4, 3, "nearest", 5): "srbits of nearest rounding must be 0 to 0, got 5",
 }
 
 

@@ -60,14 +60,11 @@ def test_unknown_constraint(name):
         apply_constraint(name, 2.0, 3.0)
 
 
-@pytest.mark.parametrize("name", ["amean", "gmean", "hmean"])
-@pytest.mark.parametrize("scales", [(2.0, 8.0), (2.0, 4.0, 8.0)])
-def test_means_of_negative_numbers(name, scales):
-    (expected, *_) = apply_constraint(name, *scales)
-    assert apply_constraint(name, *(-s for s in scales)) == (-expected,) * len(scales)
-    for mixed in [(-1.0, 2.0), (0.0, 2.0), (0.0, -2.0), (0.0, 0.0)] if name != "amean" else ():
-        with pytest.raises(ValueError, match=f"{name} is a mean of numbers of one sign, none of"):
-            apply_constraint(name, *mixed)
+@pytest.mark.parametrize("name", ["gmean", "hmean"])
+@pytest.mark.parametrize("scales", [(-1.0, 2.0), (-1.0, -2.0), (0.0, 2.0), (0.0, 0.0)])
+def test_means_that_have_no_value(name, scales):
+    with pytest.raises(ValueError, match=f"{name} is a mean of numbers above 0"):
+        apply_constraint(name, *scales)
 
 
 def test_constraint_for_another_number_of_inputs():

@@ -115,7 +115,7 @@ _BY_FUNCTION: dict[Callable[..., Any], Op] = {}
 
 def find_op(func: Callable[..., Any] | None) -> Op | None:
     """Returns the row that replaces a torch function, or None."""
-    return None if func is None else _BY_FUNCTION.get(func)
+    return _BY_FUNCTION.get(func)  # type: ignore[arg-type]
 
 
 def tie(constraint: Constraint, **scales: float) -> Scales:
@@ -157,8 +157,7 @@ def row(
     """Adds the decorated function, `watched`, to `OPS` under its own name.
 
     rule: its arguments are some of the function's, with the same names and defaults. replaces,
-    adapters: as in `Op`; functions with an adapter may be omitted from replaces. Raises ValueError
-    for a second op of the same name.
+    adapters: as in `Op`; functions with an adapter may be omitted from replaces.
     """
 
     def add(body: Fn) -> Fn:
@@ -166,8 +165,6 @@ def row(
         forms = dict(adapters or {})
         functions = tuple(dict.fromkeys((*replaces, *forms)))
         op = Op(name=fn.__name__, fn=fn, rule=rule, replaces=functions, adapters=forms)
-        if op.name in OPS:
-            raise ValueError(f"op {op.name!r} is in OPS already")
         for key in (fn, rule):
             _SIGNATURES[key] = tuple(inspect.signature(key).parameters)
         _BY_FUNCTION.update(dict.fromkeys(functions, op))

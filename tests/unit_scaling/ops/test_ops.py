@@ -28,7 +28,7 @@ from tests.unit_scaling.ops.calls import (
     results,
     with_gradients,
 )
-from unit_scaling.rules.table import OPS, Op, find_op, row, tie
+from unit_scaling.rules.table import OPS, Op, find_op, tie
 
 # torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -180,14 +180,6 @@ def test_tie():
     tied = tie("hmean", output=2.0, left=2.0, right=2.0)
     assert tied == {"output": 2.0, "left": 2.0, "right": 2.0}
     assert tie(None, output=2.0, input=4.0) == {"output": 2.0, "input": 4.0}
-
-
-def test_a_second_row_of_a_name_is_refused():
-    def gelu(input):
-        return input
-
-    with pytest.raises(ValueError, match="'gelu' is in OPS already"):
-        row(dict)(gelu)
 
 
 # --- compiled ------------------------------------------------------------------------------
