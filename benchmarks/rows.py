@@ -50,11 +50,9 @@ MODES = {"eager": ("eager", 1), "compiled": ("compiled", 4), "small": ("compiled
 PLAIN: dict[str, Callable[..., Tensor]] = {
     "silu_glu": lambda x, gate: x * F.silu(gate),
     "geglu": lambda x, gate: x * F.gelu(gate),
-    "reglu": lambda x, gate: x * F.relu(gate),
     "relu_squared": lambda x: F.relu(x).square(),
     "logsigmoid": F.logsigmoid,
     "linear_readout": F.linear,
-    "layer_norm2d": lambda x, w, b: F.layer_norm(x.movedim(1, -1), w.shape, w, b).movedim(-1, 1),
 }
 
 
@@ -75,7 +73,7 @@ SIZES = {1: (4096,), 2: (64, 64), 3: (16, 16, 16)}
 #: Row -> the arguments of the torch function; others take one matrix.
 ARGUMENTS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     **dict.fromkeys(
-        ["add", "sub", "mul", "div", "silu_glu", "geglu", "reglu"],
+        ["add", "sub", "mul", "div", "silu_glu", "geglu"],
         lambda s: (leaf(s.rows, WIDTH), leaf(s.rows, WIDTH)),
     ),
     **dict.fromkeys(
@@ -88,7 +86,6 @@ ARGUMENTS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "group_norm": lambda s: (image(s, 64, 64), 8, leaf(64), leaf(64)),
     "batch_norm": lambda s: (image(s, 64, 64), None, None, leaf(64), leaf(64), True),
     "instance_norm": lambda s: (image(s, 64, 64), None, None, leaf(64), leaf(64)),
-    "layer_norm2d": lambda s: (image(s, 64, 64), leaf(64), leaf(64)),
     "linear": lambda s: (leaf(s.rows, WIDTH), leaf(WIDTH, WIDTH)),
     "linear_readout": lambda s: (leaf(s.rows, WIDTH), leaf(WIDTH, WIDTH)),
     "matmul": lambda s: (leaf(8, 256, 256), leaf(8, 256, 256)),

@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fp8.norms import layer_norm2d
-
 from .. import functional as U
 from .scaled import Weighted
 
@@ -20,7 +18,6 @@ __all__ = [
     "InstanceNorm2d",
     "InstanceNorm3d",
     "LayerNorm",
-    "LayerNorm2d",
     "RMSNorm",
 ]
 
@@ -56,16 +53,3 @@ class BatchNorm3d(_OfStatistics, nn.BatchNorm3d, op=U.batch_norm): ...
 class InstanceNorm1d(_OfStatistics, nn.InstanceNorm1d, op=U.instance_norm): ...
 class InstanceNorm2d(_OfStatistics, nn.InstanceNorm2d, op=U.instance_norm): ...
 class InstanceNorm3d(_OfStatistics, nn.InstanceNorm3d, op=U.instance_norm): ...
-# fmt: on
-
-
-class LayerNorm2d(Weighted, layer_norm2d.LayerNorm2d, op=U.layer_norm2d):
-    """`unit_scaling.functional.layer_norm2d` as a module, with the arguments of `fp8.LayerNorm2d`.
-    Input and output are (batch, num_channels, ...)."""
-
-    _defaults: ClassVar = {"eps": 1e-5}
-
-    def forward(self, input: Tensor) -> Any:
-        """Normalises ``input``. Raises ValueError for another number of channels."""
-        self.check_channels(input)
-        return super().forward(input)

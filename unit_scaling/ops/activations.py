@@ -1,12 +1,8 @@
 """Activations: elementwise functions, gated units and softmax.
 
-The factors of elementwise functions are computed from the function: see
-`unit_scaling.rules.elementwise`. For a standard normal input their output has RMS 1, mean included:
-the next product sums second moments. (gelu and silu have u-muP's fitted constants, which tend to a
-standard deviation.)
-
-For other functions use `unit_scaling.unit_scaled`; log, roots and negative powers are undefined for
-normal variables or have no second moment.
+The factors of elementwise functions are computed from the function by
+`unit_scaling.rules.elementwise`, except for gelu and silu, which have u-muP's fitted constants. For
+other functions use `unit_scaling.unit_scaled`.
 """
 
 from __future__ import annotations
@@ -130,12 +126,7 @@ square = _activation("square", torch.square)
 tanh = _activation("tanh", torch.tanh)
 
 
-# Gated units: a value times an activation of another one. Their gradients are tied.
-
-
-def _gated(scale: float) -> Scales:
-    """One scale for all: input and gate are multiplied, so their gradients are tied."""
-    return {"output": scale, "input": scale, "gate": scale}
+# Gated units: a value times an activation of another one. The gradients of both are tied.
 
 
 def _times(
@@ -147,7 +138,7 @@ def _times(
 
 def silu_glu_scales(mult: float = 1.0) -> Scales:
     """One scale for all, about 1/RMS of silu."""
-    return _gated(_gated_scale(1, mult, _RELU_GRAD_RMS))
+    return dict.fromkeys(("output", "input", "gate"), _gated_scale(1, mult, _RELU_GRAD_RMS))
 
 
 @row(silu_glu_scales)
@@ -164,7 +155,8 @@ def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
 
 def geglu_scales(mult: float = 1.0, approximate: str = "none") -> Scales:
     """One scale for all, 1/RMS of gelu."""
-    return _gated(elementwise_scales(F.gelu, (), {"approximate": approximate}, mult)["output"])
+    s = elementwise_scales(F.gelu, (), {"approximate": approximate}, mult)
+    return dict.fromkeys(("output", "input", "gate"), s["output"])
 
 
 @row(geglu_scales)
@@ -175,20 +167,6 @@ def geglu(input: Tensor, gate: Tensor, mult: float = 1.0, approximate: str = "no
     """
     gelu = partial(F.gelu, approximate=approximate)
     return _times(input, gate, gelu, geglu_scales(mult, approximate), mult)
-
-
-def reglu_scales() -> Scales:
-    """One scale for all, 1/RMS of relu: sqrt(2)."""
-    return _gated(math.sqrt(2))
-
-
-@row(reglu_scales)
-def reglu(input: Tensor, gate: Tensor) -> Tensor:
-    """Computes ``s * input * relu(gate)``; arguments as in `silu_glu`.
-
-    Source: Shazeer 2020, arXiv 2002.05202.
-    """
-    return _times(input, gate, F.relu, reglu_scales(), 1.0)
 
 
 def glu_scales(constraint: str | None = "to_output_scale") -> Scales:

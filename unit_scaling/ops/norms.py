@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8.norms.layer_norm2d import layer_norm2d as over_channels
-
 from ..rules.batch import row_scale
-from ..rules.table import Adapter, Scales, positional, row
+from ..rules.table import Scales, positional, row
 from ..scale import scale_each
 from .generated import P, by_name, defaults_of, described
 
@@ -41,11 +39,13 @@ def _norm(
     fn: Callable[P, Tensor],
     rule: Callable[..., Scales],
     about: str,
-    adapters: Mapping[Callable[..., Any], Adapter],
+    order: str,
+    **defaults: Any,
 ) -> Callable[P, Tensor]:
     """Adds the row of a norm: the gradients of its weight and bias are scaled.
 
-    about: the docstring. adapters: as in `Op`.
+    about: the docstring. order: the arguments of the function of ``torch``, to which a last one
+    about cuDNN is added. defaults: those of both functions of torch that differ from the op's.
     """
     name, theirs = fn.__name__, cast("Callable[..., Tensor]", fn)
     arguments = {**defaults_of(fn), "eps": 1e-5}
@@ -60,18 +60,12 @@ def _norm(
         return theirs(input, **bound)
 
     described(norm, name, about, arguments, fn)
-    replaces = () if fn in adapters else (fn,)
-    return cast("Callable[P, Tensor]", row(rule, replaces=replaces, adapters=adapters)(norm))
+    adapter = positional(f"{order} cudnn_enabled", defaults, cudnn_enabled=None, cudnn_enable=None)
+    forms = [fn, getattr(torch, name)] if defaults else [getattr(torch, name)]
+    adapters = dict.fromkeys(forms, adapter)
+    return cast("Callable[P, Tensor]", row(rule, replaces=(fn,), adapters=adapters)(norm))
 
 
-def _of_torch(name: str, arguments: str) -> dict[Callable[..., Any], Adapter]:
-    """torch's norm with these arguments and a last one about cuDNN."""
-    adapter = positional(f"{arguments} cudnn_enabled", cudnn_enabled=None, cudnn_enable=None)
-    return {getattr(torch, name): adapter}
-
-
-_RMS = positional("input normalized_shape weight eps", {"eps": None})
-_CHANNELS = positional("input weight bias eps", {"eps": 1e-6})
 _STATISTICS = "input weight bias running_mean running_var {} momentum eps"
 
 layer_norm = _norm(
@@ -85,7 +79,7 @@ layer_norm = _norm(
         weight, bias: of shape ``normalized_shape``, or None.
         eps: added to the variance.
     """,
-    _of_torch("layer_norm", "input normalized_shape weight bias eps"),
+    "input normalized_shape weight bias eps",
 )
 rms_norm = _norm(
     F.rms_norm,
@@ -94,7 +88,8 @@ rms_norm = _norm(
 
     Arguments are as in `layer_norm`; an ``eps`` of None is the machine epsilon of the dtype.
     """,
-    dict.fromkeys((F.rms_norm, torch.rms_norm), _RMS),
+    "input normalized_shape weight eps",
+    eps=None,
 )
 group_norm = _norm(
     F.group_norm,
@@ -107,7 +102,7 @@ group_norm = _norm(
         weight, bias: (channels,) or None.
         eps: added to the variance.
     """,
-    _of_torch("group_norm", "input num_groups weight bias eps"),
+    "input num_groups weight bias eps",
 )
 batch_norm = _norm(
     F.batch_norm,
@@ -122,7 +117,7 @@ batch_norm = _norm(
         training: whether to normalise with the statistics of the batch.
         momentum: the weight of the batch in the running statistics.
     """,
-    _of_torch("batch_norm", _STATISTICS.format("training")),
+    _STATISTICS.format("training"),
 )
 instance_norm = _norm(
     F.instance_norm,
@@ -131,18 +126,5 @@ instance_norm = _norm(
 
     Arguments are as in `batch_norm`; ``use_input_stats`` is its ``training``.
     """,
-    _of_torch("instance_norm", _STATISTICS.format("use_input_stats")),
-)
-layer_norm2d = _norm(
-    over_channels,
-    channel_norm_scales,
-    """`layer_norm` over the channels of each pixel, as in ConvNeXt.
-
-    Strides are those of `fp8.norms.layer_norm2d.layer_norm2d`. Other arguments are as in
-    `group_norm`.
-
-    Raises:
-        ValueError: the input has fewer than two dimensions.
-    """,
-    {over_channels: _CHANNELS},
+    _STATISTICS.format("use_input_stats"),
 )

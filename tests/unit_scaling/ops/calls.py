@@ -94,7 +94,6 @@ CALLS = {
     "group_norm": lambda: {**normed(64, 32, 16), "num_groups": 4},
     "instance_norm": lambda: normed(64, 32, 64),
     "layer_norm": lambda: {**normed(SIZE, 64), "normalized_shape": (64,)},
-    "layer_norm2d": lambda: normed(16, 64, 8, 8),
     "rms_norm": lambda: normals(
         input=(SIZE, 64), settings={"normalized_shape": (64,), "weight": zeros(64) + 1}
     ),
@@ -144,7 +143,7 @@ UNCHECKED = {
     # One factor for all three gradients, which is right for the values'.
     "scaled_dot_product_attention": {"query", "key"},
     # tied to the output, whose RMS it shares only roughly
-    **{name: {"gate"} for name in ("geglu", "reglu", "silu_glu")},
+    **{name: {"gate"} for name in ("geglu", "silu_glu")},
     # values that torch gives a loss; targets have no gradient as a rule
     **{f"{name}_loss": {"output"} for name in ("huber", "l1", "mse", "nll", "smooth_l1")},
     "cross_entropy": {"output"},
@@ -167,11 +166,7 @@ PLAIN = {
     "rotary": lambda input: rotated(input),
     "silu_glu": lambda input, gate: input * F.silu(gate),
     "geglu": lambda input, gate: input * F.gelu(gate),
-    "layer_norm2d": lambda input, weight, bias: (
-        F.layer_norm(input.mT.transpose(1, 3), (input.shape[1],), weight, bias).transpose(1, 3).mT
-    ),
     "logsigmoid": F.logsigmoid,
-    "reglu": lambda input, gate: input * F.relu(gate),
     "relu_squared": lambda input: F.relu(input).square(),
 }
 

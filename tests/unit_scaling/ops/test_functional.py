@@ -98,18 +98,6 @@ def test_norms_of_images():
     torch.testing.assert_close(uu.InstanceNorm2d(3)(x), nn.InstanceNorm2d(3)(x))
     with pytest.raises(ValueError, match="expected 3D or 4D input"):
         uu.InstanceNorm2d(3)(x[0])
-    x, layer = torch.randn(2, 6, 4, 5), uu.LayerNorm2d(6, eps=1e-3)
-    expected = F.layer_norm(x.permute(0, 2, 3, 1), (6,), eps=1e-3).permute(0, 3, 1, 2)
-    torch.testing.assert_close(layer(x), expected)
-    assert [p.mup_type for p in layer.parameters()] == ["norm", "bias"]
-    bare = uu.LayerNorm2d(6, affine=False)
-    assert list(bare.parameters()) == []
-    assert [p.mup_type for p in uu.LayerNorm2d(6, bias=False).parameters()] == ["norm"]
-    with pytest.raises(ValueError, match="6 channels, its input 7"):
-        bare(torch.randn(2, 7, 4, 5))
-    assert repr(layer) == f"LayerNorm2d({nn.LayerNorm(6, eps=0.001).extra_repr()})"
-    with pytest.raises(ValueError, match=r"takes \(batch, channels, ...\), got 1 dimensions"):
-        U.layer_norm2d(x[0, 0, 0])
 
 
 # --- embedding -----------------------------------------------------------------------------
