@@ -60,7 +60,7 @@ CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
     ),
     (
         lambda: uu.optim.scaled_parameters(parameters(), 5, lr=1.0),
-        "rule must be a name or a function, got 5",
+        "unknown learning-rate rule 5; choose one of 'adam'",
     ),
     (lambda: unit_scale(model(), replace=5), "replace: a dict .*, got 5"),
     (lambda: unit_scale(model(), replace=[1]), r"replace: a dict .*\[1\]"),

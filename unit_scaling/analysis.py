@@ -64,7 +64,6 @@ def example_batch(
         Token ids, a mask of ones, and the id that follows each token; each (batch_size, seq_len).
 
     Raises:
-        TypeError: ``text`` has another type.
         ValueError: a size is below 1, there is no text, or it is shorter than a sequence.
     """
     check_whole("batch_size", batch_size)
@@ -87,9 +86,7 @@ def example_batch(
 def _text(text: str | Path | None, dataset_path: str) -> str:
     if isinstance(text, str):
         return text
-    if not (text is None or isinstance(text, Path)):
-        raise TypeError(f"text is a string or a pathlib.Path, not {type(text).__name__}")
-    path = Path(dataset_path) if text is None else text
+    path = Path(dataset_path if text is None else text)
     if not path.is_file():
         raise ValueError(
             f"there is no file {str(path)!r}, and nothing is downloaded: give the text as "
@@ -188,33 +185,26 @@ def _data(node: Node) -> dict[str, Metrics.Data]:
 def _draw(axes: Any, nodes: list[Node], metric: str, bars: bool, arrows: bool, zeros: bool) -> None:
     """Draws tensors, one row each. Zeros and NaN are at the left end if shown."""
     left = axes.get_xlim()[0]
-    rows = {node: row for row, node in enumerate(nodes)}
-    at: dict[tuple[Node, str], float] = {}
-    for node in nodes:
+    at: dict[tuple[Node, str], tuple[float, int]] = {}
+    for row, node in enumerate(nodes):
         for direction, data in _data(node).items():
-            value = getattr(data, metric)
-            if zeros or 0 < value < math.inf:
-                at[node, direction] = value if 0 < value < math.inf else left
-    for direction, colour in _COLOURS.items():
-        for node, row in rows.items():
-            drawn = _data(node).get(direction)
-            if bars and drawn is not None and drawn.abs_max > 0:
+            colour, value = _COLOURS[direction], getattr(data, metric)
+            if bars and data.abs_max > 0:
                 y = row + (-0.12 if direction == "fwd" else 0.12)
                 style = {"color": colour, "alpha": 0.35, "linewidth": 1}
-                ends = [max(drawn.abs_min, left), drawn.abs_max]
+                ends = [max(data.abs_min, left), data.abs_max]
                 axes.plot(ends, [y, y], marker="|", markersize=4, **style)
-            if (node, direction) in at:
+            if zeros or 0 < value < math.inf:
+                at[node, direction] = (value if 0 < value < math.inf else left, row)
                 marker = "v" if node.meta["requires_grad"] else "o"
-                axes.plot(at[node, direction], row, marker, color=colour, markersize=5)
-            for source in node.all_input_nodes if arrows else ():
-                start, end = (source, node) if direction == "fwd" else (node, source)
-                if (start, direction) in at and (end, direction) in at:
-                    axes.annotate(
-                        "",
-                        xy=(at[end, direction], rows[end]),
-                        xytext=(at[start, direction], rows[start]),
-                        arrowprops={"arrowstyle": "->", "color": colour, "alpha": 0.6},
-                    )
+                axes.plot(*at[node, direction], marker, color=colour, markersize=5)
+    for (node, direction), place in at.items() if arrows else ():
+        for source in node.all_input_nodes:
+            if (source, direction) in at:
+                before = at[source, direction]
+                start, end = (before, place) if direction == "fwd" else (place, before)
+                arrow = {"arrowstyle": "->", "color": _COLOURS[direction], "alpha": 0.6}
+                axes.annotate("", xy=end, xytext=start, arrowprops=arrow)
 
 
 def _decorate(axes: Any, nodes: list[Node], title: str, metric: str) -> None:

@@ -2,17 +2,10 @@
 
     lr of a parameter = lr * (rule for its mup_type) * lr_mult / sqrt(mup_scaling_depth)
 
-Without ``lr`` the rate is that of `RATES`, which needs no sweep.
-
-A weight w of `unit_scale(init="preserve")` has its own scale f = mup_scale. Its relative steps are
-those of u = w / f, which has RMS about 1. Updates of Adam and Muon do not depend on the size of the
-gradient, so lr is multiplied by f. An update of SGD is the gradient, which for u is f times that
-for w, so lr is multiplied by f**2. The mup_scale of a bias is that of its layer's result.
-
-`LR_RULES` holds the rules. `scaled_parameters` applies a rule, or a function, for any torch
-optimizer. Parameters with equal learning rates share a group. Schedules that set a rate need one
-per group: ``OneCycleLR(opt, max_lr=[g["lr"] for g in opt.param_groups])``; equal rates in all
-groups at the first step raise ValueError. More is in docs/learning-rates.md.
+Without ``lr`` the rate is that of `RATES`. `scaled_parameters` applies a rule of `LR_RULES`, or a
+function, for any torch optimizer. Parameters with equal learning rates share a group. Schedules
+that set a rate need one per group: ``OneCycleLR(opt, max_lr=[g["lr"] for g in opt.param_groups])``;
+equal rates in all groups at the first step raise ValueError. More is in docs/learning-rates.md.
 """
 
 from __future__ import annotations
@@ -199,11 +192,9 @@ def _factors(rule: LrScale | str, lr_mult: LrMult | None) -> LrScale:
     mult: dict[Kind, float] = {}
     if callable(rule):
         scale = rule
-    elif isinstance(rule, str):
+    else:
         check_name("learning-rate rule", rule, LR_RULES)
         scale, mult = partial(lr_scale, rule), {**LR_MULT[rule]}
-    else:
-        raise TypeError(f"a learning-rate rule must be a name or a function, got {rule!r}")
     for kind, factor in (lr_mult or {}).items():
         check_name("kind in lr_mult", kind, get_args(Kind))
         if not 0 <= factor < math.inf:
@@ -295,9 +286,8 @@ class _UnitScaled(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds the parameters of the group, as one group for each learning rate."""
-        entries = _entries(param_group["params"])
         defaults = {name: self.defaults[name] for name in ("lr", "weight_decay")}
-        for group in self._scaled([{**param_group, "params": entries}], **defaults):
+        for group in self._scaled([param_group], **defaults):
             parameters = [_tensor(entry) for entry in group["params"]]
             if group.get("eps", self.defaults.get("eps")) == _TORCHS_EPS and any(
                 getattr(p, "mup_divisor", None) for p in parameters
@@ -305,7 +295,7 @@ class _UnitScaled(torch.optim.Optimizer):
                 group["eps"] = SMALL_EPS
             super().add_param_group(group)
             self._rates.add(float(group["lr"]))
-        self._late.add(map(_tensor, entries))
+            self._late.add(parameters)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch. Raises ValueError for a state_dict of another optimizer, such as torch's and

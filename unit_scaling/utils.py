@@ -103,8 +103,8 @@ def analyse_module(
         autowrap_modules, autowrap_functions: not used; for compatibility with symbolic tracing.
 
     Raises:
-        TypeError: ``module`` is not an `nn.Module`, or its output is not a tensor.
-        ValueError: the output needs ``backward``.
+        TypeError: ``module`` is not an `nn.Module`.
+        RuntimeError: the output has several elements, and ``backward`` is None.
 
     >>> print(analyse_module(nn.ReLU(), torch.ones(2, 2), torch.ones(2, 2), syntax_highlight=False))
     def forward(self, input):  (-> 0.0, <- 0.0)
@@ -116,10 +116,6 @@ def analyse_module(
     track = Track(recurse=recurse_modules)
     track.install(tracked)
     output = tracked(*inputs) if isinstance(inputs, tuple) else tracked(inputs)
-    if not isinstance(output, Tensor):
-        raise TypeError(f"the module's output must be a tensor, not {type(output).__name__}")
-    if backward is None and output.numel() != 1:
-        raise ValueError(f"backward is needed for an output of shape {tuple(output.shape)}")
     output.backward(backward)
     code = "\n".join(_lines(track.scales_graph()))
     return _highlighted(code) if syntax_highlight else code

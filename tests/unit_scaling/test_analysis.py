@@ -78,7 +78,7 @@ def test_batches_that_cannot_be():
     assert example_batch(encode, 2, 3, text="abcd")[0].tolist() == [[0, 1, 2]] * 2
     with pytest.raises(ValueError, match="seq_len must be a whole number from 1, got 0"):
         example_batch(encode, 2, 0, text="abcd")
-    with pytest.raises(TypeError, match="not list"):
+    with pytest.raises(TypeError, match="list"):
         example_batch(None, 2, 8, text=["a"])  # type: ignore[arg-type]
 
 

@@ -28,15 +28,13 @@ def _constant(fn: Callable[..., T], *args: Any) -> T:
     return _cached(fn, *args)
 
 
-@lru_cache(maxsize=4096, typed=True)
-def _cached(fn: Callable[..., T], *args: Any) -> T:
-    return in_own_thread(fn, *args)
-
-
 def in_own_thread(fn: Callable[..., T], *args: Any) -> T:
     """Runs ``fn(*args)`` in its own thread, without the modes and transforms of the caller's."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(fn, *args).result()
+
+
+_cached = lru_cache(maxsize=4096, typed=True)(in_own_thread)
 
 
 def specialised(value: Any) -> Any:

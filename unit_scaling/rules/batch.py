@@ -22,21 +22,14 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
     gradients of parameters are then those of the whole batch.
 
     The block applies to forward and backward passes, in all threads. A loss of unit_scaling
-    propagates the gradient of a *sum* over examples, for ``reduction="mean"`` too, so gradients of
-    several calls or processes must be added:
-
-    - accumulation over k calls, ``loss.backward()`` in each without division by k: ``n=k``;
-    - DDP or FSDP over w processes, which average: ``n=w, averaged_over=w``;
-    - both: ``n=w * k, averaged_over=w``;
-    - processes that sum gradients (FSDP2: ``set_gradient_divide_factor(1)``): ``n=w``.
-
-    With a torch loss that *is* a mean, averages are correct: ``n=w * k`` without averaged_over, and
-    the loss divided by k.
+    propagates the gradient of a *sum* over examples, for ``reduction="mean"`` too: the gradients of
+    accumulated calls are added, without division of the loss.
 
     Args:
         n: the number of processes times the number of accumulated calls.
         averaged_over: the number that gradients are divided by on their way to the optimizer
-            although the loss is a sum.
+            although the loss is a sum: that of processes under DDP and FSDP, which average, 1 if
+            gradients are summed or the loss is a mean.
 
     >>> with batch_multiplier(4):
     ...     row_scale(16)

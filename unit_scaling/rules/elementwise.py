@@ -34,7 +34,7 @@ def unit_scaled(fn: Elementwise) -> Elementwise:
         fn(mult * x) / mult`` in the shape and dtype of ``fn``.
 
     Raises:
-        TypeError: ``fn`` is not callable, or (at a call) a setting is a tensor.
+        TypeError: at a call: a setting is a tensor.
         ValueError: at the first call: the function is not elementwise, random, constant, NaN or
             infinite for possible values of a normal variable (log, sqrt), or its output or
             derivative has no finite second moment (1/x, tan).
@@ -43,8 +43,6 @@ def unit_scaled(fn: Elementwise) -> Elementwise:
     >>> snake(torch.tensor([0.0, 1.0]))
     tensor([0.0000, 1.4938])
     """
-    if not callable(fn):
-        raise TypeError(f"unit_scaled needs a function, got {type(fn).__name__}")
 
     @wraps(fn)
     def scaled(

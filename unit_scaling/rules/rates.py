@@ -101,6 +101,9 @@ def lr_scale_for_depth(param: Any) -> float:
 def lr_scale(rule: str, param: Any) -> float:
     """Returns the factor of a rule. Raises ValueError for a mup_type that it does not cover.
 
+    A weight w of `unit_scale(init="preserve")` takes the steps of u = w / mup_scale, whose gradient
+    is mup_scale times that of w: SGD's updates are in proportion to it, Adam's and Muon's are not.
+
     A weight of `unit_scale` has the gradient of the loss and not one of RMS 1. A layer u / sqrt(n)
     of fan-in n is the plain layer w: SGD's step -lr * g_w of w is the step -lr * n * g_u of u.
     Under muP (arXiv 2203.03466, table 3) the rate of w does not depend on the width, that of a
