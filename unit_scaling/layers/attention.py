@@ -10,9 +10,8 @@ from fp8.products.attention import check_masks, merge_masks, projections
 
 from .. import functional as U
 from ..ops.attention import attention_with_weights
-from ..parameter import TaggedModule
 from .linear import Linear
-from .scaled import MULT, Scaled
+from .scaled import MULT, Normal
 
 __all__ = ["MHSA", "MultiheadAttention"]
 
@@ -86,9 +85,7 @@ class MHSA(nn.Module):
         return f"heads={self.heads}, is_causal={self.is_causal}{grouped}"
 
 
-class MultiheadAttention(
-    Scaled, TaggedModule, nn.MultiheadAttention, op=U.scaled_dot_product_attention
-):
+class MultiheadAttention(Normal, nn.MultiheadAttention, op=U.scaled_dot_product_attention):
     """`torch.nn.MultiheadAttention`, unit-scaled, with the same arguments, masks and results.
 
     Weights are standard normal, biases zero, and the logits are ``mult * query @ key.T / width``,
@@ -114,15 +111,12 @@ class MultiheadAttention(
         old = self.out_proj
         like = (old.bias is not None, old.weight.device, old.weight.dtype)
         self.out_proj: Any = Linear(self.embed_dim, self.embed_dim, *like)
-        self.tag_parameters("weight")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialises weights with a standard normal and biases with zero."""
-        for name, parameter in self.named_parameters(recurse=False):
-            nn.init.zeros_(parameter) if name == "in_proj_bias" else nn.init.normal_(parameter)
+        super().reset_parameters()
         self.out_proj.reset_parameters()
-        self.restore_tags()
 
     def forward(
         self,

@@ -46,7 +46,7 @@ class _DepthContainer(nn.Module):
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice):
             return super().__getitem__(index)  # type: ignore[misc]
-        entries = list(self._modules.items())[index]
+        entries: list[Any] = list(self._modules.items())[index]
         if isinstance(self, nn.Sequential):
             return nn.Sequential(OrderedDict(entries))
         return nn.ModuleList(module for _, module in entries)

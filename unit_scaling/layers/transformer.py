@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -76,15 +75,14 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(hidden_size)
 
     def forward(self, input: Tensor) -> Tensor:
-        input = self._residual(input, self.mhsa_norm, self.mhsa, self.mhsa_tau)
-        return self._residual(input, self.mlp_norm, self.mlp, self.mlp_tau)
-
-    def _residual(
-        self, input: Tensor, norm: nn.Module, branch: Callable[[Tensor], Tensor], tau: float
-    ) -> Tensor:
-        inner, skip = U.residual_split(input, tau)
-        inner = U.dropout(branch(norm(inner)), self.dropout_p, self.training)
-        return U.residual_add(inner, skip, tau)
+        for norm, layer, tau in (
+            (self.mhsa_norm, self.mhsa, self.mhsa_tau),
+            (self.mlp_norm, self.mlp, self.mlp_tau),
+        ):
+            inner, skip = U.residual_split(input, tau)
+            inner = U.dropout(layer(norm(inner)), self.dropout_p, self.training)
+            input = U.residual_add(inner, skip, tau)
+        return input
 
 
 class TransformerStack(DepthSequential):
