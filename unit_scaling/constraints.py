@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from fp8.common.validation import check_name
+
 __all__ = [
     "CONSTRAINTS",
     "amean",
@@ -84,16 +86,12 @@ CONSTRAINTS: dict[str, Callable[..., float]] = {
     "to_right_grad_scale": to_right_grad_scale,
 }
 
-# The number of scales (output and gradients) of constraints that do not accept any number.
-_ARITY = {"to_grad_input_scale": 2, "to_left_grad_scale": 3, "to_right_grad_scale": 3}
-
 
 def checked_constraint(name: str | None) -> str | None:
     """Returns ``name``. Raises ValueError unless it is None, "" or a key of `CONSTRAINTS`."""
-    if name is None or name == "" or (isinstance(name, str) and name in CONSTRAINTS):
-        return name
-    allowed = ", ".join(map(repr, CONSTRAINTS))
-    raise ValueError(f"unknown constraint {name!r}; choose None or one of {allowed}")
+    if name != "":
+        check_name("constraint", name, (None, *CONSTRAINTS))
+    return name
 
 
 def apply_constraint(constraint_name: str | None, *scales: float) -> tuple[float, ...]:
@@ -104,8 +102,9 @@ def apply_constraint(constraint_name: str | None, *scales: float) -> tuple[float
         scales: the scale of the output, then of each input's gradient.
 
     Raises:
-        ValueError: the name is unknown, the constraint is for another number of scales
-            ("to_left_grad_scale" with one input), or as in `gmean`.
+        ValueError: the name is unknown, or as in `gmean`.
+        TypeError: the constraint is for another number of scales ("to_left_grad_scale" with one
+            input).
 
     >>> apply_constraint("gmean", 2.0, 8.0)
     (4.0, 4.0)
@@ -115,10 +114,4 @@ def apply_constraint(constraint_name: str | None, *scales: float) -> tuple[float
     checked_constraint(constraint_name)
     if not constraint_name:
         return scales
-    arity = _ARITY.get(constraint_name, len(scales))
-    if arity != len(scales):
-        raise ValueError(
-            f"constraint {constraint_name!r} is for ops with {arity - 1} scaled input(s), "
-            f"but this op has {len(scales) - 1}"
-        )
     return (CONSTRAINTS[constraint_name](*scales),) * len(scales)

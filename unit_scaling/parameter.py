@@ -9,7 +9,7 @@
     mup_stacked: whether the first dimension counts parameters of one shape (the weights of several
         experts), so that a learning rate depends on the others alone
 
-Learning rates depend on all but mup_divisor.
+Learning rates depend on all; those of SGD on whether there is a mup_divisor.
 
 Tags survive `copy.deepcopy`, `pickle` and `torch.save`, but not the replacement of a parameter
 (``load_state_dict(assign=True)``, ``to_empty`` of a model on the meta device, FSDP2, a
@@ -272,7 +272,7 @@ def restore_tags(model: nn.Module) -> None:
             for part in module.get_submodule(f"parametrizations.{name}").parameters(recurse=False):
                 if not has_parameter_data(part):
                     kind = before.mup_type if part.shape == shape else "norm"
-                    tag(part, kind, before.mup_scaling_depth, before.mup_scale)
+                    retag(part, before._replace(mup_type=kind, mup_divisor=None))
 
 
 def _tags(module: nn.Module) -> dict[str, Tags]:

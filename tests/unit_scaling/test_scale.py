@@ -56,7 +56,7 @@ def test_constraint(name: str):
 
 @pytest.mark.parametrize("name", ["pow", "apply_constraint", max, 3])
 def test_unknown_constraint(name):
-    with pytest.raises(ValueError, match="choose None or one of 'amean', 'gmean', 'hmean', 'to_gr"):
+    with pytest.raises(ValueError, match="choose one of None, 'amean', 'gmean', 'hmean', 'to_gr"):
         apply_constraint(name, 2.0, 3.0)
 
 
@@ -68,9 +68,9 @@ def test_means_that_have_no_value(name, scales):
 
 
 def test_constraint_for_another_number_of_inputs():
-    with pytest.raises(ValueError, match=r"is for ops with 1 scaled input\(s\), but this op has 2"):
+    with pytest.raises(TypeError, match=r"to_grad_input_scale.* takes 2 .* but 3 were given"):
         uu.functional.matmul(X, X.T, constraint="to_grad_input_scale")
-    with pytest.raises(ValueError, match=r"is for ops with 2 scaled input\(s\), but this op has 1"):
+    with pytest.raises(TypeError, match=r"to_left_grad_scale.* missing 1 .*'right_grad_scale'"):
         uu.functional.gelu(X, constraint="to_left_grad_scale")
 
 

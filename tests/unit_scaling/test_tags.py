@@ -133,8 +133,12 @@ def test_weight_norm(name: str):
         assert tags(parts) == {"original0": split._replace(mup_type="norm"), "original1": split}
         parametrize.remove_parametrizations(model.get_submodule(path), "weight")
         assert tags_of(model.get_submodule(path).weight) == before[path]
-    layer = parametrizations.spectral_norm(uu.Linear(4, 3))
-    assert tags(layer) == {"parametrizations.weight.original": Tags("weight")}
+    layer = uu.Linear(4, 3)
+    tag(layer.weight, "weight", mup_stacked=True)
+    remember_tags(layer)
+    restore_tags(parametrizations.spectral_norm(layer))
+    own = {"parametrizations.weight.original": Tags("weight", mup_stacked=True)}
+    assert tags(layer) == own
     uu.optim.AdamW(model.parameters(), lr=0.1)
 
 

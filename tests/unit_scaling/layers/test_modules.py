@@ -60,7 +60,7 @@ def test_a_constraint_is_a_name_of_one(kind):
     sizes = dict.fromkeys([p.name for p in arguments if p.default is p.empty], 2)
     for constraint in (None, "", *CONSTRAINTS):
         assert kind(**sizes, constraint=constraint).constraint == constraint
-    with pytest.raises(ValueError, match="unknown constraint 'to_output'; choose None or one"):
+    with pytest.raises(ValueError, match="unknown constraint 'to_output'; choose one of None"):
         kind(**sizes, constraint="to_output")
 
 

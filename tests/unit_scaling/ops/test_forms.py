@@ -133,7 +133,7 @@ REFUSED = [  # (a call, its error, the message)
     (lambda: U.avg_pool1d(X, 2, 2, 0, 0, 1, None, 1), TypeError, "avg_pool1d takes 7 arguments by"),
     (lambda: ADDMM.call((X, X, X), {"out": X}, func=torch.addmm), TypeError, "no out= argument"),
     (lambda: ADDMM.call((X, X), {}, func=torch.addmm), TypeError, r"missing .* 'mat2'"),
-    (lambda: U.gelu(X, constraint="pow"), V, "choose None or one of 'amean', 'gmean'"),
+    (lambda: U.gelu(X, constraint="pow"), V, "choose one of None, 'amean', 'gmean'"),
     (lambda: U.einsum("ij,jk,kl->il", X, X, X), TypeError, "a tuple of the others"),
     (lambda: U.einsum(X, [0, 1], X), TypeError, "equation must be str"),
     (lambda: U.einsum("ij,jk", X), V, "needs 2 operands, got 1"),
