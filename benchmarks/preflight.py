@@ -29,11 +29,10 @@ import torch
 from benchmarks import common
 from benchmarks.common import Row, show, write
 from benchmarks.problems import PROBLEMS
-from fp8.lab.preflight.choices import finalists, recommended, worst_error
 from fp8.lab.preflight.findings import Candidate, Findings, Run
 from fp8.lab.preflight.paired_runs import REFERENCE, Gap, gap
 from fp8.lab.preflight.preflight import RECIPES_TRIED, PreflightError, preflight
-from fp8.lab.preflight.search import keeping, shares
+from fp8.lab.preflight.search import finalists, keeping, recommended, shares, worst_error
 from fp8.lab.preflight.training import Problem, Snapshot, train, under
 from fp8.lab.preflight.update_error import Probe, quiet
 from fp8.recipes.policy import Policy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -17,13 +16,14 @@ from torch.optim import Optimizer
 
 from ..common.mixin import check_module
 from ..common.report import as_table
-from ..common.step import Batch, Loss, call, copied, loss_value, seeded
+from ..common.step import Batch, Loss, seeded
 from ..common.validation import check_number
 from ..recipes.policy import CASTS, Policy, Rule
 from ..recipes.recipe import OPERANDS, PRODUCTS, Recipe
 from ..surgery.convert import Converted, convert
 from ..surgery.override import override
-from .preflight.update_error import quiet
+from .preflight.training import copies, loss_of
+from .trace import quiet
 
 __all__ = ["Blame", "Step", "blame"]
 
@@ -154,7 +154,7 @@ class _Replay:
         self._model, self._batch, self._policy = model, batch, policy
         self._loss, self._optimizer = loss, optimizer
         self.count = 0
-        converted, _ = self._copies()
+        converted, *_ = self._copies()
         modules = converted.named_modules()
         self.layers = [name for name, module in modules if isinstance(module, Converted)]
         if not self.layers:
@@ -165,11 +165,11 @@ class _Replay:
 
     def __call__(self, rules: Sequence[Rule]) -> Step:
         self.count += 1
-        model, optimizer = self._copies()
+        model, optimizer, loss = self._copies()
         parameters = [p for p in model.parameters() if p.requires_grad]
         rules_in_force = override(model, *rules) if rules else nullcontext()
         with seeded(None), torch.enable_grad(), quiet(), rules_in_force:
-            value = self._value(model)
+            value = loss_of(model, self._batch, loss)
             if not value.requires_grad:
                 raise ValueError("blame: the loss does not depend on a parameter that is trained")
             for parameter in parameters:
@@ -181,21 +181,15 @@ class _Replay:
             if optimizer is not None:
                 optimizer.step()
                 with torch.no_grad():
-                    after = float(self._value(model))
+                    after = float(loss_of(model, self._batch, loss))
         return Step(float(value.detach()), float(norm), after)
 
-    def _value(self, model: nn.Module) -> torch.Tensor:
-        value = loss_value(call(model, copied(self._batch)), self._loss)
-        if value is None:
-            raise ValueError("blame: the model returns no loss; loss= computes it from the output")
-        return value
-
-    def _copies(self) -> tuple[nn.Module, Optimizer | None]:
-        model, optimizer = copy.deepcopy((self._model, self._optimizer))
+    def _copies(self) -> tuple[nn.Module, Optimizer | None, Loss | None]:
+        model, optimizer, loss = copies(self._model, self._optimizer, self._loss)
         if self._policy is not None:
             with quiet():
                 model = convert(model, self._policy)
-        return model, optimizer
+        return model, optimizer, loss
 
 
 def _at_fault(replay: _Replay, is_repaired: Callable[[Step], bool]) -> tuple[Rule, ...]:

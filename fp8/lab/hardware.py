@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..common.validation import check_name, check_number
+from ..common.validation import check_choice, check_name, check_number
 
 __all__ = ["HARDWARE", "Hardware", "get_hardware"]
 
@@ -148,8 +148,5 @@ def get_hardware(hardware: str | Hardware) -> Hardware:
     TypeError for what is neither."""
     if isinstance(hardware, Hardware):
         return hardware
-    if not isinstance(hardware, str):
-        kind = type(hardware).__name__
-        raise TypeError(f"hardware must be a name or a Hardware, not {kind}")
-    check_name("hardware", hardware, HARDWARE)
+    check_choice("hardware", hardware, HARDWARE)
     return HARDWARE[hardware]

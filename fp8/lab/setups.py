@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,15 @@ def from_function(name: str) -> Callable[..., Any]:
     return setup
 
 
-def made_by(name: str) -> Any:
-    """What the function of "train.py:setup" returns with seed 0. Raises as `from_function`."""
+def made_by(name: str) -> Sequence[Any]:
+    """The model, its batches and what else the function of "train.py:setup" returns with seed 0.
+    Raises as `from_function`, and ValueError for another result."""
     function = from_function(name)
     with seeded(0):
-        return with_seed(function, 0)
+        made = with_seed(function, 0)
+    if not isinstance(made, tuple | list) or len(made) < 2:
+        raise ValueError(f"{name} must return (model, batches[, loss]), got {made!r:.80}")
+    return made
 
 
 def place(error: BaseException) -> str:

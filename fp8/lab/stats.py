@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -13,11 +13,8 @@ from ..casts.counts import COUNTS, OPEN, CastRecorder
 from ..common.mixin import check_module
 from ..common.report import as_table
 from ..common.threads import Stack
+from ..common.validation import check_whole
 from ..modes.autocast import STANCE
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 __all__ = ["Stats", "StatsRow", "stats"]
 
@@ -61,7 +58,7 @@ class Stats:
         self._every = every
         self._open = Stack()  # for each open pass of this thread, whether it is sampled
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Stats:
         with self._recorder.lock:
             sampled = self.passes % self._every == 0
             self.passes += 1
@@ -122,13 +119,12 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
         A `Stats`, to be used as a context manager around a pass.
 
     Raises:
-        TypeError: if ``model`` is not a module.
+        TypeError: if ``model`` is not a module, or a number not whole.
         ValueError: for numbers below 1.
     """
     check_module("stats", model)
-    for name, value in (("every", every), ("sample", sample)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number from 1, got {value!r}")
+    check_whole("every", every)
+    check_whole("sample", sample)
     return Stats(CastRecorder(model, sample), every)
 
 

@@ -174,10 +174,17 @@ class _Trace(TorchDispatchMode):
         self.products[row] += product.calls
 
 
-def left_alone(model: nn.Module) -> dict[str, str]:
-    """Layer -> why `fp8.convert` does not cast it."""
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block, policies that a user would be warned of are tried without a warning."""
     with strict(False), warnings.catch_warnings():
         warnings.simplefilter("ignore", PitfallWarning)
+        yield
+
+
+def left_alone(model: nn.Module) -> dict[str, str]:
+    """Layer -> why `fp8.convert` does not cast it."""
+    with quiet():
         rows = report(convert(copy.deepcopy(model), "tensor", backend="simulate"))
     return {row.path or "(model)": row.why for row in rows.left_alone}
 

@@ -33,13 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """The result as text. Raises as `fp8.forecast`, `made_by` and `Forecast.policy`."""
-    made = made_by(options.setup)
-    if not isinstance(made, tuple | list) or len(made) < 2:
-        raise ValueError(f"{options.setup} must return (model, batches[, loss]), got {made!r:.80}")
+    model, batches, loss, *_ = (*made_by(options.setup), None)
     result = forecast(
-        made[0],
-        next(iter(made[1])),
-        loss=made[2] if len(made) > 2 else None,
+        model,
+        next(iter(batches)),
+        loss=loss,
         recipes=options.recipes,
         hardware=options.hardware,
     )

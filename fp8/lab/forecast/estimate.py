@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ...formats.format import get_format
 from ...recipes.cast import Cast
@@ -34,12 +33,11 @@ def estimate(
     recipes: Mapping[str, Recipe | None],
     device: Hardware,
     name: str = BF16,
-    policy: Mapping[str, Any] | None = None,
 ) -> Variant:
     """The time of all products of a training step with their casts, and what they save for the
     backward pass. recipes: layer -> recipe; without one, bfloat16. A recipe of which the device
     lacks matrix units is bfloat16 in that product, and named in `Variant.simulated`. An input that
-    several layers share counts for each of them. name, policy: as in `Variant`."""
+    several layers share counts for each of them. name: `Variant.recipe`."""
     layers: dict[str, float] = defaultdict(float)
     other, saved, simulated = 0.0, 0, ""
     for product in products:
@@ -60,7 +58,6 @@ def estimate(
         flops=3 * sum(product.flops for product in products),
         saved=saved,
         simulated=simulated,
-        policy=policy or {},
     )
 
 

@@ -146,9 +146,10 @@ class _Converter(NamedTuple):
         """From the sizes of products."""
         rows = resolve(self.policy or Policy(None), model).items()
         recipes = {name or "(model)": row.recipe for name, row in rows}
-        policy = None if self.policy is None else self.policy.to_dict()
-        variant = estimate(products, recipes, device, self.name, policy)
-        return replace(variant, layers={}) if self.torchao else variant
+        variant = estimate(products, recipes, device, self.name)
+        if self.torchao:
+            return replace(variant, layers={})
+        return variant if self.policy is None else replace(variant, policy=self.policy.to_dict())
 
 
 class _Step(NamedTuple):

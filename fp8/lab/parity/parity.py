@@ -7,11 +7,9 @@ different probabilities, updates are off-policy by that difference.
 from __future__ import annotations
 
 import copy
-import html
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +26,7 @@ from ...recipes.recipe import AUTO, RECIPES, Recipe
 from ...surgery.calibrate import calibrate
 from ...surgery.convert import Converted, convert, revert_layers
 
-__all__ = ["ENGINES", "LayerEffect", "Parity", "parity", "read_prompts"]
+__all__ = ["ENGINES", "LayerEffect", "Parity", "parity"]
 
 
 def _engine(name: str, activations: Cast, weights: str, tile: tuple[int, int] | None) -> Recipe:
@@ -116,14 +114,6 @@ class Parity:
         heads = ("without", "KL", "less by")
         return as_table(figures) + ("\n\n" + as_table([heads, *layers]) if layers else "")
 
-    def save(self, path: str | Path) -> None:
-        """Writes the tables as a page of HTML that loads nothing. Raises ValueError for a path
-        without the suffix ".html"."""
-        check_name("suffix of a page", Path(path).suffix, (".html",))
-        title = f"{self.train} and {self.rollout}: {'within' if self.ok else 'beyond'} the bound"
-        page = _PAGE.format(html.escape(title), html.escape(str(self)))
-        Path(path).write_text(page, encoding="utf-8")
-
 
 def parity(
     model: nn.Module,
@@ -175,21 +165,22 @@ def parity(
     ours, theirs = (_under(model, policy, ids[0]) for policy in policies)
     wanted = _logits(ours, ids, None)
 
-    def measured(cache: str | None) -> _Measures:
+    def measured(cache: str | None) -> dict[str, Any]:
         return _measures(wanted, _logits(theirs, ids, cache), ids)
 
     whole = measured(cache)
     effects: list[tuple[str, float]] = []
     if by_layer:
-        effects = _without_each(ours, theirs, lambda: measured(cache).kl)
-        effects += [("(cache)", measured(None).kl)] if cache else []
-    rows = [LayerEffect(name, kl, (whole.kl - kl) / whole.kl) for name, kl in effects if whole.kl]
+        effects = _without_each(ours, theirs, lambda: measured(cache)["kl"])
+        effects += [("(cache)", measured(None)["kl"])] if cache else []
+    most = whole["kl"]
+    rows = [LayerEffect(name, kl, (most - kl) / most) for name, kl in effects if most]
     return Parity(
         train=_name(policies[0]),
         rollout=_name(policies[1]),
         cache=cache or "",
         bound=float(bound),
-        **whole._asdict(),
+        **whole,
         layers=sorted(rows, key=lambda row: (math.isnan(row.kl), row.kl)),
     )
 
@@ -259,14 +250,8 @@ def _checked_logits(output: Any, ids: Tensor) -> Tensor:
     return logits
 
 
-class _Measures(NamedTuple):
-    kl: float
-    ess: float
-    changed: float
-    differences: list[list[float]]
-
-
-def _measures(ours: list[Tensor], theirs: list[Tensor], prompts: list[Tensor]) -> _Measures:
+def _measures(ours: list[Tensor], theirs: list[Tensor], prompts: list[Tensor]) -> dict[str, Any]:
+    """The fields of a `Parity` that the logits give."""
     divergences, squares, changes, differences = [], [], [], []
     for train, rollout, ids in zip(ours, theirs, prompts, strict=True):
         dtype = torch.float32 if ids.device.type == "mps" else torch.float64
@@ -277,12 +262,12 @@ def _measures(ours: list[Tensor], theirs: list[Tensor], prompts: list[Tensor]) -
         changes.append((rollout.argmax(-1) != train.argmax(-1)).flatten())
         of_tokens = -ratio[..., :-1, :].gather(-1, ids[..., 1:, None]).squeeze(-1)
         differences += of_tokens.reshape(-1, of_tokens.shape[-1]).tolist()
-    return _Measures(
-        kl=float(torch.cat(divergences).mean()),
-        ess=1 / float(torch.cat(squares).mean()),
-        changed=float(torch.cat(changes).double().mean()),
-        differences=differences,
-    )
+    return {
+        "kl": float(torch.cat(divergences).mean()),
+        "ess": 1 / float(torch.cat(squares).mean()),
+        "changed": float(torch.cat(changes).double().mean()),
+        "differences": differences,
+    }
 
 
 def _expected(log_p: Tensor, value: Tensor) -> Tensor:
@@ -312,32 +297,3 @@ def _without_each(
             for place in places:
                 theirs.set_submodule(place, layer)
     return found
-
-
-def read_prompts(
-    path: str | Path, encode: Callable[[str], Sequence[int]] | None = None
-) -> list[Tensor]:
-    """The prompts of a text file in UTF-8, a line for each, int64, (tokens,): ids if every line is
-    whole numbers, else text. Lines of fewer than two tokens are left out; ValueError if that is all
-    of them. encode: a line of text -> its ids; None: its bytes."""
-    lines = list(filter(None, map(str.strip, Path(path).read_text("utf-8").splitlines())))
-    if all(word.isdecimal() for line in lines for word in line.split()):
-        ids = [list(map(int, line.split())) for line in lines]
-    else:
-        ids = [list(encode(line) if encode else line.encode()) for line in lines]
-    prompts = [torch.tensor(each) for each in ids if len(each) > 1]
-    if not prompts:
-        raise ValueError(f"{path} has no line of two tokens or more")
-    return prompts
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<title>{0}</title>
-<h1>{0}</h1>
-<pre>
-{1}
-</pre>
-</html>
-"""

@@ -125,24 +125,18 @@ class Findings:
     def from_dict(values: dict[str, Any]) -> Findings:
         """The findings that `to_dict` wrote, also after JSON, whose keys are strings and where null
         stands for a number that is not finite."""
-        read = dict(values)
-        for name, kind in _ROWS.items():
-            read[name] = [kind(**row) for row in values.get(name, [])]
-        read["verdict"] = Verdict(**values.get("verdict", {}))
-        for row in read["candidates"]:
+        found = Findings(**values)
+        found.verdict = Verdict(**values["verdict"])
+        found.products = [Product(**row) for row in values["products"]]
+        found.runs = [Run(**row) for row in values["runs"]]
+        found.candidates = [Candidate(**row) for row in values["candidates"]]
+        found.forecasts = list(map(Forecast.from_dict, values["forecasts"]))
+        for row in found.candidates:
             row.errors = {int(step): _number(e, math.inf) for step, e in row.errors.items()}
-        for run in read["runs"]:
+        for run in found.runs:
             run.losses, run.held_out = list(map(_number, run.losses)), _number(run.held_out)
-        read["forecasts"] = list(map(Forecast.from_dict, values.get("forecasts", [])))
-        return Findings(**read)
+        return found
 
 
 def _number(value: float | None, otherwise: float = math.nan) -> float:
     return otherwise if value is None else value
-
-
-_ROWS: dict[str, Any] = {
-    "products": Product,
-    "runs": Run,
-    "candidates": Candidate,
-}

@@ -19,9 +19,9 @@ from ..forecast.estimate import estimate
 from ..forecast.forecast import forecast
 from ..forecast.result import Forecast
 from ..hardware import BF16, Hardware
-from .budget import Budget
-from .choices import finalists, runs_on
 from .findings import Findings
+from .paired_runs import Budget
+from .search import finalists, runs_on
 from .training import Problem
 
 FORECAST_PART = 1 / 5

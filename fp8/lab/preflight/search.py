@@ -1,5 +1,6 @@
-"""Which layers to keep in high precision: squared update errors add, so the choice is a knapsack.
+"""Which layers to keep in high precision, and which candidates are trained and recommended.
 
+Squared update errors add, so that the choice of layers is a knapsack.
 Each layer alone under the recipe gives its squared error and its share of the FLOPs. Keeping the
 layers with the largest error per FLOP first is the optimal order of the fractional knapsack
 (Dantzig 1957, "Discrete-variable extremum problems"); its points are the frontier of FLOPs cast
@@ -18,7 +19,18 @@ from ...formats.format import get_format
 from ...recipes.policy import Policy, Rule
 from ...recipes.recipe import PRODUCTS, Recipe
 from ..trace import Product
-from .choices import FINE
+from .findings import Candidate, Findings
+
+FINE = 0.25
+"""The update error up to which a policy is expected to train as the reference. On a GPT of two
+layers the recipes with errors up to 0.14 ended within 0.005 nats of it after 600 steps, and one
+with 0.37 ended 0.067 above (docs/preflight.md). It selects the finalists; training runs decide."""
+
+AS_GOOD = ("as the reference", "better", "within chance")
+FAILED = ("worse", "diverges")
+
+
+# Layers
 
 
 def shares(products: Iterable[Product]) -> dict[str, float]:
@@ -47,12 +59,12 @@ class LayerError(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """kept: the layers in high precision. share: of the FLOPs, that are cast. error: the update
-    error by the sum of the squared errors of the layers that are cast."""
+    """kept: the layers in high precision. share: of the FLOPs, that are cast. squared_error: the
+    sum over the layers that are cast."""
 
     kept: list[str]
     share: float
-    error: float
+    squared_error: float
 
 
 def frontier(errors: Sequence[LayerError]) -> list[Selection]:
@@ -62,7 +74,7 @@ def frontier(errors: Sequence[LayerError]) -> list[Selection]:
         Selection(
             [e.layer for e in order[:count]],
             sum(e.share for e in order[count:]),
-            math.sqrt(sum(e.squared_error for e in order[count:])),
+            sum(e.squared_error for e in order[count:]),
         )
         for count in range(len(order) + 1)
     ]
@@ -73,8 +85,8 @@ def knee(selections: Sequence[Selection]) -> Selection:
     error, both from 0 to 1 (Satopaa et al. 2011, "Finding a kneedle in a haystack"). The squared
     error is convex along the frontier; the error itself is not."""
     first = selections[0]
-    height, width = first.error**2 or 1.0, first.share or 1.0
-    return max(selections, key=lambda s: s.share / width - s.error**2 / height)
+    height, width = first.squared_error or 1.0, first.share or 1.0
+    return max(selections, key=lambda s: s.share / width - s.squared_error / height)
 
 
 def choose(
@@ -112,3 +124,60 @@ def bits_of(recipe: Recipe, share: float) -> float:
         for name in PRODUCTS
     ]
     return share * statistics.fmean(widths) + (1 - share) * 16
+
+
+# Candidates
+
+
+def worst_error(candidate: Candidate) -> float:
+    """The largest update error over the snapshots; inf if none was measured."""
+    return max(candidate.errors.values(), default=math.inf)
+
+
+def runs_on(findings: Findings, hardware: str) -> set[str]:
+    """The names of the candidates that an accelerator has units for."""
+    rows = (row for row in findings.forecasts if row.hardware == hardware)
+    return {variant.recipe for row in rows for variant in row.variants if not variant.simulated}
+
+
+def _by_device(candidates: Sequence[Candidate], findings: Findings) -> dict[str, list[Candidate]]:
+    """Device -> the candidates that it has units for. Without forecasts: one device for all."""
+    names = {row.hardware: runs_on(findings, row.hardware) for row in findings.forecasts}
+    if not names:
+        return {"": list(candidates)}
+    return {device: [c for c in candidates if c.name in runs] for device, runs in names.items()}
+
+
+def finalists(findings: Findings) -> dict[str, Candidate]:
+    """Device -> the policy to train: the fine one with the fewest bits, or else the one with the
+    smallest error. Of several with equal bits it is that of an earlier device, if it runs here too.
+    Candidates that save nothing (16 bits), and those that were trained and failed, are left out."""
+    chosen: dict[str, Candidate] = {}
+    for device, runs in _by_device(findings.candidates, findings).items():
+        usable = [c for c in runs if c.bits < 15.5 and c.outcome not in FAILED]
+        finite = [c for c in usable if math.isfinite(worst_error(c))]
+        fine = [c for c in usable if worst_error(c) <= FINE]
+        order = sorted(fine, key=_cost) or sorted(finite, key=worst_error)
+        for best in order[:1]:
+            earlier = {c.name for c in chosen.values()}
+            equal = [c for c in order if c.name in earlier and _cost(c)[0] == _cost(best)[0]]
+            chosen[device] = (equal or [best])[0]
+    return chosen
+
+
+def recommended(findings: Findings) -> dict[str, Candidate]:
+    """Device -> the candidate with the fewest bits that trains as the reference; without one, that
+    within chance whose gap has the lowest upper end. Transforms have no policy and are not
+    recommended."""
+    good = [c for c in findings.candidates if c.outcome in AS_GOOD and c.policy]
+    devices = _by_device(good, findings)
+    return {device: min(runs, key=_rank) for device, runs in devices.items() if runs}
+
+
+def _rank(candidate: Candidate) -> tuple[bool, float, float, float]:
+    is_chance = candidate.outcome == "within chance"
+    return is_chance, (candidate.high or 0.0) if is_chance else 0.0, *_cost(candidate)
+
+
+def _cost(candidate: Candidate) -> tuple[float, float]:
+    return round(candidate.bits, 1), worst_error(candidate)

@@ -23,12 +23,21 @@ from ...recipes.recipe import AUTO, PLAIN, Recipe
 from ...version import __version__
 from ..hardware import Hardware
 from ..trace import left_alone, trace
-from .budget import Budget
-from .choices import FINE, finalists, recommended, worst_error
 from .findings import Candidate, Findings, Run
 from .forecasts import compile_steps, estimate_steps
-from .paired_runs import FIRST_LOOK, REFERENCE, OutOfTime, chance_of, compare, train_pairs
-from .search import LayerError, bits_of, choose, keeping, name_of, shares
+from .paired_runs import FIRST_LOOK, REFERENCE, Budget, OutOfTime, chance_of, compare, train_pairs
+from .search import (
+    FINE,
+    LayerError,
+    bits_of,
+    choose,
+    finalists,
+    keeping,
+    name_of,
+    recommended,
+    shares,
+    worst_error,
+)
 from .training import Prepare, Problem, train, transformed, under
 from .update_error import Probe, check_reference, quiet
 from .verdict import SIMULATED, Continue, decide

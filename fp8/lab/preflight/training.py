@@ -104,16 +104,16 @@ def _as_setup(value: Any) -> Setup:
 @dataclass
 class Snapshot:
     """The weights and second moments of a run at a step, by name, and the batch that comes next.
-    beta2: the decay rate of second moments. seen: the share of a mean square that they hold so far,
-    1 - beta2 ** steps. trained: the names of the parameters that the optimizer steps; None: all."""
+    trained: the names of the parameters that the optimizer steps. beta2: the decay rate of second
+    moments. seen: the share of a mean square that they hold so far, 1 - beta2 ** steps."""
 
     step: int
     weights: dict[str, Any]
     second_moments: dict[str, Tensor]
     batch: Batch
+    trained: frozenset[str]
     beta2: float = 0.999
     seen: float = 1.0
-    trained: frozenset[str] | None = None
 
 
 class _Start(NamedTuple):
@@ -189,8 +189,8 @@ class Problem:
                 f"a batch of seed {seed} was overwritten after it was drawn: batches must not be "
                 "in memory that is written again, as runs are compared on the same batches"
             )
-        made = _copies(drawn.setup)
-        model, optimizer = made.model, made.optimizer
+        setup = drawn.setup
+        model, optimizer, loss = copies(setup.model, setup.optimizer, setup.loss)
         if optimizer is None:
             parameters = [p for p in model.parameters() if p.requires_grad]
             if not parameters:
@@ -202,7 +202,7 @@ class Problem:
         if seed and not callable(self._source):
             order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
             train = [train[i] for i in order.tolist()]
-        return _Start(model, optimizer, made.loss, train, held_out)
+        return _Start(model, optimizer, loss, train, held_out)
 
     def _draw(self, seed: int) -> _Drawn:
         if not callable(self._source):
@@ -253,22 +253,24 @@ def _own(setup: Setup, anew: bool) -> Setup:
     setup = replace(setup, model=unwrapped(setup.model))
     converted = any(row.done == "converted" for row in report(setup.model))
     if anew or converted:
-        setup = _copies(setup)
+        model, optimizer, loss = copies(setup.model, setup.optimizer, setup.loss)
+        setup = replace(setup, model=model, optimizer=optimizer, loss=loss)
     if converted:
         revert_layers(setup.model)
     return setup
 
 
-def _copies(setup: Setup) -> Setup:
-    """The setup with copies of the model, its optimizer, and its loss if that is a module. torch
-    leaves the attributes of an optimizer's class out of its copy, as an optimizer that it wraps."""
+def copies(
+    model: nn.Module, optimizer: Optimizer | None, loss: Loss | None
+) -> tuple[nn.Module, Optimizer | None, Loss | None]:
+    """Copies; of the loss if it is a module. torch leaves the attributes of an optimizer's class
+    out of its copy, as an optimizer that it wraps."""
     memo: dict[int, Any] = {}
-    model, optimizer = copy.deepcopy((setup.model, setup.optimizer), memo)
-    for name, value in vars(setup.optimizer).items() if optimizer is not None else ():
-        if not hasattr(optimizer, name):
-            setattr(optimizer, name, copy.deepcopy(value, memo))
-    loss = copy.deepcopy(setup.loss, memo) if isinstance(setup.loss, nn.Module) else setup.loss
-    return replace(setup, model=model, optimizer=optimizer, loss=loss)
+    own, made = copy.deepcopy((model, optimizer), memo)
+    for name, value in vars(optimizer).items() if optimizer is not None else ():
+        if not hasattr(made, name):
+            setattr(made, name, copy.deepcopy(value, memo))
+    return own, made, copy.deepcopy(loss, memo) if isinstance(loss, nn.Module) else loss
 
 
 def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
@@ -366,7 +368,7 @@ def _snapshot(step: int, model: nn.Module, optimizer: Optimizer, batch: Batch) -
     beta2 = float(next((group["betas"][1] for group in groups if "betas" in group), 0.999))
     steps = max((float(state.get("step", 0)) for state in optimizer.state.values()), default=0.0)
     seen = 1 - beta2 ** max(steps, 1)
-    return Snapshot(step, weights, moments, batch, beta2, seen, frozenset(trained))
+    return Snapshot(step, weights, moments, batch, frozenset(trained), beta2, seen)
 
 
 def _second_moment(state: dict[str, Any], parameter: Tensor) -> Tensor | None:

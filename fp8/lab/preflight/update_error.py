@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +22,12 @@ from ...common.step import Loss, call, copied, loss_value, scalars, untouched
 from ...recipes.policy import Policy
 from ...recipes.recipe import Recipe
 from ...surgery.convert import convert, revert_layers
-from ...warnings import PitfallWarning, strict
 from ..stats import stats
+from ..trace import quiet
 from .training import Problem, Snapshot, loss_of
 
 EPSILON = 1e-8
 """Added to sqrt(v): Adam's epsilon."""
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Within the block, policies that a user would be warned of are tried without a warning."""
-    with strict(False), warnings.catch_warnings():
-        warnings.simplefilter("ignore", PitfallWarning)
-        yield
 
 
 class Probe:
@@ -57,7 +46,7 @@ class Probe:
         self._leaves = [
             p
             for p in self.model.parameters()
-            if p.requires_grad and (snapshot.trained is None or names[id(p)] in snapshot.trained)
+            if p.requires_grad and names[id(p)] in snapshot.trained
         ]
         self._moments = [snapshot.second_moments.get(names[id(p)]) for p in self._leaves]
         self._new = 1 - snapshot.beta2

@@ -11,10 +11,9 @@ from ...recipes.policy import Policy
 from ...recipes.recipe import RECIPES
 from ..forecast.result import Forecast
 from ..hardware import BF16
-from .budget import MARGIN
-from .choices import AS_GOOD, FAILED, FINE, finalists, recommended, worst_error
 from .findings import Candidate, Findings
-from .paired_runs import ERROR, FIRST_LOOK, LOOKS, REFERENCE, Gap, seeds_needed
+from .paired_runs import ERROR, FIRST_LOOK, LOOKS, MARGIN, REFERENCE, Gap, seeds_needed
+from .search import AS_GOOD, FAILED, FINE, finalists, recommended, worst_error
 
 SCALES = {
     "unit": "without scale factors",

@@ -205,6 +205,27 @@ def test_nothing_of_the_users_changes():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Steps by an optimizer that it wraps, which torch leaves out of copies."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_optimizers_with_attributes_and_losses_with_weights_are_copied_whole():
+    model = fp8.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "tensor", backend="simulate")
+    loss, x = nn.Sequential(nn.Linear(WIDTH, 1), nn.Flatten(0)), torch.randn(1, WIDTH)
+    optimizer = Wrapping([*model.parameters(), *loss.parameters()])
+    before = copy.deepcopy(loss.state_dict())
+    assert fp8.blame(model, x, loss, optimizer=optimizer).low.loss_after is not None
+    assert all(parameter.grad is None for parameter in loss.parameters())
+    assert all(torch.equal(before[name], value) for name, value in loss.state_dict().items())
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_smallest_set_in_few_tries(seed: int):
     """k of n parts take 1 + k (1 + log2 n) tries."""
@@ -225,7 +246,10 @@ def test_a_smallest_set_in_few_tries(seed: int):
 WRONG = {
     "no layer of the model is converted": (Network, {}),
     "threshold must be above 1": (Network, {"policy": "tensor", "threshold": 1.0}),
-    "returns no loss": (lambda: nn.Linear(WIDTH, WIDTH), {"policy": "tensor", "loss": None}),
+    "the model returns it, or loss=": (
+        lambda: nn.Linear(WIDTH, WIDTH),
+        {"policy": "tensor", "loss": None},
+    ),
     "does not depend on a parameter": (
         lambda: Network().requires_grad_(False),
         {"policy": "tensor"},

@@ -62,7 +62,7 @@ def test_time_is_the_longer_of_arithmetic_and_memory():
     ("call", "error", "message"),
     [
         (lambda: get_hardware("h101"), ValueError, "unknown hardware 'h101'.*'h100'"),
-        (lambda: get_hardware(5), TypeError, "must be a name or a Hardware, not int"),
+        (lambda: get_hardware(5), TypeError, "hardware is a int; give a name"),
         (lambda: replace(H100, peak={"fp8": 1e15}), ValueError, "'h100' needs 'bf16'"),
         (lambda: replace(H100, peak={"bf16": 1, "fp7": 1}), ValueError, "unknown unit in peak"),
         (lambda: replace(H100, achieved={"fp7": 1}), ValueError, "unknown unit in achieved"),

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import fp8
 from fp8.__main__ import main
-from fp8.lab.parity.parity import ENGINES, read_prompts
+from fp8.lab.parity.parity import ENGINES
 
 WORDS = 32
 
@@ -238,20 +238,6 @@ def test_bad_arguments(changes: dict[str, Any], error: type[Exception], message:
         fp8.parity(given.pop("model"), given.pop("prompts"), **given)
 
 
-def test_prompts_of_a_file(tmp_path: Path):
-    path = tmp_path / "prompts.txt"
-    for text, encode, ids in (
-        ("1 2 3\n\n7\n4 5 6 7\n", None, [[1, 2, 3], [4, 5, 6, 7]]),
-        ("1 2 3\nab é\n", None, [list(b"1 2 3"), list("ab é".encode())]),
-        ("1 2 3\nab é\n", lambda line: [len(line)] * 2, [[5, 5], [4, 4]]),
-    ):
-        path.write_text(text, encoding="utf-8")
-        assert [p.tolist() for p in read_prompts(path, encode)] == ids
-    path.write_text("7\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="no line of two tokens or more"):
-        read_prompts(path)
-
-
 SETUP = """
 import torch
 from tests.fp8.lab.test_parity import Model, prompts
@@ -271,30 +257,17 @@ def setup_file(tmp_path: Path) -> str:
 
 
 def test_the_command(setup_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    page, policy = tmp_path / "page.html", tmp_path / "policy.json"
+    policy = tmp_path / "policy.json"
     fp8.Policy("tensor", name="mine").to_json(policy)
     common = [f"{setup_file}:setup", "--train", str(policy)]
-    assert main(["parity", *common, "--bound", "1", "--json", "--save", str(page)]) == 0
+    assert main(["parity", *common, "--bound", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     wanted = fp8.parity(Model(), prompts(), train="tensor", bound=1.0)
     assert found == wanted.to_dict() | {"train": "mine"}
-    assert "<h1>mine and engine_row: within the bound</h1>" in page.read_text(encoding="utf-8")
-    assert "http" not in page.read_text(encoding="utf-8")
     assert main(["parity", *common, "--bound", "1e-9", "--total"]) == 1
     shown = capsys.readouterr().out
     assert f"{wanted.kl:.3g} per token, beyond 1e-09" in shown
     assert "without" not in shown
-
-
-def test_the_command_with_a_file_of_prompts(
-    setup_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    file = tmp_path / "prompts.txt"
-    file.write_text("1 2 3 4\n5 6\n", encoding="utf-8")
-    common = ["parity", f"{setup_file}:model", "--train", "none", "--bound", "1"]
-    assert main([*common, "--prompts", str(file), "--json"]) == 0
-    assert [len(row) for row in json.loads(capsys.readouterr().out)["differences"]] == [3, 1]
-    assert main(common) == 2
-    assert "give --prompts FILE" in capsys.readouterr().err
-    assert main([*common, "--prompts", str(file), "--save", "page.txt"]) == 2
-    assert "suffix of a page" in capsys.readouterr().err
+    alone = [f"{setup_file}:model", "--train", "none", "--bound", "1"]
+    assert main(["parity", *alone]) == 2
+    assert "must return (model, batches[, loss]), got Model(" in capsys.readouterr().err

@@ -18,10 +18,10 @@ from fp8.lab.forecast import card
 from fp8.lab.forecast.result import Forecast
 from fp8.lab.hardware import HARDWARE
 from fp8.lab.preflight import forecasts
-from fp8.lab.preflight.budget import Budget
 from fp8.lab.preflight.findings import Candidate, Findings
 from fp8.lab.preflight.forecasts import compile_steps, estimate_steps
 from fp8.lab.preflight.page import page
+from fp8.lab.preflight.paired_runs import Budget
 from fp8.lab.preflight.training import Problem, Setup
 from fp8.lab.trace import trace
 

@@ -11,11 +11,10 @@ from torch import nn
 import fp8
 from fp8.lab.forecast.result import Forecast, Variant
 from fp8.lab.preflight import stages
-from fp8.lab.preflight.budget import Budget
-from fp8.lab.preflight.choices import finalists, recommended
 from fp8.lab.preflight.findings import Candidate, Findings
-from fp8.lab.preflight.paired_runs import REFERENCE, OutOfTime
+from fp8.lab.preflight.paired_runs import REFERENCE, Budget, OutOfTime
 from fp8.lab.preflight.preflight import Preflight, PreflightError
+from fp8.lab.preflight.search import finalists, recommended
 from fp8.lab.preflight.training import Setup
 from unit_scaling.transforms import simulate_fp8
 
@@ -210,7 +209,7 @@ def test_without_a_recommendation_there_is_a_policy_to_try_first():
 
 def test_the_budget_is_wall_time(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("fp8.lab.preflight.budget.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("fp8.lab.preflight.paired_runs.time.perf_counter", lambda: now[0])
     budget = Budget(100.0)
     assert budget.allows(70.0)
     assert not budget.allows(80.0)  # runs differ by 30 %
@@ -392,7 +391,7 @@ def test_recommended_is_for_each_device_what_trains_with_the_fewest_bits():
 
 def test_if_all_finalists_are_worse_the_next_ones_are_trained(monkeypatch):
     """mxfp4, said to be fine and 1 worse, is the finalist; "tensor" comes after it."""
-    for module in ("choices", "search", "stages"):
+    for module in ("search", "stages"):
         monkeypatch.setattr(f"fp8.lab.preflight.{module}.FINE", 10.0)
     real = stages.train
 

@@ -78,7 +78,8 @@ def test_an_element_that_had_no_gradient_so_far_counts_as_one_step():
     """Its v is 0; Adam's step is at most 1 / sqrt(1 - beta2) = 31.6 of its learning rate."""
     model = nn.Sequential(nn.Linear(4, 2, bias=False))
     x = torch.ones(1, 4)
-    snapshot = Snapshot(1, model.state_dict(), {"0.weight": torch.zeros(2, 4)}, (x,))
+    moments = {"0.weight": torch.zeros(2, 4)}
+    snapshot = Snapshot(1, model.state_dict(), moments, (x,), frozenset(moments))
     snapshot.second_moments["0.weight"][0] = 1.0
     probe = Probe(model, snapshot, lambda y: y[0, 0])  # no gradient for the second row
     probe._gradients = lambda: [torch.tensor([[1.0] * 4, [1e-3] * 4])]  # a cast makes one
