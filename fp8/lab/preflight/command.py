@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,14 @@ SEEDS = 32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fp8 preflight``."""
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
         "setup",
         nargs="?",
         help="FILE.py:FUNCTION or MODULE:FUNCTION that returns (model, batches[, loss[, "
         "optimizer]]); called with seed= if it takes that",
     )
-    parser.add_argument("--demo", action="store_true", help="a small GPT")
+    what.add_argument("--demo", action="store_true", help="a small GPT")
     budget = f"seconds for everything ({BUDGET:.0f}, with --demo {DEMO_BUDGET:.0f})"
     target = "gap that counts as none (%(default)s)"
     parser.add_argument("--steps", type=int, help="of each run (%(default)s)")
@@ -48,14 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS, help="at most (%(default)s)")
     recipes = f"recipes to compare ({' '.join(RECIPES_TRIED)})"
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help=recipes)
-    hardware = f"accelerators of the estimates ({' '.join(DEFAULTS['hardware'])}), of: "
-    parser.add_argument(
-        "--hardware",
-        nargs="+",
-        metavar="NAME",
-        choices=HARDWARE,
-        help=hardware + " ".join(HARDWARE),
-    )
+    hardware = f"accelerators of the estimates ({' '.join(DEFAULTS['hardware'])})"
+    parser.add_argument("--hardware", nargs="+", choices=HARDWARE, help=hardware)
     parser.add_argument("--out", help="page (%(default)s)")
     parser.set_defaults(**DEFAULTS)
     parser.add_argument("--resume", action="store_true", help="continue from the .json file of OUT")
@@ -68,7 +62,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     figures = out.with_suffix(".json")
     try:
         result = preflight(
-            _source(options),
+            demo if options.demo else from_function(options.setup),
             recipes=options.recipes,
             steps=options.steps,
             budget=options.budget or (DEMO_BUDGET if options.demo else BUDGET),
@@ -101,13 +95,6 @@ def _command(options: argparse.Namespace, seconds: float, seeds: int) -> str:
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     words += ["--resume", "--budget", f"{seconds:g}"]
     return shlex.join(words + (["--seeds", str(seeds)] if seeds != SEEDS else []))
-
-
-def _source(options: argparse.Namespace) -> Callable[..., Any]:
-    """The function that returns the setup."""
-    if options.demo == bool(options.setup):
-        raise ValueError("give one of FILE.py:FUNCTION, --demo")
-    return demo if options.demo else from_function(options.setup)
 
 
 def _written(result: Preflight, out: Path, figures: Path) -> str:

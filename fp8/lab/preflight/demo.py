@@ -21,40 +21,30 @@ WIDTH, HEADS, LAYERS, CONTEXT, BATCH = 64, 4, 2, 64, 16
 class _Block(nn.Module):
     """Causal self-attention and an MLP, each after a LayerNorm and added to its input."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1)
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
-    """A decoder that returns its loss. context: the longest sequence."""
+    """A decoder of bytes that returns its loss."""
 
-    def __init__(
-        self,
-        width: int = WIDTH,
-        heads: int = HEADS,
-        layers: int = LAYERS,
-        context: int = CONTEXT,
-        vocabulary: int = 256,
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Parameter(0.02 * torch.randn(context, width))
-        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.tokens = nn.Embedding(256, WIDTH)
+        self.positions = nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
+        self.blocks = nn.ModuleList(_Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 256, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -68,12 +58,7 @@ class GPT(nn.Module):
 
 
 def text_batches(text: bytes, batch: int, context: int, count: int, seed: int) -> list[Tensor]:
-    """Batches of random windows of a text: ``count`` tensors of shape (batch, context + 1), int64.
-
-    Raises ValueError for a text of fewer than ``context + 2`` bytes.
-    """
-    if len(text) < context + 2:
-        raise ValueError(f"the text has {len(text)} bytes; a window needs {context + 2}")
+    """Random windows of a text: ``count`` tensors of shape (batch, context + 1), int64."""
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(data) - context, (count, batch, 1), generator=generator)

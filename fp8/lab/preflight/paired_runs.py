@@ -1,19 +1,8 @@
 """Paired training runs: the gap between a candidate and the reference, and a sequential test of it.
 
-A candidate and the reference train from the same weights on the same batches with the same random
-numbers, so what differs between seeds cancels in the difference of their losses.
-
-The test looks at the mean difference after 3, 4, 6, 8, 12, ... pairs. One end of the interval at
-the k-th look has the error ``ERROR / (k (k + 1))``. The sum over k telescopes to ERROR, so by the
-union bound an end that was ever seen excludes the gap with a probability of at most ERROR, whenever
-the test stops. A verdict reads one end: "as the reference" and "better" are wrong only if the upper
-end is too low, "worse" only if the lower end is too high. Differences are taken as normal and
-independent between seeds.
-
-Some trainings amplify rounding errors until runs end about as far apart as with other seeds, and no
-affordable number of pairs shows a small gap. A candidate that is not decided when the time is over
-is "within chance" if the upper end of its gap is below the standard deviation of the reference's
-loss over seeds: one training does not show such a gap.
+One end of the interval at the k-th look has the error ``ERROR / (k (k + 1))``. The sum over k
+telescopes to ERROR, so by the union bound an end that was ever seen excludes the gap with a
+probability of at most ERROR, whenever the test stops. What follows from it is on docs/preflight.md.
 """
 
 from __future__ import annotations
@@ -35,9 +24,8 @@ looks together with probability ``1 - 2 * ERROR``."""
 
 TAIL = 1 / 3
 """The share of the steps, at the end of a run, over which differences of losses are averaged. On a
-GPT of two layers, 32 wide, over 10 pairs of 150 steps, the deviation of the mean difference between
-pairs was 0.0109 over the last tenth of the steps, 0.0089 over a fifth, 0.0071 over a third, 0.0064
-over half, and 0.0102 for the held-out loss at the end; the mean was 0.005 for each."""
+GPT of two layers, over 10 pairs of 150 steps, the deviation between pairs was 0.0109 over a tenth
+of the steps, 0.0089 over a fifth, 0.0071 over a third, 0.0064 over half."""
 
 
 class Gap(NamedTuple):
@@ -51,9 +39,6 @@ class Gap(NamedTuple):
     @property
     def half_width(self) -> float:
         return (self.high - self.low) / 2 if math.isfinite(self.mean) else math.inf
-
-
-# Student's t
 
 
 def _central(t: float, freedom: int) -> float:
@@ -83,8 +68,7 @@ def student(freedom: int, error: float) -> float:
 
 
 def half_width(values: Sequence[float], error: float = 0.025) -> float:
-    """Half the width of the interval of the mean of two or more values, each end of which has this
-    error; by default the 95 % interval."""
+    """Half the width of the interval of the mean of two or more values. error: of each end."""
     deviation = statistics.stdev(values) / math.sqrt(len(values))
     return student(len(values) - 1, error) * deviation
 
@@ -98,8 +82,7 @@ FIRST_LOOK = min(LOOKS)
 
 
 def seeds_needed(gap: Gap, tolerance: float) -> int:
-    """About how many seeds give the sequential test an interval with a half-width of ``tolerance``,
-    by the deviation of those of its last look."""
+    """About how many seeds give an interval with a half-width of ``tolerance``."""
     deviation = gap.half_width / student(gap.seeds - 1, LOOKS[gap.seeds]) * math.sqrt(gap.seeds)
 
     def is_narrow(seeds: int) -> bool:
@@ -108,13 +91,10 @@ def seeds_needed(gap: Gap, tolerance: float) -> int:
     return next(filter(is_narrow, LOOKS), max(LOOKS))
 
 
-# Gaps
-
-
 def gap(runs: Sequence[Run], name: str) -> Gap | None:
-    """The difference of held-out losses, with its 95 % interval (Student's t), over the seeds that
-    a candidate shares with the reference, without those with which the reference diverged. None
-    without seeds; infinite if a run of the candidate diverged."""
+    """The difference of held-out losses, with its 95 % interval, over the seeds that a candidate
+    shares with the reference, without those with which the reference diverged. None without seeds;
+    infinite if a run of the candidate diverged."""
     values = _differences(runs, name, lambda run, other: run.held_out - other.held_out)
     return _gap(values, 0.025 if len(values) > 1 else None)
 
@@ -191,8 +171,6 @@ def compare(candidates: Iterable[Candidate], runs: Sequence[Run], tolerance: flo
             candidate.seeds = measured.seeds
 
 
-# Time
-
 MARGIN = 1.3
 """What an expected time is multiplied by: runs of the same length differ where other programs run
 too."""
@@ -234,13 +212,13 @@ def train_pairs(
     on_run: Callable[[], object] = lambda: None,
 ) -> None:
     """Trains until every candidate is decided, has all seeds, or has no time left, and adds to
-    ``runs``. First each of them, in their order, gets the pairs of the first look. Then the next
-    pair is that of the candidate whose interval has the lowest upper end: the one nearest to a good
-    verdict. has_time: asked with the names of the runs of a pair that are missing."""
+    ``runs``: for each the pairs of the first look, then the next pair of the candidate nearest to a
+    good verdict, by the upper end of its interval. has_time: asked with the names of the runs of a
+    pair that are missing."""
     trained = {(run.name, run.seed) for run in runs}
 
     def missing(name: str) -> list[tuple[str, int]]:
-        seeds = (seed for seed in range(max_seeds) if (name, seed) not in trained)
+        seeds = (seed for seed in range(min(max_seeds, max(LOOKS))) if (name, seed) not in trained)
         pairs = ([(REFERENCE, seed), (name, seed)] for seed in seeds)
         return [run for run in next(pairs, []) if run not in trained]
 

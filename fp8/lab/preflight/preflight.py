@@ -177,7 +177,7 @@ def preflight(
 
 
 def _continued(path: Path | None, settings: Settings) -> Continue:
-    """The line of Python that continues; what was not saved is measured again."""
+    """Without a file, all is measured again."""
 
     def proceed(seconds: float, seeds: int) -> str:
         again = f"max_seeds={max(seeds, settings.max_seeds)}"
@@ -209,23 +209,23 @@ def _complete(run: PreflightRun, result: Preflight) -> Preflight:
 def terminable() -> Iterator[None]:
     """Within the block SIGTERM raises KeyboardInterrupt, as Ctrl-C does; at its end the signal is
     sent again. Without effect where the program has a handler of its own, and in threads."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
     received: list[int] = []
 
     def interrupt(number: int, frame: object) -> None:
         received.append(number)
         raise KeyboardInterrupt
 
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
     signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for number in received[:1]:
-            signal.raise_signal(number)
+        if received:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _checked(path: str | Path, *suffixes: str) -> Path:

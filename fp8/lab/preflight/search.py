@@ -1,10 +1,8 @@
 """Which layers to keep in high precision, and which candidates are trained and recommended.
 
-Squared update errors add, so that the choice of layers is a knapsack.
-Each layer alone under the recipe gives its squared error and its share of the FLOPs. Keeping the
-layers with the largest error per FLOP first is the optimal order of the fractional knapsack
-(Dantzig 1957, "Discrete-variable extremum problems"); its points are the frontier of FLOPs cast
-against error.
+Squared update errors add, so that the choice of layers is a knapsack. The largest error per FLOP
+first is the optimal order of the fractional one (Dantzig 1957, "Discrete-variable extremum
+problems"); its points are the frontier of FLOPs cast against error.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -22,27 +21,22 @@ from ..trace import Product
 from .findings import Candidate, Findings
 
 FINE = 0.25
-"""The update error up to which a policy is expected to train as the reference. On a GPT of two
-layers the recipes with errors up to 0.14 ended within 0.005 nats of it after 600 steps, and one
-with 0.37 ended 0.067 above (docs/preflight.md). It selects the finalists; training runs decide."""
+"""The update error up to which a policy is expected to train as the reference, by the GPT of
+docs/preflight.md. It selects the finalists; training runs decide."""
 
 AS_GOOD = ("as the reference", "better", "within chance")
 FAILED = ("worse", "diverges")
 
 
-# Layers
-
-
 def shares(products: Iterable[Product]) -> dict[str, float]:
     """Layer -> its share of the FLOPs of all products. Layers that cannot be cast count in the
     total and are not listed."""
-    products = list(products)
+    products, share = list(products), defaultdict[str, float](float)
     total = sum(product.flops for product in products)
-    share: dict[str, float] = {}
     for product in products:
         if not product.why_not:
-            share[product.layer] = share.get(product.layer, 0.0) + product.flops / total
-    return share
+            share[product.layer] += product.flops / total
+    return dict(share)
 
 
 def keeping(recipe: Recipe | str, kept: Sequence[str]) -> Policy:
@@ -82,8 +76,7 @@ def frontier(errors: Sequence[LayerError]) -> list[Selection]:
 
 def knee(selections: Sequence[Selection]) -> Selection:
     """The point farthest from the line between the ends of a frontier of FLOPs against squared
-    error, both from 0 to 1 (Satopaa et al. 2011, "Finding a kneedle in a haystack"). The squared
-    error is convex along the frontier; the error itself is not."""
+    error, both from 0 to 1 (Satopaa et al. 2011, "Finding a kneedle in a haystack")."""
     first = selections[0]
     height, width = first.squared_error or 1.0, first.share or 1.0
     return max(selections, key=lambda s: s.share / width - s.squared_error / height)
@@ -92,10 +85,9 @@ def knee(selections: Sequence[Selection]) -> Selection:
 def choose(
     recipe: Recipe, errors: Sequence[LayerError], probes: Sequence[Callable[[Policy], float]]
 ) -> Selection:
-    """The first point of the frontier whose error is measured to be fine at all snapshots or, if
-    none is, the knee. Errors fall along the frontier, so that the first is found by bisection; they
-    are measured, as predictions of recipes that lose values, as those without scales, are too
-    low."""
+    """The first point of the frontier whose error is fine at all snapshots or, if none is, the
+    knee. Errors fall along the frontier; they are measured, as sums are too low for recipes that
+    lose values, as those without scales."""
     selections = frontier(errors)
     inner = selections[1:-1]
 
@@ -117,16 +109,12 @@ def name_of(recipe: str, kept: Sequence[str]) -> str:
 
 
 def bits_of(recipe: Recipe, share: float) -> float:
-    """Bits per operand, averaged over the FLOPs of all products, of which ``share`` is cast; high
-    precision counts as 16."""
+    """`Candidate.bits` of a recipe that casts ``share`` of the FLOPs."""
     widths = [
         max(16 if cast is None else get_format(cast.format).bits for cast in getattr(recipe, name))
         for name in PRODUCTS
     ]
     return share * statistics.fmean(widths) + (1 - share) * 16
-
-
-# Candidates
 
 
 def worst_error(candidate: Candidate) -> float:
@@ -150,8 +138,8 @@ def _by_device(candidates: Sequence[Candidate], findings: Findings) -> dict[str,
 
 def finalists(findings: Findings) -> dict[str, Candidate]:
     """Device -> the policy to train: the fine one with the fewest bits, or else the one with the
-    smallest error. Of several with equal bits it is that of an earlier device, if it runs here too.
-    Candidates that save nothing (16 bits), and those that were trained and failed, are left out."""
+    smallest error; of several with equal bits that of an earlier device. Candidates that save
+    nothing (16 bits), and those that were trained and failed, are left out."""
     chosen: dict[str, Candidate] = {}
     for device, runs in _by_device(findings.candidates, findings).items():
         usable = [c for c in runs if c.bits < 15.5 and c.outcome not in FAILED]
@@ -167,8 +155,8 @@ def finalists(findings: Findings) -> dict[str, Candidate]:
 
 def recommended(findings: Findings) -> dict[str, Candidate]:
     """Device -> the candidate with the fewest bits that trains as the reference; without one, that
-    within chance whose gap has the lowest upper end. Transforms have no policy and are not
-    recommended."""
+    within chance whose gap has the lowest upper end. Transforms, without a policy, are left
+    out."""
     good = [c for c in findings.candidates if c.outcome in AS_GOOD and c.policy]
     devices = _by_device(good, findings)
     return {device: min(runs, key=_rank) for device, runs in devices.items() if runs}

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from ...common.step import described
-from ...common.validation import check_whole
+from ...common.validation import check_number, check_whole
 from ...recipes.policy import Policy, Rule
 from ...recipes.recipe import AUTO, PLAIN, Recipe
 from ...version import __version__
@@ -48,9 +49,9 @@ rest, and the first look of a candidate takes three."""
 
 FEWEST_STEPS, TIMED_STEPS = 20, 8
 
-#: One thread is chosen if a step takes less than this many times that of all threads: threads that
-#: wait for one another lose much more than that on a machine that does other work too.
 ONE_THREAD = 1.3
+"""One thread is used if a step takes less than so many times that of all, which wait for one
+another on a machine that does other work too."""
 
 NOT_TRAINED = "the budget did not allow a training run of"
 """How the note begins that a training with more time makes obsolete."""
@@ -75,7 +76,8 @@ class Settings:
         check_whole("max_seeds", self.max_seeds)
         for name in ("budget", "target"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            check_number(name, value)
+            if not value > 0:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
         if not self.recipes:
             raise ValueError("recipes must name at least one recipe, got none")
@@ -104,19 +106,16 @@ class PreflightRun:
         self._on_change = on_change
         self._shows_progress = shows_progress and sys.stderr.isatty()
         self._source = source
-        self._problem: Problem | None = None
         self._probes: list[Probe] = []
         self._step_seconds: dict[str, float] = {}
         repeated = ("interrupted", "stopped", NOT_TRAINED)
         findings.notes = [note for note in findings.notes if not note.startswith(repeated)]
 
-    @property
+    @cached_property
     def problem(self) -> Problem:
         """The weights and batches of all runs."""
-        if self._problem is None:
-            steps = self.findings.settings.get("steps", self.settings.steps)
-            self._problem = Problem(self._source, steps, self.settings.held_out)
-        return self._problem
+        steps = self.findings.settings.get("steps", self.settings.steps)
+        return Problem(self._source, steps, self.settings.held_out)
 
     def run(self) -> None:
         """All stages that ``findings`` does not have."""
@@ -230,7 +229,7 @@ class PreflightRun:
             )
 
     def _fit(self) -> None:
-        """By timing a few steps: one thread or all, and how many steps fit into the budget."""
+        """Sets the number of threads and of steps, by timing a few steps."""
         settings, problem, threads = self.settings, self.problem, torch.get_num_threads()
         times = {count: self._step_time(count) for count in {1, threads}}
         chosen = 1 if times[1] < ONE_THREAD * times[threads] else threads
@@ -239,7 +238,7 @@ class PreflightRun:
         steps = max(min(problem.steps, int(allowed)), min(FEWEST_STEPS, problem.steps))
         if steps < problem.steps:
             self._note(f"runs have {steps} of {problem.steps} steps, to fit the budget")
-            self._problem = problem.shortened(steps)
+            self.problem = problem.shortened(steps)
         self.findings.settings |= {"steps": steps, "threads": chosen}
 
     def _step_time(self, threads: int) -> float:
@@ -251,8 +250,8 @@ class PreflightRun:
         return statistics.median(times) if times else 1e-9
 
     def _trained(self, name: str, seed: int) -> Run:
-        """The run of a candidate, or of the reference; the first one of the reference is stored.
-        Raises OutOfTime for another that does not end in time."""
+        """A run, of which the reference's first one is stored, with its probes. Raises OutOfTime
+        for another that does not end in time."""
         self._check_paired(seed)
         steps, first = self.problem.steps, (name, seed) == (REFERENCE, 0)
 
@@ -273,7 +272,7 @@ class PreflightRun:
         return run
 
     def _check_paired(self, seed: int) -> None:
-        """Raises ValueError if the runs of a seed, of a file to resume, had another start."""
+        """Raises ValueError if the file to resume has a run of this seed from another start."""
         for run in self.findings.runs:
             if run.seed == seed and run.data not in (0, self.problem.data(seed)):
                 raise ValueError(
@@ -347,8 +346,8 @@ class PreflightRun:
         compile_steps(self.problem, self.settings.hardware, self.findings, self.budget)
 
     def _train_finalists(self) -> None:
-        """Trains the recipe of `fp8.convert`, the finalists and the transforms: all of them to the
-        first look, then those that are not decided."""
+        """Trains the recipe of `fp8.convert`, the finalists and the transforms: all to the first
+        look, then those that are not decided."""
         for pairs in (FIRST_LOOK, self.settings.max_seeds):
             self._train_policies(min(pairs, self.settings.max_seeds))
             for name in self._with_transforms():
@@ -401,8 +400,8 @@ class PreflightRun:
         return self.budget.allows(sum(map(self._run_seconds, names)))
 
     def _run_seconds(self, name: str) -> float:
-        """The longest run of a name so far; before there is one, what its update error took for
-        each step, or else a multiple of the reference's."""
+        """Of the longest run so far; without one, by the time of an update error or of the
+        reference."""
         times = [run.seconds for run in self.findings.runs if run.name == name]
         if times:
             return max(times)

@@ -79,14 +79,14 @@ class Setup:
             raise TypeError(f"batches must be an iterable, got {type(self.batches).__name__}")
         if self.loss is not None and not callable(self.loss):
             raise TypeError(f"loss must be a function of the output, got {self.loss!r}")
-        if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
-            raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer, got {type(self.optimizer).__name__}"
-            )
-        if self.optimizer is not None:
-            members = {id(p) for p in self.model.parameters()}
-            if not any(id(p) in members for g in self.optimizer.param_groups for p in g["params"]):
-                raise ValueError("the optimizer has none of the model's parameters")
+        if self.optimizer is None:
+            return
+        if not isinstance(self.optimizer, Optimizer):
+            kind = type(self.optimizer).__name__
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {kind}")
+        members = {id(p) for p in self.model.parameters()}
+        if not any(id(p) in members for g in self.optimizer.param_groups for p in g["params"]):
+            raise ValueError("the optimizer has none of the model's parameters")
 
 
 def _as_setup(value: Any) -> Setup:
@@ -128,8 +128,8 @@ class _Start(NamedTuple):
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What a seed trains on: a setup whose batches are a list. weights: their checksum. sums: the
-    checksum of each batch when it was drawn."""
+    """What a seed trains on: a setup whose batches are a list, and checksums of its weights and of
+    each batch when it was drawn."""
 
     setup: Setup
     weights: int
@@ -137,17 +137,14 @@ class _Drawn:
 
     def first(self, count: int) -> _Drawn:
         """The same with the first ``count`` batches only."""
-        batches = list(self.setup.batches)[:count]
-        return _Drawn(replace(self.setup, batches=batches), self.weights, self.sums[:count])
+        setup = replace(self.setup, batches=list(self.setup.batches)[:count])
+        return _Drawn(setup, self.weights, self.sums[:count])
 
 
 class Problem:
-    """Gives every run of a seed the same weights and batches.
-
-    A function is called once for each seed, after ``torch.manual_seed(seed)``, as another call may
-    return something else. A `Setup` is used for all seeds: seed 0 takes the batches in their order,
-    others in a random order of their own.
-    """
+    """Gives every run of a seed the same weights and batches. A function is called once for each
+    seed, as another call may return something else. A `Setup` is used for all seeds: seed 0 takes
+    the batches in their order, others in a random order of their own."""
 
     def __init__(self, source: Any, steps: int, held_out: int) -> None:
         self.steps = steps
@@ -180,8 +177,8 @@ class Problem:
         return zlib.crc32(repr((drawn.weights, drawn.sums)).encode())
 
     def start(self, seed: int, prepare: Prepare | None = None) -> _Start:
-        """A fresh copy of everything. prepare: changes the copy before its first step. Raises
-        ValueError for a batch that has other values than when it was drawn."""
+        """A fresh copy of everything. Raises ValueError for a batch that has other values than when
+        it was drawn."""
         drawn = self._draw(seed)
         batches = list(drawn.setup.batches)
         if drawn.sums != list(map(_checksum, batches)):
@@ -208,11 +205,10 @@ class Problem:
         if not callable(self._source):
             seed = 0
         if seed not in self._drawn:
+            anew = callable(self._source)
             with seeded(seed):
-                value = self._source
-                if callable(value):
-                    value = with_seed(value, seed)
-                setup = _own(_as_setup(value), anew=callable(self._source))
+                value = with_seed(self._source, seed) if anew else self._source
+                setup = _own(_as_setup(value), anew)
                 batches, sums = self._take(setup.batches)
             weights = _checksum(setup.model.state_dict())
             self._drawn[seed] = _Drawn(replace(setup, batches=batches), weights, sums)
@@ -233,8 +229,7 @@ class Problem:
 
 
 def _checksum(value: Any) -> int:
-    """Of the bytes of all tensors in a value, in order; of tensors without bytes (sparse, on the
-    meta device) their shapes."""
+    """Of the bytes of all tensors in a value; of those without bytes (sparse, meta) the shapes."""
     checksum = 0
     for tensor in tensors_within(value):
         try:
@@ -248,8 +243,7 @@ def _checksum(value: Any) -> int:
 
 def _own(setup: Setup, anew: bool) -> Setup:
     """The setup with a model that is not compiled, and whose layers compute in its own precision.
-    It is a copy if ``anew`` is true, as the next call of a function may initialize the same model
-    again, or if `fp8.convert` changed that of the user."""
+    anew: whether a function made it, whose next call may initialize the same model again."""
     setup = replace(setup, model=unwrapped(setup.model))
     converted = any(row.done == "converted" for row in report(setup.model))
     if anew or converted:
@@ -290,8 +284,8 @@ def under(policy: Policy) -> Prepare:
 
 
 def transformed(transform: Any) -> Prepare:
-    """Transforms a model and runs the result under the recipe of the transform. Its optimizer is
-    that of the transform if it has one, or else the user's with the new parameters."""
+    """Transforms a model and runs the result under the recipe of the transform, with its optimizer
+    if it has one, or else the user's with the new parameters."""
 
     def prepare(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         new = transform(model)
@@ -317,8 +311,8 @@ def train(
     on_step: Callable[[], None] | None = None,
 ) -> tuple[Run, list[Snapshot]]:
     """Trains on the problem's batches and evaluates the held-out ones. A run ends at the first loss
-    that is not finite; its held-out loss is then NaN. snapshots: the numbers of steps after which
-    to copy weights and second moments."""
+    that is not finite; its held-out loss is then NaN. snapshots: the steps after which to take
+    one."""
     start = problem.start(seed, prepare)
     model, optimizer = start.model, start.optimizer
     run, taken, held = Run(name, seed, [], math.nan, data=problem.data(seed)), [], []
@@ -349,10 +343,8 @@ def train(
 
 def _evaluate(start: _Start) -> float:
     with evaluating(start.model), seeded(None):
-        losses = [
-            float(loss_of(start.model, batch, start.loss).detach()) for batch in start.held_out
-        ]
-    return sum(losses) / len(losses)
+        losses = [loss_of(start.model, x, start.loss).detach() for x in start.held_out]
+    return sum(map(float, losses)) / len(losses)
 
 
 def _snapshot(step: int, model: nn.Module, optimizer: Optimizer, batch: Batch) -> Snapshot:
@@ -372,7 +364,7 @@ def _snapshot(step: int, model: nn.Module, optimizer: Optimizer, batch: Batch) -
 
 
 def _second_moment(state: dict[str, Any], parameter: Tensor) -> Tensor | None:
-    """The second moment of a parameter in float32, in whichever encoding of `fp8.optim` it is."""
+    """In float32, whichever encoding of `fp8.optim` it has."""
     if SECOND in state:
         return state[SECOND].detach().float().clone()
     return decode(read(state, SECOND)).view(parameter.shape) if has(state, SECOND) else None

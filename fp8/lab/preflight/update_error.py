@@ -1,13 +1,9 @@
 """The update error: what the casts of a policy do to an optimizer's step, without training.
 
-At the same weights and batch let g be the gradient of the model in its own precision, g_q the
-gradient under a policy, and v the second moment of Adam. The update error is
-
-    ||(g_q - g) / sqrt(v)|| / ||g / sqrt(v)||
-
-over all parameters that the optimizer steps: the relative error in the metric in which Adam takes
-its step. v contains the present gradient with the weight 1 - beta2: a cast that makes a gradient
-nonzero that has been zero so far costs one bounded step, not an infinite one.
+With g the gradient of the model in its own precision, g_q that under a policy, and v the second
+moment of Adam, it is ||(g_q - g) / sqrt(v)|| / ||g / sqrt(v)|| over all parameters that the
+optimizer steps. v contains the present gradient with the weight 1 - beta2: a cast that makes a
+gradient nonzero that has been zero so far costs one bounded step, not an infinite one.
 """
 
 from __future__ import annotations
@@ -31,9 +27,8 @@ EPSILON = 1e-8
 
 
 class Probe:
-    """Measures update errors at one snapshot, on a copy of the model. All passes draw the same
-    random numbers (dropout, stochastic rounding). Raises ValueError if the gradient is zero or not
-    finite."""
+    """Measures update errors at one snapshot, on a copy of the model, with the same random numbers
+    in all passes. Raises ValueError if the gradient is zero or not finite."""
 
     def __init__(self, model: nn.Module, snapshot: Snapshot, loss: Loss | None) -> None:
         self.step = snapshot.step
@@ -78,8 +73,8 @@ class Probe:
         return any(moment is not None for moment in self._moments)
 
     def _complete(self, seen: float) -> None:
-        """Where only some parameters have a second moment (Muon, factored moments), the mean square
-        of the gradient takes the place of the others'."""
+        """Parameters without a second moment beside others (Muon) have the mean square of their
+        gradient."""
         if self.in_steps:
             self._moments = [
                 seen * gradient.square().mean() if moment is None else moment
@@ -87,8 +82,7 @@ class Probe:
             ]
 
     def _squared(self, x: Tensor, gradient: Tensor, before: Tensor | None) -> float:
-        """The squared norm of ``x`` divided by the root of the second moment ``before``, updated
-        with ``gradient``."""
+        """The squared norm of ``x`` / sqrt(v). before: v without ``gradient``."""
         if before is not None:
             x = x / (before + self._new * gradient.square()).sqrt_().add_(EPSILON)
         return float(x.square().sum(dtype=torch.float64))
@@ -97,11 +91,8 @@ class Probe:
         """The gradients of all parameters; zero for those without one."""
         with untouched(self.model, seed=0), torch.enable_grad():
             loss = loss_of(self.model, self.batch, self._loss)
-            gradients = torch.autograd.grad(loss, self._leaves, allow_unused=True)
-        return [
-            torch.zeros_like(p) if g is None else g.detach().float()
-            for g, p in zip(gradients, self._leaves, strict=True)
-        ]
+            gradients = torch.autograd.grad(loss, self._leaves, materialize_grads=True)
+        return [gradient.float() for gradient in gradients]
 
 
 def check_reference(problem: Problem) -> list[str]:

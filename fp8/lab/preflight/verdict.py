@@ -28,8 +28,7 @@ SCALES = {
 """Name in `fp8.recipes.scaling.SCALINGS` -> its scale factors, in words."""
 
 Continue = Callable[[float, int], str]
-"""(seconds, seeds) -> the command, or line of Python, that continues with this budget and number of
-seeds."""
+"""(seconds, seeds) -> the command, or line of Python, that continues with them."""
 
 
 def recipe_in_words(name: str) -> str:
@@ -42,7 +41,7 @@ def recipe_in_words(name: str) -> str:
 
 
 def decide(findings: Findings, proceed: Continue) -> None:
-    """Writes the verdict: of the recommended candidates or, without one, of the first to try."""
+    """Writes the verdict: of the recommended candidates or, without one, of those to try."""
     verdict, untried = findings.verdict, finalists(findings)
     best = recommended(findings)
     candidate = next(iter((best or untried).values()), None)
@@ -60,20 +59,18 @@ def decide(findings: Findings, proceed: Continue) -> None:
 
 
 def _precision(findings: Findings) -> str:
-    """The reference's dtype, in words."""
-    name = str(findings.model.get("dtype") or "its own precision")
+    """The reference's dtype."""
+    name = str(findings.model.get("dtype"))
     return BF16 if name == "bfloat16" else name
 
 
 def _yes(candidate: Candidate, precision: str) -> str:
     within = candidate.outcome == "within chance"
     chance = "; the loss differs by less than from seed to seed" if within else ""
-    if not candidate.kept:
-        return f"Yes, with {recipe_in_words(candidate.recipe)}{chance}."
-    return (
-        f"Yes, but keep {_layers(candidate.kept)} in {precision}; all other layers with "
-        f"{recipe_in_words(candidate.recipe)}{chance}."
-    )
+    answer = "Yes, with"
+    if candidate.kept:
+        answer = f"Yes, but keep {_layers(candidate.kept)} in {precision}; all other layers with"
+    return f"{answer} {recipe_in_words(candidate.recipe)}{chance}."
 
 
 def _layers(names: Sequence[str]) -> str:
@@ -88,24 +85,19 @@ def _no(findings: Findings) -> str:
 
 
 def _not_decided(findings: Findings, untried: Iterable[Candidate], proceed: Continue) -> str:
-    """With the time that would decide, and the command."""
     seeds, seconds = _missing(findings, untried)
     minutes = max(math.ceil(seconds / 60), 1)
-    plural = "s" if minutes > 1 else ""
-    return (
-        f"Not decided: run {minutes} more minute{plural} with this command: "
-        f"{proceed(60.0 * minutes, seeds)}"
-    )
+    time = f"{minutes} more minute{'s' if minutes > 1 else ''}"
+    return f"Not decided: run {time} with this command: {proceed(60.0 * minutes, seeds)}"
 
 
 def _missing(findings: Findings, untried: Iterable[Candidate]) -> tuple[int, float]:
-    """About how many seeds decide about the first candidate that may be, and the seconds of the
-    runs that are missing."""
+    """About how many seeds decide about the next candidate, and the seconds that they take."""
     settings, seconds = findings.settings, {run.name: run.seconds for run in findings.runs}
     if REFERENCE not in seconds:
         return FIRST_LOOK, float(settings.get("budget", 60.0))
     started = [row for row in findings.candidates if row.outcome == "not decided"]
-    least = max(settings.get("target", 0.0), settings.get("chance", 0.0))
+    least = max(settings["target"], settings["chance"])
     seeds, missing = FIRST_LOOK, list[float]()
     for row in (*started, *untried):
         if row.outcome not in AS_GOOD:
@@ -116,9 +108,8 @@ def _missing(findings: Findings, untried: Iterable[Candidate]) -> tuple[int, flo
 
 
 def _seeds(row: Candidate, tolerance: float) -> int:
-    """About how many seeds decide about a candidate."""
-    following = min(seeds for seeds in LOOKS if seeds > row.seeds)
-    if row.gap is None or row.low is None or row.high is None or not tolerance:
+    following = min((seeds for seeds in LOOKS if seeds > row.seeds), default=max(LOOKS))
+    if row.gap is None or row.low is None or row.high is None:
         return following
     needed = seeds_needed(Gap(row.gap, row.low, row.high, row.seeds), tolerance - max(row.gap, 0))
     return max(needed, following)
@@ -126,9 +117,6 @@ def _seeds(row: Candidate, tolerance: float) -> int:
 
 SIMULATED = 3.0
 """The time of a run with simulated casts, relative to the reference's, before one was timed."""
-
-
-# Savings
 
 
 def _savings(findings: Findings, shown: Mapping[str, Candidate], decided: bool) -> list[str]:
@@ -171,9 +159,6 @@ def bytes_in_words(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-# Reasons
-
-
 def _reasons(findings: Findings, candidate: Candidate | None) -> list[str]:
     if candidate is None:
         return []
@@ -192,7 +177,6 @@ def _reasons(findings: Findings, candidate: Candidate | None) -> list[str]:
 
 
 def _by_training(findings: Findings, candidate: Candidate) -> str:
-    """What the training runs, or else the update error, say of a candidate."""
     if candidate.gap is None:
         return (
             f"Rounding with {candidate.name} changes each update of the weights by "
@@ -205,18 +189,15 @@ def _by_training(findings: Findings, candidate: Candidate) -> str:
         f"{abs(candidate.gap):.4f} {'above' if candidate.gap >= 0 else 'below'} that of the model "
         f"in {_precision(findings)} ({runs})."
     )
-    target = findings.settings.get("target")
     if candidate.low is None or candidate.high is None:
         return f"{text} Fewer than {FIRST_LOOK} pairs do not tell a difference from chance."
-    within = f" It lies between {candidate.low:+.4f} and {candidate.high:+.4f}"
-    counts = f"; a difference below {target:g} counts as none" if target else ""
-    sure = f" with {1 - 2 * ERROR:.0%} confidence"
-    return f"{text}{within}{sure}{counts}.{_chance(findings)}"
-
-
-def _chance(findings: Findings) -> str:
-    """How far the reference's runs are apart, where that was measured and is not small."""
-    chance, target = findings.settings.get("chance", 0.0), findings.settings.get("target", 0.0)
-    if chance <= target:
-        return ""
-    return f" Over seeds, the loss of the model itself has a standard deviation of {chance:.4f}."
+    target, chance = findings.settings["target"], findings.settings["chance"]
+    text += (
+        f" It lies between {candidate.low:+.4f} and {candidate.high:+.4f} with {1 - 2 * ERROR:.0%} "
+        f"confidence; a difference below {target:g} counts as none."
+    )
+    if chance > target:
+        text += (
+            f" Over seeds, the loss of the model itself has a standard deviation of {chance:.4f}."
+        )
+    return text

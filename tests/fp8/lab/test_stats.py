@@ -248,7 +248,7 @@ def test_refusals():
     with pytest.raises(TypeError, match=r"needs an nn\.Module, got int"):
         fp8.stats(5)
     for fields in ({"every": 0}, {"sample": 0}, {"every": 1.5}):
-        with pytest.raises(ValueError, match="a whole number from 1"):
+        with pytest.raises((TypeError, ValueError), match="a whole number from 1"):
             fp8.stats(nn.Linear(2, 2), **fields)
     seen = fp8.stats(nn.Linear(2, 2))
 

@@ -125,11 +125,16 @@ def setup(seed):
 """
 
 
+@pytest.mark.parametrize("arguments", ["", "a.py:setup --demo"])
+def test_either_a_setup_or_the_demo(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["preflight", *arguments.split()])
+    assert "setup" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ("", 2, "give one of"),
-        ("a.py:setup --demo", 2, "give one of"),
         ("missing.py:setup", 2, "no file"),
         ("--demo --recipes mxfp5", 2, "unknown recipe"),
         ("broken.py:setup --quiet", 1, "batches ran out"),

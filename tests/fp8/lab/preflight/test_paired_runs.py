@@ -194,6 +194,12 @@ def test_runs_that_exist_are_not_repeated():
     assert calls == [(REFERENCE, 1), ("a", 1)]
 
 
+def test_no_pair_follows_the_last_look():
+    before = runs(reference=[0.0] * max(LOOKS), a=[(-1.0) ** i for i in range(max(LOOKS))])
+    assert outcome(sequential_gap(before, "a"), TARGET) == "not decided"
+    assert trained({"a": lambda s: 0.0}, max_seeds=1000, before=before)[1] == []
+
+
 def test_no_pair_begins_that_has_no_time():
     """Neither its candidate nor its reference; a cheaper candidate goes on."""
     losses = {"slow": lambda s: 0.5 * s, "fast": lambda s: 0.1 * s}

@@ -312,7 +312,7 @@ def test_several_losses_are_noted():
         ({"hardware": ("h1000",)}, "unknown hardware"),
         ({"steps": 1}, "steps"),
         ({"budget": 0}, "budget must be a positive number"),
-        ({"target": "a"}, "target must be a positive number"),
+        ({"target": "a"}, "target must be a number"),
         ({"save": "a.html"}, "suffix"),
     ],
 )

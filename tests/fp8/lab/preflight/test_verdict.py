@@ -97,6 +97,12 @@ def test_not_decided_names_the_minutes_and_the_command():
     assert "was not trained yet" in untried.reasons[0]
 
 
+def test_a_candidate_that_all_looks_leave_open():
+    row = candidate("row", "not decided", 0.008)
+    row.seeds = 256
+    assert decided(row).verdict.answer.startswith("Not decided: run 1 more minute ")
+
+
 def test_nothing_is_trained_yet():
     """No candidate needs a run; without a run, the whole budget."""
     assert decided().verdict.answer == (
