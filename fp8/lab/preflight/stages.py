@@ -22,10 +22,11 @@ from ...common.validation import check_number, check_whole
 from ...recipes.policy import Policy, Rule
 from ...recipes.recipe import AUTO, PLAIN, Recipe
 from ...version import __version__
-from ..hardware import Hardware
+from ..forecast.estimate import estimate
+from ..forecast.result import Forecast
+from ..hardware import BF16, Hardware
 from ..trace import left_alone, trace
 from .findings import Candidate, Findings, Run
-from .forecasts import compile_steps, estimate_steps
 from .paired_runs import FIRST_LOOK, REFERENCE, Budget, OutOfTime, chance_of, compare, train_pairs
 from .search import (
     FINE,
@@ -126,7 +127,6 @@ class PreflightRun:
             "update errors": self._errors,
             "search": self._search,
             "estimates": self._estimate,
-            "forecast": self._compile,
             "training": self._train_finalists,
         }
         try:
@@ -340,10 +340,16 @@ class PreflightRun:
         return errors
 
     def _estimate(self) -> None:
-        estimate_steps(self.settings.hardware, self.findings, self._recipes)
-
-    def _compile(self) -> None:
-        compile_steps(self.problem, self.settings.hardware, self.findings, self.budget)
+        products, forecasts = self.findings.products, []
+        for device in self.settings.hardware:
+            variants = [estimate(products, {}, device)]
+            for candidate in self.findings.candidates:
+                if candidate.name != BF16:
+                    recipe = self._recipes[candidate.recipe]
+                    cast = {p.layer: recipe for p in products if p.layer not in candidate.kept}
+                    variants.append(estimate(products, cast, device, candidate.name))
+            forecasts.append(Forecast(device.name, "estimate", tuple(variants)))
+        self.findings.forecasts = forecasts
 
     def _train_finalists(self) -> None:
         """Trains the recipe of `fp8.convert`, the finalists and the transforms: all to the first
