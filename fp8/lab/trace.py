@@ -7,7 +7,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from ..common.step import Batch, call, copied, tensors, untouched
 from ..products.grouped import MULTIPLY_GROUPS
@@ -223,14 +222,9 @@ def _running(model: nn.Module) -> Iterator[list[str]]:
     def leave(*_: Any) -> None:
         names.pop()
 
-    handles: list[RemovableHandle] = []
-    for name, module in model.named_modules():
-        handles += [
-            module.register_forward_pre_hook(lambda *_, name=name: names.append(name)),
-            module.register_forward_hook(leave, always_call=True),
-        ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            enter = module.register_forward_pre_hook(lambda *_, name=name: names.append(name))
+            hooks.enter_context(enter)
+            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         yield names
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -7,12 +7,12 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from ...common.libraries import need
@@ -175,23 +175,19 @@ class _Step(NamedTuple):
     def _calibrate(self, model: nn.Module) -> None:
         """Notes states of layers as set, and those of layers that read one tensor as shared, as
         `fp8.calibrate` or a step leaves them."""
-        layers = {n: m for n, m in model.named_modules() if hasattr(m, "fp8_measured")}
+        names = [name for name, m in model.named_modules() if hasattr(m, "fp8_measured")]
+        plain = {self.model.get_submodule(name): name for name in names}
         inputs: dict[str, Tensor] = {}
 
-        def note(name: str, module: nn.Module, args: Any) -> None:
-            inputs[name] = args[0]
+        def note(module: nn.Module, args: Any) -> None:
+            if module in plain:
+                inputs[plain[module]] = args[0]
 
-        hooks = [
-            self.model.get_submodule(name).register_forward_pre_hook(partial(note, name))
-            for name in layers
-        ]
-        with torch.no_grad():
+        with register_module_forward_pre_hook(note), torch.no_grad():
             call(self.model, self.batch)
-        for hook in hooks:
-            hook.remove()
         scales: dict[int, Tensor] = {}
         for name, x in inputs.items():
-            layer: Any = layers[name]
+            layer: Any = model.get_submodule(name)
             measured = vars(layer.fp8_measured)
             measured.update(dict.fromkeys(histories(layer, recurse=False), True))
             if has_scales(layer):

@@ -308,7 +308,7 @@ def train(
     prepare: Prepare | None = None,
     *,
     snapshots: Sequence[int] = (),
-    on_step: Callable[[], None] | None = None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> tuple[Run, list[Snapshot]]:
     """Trains on the problem's batches and evaluates the held-out ones. A run ends at the first loss
     that is not finite; its held-out loss is then NaN. snapshots: the steps after which to take
@@ -333,8 +333,7 @@ def train(
                 taken.append(_snapshot(step, model, optimizer, start.batches[step % steps]))
             if step in evaluated:
                 held.append(_evaluate(start))
-            if on_step is not None:
-                on_step()
+            on_step()
         else:
             run.held_out = sum(held) / len(held)
     run.seconds = time.perf_counter() - begun

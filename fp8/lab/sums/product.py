@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ...casts.casting import (
-    LoweredCast,
-    QuantizedOperand,
-    format_of,
-    quantized,
-)
+from ...casts.casting import LoweredCast, QuantizedOperand, format_of, quantized
 from ...casts.operands import Casts, one_copy, saved_tensors
 from ...casts.rotation import rotation_signs
 from ...common.compiler import in_graph, is_differentiated_again, updates_states
