@@ -36,7 +36,7 @@ from benchmarks.trainer import held_out_by_trainer
 from fp8.lab.preflight.findings import Run
 from fp8.lab.preflight.paired_runs import REFERENCE, gap
 from fp8.lab.preflight.training import Problem, train
-from fp8.lab.preflight.update_error import quiet
+from fp8.lab.trace import quiet
 from notebooks.nanogpt.model import GPT, GPTConfig
 from unit_scaling.transforms import simulate_fp8, unit_scale
 

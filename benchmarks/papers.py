@@ -30,7 +30,7 @@ from fp8.lab.preflight.demo import CONTEXT, GPT, SOURCES, text_batches
 from fp8.lab.preflight.findings import Run
 from fp8.lab.preflight.paired_runs import REFERENCE, TAIL, end_difference, half_width
 from fp8.lab.preflight.training import Prepare, Problem, Setup, train, under
-from fp8.lab.preflight.update_error import quiet
+from fp8.lab.trace import quiet
 
 STEPS, HELD_OUT, BATCH = 150, 8, 4
 OUT = Path("out/benchmark-papers.jsonl")

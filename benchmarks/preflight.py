@@ -34,7 +34,8 @@ from fp8.lab.preflight.paired_runs import REFERENCE, Gap, gap
 from fp8.lab.preflight.preflight import RECIPES_TRIED, PreflightError, preflight
 from fp8.lab.preflight.search import finalists, keeping, recommended, shares, worst_error
 from fp8.lab.preflight.training import Problem, Snapshot, train, under
-from fp8.lab.preflight.update_error import Probe, quiet
+from fp8.lab.preflight.update_error import Probe
+from fp8.lab.trace import quiet
 from fp8.recipes.policy import Policy
 
 STEPS, HELD_OUT = 60, 8

@@ -172,8 +172,9 @@ class _Replay:
             value = loss_of(model, self._batch, loss)
             if not value.requires_grad:
                 raise ValueError("blame: the loss does not depend on a parameter that is trained")
-            for parameter in parameters:
-                parameter.grad = None
+            model.zero_grad()
+            if isinstance(loss, nn.Module):
+                loss.zero_grad()
             value.backward()
             grads = [p.grad.detach().float() for p in parameters if p.grad is not None]
             norm = torch.stack([torch.linalg.vector_norm(g) for g in grads]).norm()

@@ -59,13 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """Runs a preflight, writes the page and the figures. Returns the verdict and the exit code."""
     out, code = Path(options.out), 0
+    budget = DEMO_BUDGET if options.demo else BUDGET
     figures = out.with_suffix(".json")
     try:
         result = preflight(
             demo if options.demo else from_function(options.setup),
             recipes=options.recipes,
             steps=options.steps,
-            budget=options.budget or (DEMO_BUDGET if options.demo else BUDGET),
+            budget=budget if options.budget is None else options.budget,
             target=options.target,
             max_seeds=options.seeds,
             hardware=options.hardware,

@@ -25,7 +25,7 @@ from ...version import __version__
 from ..forecast.estimate import estimate
 from ..forecast.result import Forecast
 from ..hardware import BF16, Hardware
-from ..trace import left_alone, trace
+from ..trace import left_alone, quiet, trace
 from .findings import Candidate, Findings, Run
 from .paired_runs import FIRST_LOOK, REFERENCE, Budget, OutOfTime, chance_of, compare, train_pairs
 from .search import (
@@ -41,7 +41,7 @@ from .search import (
     worst_error,
 )
 from .training import Prepare, Problem, train, transformed, under
-from .update_error import Probe, check_reference, quiet
+from .update_error import Probe, check_reference
 from .verdict import SIMULATED, Continue, decide
 
 REFERENCE_PART, SEARCH_PART = 1 / 40, 1 / 6

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fp8
 from fp8.lab.blame import Blame, _smallest
-from fp8.lab.preflight.update_error import quiet
+from fp8.lab.trace import quiet
 
 WIDTH, LAYERS = 16, 4
 
@@ -221,9 +221,12 @@ def test_optimizers_with_attributes_and_losses_with_weights_are_copied_whole():
     loss, x = nn.Sequential(nn.Linear(WIDTH, 1), nn.Flatten(0)), torch.randn(1, WIDTH)
     optimizer = Wrapping([*model.parameters(), *loss.parameters()])
     before = copy.deepcopy(loss.state_dict())
-    assert fp8.blame(model, x, loss, optimizer=optimizer).low.loss_after is not None
+    first = fp8.blame(model, x, loss, optimizer=optimizer).low
     assert all(parameter.grad is None for parameter in loss.parameters())
     assert all(torch.equal(before[name], value) for name, value in loss.state_dict().items())
+    for parameter in loss.parameters():
+        parameter.grad = torch.full_like(parameter, 9.0)  # of a step before
+    assert fp8.blame(model, x, loss, optimizer=optimizer).low == first
 
 
 @pytest.mark.parametrize("seed", range(6))

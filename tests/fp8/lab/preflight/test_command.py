@@ -137,6 +137,7 @@ def test_either_a_setup_or_the_demo(arguments, capsys):
     [
         ("missing.py:setup", 2, "no file"),
         ("--demo --recipes mxfp5", 2, "unknown recipe"),
+        ("--demo --budget 0", 2, "budget must be a positive number"),
         ("broken.py:setup --quiet", 1, "batches ran out"),
         ("raising.py:setup --quiet", 1, "preflight: boom (ValueError at "),
     ],
