@@ -8,7 +8,6 @@ gradient nonzero that has been zero so far costs one bounded step, not an infini
 
 from __future__ import annotations
 
-import copy
 import math
 
 import torch
@@ -20,7 +19,7 @@ from ...recipes.recipe import Recipe
 from ...surgery.convert import convert, revert_layers
 from ..stats import stats
 from ..trace import quiet
-from .training import Problem, Snapshot, loss_of
+from .training import Problem, Snapshot, copies, loss_of
 
 EPSILON = 1e-8
 """Added to sqrt(v): Adam's epsilon."""
@@ -33,8 +32,9 @@ class Probe:
     def __init__(self, model: nn.Module, snapshot: Snapshot, loss: Loss | None) -> None:
         self.step = snapshot.step
         self.batch = snapshot.batch
-        self._loss = loss
-        self.model = copy.deepcopy(model)
+        self.model, _, self._loss = copies(model, None, loss)
+        own = (self.model, self._loss)
+        self._modules = nn.ModuleList(x for x in own if isinstance(x, nn.Module))
         self.model.load_state_dict(snapshot.weights)
         self.model.train()
         names = {id(p): name for name, p in self.model.named_parameters()}
@@ -89,7 +89,7 @@ class Probe:
 
     def _gradients(self) -> list[Tensor]:
         """The gradients of all parameters; zero for those without one."""
-        with untouched(self.model, seed=0), torch.enable_grad():
+        with untouched(self._modules, seed=0), torch.enable_grad():
             loss = loss_of(self.model, self.batch, self._loss)
             gradients = torch.autograd.grad(loss, self._leaves, materialize_grads=True)
         return [gradient.float() for gradient in gradients]
@@ -98,7 +98,8 @@ class Probe:
 def check_reference(problem: Problem) -> list[str]:
     """Raises ValueError if a step of the model casts operands: the candidates are compared with it.
     Returns notes: that its output has several losses, of which the runs minimize one."""
-    model, loss = copy.deepcopy(problem.setup.model).train(), problem.setup.loss
+    model, _, loss = copies(problem.setup.model, None, problem.setup.loss)
+    model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     if any(torch.is_autocast_enabled(kind) for kind in {p.device.type for p in trained}):
         raise ValueError(

@@ -9,7 +9,7 @@ from torch import nn
 import fp8
 from fp8.lab.preflight.search import shares
 from fp8.lab.preflight.training import Problem, Setup, Snapshot, train
-from fp8.lab.preflight.update_error import EPSILON, Probe
+from fp8.lab.preflight.update_error import EPSILON, Probe, check_reference
 from fp8.lab.trace import trace
 
 from .problems import Classifier, batches, setup
@@ -50,6 +50,25 @@ def test_it_is_zero_without_casts_and_the_model_is_as_before(probe):
     measure("mxfp4")
     assert measure(fp8.Policy(None)) == 0.0
     assert measure("row") == measure("row")
+
+
+def test_a_loss_with_buffers_is_the_same_in_all_passes_and_not_changed():
+    class Decaying(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, output):
+            self.calls += 1
+            return output / self.calls
+
+    loss = Decaying()
+    problem = Problem(Setup(Classifier(), batches(8), loss), 6, 2)
+    check_reference(problem)
+    _, (snapshot,) = train(problem, "x", snapshots=(4,))
+    probe = Probe(problem.setup.model, snapshot, problem.setup.loss)
+    assert probe(fp8.Policy(None)) == 0.0
+    assert loss.calls == 0
 
 
 def test_squares_of_layers_add(probe):
