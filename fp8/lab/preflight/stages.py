@@ -51,8 +51,8 @@ rest, and the first look of a candidate takes three."""
 FEWEST_STEPS, TIMED_STEPS = 20, 8
 
 ONE_THREAD = 1.3
-"""One thread is used if a step takes less than so many times that of all, which wait for one
-another on a machine that does other work too."""
+"""One thread is used if its step takes less than so many times that of all threads: these wait for
+one another where other programs run too."""
 
 NOT_TRAINED = "the budget did not allow a training run of"
 """How the note begins that a training with more time makes obsolete."""
