@@ -166,7 +166,19 @@ def apply_eagerly(function: type[Function], *args: Any) -> Any:
         try:
             return _without_binding(function, torch.is_grad_enabled()).apply(*args)
         except RuntimeError:
-            return function.apply(*args)
+            return _with_binding(function, args)
+
+
+def _with_binding(function: type[Function], args: tuple[Any, ...]) -> Any:
+    try:
+        return function.apply(*args)
+    except NotImplementedError as error:
+        if "jvp" not in str(error):
+            raise
+        raise NotImplementedError(
+            "products and casts have no forward mode AD (torch.func.jvp, jacfwd, hessian): use "
+            "torch.func.jacrev, and for a Hessian torch.func.jacrev(torch.func.jacrev(f))"
+        ) from error
 
 
 def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

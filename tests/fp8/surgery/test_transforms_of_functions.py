@@ -8,7 +8,18 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
+from torch.autograd import forward_ad
+from torch.func import (
+    functional_call,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    stack_module_state,
+    vmap,
+)
+from torch.nn import functional as F
 
 import fp8
 from tests.fp8.products.test_matmul import randn
@@ -80,8 +91,32 @@ def test_forward_mode_is_refused_without_gradients_too(recipe):
     """Where no backward pass is recorded, a cast is no autograd function, and loses the tangent."""
     layer, x = fp8.convert(nn.Linear(8, 8), recipe), randn(4, 8)
     for context in (torch.enable_grad(), torch.no_grad()):
-        with context, pytest.raises(NotImplementedError, match="forward mode AD"):
+        with context, REFUSED_FORWARD:
             jvp(layer, (x,), (x,))
+        with context, REFUSED_FORWARD, forward_ad.dual_level():
+            layer(forward_ad.make_dual(x, x))
+
+
+REFUSED_FORWARD = pytest.raises(
+    NotImplementedError, match=r"no forward mode AD .* and for a Hessian torch.func.jacrev"
+)
+
+
+@pytest.mark.vmap
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("recipe", ["tensor", "mxfp8"])
+def test_a_hessian_is_refused_by_name_and_computed_by_two_jacobians(recipe):
+    torch.manual_seed(0)
+    model = fp8.convert(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)), recipe)
+    call, x = lambda x: model(x).sum(), randn(32).detach()
+    for refused in (hessian(call), jacfwd(call)):
+        with REFUSED_FORWARD:
+            refused(x)
+    with fp8.autocast(recipe), REFUSED_FORWARD:
+        hessian(lambda q: F.scaled_dot_product_attention(q, q, q).square().sum())(randn(1, 4, 32))
+    expected = torch.autograd.functional.hessian(call, x)
+    assert expected.any()
+    torch.testing.assert_close(jacrev(jacrev(call))(x), expected)
 
 
 @pytest.mark.vmap
