@@ -34,7 +34,6 @@ from ..products.active import (
     Block,
     checked_backend,
     index_of,
-    is_graph_inside,
     product_recipe,
     running_task,
 )
@@ -47,12 +46,13 @@ from .dispatch import (
     EXPANDED,
     LEFT,
     OPERATORS,
+    PLACES,
     PRODUCTS,
     SPECIAL,
     SPELLINGS,
-    as_one_call,
     expansion,
     handler_of,
+    outside_of_modes,
 )
 
 P = ParamSpec("P")
@@ -116,10 +116,12 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         recipe = ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
-        if recipe is None:
-            return _uncast(function, args, kwargs)
-        if function in SPECIAL or isinstance(function, OPERATORS):
+        if recipe is not None and (function in SPECIAL or isinstance(function, OPERATORS)):
             return self._special(recipe, function, args, kwargs)
+        if recipe is None and function in PRODUCTS:
+            product_recipe()  # raises if the block belongs to another task
+            if torch.compiler.is_dynamo_compiling() and any(map(_is_around, ACTIVE.blocks)):
+                return outside_of_modes(PLACES[function], args, kwargs)
         return called(function, args, kwargs)
 
     def _special(
@@ -129,17 +131,13 @@ class _Mode(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if function in EXPANDED:
-            expanded = expansion(function, args, kwargs)
-            if expanded is not None:
-                return within((self, *FIRST_LOOK.items), expanded)()
+        if function in EXPANDED and (expanded := expansion(function, args, kwargs)) is not None:
+            return within((self, *FIRST_LOOK.items), expanded)()
         if (handler := handler_of(function)) is not None:
             if kwargs.get("out") is not None:
                 if is_from_graph():
                     return function(*args, **kwargs)
-                raise ValueError(
-                    "a product under fp8.autocast cannot write to out=; assign its result"
-                )
+                raise ValueError("a product under fp8.autocast cannot write to out=: assign it")
             kwargs.pop("out", None)
             result = handler(product_recipe(), *args, **kwargs)
             if isinstance(result, str):
@@ -157,32 +155,23 @@ class _Mode(TorchFunctionMode):
         return called(function, args, kwargs)
 
 
-def _uncast(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if function in PRODUCTS:
-        product_recipe()  # raises if the block belongs to another task
-        if is_graph_inside():
-            return as_one_call(function, args, kwargs)
-    return called(function, args, kwargs)
+def _is_around(block: Block) -> bool:
+    """Whether eager code opened the block: its mode sees each call of a graph that runs in it."""
+    return block.opened is not None and block.recipe is not None
 
 
 class autocast:
     """Runs every matrix product inside the block under ``recipe``.
 
-    The gradients of the products are computed under the recipe wherever the backward pass runs.
-    float16, bfloat16, float32 and float64 tensors are rounded in their own dtype. Products of
-    integer, complex or sparse tensors are left unchanged, and so are products that sum over a
-    single term (outer products, where a cast would round the result and save no work). A call whose
-    products cannot be intercepted (LEFT, and an einsum with a repeated index) stays in high
-    precision, with a RecipeWarning.
+    So are their gradients, wherever the backward pass runs. float16, bfloat16, float32 and float64
+    tensors are rounded in their own dtype. Products of integer, complex or sparse tensors are left
+    unchanged, and so are products that sum over a single term (outer products, where a cast would
+    round the result and save no work). A call whose products cannot be intercepted (LEFT, and an
+    einsum with a repeated index) stays in high precision, with a RecipeWarning.
 
-    The block belongs to the thread that opens it, and the innermost of nested blocks applies. It
-    can be nested inside or outside of `torch.autocast`, and can decorate a function. A function
-    that contains the block can be compiled, and a compiled function can be called in an open block,
-    for which torch.compile compiles it anew.
-
-    Activation checkpointing recomputes outside of the block and needs
-    ``context_fn=fp8.checkpoint_contexts``, except for compiled code and layers of `fp8.convert`;
-    without it, torch raises a CheckpointError. Reentrant checkpointing raises a RuntimeError.
+    The block belongs to the thread that opens it; the innermost of nested blocks applies. It can be
+    inside or outside of `torch.autocast`, decorate a function, and be compiled. A function that was
+    compiled before is compiled anew for it. Activation checkpoints need `checkpoint_contexts`.
 
     Args:
         recipe: a name in `fp8.RECIPES`, a `Recipe`, or "auto": "unit" for the products of the
@@ -190,10 +179,10 @@ class autocast:
             Or a `fp8.Policy` without a switch (`fp8.Policy.at`) that selects no layers.
         backend: "simulate" computes from rounded operands in the dtype of the tensors. "native"
             uses torch's kernels for products of two matrices of supported sizes
-            (`fp8.native.product.fits`) and simulates the others; operands are saved in one byte or
-            half a byte per element. It warns with a RuntimeWarning, and simulates, if this device
-            has no kernels for the recipe or none that passes the self-test (`fp8.native.selftest`).
-            "auto" is "native" on CUDA devices.
+            (`fp8.native.product.fits`), saves their operands in one byte or less per element, and
+            simulates the others. It simulates all, with a RuntimeWarning, if this device has no
+            kernels for the recipe that pass the self-test (`fp8.native.selftest`). "auto" is
+            "native" on CUDA devices.
         enabled: False computes as torch does, whatever the recipe and the surrounding blocks, in
             layers of `fp8.convert` too.
 
@@ -269,13 +258,10 @@ class autocast:
         block = ACTIVE.blocks.pop(index)
         for mode in reversed(block.modes):
             TorchFunctionMode.__exit__(mode, *error)
-        if torch.compiler.is_dynamo_compiling():
-            return
-        if index < len(ACTIVE.blocks):
+        if 0 <= index < len(ACTIVE.blocks):
             raise RuntimeError(
-                "fp8.autocast: another block was opened inside of this one and is still open; "
-                "blocks are closed innermost first: close those of a generator or a coroutine "
-                "before it yields or awaits"
+                "fp8.autocast: a block inside is open; blocks are closed innermost first: close "
+                "those of a generator or a coroutine before it yields or awaits"
             )
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
@@ -302,23 +288,19 @@ class LayerBlock(autocast):
         self.reenters = True
 
 
-def high_precision() -> autocast:
-    """A block whose products are not cast, and in which converted layers do as outside of it."""
+def high_precision(off: bool | None = None) -> autocast:
+    """A block without casts. off: whether converted layers are off; None: as outside of it."""
     block = autocast(enabled=False)
-    block.off = bool(ACTIVE.blocks) and ACTIVE.blocks[-1].off
+    block.off = bool(ACTIVE.blocks) and ACTIVE.blocks[-1].off if off is None else off
     return block
 
 
 def _check_whole(policy: Policy) -> None:
-    if policy.switch:
+    if policy.switch or policy.selects:
         raise ValueError(
-            "fp8.autocast does not know how much of the training is done: pass policy.at(fraction) "
-            "instead of a policy with a switch"
-        )
-    if policy.selects:
-        raise ValueError(
-            "a policy that selects layers (rules, first, last, keep) is for fp8.convert(model, "
-            "policy); fp8.autocast runs all products under one recipe"
+            "fp8.autocast runs all products under one recipe: a policy that selects layers (rules, "
+            "first, last, keep) is for fp8.convert(model, policy); of one with a switch, pass "
+            "policy.at(fraction)"
         )
 
 
@@ -337,10 +319,10 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
         checkpoint(block, x, use_reentrant=False, context_fn=fp8.checkpoint_contexts)
 
-    With models of the library transformers, use
-    ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": ...})``. Outside of
-    a block it does nothing. torch.compile does not support a ``context_fn`` of this kind and needs
-    none.
+    Without it torch raises a CheckpointError; reentrant checkpointing raises a RuntimeError. Layers
+    of `fp8.convert` and compiled code need none, and torch.compile supports none. With models of
+    transformers: ``gradient_checkpointing_enable({"use_reentrant": False, "context_fn": ...})``.
+    Outside of a block it does nothing.
 
     Returns:
         The context managers of the forward pass and of the recomputation.
@@ -363,9 +345,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 def _again(block: Any) -> autocast:
     """A new autocast with the settings of ``block``, a `Block` or an autocast."""
     if block.recipe is None:
-        again = autocast(enabled=False)
-        again.off = block.off
-        return again
+        return high_precision(block.off)
     recipe = block.recipe if block.recipe is block.unit_recipe else AUTO
     return autocast(recipe, backend=block.backend)
 
@@ -383,19 +363,9 @@ def warn_of_operator(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     tensors = [
         t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()
     ]
-    if len(tensors) > 1:
-        _show_operator(str(function))
-
-
-@taken_as_constant
-def _show_operator(name: str) -> bool:
-    if not name.startswith(("aten.", "fp8.")):
-        show(
-            RecipeWarning,
-            f"{name} is an operator that fp8.autocast does not know: if it computes products, they "
-            "are not cast",
-        )
-    return True
+    name = str(function)
+    if len(tensors) > 1 and not name.startswith(("aten.", "fp8.")):
+        _warn_left(name, "an operator of another library, whose products, if any, are not cast")
 
 
 def warned(result: Any, args: tuple[Any, ...]) -> Any:

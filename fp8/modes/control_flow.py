@@ -69,8 +69,7 @@ def depends_on_values(function: Function) -> bool:
 
 def run_within(mode: TorchFunctionMode, function: Function, args: Any, kwargs: Any) -> Any:
     """``function(*args, **kwargs)``, a call that `runs_functions`, with the mode active in these. A
-    region is compiled as a part of its graph, as torch.compile compiles no closure as one: equal
-    regions are compiled several times."""
+    region becomes a part of its graph: torch.compile compiles no closure as one."""
     # The compiler allows a push on the stack of modes inside of the functions after one outside.
     within((mode,), tuple)()
     if function is REGION:

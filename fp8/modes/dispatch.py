@@ -31,11 +31,7 @@ T = TypeVar("T")
 
 SPELLINGS: dict[str, tuple[Callable[..., Any], ...]] = {
     "matmul": (
-        torch.matmul,
-        torch.linalg.matmul,
-        Tensor.matmul,
-        Tensor.__matmul__,
-        operator.matmul,
+        *(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, operator.matmul),
     ),
     "rmatmul": (Tensor.__rmatmul__,),
     "mm": (torch.mm, Tensor.mm),
@@ -61,28 +57,23 @@ Handler = Callable[..., Any]
 """(recipe, *args, **kwargs) -> the result; NotImplemented, if torch should compute the call; or, if
 the recipe cannot be applied to its products, a string with the reason."""
 
-aten = torch.ops.aten
-
 
 def _floating(*values: object) -> bool:
-    """Whether all values are tensors that a recipe applies to: not integer, sparse or, with a
-    warning, complex."""
+    """Whether all are tensors that are cast: not integer, sparse or, with a warning, complex."""
     for value in values:
         if not isinstance(value, Tensor):
             return False
         if value.is_nested:
             refuse_nested(value)
         if value.dtype.is_complex:
-            warn_once(RecipeWarning, _COMPLEX, key="complex")
+            message = (
+                "a product of complex numbers is not cast, as no format has them: multiply the "
+                "real and imaginary parts to have them cast"
+            )
+            warn_once(RecipeWarning, message, key="complex")
         if not value.dtype.is_floating_point or value.layout != torch.strided:
             return False
     return True
-
-
-_COMPLEX = (
-    "a product of complex numbers is not cast, as no format has complex numbers: it stays in high "
-    "precision. Multiply the real and imaginary parts to have them cast"
-)
 
 
 def _linear(recipe: Recipe, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -104,8 +95,7 @@ def _layer(function: Callable[..., Any]) -> Handler:
 
 
 def _is_product(left: Any, right: Any, ranks: tuple[int, int] | None) -> bool:
-    """Whether torch accepts these operands (if not, torch raises) and they sum over more than
-    one term."""
+    """Whether torch accepts these operands (else it raises) and they sum over several terms."""
     if not _floating(left, right):
         return False
     if ranks is not None:
@@ -136,37 +126,26 @@ def _two(ranks: tuple[int, int] | None = None) -> Handler:
 
 
 def _added(first: str, second: str, rank: int) -> Handler:
-    """Handler of ``beta * input + alpha * first @ second``. As in torch, input is not read if
-    beta is 0."""
+    """Handler of ``beta * input + alpha * first @ second``. input is not read if beta is 0."""
 
     def handler(
-        recipe: Recipe,
-        input: Tensor,
-        *args: Any,
-        beta: float = 1,
-        alpha: float = 1,
-        **named: Any,
+        recipe: Recipe, input: Tensor, *args: Any, beta: float = 1, alpha: float = 1, **named: Any
     ) -> Any:
         left, right, *more = (*args, *(named.pop(n, None) for n in (first, second)[len(args) :]))
         if more or not isinstance(input, Tensor):
             raise TypeError("beta and alpha are keywords under fp8.autocast")
         if named or not _floating(input) or not _is_product(left, right, (rank, rank)):
             return NotImplemented
-        static = static_exponents(recipe, left, right)
-        product = matmul.matmul(left, right, scales=(alpha, alpha, alpha), static=static)
-        return product if beta == 0 else _add(product, input, beta)
+        product = matmul.matmul(left, right, scales=(alpha, alpha, alpha))
+        if beta == 0:
+            return product
+        (input,) = matmul.to_autocast_dtype(input)
+        if input.dtype != product.dtype:
+            raise TypeError(f"input is {input.dtype}, the product {product.dtype}; make them equal")
+        input = input.expand(product.shape)  # raises if the sum would be larger than the product
+        return product + (input if beta == 1 else input * beta)
 
     return handler
-
-
-def _add(product: Tensor, input: Tensor, beta: float) -> Tensor:
-    (input,) = matmul.to_autocast_dtype(input)
-    if input.dtype != product.dtype:
-        raise TypeError(f"input is {input.dtype} and the product {product.dtype}; make them equal")
-    if torch.broadcast_shapes(input.shape, product.shape) != product.shape:
-        shapes = f"{tuple(input.shape)} does not broadcast to {tuple(product.shape)}"
-        raise ValueError(f"input of shape {shapes}, the shape of the product")
-    return product + (input if beta == 1 else input * beta)
 
 
 def _einsum(recipe: Recipe, *args: Any) -> Any:
@@ -214,17 +193,12 @@ PRODUCTS: dict[Callable[..., Any], Handler] = {
 }
 """Torch function -> its handler."""
 
-_PLACES = {function: place for place, function in enumerate(PRODUCTS)}
-
-
-def as_one_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, a function of PRODUCTS, as one call of a graph, inside of
-    which no mode sees a call."""
-    return _outside_of_modes(_PLACES[function], args, kwargs)
+PLACES = {function: place for place, function in enumerate(PRODUCTS)}
 
 
 @in_graph
-def _outside_of_modes(place: int, args: tuple[Any, ...], kwargs: Any) -> Any:
+def outside_of_modes(place: int, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A call of PRODUCTS as one call of a graph, inside of which no mode sees a call."""
     with torch.DisableTorchFunction():
         return list(PRODUCTS)[place](*args, **kwargs)
 
@@ -291,46 +265,44 @@ def expansion(
     return partial(composed, *args, **kwargs)
 
 
-_RECURRENT = "one kernel computes all its products; write it out step by step"
-_ORDER = "it chooses the order of its products itself; write them with @"
-_SPARSE = "sparse operands have no cast"
-_STATISTICS = "covariances of rounded values are not those of the values"
-_COORDINATES = "it computes coordinates, which a cast would move"
-_SOLUTION = (
-    "the gradient of the matrix is a product, in which errors of casts grow with its condition"
-)
-_RARE = "write it with @, F.linear or torch.einsum to have it cast"
-_POWERS = "a cast in each of its products would add up errors; write them with @"
+_RARE = [function for name in ("dot", "vdot", "addmv", "addbmm") for function in SPELLINGS[name]]
 
-_SOLVERS = (
-    *(torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.solve_triangular),
-    *(torch.linalg.lu_solve, torch.linalg.lstsq, torch.linalg.tensorsolve),
-    *(torch.triangular_solve, Tensor.triangular_solve, torch.lu_solve, Tensor.lu_solve),
-    *(torch.cholesky_solve, Tensor.cholesky_solve),
-)
-
-_RARE_PRODUCTS = (
-    *(torch.tensordot, torch.inner, Tensor.inner, torch.linalg.vecdot, F.bilinear),
-    *(function for name in ("dot", "vdot", "addmv", "addbmm") for function in SPELLINGS[name]),
-    *(Tensor.addmm_, torch.addmv_, Tensor.addmv_, Tensor.addbmm_, Tensor.baddbmm_),
-)
-
-LEFT: dict[Callable[..., Any], str] = {
-    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _RECURRENT),
-    **dict.fromkeys((torch.lstm_cell, torch.gru_cell), _RECURRENT),
-    **dict.fromkeys((torch.rnn_tanh_cell, torch.rnn_relu_cell), _RECURRENT),
-    **dict.fromkeys((torch.chain_matmul, torch.linalg.multi_dot), _ORDER),
-    torch.conv_tbc: "call conv1d",
-    **dict.fromkeys((torch.sparse.mm, torch.sparse.addmm), _SPARSE),
-    **dict.fromkeys((torch.smm, torch.hspmm, torch.sspaddmm), _SPARSE),
-    **dict.fromkeys(_RARE_PRODUCTS, _RARE),
-    torch.cdist: "the distance is a difference of its products, in which errors of casts grow",
-    **dict.fromkeys((F.affine_grid, torch.affine_grid_generator), _COORDINATES),
-    **dict.fromkeys((torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef), _STATISTICS),
-    **dict.fromkeys((torch.matrix_power, Tensor.matrix_power, torch.linalg.matrix_power), _POWERS),
-    **dict.fromkeys(_SOLVERS, _SOLUTION),
-    F.triplet_margin_with_distance_loss: "a mode does not see what its distance_function calls",
+_WHY_LEFT: dict[str, tuple[Callable[..., Any], ...]] = {
+    "one kernel computes all its products; write it out step by step": (
+        *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+        *(torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell),
+    ),
+    "it chooses the order of its products itself; write them with @": (
+        *(torch.chain_matmul, torch.linalg.multi_dot),
+    ),
+    "call conv1d": (torch.conv_tbc,),
+    "sparse operands have no cast": (
+        *(torch.sparse.mm, torch.sparse.addmm, torch.smm, torch.hspmm, torch.sspaddmm),
+    ),
+    "write it with @, F.linear or torch.einsum to have it cast": (
+        *(torch.tensordot, torch.inner, Tensor.inner, torch.linalg.vecdot, F.bilinear, *_RARE),
+        *(Tensor.addmm_, torch.addmv_, Tensor.addmv_, Tensor.addbmm_, Tensor.baddbmm_),
+    ),
+    "the distance is a difference of its products, in which errors of casts grow": (torch.cdist,),
+    "it computes coordinates, which a cast would move": (
+        *(F.affine_grid, torch.affine_grid_generator),
+    ),
+    "covariances of rounded values are not those of the values": (
+        *(torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef),
+    ),
+    "a cast in each of its products would add up errors; write them with @": (
+        *(torch.matrix_power, Tensor.matrix_power, torch.linalg.matrix_power),
+    ),
+    "the gradient of the matrix is a product, in which errors of casts grow with its condition": (
+        *(torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.solve_triangular),
+        *(torch.linalg.lu_solve, torch.linalg.lstsq, torch.linalg.tensorsolve),
+        *(torch.triangular_solve, Tensor.triangular_solve, torch.lu_solve, Tensor.lu_solve),
+        *(torch.cholesky_solve, Tensor.cholesky_solve),
+    ),
+    "a mode does not see what its distance_function calls": (F.triplet_margin_with_distance_loss,),
 }
+
+LEFT = {function: why for why, functions in _WHY_LEFT.items() for function in functions}
 """Torch function whose products stay in high precision, with a warning -> why."""
 
 EXPANDED = dict.fromkeys((torch.einsum, *COMPOSED, *RUNS))

@@ -27,17 +27,15 @@ Capability = tuple[int, int]
 
 
 class GemmKernel(NamedTuple):
-    """A row of KERNELS."""
+    """A row of KERNELS. formats: the pairs of those of operands. least, below: the lowest CUDA
+    compute capability that has the kernel, and that no longer has it, if any. multiple: the sizes
+    of a weight must be multiples of this; tokens are padded to it."""
 
     formats: tuple[tuple[str, str], ...]
-    """Supported pairs of operand formats."""
     least: Capability
-    """The lowest CUDA compute capability that has the kernel."""
     below: Capability | None
-    """The lowest capability that no longer has it; None if there is none yet."""
     cpu: bool
     multiple: int = ALIGNMENT
-    """The sizes of a weight must be multiples of this; tokens are padded to it."""
 
     @property
     def devices(self) -> str:
@@ -70,8 +68,7 @@ _ALONG = {16: "nv", 32: "mx", 128: "block"}
 
 
 def kernel_of(a: LoweredCast | None, b: LoweredCast | None) -> tuple[str, str]:
-    """The kernel that multiplies operands under these casts, HIGH, or "", and the reason why there
-    is none."""
+    """The kernel (or HIGH) for operands under these casts, and ""; or "" and why there is none."""
     if a is None and b is None:
         return HIGH, ""
     if a is None or b is None:
@@ -177,11 +174,11 @@ def multiply(
     folded into a's scale; with e8m0 scales and for HIGH it multiplies the result. fast: as
     `Recipe.fast_sums`."""
     if kind == HIGH:
-        return _times(torch.mm(a.values.to(dtype), b.values.to(dtype).mT), factor)
+        return times(torch.mm(a.values.to(dtype), b.values.to(dtype).mT), factor)
     x, y = in_memory(_filled(a.values)), in_memory(_filled(b.values))
     types = F.ScalingType
     swizzle: Any = None
-    left: Any = a.scale if kind in ("mx", "nv") else _times(a.scale, factor)
+    left: Any = a.scale if kind in ("mx", "nv") else times(a.scale, factor)
     right: Any = b.scale
     if kind == "tensor":
         how: Any = (types.TensorWise, types.TensorWise)
@@ -198,7 +195,7 @@ def multiply(
         assert a.unit is not None
         how = ([types.BlockWise1x16, types.TensorWise],) * 2
         swizzle = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
-        left, right = [left, _times(a.unit, factor)], [right, b.unit]
+        left, right = [left, times(a.unit, factor)], [right, b.unit]
     if x.dtype == torch.uint8:
         x, y = x.view(torch.float4_e2m1fn_x2), y.view(torch.float4_e2m1fn_x2)
     # Row-major first and column-major second operand: the only layout that CUDA supports.
@@ -207,10 +204,11 @@ def multiply(
         output_dtype=dtype,
         use_fast_accum=fast,
     )
-    return _times(result, factor) if kind == "mx" else result
+    return times(result, factor) if kind == "mx" else result
 
 
-def _times(x: Tensor, factor: float) -> Tensor:
+def times(x: Tensor, factor: float) -> Tensor:
+    """``factor * x``; ``x`` itself for 1."""
     return x if factor == 1 else x * factor
 
 

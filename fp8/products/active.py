@@ -23,9 +23,8 @@ Scales = tuple[float, float, float]
 """Factors of a product's output and of the gradients of its first and second operand."""
 
 BACKENDS = ("simulate", "native", "auto")
-"""How a product is computed. "simulate": from rounded operands in the dtype of the tensors.
-"native": by torch's FP8 kernels where they support it. "auto": by those kernels on devices that
-have them."""
+"""How a product is computed. "simulate": from rounded operands in their dtype. "native": by torch's
+FP8 kernels where they support it. "auto": by those on devices that have them."""
 
 
 def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) -> str:
@@ -41,13 +40,12 @@ def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) ->
 class Block(NamedTuple):
     """The settings of an open `fp8.autocast` block.
 
-    recipe: None if not enabled. unit_recipe: the recipe of products of unit-scaled functions, which
-    differs under "auto". modes: its own mode and those it put on top. state: the `LayerState` of
-    the converted layer whose block it is; None without. reenters: whether a recomputation in the
-    backward pass opens the block again by itself. opened: the `fp8.autocast` object; None if
-    torch.compile traced it. off: whether converted layers run in high precision too. checkpoints:
-    the number of checkpoints that were running when such a block was opened. task: the asyncio task
-    that opened it, if any.
+    recipe: None if not enabled. unit_recipe: of products of unit-scaled functions; differs under
+    "auto". modes: its own and those it put on top. state: of the converted layer whose block it is.
+    reenters: whether a recomputation in the backward pass opens it again by itself. opened: the
+    `fp8.autocast` object; None if torch.compile traced it. off: whether converted layers run in
+    high precision too. checkpoints: those running when such a block was opened. task: the asyncio
+    task that opened it, if any.
     """
 
     recipe: Recipe | None
@@ -99,16 +97,12 @@ def with_static(
 
 def static_exponents(recipe: Recipe | None, *operands: Tensor) -> tuple[int, ...]:
     """The exponents of the operands' static scale factors; 0 for those without."""
-    if recipe is None or not ACTIVE.static or recipe.keeps_history:
-        return (0,) * len(operands)
-    return tuple(_exponent(operand) for operand in operands)
-
-
-def _exponent(operand: Tensor) -> int:
-    for tensor, exponent in ACTIVE.static:
-        if tensor is operand:
-            return exponent
-    return 0
+    exponents = [0] * len(operands)
+    if recipe is not None and not recipe.keeps_history:
+        for tensor, exponent in reversed(ACTIVE.static):
+            for i, operand in enumerate(operands):
+                exponents[i] = exponent if operand is tensor else exponents[i]
+    return tuple(exponents)
 
 
 def running_task() -> asyncio.Task[Any] | None:
@@ -120,26 +114,16 @@ def running_task() -> asyncio.Task[Any] | None:
 
 
 def index_of(block: Any) -> int:
-    """The index of the last open block that ``block`` opened in this thread. Raises RuntimeError
-    without one."""
+    """The index of the last block that ``block`` opened in this thread; RuntimeError without."""
     for index in reversed(range(len(ACTIVE.blocks))):
         if ACTIVE.blocks[index].opened in (None, block):
             return index
     raise RuntimeError("fp8.autocast: a block is closed in the thread that has opened it")
 
 
-def is_graph_inside() -> bool:
-    """Whether the call is traced for a graph that eager code runs inside of a block with a recipe,
-    whose mode sees each call of the graph."""
-    if not torch.compiler.is_dynamo_compiling():
-        return False
-    return any(block.opened is not None and block.recipe is not None for block in ACTIVE.blocks)
-
-
 def product_recipe(unit: bool = False) -> Recipe | None:
-    """The recipe of a product by the innermost block of this thread; None without one, or if not
-    enabled. unit: whether the product is one of unit-scaled tensors. Raises RuntimeError where the
-    product could be computed without casts, see the messages below."""
+    """The recipe of a product by the innermost block of this thread, if enabled. unit: whether its
+    tensors are unit-scaled. Raises RuntimeError where it could be computed without casts."""
     if not ACTIVE.blocks:
         return None
     block = ACTIVE.blocks[-1]
@@ -148,7 +132,11 @@ def product_recipe(unit: bool = False) -> Recipe | None:
     if block.recipe is None:
         return None
     if not block.reenters and not torch.is_grad_enabled() and in_reentrant():
-        raise RuntimeError(_REENTRANT)
+        raise RuntimeError(
+            "checkpoint(use_reentrant=True) inside fp8.autocast would recompute products outside "
+            "of the block, without casts: use checkpoint(use_reentrant=False, "
+            "context_fn=fp8.checkpoint_contexts) or fp8.convert"
+        )
     return block.unit_recipe if unit else block.recipe
 
 
@@ -161,27 +149,21 @@ def is_off() -> bool:
     if not torch.compiler.is_dynamo_compiling():
         _check_entered(block)
         if (torch.is_grad_enabled() or in_reentrant()) and checkpoints() > block.checkpoints:
-            raise RuntimeError(_OFF_IN_CHECKPOINT)
+            raise RuntimeError(
+                "a checkpoint recomputes converted layers outside of fp8.autocast(enabled=False), "
+                "or inside of a block that its forward pass did not run in: use "
+                "checkpoint(use_reentrant=False, context_fn=fp8.checkpoint_contexts), or open the "
+                "block in the checkpointed function"
+            )
     return True
-
-
-_OFF_IN_CHECKPOINT = (
-    "a checkpoint recomputes converted layers outside of fp8.autocast(enabled=False), under their "
-    "recipes, or inside of a block that its forward pass did not run in: use "
-    "checkpoint(use_reentrant=False, context_fn=fp8.checkpoint_contexts), or open the block in the "
-    "function that is checkpointed"
-)
 
 
 def _check_entered(block: Block) -> None:
     if block.opened is None and block.recipe is not None:
         raise RuntimeError(IN_PIECES)
-    task = block.task
-    if task is not None and not task.done() and running_task() is not task:
-        raise RuntimeError(
-            f"fp8.autocast is open in {task.get_name()}, another task of this thread: a block "
-            "belongs to its thread, as torch.no_grad does; close it before await"
-        )
+    if (task := block.task) is not None and not task.done() and running_task() is not task:
+        where = f"{task.get_name()}, another task of this thread"
+        raise RuntimeError(f"fp8.autocast is open in {where}: close it before await")
 
 
 IN_PIECES = (
@@ -190,20 +172,13 @@ IN_PIECES = (
     "training and of evaluation, before it is compiled"
 )
 
-_REENTRANT = (
-    "checkpoint(use_reentrant=True) inside fp8.autocast would recompute products outside of the "
-    "block, without casts: use checkpoint(use_reentrant=False, context_fn=fp8.checkpoint_contexts) "
-    "or fp8.convert"
-)
-
 
 def histories(
     recipe: Recipe | None, product: str, *operands: Tensor, layer: bool = False, groups: int = 0
 ) -> list[Any]:
-    """The state of the operands of a product and of its gradient, which the enclosing layer of
-    `fp8.convert` has; None where the scaling or a run without values has none. layer: whether the
-    second operand is a weight. groups: the number of those of a grouped product, which have states
-    of their own."""
+    """The states of the operands of a product and of its gradient, of the enclosing converted
+    layer; None where the scaling or a run without values has none. layer: whether the second
+    operand is a weight. groups: the number of groups, which have states of their own."""
     states: list[Any] = [None] * (len(operands) + 1)
     if recipe is None or not (recipe.keeps_history or ACTIVE.gradients) or in_shape_inference():
         return states
@@ -214,15 +189,15 @@ def histories(
         if recipe.grad is not None and recipe.grad.scaling == "unit":
             states[-1] = ACTIVE.gradients[-1].buffer(groups, device)
         return states
-    block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
-    if block is None or block.state is None:
+    state = ACTIVE.blocks[-1].state if ACTIVE.blocks else None
+    if state is None:
         raise ValueError(NO_STATE.format(recipe.name))
-    name = block.state.name_of(product, *operands)
+    name = state.name_of(product, *operands)
     casts = [recipe.input] * len(operands) + [recipe.grad]
     casts[1] = recipe.weight if layer else recipe.input
     roles = [*map(role_of, range(len(operands))), "grad"]
     return [
-        block.state.buffer(name + role, cast.history or 0, device, groups)
+        state.buffer(name + role, cast.history or 0, device, groups)
         if cast and cast.keeps_history and (pass_ is None or not cast.history)
         else None
         for role, cast in zip(roles, casts, strict=True)
@@ -238,15 +213,8 @@ NO_STATE = (
 def warn_unsummed(recipe: Recipe, product: str) -> None:
     """Warns, once, of a kind of product with torch's sums."""
     if recipe.accumulate is not None:
-        warn_once(RecipeWarning, _UNSUMMED.format(product, recipe.accumulate), key=product)
-
-
-_UNSUMMED = (
-    "{} has no sums of accumulate={!r}: its operands are cast, and its sums are torch's. Linear "
-    "layers and matrix products have them"
-)
-
-
-def chosen(unit: bool) -> tuple[Recipe | None, str]:
-    """Recipe and backend of a product by the innermost block, of which there is one."""
-    return product_recipe(unit), ACTIVE.blocks[-1].backend
+        message = (
+            f"{product} has no sums of accumulate={recipe.accumulate!r}: its operands are cast, "
+            "and its sums are torch's. Linear layers and matrix products have them"
+        )
+        warn_once(RecipeWarning, message, key=product)

@@ -39,11 +39,10 @@ def attention(
     enclosing `fp8.autocast`.
 
     query (..., L, E), key (..., S, E), value (..., S, V) -> (..., L, V). The other arguments, the
-    errors and the treatment of NaN and of fully masked rows are those of PyTorch. Query and key are
-    cast as the recipe's input along E, value along S, and the gradient of the output as its grad
-    along V; probabilities and inner gradients stay in high precision. unit: as in
-    `fp8.products.matmul.linear`. grad_scale: not None where `is_fused` is false: two products are
-    computed then, as in `by_products`, without casts between them.
+    errors and the treatment of NaN and of fully masked rows are PyTorch's. Query and key are cast
+    as the recipe's input along E, value along S, and the gradient of the output as its grad along
+    V; what is between is not cast. unit: as in `fp8.products.matmul.linear`. grad_scale: not None
+    where `is_fused` is false: two products are computed then, as in `by_products`.
     """
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -72,9 +71,8 @@ def is_fused(
 
     Its CPU kernel takes operands of four dimensions and one width that do not broadcast, no
     dropout, and masks of two or four dimensions without a gradient (`use_flash_attention_cpp` in
-    torch's sdp_utils_cpp.cpp). From torch 2.14 on, operands of three dimensions are one batch, and
-    one head of keys and values serves all of the query. Other devices have a kernel for all of
-    these.
+    torch's sdp_utils_cpp.cpp). From torch 2.14 on, three dimensions are one batch, and one head of
+    keys and values serves all of the query. Other devices have a kernel for all of these.
     """
     if query.device.type != "cpu":
         return True
@@ -86,10 +84,10 @@ def is_fused(
         q, k, v, masks = (1, *q), (1, *k), (1, *v), [2, 3, 4]
     if len(q) != 2:
         return False
-    if attn_mask is not None and (attn_mask.ndim not in masks or attn_mask.requires_grad):
-        return False
-    if attn_mask is not None and attn_mask.ndim == 4 and attn_mask.shape[0] not in (1, q[0]):
-        return False
+    if attn_mask is not None:
+        broadcasts = attn_mask.ndim < 4 or attn_mask.shape[0] in (1, q[0])
+        if attn_mask.ndim not in masks or attn_mask.requires_grad or not broadcasts:
+            return False
     one_head = _FUSES_MORE and k == v and k == (q[0], 1)
     return enable_gqa or q == k == v or one_head
 
@@ -148,14 +146,17 @@ def by_products(
 
     Arguments as in `attention`. Returns the output (..., L, V) and the probabilities (..., L, S)
     after dropout, before the cast. What is between both products is computed in at least float32,
-    as on the chip of a fused kernel. Key and value are cast after enable_gqa has repeated their
-    heads. A fully masked row gives zeros. NaN propagates. cast: False for products without casts.
-    grad_scale: a factor of the gradients of probabilities, scores and attn_mask, which those of
-    query and key are divided by. Raises ValueError for is_causal with a mask, and for heads that
-    key or value do not divide; TypeError for operands of different dtypes, and for a mask of
-    integers.
+    as in a fused kernel. Key and value are cast after enable_gqa has repeated their heads. A fully
+    masked row gives zeros. NaN propagates. cast: False for products without casts. grad_scale: a
+    factor of the gradients of probabilities, scores and attn_mask, which those of query and key are
+    divided by. Raises ValueError for is_causal with a mask, and for heads that key or value do not
+    divide; TypeError for operands of different dtypes.
     """
-    _check(query, key, value, attn_mask, is_causal)
+    dtypes = [str(x.dtype) for x in (query, key, value)]
+    if len(set(dtypes)) > 1:
+        raise TypeError(f"query, key and value need one dtype, got {', '.join(dtypes)}")
+    if is_causal and attn_mask is not None:
+        raise ValueError("is_causal=True needs attn_mask=None, got both")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if enable_gqa:
         key, value = _repeated(query, key, "key"), _repeated(query, value, "value")
@@ -192,16 +193,6 @@ def _repeated(query: Tensor, x: Tensor, name: str) -> Tensor:
     return x if heads == of else x.repeat_interleave(heads // of, dim=-3)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:
-    dtypes = [str(x.dtype) for x in (query, key, value)]
-    if len(set(dtypes)) > 1:
-        raise TypeError(f"query, key and value need one dtype, got {', '.join(dtypes)}")
-    if causal and mask is not None:
-        raise ValueError("is_causal=True needs attn_mask=None, got both")
-    if mask is not None and mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-        raise TypeError(f"attn_mask must be boolean or floating point, not {mask.dtype}")
-
-
 # Multi-head attention
 
 
@@ -226,9 +217,21 @@ def projections(
 
 
 def merge_masks(
-    attn_mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype
+    attn_mask: Tensor | None,
+    padding: Tensor | None,
+    batch: int,
+    heads: int,
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
 ) -> Tensor | None:
-    """One additive mask that broadcasts to (batch, heads, L, S)."""
+    """One additive mask that broadcasts to (batch, heads, *sizes), of attention of sizes (L, S).
+    Raises ValueError for masks that do not fit."""
+    names = ("attn_mask", attn_mask), ("key_padding_mask", padding)
+    allowed = ((sizes, (batch * heads, *sizes)), ((batch, sizes[1]),))
+    for (name, given), fit in zip(names, allowed, strict=True):
+        if given is not None and tuple(given.shape) not in fit:
+            shapes = " or ".join(map(str, fit))
+            raise ValueError(f"{name} must have shape {shapes}, not {tuple(given.shape)}")
     mask, padded = (
         torch.zeros_like(m, dtype=dtype).masked_fill_(m, -math.inf)
         if m is not None and not m.dtype.is_floating_point
@@ -240,20 +243,6 @@ def merge_masks(
     if padded is None:
         return mask
     return padded[:, None, None] if mask is None else mask + padded[:, None, None]
-
-
-def check_masks(
-    attn_mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, sizes: tuple[int, int]
-) -> None:
-    """Raises ValueError for masks that do not fit attention of ``sizes`` (L, S)."""
-    allowed = {
-        "attn_mask": (sizes, (batch * heads, *sizes)),
-        "key_padding_mask": ((batch, sizes[1]),),
-    }
-    for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
-        if mask is not None and tuple(mask.shape) not in allowed[name]:
-            shapes = " or ".join(map(str, allowed[name]))
-            raise ValueError(f"{name} must have shape {shapes}, not {tuple(mask.shape)}")
 
 
 def multi_head_attention_forward(
@@ -286,11 +275,10 @@ def multi_head_attention_forward(
     """The torch function of the same name, with the same arguments.
 
     query (L, N, E), key and value (S, N, E), or without the batch dimension N. Returns the output
-    (L, N, E) and, with need_weights, the probabilities (N, L, S), else None. With need_weights the
-    product with the probabilities is a separate call, so a recipe rounds them. is_causal is relied
-    on only without key_padding_mask and need_weights, as in torch. Raises NotImplementedError for
-    bias_k, bias_v, add_zero_attn, static_k and static_v, and ValueError for masks of another shape
-    and for is_causal without a mask.
+    (L, N, E) and the probabilities (N, L, S), which a recipe rounds, or None without need_weights.
+    is_causal is relied on only without key_padding_mask and need_weights, as in torch. Raises
+    NotImplementedError for bias_k, bias_v, add_zero_attn, static_k and static_v, and ValueError for
+    masks of another shape and for is_causal without a mask.
     """
     extras = {"bias_k": bias_k, "bias_v": bias_v, "static_k": static_k, "static_v": static_v}
     used = [name for name, value in extras.items() if value is not None]
@@ -305,11 +293,9 @@ def multi_head_attention_forward(
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     length, batch, width = query.shape
     sizes = (length, key.shape[0])
-    check_masks(attn_mask, key_padding_mask, batch, num_heads, sizes)
     causal = is_causal and key_padding_mask is None and not need_weights
-    mask = None
-    if not causal:
-        mask = merge_masks(attn_mask, key_padding_mask, batch, num_heads, query.dtype)
+    masks = (attn_mask, key_padding_mask)
+    mask = None if causal else merge_masks(*masks, batch, num_heads, sizes, query.dtype)
     separate = (q_proj_weight, k_proj_weight, v_proj_weight)
     weights: Any = separate if use_separate_proj_weight else (in_proj_weight,)
     q, k, v = projections(query, key, value, weights, in_proj_bias)

@@ -31,8 +31,7 @@ def contracted(
     output: str,
     product: Callable[..., Tensor],
 ) -> Tensor:
-    """The value of an equation with these terms. Recursive, so that each product has a stack of its
-    own."""
+    """The value of an equation with these terms. Recursive: each product has its own stack."""
     if not order:
         return terms[0][1]
     (i, j, place), *others = order
@@ -56,8 +55,7 @@ def _order(equation: str, operands: Sequence[Tensor]) -> list[tuple[int, int, in
 
 
 def as_matmul(equation: str, operands: list[Tensor], **options: Any) -> Tensor | None:
-    """The value of an equation that is one product of matrices; None for others. options: of
-    `fp8.products.matmul.matmul`."""
+    """The value of an equation that is one `matmul`, with these options; None for others."""
     if len(operands) != 2:
         return None
     (first, second), output = letters(equation, operands)
@@ -115,8 +113,7 @@ def as_equation(args: tuple[Any, ...]) -> tuple[str, list[Any]]:
 
 
 def sums_products(equation: str, operands: list[Tensor]) -> bool:
-    """Whether operands share a summed index of size greater than one. False for an equation of
-    another number of operands."""
+    """Whether operands, as many as the equation has, share a summed index of size above one."""
     if equation.partition("->")[0].count(",") + 1 != len(operands):
         return False
     terms, output = letters(equation, operands)

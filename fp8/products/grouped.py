@@ -1,8 +1,7 @@
 """Grouped matrix products: the product of each of several groups, as mixtures of experts need it.
 
-Each group is a product of two matrices, with the casts and GEMMs of `fp8.products.matmul`.
-Internally it is ``a b^T`` by groups, where a and b are stacks (groups, rows, inner) or matrices
-that are split by offsets. The ranks of both operands determine what is split:
+Each group has the casts and GEMMs of `fp8.products.matmul`: ``a b^T``, where a and b are stacks
+(groups, rows, inner) or matrices that are split by offsets. Their ranks determine what is split:
 
     a (tokens, k)       b (groups, n, k)   rows of a: the experts' layers
     a (groups, m, k)    b (groups, n, k)   nothing: a product for each group
@@ -11,7 +10,7 @@ that are split by offsets. The ranks of both operands determine what is split:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from ..casts.groups import aligned, cast_groups, pieces, product_shape
 from ..casts.measuring import measuring
 from ..casts.operands import (
     Casts,
-    Copies,
     Exponents,
     SavedOperand,
     casts_of,
@@ -33,10 +31,9 @@ from ..casts.operands import (
 )
 from ..casts.rotation import rotation_signs, without_autocast
 from ..common.compiler import apply, in_graph, is_differentiated_again
-from ..formats.quantize import refuse_nested
 from ..recipes.recipe import Recipe
 from .active import Scales, histories, product_recipe, static_exponents, warn_unsummed
-from .matmul import ONES, check_scales, gemm, measured
+from .matmul import ONES, Operands, Settings, gemm, measured
 
 
 @torch.library.custom_op(
@@ -79,36 +76,20 @@ MULTIPLY_GROUPS = torch.ops.fp8.multiply_groups
 """The operator of all grouped products, as modes below autograd see it."""
 
 
-class _Settings(NamedTuple):
-    """The constants of a grouped product. split: of a, as in `cast_groups`."""
-
-    scales: Scales
-    casts: Casts
-    copies: Copies
-    split: int
-
-
 class _Grouped(Function):
-    """``s_y * a b^T`` by groups. a and b are passed to receive gradients."""
+    """``s_y * a b^T`` by groups. a and b are passed to receive gradients. split: of a, as in
+    `cast_groups`."""
 
     @staticmethod
     def forward(
-        a: Tensor,
-        b: Tensor,
-        offs: Tensor | None,
-        cast_a: Tensor,
-        cast_b: Tensor,
-        scale_a: Tensor | None,
-        scale_b: Tensor | None,
-        history: Tensor | None,
-        how: _Settings,
+        a: Tensor, b: Tensor, offs: Tensor | None, split: int, operands: Operands, how: Settings
     ) -> Tensor:
-        ends = aligned(offs, how.casts.a) if how.split == -1 else offs
-        return MULTIPLY_GROUPS(cast_a, cast_b.mT, ends, how.scales[0])
+        ends = aligned(offs, how.casts.a) if split == -1 else offs
+        return MULTIPLY_GROUPS(operands.a, operands.b.mT, ends, how.scales[0])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, offs, cast_a, cast_b, scale_a, scale_b, ctx.history, ctx.how = inputs
+        a, b, offs, ctx.split, (cast_a, cast_b, scale_a, scale_b, ctx.history), ctx.how = inputs
         ctx.turned = b.mT.is_contiguous()
         casts, copies = ctx.how.casts, ctx.how.copies
         saved = [
@@ -121,11 +102,11 @@ class _Grouped(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b, *offsets = saved_operands(ctx, grad.dtype)
         offs = offsets[0] if offsets else None
-        how, history = ctx.how, ctx.history
+        history, split, how = ctx.history, ctx.split, ctx.how
         casts, (_, s_a, s_b) = how.copies.casts, how.scales
         if is_differentiated_again() and any(casts):
             raise RuntimeError("create_graph=True: a grouped product with casts has one gradient")
-        groups = (offs, how.split)
+        groups = (offs, split)
         needs_a, needs_b, *_ = ctx.needs_input_grad
         da = db = for_a = None
         if needs_a:
@@ -138,12 +119,12 @@ class _Grouped(Function):
             if for_b is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
                 for_b, _ = cast_groups(grad, *groups, -2, casts.grad_for_b, history, True, signs)
             again, _ = cast_groups(a, *groups, -2, casts.a_for_grad_b, signs=signs)
-            ends = aligned(offs, casts.grad_for_b) if how.split == -2 else offs
+            ends = aligned(offs, casts.grad_for_b) if split == -2 else offs
             if ctx.turned:
                 db = MULTIPLY_GROUPS(again.mT, for_b, ends, s_b).mT
             else:
                 db = MULTIPLY_GROUPS(for_b.mT, again, ends, s_b)
-        return da, db, *[None] * 7
+        return da, db, *[None] * 4
 
 
 def _product(
@@ -158,14 +139,15 @@ def _product(
     layer, split = b.ndim == 3, -2 if b.ndim == 3 else -1
     groups = b.shape[0] if layer else offs.shape[0]  # type: ignore[union-attr]
     states = histories(recipe, "grouped_mm", a, b, layer=layer, groups=groups)
-    if (pass_ := measuring()) is not None and recipe is not None:
-        y = _product(a, b, offs, scales, None, static)
+    if recipe is None:
+        return _simulated(a, b, offs, split, scales, Casts(), states)
+    if (pass_ := measuring()) is not None:
+        y = _simulated(a, b, offs, split, scales, Casts(), [None] * 3)
         return measured(pass_, states, a, b, y, lambda x: pieces(x, offs, split))
     name = product_name("grouped_mm", b if layer else None, recipe)
-    casts = Casts() if recipe is None else casts_of(recipe.text, layer, name, static)
-    if recipe is not None:
-        warn_unsummed(recipe, "a grouped product")
-    return _simulated(a, b, offs, scales, casts, split, states)
+    warn_unsummed(recipe, "a grouped product")
+    casts = casts_of(recipe.text, layer, name, static)
+    return _simulated(a, b, offs, split, scales, casts, states)
 
 
 @in_graph
@@ -173,18 +155,17 @@ def _simulated(
     a: Tensor,
     b: Tensor,
     offs: Tensor | None,
+    split: int,
     scales: Scales,
     casts: Casts,
-    split: int,
     states: list[Any],
 ) -> Tensor:
     of_a, of_b, of_grad = states
     signs = rotation_signs(casts.a, a)
     cast_a, scale_a = cast_groups(a, offs, split, -1, casts.a, of_a, signs=signs)
     cast_b, scale_b = cast_groups(b, offs, split, -1, casts.b, of_b, signs=signs)
-    operands = (a, b, offs, cast_a.detach(), cast_b.detach(), scale_a, scale_b)
-    settings = _Settings(scales, casts, copies_of(casts), split)
-    return apply(_Grouped, *operands, of_grad, settings, written=of_grad)
+    operands = Operands(cast_a.detach(), cast_b.detach(), scale_a, scale_b, of_grad)
+    return apply(_Grouped, a, b, offs, split, operands, Settings(scales, casts, copies_of(casts)))
 
 
 def _check(left: Tensor, right: Tensor, offs: Tensor | None) -> None:
@@ -221,20 +202,16 @@ def grouped_mm(
     gradients. scales, recipe, unit: as in `fp8.products.matmul.matmul`. Raises ValueError for other
     shapes and offsets, TypeError for operands of different dtypes.
 
-    The stack (of two, the second one) is the weight of the groups; two matrices are two
-    activations. Every group is cast as one matrix, as in TransformerEngine (GroupedLinear), torchao
-    (moe_training) and DeepSeek-V3 (arXiv:2412.19437, section 3.3): scales of whole operands belong
-    to a group, and blocks along tokens begin with a group. A group without tokens leaves its
-    history as it is. NaN and Inf stay in their group. The casts are simulated, and `torch.autocast`
-    changes no dtype, as in torch.
+    The stack (of two, the second one) is the weight; two matrices are two activations. Every group
+    is cast as one matrix, as in TransformerEngine (GroupedLinear), torchao (moe_training) and
+    DeepSeek-V3 (arXiv:2412.19437, section 3.3): scales of whole operands belong to a group, and
+    blocks along tokens begin with one. A group without tokens leaves its history as it is. NaN and
+    Inf stay in their group. The casts are simulated; `torch.autocast` changes no dtype.
     """
     recipe = product_recipe(unit) if recipe is None else recipe
     _check(left, right, offs)
     if left.dtype != right.dtype:
         raise TypeError(f"grouped_mm needs one dtype, got {left.dtype} and {right.dtype}")
-    if recipe is not None:
-        refuse_nested(left)
-    check_scales(scales)
     s_y, s_left, s_right = scales
     static = static_exponents(recipe, left, right)
     if left.ndim == 3 and right.ndim == 2:  # the stack is the weight: (right^T left^T)^T

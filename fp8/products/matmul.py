@@ -6,10 +6,9 @@
 
 A scale is an argument of the GEMM (``alpha`` of addmm and baddbmm), which saves a pass over the
 output. ``Q`` is the cast of the recipe, separate for each of the six operands, and the identity
-without a recipe. With casts by rows or blocks, x, w and g are cast from high precision a second
-time for their second product, along the axis that it sums over. Kernels are called as
-``torch.ops.aten``, which torch-function modes do not intercept, so a product is never cast twice,
-even if the backward pass or a compiled graph runs under a mode.
+without a recipe. With casts by rows or blocks, x, w and g are cast from high precision again for
+their second product, along the axis that it sums over. Kernels are called as ``torch.ops.aten``,
+which torch-function modes do not intercept, so a product is never cast twice.
 """
 
 from __future__ import annotations
@@ -36,18 +35,13 @@ from ..casts.operands import (
     saved_operands,
 )
 from ..casts.rotation import rotation_signs
-from ..common.compiler import (
-    apply,
-    apply_eagerly,
-    compiled_as,
-    in_graph,
-    is_differentiated_again,
-)
+from ..common.compiler import apply, apply_eagerly, compiled_as, in_graph, is_differentiated_again
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
 from ..native import product as native
+from ..native.kernels import times
 from ..recipes.recipe import Recipe
-from .active import ACTIVE, Scales, chosen, histories, static_exponents
+from .active import ACTIVE, Scales, histories, product_recipe, static_exponents
 
 aten = torch.ops.aten
 
@@ -63,11 +57,6 @@ class Geometry(NamedTuple):
     transposed: bool
     output_padding: list[int]
     groups: int
-
-    def along(self, axis: int) -> int:
-        """The axis of the weight, as a matrix, that is summed over where the maps sum over
-        ``axis``."""
-        return -3 - axis if self.transposed else axis
 
 
 def _cast(
@@ -90,9 +79,9 @@ def _cast(
     if geometry is None or spec.tile == (0, 0):
         return cast(x, spec, axis, history, record, signs)
     last = x.movedim(1, -1)
-    matrix, axis = (
-        (last.flatten(1), geometry.along(axis)) if weight else (last.flatten(0, -2), axis)
-    )
+    matrix = last.flatten(1) if weight else last.flatten(0, -2)
+    if weight and geometry.transposed:
+        axis = -3 - axis
     return cast(matrix, spec, axis)[0].reshape(last.shape).movedim(-1, 1), None
 
 
@@ -117,18 +106,18 @@ def _fuses(a: Tensor) -> bool:
     return False
 
 
-class _Settings(NamedTuple):
+class Settings(NamedTuple):
     """The constants of a product. geometry: of a convolution. bias_scale: as in `linear`."""
 
     scales: Scales
     casts: Casts
     copies: Copies
-    fuses: bool
-    geometry: Geometry | None
-    bias_scale: float
+    fuses: bool = False
+    geometry: Geometry | None = None
+    bias_scale: float = 1.0
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """The cast operands, and the scale factors of those with one. history: of the gradient."""
 
     a: Tensor
@@ -139,19 +128,15 @@ class _Operands(NamedTuple):
 
 
 class _Product(Function):
-    """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), or batches (B, m, k) and (B, n, k); or
-    the convolution of maps a and a weight b.
-
-    All products have this form: it is the layout of FP8 GEMMs, and the gradient of a weight (n, k)
-    has the layout of the weight. a and b are passed to receive gradients, and for casts along their
-    other axis.
-    """
+    """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), or batches (B, m, k) and (B, n, k), the
+    layout of FP8 GEMMs; or the convolution of maps a and a weight b. a and b are passed to receive
+    gradients, and for casts along their other axis."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, bias: Tensor | None, operands: _Operands, how: _Settings
+        a: Tensor, b: Tensor, bias: Tensor | None, operands: Operands, how: Settings
     ) -> Tensor:
         bias = _scaled_bias(bias, how.bias_scale)
         if how.geometry is not None:
@@ -159,7 +144,7 @@ class _Product(Function):
                 raise ValueError(
                     f"bias must have the dtype of the input, {operands.a.dtype}, got {bias.dtype}"
                 )
-            weight = _times(operands.b, how.scales[0])
+            weight = times(operands.b, how.scales[0])
             return aten.convolution.default(operands.a, weight, bias, *how.geometry)
         return gemm(operands.a, operands.b.mT, how.scales[0], how.fuses, bias)
 
@@ -167,7 +152,7 @@ class _Product(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         # The history is not saved with save_for_backward: it is updated before it is used.
         a, b, _, operands, ctx.how = inputs
-        ctx.history = operands.history
+        ctx.history, ctx.scales, ctx.fuses = operands.history, ctx.how.scales, ctx.how.fuses
         ctx.turned = operands.b.mT.is_contiguous()  # the right operand of a matmul
         casts, copies = ctx.how.casts, ctx.how.copies
         save_operands(
@@ -180,7 +165,7 @@ class _Product(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = saved_operands(ctx, grad.dtype)
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
-        scales, _, (_, _, casts), fuses, of, _ = ctx.how
+        casts, of = ctx.how.copies.casts, ctx.how.geometry
         again_a = again_b = None
         for_a: Any = None
         for_b: Any = None
@@ -207,10 +192,10 @@ class _Product(Function):
         if needs_a and of is None:  # in this order stochastic casts draw their bits
             again_b = second(b, casts.b_for_grad_a, signs[0], True)
         if of is None:
-            da, db = _both(ctx.turned, fuses, again_a, again_b, for_a, for_b, scales)
+            da, db = _both(ctx, again_a, again_b, for_a, for_b)
         else:
-            da, db = _of_convolution(of, a, b, again_a, again_b, for_a, for_b, scales)
-        return da, db, _of_bias(grad, scales[2]) if needs_bias else None, None, None
+            da, db = _of_convolution(ctx, a, b, again_a, again_b, for_a, for_b)
+        return da, db, _of_bias(grad, ctx.scales[2]) if needs_bias else None, None, None
 
 
 def _to_save(
@@ -245,24 +230,17 @@ class _Plain(Function):
             a, b = a.conj(), b.conj()
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
         a, b = a if needs_b else None, b if needs_a else None
-        da, db = _both(ctx.turned, ctx.fuses, a, b, grad, grad, ctx.scales)
-        dbias = _of_bias(grad, ctx.scales[2]) if needs_bias else None
-        return da, db, dbias, None, None, None
+        da, db = _both(ctx, a, b, grad, grad)
+        return da, db, _of_bias(grad, ctx.scales[2]) if needs_bias else None, *[None] * 3
 
 
 def _both(
-    turned: bool,
-    fuses: bool,
-    a: Tensor | None,
-    b: Tensor | None,
-    for_a: Tensor,
-    for_b: Tensor,
-    scales: Scales,
+    ctx: Any, a: Tensor | None, b: Tensor | None, for_a: Tensor, for_b: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of two operands, from the output's gradient as cast for each. a is None if b
-    needs no gradient, and vice versa. turned: whether b's has the layout of its transpose."""
+    needs no gradient, and vice versa. ctx.turned: whether b's has the layout of its transpose."""
     da = db = None
-    _, s_a, s_b = scales
+    turned, fuses, (_, s_a, s_b) = ctx.turned, ctx.fuses, ctx.scales
     if fuses and for_a is for_b and s_a == s_b:  # one multiplication for both
         for_a = for_b = for_a * s_a
         s_a = s_b = 1.0
@@ -276,31 +254,26 @@ def _both(
 
 
 def _of_convolution(
-    geometry: Geometry,
+    ctx: Any,
     a: Tensor,
     b: Tensor,
     again_a: Tensor | None,
     again_b: Tensor | None,
     for_a: Tensor,
     for_b: Tensor,
-    scales: Scales,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`_both` of a convolution. A scale multiplies the weight or its gradient, which are smaller
-    than the maps."""
+    """`_both` of a convolution. Scales multiply what is smaller than the maps."""
     da = db = None
+    geometry, (_, s_a, s_b) = ctx.how.geometry, ctx.scales
     gradient = aten.convolution_backward.default  # itself differentiable
     if again_b is not None:
-        weight = _times(again_b, scales[1])
+        weight = times(again_b, s_a)
         da, _, _ = gradient(for_a, a.to(for_a.dtype), weight, None, *geometry, [True, False, False])
     if again_a is not None:
         weight = b.to(for_b.dtype)
         _, db, _ = gradient(for_b, again_a, weight, None, *geometry, [False, True, False])
-        db = _times(db, scales[2])
+        db = times(db, s_b)
     return da, db
-
-
-def _times(x: Tensor, scale: float) -> Tensor:
-    return x if scale == 1.0 else x * scale
 
 
 def _scaled_bias(bias: Tensor | None, scale: float) -> Tensor | None:
@@ -309,12 +282,12 @@ def _scaled_bias(bias: Tensor | None, scale: float) -> Tensor | None:
     if bias is None:
         return None
     numbers = bias.dtype.is_floating_point or bias.dtype.is_complex
-    return to_autocast_dtype(_times(bias, scale) if numbers else bias)[0]
+    return to_autocast_dtype(times(bias, scale) if numbers else bias)[0]
 
 
 def _of_bias(grad: Tensor, scale: float) -> Tensor:
     """The gradient of a bias along dimension 1."""
-    return _times(grad.sum([d for d in range(grad.ndim) if d != 1]), scale)
+    return times(grad.sum([d for d in range(grad.ndim) if d != 1]), scale)
 
 
 def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, bias_scale: float) -> Tensor:
@@ -343,9 +316,9 @@ def multiply(
     kind: str = "linear",
     bias_scale: float = 1.0,
 ) -> Tensor:
-    """Casts the operands to the recipe's formats, each once, from full precision; then to the dtype
-    of torch.autocast, which represents every value of an 8-bit format (with a scale factor: within
-    its exponent range); and multiplies them."""
+    """Casts the operands to the recipe's formats, then to the dtype of torch.autocast, which has
+    every value of an 8-bit format (with a scale factor: within its exponent range), and multiplies
+    them."""
     if a.dtype.is_complex and b.dtype.is_complex:
         recipe = None
     elif not a.dtype.is_floating_point:
@@ -360,11 +333,11 @@ def multiply(
     casts = casts_of(recipe.text, layer, name, static)
     sampled = bool(name) and is_sampled(name)  # such products are simulated, with torch's sums
     if recipe.accumulate is not None and not sampled:
-        from ..lab.sums.product import Settings, product
+        from ..lab.sums import product as sums
 
         (like,) = to_autocast_dtype(a[:0])
-        how = Settings(scales, casts, recipe.sums, dtype_name(like.dtype), bias_scale)
-        return product(a, b, bias, states, how)
+        how = sums.Settings(scales, casts, recipe.sums, dtype_name(like.dtype), bias_scale)
+        return sums.product(a, b, bias, states, how)
     if backend != "simulate" and not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
         unnamed = casts_of(recipe.text, layer, "", static) if name else casts
@@ -397,8 +370,8 @@ def simulated(
         b = as_read(b)
         w, scale_w = _cast(b.detach(), casts.b, -1, geometry, of_b, signs=signs, weight=True)
     x, w = to_autocast_dtype(x, w)
-    operands = _Operands(x, w, scale_x, scale_w, of_grad)
-    how = _Settings(scales, casts, copies_of(casts), _fuses(x), geometry, bias_scale)
+    operands = Operands(x, w, scale_x, scale_w, of_grad)
+    how = Settings(scales, casts, copies_of(casts), _fuses(x), geometry, bias_scale)
     return apply(_Product, a, b, bias, operands, how)
 
 
@@ -428,12 +401,6 @@ def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
     )
 
 
-def check_scales(scales: Scales) -> None:
-    """Raises ValueError unless there are three."""
-    if len(scales) != 3:
-        raise ValueError(f"scales must be three numbers (output, two gradients), not {scales!r}")
-
-
 def linear(
     input: Tensor,
     weight: Tensor,
@@ -454,14 +421,13 @@ def linear(
     scales: (s_y, s_dx, s_dw). The bias gradient is s_dw times the sum of the output's uncast
     gradient. Integers are not scaled, complex numbers not cast. recipe: None uses recipe and
     backend of the enclosing `fp8.autocast`. unit: whether the tensors are unit-scaled, which
-    decides the recipe under "auto". static: (e_x, e_w). A cast without a rule for scales (recipe
-    "unit") uses the scale factor 2**e_x for the input and 2**e_w for the weight; None uses those of
-    the enclosing `fp8.products.active.with_static`, else 0. bias_scale: a factor of the bias in the
-    output, but not of its gradient. Raises ValueError for shapes that do not fit.
+    decides the recipe under "auto". static: (e_x, e_w); casts without a rule for scales (recipe
+    "unit") use the scale factors 2**e_x and 2**e_w; None: those of the enclosing
+    `fp8.products.active.with_static`, else 0. bias_scale: a factor of the bias in the output, but
+    not of its gradient. Raises ValueError for shapes that do not fit.
     """
     if recipe is None and ACTIVE.blocks:
-        recipe, backend = chosen(unit)
-    check_scales(scales)
+        recipe, backend = product_recipe(unit), ACTIVE.blocks[-1].backend
     if recipe is not None:
         if input.is_nested:
             refuse_nested(input)
@@ -469,12 +435,10 @@ def linear(
             static = static_exponents(recipe, input, weight)
     if one := weight.ndim == 1:
         weight, bias = weight[None], None if bias is None else bias.reshape(1)
-    if weight.ndim != 2:
-        raise ValueError(f"linear needs a weight of 2 dimensions, got shape {tuple(weight.shape)}")
-    if input.ndim == 0 or input.shape[-1] != weight.shape[1]:
+    if weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"linear needs an input of shape (..., {weight.shape[1]}) for a weight of shape "
-            f"{tuple(weight.shape)}, got {tuple(input.shape)}"
+            "linear needs an input of shape (..., in) and a weight of shape (out, in), got "
+            f"{tuple(input.shape)} and {tuple(weight.shape)}"
         )
     rows = input if input.ndim == 2 else input[None] if input.ndim == 1 else input.flatten(0, -2)
     settings = (recipe, backend, static or (0, 0), "linear", bias_scale)
@@ -500,13 +464,10 @@ def matmul(
     those of grad_weight. cast: False for none, whatever the block. Otherwise as `linear`.
     """
     if recipe is None and cast and ACTIVE.blocks:
-        recipe, backend = chosen(unit)
-    check_scales(scales)
+        recipe, backend = product_recipe(unit), ACTIVE.blocks[-1].backend
     if static is None and recipe is not None and ACTIVE.static:
         static = static_exponents(recipe, left, right)
-    if left.ndim == 0 or right.ndim == 0:
-        raise ValueError("matmul needs operands of at least one dimension, got a 0-dim tensor")
-    if left.shape[-1] != right.shape[-2 if right.ndim > 1 else 0]:
+    if 0 in (left.ndim, right.ndim) or left.shape[-1] != right.shape[-2 if right.ndim > 1 else 0]:
         raise ValueError(
             f"matmul needs matching inner sizes, got shapes {tuple(left.shape)} and "
             f"{tuple(right.shape)}"

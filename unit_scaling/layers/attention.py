@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8.products.attention import check_masks, merge_masks, projections
+from fp8.products.attention import merge_masks, projections
 
 from .. import functional as U
 from ..ops.attention import attention_with_weights
@@ -170,5 +170,4 @@ class MultiheadAttention(Normal, nn.MultiheadAttention, op=U.scaled_dot_product_
         if padding is not None and padding.dim() == 1:
             padding = padding.unsqueeze(0)
         batch, sizes = q.shape[0], (q.shape[2], k.shape[2])
-        check_masks(attn_mask, padding, batch, self.num_heads, sizes)
-        return merge_masks(attn_mask, padding, batch, self.num_heads, q.dtype)
+        return merge_masks(attn_mask, padding, batch, self.num_heads, sizes, q.dtype)

@@ -60,6 +60,22 @@ def test_what_is_compiled_outside_is_compiled_anew_for_the_block(backend, monkey
     assert torch._dynamo.utils.counters["stats"] == graphs
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_disabled_block_inside_of_what_is_compiled(backend):
+    """Around which eager code has a block open, whose mode sees the calls of the graph."""
+    x, w = randn(5, 16).detach(), randn(16, 16).detach()
+
+    def call(x):
+        with fp8.autocast(enabled=False):
+            y = F.linear(F.scaled_dot_product_attention(x, x, x), w)
+        return y @ w
+
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    for recipe in ("tensor", COARSE):
+        with fp8.autocast(recipe):
+            assert_close([compiled(x)], [call(x)])
+
+
 def test_a_graph_break_within_the_block_is_computed_the_same():
     layer, x = nn.Linear(8, 8), randn(5, 8)
 

@@ -116,16 +116,19 @@ def test_torch_autocast():
     assert torch.equal(y, expected)
 
 
-def test_refusals():
-    with pytest.raises(ValueError, match="weight of 3 to 5 dimensions"):
-        conv(randn(2, 4), randn(6, 4))
-    with pytest.raises(ValueError, match=r"input of 2 or 3 dimensions, got shape \(2, 2, 4, 9\)"):
-        conv(randn(2, 2, 4, 9), randn(6, 4, 3))
-    with pytest.raises(ValueError, match="stride needs 2 numbers"):
-        conv(randn(2, 4, 6, 5), randn(6, 4, 3, 2), stride=(1, 2, 3))
-    with pytest.raises(ValueError, match="padding must be 'same', 'valid' or numbers, got 'full'"):
-        conv(randn(2, 4, 9), randn(6, 4, 3), padding="full")
-    with pytest.raises(ValueError, match="three numbers"):
-        conv(randn(2, 4, 9), randn(6, 4, 3), scales=(1.0, 1.0))
-    with pytest.raises(ValueError, match="padding='same' needs stride 1, got 2"):
-        conv(randn(2, 4, 9), randn(6, 4, 3), stride=2, padding="same")
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_what_does_not_fit_is_refused(recipe):
+    x, w = randn(2, 4, 6, 5), randn(6, 4, 3, 2)
+    calls = [
+        lambda: conv(x[0, 0], w[:, :, 0, 0]),
+        lambda: conv(x[None], w),
+        lambda: conv(x[0, 0], w),
+        lambda: conv_transpose(x[0, 0], w),
+        lambda: conv(x, w, stride=(1, 2, 3)),
+        lambda: conv(x, w, padding="full"),
+        lambda: conv(x, w, stride=2, padding="same"),
+    ]
+    with fp8.autocast(recipe):
+        for call in calls:
+            with pytest.raises((RuntimeError, TypeError, ValueError)):
+                call()
