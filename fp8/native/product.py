@@ -30,18 +30,15 @@ from .kernels import (
     ALIGNMENT,
     HIGH,
     KERNELS,
-    GemmKernel,
     kernel_of,
     multiply,
     store,
     why_not_device,
 )
 
-Pairs = tuple[tuple[LoweredCast | None, LoweredCast | None], ...]
-"""The casts of both operands of each of the three products."""
 
-
-def _pairs(recipe: Recipe) -> Pairs:
+def _pairs(recipe: Recipe) -> tuple[selftest.Pair, ...]:
+    """The casts of both operands of each of the three products."""
     specs = [None if cast is None else lowered(cast) for cast in recipe.casts]
     return tuple(zip(specs[::2], specs[1::2], strict=True))
 
@@ -62,18 +59,12 @@ def why_not_here(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> st
     return why or selftest.why_not(_pairs(recipe), str(device), dtype_name(dtype))
 
 
-def _rows(recipe: Recipe) -> list[GemmKernel]:
-    return [KERNELS[k] for k in {kernel_of(*pair)[0] for pair in _pairs(recipe)} & KERNELS.keys()]
-
-
-def alignment(recipe: Recipe) -> int:
-    """The sizes of a weight must be multiples of this number."""
-    return max((row.multiple for row in _rows(recipe)), default=ALIGNMENT)
-
-
-def devices(recipe: Recipe) -> str:
-    """A description of the devices whose kernels compute ``recipe``, which has kernels."""
-    return max(_rows(recipe), key=lambda row: row.least).devices
+def needs(recipe: Recipe) -> tuple[int, str]:
+    """What the kernels of ``recipe``, which has some, need: the number of which the sizes of a
+    weight are multiples, and a description of the devices."""
+    kinds = {kernel_of(*pair)[0] for pair in _pairs(recipe)} & KERNELS.keys()
+    rows = [KERNELS[kind] for kind in kinds]
+    return max(row.multiple for row in rows), max(rows, key=lambda row: row.least).devices
 
 
 def kernels(
@@ -192,8 +183,7 @@ def _flat(operands: Iterable[QuantizedOperand | None]) -> list[Tensor | None]:
 def _second(
     x: Tensor, stored: QuantizedOperand, spec: LoweredCast | None, second: LoweredCast | None
 ) -> QuantizedOperand | None:
-    """``x`` for its product along the other axis; None if ``stored`` has one scale and serves both
-    products."""
+    """``x`` for its product along the other axis; None if ``stored``, of one scale, serves it."""
     one = one_copy(spec, second) and not stored.scale.dim()
     return None if one else store(x, second, -2)
 

@@ -1,15 +1,13 @@
 """Self-test: does a kernel compute on a device what simulation computes?
 
-The first product of a kind on a device triggers the test: `fp8.native.kernels.multiply` of two
-small matrices with scales that differ between tiles, and sizes that need padding. If the kernel
-raises or is wrong, products of that kind are simulated on the device, and `fp8.report` and
-``fp8 doctor`` give the reason.
+The first product of a kind on a device multiplies two small matrices with scales that differ
+between tiles, and sizes that need padding. If the kernel raises or is wrong, products of that kind
+are simulated on the device, and `fp8.report` and ``fp8 doctor`` give the reason.
 
-The first graph with such a product triggers a second test: casts to e4m3 and e5m2, and their
-transposes, of every bfloat16 number, in compiled code. If a byte is not that of simulation, all
-products of compiled code are simulated on the device, with a warning: Triton may store transposed
-bytes that were never computed (triton-lang/triton issue 11111). On a CPU the test takes 1 to 2 s of
-processor time, once in a process.
+The first graph with such a product casts every bfloat16 number to e4m3 and e5m2, and transposes
+them. If a byte is not that of simulation, all products of compiled code are simulated on the
+device, with a warning: Triton may store transposed bytes that were never computed
+(triton-lang/triton issue 11111). On a CPU this takes 1 to 2 s of processor time, once in a process.
 """
 
 from __future__ import annotations
@@ -50,23 +48,12 @@ _BITS = 2.0**-13
 to the largest and keep 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
 
 
-@taken_as_constant
-def _kernels_in_graph(*key: Any) -> tuple[str, ...]:
-    return _kernels(*key, compiled=True)
-
-
-@compiled_as(_kernels_in_graph)
-def kernels(backend: str, pairs: tuple[Pair, ...], device: str, dtype: str) -> tuple[str, ...]:
-    """The kernels that compute the products; () if they are to be simulated. Warns, once, of a
-    failed self-test, and of a missing kernel if ``backend`` is "native". Arguments as in
-    `why_not`."""
-    return _kernels(backend, pairs, device, dtype)
-
-
 @cache
 def _kernels(
     backend: str, pairs: tuple[Pair, ...], device: str, dtype: str, compiled: bool = False
 ) -> tuple[str, ...]:
+    """The kernels of the products; () if they are to be simulated. Warns, once, of a failed
+    self-test and, for "native", of a missing kernel. Arguments as in `why_not`."""
     which, why = "products", why_not(pairs, device, dtype)
     if compiled and not why:
         which, why = "products of compiled code", why_not_compiled(device)
@@ -78,21 +65,26 @@ def _kernels(
     return ()
 
 
+@taken_as_constant
+def _kernels_in_graph(*key: Any) -> tuple[str, ...]:
+    return _kernels(*key, compiled=True)
+
+
+kernels = compiled_as(_kernels_in_graph)(_kernels)
+
+
 @cache
 def why_not(pairs: tuple[Pair, ...], device: str, dtype: str) -> str:
-    """Why kernels do not compute these products on a device that has FP8 products; "" if they do.
-    Runs the self-test if it has not run yet.
-
-    pairs: the casts of both operands of the output and of the two gradients. device, dtype: names
-    of the device and of the results' dtype, like "cuda:0" and "bfloat16".
-    """
+    """Why kernels do not compute these products on a device that has FP8 products; "" if they do,
+    by the self-test. pairs: the casts of both operands of the output and of the two gradients.
+    device, dtype: names of the device and of the results' dtype, like "cuda:0" and "bfloat16"."""
     if why := _why_not_expected(pairs, device):
         return why
     for (name, axes), (a, b) in zip(_PRODUCTS.items(), pairs, strict=True):
         if a is None or b is None:  # both are, and torch computes the product
             continue
         specs = (s._replace(rounding="nearest", hadamard=0, label="") for s in (a, b))
-        if not _TRUSTED[0] and (why := _failure(*specs, axes, device, dtype)):
+        if not _TRUSTED[0] and (why := _in_new_thread(_failure, *specs, axes, device, dtype)):
             return f"{name}: {why}"
     return ""
 
@@ -139,8 +131,7 @@ def _compiled_failure(device: str) -> str:
 
 
 def _wrong(got: Tensor, want: Tensor) -> int:
-    """The number of wrong bytes of ``got``. Where ``want`` is not finite, any byte that is not
-    finite is right."""
+    """The number of wrong bytes of ``got``; where ``want`` is not finite, of finite ones."""
     differs = got.view(torch.uint8) != want.to(got.dtype).contiguous().view(torch.uint8)
     return int(torch.where(want.isfinite(), differs, got.float().isfinite()).sum())
 
@@ -156,16 +147,10 @@ def _why_not_expected(pairs: tuple[Pair, ...], device: str) -> str:
 
 
 @cache
+@torch.no_grad()
 def _failure(a: LoweredCast, b: LoweredCast, axes: tuple[int, int], device: str, dtype: str) -> str:
     """How the kernel for these operands fails; "" if it passes."""
-    return _in_new_thread(_kernel_failure, a, b, axes, device, getattr(torch, dtype))
-
-
-@torch.no_grad()
-def _kernel_failure(
-    a: LoweredCast, b: LoweredCast, axes: tuple[int, int], device: str, dtype: torch.dtype
-) -> str:
-    kind, _ = kernel_of(a, b)
+    kind, wanted = kernel_of(a, b)[0], getattr(torch, dtype)
     x = _sample(_ROWS, a, seed=0).to(device)
     y = _sample(_OUTER, b, seed=1).to(device)
     try:
@@ -173,9 +158,9 @@ def _kernel_failure(
             store(t if axis == -1 else t.T.contiguous(), spec, axis)
             for t, spec, axis in zip((x, y), (a, b), axes, strict=True)
         )
-        got = multiply(kind, left, right, 0.5, dtype)[:_ROWS]
-        if got.dtype != dtype:
-            return f"the kernel gives {got.dtype}, asked for {dtype}"
+        got = multiply(kind, left, right, 0.5, wanted)[:_ROWS]
+        if got.dtype != wanted:
+            return f"the kernel gives {got.dtype}, asked for {wanted}"
         exact = (rounded(t, spec)[0].double() for t, spec in ((x, a), (y, b)))
         excess = _excess(got.double(), *exact)
     except Exception as error:  # any error means that the product is not available
@@ -208,12 +193,11 @@ def _excess(got: Tensor, a: Tensor, b: Tensor) -> float:
 @contextmanager
 def trusted() -> Iterator[None]:
     """Skips the self-test, for code that is compiled and not run: all kernels count as right."""
-    before = _TRUSTED[0]
     try:
         _trust(True)
         yield
     finally:
-        _trust(before)
+        _trust(False)
 
 
 def _trust(trusts: bool) -> None:

@@ -32,21 +32,18 @@ Layouts = tuple[QuantizedOperand, QuantizedOperand]
 def cached_weights(model: nn.Module) -> Iterator[None]:
     """Within the block, the linear layers of ``model`` cast their weights once, not in each pass.
 
-    For gradient accumulation: micro-batches between two steps of the optimizer use the same
-    weights. The results are the same to the bit. Each weight is cast when the block opens, in the
-    layouts of the forward and of the backward product, which takes two bytes for each of its
-    elements. After each step of a `torch.optim.Optimizer` that has it, and after `load_state_dict`,
-    it is cast again. The block may contain one step or a whole training run, and eager or compiled
-    calls. The casts are freed at its end. Copies and pickles of the model have none.
+    For gradient accumulation, with results that are the same to the bit. Each weight is cast when
+    the block opens, after each step of a `torch.optim.Optimizer` that has it and after
+    `load_state_dict`: for the forward and for the backward product, two bytes an element. The block
+    may contain one step or a whole run, and eager or compiled calls. Copies have no casts.
 
-    Cached are the casts of weights of layers that `fp8.convert` has converted, whose products FP8
-    kernels compute, under a recipe that casts the weight for both products, without random bits and
-    without a history ("delayed": each pass changes the scale). A static scale has to be set when
-    the block opens. Other layers, and sharded weights, are cast as before.
+    Cached are the weights of converted layers whose products FP8 kernels compute, under a recipe
+    that casts the weight for both products, without random bits and without a history ("delayed":
+    each pass changes the scale). A static scale has to be set when the block opens. Other layers,
+    and sharded weights, are cast as before.
 
-    Eager code casts a weight again after any other change that torch counts, which excludes those
-    through ``.data``. Each step, and the end of the block, reads the weights twice to compare them
-    with those that were cast.
+    Eager code casts a weight again after any other change that torch counts, not through ``.data``.
+    Each step, and the end of the block, compares the weights with those that were cast.
 
     Args:
         model: a model converted by `fp8.convert`. `torch.compile` and DistributedDataParallel may
@@ -81,7 +78,8 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
             weight.fp8_cache.drop()
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        _cast_again(_of(optimizer, weights))
+        for weight in _of(optimizer, weights).values():
+            weight.fp8_cache.cast(weight)
 
     handles = (
         register_optimizer_step_pre_hook(before),
@@ -99,7 +97,7 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
 
 
 class WeightCast:
-    """The cast of a weight, its attribute ``fp8_cache``. Copies and pickles are empty.
+    """The cast of a weight, its attribute ``fp8_cache``, which is None in copies and pickles.
 
     Attributes:
         token: the `token_of` the casts; "" without operands.
@@ -107,25 +105,22 @@ class WeightCast:
         in_graph: whether a graph reads them. It does not notice that the weight changes.
     """
 
-    def __init__(self) -> None:
-        self.token, self.in_graph = "", False
-        self.operands: Any = ()
+    def __init__(self, weight: Tensor, casts: Casts, scale: Tensor | None) -> None:
+        """Casts the weight. scale: its static scale, if it has one."""
+        self._casts, self._scale, self.in_graph = casts, scale, False
+        self.cast(weight)
 
     def __reduce__(self) -> Any:
-        return WeightCast, ()
+        return type(None), ()
 
     @torch.no_grad()
-    def cast(self, weight: Tensor, casts: Casts, scale: Tensor | None) -> None:
-        """Casts the weight. scale: its static scale, if it has one."""
-        self._casts, self._scale = casts, scale
+    def cast(self, weight: Tensor) -> None:
+        """Casts the weight, which may be another one now."""
         self._alias = weight.detach()  # so that no other tensor gets its memory
         self._versions, self._sums = self._versions_of(weight), _sums(weight)
         layouts = _compiled if self.in_graph else _layouts
-        self.operands = layouts(self._alias, casts, scale)
-        self.token = native.token_of((casts.b, casts.b_for_grad_a))
-
-    def cast_again(self, weight: Tensor) -> None:
-        self.cast(weight, self._casts, self._scale)
+        self.operands: Any = layouts(self._alias, self._casts, self._scale)
+        self.token = native.token_of((self._casts.b, self._casts.b_for_grad_a))
 
     def drop(self) -> None:
         """Forgets the operands; products cast the weight themselves."""
@@ -148,18 +143,16 @@ class WeightCast:
         self.in_graph = True
         return True
 
-    def _read_in_graph(self, weight: Tensor) -> Layouts:
+    def _read_in_graph(self, weight: Tensor) -> Any:
         self.note_graph()
-        operands: Layouts = self.operands
-        return operands
+        return self.operands
 
     @compiled_as(_read_in_graph)
-    def read(self, weight: Tensor) -> Layouts:
+    def read(self, weight: Tensor) -> Any:
         """The operands, computed again if the weight has changed."""
         if self.is_stale(weight):
-            self.cast_again(weight)
-        operands: Layouts = self.operands
-        return operands
+            self.cast(weight)
+        return self.operands
 
 
 def _sums(weight: Tensor) -> Tensor:
@@ -202,22 +195,19 @@ def _kernel(casts: Casts, size: Any, stride: Any, dtype: Any, device: Any, is_st
 def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The weights whose casts can be cached, by name, each cast."""
     planned = hasattr(model, "fp8_planned_scales")
-    converted: Any = [
-        (n, layer) for n, layer in model.named_modules() if isinstance(layer, Converted)
-    ]
-    for name, layer in converted:
-        weight = getattr(layer, "weight", None)
-        if not isinstance(weight, nn.Parameter) or hasattr(weight, "fp8_cache"):
+    modules: Any = model.named_modules()
+    for name, layer in modules:
+        weight: Any = getattr(layer, "weight", None) if isinstance(layer, Converted) else None
+        if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
             continue
-        if weight.ndim == 2:
-            static = (0, static_exponent(weight) if planned else 0)
-            casts = casts_of(layer.fp8_recipe.text, True, "", static)
-            scale = getattr(layer, "fp8_scale_weight", None)
-            if _is_cacheable(layer, weight, casts, scale):
-                cast = WeightCast()
-                cast.cast(weight, casts, scale)
-                weight.fp8_cache = cast  # type: ignore[attr-defined]
-                yield name, weight
+        if getattr(weight, "fp8_cache", None) is not None:  # of a block around this one
+            continue
+        static = (0, static_exponent(weight) if planned else 0)
+        casts = casts_of(layer.fp8_recipe.text, True, "", static)
+        scale = getattr(layer, "fp8_scale_weight", None)
+        if _is_cacheable(layer, weight, casts, scale):
+            weight.fp8_cache = WeightCast(weight, casts, scale)  # type: ignore[attr-defined]
+            yield name, weight
 
 
 def _is_cacheable(layer: Any, weight: Tensor, casts: Casts, scale: Tensor | None) -> bool:
@@ -235,15 +225,13 @@ def _of(optimizer: Optimizer, weights: dict[str, Any]) -> dict[str, Any]:
     return {name: weight for name, weight in weights.items() if id(weight) in parameters}
 
 
-def _cast_again(weights: dict[str, Any]) -> None:
-    for weight in weights.values():
-        weight.fp8_cache.cast_again(weight)
-
-
 def _after_loading(model: nn.Module, keys: Any) -> None:
     """Not a closure, because hooks are pickled with the model."""
-    parameters: Any = model.named_parameters()
-    _cast_again({n: p for n, p in parameters if hasattr(p, "fp8_cache") and p.fp8_cache.token})
+    parameters: Any = model.parameters()
+    for weight in parameters:
+        cast = getattr(weight, "fp8_cache", None)
+        if cast is not None and cast.token:
+            cast.cast(weight)
 
 
 def _check(weights: dict[str, Any]) -> None:

@@ -38,16 +38,14 @@ def calibrate(
     which the operand is neither sets it.
 
     The pass runs in the precision of the model. Layers converted under "auto" that are not
-    unit-scaled use "static" afterwards. Nothing else changes, and no gradient accumulation hook
-    runs. With FSDP, calibrate before sharding, or let the first training step set the scales.
-    ``torch.utils.checkpoint`` needs ``use_reentrant=False``.
+    unit-scaled use "static" afterwards. Nothing else changes. With FSDP, calibrate before sharding,
+    or let the first step set the scales. ``torch.utils.checkpoint`` needs ``use_reentrant=False``.
 
     Args:
         model: a model converted with a recipe with scaling "static", or one of `unit_scale`, whose
             products cast their gradients at such scales under any recipe without scales. It may be
             wrapped by torch.compile and DistributedDataParallel.
-        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments
-            of the model.
+        batch: a tensor, or the arguments of the model: a tuple or list, or a mapping of keywords.
         loss: a function of the model's output that returns a scalar, with the loss scale of the
             training. None: the output's ``loss`` or its first 0-dim tensor that requires a
             gradient; without one, the gradient of the output is standard normal, with seed 0.
@@ -60,9 +58,9 @@ def calibrate(
 
     Raises:
         TypeError: if ``model`` is not a module.
-        ValueError: if nothing has static scales, if not exactly one of ``batch`` and ``scales`` is
-            given, if the loss is not a scalar, or if ``scales`` names other operands or has values
-            other than whole numbers from -126 to 126.
+        ValueError: if nothing has static scales; unless one of ``batch`` and ``scales`` is given;
+            if the loss is not a scalar; if ``scales`` names other operands, or has values other
+            than whole numbers from -126 to 126.
 
     >>> import torch, fp8
     >>> model = fp8.convert(torch.nn.Linear(64, 64), "static")
@@ -74,13 +72,18 @@ def calibrate(
         raise ValueError("calibrate needs either a batch, to measure, or scales, to set")
     check_module("calibrate", model)
     model = unwrapped(model)
-    choose_static(model)
+    for module in model.modules():
+        choose_static(module)
     if scales is None:
         measurement = Measurement()
         outside_compiler(lambda: _measure(model, batch, loss, measurement))
     states = _states(model)
     if not states:
-        raise ValueError(_NOTHING.format(type(model).__name__))
+        raise ValueError(
+            f"calibrate: no product of {type(model).__name__} has static scales. "
+            "fp8.convert(model, 'static') gives them to the layers that fp8.report(model) lists as "
+            "converted"
+        )
     if scales is None:
         _write(list(states.values()), measurement, group)
     else:
@@ -92,15 +95,8 @@ def calibrate(
     return calibration(model)
 
 
-_NOTHING = (
-    "calibrate: no product of {} has static scales. fp8.convert(model, 'static') gives them to the "
-    "layers that fp8.report(model) lists as converted"
-)
-
-
 def calibration(model: nn.Module) -> dict[str, int | None]:
-    """The static scales of a converted model as plain numbers, which
-    ``fp8.calibrate(model, scales=...)`` restores.
+    """The static scales of a converted model, which ``fp8.calibrate(model, scales=...)`` restores.
 
     Args:
         model: a converted model.
@@ -115,8 +111,7 @@ def calibration(model: nn.Module) -> dict[str, int | None]:
 
 
 def _states(model: nn.Module) -> dict[str, Tensor]:
-    """Operand -> its static scale, 0-dim: of converted layers, and of the gradients that a plan of
-    the model casts (`unit_scaling.transforms`)."""
+    """Operand -> its static scale, 0-dim: of converted layers, and of gradients of a plan."""
     check_module("calibrate", model)
     scales = static_scales(histories(unwrapped(model)))
     states = {name.replace("fp8_scale_", ""): state for name, state in scales.items()}

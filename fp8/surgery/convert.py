@@ -23,7 +23,7 @@ from ..common.mixin import (
 )
 from ..common.report import CHANGES, LEFT_ALONE, Report, Row, notes_on
 from ..modes.autocast import LayerBlock, high_precision
-from ..native.product import alignment, devices, why_not_here, why_not_recipe
+from ..native.product import needs, why_not_here, why_not_recipe
 from ..products.active import ACTIVE, checked_backend, is_off
 from ..products.matmul import linear
 from ..recipes import history
@@ -48,14 +48,9 @@ M = TypeVar("M", bound=nn.Module)
 
 _SET = (
     *("fp8_recipe", "fp8_sources", "fp8_asked", "fp8_backend", "fp8_why"),
-    *("fp8_transposed", "fp8_multiple"),
-    *("fp8_switches", "fp8_since", "fp8_policy", "fp8_apart"),
+    *("fp8_transposed", "fp8_switches", "fp8_since", "fp8_policy", "fp8_apart"),
 )
 """The attributes that `convert` sets on a layer or on the model, besides classes and buffers."""
-
-# In evaluation mode these run one fused kernel that reads the weights of their layers, and do not
-# call the layers. They do call them under a torch-function mode; a disabled block is one.
-_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 def adapter(name: str) -> Any:
@@ -77,8 +72,6 @@ class Converted(Mixin):
     #: Whether a switch of the policy concerns it.
     fp8_switches: bool
     fp8_transposed: bool
-    #: The kernels need sizes that are multiples of this.
-    fp8_multiple: int
     fp8_measured: history.MeasuredScales
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -91,11 +84,11 @@ class Converted(Mixin):
         # and it can be compiled inside of a checkpoint.
         alone = state is None and self._active == (Converted,) and not FIRST_LOOK.items
         one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        if alone and one and args[0].layout == torch.strided:
-            if self._original is nn.Linear:
-                return _linear(self, self.weight, *args)
-            if self.fp8_transposed:
-                return _linear(self, self.weight.mT, *args)
+        is_linear = self._original is nn.Linear or self.fp8_transposed
+        if alone and one and is_linear and args[0].layout == torch.strided:
+            weight = self.weight.mT if self.fp8_transposed else self.weight
+            how: Any = {"recipe": self.fp8_recipe, "backend": self.fp8_backend}
+            return linear(args[0], weight, self.bias, **how)
         with LayerBlock(self.fp8_recipe, self.fp8_backend, state):
             return forward(*args, **kwargs)
 
@@ -112,7 +105,7 @@ class Converted(Mixin):
 
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
         if any(key.startswith(prefix + "fp8_scale_") for key in state_dict):
-            _choose_static(self)
+            choose_static(self)
         if "fp8_apart" not in vars(self):
             history.add_initial_histories(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
@@ -134,11 +127,6 @@ class Converted(Mixin):
     def extra_repr(self) -> str:
         settings = super().extra_repr()  # type: ignore[misc]
         return ", ".join(filter(None, [settings, f"fp8={self.fp8_recipe.name}"]))
-
-
-def _linear(layer: Any, weight: Tensor, input: Tensor) -> Tensor:
-    recipe, backend = layer.fp8_recipe, layer.fp8_backend
-    return linear(input, weight, layer.bias, recipe=recipe, backend=backend)
 
 
 class _Expanded(Mixin):
@@ -174,20 +162,17 @@ def convert(
 ) -> M:
     """Converts the layers of ``model`` to compute their products under ``recipe``.
 
-    Layers (`LAYERS`) are converted in place. Their type, names, parameters (including ties and
-    frozen ones), dtype, device and hooks stay the same, so optimizers, checkpoints and `isinstance`
-    keep working. A model that is already converted gets the new recipe. `report` lists every layer
-    and, for those not converted, the reason; `revert` undoes the conversion. Products outside of
-    layers (attention, `@`) stay in high precision; run the model under `fp8.autocast` for those.
+    Layers (`LAYERS`) are converted in place. Their type, names, parameters, ties, dtype, device and
+    hooks stay the same. A model that is already converted gets the new recipe. `report` lists every
+    layer and why it is not converted; `revert` undoes the conversion. Products outside of layers
+    (attention, `@`) stay in high precision; run the model under `fp8.autocast` for those.
 
     Recipes with scaling "delayed" and "static" keep their state in buffers of the layer, which are
     part of the state_dict: convert a model before loading them. "delayed" has histories,
-    ``fp8_amax_input``, ``fp8_amax_weight`` and ``fp8_amax_grad``, newest entry first, to which each
-    pass that records gradients adds an entry unless it is zero, Inf or NaN. "static" has scales,
-    ``fp8_scale_input`` and so on, 0 until `fp8.calibrate` or the first training step in which the
-    operand is finite and not all zeros sets them, to the power of two nearest to its RMS. A layer
-    of several products (attention, experts) creates the buffers of each in its first pass, which
-    cannot be compiled.
+    ``fp8_amax_input`` and so on, newest entry first; each pass that records gradients adds one
+    unless it is zero, Inf or NaN. "static" has scales, ``fp8_scale_input`` and so on, 0 until
+    `fp8.calibrate` sets them, or the first training step in which the operand is finite and not all
+    zeros. A layer of several products creates its buffers in its first pass, in eager mode.
 
     Args:
         model: converted in place.
@@ -197,11 +182,10 @@ def convert(
             `fp8.calibrate` has set their scales, and "tensor" for layers of other libraries. Or a
             `fp8.Policy`, which selects the recipe of each layer by its name and role.
         backend: as in `fp8.autocast`. Convolutions, and recipes and weight sizes that the kernels
-            do not support, are simulated; other numbers of tokens are padded with zeros.
-            "transformer_engine" or "torchao" replaces the layers with those of that library
-            (`fp8.adapters`); if the model is itself such a layer, use the return value.
-        where: (name, layer) -> whether to convert it; None: every layer. Names and roles are
-            better selected by a policy, which is plain data.
+            do not support, are simulated. "transformer_engine" or "torchao" replaces the layers
+            with those of that library (`fp8.adapters`); if the model is itself such a layer, use
+            the return value.
+        where: (name, layer) -> whether to convert it; None: every layer.
 
     Returns:
         ``model``, or the layer that replaces it.
@@ -212,8 +196,8 @@ def convert(
         ConvertWarning: if no layer is chosen and converted.
 
     Raises:
-        TypeError: if ``model`` is not a module or contains TorchScript, or if ``where`` is no
-            function of (name, layer) or does not return a bool.
+        TypeError: if ``model`` is no module or contains TorchScript; if ``where`` is no function or
+            returns no bool.
         ValueError: for an unknown recipe or backend; for a rule of a policy that matches no layer;
             for a lazy layer that has no weight yet; for "native" with a recipe that has no kernels;
             for the layers of another library with a policy of several recipes or with a switch.
@@ -318,14 +302,13 @@ def set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
     recipe = composed(sources, auto_of(module)) or _HIGH
     backend = vars(module)["fp8_asked"]
     runs = "simulate" if why_not_recipe(composed(sources, PLAIN) or _HIGH) else backend
-    vars(module).update(fp8_recipe=recipe, fp8_backend=runs, fp8_multiple=alignment(recipe))
+    vars(module).update(fp8_recipe=recipe, fp8_backend=runs)
     if recipe.keeps_history:
         history.add_buffers(module, recipe, not has_one_product(module))
 
 
 def keep_apart(model: nn.Module) -> None:
-    """Leaves the state of the scales of a converted model out of its state_dict, which then is that
-    of the plain model, now and after later passes and switches."""
+    """Leaves the state of scales out of the state_dict, which then is that of the plain model."""
     for module in model.modules():
         if isinstance(module, Converted):
             vars(module)["fp8_apart"] = True
@@ -341,9 +324,8 @@ _HIGH = Recipe(name="high precision")
 def advance(model: nn.Module, fraction: float) -> bool:
     """Applies the switch of the policy that ``model`` was converted with.
 
-    Call it before each step. Layers keep their weights and buffers; those in high precision stay
-    so. It also goes back, after a checkpoint of an earlier step is loaded. A compiled model is
-    compiled again at its next call.
+    Call it before each step. Layers keep weights and buffers; those in high precision stay so. It
+    goes back, too, after an earlier checkpoint is loaded. A compiled model is compiled again.
 
     Args:
         model: the converted model, or a module that contains it.
@@ -354,8 +336,7 @@ def advance(model: nn.Module, fraction: float) -> bool:
 
     Raises:
         TypeError: if ``model`` is not a module or ``fraction`` is not a number.
-        ValueError: for a fraction outside of 0 to 1, and if nothing in the model was converted with
-            a policy that has a switch.
+        ValueError: for a fraction outside of 0 to 1; if no policy of the model has a switch.
 
     >>> import torch, fp8
     >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16))
@@ -364,8 +345,7 @@ def advance(model: nn.Module, fraction: float) -> bool:
     (False, True, Linear(in_features=16, out_features=16, bias=True, fp8=bf16))
     """
     check_module("advance", model)
-    owners = [m for m in model.modules() if "fp8_policy" in vars(m)]
-    owners = [owner for owner in owners if vars(owner)["fp8_policy"].switch]
+    owners = [m for m in model.modules() if vars(m).get("fp8_policy", Policy()).switch]
     if not owners:
         raise ValueError(
             "no part of the model was converted with a policy that has a switch: "
@@ -405,16 +385,10 @@ def choose_recipes(model: nn.Module) -> None:
     forget_checks(model)
 
 
-def choose_static(model: nn.Module) -> None:
-    """Selects "static" for layers under "auto" that are not unit-scaled, for calibration."""
-    for module in model.modules():
-        if isinstance(module, Converted):
-            _choose_static(module)
-
-
-def _choose_static(module: Any) -> None:
-    auto = set(module.fp8_sources) == {AUTO}
-    if auto and module.fp8_recipe == PLAIN:
+def choose_static(module: nn.Module) -> None:
+    """Selects "static" for a layer under "auto" that is not unit-scaled, for calibration."""
+    auto = isinstance(module, Converted) and set(module.fp8_sources) == {AUTO}
+    if auto and vars(module)["fp8_recipe"] == PLAIN:
         vars(module)["fp8_recipe"] = STATIC
         history.add_buffers(module, STATIC, not has_one_product(module))
 
@@ -428,31 +402,30 @@ def _warn(model: nn.Module) -> None:
         and not (is_unit_scaled(layer) or getattr(layer, "fp8_planned", False))
     ]
     if unscaled:
-        recipe, name = unscaled[0]
-        warn_once(RecipeWarning, _NOT_UNIT.format(recipe, len(unscaled), len(layers), name), model)
+        (recipe, name), count = unscaled[0], f"{len(unscaled)} of {len(layers)}"
+        message = (
+            f"recipe {recipe!r}, given by name, casts without scales, and {count} converted layers "
+            f"are not unit-scaled (the first is {name!r}): their small weights and gradients "
+            'become zero. Use "auto" (the default) or "tensor", or unit_scale the model first'
+        )
+        warn_once(RecipeWarning, message, model)
     if not any(layer.fp8_switches for layer in layers.values()):
         warn_nothing(model, _rows_of_layers(model))
 
 
-_NOT_UNIT = (
-    "recipe {!r}, given by name, casts without scales, and {} of {} converted layers are not "
-    'unit-scaled (the first is {!r}): their small weights and gradients become zero. Use "auto" '
-    '(the default) or "tensor", or unit_scale the model first'
-)
-
-
 def expand(model: M) -> M:
-    """Makes containers with a fast path call their layers, if any of those was converted."""
+    """Makes containers call their layers, if any of those was converted: in evaluation mode they
+    run one fused kernel instead, unless under a torch-function mode; a disabled block is one."""
     for module in model.modules():
         changed = (isinstance(m, Converted) or is_replacement(m) for m in module.modules())
-        if isinstance(module, _FAST_PATHS) and any(changed):
+        fast = isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer)
+        if fast and any(changed):
             add_mixin(module, _Expanded)
     return model
 
 
 def revert(model: M) -> M:
-    """Undoes `convert` and `fp8.apply_low_precision_layernorm` in place. Weights and other state
-    stay as they are.
+    """Undoes `convert` and `fp8.apply_low_precision_layernorm` in place; weights stay as they are.
 
     Args:
         model: a model, converted or not.
@@ -537,12 +510,11 @@ def _how(module: Any) -> str:
         return f"{name}, simulated: {none}" if none else str(name)
     if not (isinstance(module, nn.Linear) or module.fp8_transposed):
         return f"{name}, simulated: the kernels multiply two matrices"
-    weight, multiple = module.weight, module.fp8_multiple
+    weight, (multiple, devices) = module.weight, needs(recipe)
     odd = [size for size in reversed(weight.shape) if size % multiple]
     if odd:
         return f"{name}, simulated: {odd[0]} is no multiple of {multiple}"
     predicted = backend == "auto" and weight.device.type != "cuda"
     if not predicted and (why := why_not_here(recipe, weight.device, weight.dtype)):
         return f"{name}, simulated: {why}"
-    where = f"native on {devices(recipe)}" if predicted else "native"
-    return f"{name}, {where}"
+    return f"{name}, native on {devices}" if predicted else f"{name}, native"

@@ -32,14 +32,11 @@ from .swap import is_replacement
 MAX_LINES, WIDTH = 150, 100
 """Of the file that `eject` writes."""
 
-FORMATS = ("e4m3", "e5m2")
 SCALINGS = {"unit": "fixed", "static": "fixed", "tensor": "tensor", "row": "row"}
 """Scaling of a cast -> the word of the file for it."""
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A part of a dotted name that is a number."""
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Layer(NamedTuple):
@@ -54,17 +51,16 @@ class _Layer(NamedTuple):
 def eject(model: nn.Module, path: str | Path) -> Path:
     """Writes the FP8 layers of a converted model as one Python file of at most 150 lines.
 
-    The file needs torch, and nothing of this package. Its ``convert(model)`` gives the linear
-    layers of a plain model of the same structure the products that they have here: the same
-    operands, casts, scales and sums, bit for bit on a CPU. Recipes and static scales are literals
-    of the file. On GPUs with FP8 it calls ``torch._scaled_mm``. Inf becomes NaN in both formats.
+    The file needs torch alone. Its ``convert(model)`` gives the linear layers of a plain model of
+    the same structure the products that they have here: the same operands, casts, scales and sums,
+    bit for bit on a CPU. Recipes and static scales are literals of the file. On GPUs with FP8 it
+    calls ``torch._scaled_mm``. Inf becomes NaN in both formats.
 
     Args:
-        model: a model that `fp8.convert` has converted and, with scaling "static", `fp8.calibrate`
-            has calibrated. Its layers are linear layers in float32, bfloat16 or float16:
-            `torch.nn.Linear`, and subclasses whose forward pass is that of nn.Linear, or with the
-            parameters in the dtype of the input. Their casts are "e4m3" or "e5m2" with
-            scaling "unit", "static", "tensor" or "row" (rule "up"), or none.
+        model: a converted model, calibrated if its scaling is "static". Its layers are linear
+            layers in float32, bfloat16 or float16: `torch.nn.Linear`, and subclasses whose forward
+            pass is that of nn.Linear, or with the parameters in the dtype of the input. Their casts
+            are "e4m3" or "e5m2" with scaling "unit", "static", "tensor" or "row" (rule "up").
         path: the file to write: a name that can be imported, with the suffix ".py".
 
     Returns:
@@ -72,9 +68,8 @@ def eject(model: nn.Module, path: str | Path) -> Path:
 
     Raises:
         TypeError: if ``model`` is not a module.
-        ValueError: if nothing in the model is converted; for all that the file does not have, with
-            the layers concerned; for static scales of more layers than fit; for a path that cannot
-            be imported.
+        ValueError: if nothing is converted; for what the file does not have, with the layers
+            concerned; for static scales of more layers than fit; for a path that is no module.
 
     >>> import torch, fp8, tempfile, pathlib
     >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "tensor")
@@ -87,7 +82,7 @@ def eject(model: nn.Module, path: str | Path) -> Path:
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise ValueError(f"eject writes a module, such as my_fp8.py, got {str(path)!r}")
     model = unwrapped(model)
-    layers = _layers(model)
+    layers = list(_layers(model))
     if refused := [(name or "(model)", why) for name, why in _refused(model, layers) if why]:
         whys = {why: ", ".join(n for n, w in refused if w == why) for _, why in refused}
         listed = "".join(f"\n  {names}: {why}" for why, names in whys.items())
@@ -104,14 +99,13 @@ def eject(model: nn.Module, path: str | Path) -> Path:
     return path
 
 
-def _layers(model: nn.Module) -> list[_Layer]:
-    scales, layers = calibration(model), []
+def _layers(model: nn.Module) -> Iterator[_Layer]:
+    scales = calibration(model)
     for name, module in model.named_modules():
         if isinstance(module, Converted):
             roles = (f"{name}.{role}".lstrip(".") for role in ("input", "weight", "grad"))
             exponents = tuple(scales.get(role, 0) for role in roles)
-            layers.append(_Layer(name, module, module.fp8_recipe, exponents))
-    return layers
+            yield _Layer(name, module, module.fp8_recipe, exponents)
 
 
 # What has no code
@@ -148,7 +142,7 @@ def _why_layer(layer: nn.Module) -> str:
     for weight in layer.parameters(recurse=False):
         if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
             return f"its weight is a {type(weight.data).__name__}"
-        if weight.dtype not in DTYPES:
+        if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"its weight is {weight.dtype}"
     return ""
 
@@ -183,7 +177,7 @@ def _why_recipe(recipe: Recipe) -> str:
         return f"recipe {recipe.name!r} sums {recipe.fast_sums} fast"
     for cast in filter(None, recipe.casts):
         scaling = cast.scaling if cast.scaling in SCALINGS else "unit"
-        if cast.format not in FORMATS or cast != Cast(format=cast.format, scaling=scaling):
+        if cast.format not in ("e4m3", "e5m2") or cast != Cast(format=cast.format, scaling=scaling):
             return f"recipe {recipe.name!r} casts to {cast}"
     for first, second in (recipe.forward, recipe.grad_input, recipe.grad_weight):
         if first and second and first.format == second.format == "e5m2":
@@ -238,20 +232,14 @@ def _word(cast: Cast | None, first: Cast | None = None) -> str:
 
 
 def _rows(layers: list[_Layer], names: dict[str, str]) -> Iterator[str]:
-    """The rows of LAYERS. Layers of one recipe whose names differ by consecutive numbers share a
-    row."""
-    numbers: dict[str, list[list[str]]] = {}  # name with "*" for numbers -> the numbers of each
-    for layer in layers:
-        numbers.setdefault(_NUMBER.sub("*", layer.name), []).append(_NUMBER.findall(layer.name))
+    """The rows of LAYERS. Layers of one recipe whose names differ by consecutive numbers, the first
+    in the name, share a row."""
     groups: dict[tuple[str, str], list[tuple[int, _Layer]]] = {}
     for layer in layers:
-        columns = list(zip(*numbers[_NUMBER.sub("*", layer.name)], strict=True))
-        at = max(range(len(columns)), key=lambda i: len(set(columns[i])), default=0)
-        own = list(_NUMBER.finditer(layer.name))[at : at + 1]  # the number that varies most
-        start, end = own[0].span() if own else (0, 0)
-        pattern = f"{layer.name[:start]}*{layer.name[end:]}"
-        member = int(layer.name[start:end] or 0), layer
-        groups.setdefault((pattern, layer.recipe.text), []).append(member)
+        number = _NUMBER.search(layer.name)
+        member = int(number.group()) if number else 0, layer
+        key = _NUMBER.sub("*", layer.name, count=1), layer.recipe.text
+        groups.setdefault(key, []).append(member)
     rows: list[tuple[str, list[_Layer]]] = []
     for (pattern, _), members in groups.items():
         consecutive = groupby(enumerate(members), lambda item: item[1][0] - item[0])
@@ -267,8 +255,7 @@ def _rows(layers: list[_Layer], names: dict[str, str]) -> Iterator[str]:
 
 
 def _exponents(layers: list[_Layer]) -> Iterator[str]:
-    """Those of input/weight/gradient of layers with one recipe, and the number of equal ones in a
-    row; none without static scales."""
+    """Those of input/weight/gradient of layers with one recipe, if static; equal ones counted."""
     if any(cast and cast.scaling == "static" for cast in layers[0].recipe.casts):
         for exponents, run in groupby(layer.exponents for layer in layers):
             count = len(list(run))

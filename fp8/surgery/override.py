@@ -19,7 +19,7 @@ from ..warnings import RecipeWarning, show
 from .convert import Converted, set_recipe
 
 _RESTORED = (
-    *("fp8_recipe", "fp8_backend", "fp8_multiple", "fp8_since"),
+    *("fp8_recipe", "fp8_backend", "fp8_since"),
     *("fp8_measured", "fp8_by_call", "_buffers"),
 )
 
@@ -27,14 +27,12 @@ _RESTORED = (
 class override:
     """Within the block, the layers of ``model`` that match take the recipes of the rules.
 
-    For debugging: which product of which layer makes a loss diverge? Rules are those of
-    `fp8.Policy` and apply in order, on top of the recipe in force. Products whose forward pass runs
-    in the block have these casts also in their backward pass, wherever that runs, but for
-    checkpoints: with ``use_reentrant=False`` both passes run inside of the block, or both outside.
-    A block inside of ``fp8.autocast(enabled=False)`` has no effect, with a warning.
-
-    Afterwards every layer is as before, with its scales and histories. Blocks can be nested. A
-    compiled model is compiled again at its next call. `advance` belongs outside of the block.
+    For debugging: which product of which layer makes a loss diverge? Rules apply in order, on top
+    of the recipe in force, to the products whose forward pass runs in the block, and to their
+    backward pass, wherever that runs. Checkpoints with ``use_reentrant=False`` run both inside of
+    the block, or both outside. Inside of ``fp8.autocast(enabled=False)`` it has no effect, and
+    warns. Afterwards every layer is as before, with its scales and histories. Blocks can be nested.
+    A compiled model is compiled again. `advance` belongs outside of the block.
 
     Args:
         model: a model that `fp8.convert` has converted, or a part of it.
@@ -83,7 +81,11 @@ class override:
 
     def __enter__(self) -> override:
         if ACTIVE.blocks and ACTIVE.blocks[-1].off:
-            show(RecipeWarning, _OFF)
+            show(
+                RecipeWarning,
+                "fp8.override has no effect inside of fp8.autocast(enabled=False), where converted "
+                "layers run in high precision: open it outside of such blocks",
+            )
         before = []
         for layer, sources in self._sources().items():
             attributes = {key: vars(layer)[key] for key in _RESTORED if key in vars(layer)}
@@ -104,10 +106,6 @@ class override:
         forget_checks(self._model)
 
 
-_OFF = (
-    "fp8.override has no effect inside of fp8.autocast(enabled=False), where converted layers run "
-    "in high precision: open it outside of such blocks"
-)
 _REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
 
 

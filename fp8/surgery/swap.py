@@ -17,7 +17,7 @@ from ..warnings import ConvertWarning, warn_once
 Make = Callable[[str, nn.Module], "nn.Module | str | None"]
 """(name, module) -> its replacement; the reason why it stays; or None, if it is not concerned."""
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOOKS = frozenset(key for key in vars(nn.Module()) if "hook" in key)
 _CARRIED = "fp8_carried"
 _ADAPTED = "fp8_adapted"
 
@@ -44,15 +44,14 @@ def swap(
 ) -> nn.Module:
     """Replaces every module for which ``make`` returns a replacement, under all its names.
 
-    The replacement gets the parameters of the old module, not copies: ties, dtype, device,
-    requires_grad and optimizer state stay valid, and no memory is allocated. It also gets the hooks
-    (their handles keep working), the training flag, and the attributes that it lacks. Returns the
-    model, or its replacement if the model itself is replaced.
+    The replacement gets the parameters of the old module, not copies, its hooks (their handles keep
+    working), the training flag, and the attributes that it lacks. Returns the model, or its
+    replacement if the model itself is replaced.
 
     adapter: the library of the new layers. The model is marked as `adapted`, with a row for each
     module for which ``make`` returns an answer. "" reverts: only the attributes are given back, and
-    the records are removed. how: the reason shown in the row of a replaced module, or a function of
-    its name that returns it.
+    the records are removed. how: the reason in the row of a replaced module, or a function of its
+    name.
     """
     replacements: dict[int, nn.Module] = {}
     rows = []
@@ -99,8 +98,7 @@ def warn_nothing(model: nn.Module, rows: Iterable[Row]) -> None:
 def _take_over(new: nn.Module, old: nn.Module, *, carry: bool) -> None:
     for name, parameter in old.named_parameters(recurse=False):
         setattr(new, name, parameter)
-    hooks = {key for key in _OF_EVERY_MODULE if "hook" in key}
-    vars(new).update({key: vars(old)[key] for key in hooks & vars(old).keys()})
+    vars(new).update({key: vars(old)[key] for key in _HOOKS & vars(old).keys()})
     new.training = old.training
     names = vars(old).keys() - vars(new).keys() if carry else vars(old).get(_CARRIED, ())
     vars(new).update({name: vars(old)[name] for name in names})

@@ -30,7 +30,7 @@ __all__ = ["emulated"]
 
 CPU = torch.device("cpu")
 KNOWN = [name for name, recipe in RECIPES.items() if not native.why_not_recipe(recipe)]
-NATIVE = [name for name in KNOWN if native.alignment(RECIPES[name]) == kernels.ALIGNMENT]
+NATIVE = [name for name in KNOWN if native.needs(RECIPES[name])[0] == kernels.ALIGNMENT]
 TILED = [name for name in KNOWN if name not in NATIVE]
 STATELESS = [name for name in NATIVE if not RECIPES[name].keeps_history]
 SHAPES = [(48, 32, 64), (1, 16, 32), (33, 128, 48)]  # rows, in, out
