@@ -28,7 +28,6 @@ CORE = "surgery"
 """The last name of the core of `fp8`, which `import fp8` loads; what follows is loaded late."""
 
 HOOKS = {
-    "fp8.recipes.policy": "fp8.lab.forecast.forecast",
     "fp8.products.matmul": "fp8.lab.sums.product",
 }
 """A module of the core -> what it imports of another tier, inside of a function."""

@@ -147,8 +147,7 @@ def cast_forward(
 
 
 def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: str) -> Tensor:
-    """``x``, whose gradient is rounded under ``cast`` along axis -1, or measured, as in
-    `cast_forward`."""
+    """``x``, whose gradient is rounded under ``cast`` along axis -1, or measured."""
     if cast is None:
         return x
     if (pass_ := measuring()) is not None:
@@ -166,31 +165,18 @@ def _rounded_in_graph(x: Tensor, spec: LoweredCast, axis: int, history: Tensor |
     return rounded(x, spec, axis, history)[0]
 
 
-def rounded(
-    x: Tensor,
-    spec: LoweredCast | None,
-    axis: int = -1,
-    history: Tensor | None = None,
-    record: bool | None = None,
-    signs: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """``x`` rotated and rounded under a cast, with a straight-through gradient, and the scale of
-    all of it; None if that is 1 or each tile has its own. record: whether x enters the history
-    (None: if gradients are recorded). signs: the `rotation_signs` of the product."""
-    if spec is None:
-        return x, None
+def rounded(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """`cast_values` with a straight-through gradient."""
     x = as_read(x)
     differentiable = torch.is_grad_enabled() or _has_tangent(x)
-    return cast_values(x, spec, axis, history, record, signs, differentiable)
+    return cast_values(x, *args, **kwargs, differentiable=differentiable)
 
 
 def as_read(x: Tensor) -> Tensor:
-    """``x`` as a plain tensor, or a DTensor without partial sums. Raises TypeError if it cannot be
-    cast."""
-    if type(x) in (Tensor, Parameter):  # the usual case first
-        nested = x.is_nested
-        if not nested and x.dtype in DTYPES and x.layout == torch.strided:
-            return x
+    """``x`` as a plain tensor or a whole sum of a DTensor. Raises TypeError if it has no cast."""
+    usual = type(x) in (Tensor, Parameter) and not x.is_nested
+    if usual and x.dtype in DTYPES and x.layout == torch.strided:
+        return x
     x = dequantized(x)
     check_dtype(x)
     return unreduced(x) if is_dtensor(x) else x
@@ -205,7 +191,9 @@ def cast_values(
     signs: Tensor | None = None,
     differentiable: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`rounded` for a tensor from `as_read`, with a gradient if ``differentiable``."""
+    """``x``, from `as_read`, rotated and rounded under a cast, and the scale of all of it; None if
+    that is 1 or each tile has its own. record: whether x enters the history (None: if gradients are
+    recorded). signs: the `rotation_signs` of the product. differentiable: with a gradient."""
     if spec.hadamard:
         x = rotated(x, spec.hadamard, axis, signs)
     scale = whole_scale(x, spec, resolved_format(spec.format), history, record)
@@ -227,7 +215,7 @@ def whole_scale(
     history: Tensor | None = None,
     record: bool | None = None,
 ) -> Tensor | None:
-    """The scale factor of all of ``x``, as `rounded` returns it. format: that of the spec."""
+    """The scale factor of all of ``x``, as `cast_values` returns it. format: that of the spec."""
     rule, margin = spec.rule, spec.margin
     whole = rule is not None and spec.tile == (0, 0)
     if whole and type(x) is not Tensor and is_dtensor(x):
@@ -274,18 +262,13 @@ def rounding_of(spec: LoweredCast | Cast, converts: bool = False) -> dict[str, A
     return {"rounding": spec.rounding, "overflow": spec.overflow}
 
 
-def _rounded(x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int) -> Tensor:
-    """``x`` rounded and multiplied by its scales again; not differentiable. scale: of all of x, or
-    None."""
-    if type(x) is not Tensor and is_dtensor(x):
-        return as_shard(x, _round_part(part_of(x), scale, spec, axis, x))
-    return _round_part(x, scale, spec, axis)
-
-
-def _round_part(
+def _rounded(
     x: Tensor, scale: Tensor | None, spec: LoweredCast, axis: int, of: Any = None
 ) -> Tensor:
-    """`_rounded` for a tensor. of: the DTensor of which it is the local part; None for none."""
+    """``x`` rounded and multiplied by its scales again; not differentiable. scale: of all of x, or
+    None. of: the DTensor of which x is the local part; None for none."""
+    if type(x) is not Tensor and is_dtensor(x):
+        return as_shard(x, _rounded(part_of(x), scale, spec, axis, x))
     rule, label = spec.rule, spec.label
     if rule is None or scale is not None or x.numel() == 0:
         inverse = None if scale is None else inverse_of(scale, rule)
@@ -307,7 +290,7 @@ def by_tiles(
     x: Tensor, spec: LoweredCast, axis: int, of: Any = None, converts: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """The numbers of the format in ``x``, the scales of tiles, `scaled_tiles` of x and the
-    dimensions of a tile. of: as in `_round_part`. converts: as in `quantized`."""
+    dimensions of a tile. of: as in `_rounded`. converts: as in `quantized`."""
     assert spec.rule is not None
     rule, format = spec.rule, format_of(spec)
     tiles, dims = scaled_tiles(x, spec.tile, axis)
@@ -357,7 +340,7 @@ def _scales_of(
 def tensor_unit(
     tiles: Tensor, dims: tuple[int, ...] | None, spec: LoweredCast, of: Any = None
 ) -> Tensor:
-    """The unit of the scales of a rule in UNITS. of: as in `_round_part`."""
+    """The unit of the scales of a rule in UNITS. of: as in `_rounded`."""
     assert spec.rule is not None
     of_all = (tiles, dims) if of is None else (_amax_of(of), None)
     unit = scaling.unit_of(*of_all, format_of(spec), spec.rule)
@@ -439,7 +422,7 @@ def quantized(
     converts: bool = False,
 ) -> QuantizedOperand:
     """``x``, or with axis -2 its transpose, in numbers of the format. history, record, signs: as in
-    `rounded`. converts: whether a conversion to the dtype of the format rounds the values."""
+    `cast_values`. converts: whether a conversion to the dtype of the format rounds the values."""
     converts = converts and format_of(spec).dtype is not None and not spec.label
     x = rotated(dequantized(x), spec.hadamard, axis, signs) if spec.hadamard else x
     x = dequantized(x, torch.float32)

@@ -1,8 +1,7 @@
 """Statistics of casts, for `fp8.stats` and for a check of the first pass without scales.
 
-The products of a recorded pass get a name, which is stored in their lowered casts, also those of
-the backward pass. A cast with a name reports to the recorder. A `CastLossCheck` observes the 1st,
-2nd, 4th, 8th, ... recorded product of each weight, and the weightless products that follow it.
+The products of a recorded pass get a name, which their lowered casts report with. A `CastLossCheck`
+observes the 1st, 2nd, 4th, 8th, ... product of each weight, and products without one after it.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ signal and noise: squares of the elements and of their errors."""
 
 
 class _Open(threading.local):
-    """The recorders open in this thread, innermost last, each with a counter of unnamed products by
-    kind; and the check of the last product that was observed in the open block."""
+    """The recorders open in this thread, each with a counter of unnamed products by kind; and the
+    check of the last product that was observed in the open block."""
 
     def __init__(self) -> None:
         self.recorders: list[tuple[CastRecorder, Counter[str]]] = []
@@ -52,8 +51,7 @@ _RECORDERS: weakref.WeakValueDictionary[str, CastRecorder | CastLossCheck] = (
 
 
 class Observed(NamedTuple):
-    """An operand before and after its cast. scale: of each element, or of all. static: whether
-    `fp8.calibrate` set it."""
+    """An operand before and after its cast. scale: of each element, or of all. static: measured."""
 
     x: Tensor
     y: Tensor
@@ -84,15 +82,13 @@ class CastRecorder:
         self._model = model
 
     def layer_of(self, weight: Tensor | None) -> str | None:
-        """The name of the module of a weight or of a view of it; of one of several stacks, its
-        own."""
+        """The name of the module of a weight or a view; of one of several stacks, its own."""
         owner = None if weight is None else weight if weight._base is None else weight._base
-        for path, parameter in self._model.named_parameters():
-            if parameter is owner:
-                module, _, attribute = path.rpartition(".")
-                stack = parameter.ndim == 3 and attribute != "weight"
-                return path if stack else module or "(model)"
-        return None
+        if (path := _path_of(owner, self._model)) is None:
+            return None
+        module, _, attribute = path.rpartition(".")
+        stack = owner is not None and owner.ndim == 3 and attribute != "weight"
+        return path if stack else module or "(model)"
 
     def count(self, layer: str, operand: str, cast: Observed) -> None:
         x, y, scale, format, static = cast
@@ -121,9 +117,13 @@ class CastRecorder:
             self.sums[key] = self.sums[key] + total if key in self.sums else total
 
 
+def _path_of(weight: Tensor | None, model: nn.Module) -> str | None:
+    return next((path for path, p in model.named_parameters() if p is weight), None)
+
+
 def _check_scale(layer: str, operand: str, units: Tensor, format: Format, about: Any) -> None:
-    """Warns, once for ``about``, of a static scale far from the RMS of its operand. units: the
-    operand divided by it."""
+    """Warns, once for ``about``, of a static scale far from the RMS of its operand, ``units`` of
+    it."""
     try:
         ratio = math.sqrt(float(units.square().mean()))
     except RuntimeError:
@@ -155,8 +155,8 @@ _SAMPLE = 1 << 14
 
 
 class CastLossCheck:
-    """Warns once about values lost by operands that are cast without a scale, when a gradient is
-    cast, and about an operand far from its static scale."""
+    """Warns once about values that casts without a scale lose, and about an operand far from its
+    static scale."""
 
     def __init__(self, recipe: str) -> None:
         self.recipe = recipe
@@ -222,8 +222,7 @@ def forget_checks(model: nn.Module) -> None:
 
 
 def _check_without(recipe: str) -> CastLossCheck | None:
-    """The check of a product without a weight: that of the product before it, or a new one if its
-    line of code was not observed."""
+    """The check of the product before it, or a new one if the line of code was not observed."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
@@ -241,10 +240,9 @@ def _check_of(weight: nn.Parameter, recipe: str) -> tuple[CastLossCheck | None, 
     if number & (number - 1):  # scales that no step changes are looked at again, ever more rarely
         return None, ""
     for model in list(_CHECK_OF):
-        for path, parameter in model.named_parameters():
-            if parameter is weight:
-                check = _CHECK_OF[model] = _CHECK_OF[model] or CastLossCheck(recipe)
-                return check, repr(path.rpartition(".")[0] or type(model).__name__)
+        if (path := _path_of(weight, model)) is not None:
+            check = _CHECK_OF[model] = _CHECK_OF[model] or CastLossCheck(recipe)
+            return check, repr(path.rpartition(".")[0] or type(model).__name__)
     if number > 1:
         return None, ""
     last = OPEN.check

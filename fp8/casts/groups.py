@@ -1,9 +1,6 @@
-"""Casts of grouped operands: every group is cast as a matrix of its own.
-
-A grouped operand is a stack of matrices, or one matrix whose rows (axis -2) or columns (axis -1)
-are split by the offsets of their ends. The sizes of groups are data, so a compiled graph holds the
-casts of an operand as one opaque operator.
-"""
+"""Casts of stacks of matrices, and of matrices whose rows or columns are split by the offsets of
+their ends: every group is cast as a matrix of its own. The sizes of groups are data, so a compiled
+graph holds the casts of an operand as one opaque operator."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from .casting import LoweredCast, rounded
 
 
 def pieces(x: Tensor, offs: Tensor | None, axis: int) -> list[Tensor]:
-    """Views of the groups of ``x``. axis: the split one, if x is one matrix. Raises ValueError for
-    ends that descend or exceed its size."""
+    """Views of the groups of ``x``. axis: the split one, of a matrix. Raises ValueError for ends
+    that descend or exceed its size."""
     if offs is None or x.ndim == 3:
         return list(x.unbind())
     ends, size = [0, *offs.tolist()], x.shape[axis]

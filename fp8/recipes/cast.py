@@ -15,7 +15,7 @@ from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
 from .rules import CORRECTED, E8M0, RULES
-from .scaling import SCALINGS
+from .scaling import SCALINGS, Tile
 
 SIGNS = ("fixed", "random")
 """The signs of a rotation: see `Cast.signs`."""
@@ -56,7 +56,7 @@ class Cast:
     format: str | Format
     scaling: str = "unit"
     rule: str | None = None
-    tile: tuple[int, int] | None = None
+    tile: Tile | None = None
     margin: int = 0
     history: int | None = None
     rounding: str = "nearest"
@@ -75,53 +75,47 @@ class Cast:
         check_choice("overflow", self.overflow, OVERFLOWS)
         if self.overflow == "nonfinite" and format.nonfinite is None:
             raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
-        self._complete_rule()
-        self._complete_history()
-        self._complete_tile()
+        rule, tile = self._complete_rule(), self._complete_tile()
+        usual, *bounds = (16, 1, 4096) if self.scaling == "delayed" else (0, 0, 0)
+        history = usual if self.history is None else self.history
+        check_between(f"history of scaling {self.scaling!r}", history, *bounds)
+        vars(self).update(rule=rule, tile=tile, history=history)
         self._check_rotation()
-        if self.rule in CORRECTED:
-            self._check_corrected()
         name = self.format.text if isinstance(self.format, Format) else self.format
-        rule = f"{self.rule}{E8M0}" if self.scaling == "mx" else self.rule
+        rule = f"{rule}{E8M0}" if self.scaling == "mx" else rule
         rounding = (self.rounding, self.overflow, self.hadamard, self.signs)
-        text = json.dumps([name, rule, self.tile, self.margin, *rounding])
-        object.__setattr__(self, "text", text)
+        vars(self)["text"] = json.dumps([name, rule, tile, self.margin, *rounding])
 
-    def _complete_rule(self) -> None:
+    def _complete_rule(self) -> str | None:
         rules = SCALINGS[self.scaling].rules
         check_between("margin", self.margin, -32, 32)
-        if self.rule is None:
-            object.__setattr__(self, "rule", next(iter(rules), None))
-        elif self.rule not in rules:
+        if self.margin and not rules:
+            raise ValueError(f"scaling {self.scaling!r} has no margin")
+        if self.rule is not None and self.rule not in rules:
             check_choice("rule", self.rule, RULES)
             has = f"it has {', '.join(map(repr, rules)) or 'none'}"
             raise ValueError(f"scaling {self.scaling!r} has no rule {self.rule!r}; {has}")
-        if self.margin and self.rule is None:
-            raise ValueError(f"scaling {self.scaling!r} has no margin")
+        return next(iter(rules), None) if self.rule is None else self.rule
 
-    def _complete_history(self) -> None:
-        usual, *bounds = (16, 1, 4096) if self.scaling == "delayed" else (0, 0, 0)
-        if self.history is None:
-            object.__setattr__(self, "history", usual)
-        check_between(f"history of scaling {self.scaling!r}", self.history, *bounds)
-
-    def _complete_tile(self) -> None:
-        row = SCALINGS[self.scaling]
-        if not isinstance(self.tile, tuple | list | type(None)):
-            raise TypeError(f"a tile is two numbers (across, along), not {self.tile!r}")
-        tile = row.tile if self.tile is None else tuple(self.tile)
-        if tile != row.tile and not row.free:
+    def _complete_tile(self) -> Tile:
+        row, tile = SCALINGS[self.scaling], self.tile
+        if tile is None:
+            return row.tile
+        if not isinstance(tile, tuple | list) or len(tile) != 2:
+            raise TypeError(f"a tile is two numbers (across, along), not {tile!r}")
+        tile = (tile[0], tile[1])
+        if tile == row.tile:
+            return row.tile
+        if not row.free:
             raise ValueError(f"scaling {self.scaling!r} has the tile {row.tile}, not {tile}")
-        if len(tile) != 2:
-            raise ValueError(f"a tile is two numbers (across, along), not {tile!r}")
-        for size in tile if tile != row.tile else ():
+        for size in tile:
             check_between("a side of a tile", size, 1, 1 << 16)
         if tile == (1, 1):
             raise ValueError("a tile of (1, 1) gives each element a scale; use a wider format")
-        object.__setattr__(self, "tile", tile)
+        return tile
 
     def _check_rotation(self) -> None:
-        if self.hadamard not in (0, 2, 4, 8, 16, 32, 64, 128) or isinstance(self.hadamard, bool):
+        if self.hadamard not in (0, 2, 4, 8, 16, 32, 64, 128):
             raise ValueError(
                 f"hadamard must be 0 or a power of two from 2 to 128, got {self.hadamard!r}"
             )
@@ -132,19 +126,14 @@ class Cast:
             raise ValueError(
                 f"scaling {self.scaling!r} has no rotation: its state is that of the operand itself"
             )
-
-    def _check_corrected(self) -> None:
-        across, along = self.tile or (0, 0)
-        if self.rounding != "nearest":
-            raise ValueError(
-                f"rule {self.rule!r} rounds values to nearest and scales stochastically, got "
-                f"rounding={self.rounding!r}"
-            )
-        if across != 1 or self.hadamard % along:
-            raise ValueError(
-                f"rule {self.rule!r} needs blocks of one row, and rotations of whole blocks; got "
-                f"tile {self.tile} and hadamard={self.hadamard}"
-            )
+        if self.rule in CORRECTED:
+            across, along = self.tile or (0, 0)
+            if self.rounding != "nearest" or across != 1 or self.hadamard % along:
+                raise ValueError(
+                    f"rule {self.rule!r} rounds values to nearest, in blocks of one row and "
+                    f"rotations of whole blocks; got {self.rounding!r}, tile {self.tile} and "
+                    f"hadamard={self.hadamard}"
+                )
 
     @property
     def keeps_history(self) -> bool:
@@ -173,12 +162,11 @@ class Cast:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for JSON."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = asdict(self)
         if isinstance(self.format, Format):
             dtype = self.format.dtype
-            name = None if dtype is None else dtype_name(dtype)
-            values["format"] = asdict(self.format) | {"dtype": name}
-        return values | {"tile": list(self.tile or ())}
+            values["format"]["dtype"] = None if dtype is None else dtype_name(dtype)
+        return values
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Cast:

@@ -175,55 +175,29 @@ class Policy:
         roles = _sequence("keep", keep)
         for role in roles:
             check_name("role in Policy.keep", role, ROLES)
-        values: dict[str, Any] = {
-            "recipe": _stored(recipe),
-            "rules": tuple(map(Rule.of, _sequence("rules", rules))),
-            "first": first,
-            "last": last,
-            "keep": roles,
-            "others": _stored(others),
-            "switch": _switches(_sequence("switch", switch)),
-            "name": name,
-        }
-        for field, value in values.items():
-            object.__setattr__(self, field, value)
+        vars(self).update(
+            recipe=_stored(recipe),
+            rules=tuple(map(Rule.of, _sequence("rules", rules))),
+            first=first,
+            last=last,
+            keep=roles,
+            others=_stored(others),
+            switch=_switches(_sequence("switch", switch)),
+            name=name,
+        )
 
     @staticmethod
     def hidden(recipe: str | Recipe | None = AUTO, others: str | Recipe | None = None) -> Policy:
         """The policy of "all hidden linear layer computations" (arXiv:2502.05967): layers outside
-        of the repeated blocks take ``others``; the last layer, if the model repeats no block.
-
-        >>> Policy.hidden("unit").keep
-        ('embedding', 'readout')
-        """
+        of the repeated blocks take ``others``; the last layer, if the model repeats no block."""
         return Policy(recipe, keep=("embedding", "readout"), others=others)
 
     @staticmethod
     def umup(recipe: str | Recipe | None = AUTO, others: str | Recipe | None = None) -> Policy:
         """The policy of u-muP (arXiv:2407.17465, section 4), there with ``others="bf16"``: as
         `hidden`, and layers whose output is added to the residual stream, attention outputs and
-        down projections, take ``others`` too.
-
-        >>> Policy.umup("unit", others="bf16").keep
-        ('embedding', 'readout', 'residual')
-        """
+        down projections, take ``others`` too."""
         return Policy(recipe, keep=("embedding", "readout", "residual"), others=others)
-
-    @staticmethod
-    def forecast(
-        hardware: str,
-        model: Any,
-        batch: Any,
-        recipe: str | Recipe | Policy = PLAIN.name,
-        *,
-        loss: Any = None,
-    ) -> Policy:
-        """The recipe, or policy, without the layers that it makes slower on a GPU. hardware, model,
-        batch, loss, and errors: as `fp8.forecast`."""
-        from ..lab.forecast.forecast import forecast
-
-        result = forecast(model, batch, loss=loss, recipes=[recipe], hardware=hardware)
-        return result.policy(result.variants[1].recipe)
 
     @property
     def selects(self) -> bool:
@@ -250,12 +224,9 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain values, for JSON. A recipe in `fp8.RECIPES` is stored by name."""
-        return {
-            "name": self.name,
+        return vars(self) | {
             "recipe": _as_json(self.recipe),
             "rules": [vars(rule) | {"recipe": _as_json(rule.recipe)} for rule in self.rules],
-            "first": self.first,
-            "last": self.last,
             "keep": list(self.keep),
             "others": _as_json(self.others),
             "switch": [{"from": start, "recipe": _as_json(r)} for start, r in self.switch],

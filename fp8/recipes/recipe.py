@@ -3,11 +3,11 @@ construction."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from ..common.validation import check_between, check_choice, check_keys
+from ..common.validation import check_between, check_choice, check_keys, check_name
 from ..formats.format import get_format
 from .cast import Cast
 from .tensor_cores import FORMATS, TENSOR_CORES
@@ -84,14 +84,26 @@ class Recipe:
     fast_sums: tuple[str, ...] = ("forward",)
 
     # Set per instance, as each product reads them.
+    forward: ClassVar[Pair]
+    """The casts of (input, weight) in the output."""
+    grad_input: ClassVar[Pair]
+    """The casts of (grad, weight) in the gradient of the input."""
+    grad_weight: ClassVar[Pair]
+    """The casts of (grad, input) in the gradient of the weight."""
+    casts: ClassVar[tuple[Cast | None, ...]]
+    """The casts of all operands of the three products."""
     text: ClassVar[str]
     """The `Cast.text` of `casts`, a line for each."""
-    keeps_history: ClassVar[bool] = False
-    """Whether an operand of a layer has state between passes."""
+    sums: ClassVar[str]
+    """`accumulate` and `promote`; "" for torch's sums."""
     is_fast: ClassVar[tuple[bool, ...]]
     """Whether each of `PRODUCTS` is among `fast_sums`."""
-    fixed: ClassVar[bool] = False
+    fixed: ClassVar[bool]
     """Whether the scale of an operand is 1, or that of calibration."""
+    keeps_history: ClassVar[bool]
+    """Whether an operand of a layer has state between passes."""
+    changes_scales: ClassVar[bool]
+    """Whether a pass changes the scales of later passes: scaling "delayed"."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -107,18 +119,27 @@ class Recipe:
             check_between("promote", self.promote, 0, 1 << 20)
         elif self.promote:
             raise ValueError("promote needs accumulate, the accelerator whose sums it ends")
-        for product in PRODUCTS:
-            self._check_product(product, getattr(self, product))
-        casts = [cast for cast in self.casts if cast is not None]
-        derived = {
-            "fast_sums": tuple(self.fast_sums),
-            "is_fast": tuple(name in self.fast_sums for name in PRODUCTS),
-            "fixed": any(cast.scaling in ("unit", "static") for cast in casts),
-            "keeps_history": any(c and c.keeps_history for c in (*self.forward, self.grad)),
-            "text": "\n".join("" if cast is None else cast.text for cast in self.casts),
+        x, w, g, second = self.input, self.weight, self.grad, self.overrides
+        pairs: dict[str, Pair] = {
+            "forward": (x, w),
+            "grad_input": (g, second.get("grad_input_weight", w)),
+            "grad_weight": (second.get("grad_weight_grad", g), second.get("grad_weight_input", x)),
         }
-        for field, value in derived.items():
-            object.__setattr__(self, field, value)
+        for product, pair in pairs.items():
+            self._check_product(product, pair)
+        casts = tuple(cast for pair in pairs.values() for cast in pair)
+        first = [cast for cast in (x, w, g) if cast is not None]
+        vars(self).update(
+            pairs,
+            casts=casts,
+            text="\n".join("" if cast is None else cast.text for cast in casts),
+            sums=f"{self.accumulate} {self.promote}" if self.accumulate else "",
+            fast_sums=tuple(self.fast_sums),
+            is_fast=tuple(name in self.fast_sums for name in PRODUCTS),
+            fixed=any(cast and cast.scaling in ("unit", "static") for cast in casts),
+            keeps_history=any(cast.keeps_history for cast in first),
+            changes_scales=any(cast.history for cast in first),
+        )
 
     def _check_cast(self, field: str, cast: Any) -> None:
         is_second = field in _OVERRIDES
@@ -141,45 +162,10 @@ class Recipe:
             )
 
     @property
-    def sums(self) -> str:
-        """`accumulate` and `promote` as text; "" for torch's sums."""
-        return f"{self.accumulate} {self.promote}" if self.accumulate else ""
-
-    @property
     def overrides(self) -> dict[str, Cast | None]:
         """The fields that are not "same"."""
         values = {field: getattr(self, field) for field in _OVERRIDES}
         return {field: cast for field, cast in values.items() if cast != SAME}
-
-    @property
-    def changes_scales(self) -> bool:
-        """Whether a pass changes the scales of later passes: scaling "delayed"."""
-        return any(cast is not None and cast.history for cast in (*self.forward, self.grad))
-
-    @property
-    def casts(self) -> tuple[Cast | None, ...]:
-        """The casts of all operands of the three products."""
-        return (*self.forward, *self.grad_input, *self.grad_weight)
-
-    @property
-    def forward(self) -> Pair:
-        """The casts of (input, weight) in the output."""
-        return self.input, self.weight
-
-    @property
-    def grad_input(self) -> Pair:
-        """The casts of (grad, weight) in the gradient of the input."""
-        return self.grad, self._second("grad_input_weight", self.weight)
-
-    @property
-    def grad_weight(self) -> Pair:
-        """The casts of (grad, input) in the gradient of the weight."""
-        grad = self._second("grad_weight_grad", self.grad)
-        return grad, self._second("grad_weight_input", self.input)
-
-    def _second(self, field: str, first: Cast | None) -> Cast | None:
-        cast: Cast | str | None = getattr(self, field)
-        return first if isinstance(cast, str) else cast
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as a dict of plain values, for ``json.dumps``."""
@@ -250,12 +236,12 @@ RECIPES: dict[str, Recipe] = {
         # Micikevicius et al. 2022, section 3.1, with 16 passes as in FP8-LM.
         _all("delayed", "e4m3", "delayed", grad=_E5M2),
         # Powers of two, measured once: the loss scale of half precision (Micikevicius et al. 2018,
-        # arXiv:1710.03740, section 3.2), separately for each operand.
+        # arXiv:1710.03740, section 3.2), for each operand.
         _all("static", "e4m3", "static", grad=_E5M2),
         # One scale per row or block along the summed axis.
         _all("row", "e4m3", "row"),
-        # The gradient of the weight in high precision (torchao's rowwise_with_gw_hp). The weight
-        # needs no second copy along the other axis: the input gradient uses one scale for it.
+        # The gradient of the weight in high precision (torchao's rowwise_with_gw_hp), and one scale
+        # for the weight in the input gradient.
         replace(
             _all("row_gw_hp", "e4m3", "row"),
             grad_input_weight=Cast(format="e4m3", scaling="tensor"),
@@ -316,26 +302,22 @@ for calibrated layers."""
 def get_recipe(recipe: str | Recipe) -> Recipe:
     """The row of `RECIPES` with this name; a Recipe is returned unchanged. Raises ValueError for an
     unknown name and for "auto", which needs a model, TypeError for other arguments."""
-    if recipe == AUTO:
+    if (found := recipe_unless_auto(recipe)) is None:
         raise ValueError(
             'recipe "auto" is "unit" or "tensor", as the model is unit-scaled or not: give it to '
             f"a function that takes a model; here choose one of {', '.join(map(repr, RECIPES))}"
         )
-    return _look_up(recipe, RECIPES)
+    return found
 
 
 def recipe_unless_auto(recipe: str | Recipe) -> Recipe | None:
     """`get_recipe`; None for "auto", which is resolved at the product."""
-    return None if recipe == AUTO else _look_up(recipe, (AUTO, *RECIPES))
-
-
-def _look_up(recipe: str | Recipe, names: Iterable[str]) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):
         raise TypeError(f"a recipe must be a name or a Recipe, not {type(recipe).__name__}")
-    check_choice("recipe", recipe, names)
-    return RECIPES[recipe]
+    check_name("recipe", recipe, (AUTO, *RECIPES))
+    return RECIPES.get(recipe)
 
 
 def needs_unit_scale(recipe: Recipe) -> bool:

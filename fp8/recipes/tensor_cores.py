@@ -9,7 +9,7 @@ the tests). `fp8.lab.sums` computes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["FORMATS", "TENSOR_CORES", "Instruction"]
 
@@ -17,14 +17,9 @@ FORMATS = ("e4m3", "e5m2")
 """The formats of the operands, in any combination."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Instruction:
-    """How a matrix instruction adds.
-
-    Attributes:
-        step: the number of products that are added at once, in the order of k.
-        of_zero: the exponent of a zero product and of a zero sum.
-    """
+class Instruction(NamedTuple):
+    """A matrix instruction: how many products it adds at once, in the order of k, and the exponent
+    of a zero product and of a zero sum."""
 
     step: int
     of_zero: int

@@ -116,14 +116,17 @@ def test_a_policy_by_hardware(monkeypatch: pytest.MonkeyPatch):
     """It adds rules to those of the policy, and every layer that it leaves alone is slower."""
     monkeypatch.setattr(module, "why_not", lambda: "no")
     model, tokens = uneven()
-    policy = fp8.Policy.forecast("h100", model, tokens)
+
+    def forecast(recipe, hardware="h100"):
+        result = fp8.forecast(model, tokens, recipes=[recipe], hardware=hardware)
+        return result.policy(result.variants[1].recipe)
+
+    policy = forecast("tensor")
     assert (policy.recipe, [rule.layers for rule in policy.rules]) == ("tensor", ["1", "2"])
-    assert fp8.Policy.forecast("h100", model, tokens, "unit").recipe == "unit"
     first = fp8.Policy("tensor", rules=[("0", "grad_weight", None)])
-    rules = fp8.Policy.forecast("b200", model, tokens, first).rules
-    assert rules[0] == first.rules[0]
+    assert forecast(first, "b200").rules[0] == first.rules[0]
     own = replace(fp8.RECIPES["tensor"], name="my recipe")
-    assert fp8.Policy.forecast("h100", model, tokens, own).recipe == own
+    assert forecast(own).recipe == own
 
 
 def test_a_device_that_the_compiler_does_not_know_is_estimated():
