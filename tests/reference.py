@@ -71,6 +71,7 @@ def scale_of(
         e4m3 = rounded_number(float(steps), get_format("e4m3"))
         if rule.endswith("_up"):
             codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist()
+            steps = real(steps) * real(1 - 4 * np.finfo(real).eps)  # with errors of float32
             e4m3 = min((code for code in codes if code >= steps), default=448.0)
         return min(max(float(real(max(e4m3, 2.0**-9)) * real(unit)), 2.0**-126), 2.0**127)
     return 2.0 ** min(max(exponent - top, least), 127)

@@ -40,6 +40,19 @@ def test_a_rule_is_its_definition(rule, format, dtype):
                 assert scale.item() == wanted, (amax, factor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("rule", "top"), [("e4m3_up", 448), ("e4m3_4_6_up", 256)])
+def test_a_scale_that_is_a_code_is_not_rounded_up(rule, top, dtype):
+    """Whatever the errors of the divisions: of the tile with the largest magnitude, of 1.5 times
+    it, and of tiles whose magnitudes are simple fractions of it."""
+    codes = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
+    whole, format = randn(1000, 1).abs().to(dtype) + 0.1, FORMATS["e2m1"]
+    for largest in whole:
+        unit = UNITS[rule](largest, format)
+        scale = RULES[rule](largest * (codes / top), format, unit)
+        assert torch.equal(scale, codes * unit)
+
+
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in UNITS])
 def test_one_where_nothing_can_be_scaled(rule):
     for values in ([0.0], [-0.0, 0.0], [-math.inf], [math.nan, 0.0]):
