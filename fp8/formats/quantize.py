@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes that can be quantized; 16-bit dtypes are computed in float32."""
 
 CHUNK = 1 << 17
-"""Elements per thread and step in eager mode on a CPU: three chunks, 1.5 MiB, stay in cache."""
+"""Elements per thread and step in eager mode on a CPU: three chunks stay in cache."""
 
 
 def quantize(
@@ -44,14 +44,12 @@ def quantize(
     seed: Seed | None = None,
     random_bits: int = 31,
 ) -> Tensor:
-    """Rounds ``x / scale`` to `format` and multiplies by ``scale``.
+    """Rounds ``x / scale`` to `format` and multiplies by ``scale``. Not differentiable.
 
     NaN stays NaN, also in formats without NaN. -0 stays -0 and negative values round to -0, except
     in formats without -0. The result is a value of the format that the dtype of x can represent.
     Without a scale, overflow therefore starts at the largest common value of the two (65280 for
     format "fp16" in a bfloat16 tensor, and for "bf16" in a float16 tensor).
-
-    Not differentiable: see `quantize_forward` and `quantize_backward`.
 
     Args:
         x: float32, bfloat16, float16 or float64, any shape and strides. Each element is rounded
@@ -124,20 +122,15 @@ def round_operand(
 
 
 def quantize_forward(x: Tensor, format: str | Format, **options: Any) -> Tensor:
-    """`quantize(x, ...)` with a straight-through gradient: it passes to x unchanged, even where
-    saturated.
-
-    Args, returns and errors are those of `quantize`. The scale gets no gradient.
-    """
+    """`quantize(x, ...)`, whose arguments it has, with a straight-through gradient: it passes to x
+    unchanged, even where saturated. The scale gets no gradient."""
     return apply(_Forward, x, *_checked(x, format, **options))
 
 
 def quantize_backward(x: Tensor, format: str | Format, **options: Any) -> Tensor:
-    """A view of x, whose gradient is quantized: ``grad_x = quantize(grad, ...)``.
-
-    The gradient of the gradient passes unchanged. Args and errors are those of `quantize`. Without
-    a seed, one is drawn in the forward pass. The scale gets no gradient.
-    """
+    """A view of x, whose gradient is ``quantize(grad, ...)``, whose arguments it has; the gradient
+    of the gradient passes unchanged. Without a seed, one is drawn in the forward pass. The scale
+    gets no gradient."""
     return apply(_Backward, x, *_checked(x, format, **options))
 
 
@@ -261,7 +254,11 @@ def _grid(
     """The values of `format` that `dtype` can represent (with a scale, all), and overflow."""
     largest = format.max
     if not scaled and dtype in (torch.bfloat16, torch.float16):
-        largest = _largest_of_both(format, torch.finfo(dtype))
+        limits = torch.finfo(dtype)
+        largest = min(format.max, limits.max)
+        mantissa_bits = min(format.mantissa_bits, -int(math.log2(limits.eps)))
+        step = 2.0 ** (math.frexp(largest)[1] - 1 - mantissa_bits)
+        largest = math.floor(largest / step) * step
     beyond: float | None = largest if overflow == "saturate" else format.nonfinite
     if beyond is None:
         raise ValueError(
@@ -270,14 +267,6 @@ def _grid(
         )
     steps, values = (format.mantissa_bits, format.min_exponent), (largest, beyond)
     return Grid(*steps, *values, format.negative_zero, random_bits, infinity)
-
-
-def _largest_of_both(format: Format, limits: torch.finfo) -> float:
-    """The largest number that is a value of both the format and the dtype with these limits."""
-    largest = min(format.max, limits.max)
-    mantissa_bits = min(format.mantissa_bits, -int(math.log2(limits.eps)))
-    step = 2.0 ** (math.frexp(largest)[1] - 1 - mantissa_bits)
-    return math.floor(largest / step) * step
 
 
 def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
@@ -296,11 +285,7 @@ def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
         raise ValueError(
             f"scale of shape {tuple(scale.shape)} does not broadcast to x of shape {tuple(x.shape)}"
         )
-    return _positive(scale.detach().to(x.device, dtype))
-
-
-def _positive(scale: Tensor) -> Tensor:
-    """Raises ValueError unless positive and finite, or makes it NaN where it cannot be read."""
+    scale = scale.detach().to(x.device, dtype)
     valid = (scale > 0) & (scale < torch.inf)
     if reads_values(scale):
         with suppress(RuntimeError):  # under vmap

@@ -1,11 +1,5 @@
 """`ScaledTensor`: a tensor stored as 8- or 16-bit values of a format and their scale factors.
-
-    x = stored * scale
-
-Weights and gradients take one or two bytes per element and otherwise behave like any tensor:
-views, ``.data`` and entries of a state_dict share their memory. In-place operations store float32,
-so that no small step is lost, until `ScaledTensor.store` rounds, as each step of `fp8.optim` does.
-"""
+Views, ``.data`` and entries of a state_dict share its memory."""
 
 from __future__ import annotations
 
@@ -41,16 +35,16 @@ STATE = ("memory", "_stored", "_of")
 
 @dataclass(eq=False)
 class Memory:
-    """The storage that a ScaledTensor shares with its views."""
+    """The storage that a ScaledTensor shares with its views. values: in the dtype of the format, to
+    be multiplied by ``scale``; without a scale, in any dtype. tile: the values of the last two
+    dimensions that share a scale; None: all. rounds: whether ``copy_`` rounds to the format: of a
+    gradient, for averages over processes."""
 
     values: Tensor
-    """In the dtype of the format, to be multiplied by ``scale``; without a scale, in any dtype."""
     scale: Tensor | None
     format: str
     tile: Tile | None = None
-    """The values of the last two dimensions that share a scale; None: all."""
     rounds: bool = False
-    """Whether ``copy_`` rounds to the format: of a gradient, for averages over processes."""
 
     def view(self, x: Tensor) -> Tensor:
         offset = x.storage_offset() + self.values.storage_offset()
@@ -125,8 +119,7 @@ class ScaledTensor(Tensor):
 
     @property
     def scale(self) -> Tensor | None:
-        """float32: 0-dim, or one for each tile. `store` makes it a power of two: values are exact
-        in float32 (in bfloat16 too for 8-bit formats). None after a write that is not rounded."""
+        """float32, powers of two: 0-dim, or one for each tile. None after a write not rounded."""
         return self.memory.scale
 
     @property
@@ -153,10 +146,10 @@ class ScaledTensor(Tensor):
         """Stores ``numbers`` (None: its values) in the format, rounded as by `scaled`."""
         if numbers is None and self.scale is not None:
             return self
-        new = self.dequantize(torch.float32) if numbers is None else numbers
+        new = self.dequantize(torch.float32) if numbers is None else numbers.to(torch.float32)
         increment_version(self)
-        tile = self.memory.tile if self.is_whole() else None
-        return self._take(*in_format(new.to(torch.float32), FORMATS[self.format], tile or (0, 0)))
+        tile = (self.is_whole() and self.memory.tile) or (0, 0)
+        return self._take(*in_format(new, FORMATS[self.format], tile))
 
     def _take(self, stored: Tensor, scale: Tensor) -> ScaledTensor:
         """Copies values of the format and their scales; into a view of a part, their product."""
@@ -171,10 +164,9 @@ class ScaledTensor(Tensor):
 
     def is_whole(self) -> bool:
         """Whether its scales belong to these values alone, in this order."""
-        values = self.memory.values
-        if self.memory.tile is None:
-            return self.numel() == values.numel()
-        return (self.shape, self.stride()) == (values.shape, values.stride())
+        values, tile = self.memory.values, self.memory.tile
+        ordered = (self.shape, self.stride()) == (values.shape, values.stride())
+        return ordered if tile else self.numel() == values.numel()
 
     def is_scaled(self) -> bool:
         """Whether a copy of the values can take the scales."""
@@ -207,8 +199,7 @@ class ScaledTensor(Tensor):
     def storage(self) -> Any:
         """The storage of its values. Like a write, it converts them to float32."""
         if (raw := self.written()).dtype != self.dtype:
-            got = f"this ScaledTensor of {self.dtype} has its values in {raw.dtype}"
-            raise RuntimeError(f"{got}: pass x.dequantize(), a copy")
+            raise RuntimeError(f"{self.dtype} has its values in {raw.dtype}: pass x.dequantize()")
         return raw.untyped_storage()
 
     def data_ptr(self) -> int:
@@ -360,8 +351,8 @@ def keep_gradients_in(parameter: Any, grad_format: str | None) -> None:
 
 
 class _Rounding:
-    """The hook of `keep_gradients_in`, without a reference to the parameter, a cycle: a gradient is
-    the first one if the memory of the last one is gone."""
+    """The hook of `keep_gradients_in`. It holds no parameter, a cycle: a gradient is the first one
+    if the memory of the last one is gone."""
 
     def __init__(self, format: str) -> None:
         self.format = format
@@ -457,8 +448,8 @@ def _copy_(func: Any, x: Tensor, source: Any, non_blocking: bool = False) -> Ten
 
 @eager_only(otherwise=None)
 def _exact(x: ScaledTensor, numbers: Tensor) -> tuple[Tensor, Tensor] | None:
-    """``numbers`` in the format of ``x`` and their scales; None if they would be rounded, or if
-    ``x`` is not stored in its format."""
+    """``numbers`` in the format of ``x`` and their scales; None if that rounds them, or if ``x`` is
+    not in its format."""
     format = FORMATS[x.format]
     if x.scale is None or not x.is_whole():
         return None
@@ -466,8 +457,8 @@ def _exact(x: ScaledTensor, numbers: Tensor) -> tuple[Tensor, Tensor] | None:
         scale, scales = x.scale.clone(), x.memory.scales()
         stored = in_dtype(numbers / scales, format.dtype)
     else:
-        stored, scale = in_format(numbers, format)
-        scales = scale
+        stored, scales = in_format(numbers, format)
+        scale = scales
     back = stored.to(torch.float32) * scales
     same = torch.allclose(back, numbers, rtol=0, atol=0, equal_nan=True)
     return (stored, scale) if same else None
