@@ -118,7 +118,7 @@ def round_operand(
 ) -> Tensor:
     """`quantize_operand` with its grid. inverse: replaces the division by the scale."""
     key = _key(rounding, None, x.device) if rounding == "stochastic" else None
-    return _quantize(x.detach(), grid, rounding, scale, key, inverse)
+    return _quantize(x.detach(), grid, scale, key, inverse)
 
 
 def quantize_forward(x: Tensor, format: str | Format, **options: Any) -> Tensor:
@@ -138,10 +138,8 @@ class _Forward(torch.autograd.Function):
     """Without *args: torch 2.13 compiles a tensor among them into a wrong position."""
 
     @staticmethod
-    def forward(
-        x: Tensor, grid: tuple[Any, ...], rounding: str, scale: Tensor | None, key: Key | None
-    ) -> Tensor:
-        return unaliased(_quantize(x, grid, rounding, scale, key))
+    def forward(x: Tensor, grid: tuple[Any, ...], scale: Tensor | None, key: Key | None) -> Tensor:
+        return unaliased(_quantize(x, grid, scale, key))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -149,19 +147,17 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None, None
+        return grad, None, None, None
 
 
 class _Backward(torch.autograd.Function):
     @staticmethod
-    def forward(
-        x: Tensor, grid: tuple[Any, ...], rounding: str, scale: Tensor | None, key: Key | None
-    ) -> Tensor:
+    def forward(x: Tensor, grid: tuple[Any, ...], scale: Tensor | None, key: Key | None) -> Tensor:
         return same(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.grid, ctx.rounding, scale, key = inputs
+        _, ctx.grid, scale, key = inputs
         # Tensors only: in compiled code saved_tensors omits None.
         ctx.save_for_backward(*(value for value in (scale, key) if isinstance(value, Tensor)))
         ctx.scaled, ctx.keyed = scale is not None, isinstance(key, Tensor)
@@ -170,10 +166,10 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scale = ctx.saved_tensors[0] if ctx.scaled else None
-        options = ctx.grid, ctx.rounding, scale, ctx.saved_tensors[-1] if ctx.keyed else ctx.key
+        options = ctx.grid, scale, ctx.saved_tensors[-1] if ctx.keyed else ctx.key
         again = is_differentiated_again()
         out = apply(_Forward, grad, *options) if again else _quantize(grad, *options)
-        return out, None, None, None, None
+        return out, None, None, None
 
 
 def _in_graph(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -233,14 +229,14 @@ def _checked(
     scale: float | Tensor | None = None,
     seed: Seed | None = None,
     random_bits: int = 31,
-) -> tuple[tuple[Any, ...], str, Tensor | None, Key | None]:
+) -> tuple[tuple[Any, ...], Tensor | None, Key | None]:
     """The arguments of `_quantize` for those of `quantize`, checked."""
     check_dtype(x)
     check_name("rounding", rounding, ROUNDINGS)
     check_name("overflow", overflow, OVERFLOWS)
     check_between("random_bits", random_bits, 1, 31)
     grid = _grid(get_format(format), overflow, x.dtype, scale is not None, random_bits, None)
-    return tuple(grid), rounding, _scale(x, scale), _key(rounding, seed, x.device)
+    return tuple(grid), _scale(x, scale), _key(rounding, seed, x.device)
 
 
 def _grid(
@@ -311,13 +307,13 @@ def _drawn(device: torch.device) -> Tensor | int:
 def _quantize(
     x: Tensor,
     grid: tuple[Any, ...],
-    rounding: str,
     scale: Tensor | None,
     key: Key | None,
     inverse: Tensor | None = None,
 ) -> Tensor:
+    """``x`` rounded, stochastically if there is a key."""
     grid = grid if isinstance(grid, Grid) else Grid(*grid)
-    x, options = x.resolve_neg(), (grid, rounding, scale, inverse, key)  # x.conj().imag holds -x
+    x, options = x.resolve_neg(), (grid, scale, inverse, key)  # x.conj().imag holds -x
     one_scale = scale is None or not scale.ndim
     if one_scale and type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu":
         compiling = torch.compiler.is_dynamo_compiling()  # first: no guard on the size
@@ -329,7 +325,6 @@ def _quantize(
 def _whole(
     x: Tensor,
     grid: Grid,
-    rounding: str,
     scale: Tensor | None,
     inverse: Tensor | None,
     key: Key | None,
@@ -342,7 +337,7 @@ def _whole(
     if key is not None:
         bits = bits_from_key(x.shape, key, device=x.device, start=start)
         bits = fewer_bits(bits, grid.random_bits)
-    y = round_to_grid(y, grid, rounding, bits=bits)
+    y = round_to_grid(y, grid, bits)
     if scale is not None:
         y.mul_(scale)
     return y if x.dtype in LAYOUTS else y.to(x.dtype)

@@ -70,14 +70,14 @@ def divided(x: Tensor, by: Tensor | float) -> Tensor:
     return torch.addcdiv(x.new_full((), -0.0), x, divisor)
 
 
-def round_to_grid(x: Tensor, grid: Grid, rounding: str, *, bits: Tensor | None = None) -> Tensor:
-    """`x`, float32 or float64, rounded to the values of `grid` in a new tensor. bits: for
-    "stochastic", int32 like `x`, of which the low 31 decide. NaN stays NaN. Exact under
+def round_to_grid(x: Tensor, grid: Grid, bits: Tensor | None = None) -> Tensor:
+    """`x`, float32 or float64, rounded to the values of `grid` in a new tensor: to nearest, or by
+    the low 31 of random ``bits``, int32 like `x`. NaN stays NaN. Exact under
     torch.set_flush_denormal(True)."""
     layout = LAYOUTS[x.dtype]
-    if rounding == "nearest" and _fits_floats(grid, layout):
+    if bits is None and _fits_floats(grid, layout):
         return _round_by_magic(x, grid, layout)
-    return _round_by_bits(x, grid, layout, rounding, bits)
+    return _round_by_bits(x, grid, layout, bits)
 
 
 def saturated(x: Tensor, unscaled: Tensor, grid: Grid) -> Tensor:
@@ -126,9 +126,7 @@ def _overflow(y: Tensor, x: Tensor, grid: Grid) -> Tensor:
     return y.copysign_(x) if grid.negative_zero else y
 
 
-def _round_by_bits(
-    x: Tensor, grid: Grid, layout: Layout, rounding: str, bits: Tensor | None
-) -> Tensor:
+def _round_by_bits(x: Tensor, grid: Grid, layout: Layout, bits: Tensor | None) -> Tensor:
     """Both roundings, on the bits of x, in integers alone. x is significand * 2**e; the low `drop`
     bits of the significand are below the spacing of the grid and decide about an increment."""
     width = layout.mantissa_bits
@@ -141,7 +139,7 @@ def _round_by_bits(
     drop = drop.add_(normal).add_(width - grid.mantissa_bits - 1)
     if grid.mantissa_bits == width:
         drop = drop.clamp_(min=0)
-    up = _round_up(significand, drop, rounding, bits)
+    up = _round_up(significand, drop, bits)
     # Below the spacing the result is 0 or one step. Above it, the bits of x including the exponent
     # count steps, and a carry into the exponent is correct.
     step = layout.encode(2.0 ** (grid.min_exponent - grid.mantissa_bits))
@@ -150,18 +148,16 @@ def _round_by_bits(
     return _finish_bits(raw, magnitude, rounded, grid, layout).view(x.dtype)
 
 
-def _round_up(significand: Tensor, drop: Tensor, rounding: str, bits: Tensor | None) -> Tensor:
+def _round_up(significand: Tensor, drop: Tensor, bits: Tensor | None) -> Tensor:
     """1 where `significand` without its low `drop` bits is incremented, else 0."""
-    # The dropped bits as a fraction of 2**places. Where that truncates, the fraction is below 2**-7
-    # anyway.
+    # The dropped bits as a fraction of 2**places. That truncates fractions below 2**-7 alone.
     places = significand.element_size() * 8 - 1
     fraction = significand << (places - drop).clamp_(min=0)
     fraction = (fraction >> (drop - places).clamp_(min=0)) & ((1 << places) - 1)
-    if rounding == "nearest":
+    if bits is None:
         odd = (significand >> drop) & 1
         up = fraction > (1 << (places - 1)) - odd
     else:
-        assert bits is not None
         up = (fraction >> (places - 31)) > (bits & 0x7FFFFFFF)
     return up.to(significand.dtype)
 

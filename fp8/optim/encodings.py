@@ -175,7 +175,7 @@ def _rounded(y: Tensor, encoding: Encoding, away: bool, bits: Tensor | None) -> 
     rounded = y
     if bits is not None:
         grid = Grid(format.mantissa_bits, format.min_exponent, format.max, format.max, True)
-        rounded = round_to_grid(y, grid, "stochastic", bits=bits)
+        rounded = round_to_grid(y, grid, bits)
     if encoding.scale == "none":  # as many exponents as float32, or a weight
         return rounded
     step = format.min_subnormal
