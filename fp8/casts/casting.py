@@ -421,8 +421,8 @@ def quantized(
     signs: Tensor | None = None,
     converts: bool = False,
 ) -> QuantizedOperand:
-    """``x``, or with axis -2 its transpose, in numbers of the format. history, record, signs: as in
-    `cast_values`. converts: whether a conversion to the dtype of the format rounds the values."""
+    """``x``, or with axis -2 its transpose, in numbers of the format, as `cast_values` rounds it.
+    converts: whether a conversion to the dtype of the format rounds the values."""
     converts = converts and format_of(spec).dtype is not None and not spec.label
     x = rotated(dequantized(x), spec.hadamard, axis, signs) if spec.hadamard else x
     x = dequantized(x, torch.float32)

@@ -30,9 +30,8 @@ class Moment:
 
 
 class Measurement:
-    """Sums of squares of all operands in a pass. of_states: whether products have states. moments:
-    by the address of a state. leaders: the address of a state -> that of the first product that
-    read the same tensor."""
+    """Sums of squares of operands. of_states: whether products have states. moments: by the address
+    of a state. leaders: address of a state -> that of the first product that read the tensor."""
 
     def __init__(self, of_states: bool = True) -> None:
         self.of_states = of_states

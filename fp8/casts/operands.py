@@ -1,9 +1,6 @@
 """The operands of a layer's three products: their casts, which of them share one copy, and how they
-are saved for the backward pass.
-
-An operand with one scale factor is saved in the dtype of its format and restored bit for bit;
-compiled, layers with the same input save it once. A backward pass that is differentiated itself
-reads it with the gradient of the operand. Under torch.func operands are saved unchanged.
+are saved for the backward pass: with one scale factor in the dtype of their format, restored bit
+for bit; under torch.func unchanged.
 """
 
 from __future__ import annotations
@@ -67,10 +64,8 @@ def _casts_of(
     if any(static):
         a, a_for_grad_b = (shifted(spec, static[0]) for spec in (a, a_for_grad_b))
         b, b_for_grad_a = (shifted(spec, static[1]) for spec in (b, b_for_grad_a))
-    casts = Casts(a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b)
-    casts = casts if rotated else Casts(*map(unrotated, casts))
-    if not name:
-        return casts
+    casts = [a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b]
+    casts = casts if rotated else list(map(unrotated, casts))
     second = "weight" if layer else "other"
     roles = ("input", second, "grad", f"{second} again", "grad again", "input again")
     return Casts(*map(labelled, casts, [name] * len(casts), roles))
@@ -98,8 +93,7 @@ def one_copy(first: LoweredCast | None, second: LoweredCast | None) -> bool:
 
 
 class Copies(NamedTuple):
-    """Whether the backward products use the cast copies of a and b; the casts, without needless
-    ones."""
+    """Whether the backward products use the cast copies of a and b; the casts that are needed."""
 
     a: bool
     b: bool
@@ -121,8 +115,8 @@ def copies_of(casts: Casts) -> Copies:
 
 
 class SavedOperand(NamedTuple):
-    """A tensor to save, its cast, and the scale of all of it. source: the tensor before the cast,
-    which has its gradient; None for an input itself."""
+    """A tensor to save, its cast and scale. source: what was cast, which has its gradient; None for
+    an input itself."""
 
     values: Tensor
     spec: LoweredCast | None = None
@@ -132,8 +126,7 @@ class SavedOperand(NamedTuple):
 
 def save_operands(ctx: Any, *operands: SavedOperand) -> None:
     """Saves operands for the backward pass, as bytes where that is smaller. The first saved tensor
-    is empty: activation checkpointing counts saved tensors, and so detects a segment that is
-    recomputed outside of its block."""
+    is empty: see `fp8.casts.casting._Round`."""
     recorded, compiling = is_recorded(ctx), torch.compiler.is_compiling()
     saved = [] if compiling else [operands[0].values.new_empty((0,))]
     encodings, sources = [], []
@@ -161,8 +154,8 @@ def save_operands(ctx: Any, *operands: SavedOperand) -> None:
 
 
 def _connection(source: Tensor | None) -> Tensor | None:
-    """A tensor in the graph of ``source`` without its memory, except of a leaf. Not saved, as hooks
-    on saved tensors would store its full size."""
+    """A tensor in the graph of ``source`` without its memory, except of a leaf. It is not saved:
+    hooks on saved tensors would store its full size."""
     if source is None or not source.requires_grad:
         return None
     if source.is_leaf:
@@ -235,8 +228,7 @@ def _dtype(x: Tensor, spec: LoweredCast) -> torch.dtype | None:
 
 @compiled_as(lambda x, dtype: torch.zeros_like(x, dtype=dtype).copy_(convertible(x, dtype)))
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in ``dtype``; in a graph by a copy, because the partitioner counts a conversion
-    twice."""
+    """``x`` in ``dtype``; in a graph by a copy: the partitioner counts a conversion twice."""
     return x.to(dtype)
 
 

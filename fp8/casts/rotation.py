@@ -17,9 +17,8 @@ aten = torch.ops.aten
 
 
 def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
-    """Sylvester's Hadamard matrix, orthogonal: (i, j) -> (-1)**popcount(i & j) * sign[j] /
-    sqrt(size). The signs are the first bits of the fraction of pi (arXiv:2509.25149, section 4.2).
-    """
+    """Sylvester's matrix: (i, j) -> (-1)**popcount(i & j) * sign[j] / sqrt(size). The signs are the
+    first bits of the fraction of pi (arXiv:2509.25149, section 4.2)."""
     index = torch.arange(size, device=like.device)
     bits = (index[:, None] >> torch.arange(size.bit_length(), device=like.device) & 1).float()
     negative = aten.matmul.default(bits, bits.mT).remainder(2)
@@ -48,9 +47,8 @@ def _after(x: Tensor, like: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor, size: int, axis: int, signs: Tensor | None = None) -> Tensor:
-    """``x`` times an orthogonal matrix along ``axis``, padded with zeros, in blocks of ``size``,
-    which cancels in a product and spreads an outlier over its block. signs: of the elements of a
-    block."""
+    """``x``, padded with zeros, times an orthogonal matrix in blocks of ``size`` along ``axis``:
+    cancels in a product, spreads an outlier over its block. signs: of the elements of a block."""
     if is_dtensor(x):
         check_whole(x, axis, size)
         local = x.to_local()  # type: ignore[attr-defined]

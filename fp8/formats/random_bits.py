@@ -64,12 +64,6 @@ def random_key(seed: Seed) -> Key:
     return _mix64(_wrap(word * KEY_STEP))
 
 
-def _halves(key: Key) -> tuple[Key, Key]:
-    if isinstance(key, Tensor):
-        return key.to(torch.int32), (key >> 32).to(torch.int32)
-    return (key + 2**31) % 2**32 - 2**31, key >> 32
-
-
 def _check_seed(part: object) -> None:
     if isinstance(part, Tensor):
         if part.dtype != torch.int64 or part.ndim != 0:
@@ -94,7 +88,10 @@ def bits_from_key(
 ) -> Tensor:
     """int32 random bits: a hash of `key` and the row-major index, from `start`."""
     count = math.prod(shape)
-    first, second = _halves(key)
+    if isinstance(key, Tensor):
+        first, second = key.to(torch.int32), (key >> 32).to(torch.int32)
+    else:
+        first, second = (key + 2**31) % 2**32 - 2**31, key >> 32
     if start + count <= 1 << INDEX_BITS:
         z = torch.arange(start, start + count, dtype=torch.int32, device=device)
     else:
@@ -116,8 +113,7 @@ def key_at(key: Key, start: int) -> Key:
 
 
 def fewer_bits(bits: Tensor, count: int) -> Tensor:
-    """The first `count` of the 31 bits, then the midpoint of the missing ones, so that their error
-    averages out."""
+    """The first `count` of the 31 bits, then the midpoint of the missing ones."""
     if count == 31:
         return bits
     return (bits & (2**31 - 2 ** (31 - count))) | 2 ** (30 - count)
