@@ -1,5 +1,4 @@
-"""Floating-point formats: their bits, their values, and how they treat overflow, Inf, NaN and
--0."""
+"""Floating-point formats: their bits and values, and what becomes of overflow, Inf, NaN and -0."""
 
 from __future__ import annotations
 
@@ -66,9 +65,8 @@ class Format:
     dtype: torch.dtype | None = None
 
     text: ClassVar[str]
-    """Set per instance: its fields in one string, which `from_text` reads. torch.compile treats a
-    string as a constant; under dynamic shapes it does not treat a number read from an object as
-    one."""
+    """Set per instance: its fields, for `from_text`. torch.compile treats a string as a constant;
+    under dynamic shapes it does not treat a number read from an object as one."""
 
     def __post_init__(self) -> None:
         def require(condition: bool, what: str) -> None:
@@ -194,10 +192,10 @@ def _of_constants(format: Format) -> Format:
 def get_format(format: str | Format) -> Format:
     """The row of `FORMATS` with this name; a `Format` is returned unchanged. Raises ValueError for
     an unknown name, TypeError for an argument that is neither."""
-    if isinstance(format, Format):
-        return _of_constants(format)
-    if not isinstance(format, str):
+    if not isinstance(format, str | Format):
         names = ", ".join(map(repr, FORMATS))
         raise TypeError(f"format is a {type(format).__name__}; give a name or a Format: {names}")
-    check_name("format", format, FORMATS)
-    return get_format(FORMATS[format])
+    if isinstance(format, str):
+        check_name("format", format, FORMATS)
+        format = FORMATS[format]
+    return _of_constants(format)

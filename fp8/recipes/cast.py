@@ -1,5 +1,4 @@
-"""Casts: how one operand of a product gets into its format. Immutable and validated on
-construction."""
+"""Casts: how one operand of a product gets into its format."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ from .rules import CORRECTED, E8M0, RULES
 from .scaling import SCALINGS, Tile
 
 SIGNS = ("fixed", "random")
-"""The signs of a rotation: see `Cast.signs`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +63,7 @@ class Cast:
     signs: str = "fixed"
 
     text: ClassVar[str]
-    """Set per instance: its settings as JSON, in the order of `fp8.casts.casting.LoweredCast`, for
-    the reason given at `Format.text`."""
+    """Set per instance: JSON, in the order of `fp8.casts.casting.LoweredCast`."""
 
     def __post_init__(self) -> None:
         format = get_format(self.format)

@@ -19,15 +19,13 @@ _ROLES = ("input", "weight", "grad")
 
 
 class MeasuredScales:
-    """Whether each static scale of a layer is set and each history has entries; a tensor is the
-    equal scale of another layer that reads the same operand. Attributes, which a graph reads anew;
-    it reads an item of a dict once."""
+    """Whether each static scale is set and each history has entries, or the equal scale of a layer
+    that reads the same operand. Attributes: a graph reads them anew, and items of a dict once."""
 
 
 class LayerState:
-    """The states of a layer's operands in one call. A call that records gradients adds one entry
-    for each operand; other calls only read. A layer of several products names each by its order,
-    ``fp8_amax_001_grouped_mm_input``, or by its stack of weights,
+    """The states of a layer's operands in one call. A layer of several products names each by its
+    order, ``fp8_amax_001_grouped_mm_input``, or by its stack of weights,
     ``fp8_amax_down_proj_3_linear_input``."""
 
     def __init__(self, layer: Any) -> None:
@@ -59,10 +57,8 @@ class LayerState:
         layer.fp8_note(buffer)
         state = part_of(getattr(layer, buffer))
         if state.shape != shape:
-            raise ValueError(
-                f"{buffer} has the shape {tuple(state.shape)}, and the recipe and the product need "
-                f"{tuple(shape)}"
-            )
+            got = f"{buffer} has the shape {tuple(state.shape)}"
+            raise ValueError(f"{got}, and the recipe and the product need {tuple(shape)}")
         measured = getattr(layer.fp8_measured, buffer)
         shared = isinstance(measured, Tensor) and torch.compiler.is_dynamo_compiling()
         if shared and measured.device == state.device:
@@ -124,8 +120,7 @@ def _is_set(name: str, state: Tensor) -> bool:
 
 
 def share_scales(model: nn.Module, leaders: Mapping[int, int]) -> None:
-    """Lets layers read the equal static scale of another layer. leaders: address -> the other
-    one's."""
+    """Lets layers read the equal static scale of another one. leaders: address -> the other's."""
     scales = {state.data_ptr(): state for state in histories(model).values() if not state.dim()}
     for module in model.modules():
         for name, state in histories(module, recurse=False).items():
@@ -135,8 +130,7 @@ def share_scales(model: nn.Module, leaders: Mapping[int, int]) -> None:
 
 
 def add_buffers(layer: Any, recipe: Any, by_call: bool = False) -> None:
-    """Adds the missing buffers of ``recipe``. by_call: several products, whose first pass adds
-    them."""
+    """Adds the missing buffers of ``recipe``. by_call: the first pass of its products adds them."""
     for role in () if by_call else _ROLES:
         cast = getattr(recipe, role)
         if cast is not None and cast.keeps_history:
@@ -161,8 +155,8 @@ def has_scales(layer: nn.Module) -> bool:
 
 
 def add_initial_histories(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Adds initial histories to a state_dict of the layer that has none, so that a checkpoint of
-    the unconverted model loads. (A safetensors file has nothing under a module's second name.)"""
+    """Adds initial histories to a state_dict of the layer that has none, as one of the unconverted
+    model. (A safetensors file has nothing under a module's second name.)"""
     buffers = {prefix + n: b for n, b in layer.named_buffers(recurse=False) if is_history(n)}
     if vars(layer).get("fp8_by_call"):
         for key in state:
@@ -200,12 +194,10 @@ def histories(model: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
 
 
 def reduce_amax(model: nn.Module, group: torch.distributed.ProcessGroup | None = None) -> None:
-    """Synchronizes the histories of a converted model across processes.
-
-    For a model that `fp8.convert` gave a recipe with scaling "delayed" or "static": every entry
-    becomes its maximum over the processes, in one all-reduce. Each process then scales as one
-    process with the whole batch would. Call it on all processes after the backward pass, before the
-    optimizer step. Does nothing if torch.distributed is not initialized.
+    """Synchronizes the states of scalings "delayed" and "static" across processes: every entry
+    becomes its maximum over them, in one all-reduce, as in one process with the whole batch. Call
+    it on all processes after the backward pass, before the optimizer step. Does nothing if
+    torch.distributed is not initialized.
 
     DistributedDataParallel broadcasts the buffers of the first process before each pass. Disable
     that for gradient accumulation (``forward_sync_buffers=False``; before torch 2.13,

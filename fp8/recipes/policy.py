@@ -1,5 +1,4 @@
-"""Policies: which recipe each layer and cast of a model gets, and when. Immutable, validated on
-construction, and plain data in JSON."""
+"""Policies: which recipe each layer and cast of a model gets, and when."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def _stored(recipe: Any) -> Source:
 
 
 def recipe_of(recipe: str | Recipe | None) -> Recipe | None:
-    """The recipe that one of a policy stands for, "tensor" for "auto"; None for high precision."""
+    """As `source_of`; "tensor" for "auto"."""
     return None if recipe is None else recipe_unless_auto(recipe) or PLAIN
 
 
@@ -107,11 +106,9 @@ class Rule:
         return f"{self.layers!r}" + (f" {self.product}" if self.product else "")
 
 
+# (layers, product, recipe) of a `Rule`; (fraction of the training steps, recipe from there on).
 RuleTuple = tuple[str, str | None, str | Recipe | None]
-"""(layers, product, recipe) of a `Rule`."""
-
 Start = tuple[float, str | Recipe | None]
-"""(fraction of the training steps, the recipe from there on)."""
 
 
 @dataclass(frozen=True, init=False)
@@ -211,8 +208,7 @@ class Policy:
         return tuple(map(source_of, named))
 
     def at(self, fraction: float) -> Policy:
-        """The policy in force after this fraction, 0 to 1, of the training steps; it has no
-        switch."""
+        """The policy, without a switch, in force after this fraction, 0 to 1, of the steps."""
         _check_fraction("fraction", fraction)
         reached = [recipe for start, recipe in self.switch if start <= fraction]
         if not reached:
@@ -313,22 +309,19 @@ def as_policy(policy: Any) -> Policy:
 
 
 def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
-    """The recipe of a layer whose casts come from ``sources``; None if nothing is cast. auto: the
-    recipe of "auto". Raises ValueError for a combination that no `Recipe` can represent."""
+    """The recipe of a layer whose casts come from ``sources``; None if nothing is cast. auto: that
+    of "auto". Raises ValueError for a combination that no `Recipe` can represent."""
     recipes = [auto if isinstance(source, str) else source for source in sources]
     if all(recipe == recipes[0] for recipe in recipes):
         return recipes[0]
     x, w, g, w_second, g_second, x_second = [
         None if recipe is None else recipe.casts[i] for i, recipe in enumerate(recipes)
     ]
-    sums = {(recipe.accumulate, recipe.promote) for recipe in recipes if recipe is not None}
+    casting = [recipe for recipe in recipes if recipe is not None]
+    sums = {(recipe.accumulate, recipe.promote) for recipe in casting}
     if len(sums) > 1:
-        raise ValueError(
-            f"the casts of a layer come from recipes with different sums, {_name(recipes)}: "
-            "accumulate and promote must be equal"
-        )
+        raise ValueError(f"the casts of a layer have different sums: {_name(recipes)}")
     accumulate, promote = sums.pop()
-    fast = [set(recipe.fast_sums) for recipe in recipes if recipe is not None]
     return Recipe(
         name=_name(recipes),
         input=x,
@@ -339,7 +332,7 @@ def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
         grad_weight_input=SAME if x_second == x else x_second,
         accumulate=accumulate,
         promote=promote,
-        fast_sums=tuple(name for name in PRODUCTS if all(name in names for names in fast)),
+        fast_sums=tuple(n for n in PRODUCTS if all(n in recipe.fast_sums for recipe in casting)),
     )
 
 

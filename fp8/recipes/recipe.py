@@ -1,5 +1,4 @@
-"""Recipes: how each operand of a layer's products is cast. Immutable and validated on
-construction."""
+"""Recipes: how each operand of a layer's products is cast."""
 
 from __future__ import annotations
 
@@ -174,8 +173,8 @@ class Recipe:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Recipe:
-        """The recipe that `to_dict` wrote. Keys other than "name", "input", "weight" and "grad" are
-        optional. Raises as Recipe, and ValueError for an unknown or missing key."""
+        """The recipe that `to_dict` wrote; only "name" and the operands are required. Raises as
+        Recipe, and ValueError for an unknown or missing key."""
         check_keys("Recipe", values, (f.name for f in fields(Recipe)), ("name", *OPERANDS))
         read: dict[str, Any] = {
             k: Cast.from_dict(v) if isinstance(v, Mapping) else v for k, v in values.items()
@@ -295,8 +294,7 @@ RECIPES: dict[str, Recipe] = {
 """Name -> recipe."""
 
 PLAIN, UNIT, STATIC = RECIPES["tensor"], RECIPES["unit"], RECIPES["static"]
-"""The recipes that "auto" selects: for tensors that are not unit-scaled, for those that are, and
-for calibrated layers."""
+"""The recipes that "auto" selects: for plain tensors, unit-scaled ones, and calibrated layers."""
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:

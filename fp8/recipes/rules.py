@@ -16,7 +16,7 @@ SMALLEST, LARGEST = -126, 127
 """The exponents of scale factors: the normal powers of two of float32. E8M0 starts at 2**-127."""
 
 E8M0 = " e8m0"
-"""Suffix of a rule name in a spec whose scales are stored in E8M0: see `scale_of`."""
+"""Suffix of a rule whose scales are stored in E8M0: see `scale_of`."""
 
 
 def defined(scale: Tensor, amax: Tensor) -> Tensor:
@@ -61,8 +61,7 @@ def _exact(amax: Tensor, format: Format) -> Tensor:
     return divided(amax, format.max)
 
 
-_LEAST, _NORMAL = 2.0**-9, 2.0**-6
-"""The smallest e4m3 value, and the smallest that is not subnormal."""
+_LEAST, _NORMAL = 2.0**-9, 2.0**-6  # the smallest e4m3 values, subnormal and not
 
 
 def _e4m3(amax: Tensor, format: Format, unit: Tensor, guard: float | None = None) -> Tensor:

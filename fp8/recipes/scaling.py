@@ -1,5 +1,4 @@
-"""Scale factors of operands: which elements share one (the tile), and the rule that computes it.
-The stored operand is ``x / scale``."""
+"""Scale factors of operands ``x / scale``: which elements share one (the tile), and its rule."""
 
 from __future__ import annotations
 
@@ -27,16 +26,13 @@ Tile = tuple[int, int]
 
 
 class Scaling(NamedTuple):
-    """A row of SCALINGS."""
+    """A row of SCALINGS. rules: names in RULES, the default first; none if no rule computes the
+    scale. free: whether a cast may choose another tile."""
 
     about: str
     tile: Tile
-    """The default tile."""
     rules: tuple[str, ...]
-    """Supported names in RULES, the default first; if empty, the scale is not computed by a
-    rule."""
     free: bool = False
-    """Whether a cast may choose another tile."""
 
 
 _ANY = ("up", "floor", "exact")
@@ -77,13 +73,9 @@ def _largest(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     return torch.maximum(-low, high)
 
 
-def _without_constant(mask: Tensor, x: Tensor) -> Tensor:
-    """A graph has one constant 0 for all layers. The partitioner takes what reads it in a late
-    layer for expensive, and moves the magnitudes for the backward pass into the forward pass."""
-    return torch.where(mask, x, mask.to(x.dtype))
-
-
-@compiled_as(_without_constant)
+# A graph has one constant 0 for all layers. The partitioner takes what reads it in a late layer for
+# expensive, and moves the magnitudes for the backward pass into the forward pass.
+@compiled_as(lambda mask, x: torch.where(mask, x, mask.to(x.dtype)))
 def _zero_where_not(mask: Tensor, x: Tensor) -> Tensor:
     return torch.where(mask, x, 0.0)
 
@@ -108,12 +100,12 @@ def scale_of(
     rule: str,
     unit: Tensor | None = None,
 ) -> Tensor:
-    """The scale factors of ``x``, not empty: one along ``dims``, kept as 1, or of all (None).
+    """The scale factors of the finite values of ``x``, not empty: one along ``dims``, kept as 1, or
+    of all (None). From 2**-126 to 2**127; 1 for zeros. unit: 0-dim; None is `unit_of` x.
 
-    Of the finite values, from 2**-126 to 2**127; 1 if they are zeros. unit: of the scales of a rule
-    in UNITS, 0-dim; None is `unit_of` x. A scale stored in eight bits (a rule in UNITS, or with
-    suffix `E8M0`, which begins at 2**-127) is NaN if its tile has Inf or NaN, and so becomes the
-    tile, as in microxcaling; torchao treats Inf as a large number (MX 1.0, section 5.1: NaN).
+    A scale stored in eight bits (a rule in UNITS, or with suffix `E8M0`, which begins at 2**-127)
+    is NaN if its tile has Inf or NaN, and so becomes the tile, as in microxcaling; torchao treats
+    Inf as a large number (MX 1.0, section 5.1: NaN).
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     name, x = rule.removesuffix(E8M0), x.detach()
@@ -156,8 +148,7 @@ def corrected(
 ) -> Tensor:
     """The scales of rule "e4m3_eden", unbiased along ``x``: times c = <x, x> / <x, Q(x)> of the
     ``count`` tiles that are rotated together (EDEN, arXiv:2108.08842), rounded stochastically to
-    e4m3. x, values: in units of ``scale``, before and after rounding. dims: those of a tile, one
-    dimension."""
+    e4m3. x, values: in units of ``scale``, before and after rounding. dims: the one of a tile."""
     steps, along = scale / unit, dims[0] - 1
 
     def inner_product(y: Tensor) -> Tensor:
@@ -175,8 +166,7 @@ def corrected(
 def _error(
     x: Tensor, dims: tuple[int, ...] | None, format: Format, scale: Tensor, by: Tensor
 ) -> Tensor:
-    """The sum over ``dims`` of squared errors of rounding ``x``, in units of ``by`` and of the
-    format's largest power of two."""
+    """The squared error of ``x`` over ``dims``, in units of ``by`` and the largest power of two."""
     x, by = x.detach().to(scale.dtype), by * 2.0**format.max_exponent
     square = ((quantize_operand(x, format, scale=scale) - x) / by).square()
     return square.sum() if dims is None else square.sum(dims, keepdim=True)
@@ -189,9 +179,8 @@ def with_margin(scale: Tensor, margin: int, rule: str) -> Tensor:
 
 
 def inverse_of(scale: Tensor, rule: str | None) -> Tensor | None:
-    """The factor that replaces the division by ``scale``; None: divide. The inverse of a static
-    scale (no rule) is a normal power of two; 2**-127 is subnormal, which some devices flush to
-    zero."""
+    """The factor that replaces the division by ``scale``; None: divide. That of a static scale (no
+    rule) is a normal power of two; 2**-127 is subnormal, which some devices flush to zero."""
     if rule is None:
         return 1 / scale
     if not rule.endswith(E8M0):
@@ -222,9 +211,8 @@ def in_format(x: Tensor, format: Format, tile: Tile = (0, 0)) -> tuple[Tensor, T
 
 
 def _delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record: bool) -> Tensor:
-    """The scale from the largest entry of ``history``, (length,) or, if it may have no entries, (1,
-    length); then from ``x`` itself. record: the largest finite magnitude of x becomes the first
-    entry, unless it is zero."""
+    """The scale from the largest entry of ``history``, (length,); from ``x`` itself if that may
+    have no entries, (1, length). record: that of x, unless zero, becomes the first entry."""
     entries = history.view(-1)
     amax = entries.amax().float()
     if record or history.dim() > 1:
@@ -250,15 +238,14 @@ def second_moment(x: Tensor) -> Tensor:
 
 
 def nearest_power(moment: Tensor) -> Tensor:
-    """2**round(log2(RMS)) of a mean square, float32, clamped to the range of scales; 0 where that
-    is zero, Inf or NaN."""
+    """2**round(log2(RMS)) of a mean square, float32, clamped; 0 where it is zero, Inf or NaN."""
     exponent = (moment.log2() / 2).round().clamp(SMALLEST, LARGEST - 1)
     return torch.where((moment > 0) & (moment < torch.inf), exponent.exp2(), 0.0).float()
 
 
 def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
-    """The scale that ``state`` holds. One that is not set, (1,), is computed from the finite values
-    of ``x``, and stored (record) if all are finite."""
+    """The scale that ``state`` holds; if it is not set, (1,), that of the finite values of ``x``,
+    stored (record) if all are finite."""
     scale = state.float()
     if not state.dim():
         return _read(scale)
@@ -267,10 +254,11 @@ def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
         clean = _zero_where_not(x.abs() < torch.inf, x)
         now = nearest_power(second_moment(clean) / x.numel())
         now = torch.where(scale > 0, scale, now)
-        stored = torch.where(second_moment(x) < torch.inf, now, scale) if record else None
-        if stored is not None and not _is_set_outside(state, stored):
-            refuse_transformed(stored)
-            state.copy_(stored)
+        if record:
+            stored = torch.where(second_moment(x) < torch.inf, now, scale)
+            if not _is_set_outside(state, stored):
+                refuse_transformed(stored)
+                state.copy_(stored)
         scale = now
     scale = scale.squeeze()
     return torch.where(scale > 0, scale, 1.0)
@@ -302,8 +290,7 @@ def history_scale(
 
 def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, ...] | None]:
     """``x``, (..., rows, columns), not empty, with tiles as dimensions of their own, and these;
-    None for one tile. A size that the tile does not divide is padded with zeros; a smaller size is
-    one tile."""
+    None for one tile. Sizes are padded with zeros to a multiple; a smaller size is one tile."""
     if tile == (0, 0):
         return x, None
     sides = tile if axis == -1 else tile[::-1]
@@ -332,8 +319,8 @@ def grid_of(shape: Sequence[int], tile: Tile) -> list[int]:
 
 
 def widened(scale: Tensor, shape: Sequence[int], tile: Tile, broadcast: bool = False) -> Tensor:
-    """``scale``, one for each tile of the last two dimensions, for each element of ``shape``.
-    broadcast: a single tile along a dimension is not repeated."""
+    """``scale``, one for each tile, for each element of ``shape``. broadcast: a single tile along a
+    dimension is not repeated."""
     for dim, by in zip((-2, -1), tile, strict=True):
         if scale.ndim and by != 1 and not (broadcast and scale.shape[dim] == 1):
             scale = scale.repeat_interleave(by or shape[dim], dim).narrow(dim, 0, shape[dim])

@@ -22,9 +22,7 @@ LAYERS: tuple[type[nn.Module], ...] = (
     *(nn.Linear, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-"""The layers that are converted, including subclasses: their work is a product with a weight. And
-modules of any class that hold stacks of weights (`holds_experts`)."""
-
+"""The layers that are converted, including subclasses, beside those that `holds_experts` finds."""
 
 EXCEPTIONS: dict[type[nn.Module], str] = {
     nn.Bilinear: "a product of three operands",
@@ -85,14 +83,12 @@ def is_transposed(module: nn.Module) -> bool:
 def holds_experts(module: nn.Module) -> bool:
     """Whether all parameters of a module are its own stacks of matrices (experts, ., .) and biases
     (experts, .). Not a class of torch: those are layers of one weight."""
-    parameters = list(module.parameters())
+    own, parameters = list(module.parameters(recurse=False)), list(module.parameters())
     if bare_class(module).__module__.startswith("torch.") or any(map(is_lazy, parameters)):
         return False
-    stacks = [p for p in module.parameters(recurse=False) if p.dim() == 3]
-    if not stacks or len(parameters) != len(list(module.parameters(recurse=False))):
-        return False
-    experts = stacks[0].shape[0]
-    return experts > 1 and all(p.dim() in (2, 3) and p.shape[0] == experts for p in parameters)
+    experts = next((p.shape[0] for p in own if p.dim() == 3), 0)
+    alike = all(p.dim() in (2, 3) and p.shape[0] == experts for p in parameters)
+    return experts > 1 and len(own) == len(parameters) and alike
 
 
 def has_one_product(module: nn.Module) -> bool:
@@ -140,8 +136,8 @@ Where = Callable[[str, nn.Module], bool]
 
 
 def checked_where(where: Any) -> Where | None:
-    """``where``, which raises TypeError if its result is no bool. Raises TypeError unless it is a
-    function or None."""
+    """``where``, which raises TypeError for a result that is no bool; so does this for another
+    object than a function or None."""
     if where is None:
         return None
     if not callable(where):
@@ -150,9 +146,7 @@ def checked_where(where: Any) -> Where | None:
     def checked(name: str, module: nn.Module) -> bool:
         answer = where(name, module)
         if not isinstance(answer, bool):
-            raise TypeError(
-                f"where must return a bool, got {answer!r} for layer {name!r}: wrap it in bool()"
-            )
+            raise TypeError(f"where must return a bool, got {answer!r} for layer {name!r}")
         return answer
 
     return checked

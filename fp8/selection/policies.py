@@ -38,8 +38,7 @@ class Decision:
 
 def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
     """The decision of ``policy`` for each layer of ``model`` that `fp8.convert` can convert: name
-    -> `Decision`, in the order of the model. A switch is not applied: resolve
-    ``policy.at(fraction)``.
+    -> `Decision`, in the order of the model. A switch is not applied.
 
     Raises:
         ValueError: for a rule that matches no layer, a role that the model does not have, more
@@ -66,8 +65,7 @@ def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
 
 
 def _decide(policy: Policy, name: str, layer: nn.Module, rules: dict[str, Rule]) -> Decision:
-    """The decision for a layer that no exception includes. rules: those that match, by what
-    messages call them."""
+    """The decision for a layer that is no exception. rules: by what messages call them."""
     sources: list[Source] = [source_of(policy.recipe)] * len(CASTS)
     deciding = [""] * len(CASTS)
     for said, rule in rules.items():

@@ -1,9 +1,9 @@
-"""The structure of a model, and the roles of its layers, which `fp8.Policy.keep` names.
+"""The roles of layers, which `fp8.Policy.keep` names, from the structure of a model.
 
 *Blocks* are the items of an `nn.ModuleList` or `nn.Sequential` that have one class and contain
-layers. The *width* of a block is the input size of its first layer: the residual stream's. Its
-*parts* are its children (attention, MLP). Among direct children that are layers, a width-preserving
-layer starts a part, and a widening layer closes the part before it.
+layers. The *width* of a block is the input size of its first layer. Its *parts* are its children
+(attention, MLP). Among direct children that are layers, a width-preserving layer starts a part, and
+a widening layer closes the part before it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ from ..common.mixin import bare_class
 from ..recipes.policy import ROLES
 from .layers import holds_experts, is_transposed, layers_of
 
-__all__ = ["MAY_LACK", "Layers", "blocks_of", "sizes_of", "with_role", "within"]
+__all__ = ["Layers", "blocks_of", "sizes_of", "with_role", "within"]
 
 Layers = Mapping[str, nn.Module]
 """Name -> layer, in the order of the model."""
-
-MAY_LACK = ("embedding", "readout")
-"""Roles that a model may not have: it repeats its blocks and nothing else, or has only lookups."""
 
 
 def within(name: str, block: str) -> bool:
@@ -37,13 +34,8 @@ def _in_any(name: str, blocks: list[str]) -> bool:
     return any(within(name, block) for block in blocks)
 
 
-def _weighted(layers: Layers) -> Layers:
-    return {name: layer for name, layer in layers.items() if list(layer.parameters())}
-
-
 def blocks_of(model: nn.Module, layers: Layers) -> list[str]:
     """The names of the blocks, outer ones before blocks nested in them (experts)."""
-    names = _weighted(layers)
     blocks = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
@@ -51,7 +43,7 @@ def blocks_of(model: nn.Module, layers: Layers) -> list[str]:
         items = [f"{path}.{key}" if path else key for key, _ in module.named_children()]
         if not path and len(items) == 1:  # a wrapper around a model
             continue
-        inside = all(any(within(name, item) for name in names) for item in items)
+        inside = all(any(within(name, item) for name in layers) for item in items)
         if inside and len({bare_class(child) for child in module.children()}) == 1:
             blocks += items
     return blocks
@@ -92,7 +84,6 @@ def _parts(path: str, block: nn.Module, layers: Layers) -> list[list[str]]:
 def _outside(model: nn.Module, layers: Layers, reads: bool) -> dict[str, str]:
     """The layers outside of all blocks that read the residual stream, or those that do not: by the
     side that has its width, or else by their position, after the first block or before."""
-    layers = _weighted(layers)
     names, blocks = list(layers), blocks_of(model, layers)
     if not blocks:
         last = names[-1:] if reads else []
@@ -112,7 +103,6 @@ def _outside(model: nn.Module, layers: Layers, reads: bool) -> dict[str, str]:
 
 def _residual(model: nn.Module, layers: Layers) -> dict[str, str]:
     """The last layer of each part of a block, if its output has the width of the block."""
-    layers = _weighted(layers)
     blocks = blocks_of(model, layers)
     reasons = {}
     for name, layer in layers.items():
@@ -132,8 +122,8 @@ def _residual(model: nn.Module, layers: Layers) -> dict[str, str]:
 
 
 def _router(model: nn.Module, layers: Layers) -> dict[str, str]:
-    """Layers inside of a block with as many outputs as a list of modules, or a stack of weights,
-    beside them or their parent has entries."""
+    """Layers of a block with as many outputs as a list of modules, or a stack of weights, beside
+    them or their parent has entries."""
     blocks = blocks_of(model, layers)
     reasons = {}
     for name, layer in layers.items():
@@ -150,8 +140,7 @@ def _router(model: nn.Module, layers: Layers) -> dict[str, str]:
 
 
 def _counts(parent: nn.Module, but: nn.Module) -> set[int]:
-    """The lengths of lists of modules and of stacks in ``parent`` and its children, ``but``
-    aside."""
+    """The lengths of lists of modules and of stacks in ``parent`` and its children but ``but``."""
     modules = (parent, *parent.children())
     stacks = [p for m in modules if m is not but for p in m.parameters(recurse=False)]
     lengths = {p.shape[0] for p in stacks if not is_lazy(p) and p.dim() == 3}
@@ -168,16 +157,12 @@ _FINDERS: dict[str, Callable[[nn.Module, Layers], dict[str, str]]] = {
 
 
 def with_role(role: str, model: nn.Module, layers: Layers) -> dict[str, str]:
-    """The layers of ``model`` with a role of `fp8.recipes.policy.ROLES`: name -> reason.
-
-    layers: name -> layer, those that can be converted. Empty if only modules that are never
-    converted have the role: lookups, and layers whose products are their own.
-
-    Raises ValueError if nothing in the model has the role: it cannot be determined.
-    """
+    """The layers of ``model`` with a role of `fp8.recipes.policy.ROLES`: name -> reason. layers:
+    those that can be converted. Empty if only others have the role: lookups, and layers whose
+    products are their own. Raises ValueError if nothing has the role "residual" or "router"."""
     reasons = _FINDERS[role](model, layers)
     every = {name: layer for name, layer, _ in layers_of(model)}
-    if not reasons and role not in MAY_LACK and not _FINDERS[role](model, every):
+    if not reasons and role in ("residual", "router") and not _FINDERS[role](model, every):
         raise ValueError(
             f"role {role!r} is not found in this {bare_class(model).__name__}: {ROLES[role]}. Use "
             "a rule with the names of the layers"
