@@ -40,7 +40,7 @@ from ..formats.rounding import Grid, divided
 from ..recipes import scaling
 from ..recipes.cast import Cast
 from ..recipes.rules import CORRECTED, POWERS, UNITS
-from ..recipes.scaling import inverse_of, scale_of, scaled_tiles, with_margin
+from ..recipes.scaling import inverse_of, scale_of, scaled_tiles, scales_and_unit, with_margin
 from ..tensors.scaled_tensor import dequantized
 from .counts import Observed, observe
 from .measuring import measuring
@@ -165,11 +165,15 @@ def _rounded_in_graph(x: Tensor, spec: LoweredCast, axis: int, history: Tensor |
     return rounded(x, spec, axis, history)[0]
 
 
-def rounded(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """`cast_values` with a straight-through gradient."""
+def rounded(
+    x: Tensor, spec: LoweredCast | None, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`cast_values` with a straight-through gradient, if there is a cast."""
+    if spec is None:
+        return x, None
     x = as_read(x)
     differentiable = torch.is_grad_enabled() or _has_tangent(x)
-    return cast_values(x, *args, **kwargs, differentiable=differentiable)
+    return cast_values(x, spec, *args, **kwargs, differentiable=differentiable)
 
 
 def as_read(x: Tensor) -> Tensor:
@@ -276,10 +280,10 @@ def _rounded(
         y = round_operand(x, grid, spec.rounding, scale, inverse)
         whole = scale
     else:
-        values, whole, tiles, _ = by_tiles(x, spec, axis, of)
+        values, whole, _, _ = by_tiles(x, spec, axis, of)
         y = untiled(values.mul_(whole).to(x.dtype), x, spec.tile, axis)
         if label:
-            whole = untiled(whole.expand(tiles.shape), x, spec.tile, axis)
+            whole = untiled(whole.expand(values.shape), x, spec.tile, axis)
     if label:
         measured = rule is None and not spec.margin and scale is not None
         observe(label, Observed(x, y, whole, format_of(spec), measured))
@@ -288,21 +292,21 @@ def _rounded(
 
 def by_tiles(
     x: Tensor, spec: LoweredCast, axis: int, of: Any = None, converts: bool = False
-) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """The numbers of the format in ``x``, the scales of tiles, `scaled_tiles` of x and the
-    dimensions of a tile. of: as in `_rounded`. converts: as in `quantized`."""
+) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...]]:
+    """The numbers of the format in ``x``, the scales of tiles, their unit (of rules in UNITS) and
+    the dimensions of a tile. of: as in `_rounded`. converts: as in `quantized`."""
     assert spec.rule is not None
     rule, format = spec.rule, format_of(spec)
     tiles, dims = scaled_tiles(x, spec.tile, axis)
     assert dims is not None
-    scale = with_margin(_scales_of(tiles, dims, spec, axis, of), spec.margin, rule)
+    scale, unit = _scales_of(tiles, dims, spec, axis, of)
     scale = in_memory(scale) if converts else scale
     units = in_units(tiles.detach().to(scale.dtype), scale, rule)
     values = quantize_operand(units, format, unscaled=tiles, **rounding_of(spec, converts))
-    if rule in CORRECTED:
-        unit, count = tensor_unit(tiles, dims, spec, of), spec.hadamard // spec.tile[1]
-        scale = scaling.corrected(units, values, scale, unit, dims, max(count, 1))
-    return values, scale, tiles, dims
+    if rule in CORRECTED and unit is not None:
+        count = max(spec.hadamard // spec.tile[1], 1)
+        scale = scaling.corrected(units, values, scale, unit, dims, count)
+    return values, scale, unit, dims
 
 
 def in_units(x: Tensor, scale: Tensor, rule: str | None) -> Tensor:
@@ -322,8 +326,8 @@ def _amax_of(x: Any) -> Tensor:
 
 def _scales_of(
     tiles: Tensor, dims: tuple[int, ...], spec: LoweredCast, axis: int, of: Any
-) -> Tensor:
-    """`scale_of` for tiles of a tensor, or of the local part of the DTensor ``of``."""
+) -> tuple[Tensor, Tensor | None]:
+    """`scales_and_unit` of tiles of a tensor, or of the local part of the DTensor ``of``."""
     assert spec.rule is not None
     unit, rule, format = None, spec.rule, format_of(spec)
     if of is not None:
@@ -331,20 +335,13 @@ def _scales_of(
             if by > 1:
                 check_whole(of, dim, by)
         if rule in UNITS:
-            unit = scaling.unit_of(_amax_of(of), None, format, rule)
+            amax = _amax_of(of)
+            unit = UNITS[rule](amax.to(torch.promote_types(amax.dtype, torch.float32)), format)
         elif 0 in spec.tile:
             tiles = reduced(of, scaling.largest_finite(tiles, dims), [axis], "max")
-    return scale_of(tiles, dims, format, rule, unit)
-
-
-def tensor_unit(
-    tiles: Tensor, dims: tuple[int, ...] | None, spec: LoweredCast, of: Any = None
-) -> Tensor:
-    """The unit of the scales of a rule in UNITS. of: as in `_rounded`."""
-    assert spec.rule is not None
-    of_all = (tiles, dims) if of is None else (_amax_of(of), None)
-    unit = scaling.unit_of(*of_all, format_of(spec), spec.rule)
-    return with_margin(unit, spec.margin, spec.rule)
+    scale, unit = scales_and_unit(tiles, dims, format, rule, unit)
+    unit = None if unit is None else with_margin(unit, spec.margin, rule)
+    return with_margin(scale, spec.margin, rule), unit
 
 
 def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
@@ -435,8 +432,7 @@ def quantized(
             observe(spec.label, Observed(units, values, None, format))
         result = QuantizedOperand(values, static_scale(0, x) if scale is None else scale)
     else:
-        values, scale, tiles, dims = by_tiles(x, spec, axis, converts=converts)
-        unit = tensor_unit(tiles, dims, spec) if spec.rule in UNITS else None
+        values, scale, unit, dims = by_tiles(x, spec, axis, converts=converts)
         scale = scale.squeeze(dims) if spec.tile[1] else scale
         result = QuantizedOperand(untiled(values, x, spec.tile, axis), scale, unit)
     return result.mT if axis == -2 else result

@@ -93,15 +93,20 @@ def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     return size.amax() if dims is None else size.amax(dims, keepdim=True)
 
 
-def scale_of(
+def scale_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) -> Tensor:
+    """The scale factors of `scales_and_unit`."""
+    return scales_and_unit(x, dims, format, rule)[0]
+
+
+def scales_and_unit(
     x: Tensor,
     dims: tuple[int, ...] | None,
     format: Format,
     rule: str,
     unit: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """The scale factors of the finite values of ``x``, not empty: one along ``dims``, kept as 1, or
-    of all (None). From 2**-126 to 2**127; 1 for zeros. unit: 0-dim; None is `unit_of` x.
+    of all (None); from 2**-126 to 2**127; 1 for zeros. And their unit, 0-dim, for a rule in UNITS.
 
     A scale stored in eight bits (a rule in UNITS, or with suffix `E8M0`, which begins at 2**-127)
     is NaN if its tile has Inf or NaN, and so becomes the tile, as in microxcaling; torchao treats
@@ -111,7 +116,7 @@ def scale_of(
     name, x = rule.removesuffix(E8M0), x.detach()
     if rule == name and rule not in UNITS:
         amax = largest_finite(x, dims).to(dtype)
-        return defined(RULES[name](amax, format), amax)
+        return defined(RULES[name](amax, format), amax), None
     amax = _largest(x, dims).to(dtype)
     finite = amax < torch.inf
     amax = torch.where(finite, amax, 0.0)
@@ -122,13 +127,7 @@ def scale_of(
         other = _by_rule((1.5 * amax).clamp(max=torch.finfo(dtype).max), format, rule, unit)
         better = _error(x, dims, format, other, scale) < _error(x, dims, format, scale, scale)
         scale = torch.where(better, other, scale)
-    return torch.where(finite, scale, torch.nan)
-
-
-def unit_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) -> Tensor:
-    """The unit of the scales by a rule in UNITS, 0-dim. x is not empty."""
-    amax = _largest(x.detach(), dims).to(torch.promote_types(x.dtype, torch.float32))
-    return UNITS[rule](torch.where(amax < torch.inf, amax, 0.0), format)
+    return torch.where(finite, scale, torch.nan), unit
 
 
 def _by_rule(amax: Tensor, format: Format, rule: str, unit: Tensor | None) -> Tensor:
