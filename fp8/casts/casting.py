@@ -48,22 +48,20 @@ from .rotation import rotated
 
 
 class LoweredCast(NamedTuple):
-    """A `Cast` as strings and numbers, which autograd functions and compiled graphs accept. Without
-    a rule the scale comes from a history (scaling "static"), or is ``2**margin``."""
+    """A `Cast` as strings and numbers, which autograd functions and compiled graphs accept. format:
+    a name in FORMATS, or a `Format.text`. rule: with suffix `E8M0` if the scale is stored in that
+    format. Without one the scale comes from a history (scaling "static"), or is ``2**margin``.
+    label: of the operand for `fp8.stats`; "": not sampled."""
 
     format: str
-    """A name in FORMATS, or a `Format.text`."""
     rule: str | None
-    """A name in RULES, with suffix `E8M0` if the scale is stored in that format."""
     tile: tuple[int, int]
-    """The elements that share a scale, across and along the summed axis; 0: all."""
     margin: int
     rounding: str
     overflow: str
     hadamard: int
     signs: str = "fixed"
     label: str = ""
-    """The operand's label for `fp8.stats`; "": not sampled."""
 
     @property
     def settings(self) -> LoweredCast:
@@ -135,9 +133,8 @@ def cast_forward(
     operand: str = "input",
     exponent: int = 0,
 ) -> Tensor:
-    """``x`` rounded under ``cast``, without its rotation; straight-through gradient, also where
-    values saturate. name: of the product, for `fp8.stats`. While `fp8.calibrate` measures, ``x`` is
-    measured and returned."""
+    """``x`` rounded under ``cast``, without its rotation, with a straight-through gradient; or,
+    while `fp8.calibrate` measures, measured. name: of the product, for `fp8.stats`."""
     if cast is None:
         return x
     if (pass_ := measuring()) is not None:

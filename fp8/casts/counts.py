@@ -122,8 +122,7 @@ def _path_of(weight: Tensor | None, model: nn.Module) -> str | None:
 
 
 def _check_scale(layer: str, operand: str, units: Tensor, format: Format, about: Any) -> None:
-    """Warns, once for ``about``, of a static scale far from the RMS of its operand, ``units`` of
-    it."""
+    """Warns, once for ``about``, of a static scale far from the RMS of its operand, ``units``."""
     try:
         ratio = math.sqrt(float(units.square().mean()))
     except RuntimeError:
@@ -155,8 +154,7 @@ _SAMPLE = 1 << 14
 
 
 class CastLossCheck:
-    """Warns once about values that casts without a scale lose, and about an operand far from its
-    static scale."""
+    """Warns once about what casts without a scale lose, and about drift from a static scale."""
 
     def __init__(self, recipe: str) -> None:
         self.recipe = recipe

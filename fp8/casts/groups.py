@@ -4,7 +4,7 @@ graph holds the casts of an operand as one opaque operator."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from .casting import LoweredCast, rounded
 
 
 def pieces(x: Tensor, offs: Tensor | None, axis: int) -> list[Tensor]:
-    """Views of the groups of ``x``. axis: the split one, of a matrix. Raises ValueError for ends
-    that descend or exceed its size."""
+    """Views of the groups of ``x``, of which ``axis`` is split. Raises ValueError for bad ends."""
     if offs is None or x.ndim == 3:
         return list(x.unbind())
     ends, size = [0, *offs.tolist()], x.shape[axis]
@@ -33,11 +32,6 @@ def product_shape(a: Tensor, b: Tensor, offs: Tensor | None) -> list[int]:
     if a.ndim == b.ndim:
         shape = [a.shape[0] if offs is None else offs.shape[0], *shape]
     return shape
-
-
-def group_states(history: Tensor) -> list[Tensor]:
-    """The state of each group, as `fp8.recipes.history.LayerState.buffer` has that of a matrix."""
-    return [state if bool(state.any()) else state[None] for state in history.unbind()]
 
 
 def aligned(offs: Tensor | None, spec: LoweredCast | None) -> Tensor | None:
@@ -68,12 +62,12 @@ def _cast_groups(
     """The cast operand, its scale factors, and the history afterwards. text, label: of the cast."""
     spec = LoweredCast.from_text(text, label)
     y, scales, after = _results(x, offs, history, split, axis, spec.hadamard)
-    states: list[Tensor] = [] if history is None else group_states(after)
+    # As `fp8.recipes.history.LayerState.buffer` has that of a matrix.
+    states = [state if bool(state.any()) else state[None] for state in after]
     ends = aligned(offs, spec) if split == axis else offs
     parts = (pieces(x, offs, split), pieces(y, ends, split), pieces(scales, ends, split))
-    for i, (part, values, scaled) in enumerate(zip(*parts, strict=True)):
+    for part, values, scaled, state in zip_longest(*parts, states):
         if part.numel():
-            state = states[i] if states else None
             cast, scale = rounded(part, spec, axis, state, record, signs)
             values.copy_(cast)
             if scale is not None:
@@ -89,9 +83,8 @@ def _(x, offs, history, signs, split, axis, record, text, label):  # type: ignor
 def _results(
     x: Tensor, offs: Tensor | None, history: Tensor | None, split: int, axis: int, hadamard: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `_cast_groups` returns if all groups are empty: zeros, of which a rotation pads the
-    summed axis or each group along it; scale factors of 1, one for each group of a stack or for
-    each row or column that is split; the history."""
+    """What `_cast_groups` returns for empty groups: zeros, padded for a rotation of each along the
+    summed axis; a scale of 1 for each group of a stack or each split row; the history."""
     shape, scales = list(x.shape), [x.shape[0], 1, 1] if x.ndim == 3 else [1, 1]
     if hadamard and offs is not None and x.ndim == 2 and split == axis:
         shape[axis] += offs.shape[0] * (hadamard - 1)

@@ -1,6 +1,5 @@
 """The operands of a layer's three products: their casts, which of them share one copy, and how they
-are saved for the backward pass: with one scale factor in the dtype of their format, restored bit
-for bit; under torch.func unchanged.
+are saved for the backward pass: with one scale factor in the dtype of their format, bit for bit.
 """
 
 from __future__ import annotations
@@ -115,8 +114,7 @@ def copies_of(casts: Casts) -> Copies:
 
 
 class SavedOperand(NamedTuple):
-    """A tensor to save, its cast and scale. source: what was cast, which has its gradient; None for
-    an input itself."""
+    """A tensor to save, its cast and scale. source: what was cast; None for an input itself."""
 
     values: Tensor
     spec: LoweredCast | None = None
@@ -125,8 +123,7 @@ class SavedOperand(NamedTuple):
 
 
 def save_operands(ctx: Any, *operands: SavedOperand) -> None:
-    """Saves operands for the backward pass, as bytes where that is smaller. The first saved tensor
-    is empty: see `fp8.casts.casting._Round`."""
+    """Saves operands, as bytes where that is smaller, after an empty tensor (`casting._Round`)."""
     recorded, compiling = is_recorded(ctx), torch.compiler.is_compiling()
     saved = [] if compiling else [operands[0].values.new_empty((0,))]
     encodings, sources = [], []

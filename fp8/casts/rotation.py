@@ -41,8 +41,7 @@ def rotation_signs(spec: Any, like: Tensor) -> Tensor | None:
 
 @compiled_as(lambda x, like: x + like[:0].sum())
 def _after(x: Tensor, like: Tensor) -> Tensor:
-    """``x``; in a graph plus the sum of no elements of ``like``: else torch's partitioner may draw
-    other signs in the backward graph (torch 2.13)."""
+    """``x``, after ``like`` in a graph: torch 2.13 may draw other signs in the backward graph."""
     return x
 
 

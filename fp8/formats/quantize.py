@@ -60,15 +60,13 @@ def quantize(
         overflow: "saturate": values beyond the largest value, including Inf, become the largest
             value with their sign. "nonfinite": they become Inf if the format has Inf, else NaN. As
             in IEEE 754 the rounded value decides.
-        scale: the scale factor: a positive float, or a tensor of positive values that broadcasts to
-            `x`. It is applied in float32 (float64 for float64), exactly for powers of two. For
-            tensors outside of the CPU and in compiled code, values that are not positive and finite
-            give NaN instead of an error.
+        scale: a positive float, or a tensor of positive values that broadcasts to `x`, applied in
+            float32 (float64 for float64), exactly for powers of two. For tensors outside of the CPU
+            and in compiled code, other values give NaN instead of an error.
         seed: for "stochastic", an int, a 0-dim int64 tensor, or a sequence of these such as (seed,
-            step, stream). The same seed gives the same result in eager and compiled code and on
-            every device; element i in row-major order has the same random bits for all strides.
-            None draws a seed from torch's default generator: reproducible under torch.manual_seed,
-            but different in eager and compiled code.
+            step, stream). The same seed gives the same result in eager and compiled code, on every
+            device and for all strides. None draws a seed from torch's default generator:
+            reproducible under torch.manual_seed, but different in eager and compiled code.
         random_bits: for "stochastic", the number of random bits, 1 to 31; hardware has few. The
             probability of rounding up is a multiple of 2**-random_bits.
 
@@ -198,11 +196,6 @@ def check_dtype(x: Tensor) -> None:
         allowed = ", ".join(map(dtype_name, DTYPES))
         raise TypeError(f"cannot quantize {x.dtype}; allowed are {allowed}")
     _refuse_sparse(x)
-
-
-def is_dense(x: object) -> bool:
-    """Whether ``x`` is a dense floating-point tensor, which casts support."""
-    return isinstance(x, Tensor) and x.dtype.is_floating_point and x.layout == torch.strided
 
 
 @eager_only()  # the compiler knows the layout of inputs alone

@@ -1,8 +1,5 @@
-"""Counter-based random bits: a hash of a key and the position of an element.
-
-It uses only integer arithmetic of torch, so eager and compiled code give the same bits on every
-device, and a compiler can fuse it with surrounding code.
-"""
+"""Counter-based random bits: a hash of a key and the position of an element, by integer arithmetic
+of torch alone: the same in eager and compiled code on every device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Rounding to a grid: the inner loop of `fp8.quantize`.
-
-It uses only exact floating-point and integer operations of torch, so eager and compiled code give
-the same values on every device, and a compiler can fuse it with surrounding code.
-"""
+"""Rounding to a grid, the inner loop of `fp8.quantize`, by exact operations alone: the same in eager
+and compiled code on every device."""
 
 from __future__ import annotations
 
@@ -72,8 +69,7 @@ def divided(x: Tensor, by: Tensor | float) -> Tensor:
 
 def round_to_grid(x: Tensor, grid: Grid, bits: Tensor | None = None) -> Tensor:
     """`x`, float32 or float64, rounded to the values of `grid` in a new tensor: to nearest, or by
-    the low 31 of random ``bits``, int32 like `x`. NaN stays NaN. Exact under
-    torch.set_flush_denormal(True)."""
+    the low 31 of random ``bits``. NaN stays NaN. Exact under torch.set_flush_denormal(True)."""
     layout = LAYOUTS[x.dtype]
     if bits is None and _fits_floats(grid, layout):
         return _round_by_magic(x, grid, layout)
@@ -91,8 +87,7 @@ def saturated(x: Tensor, unscaled: Tensor, grid: Grid) -> Tensor:
 
 
 def _fits_floats(grid: Grid, layout: Layout) -> bool:
-    """Whether `_round_by_magic` is exact: two mantissa bits to spare, room above the largest value,
-    and subnormals of the dtype far below every step."""
+    """Whether `_round_by_magic` is exact: there are bits to spare, and room above and below."""
     top = math.frexp(grid.largest)[1] - 1
     return (
         grid.mantissa_bits <= layout.mantissa_bits - 2

@@ -34,13 +34,12 @@ class Cast:
         history: for scaling "delayed", the number of passes considered; None is 16. For other
             scalings 0; "static" stores one scale.
         rounding, overflow: as in `fp8.quantize`, except that Inf does not saturate: it stays Inf if
-            the format has Inf, and becomes NaN otherwise. Stochastic rounding uses a new seed each
+            the format has Inf, and becomes NaN otherwise. Stochastic rounding has a new seed each
             time. It is unbiased where no value saturates: not with rules that may round a scale
-            down ("floor", "even", "e4m3", "e4m3_4_6"), and without a scale up to the largest value.
+            down ("floor", "e4m3", "e4m3_4_6"), and without a scale up to the largest value.
         hadamard: 2 to 128, a power of two: the operand is first rotated by a random Hadamard matrix
-            of this size along the axis that the product sums over, which cancels in the product. 0:
-            no rotation. Both operands of a product need the same value. Only products of two
-            matrices have rotations; convolutions and attention omit them.
+            of this size along the axis that the product sums over, which cancels in the product; 0:
+            no rotation. The same for both operands. Convolutions and attention omit rotations.
         signs: of the rotation: "fixed": the same signs in all products (arXiv:2509.25149, section
             4.2); "random": drawn for each product, the same signs for both operands.
 

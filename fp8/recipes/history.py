@@ -24,9 +24,8 @@ class MeasuredScales:
 
 
 class LayerState:
-    """The states of a layer's operands in one call. A layer of several products names each by its
-    order, ``fp8_amax_001_grouped_mm_input``, or by its stack of weights,
-    ``fp8_amax_down_proj_3_linear_input``."""
+    """The states of a layer's operands in one call. Of several products, each is named by its order
+    or its stack of weights: fp8_amax_001_matmul_input, fp8_amax_down_proj_3_linear_input."""
 
     def __init__(self, layer: Any) -> None:
         self._layer, self._products = layer, 0

@@ -249,8 +249,6 @@ class Policy:
     def from_json(text: str | Path) -> Policy:
         """The policy in ``text``: JSON (starting with a brace), or else the path of a file. Raises
         as `from_dict`, ValueError for text that is not JSON, OSError for a missing file."""
-        if not isinstance(text, str | Path):
-            raise TypeError(f"a policy is read from JSON text or a path, not from {text!r}")
         if isinstance(text, Path) or not text.lstrip().startswith("{"):
             text = Path(text).read_text(encoding="utf-8")
         return Policy.from_dict(json.loads(text))

@@ -53,14 +53,12 @@ class Recipe:
         grad: the gradient of the output.
         accumulate: the accelerator whose sums linear layers and matrix products of operands in e4m3
             and e5m2 have: "ada" or "hopper" (`fp8.recipes.tensor_cores.TENSOR_CORES`). Other
-            products, and those of which an operand is not cast, sum as torch does. On a CPU it
-            takes 10 to 20 times a product in float32. None: torch's sums.
+            products, and those of which an operand is not cast, have torch's. None: all have.
         promote: the number of products after which a sum of the accelerator ends and is added in
             float32; 0: after all. Needs ``accumulate``.
         fast_sums: the products ("forward", "grad_input", "grad_weight") that kernels of Hopper sum
             in their accumulator of 14 bits, without float32 sums in between, as torchao and
-            TransformerEngine do by default in the forward product. Other devices, and simulation
-            without ``accumulate``, do not differ.
+            TransformerEngine do by default in the forward product. Other devices do not differ.
         grad_input_weight, grad_weight_grad, grad_weight_input: a different Cast (or None) of the
             weight, the gradient and the input in the product named first; "same": the cast above.
 

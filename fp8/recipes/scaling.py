@@ -243,8 +243,7 @@ def nearest_power(moment: Tensor) -> Tensor:
 
 
 def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
-    """The scale that ``state`` holds; if it is not set, (1,), that of the finite values of ``x``,
-    stored (record) if all are finite."""
+    """The scale in ``state``; if that is not set, (1,), of ``x``, stored (record) if finite."""
     scale = state.float()
     if not state.dim():
         return _read(scale)
@@ -271,8 +270,7 @@ def _read(state: Tensor) -> Tensor:
 
 @eager_only(False)
 def _is_set_outside(state: Tensor, stored: Tensor) -> bool:
-    """Whether ``stored`` is computed under a transform of `torch.func` outside of which ``state``
-    is set."""
+    """Whether ``state`` is set outside of a transform of `torch.func` that computes ``stored``."""
     if torch.func.debug_unwrap(stored) is stored:
         return False
     return bool((torch.func.debug_unwrap(state) > 0).all())
@@ -318,8 +316,7 @@ def grid_of(shape: Sequence[int], tile: Tile) -> list[int]:
 
 
 def widened(scale: Tensor, shape: Sequence[int], tile: Tile, broadcast: bool = False) -> Tensor:
-    """``scale``, one for each tile, for each element of ``shape``. broadcast: a single tile along a
-    dimension is not repeated."""
+    """``scale``, of tiles, for each element of ``shape``. broadcast: not repeated for one tile."""
     for dim, by in zip((-2, -1), tile, strict=True):
         if scale.ndim and by != 1 and not (broadcast and scale.shape[dim] == 1):
             scale = scale.repeat_interleave(by or shape[dim], dim).narrow(dim, 0, shape[dim])

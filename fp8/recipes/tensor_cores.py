@@ -2,9 +2,8 @@
 
 A tensor core adds a few products to its accumulator at once: it aligns them to the largest exponent
 among them, truncates each 13 bits below that, adds the truncated ones exactly, and rounds the sum
-to 13 bits of fraction. The arithmetic was measured on the devices by others and is published with a
-model of every instruction (arXiv:2511.10909, arXiv:2512.07004, package mmasim 2.1.1, the oracle of
-the tests). `fp8.lab.sums` computes it.
+to 13 bits of fraction (measured on devices: arXiv:2511.10909, arXiv:2512.07004, package mmasim
+2.1.1, the oracle of the tests). `fp8.lab.sums` computes it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ FORMATS = ("e4m3", "e5m2")
 
 
 class Instruction(NamedTuple):
-    """A matrix instruction: how many products it adds at once, in the order of k, and the exponent
-    of a zero product and of a zero sum."""
+    """How many products are added at once, in the order of k, and the exponent of a zero."""
 
     step: int
     of_zero: int

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ..common.mixin import bare_class
-from ..formats.quantize import is_dense
 from ..recipes.history import has_scales
 from ..recipes.recipe import PLAIN, STATIC, UNIT, Recipe
 
@@ -106,7 +106,7 @@ def _why_not(module: nn.Module, owner: str | None) -> str | None:
     if library in ADAPTERS:
         return f"a layer of {library}, which computes its products"
     for parameter in module.parameters(recurse=False):
-        if not is_dense(parameter):
+        if not parameter.dtype.is_floating_point or parameter.layout != torch.strided:
             return f"no recipe casts its weight: {parameter.dtype}, {parameter.layout}"
     is_layer = isinstance(module, LAYERS) or is_transposed(module)
     if is_layer or holds_experts(module):
@@ -136,8 +136,7 @@ Where = Callable[[str, nn.Module], bool]
 
 
 def checked_where(where: Any) -> Where | None:
-    """``where``, which raises TypeError for a result that is no bool; so does this for another
-    object than a function or None."""
+    """``where``; raises TypeError for what is no function, and when called, for no bool."""
     if where is None:
         return None
     if not callable(where):

@@ -122,8 +122,7 @@ def _residual(model: nn.Module, layers: Layers) -> dict[str, str]:
 
 
 def _router(model: nn.Module, layers: Layers) -> dict[str, str]:
-    """Layers of a block with as many outputs as a list of modules, or a stack of weights, beside
-    them or their parent has entries."""
+    """Layers of a block with an output for each entry of a list or stack beside them or above."""
     blocks = blocks_of(model, layers)
     reasons = {}
     for name, layer in layers.items():

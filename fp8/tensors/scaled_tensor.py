@@ -66,9 +66,9 @@ class Memory:
 class ScaledTensor(Tensor):
     """A tensor of ``dtype`` with the values ``stored * scale``.
 
-    Created by `scaled`. These operations return a ScaledTensor without rounding again: moving,
-    transposing, reshaping and conversion to another supported dtype. Any other result is a plain
-    tensor. Multiplication or division by one number in place only changes the scale.
+    Moving, transposing, reshaping and conversion to another supported dtype return a ScaledTensor
+    without rounding again. Any other result is a plain tensor. Multiplication or division by one
+    number in place only changes the scale.
 
     In-place operations are exact: they store the values of the whole tensor in float32, with a
     scale of None. `store` rounds them to the format again. ``copy_`` does so at once if no value
@@ -351,8 +351,7 @@ def keep_gradients_in(parameter: Any, grad_format: str | None) -> None:
 
 
 class _Rounding:
-    """The hook of `keep_gradients_in`. It holds no parameter, a cycle: a gradient is the first one
-    if the memory of the last one is gone."""
+    """The hook of `keep_gradients_in`: a gradient is the first if that of the last is gone."""
 
     def __init__(self, format: str) -> None:
         self.format = format
@@ -448,8 +447,7 @@ def _copy_(func: Any, x: Tensor, source: Any, non_blocking: bool = False) -> Ten
 
 @eager_only(otherwise=None)
 def _exact(x: ScaledTensor, numbers: Tensor) -> tuple[Tensor, Tensor] | None:
-    """``numbers`` in the format of ``x`` and their scales; None if that rounds them, or if ``x`` is
-    not in its format."""
+    """``numbers`` in the format of ``x`` and their scales; None if rounded, or ``x`` is wider."""
     format = FORMATS[x.format]
     if x.scale is None or not x.is_whole():
         return None
@@ -521,5 +519,4 @@ SHORTCUTS: dict[Any, Callable[..., Any]] = {
     aten.add_.Tensor: _add_,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
-"""Operation -> its implementation for a ScaledTensor in place of `_computed`; NotImplemented for
-unsupported arguments."""
+"""Operation -> its implementation in place of `_computed`, or NotImplemented for arguments."""
