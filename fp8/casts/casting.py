@@ -388,12 +388,9 @@ class _RoundGradient(Function):
         return rounded(grad, ctx.spec, -1, ctx.history, record=True)[0], None, None
 
 
-# Numbers of the format and scales, as kernels read them
-
-
 class QuantizedOperand(NamedTuple):
-    """values: float32, (..., outer, inner), summed over inner. scale: float32, 0-dim, (outer, 1),
-    or one for each tile. unit: of scales in e4m3, 0-dim."""
+    """values: of the format, float32, (..., outer, inner), summed over inner. scale: float32,
+    0-dim, (outer, 1), or one for each tile. unit: of scales in e4m3, 0-dim."""
 
     values: Tensor
     scale: Tensor

@@ -184,10 +184,8 @@ class CastLossCheck:
         if elements >= LEAST:
             of_normal = math.erf(format.min_subnormal / 2 / math.sqrt(2))
             name = operand.removesuffix(" again")
-            for count, usual, what in (
-                (zero, of_normal, "become zero"),
-                (saturated, 0.0, "saturate"),
-            ):
+            kinds = ((zero, of_normal, "become zero"), (saturated, 0.0, "saturate"))
+            for count, usual, what in kinds:
                 share = count / elements
                 text = f"{share:.0%} of the {name} of {layer} {what} in {format}"
                 self.worst, self.what = max((self.worst, self.what), (share - usual, text))

@@ -20,9 +20,7 @@ def pieces(x: Tensor, offs: Tensor | None, axis: int) -> list[Tensor]:
         return list(x.unbind())
     ends, size = [0, *offs.tolist()], x.shape[axis]
     if any(a > b for a, b in pairwise(ends)) or ends[-1] > size:
-        raise ValueError(
-            f"offs must ascend from 0 to at most {size}, the size that it splits, got {ends[1:]}"
-        )
+        raise ValueError(f"offs must ascend from 0 to at most {size}, the size, got {ends[1:]}")
     return [x.narrow(axis, start, end - start) for start, end in pairwise(ends)]
 
 

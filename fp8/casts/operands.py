@@ -110,9 +110,6 @@ def copies_of(casts: Casts) -> Copies:
     return Copies(a, b, needed)
 
 
-# Saved for the backward pass
-
-
 class SavedOperand(NamedTuple):
     """A tensor to save, its cast and scale. source: what was cast; None for an input itself."""
 

@@ -209,9 +209,7 @@ def _refuse_sparse(x: Tensor) -> None:
 def refuse_nested(x: Tensor) -> None:
     """Raises NotImplementedError for a nested tensor; the operator @ would hide a TypeError."""
     if x.is_nested:
-        raise NotImplementedError(
-            "a nested tensor cannot be quantized; give a padded one, or its values()"
-        )
+        raise NotImplementedError("a nested tensor cannot be quantized; pad it, or give values()")
 
 
 def _checked(
@@ -250,10 +248,7 @@ def _grid(
         largest = math.floor(largest / step) * step
     beyond: float | None = largest if overflow == "saturate" else format.nonfinite
     if beyond is None:
-        raise ValueError(
-            f"format {format.name!r} has neither Inf nor NaN for overflow='nonfinite'; "
-            "use overflow='saturate'"
-        )
+        raise ValueError(f"format {format.name!r} has neither Inf nor NaN for overflow='nonfinite'")
     steps, values = (format.mantissa_bits, format.min_exponent), (largest, beyond)
     return Grid(*steps, *values, format.negative_zero, random_bits, infinity)
 
@@ -271,9 +266,7 @@ def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
     extra = x.ndim - scale.ndim
     sizes = zip(scale.shape, x.shape[extra:], strict=False)
     if extra < 0 or any(s != n for s, n in sizes if s != 1):  # not `s in (1, n)`: n may be symbolic
-        raise ValueError(
-            f"scale of shape {tuple(scale.shape)} does not broadcast to x of shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"scale {tuple(scale.shape)} does not broadcast to x {tuple(x.shape)}")
     scale = scale.detach().to(x.device, dtype)
     valid = (scale > 0) & (scale < torch.inf)
     if reads_values(scale):

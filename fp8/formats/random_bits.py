@@ -64,13 +64,9 @@ def random_key(seed: Seed) -> Key:
 def _check_seed(part: object) -> None:
     if isinstance(part, Tensor):
         if part.dtype != torch.int64 or part.ndim != 0:
-            raise TypeError(
-                f"a seed tensor must be 0-dim int64, got {part.dtype} of shape {tuple(part.shape)}"
-            )
+            raise TypeError(f"a seed tensor is 0-dim int64, got {part.dtype}, {tuple(part.shape)}")
     elif isinstance(part, bool) or not isinstance(part, int | torch.SymInt):
-        raise TypeError(
-            f"a seed is an int, a 0-dim int64 tensor or a sequence of these, got {part!r}"
-        )
+        raise TypeError(f"a seed is an int, a 0-dim int64 tensor or several, got {part!r}")
     elif not -(2**63) <= part < 2**63:
         raise ValueError(f"seed {part} does not fit into 64 bits")
 

@@ -1,5 +1,5 @@
-"""Rounding to a grid, the inner loop of `fp8.quantize`, by exact operations alone: the same in eager
-and compiled code on every device."""
+"""Rounding to a grid, the inner loop of `fp8.quantize`, by exact operations: the same in eager and
+compiled code on every device."""
 
 from __future__ import annotations
 

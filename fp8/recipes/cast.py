@@ -112,24 +112,17 @@ class Cast:
 
     def _check_rotation(self) -> None:
         if self.hadamard not in (0, 2, 4, 8, 16, 32, 64, 128):
-            raise ValueError(
-                f"hadamard must be 0 or a power of two from 2 to 128, got {self.hadamard!r}"
-            )
+            raise ValueError(f"hadamard is a power of two from 2 to 128, got {self.hadamard!r}")
         check_choice("signs", self.signs, SIGNS)
         if self.signs == "random" and not self.hadamard:
             raise ValueError("random signs need a rotation: give hadamard too")
         if self.hadamard and self.keeps_history:
-            raise ValueError(
-                f"scaling {self.scaling!r} has no rotation: its state is that of the operand itself"
-            )
+            raise ValueError(f"scaling {self.scaling!r} has no rotation: it keeps state")
         if self.rule in CORRECTED:
             across, along = self.tile or (0, 0)
             if self.rounding != "nearest" or across != 1 or self.hadamard % along:
-                raise ValueError(
-                    f"rule {self.rule!r} rounds values to nearest, in blocks of one row and "
-                    f"rotations of whole blocks; got {self.rounding!r}, tile {self.tile} and "
-                    f"hadamard={self.hadamard}"
-                )
+                needs = "values to nearest, in blocks of one row and rotations of whole blocks"
+                raise ValueError(f"rule {self.rule!r} rounds {needs}; got {self}")
 
     @property
     def keeps_history(self) -> bool:
@@ -169,11 +162,10 @@ class Cast:
         """The Cast that `to_dict` wrote; keys other than "format" and "scaling" are optional.
         Raises as Cast, and ValueError for an unknown or missing key."""
         check_keys("Cast", values, (field.name for field in fields(Cast)), ("format", "scaling"))
-        values = dict(values)
-        if isinstance(values.get("format"), Mapping):
-            format = dict(values["format"])
+        format = values["format"]
+        if isinstance(format, Mapping):
             check_keys("Format", format, (field.name for field in fields(Format)))
             dtype = format.get("dtype")
-            format["dtype"] = None if dtype is None else getattr(torch, str(dtype), dtype)
-            values["format"] = Format(**format)
-        return Cast(**values)
+            dtype = None if dtype is None else getattr(torch, str(dtype), dtype)
+            format = Format(**{**format, "dtype": dtype})
+        return Cast(**{**values, "format": format})

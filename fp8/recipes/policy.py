@@ -90,9 +90,7 @@ class Rule:
         if isinstance(rule, Rule):
             return rule
         if not isinstance(rule, tuple | list) or len(rule) != 3:
-            raise TypeError(
-                f"a rule is a fp8.Rule or a tuple (layers, product, recipe), not {rule!r}"
-            )
+            raise TypeError(f"a rule is a Rule or a tuple (layers, product, recipe), not {rule!r}")
         layers, product, recipe = rule
         return Rule(layers, recipe, product)
 
@@ -293,8 +291,7 @@ def _read_rule(values: Any) -> Rule:
 
 
 def _read_switch(values: Any) -> tuple[Any, Any]:
-    names = ("from", "recipe")
-    check_keys("switch of a Policy", values, names, names)
+    check_keys("switch of a Policy", values, ("from", "recipe"), ("from", "recipe"))
     return values["from"], _read(values["recipe"])
 
 

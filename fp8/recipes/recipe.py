@@ -153,10 +153,8 @@ class Recipe:
             raise ValueError(f"{product} needs both operands rotated alike, {got}")
         formats = [get_format(cast.format).name for cast in casts if cast is not None]
         if self.accumulate and len(formats) == 2 and not set(formats) <= set(FORMATS):
-            raise ValueError(
-                f"accumulate={self.accumulate!r} multiplies {', '.join(FORMATS)}, not "
-                f"{' by '.join(formats)} ({product})"
-            )
+            takes = f"accumulate={self.accumulate!r} multiplies {', '.join(FORMATS)}"
+            raise ValueError(f"{takes}, not {' by '.join(formats)} ({product})")
 
     @property
     def overrides(self) -> dict[str, Cast | None]:
@@ -228,14 +226,12 @@ RECIPES: dict[str, Recipe] = {
         # et al. 2022, arXiv:2209.05433, section 3).
         _all("unit", "e4m3", "unit", grad=_E5M2),
         _all("unit_e4m3", "e4m3"),
-        # One scale per tensor.
         _all("tensor", "e4m3", "tensor", grad=_E5M2),
         # Micikevicius et al. 2022, section 3.1, with 16 passes as in FP8-LM.
         _all("delayed", "e4m3", "delayed", grad=_E5M2),
         # Powers of two, measured once: the loss scale of half precision (Micikevicius et al. 2018,
         # arXiv:1710.03740, section 3.2), for each operand.
         _all("static", "e4m3", "static", grad=_E5M2),
-        # One scale per row or block along the summed axis.
         _all("row", "e4m3", "row"),
         # The gradient of the weight in high precision (torchao's rowwise_with_gw_hp), and one scale
         # for the weight in the input gradient.
@@ -270,7 +266,6 @@ RECIPES: dict[str, Recipe] = {
         # Cook et al. (arXiv:2512.02010), section 3: "nvfp4" with scales chosen by error in all
         # casts.
         _nvfp4("four_over_six", "e4m3_4_6", "e4m3_4_6_up"),
-        # Of papers; docs/recipes.md lists the differences, and what else they do.
         # Quartet II (arXiv:2601.22813) and its published code: four over six, without square
         # blocks; MS-EDEN for gradients.
         _one_way_each(
@@ -284,7 +279,6 @@ RECIPES: dict[str, Recipe] = {
             Cast(format="e2m1", scaling="nv"),
             Cast(format="e2m1", scaling="nv", rule="e4m3_up", hadamard=16, **_RANDOM),
         ),
-        # 16-bit operands.
         _all("bf16", "bf16"),
         _all("fp16", "fp16"),
     )

@@ -40,17 +40,9 @@ _ANY = ("up", "floor", "exact")
 SCALINGS: dict[str, Scaling] = {
     "unit": Scaling("1: the operand is expected to have RMS about 1", (0, 0), ()),
     "tensor": Scaling("one of its largest magnitude, now", (0, 0), _ANY),
-    "delayed": Scaling(
-        "one of its largest magnitude in the last passes, which a converted layer keeps",
-        (0, 0),
-        _ANY,
-    ),
-    "static": Scaling(
-        "one power of two that brings it to RMS 1, measured once: `fp8.calibrate`", (0, 0), ()
-    ),
-    "row": Scaling(
-        "one for each row along the axis that is summed over: token, output channel", (1, 0), _ANY
-    ),
+    "delayed": Scaling("one of its largest magnitude in the last passes", (0, 0), _ANY),
+    "static": Scaling("one power of two that brings it to RMS 1: `fp8.calibrate`", (0, 0), ()),
+    "row": Scaling("one for each row along the summed axis: token, output channel", (1, 0), _ANY),
     "block": Scaling(
         "one for each 128 values along that axis; weights: 128 x 128", (1, 128), _ANY, free=True
     ),

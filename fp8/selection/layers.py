@@ -31,8 +31,6 @@ EXCEPTIONS: dict[type[nn.Module], str] = {
 }
 """Layers with a weight that are never converted -> the reason."""
 
-_PATCHED = "its forward was replaced on the instance: convert the model before that"
-
 
 def is_unit_scaled(module: nn.Module) -> bool:
     """Whether the module declares it: `unit_scaling.parameter.TaggedModule`."""
@@ -110,13 +108,10 @@ def _why_not(module: nn.Module, owner: str | None) -> str | None:
             return f"no recipe casts its weight: {parameter.dtype}, {parameter.layout}"
     is_layer = isinstance(module, LAYERS) or is_transposed(module)
     if is_layer or holds_experts(module):
-        return _PATCHED if "forward" in vars(module) else None
+        patched = "its forward was replaced on the instance: convert the model before that"
+        return patched if "forward" in vars(module) else None
     whys = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
     return next(whys, "its products are its own: run the model under fp8.autocast")
-
-
-_QUANTIZERS = ("bitsandbytes", "torchao")
-"""Libraries whose parameter classes hold quantized codes, whatever dtype they report."""
 
 
 def why_quantized(module: nn.Module) -> str:
@@ -124,7 +119,7 @@ def why_quantized(module: nn.Module) -> str:
     for parameter in module.parameters(recurse=False):
         kind = type(parameter)
         library = kind.__module__.partition(".")[0]
-        if library in _QUANTIZERS:
+        if library in ("bitsandbytes", "torchao"):  # whatever dtype their classes report
             return f"quantized: its weight is a {kind.__name__} of {library}"
         if not is_lazy(parameter) and parameter.dim() > 1 and parameter.element_size() == 1:
             return f"quantized: its weight is {parameter.dtype}"

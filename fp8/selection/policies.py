@@ -91,10 +91,8 @@ def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, s
     every = blocks_of(model, layers)
     blocks = [b for b in every if not any(within(b, other) for other in every)]
     if policy.first + policy.last > len(blocks):
-        raise ValueError(
-            f"first={policy.first} and last={policy.last} need that many repeated blocks, and the "
-            f"{bare_class(model).__name__} has {len(blocks)}"
-        )
+        needs = f"first={policy.first} and last={policy.last} need that many repeated blocks"
+        raise ValueError(f"{needs}, and the {bare_class(model).__name__} has {len(blocks)}")
     chosen = [(b, f"first={policy.first}") for b in blocks[: policy.first]]
     chosen += [(b, f"last={policy.last}") for b in blocks[len(blocks) - policy.last :]]
     for block, why in chosen:

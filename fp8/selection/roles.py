@@ -51,13 +51,12 @@ def blocks_of(model: nn.Module, layers: Layers) -> list[str]:
 
 def sizes_of(layer: Any) -> tuple[int, int]:
     """(inputs, outputs) of a layer; (0, -1) for other kinds of layers."""
-    for inputs, outputs in (("in_features", "out_features"), ("in_channels", "out_channels")):
-        if hasattr(layer, inputs):
-            return getattr(layer, inputs), getattr(layer, outputs)
     if isinstance(layer, nn.MultiheadAttention):
         return layer.embed_dim, layer.embed_dim
-    if hasattr(layer, "nx"):  # transformers' Conv1D
-        return layer.nx, layer.nf
+    # The last of transformers' Conv1D.
+    for names in (("in_features", "out_features"), ("in_channels", "out_channels"), ("nx", "nf")):
+        if hasattr(layer, names[0]):
+            return getattr(layer, names[0]), getattr(layer, names[1])
     return 0, -1
 
 
@@ -162,8 +161,6 @@ def with_role(role: str, model: nn.Module, layers: Layers) -> dict[str, str]:
     reasons = _FINDERS[role](model, layers)
     every = {name: layer for name, layer, _ in layers_of(model)}
     if not reasons and role in ("residual", "router") and not _FINDERS[role](model, every):
-        raise ValueError(
-            f"role {role!r} is not found in this {bare_class(model).__name__}: {ROLES[role]}. Use "
-            "a rule with the names of the layers"
-        )
+        missing = f"role {role!r} is not found in this {bare_class(model).__name__}: {ROLES[role]}"
+        raise ValueError(f"{missing}. Use a rule with the names of the layers")
     return reasons
