@@ -190,6 +190,7 @@ def cast_values(
     history: Tensor | None = None,
     record: bool | None = None,
     signs: Tensor | None = None,
+    *,
     differentiable: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """``x``, from `as_read`, rotated and rounded under a cast, and the scale of all of it; None if

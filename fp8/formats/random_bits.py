@@ -81,10 +81,8 @@ def bits_from_key(
 ) -> Tensor:
     """int32 random bits: a hash of `key` and the row-major index, from `start`."""
     count = math.prod(shape)
-    if isinstance(key, Tensor):
-        first, second = key.to(torch.int32), (key >> 32).to(torch.int32)
-    else:
-        first, second = (key + 2**31) % 2**32 - 2**31, key >> 32
+    first: Key = key.to(torch.int32) if isinstance(key, Tensor) else (key + 2**31) % 2**32 - 2**31
+    second: Key = (key >> 32).to(torch.int32) if isinstance(key, Tensor) else key >> 32
     if start + count <= 1 << INDEX_BITS:
         z = torch.arange(start, start + count, dtype=torch.int32, device=device)
     else:
