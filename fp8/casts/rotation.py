@@ -32,7 +32,7 @@ def rotation_signs(spec: Any, like: Tensor) -> Tensor | None:
     if spec is None or spec.signs == "fixed":
         return None
     if is_dtensor(like):
-        raise ValueError('signs="random" differ between processes; take signs="fixed"')
+        raise ValueError('random signs differ under tensor parallelism; take signs="fixed"')
     return _after(1.0 - 2.0 * torch.randint(2, (spec.hadamard,), device=like.device), like)
 
 
