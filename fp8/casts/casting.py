@@ -174,7 +174,7 @@ def rounded(
 
 
 def as_read(x: Tensor) -> Tensor:
-    """``x`` as a plain tensor or a whole sum of a DTensor. Raises TypeError if it has no cast."""
+    """``x``, plain or a DTensor without partial sums. Raises TypeError if it cannot be cast."""
     usual = type(x) in (Tensor, Parameter) and not x.is_nested
     if usual and x.dtype in DTYPES and x.layout == torch.strided:
         return x

@@ -15,12 +15,13 @@ from .casting import LoweredCast, rounded
 
 
 def pieces(x: Tensor, offs: Tensor | None, axis: int) -> list[Tensor]:
-    """Views of the groups of ``x``, of which ``axis`` is split. Raises ValueError for bad ends."""
+    """Views of the groups of ``x``, a stack or split along ``axis``. Raises ValueError for offsets
+    that descend or exceed its size."""
     if offs is None or x.ndim == 3:
         return list(x.unbind())
     ends, size = [0, *offs.tolist()], x.shape[axis]
     if any(a > b for a, b in pairwise(ends)) or ends[-1] > size:
-        raise ValueError(f"offs must ascend from 0 to at most {size}, the size, got {ends[1:]}")
+        raise ValueError(f"offs must ascend from 0 to at most {size}, got {ends[1:]}")
     return [x.narrow(axis, start, end - start) for start, end in pairwise(ends)]
 
 

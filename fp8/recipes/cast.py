@@ -112,7 +112,7 @@ class Cast:
 
     def _check_rotation(self) -> None:
         if self.hadamard not in (0, 2, 4, 8, 16, 32, 64, 128):
-            raise ValueError(f"hadamard is a power of two from 2 to 128, got {self.hadamard!r}")
+            raise ValueError(f"hadamard: 0 or a power of two from 2 to 128, got {self.hadamard!r}")
         check_choice("signs", self.signs, SIGNS)
         if self.signs == "random" and not self.hadamard:
             raise ValueError("random signs need a rotation: give hadamard too")

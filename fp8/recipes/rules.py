@@ -79,7 +79,8 @@ def _e4m3_up(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     """As ``e4m3``, rounded up to an e4m3 value. No value saturates, so stochastic rounding is
     unbiased. The squared error of normal data under it is 1.18 times that under ``e4m3``."""
     exact, layout = divided(divided(amax, format.max), unit), LAYOUTS[amax.dtype]
-    exact = exact * (1 - 4 * torch.finfo(exact.dtype).eps)  # an e4m3 value, with rounding errors
+    # An e4m3 value is not rounded up for the errors of these divisions.
+    exact = exact * (1 - 4 * torch.finfo(exact.dtype).eps)
     power = (exact.view(layout.integer) & layout.infinity).view(exact.dtype)
     step = power.clamp(min=_NORMAL) * 2.0**-3
     return ((exact / step).ceil() * step).clamp(_LEAST, 448.0) * unit

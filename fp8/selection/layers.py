@@ -131,7 +131,7 @@ Where = Callable[[str, nn.Module], bool]
 
 
 def checked_where(where: Any) -> Where | None:
-    """``where``; raises TypeError for what is no function, and when called, for no bool."""
+    """``where``. Raises TypeError unless it is a function or None, and where it returns no bool."""
     if where is None:
         return None
     if not callable(where):

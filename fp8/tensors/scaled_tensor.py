@@ -119,7 +119,8 @@ class ScaledTensor(Tensor):
 
     @property
     def scale(self) -> Tensor | None:
-        """float32, powers of two: 0-dim, or one for each tile. None after a write not rounded."""
+        """float32: 0-dim, or one for each tile. `store` makes it a power of two, so that values are
+        exact in float32 (8-bit ones in bfloat16 too). None after a write that is not rounded."""
         return self.memory.scale
 
     @property
@@ -447,7 +448,7 @@ def _copy_(func: Any, x: Tensor, source: Any, non_blocking: bool = False) -> Ten
 
 @eager_only(otherwise=None)
 def _exact(x: ScaledTensor, numbers: Tensor) -> tuple[Tensor, Tensor] | None:
-    """``numbers`` in the format of ``x`` and their scales; None if rounded, or ``x`` is wider."""
+    """``numbers`` in the format of ``x`` and their scales; None if that rounds, or x is wider."""
     format = FORMATS[x.format]
     if x.scale is None or not x.is_whole():
         return None
