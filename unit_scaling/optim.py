@@ -32,9 +32,9 @@ from .rules.rates import (
     UMUP,
     Kind,
     LrMult,
-    kind_of,
     lr_scale,
     lr_scale_for_depth,
+    multiplier,
 )
 
 __all__ = [
@@ -99,7 +99,8 @@ def scaled_parameters(
             learning rate of 0 leaves it unchanged. Source: Wortsman et al. 2023, arXiv 2309.14322.
         allow_non_unit_scaling_params: use the plain lr for untagged parameters instead of raising.
         lr_mult: kind -> an additional factor of the learning rate, by default that of the rule in
-            `LR_MULT`. A kind is a mup_type, or "kernel" for a weight of three or more dimensions.
+            `LR_MULT`. A kind is a mup_type, "kernel" for a weight of three or more dimensions, or
+            "few" for the largest factor of a weight by its fan-in.
             `UMUP` leaves u-muP's rates, those of unit-scaling 0.3.5.
 
     Returns:
@@ -206,7 +207,7 @@ def _factors(rule: LrScale | str, lr_mult: LrMult | None) -> LrScale:
 
 
 def _multiplied(scale: LrScale, mult: LrMult, param: ParameterData) -> float:
-    return scale(param) * mult.get(kind_of(param), 1.0)
+    return scale(param) * multiplier(mult, param)
 
 
 def _as_groups(params: ParamsT) -> list[dict[str, Any]]:

@@ -98,7 +98,7 @@ def test_positional_arguments_arrive():
 @each_optimizer
 def test_lr_mult(cls):
     """A factor for a kind beside the rule's, also in groups added later; the decay stays."""
-    mult = {"norm": 1 / 4, "bias": 0.5, "output": 1, "kernel": 2}
+    mult = {"norm": 1 / 4, "bias": 0.5, "output": 1, "kernel": 2, "few": 1}
     for parameter in parameters():
         (alone,) = lrs(cls([parameter], lr=1.0, lr_mult=UMUP))
         opt = pickle.loads(pickle.dumps(cls([parameter], 1.0, weight_decay=1e-3, lr_mult=mult)))
@@ -112,8 +112,7 @@ def test_lr_mult(cls):
 def test_default_factors():
     """Those of LR_MULT, unless another is given for the kind; u-muP's by UMUP or as a function."""
     umup = [lr_scale_func_adam(p) for p in parameters()]
-    kinds = ["weight", "bias", "norm", "output", "kernel", "weight", "kernel"]
-    factors = [LR_MULT["adam"].get(kind, 1.0) for kind in kinds]
+    factors = [1, 1 / 32, 1 / 32, 2, 2 * 12**0.5 / 4, 1, 2]
     expected = [u * f for u, f in zip(umup, factors, strict=True)]
     for mult, rates in (
         (None, expected),
@@ -123,6 +122,19 @@ def test_default_factors():
         alone = [lrs(AdamW([p], lr=1.0, lr_mult=mult))[0] for p in parameters()]
         assert alone == pytest.approx(rates)
     assert set(LR_MULT["adam"]) == set(UMUP)
+
+
+@pytest.mark.parametrize("fan_in", [1, 9, 16, 100])
+def test_the_rate_of_a_weight_of_few_inputs_is_limited(fan_in):
+    """To that of 16; also of kernels, but not of readouts."""
+    shapes = (64, fan_in), (64, 1, fan_in)
+    matrix, kernel = (Parameter(torch.ones(shape), "weight", None) for shape in shapes)
+    readout = Parameter(torch.ones(64, fan_in), "output", None)
+    for mult, limit in ((None, 1 / 4), ({"few": 1 / 8}, 1 / 8), (UMUP, 1.0)):
+        factor = min(fan_in**-0.5, limit)
+        expected = [factor, factor if mult is UMUP else 2 * factor]
+        assert lrs(AdamW([matrix, kernel], lr=1.0, lr_mult=mult)) == pytest.approx(expected)
+        assert lrs(AdamW([readout], lr=1.0, lr_mult=mult)) == [1.0 if mult is UMUP else 2.0]
 
 
 def test_lr_mult_that_cannot_be():

@@ -48,7 +48,7 @@ def test_the_default_rate_is_for_weights_that_keep_their_values_beside_others(cl
 
     torch.manual_seed(0)
     model = unit_scale(Net())
-    model(torch.randn(2, 4, 16))
+    model(2**-6 * torch.randn(2, 4, 16))
     assert model.positions.mup_scale == 2**-6
     still = [model.positions, *model.norm.parameters()]
     rest = [*model.blocks.parameters(), *model.head.parameters()]
@@ -92,7 +92,7 @@ def test_an_optimizer_made_before_the_first_call_takes_the_steps_of_one_made_aft
     x = torch.randn(8, 4, 16, dtype=torch.float64)
     other(x)
     kinds = {n: (p.mup_type, p.mup_scale) for n, p in other.named_parameters()}
-    assert kinds["positions"] == ("weight", 2**-6)
+    assert kinds["positions"] == ("bias", 1.0)
     assert kinds["blocks.5.weight"] == ("weight", 1.0)  # not the readout
     settings = {"momentum": 0.9} if cls is SGD else {}
     early, late = (cls(m.parameters(), lr=0.1, **settings) for m in (model, other))

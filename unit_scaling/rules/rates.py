@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["weight", "bias", "norm", "output", "kernel"]
-"""A mup_type, or "kernel": a weight of three or more dimensions."""
+Kind = Literal["weight", "bias", "norm", "output", "kernel", "few"]
+"""A mup_type, "kernel": a weight of three or more dimensions, or "few", see `multiplier`."""
 
 LrMult = Mapping[Kind, float]
 LrFactors = Mapping[str, Callable[[torch.Size], float]]
@@ -31,7 +31,8 @@ class LrRule:
     rate: float
     #: Additional factors by kind, which u-muP leaves open. Adam changes an entry by about its rate:
     #: a gain or a bias by its own size in a step at the best lr of the weights. Readouts and
-    #: kernels are best at a higher rate than hidden matrices. Measured in docs/learning-rates.md.
+    #: kernels are best at a higher rate than hidden matrices; u-muP's factor of a width is too high
+    #: for layers of few inputs. Measured in docs/learning-rates.md.
     mult: LrMult = field(default_factory=dict)
 
 
@@ -75,7 +76,7 @@ RULES: dict[str, LrRule] = {
     "adam": LrRule(
         factors=_UMUP,
         rate=0.5,
-        mult={"kernel": 2.0, "output": 2.0, "norm": 1 / 32, "bias": 1 / 32},
+        mult={"kernel": 2.0, "output": 2.0, "norm": 1 / 32, "bias": 1 / 32, "few": 1 / 4},
     ),
     "sgd": LrRule(factors=_UMUP, proportional=True, rate=0.02, mult={"kernel": 2.0}),
     "sgd_to_output_scale": LrRule(factors=_TO_OUTPUT_SCALE, proportional=True, rate=0.02),
@@ -89,7 +90,7 @@ LR_MULT = {name: rule.mult for name, rule in RULES.items()}
 #: Rule -> the learning rate without ``lr``.
 RATES = {name: rule.rate for name, rule in RULES.items()}
 #: The ``lr_mult`` of u-muP and of unit-scaling 0.3.5.
-UMUP: LrMult = {"kernel": 1.0, "output": 1.0, "norm": 1.0, "bias": 1.0}
+UMUP: LrMult = {"kernel": 1.0, "output": 1.0, "norm": 1.0, "bias": 1.0, "few": 1.0}
 
 
 def lr_scale_for_depth(param: Any) -> float:
@@ -117,7 +118,7 @@ def lr_scale(rule: str, param: Any) -> float:
             f"rule {rule!r} is for parameters of mup_type {allowed}: got {kind!r}, of shape "
             f"{tuple(param.shape)}"
         )
-    shape = param.shape[1:] if getattr(param, "mup_stacked", False) else param.shape
+    shape = _shape(param)
     if row.proportional and getattr(param, "mup_divisor", None):
         return 5.0 * _fan_in(shape) if kind in ("weight", "output") else 1.0
     scale: float = getattr(param, "mup_scale", 1.0) ** (2 if row.proportional else 1)
@@ -126,12 +127,26 @@ def lr_scale(rule: str, param: Any) -> float:
 
 def kind_of(param: Any) -> Kind:
     """The kind of a parameter."""
-    dimensions = len(param.shape) - getattr(param, "mup_stacked", False)
-    kind: Kind = "kernel" if param.mup_type == "weight" and dimensions > 2 else param.mup_type
-    return kind
+    kind: Kind = param.mup_type
+    return "kernel" if kind == "weight" and len(_shape(param)) > 2 else kind
+
+
+def multiplier(mult: LrMult, param: Any) -> float:
+    """Returns the additional factor of a parameter: that of its kind in ``mult``. "few" limits the
+    factor 1/sqrt(fan_in) of a weight, 1/4 to that of 16 inputs."""
+    factor = mult.get(kind_of(param), 1.0)
+    if param.mup_type == "weight" and "few" in mult:
+        factor *= min(1.0, mult["few"] * _fan_in(_shape(param)) ** 0.5)
+    return factor
 
 
 def default_rate(rule: str, param: Any) -> float:
     """Returns the learning rate of a parameter without ``lr``."""
     row = RULES[rule]
-    return row.rate * row.mult.get(kind_of(param), 1.0) * lr_scale(rule, param)
+    return row.rate * multiplier(row.mult, param) * lr_scale(rule, param)
+
+
+def _shape(param: Any) -> torch.Size:
+    """The shape of a parameter; of stacked ones (experts), that of each."""
+    shape: torch.Size = param.shape[1:] if getattr(param, "mup_stacked", False) else param.shape
+    return shape
