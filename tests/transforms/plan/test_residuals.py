@@ -25,7 +25,8 @@ def residuals(model: nn.Module, x: Any) -> list[str]:
 
 
 def layers() -> dict[str, nn.Module]:
-    return {"a": nn.Linear(16, 16), "b": nn.Linear(16, 16), "rnn": nn.GRU(16, 16)}
+    linear = {name: nn.Linear(16, 16) for name in "abc"}
+    return {**linear, "rnn": nn.GRU(16, 16)}
 
 
 RESIDUAL = {
@@ -50,7 +51,7 @@ RESIDUAL = {
         lambda m, x: m.a(y := F.layer_norm(x, (16,))) + attention(y, y, m.b(y)) + x,
         ["0.5"],
     ),
-    "after the last": (lambda m, x: m.a(y := x + m.b(x)) + F.layer_norm(m.b(y), (16,)), ["0.5"]),
+    "after the last": (lambda m, x: m.a(y := x + m.b(x)) + F.layer_norm(m.c(y), (16,)), ["0.5"]),
     "mask": (lambda m, x: m.a(x) + torch.zeros(16).fill_(-1e9) * (x.detach() > 9), []),
     "recurrent": (lambda m, x: x + m.rnn(x)[0], ["0.5"]),
     "routed": (lambda m, x: x + m.a(x) * m.b(x).softmax(-1)[:, :1], ["0.5"]),
@@ -71,6 +72,19 @@ def test_an_update_of_a_state_by_values_is_no_residual_branch() -> None:
     net, x = Net(_delta_rule, **layers()), torch.randn(64, 16)
     assert not residuals(model := unit_scale(net), x)
     assert model(x).std() < 8 * x.std()
+
+
+def _solver(m: nn.Module, x: Tensor) -> Tensor:
+    for _ in range(4):
+        k = m.a(torch.tanh(x))
+        x = x + (k + m.a(torch.tanh(x + k / 4))) / 8
+    return m.b(x)
+
+
+def test_sums_in_a_loop_keep_their_coefficients() -> None:
+    """Those of a solver's steps: with weights of the terms, one of Runge and Kutta diverged."""
+    torch.manual_seed(0)
+    assert not residuals(unit_scale(Net(_solver, **layers())), torch.randn(64, 16))
 
 
 @pytest.mark.proves("unit-scaling", "skip and residual additions", how="own")

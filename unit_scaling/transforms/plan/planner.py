@@ -4,10 +4,11 @@ A product of values and a weight has the factor of the rule of its op, a residua
 for its terms, and every other call runs torch's own function.
 
 An add is *residual* if one term is an ancestor of the other with a layer in between, a product with
-a weight of RMS 1: an update of a state by products of values alone, as the delta rule, has the
-sizes of its formula. The ancestor is the skip connection, the other term the branch. Branches with
-the same origin are found one by one (``x + f(x) + g(x)``) or, already summed (``f(x) + g(x) + x``),
-as one.
+a weight of RMS 1. The ancestor is the skip connection, the other term the branch. Branches with the
+same origin are found one by one (``x + f(x) + g(x)``) or, already summed (``f(x) + g(x) + x``), as
+one. Two kinds of sums have the coefficients and sizes of their formula: updates of a state by
+products of values alone (the delta rule), and those in a loop over the layer (a recurrence, the
+steps of a solver).
 """
 
 from __future__ import annotations
@@ -94,12 +95,14 @@ class Planner:
     def __post_init__(self) -> None:
         self.preserve = self.plan.init == "preserve"
         self.flow = Flow(self.nodes)
+        self.loops = self._loops()
         self.residuals = {} if self.preserve else self._residuals()
         self.kept = frozenset[str]() if self.preserve else self._kept()
         self.inner = self._inner_readouts()
 
     def _residuals(self) -> dict[int, Decision]:
-        layers = set(filter(self._is_layer, range(len(self.nodes))))
+        layers = filter(self._is_layer, range(len(self.nodes)))
+        layers = {index for index in layers if self.nodes[index].place not in self.loops}
         return _find_residuals(self.flow, layers, self.plan.residual)
 
     def _is_layer(self, index: int) -> bool:
@@ -121,7 +124,7 @@ class Planner:
                 rows.append(CallRow(node.path, node.name, done, why))
         return Decided(steps, rows, self.kept, self._added(), self.inner)
 
-    def loops(self) -> frozenset[Place | None]:
+    def _loops(self) -> frozenset[Place | None]:
         """The places of products of values that an earlier call at the place has made."""
         calls: dict[Place | None, list[int]] = defaultdict(list)
         for index in filter(self._is_layer, range(len(self.nodes))):

@@ -74,7 +74,7 @@ def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learn
             added = transform.agreed(f"{path}/added", decided.added)
             keep_values(module, path, [n for n, keeps in kept.items() if keeps], added)
         steps = by_place(nodes, decided.steps)
-        loops = planner.loops()
+        loops = planner.loops
         measured = _measure(transform, module, path, given, steps, loops, hooked)
     agreed = transform.agreed(f"{path}/measured", measured)
     exponents: dict[Place | None, dict[Slot, float]] = defaultdict(dict)
