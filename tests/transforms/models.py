@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from unit_scaling.transforms import simulate_fp8, unit_scale
+
 
 class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
@@ -112,6 +114,18 @@ class OfLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         return g @ ctx.layer.weight, g.mT @ ctx.saved_tensors[0], None
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "unit_scale": unit_scale,
+    "preserve": lambda model: unit_scale(model, init="preserve"),
+    "simulate_fp8": simulate_fp8,
+    "both": lambda model: unit_scale(simulate_fp8(model)),
+}
+
+
+def rms(x: Tensor) -> float:
+    return x.detach().double().square().mean().sqrt().item()
 
 
 def gpt(seed: int = 0) -> GPT:

@@ -14,19 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
+import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
-from tests.transforms.models import GPT, Net, batch, gpt, own
+from tests.transforms.models import GPT, Net, OfLayer, batch, gpt, own, rms
 from unit_scaling.optim import lr_scale_func_adam
 from unit_scaling.parameter import tag
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 attention = F.scaled_dot_product_attention
-
-
-def rms(x: Tensor) -> float:
-    return x.detach().double().square().mean().sqrt().item()
 
 
 @pytest.mark.proves("unit-scaling", "the unit-scaled MLP", how="own")
@@ -295,6 +293,35 @@ def test_what_an_autograd_function_computes_is_left_alone() -> None:
     (row,) = uu.report(model).left_alone
     assert (row.path, row.call) == ("1", "matmul")
     assert re.match(r"inside the autograd function Function.*_scale.py:\d+", row.why)
+
+
+def test_a_layer_that_enters_an_autograd_function_later_is_warned_of() -> None:
+    """Its factor is none of that function's backward pass. Without gradients nobody looks."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if m.training:
+            return OfLayer.apply(m.up(x), m.down.weight, m.down)
+        return m.down(m.up(x))
+
+    plain = Net(forward, up=nn.Linear(8, 8), down=nn.Linear(8, 4, bias=False))
+    first = unit_scale(plain.train())
+    first(x := torch.randn(4, 8))
+    model = unit_scale(plain.eval())
+    for _ in range(2):
+        model(x)
+        with torch.no_grad():
+            model.train()(x)
+        model.eval()
+    with pytest.warns(fp8.warnings.ScaleWarning, match="linear in down .* function OfLayer, which"):
+        model.train()(x)
+
+
+def test_a_checkpoint_of_a_function_is_refused() -> None:
+    """The plan is not in force where it is computed again."""
+    plain = Net(lambda m, x: checkpoint(lambda y: m.a(y) @ y, x, use_reentrant=False))
+    plain.a = nn.Linear(8, 8)
+    with pytest.raises(ValueError, match=r"_scale.py:\d+ runs under torch.utils.checkpoint"):
+        unit_scale(plain)(torch.randn(8, 8))
 
 
 def test_an_operand_that_is_far_from_unit_scale_is_measured() -> None:

@@ -1,3 +1,1 @@
-"""Checks at the first call of a model and at the first step of an optimizer.
-Imports `common`.
-"""
+"""Checks at the first call of a model and at the first step of an optimizer."""

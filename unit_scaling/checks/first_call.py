@@ -6,7 +6,6 @@ is divided by the batch size. Compiled calls are not checked.
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.common.compiler import eager_only
-from fp8.common.threads import in_shape_inference
+from fp8.common.threads import frames, in_shape_inference
 from fp8.warnings import ScaleWarning, warn_once
 
 from ..common.constant import in_own_thread
@@ -40,9 +39,7 @@ def check_weights_at_first_call(module: nn.Module) -> None:
 
 
 def skip_weight_check(module: nn.Module) -> bool:
-    """Removes the check and returns whether there was one: weights of a checkpoint may have any
-    RMS.
-    """
+    """Removes the check, as weights of a checkpoint may have any RMS; whether there was one."""
     hooks = module._forward_pre_hooks
     keys = [key for key, hook in hooks.items() if hook is _at_first_call]
     for key in keys:
@@ -84,12 +81,8 @@ def _at_first_call(module: nn.Module, args: Any) -> None:
 
 def _outermost() -> nn.Module | None:
     """The outermost module that is being called."""
-    module, frame = None, sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is nn.Module.__call__.__code__:
-            module = frame.f_locals.get("self")
-        frame = frame.f_back  # type: ignore[assignment]
-    return module if isinstance(module, nn.Module) else None
+    called = [f.f_locals.get("self") for f in frames() if f.f_code is nn.Module.__call__.__code__]
+    return called[-1] if called else None
 
 
 def _rms_outside(module: nn.Module) -> float | None:

@@ -1,10 +1,9 @@
 """Learning rates of parameters that get other tags after their optimizer was made.
 
-The first call of a model of `unit_scale` finds which weights keep their values (a class token,
-positions), which readout is none, and the depth of branches. The groups of an optimizer that was
-made before have the rates of the tags of then, and schedules know these groups. So the groups stay,
-and each step of such a parameter is multiplied by the quotient of the two rates: steps are in
-proportion to the rate under SGD, Adam and AdamW.
+The first call of a model of `unit_scale` finds which weights keep their values and which readout is
+none. The groups of an optimizer that was made before, which schedules know, stay, and each step of
+such a parameter is multiplied by the quotient of the two rates: under SGD, Adam and AdamW, steps
+are in proportion to the rate.
 """
 
 from __future__ import annotations

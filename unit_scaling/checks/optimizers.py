@@ -5,9 +5,8 @@ original model, not of the copy. A rate for weights of RMS 0.02 hardly changes w
 one for all shapes, or without the rule's factors, may be too large. And gradients of weights that
 were divided by their RMS are smaller, perhaps as small as Adam's eps.
 
-The check is a torch hook that runs before each step of every optimizer of the process. It is
-installed when the first parameter is tagged or the first model copied, and checks each optimizer
-until one step with gradients.
+A hook of torch, from the first tag or copy on, checks each optimizer of the process until a step
+with gradients.
 """
 
 from __future__ import annotations
@@ -60,11 +59,8 @@ def check_optimizers() -> None:
 
 
 def remember_copy(model: nn.Module, copy: nn.Module, transform: str) -> None:
-    """Records that ``transform`` returned ``copy`` for ``model``; both are weakly referenced.
-
-    Nothing is recorded while torch is set to swap parameters in conversions, which fails for
-    tensors with weak references.
-    """
+    """Records that ``transform`` returned ``copy`` for ``model``, by weak references, with which
+    torch cannot swap parameters in conversions."""
     check_optimizers()
     if torch.__future__.get_swap_module_params_on_conversion():
         return

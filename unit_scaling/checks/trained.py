@@ -21,14 +21,14 @@ FEWEST = 32
 """
 
 
-def warn_if_trained(model: nn.Module, name: str) -> None:
-    """Warns, once, that ``name`` is about to discard what a model has learned."""
+def warn_if_trained(model: nn.Module) -> None:
+    """Warns, once, that `unit_scale` is about to discard what a model has learned."""
     if why := signs_of_training(model):
         warn_once(
             ConvertWarning,
-            f"{name}: the model looks trained ({why}), and init='unit' divides each weight by its "
-            "RMS and sets biases to zero: it then starts from a function that it has not learned. "
-            "Pass init='preserve', which keeps the function",
+            f"unit_scale: the model looks trained ({why}), and init='unit' divides each weight by "
+            "its RMS and sets biases to zero: it then starts from a function that it has not "
+            "learned. Pass init='preserve', which keeps the function",
             about=model,
             key="trained",
         )

@@ -26,8 +26,8 @@ Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
 
 class Compile(Scope):
-    """Marks a model as compiled, so that copies of it are compiled as well. backends are applied to
-    each graph in order. inductor: whether `torch.compile` compiles the result."""
+    """Marks a model as compiled, so that copies are as well. backends: applied to each graph, in
+    order. inductor: whether `torch.compile` compiles the result."""
 
     order = 2
 
@@ -82,12 +82,8 @@ def with_scope(module: M, scope: Compile) -> M:
 
 
 def copied(module: M, transform: str) -> M:
-    """Returns a deep copy of a model; a compiled model stays compiled.
-
-    `copy.deepcopy` alone drops the effect of `nn.Module.compile`. transform is the name of the
-    caller. Raises TypeError if an attribute cannot be copied (a TorchScript function), and
-    ValueError for a model in FSDP.
-    """
+    """Returns a `deep_copy` of a model, compiled if that is. transform: the name of the caller.
+    Raises ValueError for a model in FSDP."""
     if is_in_fsdp(module):
         raise ValueError(
             f"{transform} copies the model, which FSDP has sharded: call it before fully_shard"

@@ -6,10 +6,9 @@ ratios of its operands and log2 of its step's factor, the result of a norm does 
 ratio of its input, a sum needs equal ratios of its terms, and a function that is not homogeneous
 needs the ratio 1. Each such condition is a `Tie`: an equation for the unknowns.
 
-Equations are eliminated one by one, so that a contradiction can be attributed to its call. The
-remaining freedom (queries may be larger and keys smaller, for example) is used so that the inputs
-of norms have the ratio 1, as far as possible, so that eps has the same effect, and then the inputs
-of products. What is free after that stays as it is.
+Equations are eliminated one by one, so that a contradiction has its call. What remains free
+(queries may be larger and keys smaller) makes the ratio 1 of the inputs of norms, where eps then
+has the same effect, and then of products, as far as possible.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import Tensor
 from ..rules.table import find_op
 from .plan.plan import Step, Tie
 from .record.calls import CallNode, Slot
-from .record.kinds import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT, is_added
+from .record.kinds import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT, is_added, named
 from .record.values import has_scale
 
 Ratio = dict[str, float]
@@ -35,20 +34,15 @@ SMALL, MASKED = 1e-3, 1e4
 """The largest number treated as an eps, which is added to a value or bounds it, and the smallest
 one that masks."""
 
-_MOVED = frozenset(
-    (
-        "cat stack hstack vstack dstack column_stack block_diag max min index_add scatter "
-        "scatter_add scatter_reduce index_copy index_put masked_scatter copy"
-    ).split()
+_MOVED = named(
+    "cat stack hstack vstack dstack column_stack block_diag max min index_add scatter scatter_add "
+    "scatter_reduce index_copy index_put masked_scatter copy"
 )
 """Kinds as in `_EQUAL` whose numeric arguments are not values."""
 
-_EQUAL = _MOVED | frozenset(
-    (
-        "masked_fill index_fill setitem fill_diagonal "
-        "add sub rsub where maximum minimum fmax fmin pad clamp clip clamp_min clamp_max gt lt ge "
-        "le eq ne"
-    ).split()
+_EQUAL = _MOVED | named(
+    "masked_fill index_fill setitem fill_diagonal add sub rsub where maximum minimum fmax fmin pad "
+    "clamp clip clamp_min clamp_max gt lt ge le eq ne"
 )
 """Kinds whose arguments and result have equal ratios; a number among them is 0 or a bound."""
 
@@ -56,7 +50,7 @@ ZEROS = "zeros "
 """The name of the unknown that is the ratio of a constant: zeros have any."""
 
 _POWERS = {"square": 2.0, "var": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "inverse": -1}
-_NORMS = frozenset("layer_norm rms_norm group_norm batch_norm instance_norm".split())
+_NORMS = named("layer_norm rms_norm group_norm batch_norm instance_norm")
 
 
 def find_ties(
@@ -65,9 +59,8 @@ def find_ties(
     buffers: Mapping[int, str],
     outputs: Sequence[int],
 ) -> tuple[Tie, ...]:
-    """Returns the equations for the factors of the plain model's parameters. steps: by the index of
-    the call. buffers: names, by id, of the running statistics of norms. outputs: the nodes of the
-    model's results."""
+    """Returns the equations. steps: by the index of the call. buffers: names, by id, of the running
+    statistics of norms. outputs: the nodes of the model's results."""
     ties: list[Tie] = []
     ratios: list[Ratio] = []
     for index, node in enumerate(nodes):
@@ -83,11 +76,7 @@ def find_ties(
 
 
 def _ratio(
-    node: CallNode,
-    step: Step,
-    buffers: Mapping[int, str],
-    ratios: Sequence[Ratio],
-    ties: list[Tie],
+    node: CallNode, step: Step, buffers: Mapping[int, str], ratios: Sequence[Ratio], ties: list[Tie]
 ) -> Ratio:
     if node.function is None:
         return {} if node.value.parameter is None else {node.value.parameter: -1.0}
@@ -182,8 +171,6 @@ def _first(call: _Call) -> Ratio:
 
 
 def _same(call: _Call) -> Ratio:
-    if call.kind in ("max", "min") and len(call.terms) == 1:
-        return _first(call)
     first, *others = sorted(call.ratios, key=len)
     for other in others:
         call.tie(other, "its terms have one ratio", first)
@@ -214,7 +201,6 @@ def _attention(call: _Call) -> Ratio:
 
 
 def _normalize(call: _Call) -> Ratio:
-    """A norm adds its eps to squares: the error is least if the ratio of its input is 1."""
     call.tie(_first(call), "its eps", soft="norm")
     return {}
 
@@ -238,21 +224,18 @@ def _div(call: _Call) -> Ratio:
 
 def _pow(call: _Call) -> Ratio:
     numbers = call.numbers()
-    if len(call.terms) > 1:
-        numbers = [float(term.tensor) for term in call.terms[1:] if term.tensor.numel() == 1]
     base = isinstance(call.node.args[0], Tensor) and not call.node.name.startswith("__r")
     return _plus(_first(call), times=numbers[0]) if numbers and base else _fixed(call)
 
 
-_FIRST = (
+_FIRST = named(
     "mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
     "adaptive_avg_pool3d relu leaky_relu abs neg sum std norm vector_norm amax amin cumsum sort "
-    "topk gather fold "
-    "interpolate tril triu diag nan_to_num detach dropout1d dropout2d dropout3d embedding "
-    "embedding_bag max_pool1d max_pool2d max_pool3d max_pool1d_with_indices "
+    "topk gather fold interpolate tril triu diag nan_to_num detach dropout1d dropout2d dropout3d "
+    "embedding embedding_bag max_pool1d max_pool2d max_pool3d max_pool1d_with_indices "
     "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d "
     "adaptive_max_pool3d broadcast_tensors meshgrid data requires_grad cpu cuda alias"
-).split()
+)
 
 _RULES: dict[str, Callable[[_Call], Ratio]] = {
     kind: rule

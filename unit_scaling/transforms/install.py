@@ -2,15 +2,15 @@
 
 The class of every submodule is replaced by a subclass whose ``forward`` runs through the module's
 *scopes* (one for unit scaling, one for simulation) before the original. The model keeps its type,
-names, parameters, hooks and signature. Every entry point runs transformed: the model, a submodule,
-its own methods, a copy, an unpickled copy, a compiled model.
+names, parameters, hooks and signature. Every entry point runs transformed, also of a copy.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fp8.adapters.transformers import is_pretrained
 from fp8.common.compiler import taken_as_constant
 from fp8.common.dtensor import is_dtensor
-from fp8.common.mixin import Mixin, add_mixin, bare_class, check_not_scripted, remove_mixin
+from fp8.common.mixin import Mixin, add_mixin, bare_class, remove_mixin
 from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
 from fp8.modes.autocast import outside_compiler
@@ -36,6 +36,19 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Given = tuple[Args, Kwargs]
 """The positional and the keyword arguments of a call."""
+
+Called = tuple[nn.Module, str, Given]
+"""The call of a module: the module, its path and the arguments."""
+
+
+@contextmanager
+def pushed(items: list[Any], item: Any) -> Iterator[None]:
+    """Within the block, an item is the last of a list."""
+    items.append(item)
+    try:
+        yield
+    finally:
+        items.pop()
 
 
 class Scope:
@@ -63,7 +76,6 @@ class _Transformed(Mixin, Marked):
 
     @property
     def fp8_unit_scaled(self) -> bool:  # type: ignore[override]
-        """Whether its original class is one of unit_scaling, or a scope has ``unit_scaled``."""
         own = bool(getattr(bare_class(self), "fp8_unit_scaled", False))
         return own or scaling(self)[0] is not None
 
@@ -80,7 +92,6 @@ class _Transformed(Mixin, Marked):
         return scopes[0].gradients.named() if scopes else {}
 
     def extra_repr(self) -> str:
-        """That of the module, and the transforms of which it is the root."""
         own = cast("nn.Module", super()).extra_repr()
         titles = [getattr(scope, "title", "") for scope, path in self._scopes if not path]
         return ", ".join(filter(None, [own, *titles]))
@@ -158,8 +169,8 @@ def _is_unseen(module: nn.Module, args: Args, kwargs: Kwargs) -> bool:
 def run_in_mode(
     scope: Any, call: Call, module: Any, path: str, given: Given, eager: bool = False
 ) -> Any:
-    """Returns ``call()``, the forward of ``module``, with the path and the torch-function mode
-    ``scope.mode(...)`` active. eager: whether ``scope.eager(...)`` runs this, outside the compiler.
+    """Returns ``call()`` with the path and the torch-function mode ``scope.mode(...)`` active.
+    eager: whether ``scope.eager(...)`` runs this, outside the compiler.
 
     Not a with statement: a graph break inside one is resumed in pieces, each compiled while the
     mode is active. Inside try, a graph break leaves the whole frame to eager mode.
@@ -223,9 +234,8 @@ def find_scope(model: nn.Module, kind: type) -> Any:
 
 
 def install(model: nn.Module, scope: Scope) -> None:
-    """Installs the scope on every module of ``model``, replacing any other of the same type. Raises
-    TypeError for a TorchScript module, which has no Python forward, and for a model whose forward
-    is a generator or a coroutine."""
+    """Installs the scope on every module of a `deep_copy`, replacing any other of the same type.
+    Raises TypeError for a model whose forward is a generator or a coroutine."""
     forward = inspect.unwrap(unwrapped(model).forward)
     is_generator = inspect.isgeneratorfunction(forward) or inspect.isasyncgenfunction(forward)
     if is_generator or inspect.iscoroutinefunction(forward):
@@ -236,7 +246,6 @@ def install(model: nn.Module, scope: Scope) -> None:
     for path, module in unwrapped(model).named_modules():
         if unwrapped(module) is not module:
             continue  # a wrapper of torch.compile; the wrapped module follows
-        check_not_scripted(path, module)
         add_mixin(module, _Transformed)
         gained: Any = module
         kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]
@@ -245,7 +254,6 @@ def install(model: nn.Module, scope: Scope) -> None:
 
 
 def _keep_plan(module: Any) -> None:
-    """Stores the plan in the state_dict of a model whose weights are scaled, not of submodules."""
     scope, path = scaling(module)
     (add_mixin if scope is not None and not path else remove_mixin)(module, PlanState)
     stops = scope is not None and is_pretrained(module)

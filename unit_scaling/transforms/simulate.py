@@ -69,9 +69,8 @@ def simulate_format(
 
     >>> model = simulate_format(nn.Linear(4, 8), "e4m3", "e5m2")
     """
-    forward, backward = _cast("fwd_format", fwd_format), _cast("bwd_format", bwd_format)
-    name = f"simulate({fwd_format}, {bwd_format})"
-    return _simulate(module, "simulate_format", name, forward, backward)
+    casts = _cast("fwd_format", fwd_format), _cast("bwd_format", bwd_format)
+    return _simulate(module, "simulate_format", f"simulate({fwd_format}, {bwd_format})", *casts)
 
 
 def _cast(what: str, format: object) -> Cast:

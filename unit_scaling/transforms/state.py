@@ -1,17 +1,14 @@
 """What the state_dict of a unit-scaled model has besides weights: a marker, and the plan.
 
-The weights of ``unit_scale(init="unit")`` have the names and shapes of the plain class, but compute
-something else in it. Their state_dict has an additional key that strict loading into the plain
-class rejects; its name says what to do. Conversely, a unit-scaled model misses the key in a plain
-checkpoint. It is neither parameter nor buffer, so averages and optimizers do not see it.
+The weights of ``unit_scale(init="unit")`` compute something else in the plain class. A key of their
+state_dict, whose name says what to do, makes strict loading fail there, as its absence does here.
+It is neither parameter nor buffer, so averages and optimizers do not see it.
 
-``from_pretrained`` of transformers would skip the key with a warning and load the weights into the
-plain model. To prevent this, the configuration that `Pretrained` saves has an invalid name of the
-weights file, which says what to do.
+``from_pretrained`` of transformers would skip the key with a warning. So the configuration that
+`Pretrained` saves has an invalid name of the weights file, which says what to do.
 
-The plan makes a resumed process compute the same bit for bit, and the optimizer's state match the
-gradients. It is stored as extra state (`nn.Module.get_extra_state`), which is saved by torch.save,
-safetensors and torch.distributed.checkpoint, and broadcast by the latter from the first process.
+With the plan, a resumed process computes the same bit for bit. It is extra state of torch, which
+torch.save, safetensors and torch.distributed.checkpoint save, and the latter broadcasts.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ def scaling(module: Any) -> tuple[Any, str]:
 
 
 class Marked(TaggedModule):
-    """A module whose state_dict has the marker if its weights are scaled."""
+    """A module of a transformed model."""
 
     _scopes: tuple[tuple[Any, str], ...] = ()
 
@@ -81,8 +78,8 @@ class Marked(TaggedModule):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As in torch. Weights of the plain model are refused before any is loaded if ``strict``,
-        and warned of otherwise."""
+        """As in torch. If ``strict``, weights of the plain model are refused before any is
+        loaded."""
         if strict and _is_plain(state_dict, "", self._own_weights("")):
             raise RuntimeError(_PLAIN.format(type(self).__name__))
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -98,8 +95,8 @@ _PLAIN = (
 
 
 def _is_plain(state: Mapping[str, Any], prefix: str, weights: Collection[str]) -> bool:
-    """Whether a state_dict has some of these scaled weights and no marker. False except on the
-    first process of a group: others may receive only the weights, later."""
+    """Whether a state_dict has some of these scaled weights and no marker. False but on the first
+    process of a group: others may receive only the weights, later."""
     grouped = distributed.is_available() and distributed.is_initialized()
     if prefix + MARKER in state or (grouped and distributed.get_rank() > 0):
         return False
@@ -122,9 +119,8 @@ EXTRA_STATE = "_extra_state"
 """The last part of the key of an extra state in torch."""
 
 _PAGE = 2**18
-"""The state is padded to a multiple of this many bytes: torch.distributed.checkpoint loads tensors
-only into tensors of the same size. Most plans are smaller.
-"""
+"""The state has a multiple of this many bytes, more than most plans: torch.distributed.checkpoint
+loads a tensor only into one of its size."""
 
 
 class PlanState(Mixin):
@@ -132,8 +128,8 @@ class PlanState(Mixin):
 
     def get_extra_state(self) -> Any:
         """The plan as compressed JSON in a uint8 tensor, with the class's extra state if any."""
-        plan = _packed(scaling(self)[0].saved(self))
-        own = _own_class(self)
+        own, scope = _own_class(self), scaling(self)[0]
+        plan = _packed("" if scope.replacements else scope.data(self).to_json())
         return plan if own is None else {"module": own.get_extra_state(self), "unit_scale": plan}
 
     def set_extra_state(self, state: Any) -> None:

@@ -1,5 +1,4 @@
-"""`track_scales`: measures the scale of every tensor of a model, forward and backward. Its graphs,
-their metrics, and what prunes uninformative nodes from them."""
+"""`track_scales`: measures the scale of every tensor of a model, forward and backward."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from fp8.common.validation import check_name
 from fp8.modes.autocast import outside_compiler
 
 from .compile import M, copied
-from .install import Args, Call, Given, Kwargs, Scope, install, is_exported
-from .record.calls import Slot, mapped, tensors_in
+from .install import Args, Call, Given, Kwargs, Scope, install, is_exported, pushed
+from .record.calls import mapped, tensors_in
 from .record.probe import Observer, Observing, unseen
 
 _FULL_NAMES = {
@@ -115,16 +114,9 @@ class Metrics:
 # The graph
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "matmul", "pow", "neg")},
+    **{f"{name}_": getattr(operator, f"i{name}") for name in ("add", "sub", "mul")},
     "div": operator.truediv,
-    "matmul": operator.matmul,
-    "pow": operator.pow,
-    "neg": operator.neg,
-    "add_": operator.iadd,
-    "sub_": operator.isub,
-    "mul_": operator.imul,
     "div_": operator.itruediv,
     "__getitem__": operator.getitem,
     "__setitem__": operator.setitem,
@@ -182,11 +174,8 @@ class Tap(Observer):
             return call((args, kwargs))
 
         self._targets[whole] = path
-        self.path.items.append(path)  # replaces the name that its hooks have
-        try:
+        with pushed(self.path.items, path):  # replaces the name that its hooks have
             return self.see(whole, *given) if self.sees() else call()
-        finally:
-            self.path.items.pop()
 
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if function == _REQUIRE_GRAD and args[0].requires_grad:
@@ -203,7 +192,7 @@ class Tap(Observer):
     def _written(self, value: Any) -> Any:
         """Returns ``value`` with nodes in place of tensors; unknown tensors become placeholders."""
 
-        def node_of(slot: Slot, tensor: Tensor) -> Node:
+        def node_of(tensor: Tensor) -> Node:
             if id(tensor) not in self._nodes:
                 name, attribute = self._names.get(id(tensor), ("tensor", None))
                 node = self.graph.placeholder(name)
@@ -257,22 +246,16 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-class Taps(Observing):
-    """Inside of that of `verify`."""
-
-    order = 8
-
-
 class Track(Scope):
     """Measures the calls of the whole model; entered first, so that all transforms run eagerly."""
 
     order = -1
     each = True
 
-    def __init__(self, recurse: bool = True, observing: Taps | None = None) -> None:
+    def __init__(self, recurse: bool = True, observing: Observing | None = None) -> None:
         self.path = Stack()
         self.recurse = recurse
-        self.observing = observing or Taps()
+        self.observing = observing or Observing()
         self.graph = Graph()
         self._latest = Stack()  # the tap of this thread's latest call
 
@@ -309,7 +292,7 @@ class Track(Scope):
         return self.graph
 
 
-def _differentiable(slot: Slot, tensor: Tensor) -> Tensor:
+def _differentiable(tensor: Tensor) -> Tensor:
     """The tensor itself, or a copy that requires a gradient if the tensor does not."""
     if tensor.requires_grad or not (tensor.is_floating_point() and torch.is_grad_enabled()):
         return tensor

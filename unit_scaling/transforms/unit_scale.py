@@ -19,10 +19,10 @@ from fp8.surgery.convert import choose_recipes
 from ..checks.trained import warn_if_trained
 from .compile import M, copied
 from .install import find_scope, install, is_in_fsdp, is_sharded, uninstall
-from .plan.plan import CallRow, ModelPlan, check_fits
+from .plan.plan import CallRow, ModelPlan
 from .plan.planner import RESIDUALS
 from .plan.weights import prepare, refuse_weights
-from .record.kinds import KINDS, is_torch_function
+from .record.kinds import KINDS
 from .run.transform import Replacements, UnitScale
 
 
@@ -82,17 +82,17 @@ def unit_scale(
         )
     result = copied(module, "unit_scale")
     inner = unwrapped(result)
-    given = {"init": init, "residual": residual}
+    others = {function: _out_of_place(other) for function, other in dict(replace or {}).items()}
     if (known := find_scope(inner, UnitScale)) is not None:
-        _check_options(known.plan, given, "the model is unit-scaled already,")
+        _check_same(known, init, residual, others, plan)
         return result
     if init == "unit" and plan is None:
-        warn_if_trained(unwrapped(module), "unit_scale")
+        warn_if_trained(unwrapped(module))
     if plan is not None:
-        check_fits(inner, plan)
-        _check_options(plan, given, "plan: it was made")
+        for name, value, default in (("init", init, "unit"), ("residual", residual, RESIDUALS[0])):
+            if value not in (default, planned := getattr(plan, name)):
+                raise ValueError(f"plan: it was made with {name}={planned!r}, got {name}={value!r}")
         init, residual = plan.init, plan.residual
-    others = {function: _out_of_place(other) for function, other in dict(replace or {}).items()}
     scope = UnitScale(ModelPlan(init, residual), others)
     scope.plan.rows += prepare(inner, init)
     scope.check_parts(inner)
@@ -103,13 +103,17 @@ def unit_scale(
     return result
 
 
-def _check_options(plan: ModelPlan, given: dict[str, Any], what: str) -> None:
-    """Raises ValueError if init or residual is neither that of a plan nor the default."""
-    defaults = {"init": "unit", "residual": RESIDUALS[0]}
-    for name, value in given.items():
-        planned = getattr(plan, name)
-        if value not in (defaults[name], planned):
-            raise ValueError(f"{what} with {name}={planned!r}, got {name}={value!r}")
+def _check_same(
+    scope: UnitScale, init: str, residual: str, replace: Replacements, plan: ModelPlan | None
+) -> None:
+    """Raises ValueError for other options than those of a model that is unit-scaled already."""
+    own = scope.plan
+    same = (init, residual) == (own.init, own.residual) and plan is None
+    if not (same and replace.keys() <= scope.replacements.keys()):
+        raise ValueError(
+            f"the model is unit-scaled already, with init={own.init!r}, residual={own.residual!r}: "
+            "pass these, or transform the plain model (unit_scaling.fold)"
+        )
 
 
 def _check(replace: Any, plan: Any) -> None:
@@ -119,8 +123,9 @@ def _check(replace: Any, plan: Any) -> None:
         raise TypeError(f"replace: a dict of torch function -> function, got {replace!r}")
     if not all(map(callable, dict(replace or {}).values())):
         raise TypeError(f"replace: a replacement must be callable, got {replace!r}")
+    listed = torch.overrides.get_overridable_functions().values()
     for function in replace or {}:
-        if not (function in KINDS or is_torch_function(function)):
+        if function not in KINDS and not any(function in functions for functions in listed):
             raise ValueError(
                 f"replace: {function!r} is not a torch function, so its calls are not intercepted; "
                 "call the replacement in the model itself"
@@ -130,7 +135,7 @@ def _check(replace: Any, plan: Any) -> None:
 
 
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function, wrapped to drop ``inplace`` if it has no such argument."""
+    """Returns the function, without ``inplace`` if it has no such argument."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # C functions such as torch.relu have no signature
@@ -184,15 +189,13 @@ def plan(model: nn.Module) -> ModelPlan:
 
     >>> import torch
     >>> from unit_scaling import plan
-    >>> from unit_scaling.transforms import ModelPlan, unit_scale
+    >>> from unit_scaling.transforms import unit_scale
     >>> model = unit_scale(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
     >>> _ = model(torch.randn(2, 4))
     >>> print(plan(model))
     plan of unit_scale(init='unit', residual='completep')
     module  call    step
     0       linear  linear, factor=0.5, names=('weight', 'bias', 'output', 'input')
-    >>> ModelPlan.from_json(plan(model).to_json()) == plan(model)
-    True
     """
     scope = _scope("plan", model)
     scope.check_seen(model)
@@ -207,10 +210,9 @@ def fold(module: M) -> M:
     ``module`` in evaluation mode. Hooks, dtypes, devices, requires_grad and other transforms are
     kept. Training differs: dropout has other factors, and the effective learning rates change.
 
-    The result is exact up to two roundings. The factors are not powers of two, so each weight is
-    rounded once in its dtype. Norms add eps to squares of another scale: the relative difference is
-    eps / 2 times the deviation of the squared ratio from 1. With ``init="preserve"`` there are no
-    factors and the result is exact.
+    Each weight is rounded once in its dtype, as the factors are not powers of two. Norms add eps to
+    squares of another scale: the relative difference is eps / 2 times the deviation of the squared
+    ratio from 1. With ``init="preserve"`` there are no factors and the result is exact.
 
     Args:
         module: a model with `unit_scale` that has run. If it is wrapped by `torch.compile`, the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -25,9 +26,7 @@ T = TypeVar("T")
 
 
 def apply_transform(
-    module: M,
-    backend: Backend,
-    non_recurse_functions: Sequence[Callable[..., Any]] = (),
+    module: M, backend: Backend, non_recurse_functions: Sequence[Callable[..., Any]] = ()
 ) -> M:
     """Returns a copy of ``module`` whose graphs are passed through ``backend`` before they run.
 
@@ -88,7 +87,11 @@ def replace_node_with_function(
     graph.erase_node(source)
 
 
-_USER_CLASSES: dict[type, type] = {}
+@cache
+def _user_class(cls: type) -> type:
+    name = cls.__module__.removeprefix("torch.nn.").replace(".", "_")
+    name = f"trivial_subclass_{name}_{cls.__name__}"
+    return type(name, (cls,), {"__module__": __name__})
 
 
 def torch_nn_modules_to_user_modules(mod: nn.Module) -> None:
@@ -99,10 +102,6 @@ def torch_nn_modules_to_user_modules(mod: nn.Module) -> None:
     those of the model. ``mod`` itself is not changed, and the modules stay the same objects.
     """
     for child in mod.modules():
-        cls = type(child)
+        cls: Any = type(child)
         if child is not mod and cls.__module__.startswith(("torch.nn.", "torch.ao.")):
-            if cls not in _USER_CLASSES:
-                name = cls.__module__.removeprefix("torch.nn.").replace(".", "_")
-                name = f"trivial_subclass_{name}_{cls.__name__}"
-                _USER_CLASSES.setdefault(cls, type(name, (cls,), {"__module__": __name__}))
-            child.__class__ = _USER_CLASSES[cls]
+            child.__class__ = _user_class(cls)

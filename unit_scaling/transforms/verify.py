@@ -1,8 +1,5 @@
-"""`verify`: measures whether a model is unit-scaled, in one training step.
-
-The model's transforms stay active: the measured values are those the model computes. Operands are
-measured as the model passes them to products.
-"""
+"""`verify`: measures whether a model is unit-scaled, in one training step. Its transforms stay
+active: the measured values are those the model computes, and passes to products."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ from .record.kinds import (
     kind_of,
 )
 from .record.probe import Observer, Observing, unseen
-from .record.values import is_strided, norm_of, rms_of
+from .record.values import is_strided, rms_of
 from .run.replay import Replay
 from .run.transform import UnitScale
 
@@ -103,8 +100,7 @@ class Verification(Rows[Measurement]):
     def __init__(
         self, rows: Iterable[Measurement], notes: Iterable[str] = (), loss: float | None = None
     ) -> None:
-        """loss: the RMS of its gradient at the output; None if it is inside, or if that is scaled
-        to RMS 1."""
+        """loss: as in `_diagnosis`."""
         super().__init__(rows, notes)
         self.diagnosis = _diagnosis(self, loss)
 
@@ -155,13 +151,12 @@ def verify(
     as cast, divided by powers of two: a gradient by that of `fp8.calibrate` or of the first
     gradient, else by the nearest. Biases, masks, integer and empty tensors, probabilities of
     attention, products inside a parametrization, and gradients that are not computed have no row;
-    `unit_scaling.transforms.track_scales` measures every tensor. A recurrent layer is one call, and
-    so is `unit_scaling.functional.einsum` of three operands or more: ``notes`` says so.
+    `unit_scaling.transforms.track_scales` measures every tensor. ``notes`` names what is one call,
+    such as a recurrent layer.
 
     The step runs eagerly on a copy, in the model's mode (training or evaluation): the model, its
     gradients, buffers and the random state do not change. With `unit_scale` a first step makes the
-    plan, and the one after it is measured.
-    `DistributedDataParallel` is measured on the batch of this process, without communication.
+    plan. `DistributedDataParallel` is measured on the batch of this process alone.
 
     Args:
         model: the model to measure.
@@ -216,9 +211,8 @@ def _step(
     loss: Loss | None,
     seed: int,
 ) -> list[float]:
-    """A training step whose forward pass is observed: checkpoints recompute parts of the model in
-    the backward pass. Returns the RMS of each gradient at the output that is not zero; none for a
-    loss inside the model."""
+    """A training step whose forward pass alone is observed. Returns the RMS of each gradient at the
+    output that is not zero; none for a loss inside the model."""
     at_output: list[float] = []
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     with seeded(None, devices), torch.enable_grad():
@@ -229,9 +223,7 @@ def _step(
             tensor.register_hook(lambda g: at_output.append(rms_of(g)) if g.any() else None)
         ends, gradients = starts(output, loss, seed)
         if not ends:
-            raise ValueError(
-                "no tensor in the model's output requires a gradient: nothing to measure"
-            )
+            raise ValueError("no tensor in the model's output requires a gradient")
         outside_compiler(lambda: torch.autograd.backward(ends, gradients))
     model.zero_grad()
     return at_output
@@ -255,9 +247,8 @@ _FEW = ", or only some positions have a gradient, as of a class token or of a me
 
 
 def _diagnosis(rows: Sequence[Measurement], loss: float | None) -> list[str]:
-    """Sentences, causes before their effects, or one saying that all tensors are in range. loss:
-    the RMS of the gradient at the model's output; None if the loss is inside the model or the model
-    scales that gradient to RMS 1, as `unit_scale` does."""
+    """Sentences, causes before their effects. loss: the RMS of the gradient at the model's output;
+    None if the loss is inside the model, or that gradient is cast at RMS 1, as by `unit_scale`."""
     outside = [row for row in rows if row.inside is False]
     lines = _weights([row for row in rows if row.kind == "weight"])
     lines += _change("activations", [row for row in outside if row.kind == "activation"])
@@ -266,9 +257,7 @@ def _diagnosis(rows: Sequence[Measurement], loss: float | None) -> list[str]:
         return [*lines, f"the loss's gradient at the model's output {size}: {_LOSS}"]
     gradients = [row.rms for row in rows if row.kind == "gradient"]
     if gradients and not any(gradients):
-        lines.append(
-            "every gradient is zero: weights of zeros, or a loss that no product goes into"
-        )
+        lines.append("every gradient is zero: zero weights, or a loss that no product goes into")
     backward = [row for row in reversed(outside) if row.kind.endswith("gradient")]
     lines += [f"{line}{_FEW}" for line in _change("gradients", backward, "backward, ")]
     return lines or ["every tensor is in the range of its kind"]
@@ -310,10 +299,9 @@ _SAME = {"scale_bwd", "residual_split"}
 @dataclass(frozen=True)
 class _Origin:
     """The origin of a tensor. sources: the nearest products above it. parameter: whether it is a
-    parameter, or a view or copy of one. probabilities: whether it is the softmax of scores, whose
-    scale is that of a softmax."""
+    parameter, or a view or copy of one. probabilities: whether it is the softmax of scores."""
 
-    sources: frozenset[int] = frozenset()
+    sources: frozenset[_Product] = frozenset()
     parameter: bool = False
     probabilities: bool = False
 
@@ -325,19 +313,16 @@ class _Operand:
     origin: _Origin
 
 
-@dataclass
+@dataclass(eq=False)
 class _Product:
     """A call. scores: whether its output feeds the softmax of an attention. gradient: the RMS of
-    that of its output. casts: whether the plan divides it by a power of two before a cast, which is
-    ``scale`` unless that is None or 0, as no gradient has set it."""
+    that of its output. scale: the static one of a plan, 0 until it is set."""
 
     path: str
     call: str
-    number: int
     operands: dict[Slot, _Operand] = field(default_factory=dict)
     scores: bool = False
     gradient: float | None = None
-    casts: bool = False
     scale: Tensor | None = None
 
     @property
@@ -350,15 +335,15 @@ class _Product:
         self.gradient = None if grad is None else _rms(grad)
 
     def gradient_as_cast(self) -> float | None:
-        if not (self.casts and self.gradient and math.isfinite(self.gradient)):
+        if self.scale is None or not self.gradient or not math.isfinite(self.gradient):
             return self.gradient
-        scale = 0.0 if self.scale is None else self.scale.median().item()
-        return self.gradient / (scale or 2.0 ** round(math.log2(self.gradient)))
+        scale = self.scale.median().item() or 2.0 ** round(math.log2(self.gradient))
+        return self.gradient / scale
 
 
 class Watch(Observer):
-    """Measures one call of a model. parameters: by id. computing: the paths of modules that compute
-    a weight, whose products are skipped. notes: what could not be measured."""
+    """Measures one call of a model. parameters: ids. computing: the paths of modules that compute a
+    weight, whose products are skipped. notes: what could not be measured."""
 
     def __init__(self, parameters: Collection[int], computing: Collection[str]) -> None:
         super().__init__()
@@ -367,7 +352,6 @@ class Watch(Observer):
         self._computing = computing
         self._products: list[_Product] = []
         self._origins = WeakTensorKeyDictionary()
-        self._counts: Counter[tuple[str, str]] = Counter()
 
     def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         kind = kind_of(function)
@@ -392,7 +376,7 @@ class Watch(Observer):
                     "maps, without the gradients that the transform computes"
                 )
             output = self._product(function, kind, args, kwargs)
-            origin = _Origin(frozenset([len(self._products) - 1]))
+            origin = _Origin(frozenset(self._products[-1:]))
         else:
             output = function(*args, **kwargs)
         for _, tensor in tensors_in(output):
@@ -408,29 +392,27 @@ class Watch(Observer):
     def _joined(self, kind: str, origins: list[_Origin]) -> _Origin:
         if kind in TRANSPARENT:  # others give a shape, a dtype or an index
             origins = origins[:1]
-        sources = frozenset[int]().union(*(o.sources for o in origins))
+        sources = frozenset[_Product]().union(*(o.sources for o in origins))
         if kind == "softmax":
-            scores = {s for s in sources if self._products[s].mixes}
-            for index in scores:
-                self._products[index].scores = True
+            scores = [product for product in sources if product.mixes]
+            for product in scores:
+                product.scores = True
             return _Origin(probabilities=bool(scores))
         first = origins[0] if origins and kind in TRANSPARENT | _SAME else _Origin()
         return _Origin(sources, first.parameter, first.probabilities)
 
     def _product(self, function: Callable[..., Any], kind: str, args: Args, kwargs: Kwargs) -> Any:
-        path = self.path.items[-1]
-        product = _Product(path, kind, self._counts[path, kind])
-        self._counts[path, kind] += 1
+        product = _Product(self.path.items[-1], kind)
         with unseen():
             for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
-                if self._is_operand(product, slot, tensor):
-                    product.operands[slot] = self._operand(product, slot, tensor)
+                self._add_operand(product, slot, tensor)
         replay = next((mode for mode in FIRST_LOOK.items[::-1] if isinstance(mode, Replay)), None)
         if replay is not None:
             replay.latest = replay.place = None
         output = function(*args, **kwargs)
         if replay is not None:
-            product.casts, product.scale = True, replay.gradient_scale()
+            scales = replay.transform.gradients.tensors()
+            product.scale = scales.get(replay.place, torch.zeros(()))
             for slot, exponent in () if replay.latest is None else replay.latest.static:
                 if slot in product.operands:
                     product.operands[slot].rms *= 2.0**-exponent
@@ -439,9 +421,8 @@ class Watch(Observer):
             return self._hooked(product, output, (args, kwargs))
 
     def _hooked(self, product: _Product, output: Any, arguments: Any) -> Any:
-        """The result of a product, or a copy of it that measures its gradient. The result may be a
-        view (of a linear map of three dimensions): once another view of its base is written in
-        place, gradients pass by."""
+        """The result of a product, or a copy of it that measures its gradient: of a view (a linear
+        map of three dimensions), gradients pass by once its base is written in place."""
         if isinstance(output, Tensor) and output.requires_grad:
             passed = any(output is t for _, t in tensors_in(arguments))
             output = output if passed else output.clone()
@@ -452,14 +433,13 @@ class Watch(Observer):
                 first.register_hook(product.note)
         return output
 
-    def _is_operand(self, product: _Product, slot: Slot, tensor: Tensor) -> bool:
+    def _add_operand(self, product: _Product, slot: Slot, tensor: Tensor) -> None:
         if slot[0] in _UNMEASURED or is_added(product.call, slot) or not _is_measurable(tensor):
-            return False
-        state = product.call in RECURRENT and slot not in ((0,), ("input",))
-        return not state or (self._origin(tensor).parameter and tensor.dim() > 1)
-
-    def _operand(self, product: _Product, slot: Slot, tensor: Tensor) -> _Operand:
+            return
         origin = self._origin(tensor)
+        state = product.call in RECURRENT and slot not in ((0,), ("input",))
+        if state and not (origin.parameter and tensor.dim() > 1):
+            return
         if product.call in ATTENTION:
             label = slot[0] if isinstance(slot[0], str) else ("query", "key", "value")[slot[0]]
         elif origin.parameter or (product.call in EMBEDDINGS | LAYERS and slot[0] in (1, "weight")):
@@ -467,35 +447,36 @@ class Watch(Observer):
         else:
             known = {operand.label for operand in product.operands.values()}
             label = "other" if "input" in known else "input"
-        return _Operand(label, _rms(debug_unwrap(tensor)), origin)
+        product.operands[slot] = _Operand(label, _rms(debug_unwrap(tensor)), origin)
 
     # Results
 
     def results(self) -> Iterator[Measurement]:
         """Every measurement, in order. The probabilities of attention are none."""
         small = self._small()
-        for index, product in enumerate(self._products):
-            place = (product.path, product.call, product.number)
+        counts: Counter[tuple[str, str]] = Counter()
+        for product in self._products:
+            place = (product.path, product.call, counts[product.path, product.call])
+            counts[product.path, product.call] += 1
             for operand in product.operands.values():
                 if not operand.origin.probabilities:
                     kind = "weight" if operand.label == "weight" else "activation"
                     yield Measurement(*place, operand.label, kind, operand.rms)
             gradient = product.gradient_as_cast()
             if gradient is not None:
-                kind = "query-key gradient" if index in small else "gradient"
+                kind = "query-key gradient" if product in small else "gradient"
                 yield Measurement(*place, "gradient of output", kind, gradient)
 
-    def _small(self) -> set[int]:
+    def _small(self) -> set[_Product]:
         """The products that compute only queries and keys."""
-        small: set[int] = set()
-        other: set[int] = set()
-        for index in reversed(range(len(self._products))):
-            product = self._products[index]
-            if index in other:
-                small.discard(index)
+        small: set[_Product] = set()
+        other: set[_Product] = set()
+        for product in reversed(self._products):
+            if product in other:
+                small.discard(product)
             for operand in product.operands.values():
                 logits = product.scores or operand.label in ("query", "key")
-                (small if logits or index in small else other).update(operand.origin.sources)
+                (small if logits or product in small else other).update(operand.origin.sources)
         return small
 
 
@@ -504,7 +485,10 @@ def _is_measurable(tensor: Tensor) -> bool:
     return known and tensor.is_floating_point() and tensor.numel() > 0
 
 
+@torch.no_grad()
 def _rms(tensor: Tensor) -> float:
-    """That of the values. tensor: of no torch.func transform."""
-    norm: float = debug_unwrap(norm_of(tensor)).item()
+    """That of the values, in double precision, in which squares do not overflow. tensor: of no
+    torch.func transform."""
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    norm: float = debug_unwrap(torch.linalg.vector_norm(values, dtype=torch.float64)).item()
     return norm / tensor.numel() ** 0.5

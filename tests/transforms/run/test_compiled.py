@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8
-from tests.transforms.models import Net
+from tests.transforms.models import TRANSFORMS, Net
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 
@@ -26,12 +26,6 @@ def conditional(m, x):
     return torch.cond(x.sum() > -1e9, lambda x: part(m, x), lambda x: part(m, x) * 2, (x,))
 
 
-TRANSFORMS = {
-    "unit_scale": unit_scale,
-    "preserve": lambda model: unit_scale(model, init="preserve"),
-    "simulate_fp8": simulate_fp8,
-    "both": lambda model: simulate_fp8(unit_scale(model)),
-}
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,17 +13,11 @@ from torch._dynamo.testing import CompileCounter
 
 import fp8
 from tests.transforms.gradients import gradients
-from tests.transforms.models import GPT, Net, batch, gpt, no_block, same, step, tiny
+from tests.transforms.models import GPT, TRANSFORMS, Net, batch, gpt, no_block, same, step, tiny
 from unit_scaling.formats import FPFormat
-from unit_scaling.transforms import compile, simulate_format, simulate_fp8, unit_scale
+from unit_scaling.transforms import ModelPlan, compile, simulate_format, simulate_fp8, unit_scale
 from unit_scaling.transforms.state import EXTRA_STATE, MARKER
 
-TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "unit_scale": unit_scale,
-    "preserve": lambda m: unit_scale(m, init="preserve"),
-    "simulate_fp8": simulate_fp8,
-    "both": lambda m: unit_scale(simulate_fp8(m)),
-}
 PRINTED = {
     "unit_scale": "unit_scale(init='unit')",
     "preserve": "unit_scale(init='preserve')",
@@ -131,9 +124,7 @@ def test_gradient_checkpointing_of_blocks() -> None:
 
 @pytest.mark.proves("unit-scaling", "unit_scale(simulate_fp8(model))", how="own")
 @pytest.mark.parametrize(
-    "order",
-    [("unit", "fp8"), ("fp8", "unit"), ("compile", "fp8", "unit")],
-    ids="-".join,
+    "order", [("unit", "fp8"), ("fp8", "unit"), ("compile", "fp8", "unit")], ids="-".join
 )
 def test_any_order_applies_each_once(order: tuple[str, ...]) -> None:
     """unit_scale and a coarse format change every value: twice or not at all, it shows."""
@@ -157,13 +148,24 @@ def test_any_order_applies_each_once(order: tuple[str, ...]) -> None:
 def test_twice_is_once() -> None:
     same(step(unit_scale(unit_scale(gpt()))), step(unit_scale(gpt())))
     same(step(simulate_fp8(simulate_fp8(gpt()))), step(simulate_fp8(gpt())))
-    model = unit_scale(no_block())
-    for other, why in (
-        ({"init": "preserve"}, "init='unit', got init='preserve'"),
-        ({"residual": "fixed"}, "residual='completep', got residual='fixed'"),
-    ):
-        with pytest.raises(ValueError, match=f"already, with {why}"):
-            unit_scale(model, **other)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({}, {"init": "preserve"}),
+        ({"init": "preserve"}, {}),
+        ({"residual": "fixed"}, {}),
+        ({}, {"replace": {torch.relu: torch.tanh}}),
+        ({}, {"plan": ModelPlan("unit", "completep")}),
+    ],
+)
+def test_twice_in_two_ways_is_refused(first: dict, then: dict) -> None:
+    """It would stay as it is."""
+    model = unit_scale(no_block(), **first)
+    init = first.get("init", "unit")
+    with pytest.raises(ValueError, match=f"is unit-scaled already, with init='{init}', residual="):
+        unit_scale(model, **then)
 
 
 @pytest.mark.proves("unit-scaling", "with torch.compile", how="own")

@@ -49,25 +49,3 @@ def test_parts_of_a_planned_model_have_the_factors_of_the_whole(recomputed: bool
     losses += [lambda m, i=i: m.parts[i](x).square().mean() for i in range(3)]
     for loss in losses:
         torch.testing.assert_close(gradients(other, loss), gradients(model, loss))
-
-
-def branching(m: Net, given: tuple[Tensor, bool]) -> Tensor:
-    x, b = given
-    return m.head(checkpoint(m.b if b else m.a, x, use_reentrant=False))
-
-
-@pytest.mark.parametrize("init", ["unit", "preserve"])
-def test_two_forms_of_call_before_one_backward_pass(init: str) -> None:
-    """The parts of the first one are recomputed after the second one, which does not call them."""
-    torch.manual_seed(0)
-    plain = Net(branching, a=Part(nn.Linear(8, 8)), b=Part(nn.Linear(8, 8)), head=nn.Linear(8, 4))
-    model = unit_scale(plain.double(), init=init)
-    x = torch.randn(3, 6, 8, dtype=torch.float64)
-    for b in (False, True, False):
-        model((x, b)).square().mean().backward()
-    first, second, both = (
-        gradients(model, lambda m, forms=forms: sum(m((x, b)).square().mean() for b in forms))[1]
-        for forms in ([False], [True], [False, True])
-    )
-    for name, grad in both.items():
-        torch.testing.assert_close(grad, first.get(name, 0) + second.get(name, 0))

@@ -1,4 +1,1 @@
-"""The plan of `unit_scale`: the planner, its deciders in order, and the plan as data.
-
-Input are recorded calls, output a `planner.Decided`. Nothing is executed here.
-"""
+"""The plan of `unit_scale`: what decides it from recorded calls, and the plan as data."""

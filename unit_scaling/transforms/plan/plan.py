@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -16,6 +15,8 @@ from fp8.common.report import LEFT_ALONE, as_table
 from ...parameter import Tags
 from ..record.calls import Slot
 from ..record.place import Place
+
+T = TypeVar("T")
 
 VERSION = 10
 
@@ -82,8 +83,8 @@ class ModelPlan:
     """The decisions of `unit_scale` for a model, as returned by `unit_scaling.plan`.
 
     Printing shows a table of the calls that have a step; lines of code are named where a module has
-    several calls of a kind. ``unit_scale(model, plan=...)`` applies
-    the plan to another model of the same architecture, which is then not recorded.
+    several calls of a kind. ``unit_scale(model, plan=...)`` applies the plan to another model of
+    the same architecture, which is then not recorded.
 
     Attributes:
         init: as in `unit_scale`.
@@ -112,26 +113,17 @@ class ModelPlan:
 
     def to_json(self) -> str:
         """Returns the plan as JSON. Numbers are exact."""
-        data = {
-            "version": VERSION,
-            **{f.name: getattr(self, f.name) for f in fields(self)},
-            "tags": {name: list(tags) for name, tags in self.tags.items()},
-            "rows": [asdict(row) for row in self.rows],
-            "steps": [
-                [list(place), [step and asdict(step) for step in s]]
-                for place, s in self.steps.items()
-            ],
-            "gradients": [[list(place), e] for place, e in self.gradients.items()],
-            "ties": [asdict(tie) for tie in self.ties],
-        }
-        return json.dumps(data)
+        data = asdict(self)
+        pairs = {name: list(data[name].items()) for name in ("steps", "gradients")}
+        return json.dumps({"version": VERSION, **data, **pairs})
 
     @classmethod
     def from_json(cls, text: str) -> ModelPlan:
         """Returns the plan that `to_json` wrote.
 
         Raises:
-            ValueError: ``text`` is not JSON, a field is unknown or missing, or the version differs.
+            ValueError: ``text`` is no JSON of a dict, or the version differs.
+            KeyError: a field is missing.
         """
         data = json.loads(text)
         if not isinstance(data, dict):
@@ -139,23 +131,18 @@ class ModelPlan:
         version = data.get("version")
         if version != VERSION:
             raise ValueError(f"a plan of version {VERSION} is needed, got version {version!r}")
-        names = {f.name for f in fields(cls)}
-        unknown, missing = sorted({*data} - names - {"version"}), sorted(names - {*data})
-        if unknown or missing:
-            raise ValueError(f"a plan: unknown fields {unknown}, missing fields {missing}")
         return cls(
-            init=data["init"],
-            residual=data["residual"],
+            data["init"],
+            data["residual"],
             tags={name: Tags(*tags) for name, tags in data["tags"].items()},
             rows=[CallRow(**row) for row in data["rows"]],
-            entries=list(data["entries"]),
-            steps={_tupled(place): tuple(map(_read, s)) for place, s in data["steps"]},
+            entries=data["entries"],
+            steps={
+                _tupled(p): tuple(s and _read(Step, s) for s in own) for p, own in data["steps"]
+            },
             gradients={_tupled(place): _tupled(e) for place, e in data["gradients"]},
-            ties=tuple(Tie(**{n: _tupled(v) for n, v in tie.items()}) for tie in data["ties"]),
+            ties=tuple(_read(Tie, tie) for tie in data["ties"]),
         )
-
-    def copy(self) -> ModelPlan:
-        return copy.deepcopy(self)
 
     def __str__(self) -> str:
         lines = [("module", "call", "step")]
@@ -169,17 +156,14 @@ class ModelPlan:
 
 
 def _described(step: Step) -> str:
-    default = Step()
-    parts = [step.op or "as it is"]
-    for f in fields(Step):
-        value = getattr(step, f.name)
-        if f.name != "op" and value != getattr(default, f.name):
-            parts.append(f"{f.name}={value:.4g}" if f.name == "factor" else f"{f.name}={value!r}")
-    return ", ".join(parts)
+    other = {f.name: v for f in fields(step) if (v := getattr(step, f.name)) != f.default}
+    op = other.pop("op", "as it is")
+    parts = (f"{n}={v:.4g}" if n == "factor" else f"{n}={v!r}" for n, v in other.items())
+    return ", ".join([op, *parts])
 
 
-def _read(data: Mapping[str, Any] | None) -> Step | None:
-    return None if data is None else Step(**{name: _tupled(v) for name, v in data.items()})
+def _read(cls: type[T], data: Mapping[str, Any]) -> T:
+    return cls(**{name: _tupled(value) for name, value in data.items()})
 
 
 def _tupled(value: Any) -> Any:

@@ -14,15 +14,16 @@ steps of a solver).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8.common.report import LEFT_ALONE
 
 from ...core.functional import completep_residual_scaling_rule
+from ...parameter import Tags
 from ...rules.table import Op, find_op
-from ..record.calls import CallNode, Input, is_sparse
+from ..record.calls import CallNode, Input, Slot
 from ..record.kinds import (
     ATTENTION,
     EMBEDDINGS,
@@ -36,9 +37,9 @@ from ..record.kinds import (
     is_added,
 )
 from ..record.place import Place
-from ..record.values import rms_of
+from ..record.values import is_strided, rms_of
 from .plan import CallRow, ModelPlan, Step, Steps
-from .weights import Weights
+from .weights import scaled
 
 Decision = tuple[Step | None, str, str]
 """(step, what the report says was done or "" for no row, why)."""
@@ -49,20 +50,6 @@ the default."""
 
 TAU_ATTENTION, TAU_FEED_FORWARD = 0.01, 0.5
 """The branch weights of "fixed": those of the guide of the Unit Scaling library."""
-
-
-@dataclass(frozen=True)
-class Decided:
-    """steps: by the index of the call. rows: of the report. kept: weights that keep their values.
-    added: those of them that calls only add to values or put beside them (positions, a class
-    token), with the RMS of these values. inner: readout weights whose output feeds products or
-    residual adds."""
-
-    steps: dict[int, Step | None]
-    rows: list[CallRow]
-    kept: frozenset[str]
-    added: dict[str, float]
-    inner: frozenset[str]
 
 
 def by_place(nodes: list[CallNode], steps: dict[int, Step | None]) -> dict[Place, Steps]:
@@ -80,20 +67,23 @@ _NOTHING: Decision = (None, "", "")
 
 @dataclass
 class Planner:
-    """Decides on recorded calls. plan: what earlier recordings have decided. weights: those of RMS
-    1. outputs: the nodes of what the whole model returns, none for a part. replaced: the kinds of
-    the functions that the caller replaces. changed: the parameters that the model changes itself
-    when it runs."""
+    """Decides on recorded calls. plan: what earlier recordings have decided. tags: of parameters.
+    outputs: the nodes of what the whole model returns, none for a part. replaced: the kinds of the
+    functions that the caller replaces. changed: the parameters that the model changes itself when
+    it runs. kept: the weights that keep their values. inner: the readouts that feed products or
+    residual adds."""
 
     nodes: list[CallNode]
     plan: ModelPlan
-    weights: Weights
+    tags: Mapping[str, Tags]
     outputs: Collection[int] = ()
     replaced: frozenset[str] = frozenset()
     changed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.preserve = self.plan.init == "preserve"
+        self.scaled = scaled(self.tags)
+        self.readouts = frozenset(n for n, t in self.tags.items() if t.mup_type == "output")
         self.flow = Flow(self.nodes)
         self.loops = self._loops()
         self.residuals = {} if self.preserve else self._residuals()
@@ -102,15 +92,15 @@ class Planner:
 
     def _residuals(self) -> dict[int, Decision]:
         layers = filter(self._is_layer, range(len(self.nodes)))
-        layers = {index for index in layers if self.nodes[index].place not in self.loops}
-        return _find_residuals(self.flow, layers, self.plan.residual)
+        once = {index for index in layers if self.nodes[index].place not in self.loops}
+        return _find_residuals(self.flow, once, self.plan.residual)
 
     def _is_layer(self, index: int) -> bool:
         """Whether a call is a product of values and a weight that was divided by its RMS."""
-        node = self.nodes[index]
-        return self.flow.is_product(index) and bool(self.weights.scaled & self._factors(node))
+        return self.flow.is_product(index) and bool(self._scaled(self.nodes[index]))
 
-    def decided(self) -> Decided:
+    def decided(self) -> tuple[dict[int, Step | None], list[CallRow]]:
+        """The steps by the index of the call, and the rows of the report."""
         steps: dict[int, Step | None] = {}
         rows: list[CallRow] = []
         for index, node in enumerate(self.nodes):
@@ -122,7 +112,7 @@ class Planner:
             if done and node.place not in self.plan.steps:
                 why = f"{why} ({node.where})" if done == LEFT_ALONE and node.where else why
                 rows.append(CallRow(node.path, node.name, done, why))
-        return Decided(steps, rows, self.kept, self._added(), self.inner)
+        return steps, rows
 
     def _loops(self) -> frozenset[Place | None]:
         """The places of products of values that an earlier call at the place has made."""
@@ -135,18 +125,14 @@ class Planner:
         )
 
     def _kept(self) -> frozenset[str]:
-        """The weights that keep their values: those that a call reads which is neither a product
-        with values nor a look-up of rows, those that no call reads, and tables whose rows are
-        `_as_given`. So do gains that a call reads which does not multiply values by them."""
+        """The weights that keep their values: those that a call reads of which `_is_weight` is
+        false, those that no call reads, and tables whose rows are `_as_given`."""
         weights: set[str] = set()
         values: set[str] = self._as_given() | self.changed
+        gains = {name for name in self.scaled if self.tags[name].mup_type == "norm"}
         for index, i, origin in self._reads():
-            node = self.nodes[index]
-            if self._reads_gain(index, node, origin) or self._reads_weight(index, node, i.slot):
-                weights.add(origin)
-            else:
-                values.add(origin)
-        return self.weights.scaled.difference(self.plan.tags, weights - values)
+            (weights if self._is_weight(index, i.slot, origin in gains) else values).add(origin)
+        return self.scaled.difference(self.plan.tags, weights - values)
 
     def _reads(self) -> Iterator[tuple[int, Input, str]]:
         """The arguments that are parameters, or moved ones: (index of the call, argument, name)."""
@@ -157,7 +143,9 @@ class Planner:
                 if origin is not None and not moves:
                     yield index, i, origin
 
-    def _added(self) -> dict[str, float]:
+    def added(self) -> dict[str, float]:
+        """Those of the kept weights that calls only add to values or put beside them (positions, a
+        class token), with the RMS of these values."""
         sizes: dict[str, list[float]] = defaultdict(list)
         others = {*self.changed}
         for index, i, origin in self._reads():
@@ -184,39 +172,32 @@ class Planner:
         node = self.nodes[index]
         return node.kind in NORMS or index in self.residuals or self._is_layer(index)
 
-    def _reads_gain(self, index: int, node: CallNode, origin: str) -> bool:
-        """Whether a call multiplies values by a gain."""
-        reads = origin in self.weights.gains and node.kind in GAINS and not node.inside
-        return reads and bool(self.flow.values(index))
-
-    def _reads_weight(self, index: int, node: CallNode, slot: tuple[int | str, ...]) -> bool:
-        """Whether a call reads the argument in ``slot`` as the weight of a product or a table."""
-        if node.inside or node.written or find_op(node.function) is None:
+    def _is_weight(self, index: int, slot: Slot, gain: bool) -> bool:
+        """Whether a call multiplies values by a gain, or reads the argument in ``slot`` as the
+        weight of a product or a table."""
+        node = self.nodes[index]
+        if node.inside:
             return False
-        if node.kind in EMBEDDINGS:
+        if gain and node.kind in GAINS and self.flow.values(index):
             return True
-        return self.flow.is_product(index) and not is_added(node.kind, slot)
+        if node.written or find_op(node.function) is None:
+            return False
+        product = self.flow.is_product(index) and not is_added(node.kind, slot)
+        return product or node.kind in EMBEDDINGS
 
     def _inner_readouts(self) -> frozenset[str]:
         products = set(filter(self.flow.is_product, range(len(self.nodes))))
         mixes = products & self.flow.before(products.union(self.residuals))
-        inner = [i.node for index in mixes for i in self.nodes[index].inputs]
-        origins = {self.nodes[index].value.origin for index in inner}
-        return frozenset(name for name in self.weights.readouts if name in origins)
+        inner = (i.node for index in mixes for i in self.nodes[index].inputs)
+        return self.readouts.intersection(self.nodes[index].value.origin for index in inner)
 
-    def _factors(self, node: CallNode) -> set[str | None]:
-        """The origins of the arguments that a call does not add."""
+    def _scaled(self, node: CallNode) -> frozenset[str]:
+        """The scaled weights among the arguments that a call does not add."""
         factors = (i.node for i in node.inputs if not is_added(node.kind, i.slot))
-        return {self.nodes[i].value.origin for i in factors}
-
-    def _scaled_weights(self, node: CallNode) -> frozenset[str]:
-        """The weights of RMS 1 among those."""
-        return (self.weights.scaled - self.kept) & self._factors(node)
+        return self.scaled.intersection(self.nodes[i].value.origin for i in factors)
 
     def _decide(self, index: int, node: CallNode) -> Decision:
-        """(step, what the report says was done or "", why)."""
-        concerns = node.value.floating and any(self.nodes[i.node].value.live for i in node.inputs)
-        if not concerns:
+        if not (node.value.floating and any(self.nodes[i.node].value.live for i in node.inputs)):
             return _NOTHING
         if node.kind in self.replaced:
             return Step(op="replace", writes=(0,) in node.written), "replaced", "as asked"
@@ -229,7 +210,7 @@ class Planner:
             return _NOTHING
         if index in self.residuals:
             return self.residuals[index]
-        weights = self._scaled_weights(node)
+        weights = self._scaled(node) - self.kept
         if self.flow.is_product(index) and weights:
             return self._weighted(node, weights)
         if node.kind in EMBEDDINGS and weights:
@@ -242,10 +223,10 @@ class Planner:
         """A product of values and a weight of RMS 1: the factor of its rule."""
         op = find_op(node.function)
         assert op is not None
-        if is_sparse(node):
+        if not all(map(is_strided, node.tensors.values())):
             return None, LEFT_ALONE, f"no rule for {node.name} of a sparse tensor"
         step = step_by_rule(op, node.function, node.args, node.kwargs)
-        if op.name == "linear" and weights & (self.weights.readouts - self.inner):
+        if op.name == "linear" and weights & (self.readouts - self.inner):
             return replace(step, factor=step.factor**2), "scaled", "readout: 1/fan_in"
         return step, "scaled", ""
 
@@ -276,11 +257,8 @@ def _reached(starts: Iterable[int], next: Callable[[int], Iterable[int]]) -> set
 
 
 class Flow:
-    """The value graph of a recorded run. Nodes are indices, in topological order.
-
-    Values flow along *live* edges: those along which gradients propagate between calls. A tensor
-    computed from parameters alone (a tied, masked or normalised weight) is a weight, not a value.
-    """
+    """The value graph of a recorded run. Nodes are indices, in topological order. A tensor computed
+    from parameters alone (a tied, masked or normalised weight) is a weight, not a value."""
 
     def __init__(self, nodes: list[CallNode]) -> None:
         self.nodes = nodes
@@ -336,8 +314,7 @@ class Flow:
 
 @dataclass
 class _Branch:
-    """A residual branch: its origin and its nodes. skip, end: the arguments of the add, the skip
-    connection and the last node."""
+    """A residual branch. skip, end: the arguments of the add. region: its nodes from origin on."""
 
     skip: Input
     end: Input

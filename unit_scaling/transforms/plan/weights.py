@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,40 +25,23 @@ SMALL = 0.5
 """A gain whose RMS is below this is scaled to RMS 1."""
 
 
-@dataclass(frozen=True)
-class Weights:
-    """The names of the weights and gains that were divided by their RMS, of the gains among them,
-    and of the readout weights."""
-
-    scaled: frozenset[str]
-    gains: frozenset[str]
-    readouts: frozenset[str]
-
-
 def named_tags(model: nn.Module, path: str) -> dict[str, Tags]:
     """Parameter name -> its tags. path: the path of ``model`` itself."""
     named = model.named_parameters(prefix=path)
     return {name: tags_of(p) for name, p in named if has_parameter_data(p)}
 
 
-def tagged_weights(model: nn.Module, path: str) -> Weights:
-    """As in `named_tags`."""
-    tags = named_tags(model, path)
-    scaled = {n: t for n, t in tags.items() if t.mup_divisor}
-    return Weights(
-        scaled=frozenset(scaled),
-        gains=frozenset(n for n, t in scaled.items() if t.mup_type == "norm"),
-        readouts=frozenset(n for n, t in tags.items() if t.mup_type == "output"),
-    )
+def scaled(tags: Mapping[str, Tags]) -> frozenset[str]:
+    """The weights and gains that were divided by their RMS."""
+    return frozenset(name for name, each in tags.items() if each.mup_divisor)
 
 
 @torch.no_grad()
 def keep_values(
     model: nn.Module, path: str, names: Collection[str], added: Mapping[str, float]
 ) -> None:
-    """Gives weights the values back that they had before they were divided by their RMS. They have
-    a static scale instead. A readout becomes a weight, as its product has no factor, and what is
-    ``added`` to values of an RMS a bias. path: of ``model``."""
+    """Multiplies weights by their divisors; they have a static scale instead. A readout becomes a
+    weight, as its product has no factor, and what is ``added`` to values of an RMS a bias."""
     parameters = dict(model.named_parameters(prefix=path))
     for name, parameter in parameters.items():
         divisor = tags_of(parameter).mup_divisor
@@ -101,6 +83,15 @@ def adopt_tags(model: nn.Module, path: str, tags: Mapping[str, Tags], rescale: b
     remember_tags(model)
 
 
+def demoted(model: nn.Module, path: str, names: Collection[str]) -> list[CallRow]:
+    """Tags as weights the parameters that were taken for the readout before the first call."""
+    parameters = dict(model.named_parameters(prefix=path))
+    for name in sorted(names):
+        tag(parameters[name], "weight")
+    split = (name.rpartition(".") for name in sorted(names))
+    return [CallRow(owner, leaf, "tagged as weight", "not the readout") for owner, _, leaf in split]
+
+
 def _nearest_power(rms: float) -> float:
     return float(2.0 ** min(max(round(math.log2(rms)), -32), 32))
 
@@ -109,10 +100,9 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
     """Tags all parameters of ``model``.
 
     With init="unit", the weight of the last `nn.Linear` is tagged as the readout, a matrix (two or
-    more dimensions) is divided in place by its RMS, stored in its tag ``mup_divisor``, and biases
-    are set to zero; the first call may give some their values back (`keep_values`). With
-    init="preserve", values do not change, and the power of two nearest to the RMS of a matrix is
-    stored in its tag ``mup_scale``."""
+    more dimensions) is divided in place by its RMS, its tag ``mup_divisor``, and biases are set to
+    zero. With init="preserve", values do not change, and the power of two nearest to the RMS of a
+    matrix is its tag ``mup_scale``."""
     rows: list[CallRow] = []
     readout, seen = _readout(model) if init == "unit" else None, set[int]()
     for path, module in model.named_modules():
@@ -168,8 +158,8 @@ def pruned(module: nn.Module) -> dict[str, str]:
 
 
 def refuse_weights(model: nn.Module, quantized: bool = False) -> None:
-    """Raises ValueError for weights that a hook sets before each call, whose computation is not
-    recorded, and for quantized ones unless they are allowed. Pruning may mask weights."""
+    """Raises ValueError for weights that a hook other than pruning computes before each call, and
+    for quantized ones unless they are allowed."""
     for path, module in model.named_modules():
         if not quantized and (why := why_quantized(module)):
             raise ValueError(f"{path or 'the model'} is {why}; unit-scale the model before that")
@@ -183,8 +173,8 @@ def refuse_weights(model: nn.Module, quantized: bool = False) -> None:
 
 
 def refuse_split(model: nn.Module) -> None:
-    """Raises ValueError for a weight that a parametrization with new parameters (`weight_norm`)
-    computes, and that was divided by its RMS before."""
+    """Raises ValueError for a weight that was divided by its RMS, and that a parametrization with
+    new parameters (`weight_norm`) computes now."""
     for path, part in model.named_modules():
         for name, tags in getattr(part, "mup_tags", {}).items():
             if not (tags.mup_divisor and is_parametrized(part, name)):
@@ -254,8 +244,7 @@ def _divided(parameter: nn.Parameter, rms: float, what: str = "") -> Done:
 
 
 def _unit_gain(parameter: nn.Parameter) -> Done | None:
-    """Scales a gain to RMS 1 if it is a small or large constant, such as 1e-6, or small noise. Its
-    branch would otherwise have no values."""
+    """Scales a gain to RMS 1 if it is a small or large constant, such as 1e-6, or small noise."""
     if parameter.is_meta or parameter.numel() < 2:
         return None
     rms = parameter.double().square().mean().sqrt().item()

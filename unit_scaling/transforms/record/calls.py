@@ -21,23 +21,14 @@ from fp8.modes.control_flow import depends_on_values, run_within, runs_functions
 from fp8.modes.dispatch import OPERATORS, expansion
 
 from .. import install
+from ..install import Args, Kwargs
 from .copies import package_of
-from .kinds import (
-    CONSTANT,
-    PRODUCTS,
-    RECURRENT,
-    TRANSPARENT,
-    canonical,
-    kind_of,
-    name_of,
-    writes,
-)
-from .place import Place, lines_here
+from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, kind_of, name_of, writes
+from .place import PACKAGES, TORCH, Place, lines_here
 from .values import has_scale, is_strided, rms_of
 
 Slot = tuple[int | str, ...]
-"""The location of a tensor in a call: (1,) is the second argument; ("weight",), (0, 2) in a list.
-"""
+"""Where a tensor is in a call: (1,) is the second argument; ("weight",); (0, 2) in a list."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +43,9 @@ class Input:
 class Value:
     """What is known of the result of a call, or of an external tensor.
 
-    live: whether it depends on a parameter or a floating-point input. computed: whether it depends
-    on parameters only. parameter: the name of the parameter that it is. origin: the parameter that
-    it is, or is a view or copy of.
+    parameter: the name of the parameter that it is. origin: also of one that it is a view or copy
+    of. live: whether it depends on a parameter or a floating-point input. computed: on parameters
+    only.
     """
 
     numel: int = 0
@@ -69,9 +60,8 @@ class Value:
 class CallNode:
     """One call, or an external tensor (function None): a parameter, an input, a buffer.
 
-    place: None for one that is not seen. where: file and line of the call. inside: the autograd
-    function in which it, or a module that makes it, runs. written: the arguments that it writes
-    into.
+    place: None for one that is not seen. where: file and line. inside: the autograd function in
+    which it, or a module that makes it, runs. written: the arguments that it writes into.
     """
 
     place: Place | None
@@ -79,8 +69,8 @@ class CallNode:
     path: str = ""
     function: Callable[..., Any] | None = None
     inputs: list[Input] = field(default_factory=list)
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    args: Args = ()
+    kwargs: Kwargs = field(default_factory=dict)
     where: str = ""
     inside: str = ""
     written: tuple[Slot, ...] = ()
@@ -108,15 +98,15 @@ def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
             yield from tensors_in(item, (*slot, name))
 
 
-def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -> Any:
+def mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
     """``value`` with its tensors changed, recursively through lists, (named) tuples and dicts."""
     if isinstance(value, Tensor):
-        return change(slot, value)
+        return change(value)
     if next(tensors_in(value), None) is None:
         return value
     if isinstance(value, dict):
-        return {name: mapped(change, item, (*slot, name)) for name, item in value.items()}
-    items = [mapped(change, item, (*slot, i)) for i, item in enumerate(value)]
+        return {name: mapped(change, item) for name, item in value.items()}
+    items = [mapped(change, item) for item in value]
     return items if isinstance(value, list) else getattr(type(value), "_make", tuple)(items)
 
 
@@ -131,9 +121,7 @@ class Calls(FirstLook):
         self._in_pairs = in_pairs
 
     @abstractmethod
-    def observe(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Makes a call of the model and returns its result."""
 
     def sees(self) -> bool:
@@ -141,11 +129,7 @@ class Calls(FirstLook):
         return not self._busy
 
     def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, function: Callable[..., Any], types: Any, args: Args = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if not self.sees():
@@ -162,7 +146,7 @@ class Calls(FirstLook):
             return run_within(self, function, args, kwargs)
         return self.see(function, args, kwargs)
 
-    def see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def see(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """`observe`, during which no call is seen."""
         self._busy = True
         try:
@@ -177,8 +161,8 @@ class Recorder(Calls):
 
     kinds: of functions for which they differ from `kind_of`. parameters: names by id. inputs: the
     ids of the tensors among the arguments. path: returns the path of the running module.
-    normalizes: whether results of matrix products are divided by their RMS, as under the plan, so
-    that later calls see values of that size; einsums of three operands are then seen in pairs.
+    normalizes: whether results of products are divided by their RMS, as under the plan; einsums of
+    three operands are then seen in pairs.
     """
 
     kinds: dict[Callable[..., Any], str]
@@ -197,9 +181,7 @@ class Recorder(Calls):
         self._makers: dict[Node, int] = {}
         self._alive: list[Tensor] = []  # ids of dead tensors are reused
 
-    def observe(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def observe(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         args, kwargs = canonical(function, args, kwargs)
         arguments = (*tensors_in(args), *tensors_in(kwargs))
         inputs = [self._input(slot, t) for slot, t in arguments]
@@ -207,7 +189,7 @@ class Recorder(Calls):
         path, name = self.path(), named(function)
         kind = self.kinds.get(function) or kind_of(function)
         node = CallNode((path, kind, lines_here()), name, path, function, inputs, args, kwargs)
-        node.where, node.inside = _location()
+        node.where, node.inside = location()
         sources = [self.nodes[i.node].value for i in inputs]
         node.value.origin = sources[0].origin if kind in TRANSPARENT and inputs else None
         node.value.computed = _is_computed(node.kind, sources)
@@ -226,7 +208,6 @@ class Recorder(Calls):
         return output
 
     def _describe(self, node: CallNode, sources: list[Value], results: list[Tensor]) -> None:
-        """Fills in the value of a call, and divides the result of a product."""
         value = node.value
         value.numel = max(map(Tensor.numel, results))
         value.floating = any(map(has_scale, results))
@@ -238,7 +219,6 @@ class Recorder(Calls):
                 results[0].div_(rms_of(results[0]))
 
     def _input(self, slot: Slot, tensor: Tensor) -> Input:
-        """The argument of a call. An unknown tensor gets a new node."""
         if id(inner := debug_unwrap(tensor)) in self.parameters:
             tensor = inner  # which torch.func.grad differentiates by
         maker = tensor.grad_fn
@@ -271,7 +251,7 @@ class Recorder(Calls):
             self._input((slot,), t) if isinstance(t, Tensor) else Input((slot,), t)
             for slot, t in enumerate(self._known_before(maker))
         ]
-        where, path = _location()[0], self.path()
+        where, path = location()[0], self.path()
         if id(tensor) in self._node_of and not isinstance(maker, BackwardCFunction):
             name, inside = "copy_", ""  # into a view of the tensor
         else:
@@ -324,8 +304,8 @@ class Recorder(Calls):
 
 
 _RECOMPUTES = "CheckpointFunctionBackward"
-"""What autograd calls a checkpoint with ``use_reentrant=True``: its gradient is that of the calls
-within, which the transform sees when they are computed again."""
+"""What autograd calls a checkpoint with ``use_reentrant=True``, whose gradient is that of the calls
+within."""
 
 
 def _is_computed(kind: str, sources: list[Value]) -> bool:
@@ -335,18 +315,11 @@ def _is_computed(kind: str, sources: list[Value]) -> bool:
     return computed and any(v.live for v in sources) and kind not in PRODUCTS | RECURRENT
 
 
-def is_sparse(node: CallNode) -> bool:
-    """Whether a call has a sparse tensor among its arguments."""
-    return not all(map(is_strided, node.tensors.values()))
-
-
-_OURS = tuple(str(Path(__file__).parents[3] / name) for name in ("fp8", "unit_scaling"))
-_TORCH = str(Path(torch.__file__).parent)
 _LEARN = str(Path(__file__).parents[1] / "run" / "learn.py")
 _CHECKPOINT = str(Path(torch.utils.checkpoint.__file__))
 
 
-def _location() -> tuple[str, str]:
+def location() -> tuple[str, str]:
     """File and line of the running call in the running module, and the autograd function of the
     model that makes it. Raises ValueError where `torch.utils.checkpoint` runs a function that is
     not a module: it would be recomputed in the backward pass without a plan."""
@@ -356,7 +329,7 @@ def _location() -> tuple[str, str]:
         if file == _LEARN:
             break  # the recorded model begins here
         ended = ended or file == install.__file__  # the running module begins here
-        if not file.startswith((_TORCH, *_OURS)):
+        if not file.startswith((TORCH, *PACKAGES)):
             where = where or ("" if ended else f"{file}:{frame.f_lineno}")
             inside = function_of(frame) or inside
         if file == _CHECKPOINT and where and not ended:

@@ -1,10 +1,9 @@
 """Copies of models where `copy.deepcopy` alone fails or is wrong.
 
-deepcopy fails for a non-leaf tensor that a module keeps from its last call (an attention map): the
-copy here holds its values without the autograd graph. deepcopy does not copy functions, so that
-``self.f = lambda x: mlp.act(x)`` would call the original's submodules, and drops hooks of
-parameters. A hook that refers to a part of the model (a bound method, a closure) may store what the
-forward reads later: copies made for recording keep these hooks and no others.
+deepcopy fails for a non-leaf tensor that a module keeps from its last call (an attention map), of
+which the copy here has the values. It does not copy functions, so that ``self.f = lambda x:
+mlp.act(x)`` would call the original's submodules, and drops hooks of parameters. A hook that refers
+to a part of the model may store what the forward reads later: it stays in copies for recording.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 
@@ -34,29 +32,35 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that every module has: its parameters, buffers, submodules, hooks."""
+
 
 def deep_copy(module: M, memo: dict[int, Any] | None = None, hooked: bool = False) -> M:
     """Returns a deep copy of ``module``. memo: id -> object to use instead of a copy. hooked:
-    whether its parameters have the hooks of the original's. Raises TypeError for a TorchScript
-    function among the attributes, whose parts are hidden."""
+    whether parameters keep their hooks. Raises TypeError for a TorchScript module."""
     memo = {} if memo is None else memo
-    _refuse_scripted(module)
+    for path, part in module.named_modules():
+        check_not_scripted(path, part)
     hooks = [*_own_hooks(module)]
-    closures = _Closures(module)
+    closures = _Closures(module, memo)
     seen: set[int] = set()
     for part in module.modules():
-        values = [value for _, value in own_attributes(part)]
-        closures.copy_functions([v for v in values if isinstance(v, FunctionType)], memo)
-        for tensor in (t for value in values for t in tensors_within(value, seen)):
-            if tensor.grad_fn is not None and id(tensor) not in memo:
-                memo[id(tensor)] = tensor.detach().clone()
-    closures.copy_functions([hook for *_, hook in hooks], memo)
+        others = _OF_MODULES.union(mixin_attributes(part))
+        for value in [v for name, v in vars(part).items() if name not in others]:
+            if isinstance(value, FunctionType):
+                closures.refers(value)
+            for tensor in tensors_within(value, seen):
+                if tensor.grad_fn is not None and id(tensor) not in memo:
+                    memo[id(tensor)] = tensor.detach().clone()
+    for *_, hook in hooks:
+        closures.refers(hook)
     result = copy.deepcopy(module, memo)
     for original, name, key, hook in hooks:
-        vars(memo[id(original)])[name][key] = closures.own(hook, memo)
+        vars(memo[id(original)])[name][key] = closures.own(hook)
     if hooked:
         _hook_parameters(module, closures, memo)
-    closures.fill(memo)
+    closures.fill()
     # A class may have copied submodules without memo, by pickling in its __getstate__ (generated
     # code), and so their parameters and transforms.
     for path, original in module.named_modules():
@@ -67,7 +71,6 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None, hooked: bool = Fals
 
 
 def _hook_parameters(module: nn.Module, closures: _Closures, memo: dict[int, Any]) -> None:
-    """Registers the hooks of parameters at their copies."""
     for parameter in module.parameters():
         copied = memo.get(id(parameter), parameter)
         if copied is parameter:
@@ -79,7 +82,7 @@ def _hook_parameters(module: nn.Module, closures: _Closures, memo: dict[int, Any
         ):
             for hook in (getattr(parameter, name, None) or {}).values():
                 copied.requires_grad_()
-                register(closures.own(hook, memo))
+                register(closures.own(hook))
         copied.requires_grad_(trained)
 
 
@@ -92,25 +95,6 @@ def recording_copy(module: M, hooked: bool = False) -> M:
         hooks = [] if hooked else [getattr(child, name) for name in _HOOKS]
         shared.update({id(dictionary): type(dictionary)() for dictionary in hooks})
     return deep_copy(module, shared)
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""The attributes that every module has: its parameters, buffers, submodules, hooks."""
-
-
-def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes of a module beside those of every module and those of transforms."""
-    others = _OF_MODULES.union(mixin_attributes(module))
-    return ((name, value) for name, value in vars(module).items() if name not in others)
-
-
-def _refuse_scripted(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        check_not_scripted(path, module)
-        for name, value in vars(module).items():
-            if isinstance(value, torch.jit.ScriptFunction):
-                place = f"{path}.{name}" if path else name
-                raise TypeError(f"{place!r} is a TorchScript function: use the one it was made of")
 
 
 def _own_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, str, int, Any]]:
@@ -129,7 +113,6 @@ def package_of(function: Any) -> str:
 
 
 def _belongs(hook: Any, parts: set[int]) -> bool:
-    """Whether a hook belongs to the model with these parts."""
     if isinstance(hook, MethodType):
         return id(hook.__self__) in parts
     # not in lists: those may hold results of calls
@@ -159,48 +142,45 @@ def _contents(cell: CellType) -> Any:
 
 
 class _Closures:
-    """Copies of the functions that refer to a part of a model in their closure or defaults, which
-    `copy.deepcopy` takes from its memo."""
+    """Copies, in the memo of `copy.deepcopy`, of the functions that refer to a part of a model in
+    their closure or defaults."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, memo: dict[int, Any]) -> None:
         self._parts = {id(part) for part in (*module.modules(), *module.parameters())}
+        self._memo = memo
         self._refers: dict[int, bool] = {}
         self._functions: list[FunctionType] = []
 
-    def copy_functions(self, values: list[Any], memo: dict[int, Any]) -> bool:
-        """Adds copies of the functions that ``values`` hold to ``memo``, with empty closures.
-        Returns whether one of the values refers to a part."""
-        return any([self._copied(value, memo) for value in values])  # noqa: C419 - all of them
-
-    def _copied(self, value: Any, memo: dict[int, Any]) -> bool:
+    def refers(self, value: Any) -> bool:
+        """Whether a value refers to a part. The functions that do have copies from now on, with
+        empty closures."""
         key = id(value)
         if key in self._parts or key in self._refers:
             return self._refers.get(key, True)
         self._refers[key] = False  # a function may refer to itself
-        self._refers[key] = self.copy_functions(_references(value), memo)
-        if self._refers[key] and isinstance(value, FunctionType) and key not in memo:
+        self._refers[key] = any([self.refers(each) for each in _references(value)])  # noqa: C419
+        if self._refers[key] and isinstance(value, FunctionType) and key not in self._memo:
             cells = tuple(CellType() for _ in value.__closure__ or ())
             name, names = value.__name__, value.__globals__
-            memo[key] = FunctionType(value.__code__, names, name, closure=cells)
+            self._memo[key] = FunctionType(value.__code__, names, name, closure=cells)
             self._functions.append(value)
         return self._refers[key]
 
-    def own(self, value: Any, memo: dict[int, Any]) -> Any:
+    def own(self, value: Any) -> Any:
         """A value for the copy: itself unless it refers to a part."""
-        if not self.copy_functions([value], memo):
+        if not self.refers(value):
             return value
         if isinstance(value, partial):
-            named = {name: self.own(item, memo) for name, item in value.keywords.items()}
-            args = (self.own(item, memo) for item in value.args)
-            return partial(self.own(value.func, memo), *args, **named)
-        return copy.deepcopy(value, memo)
+            named = {name: self.own(item) for name, item in value.keywords.items()}
+            return partial(self.own(value.func), *map(self.own, value.args), **named)
+        return copy.deepcopy(value, self._memo)
 
-    def fill(self, memo: dict[int, Any]) -> None:
+    def fill(self) -> None:
         """Gives the copies their closures and defaults, with the copies of parts."""
         for function in self._functions:
-            made = memo[id(function)]
+            made = self._memo[id(function)]
             for cell, mine in zip(function.__closure__ or (), made.__closure__ or (), strict=True):
-                mine.cell_contents = self.own(_contents(cell), memo)
-            made.__defaults__ = self.own(function.__defaults__, memo)
-            made.__kwdefaults__ = self.own(function.__kwdefaults__, memo)
+                mine.cell_contents = self.own(_contents(cell))
+            made.__defaults__ = self.own(function.__defaults__)
+            made.__kwdefaults__ = self.own(function.__kwdefaults__)
             made.__dict__.update(vars(function))

@@ -18,11 +18,12 @@ from ... import functional as _rows  # noqa: F401 - fills OPS
 from ...rules.table import OPS
 
 
-def _named(names: str) -> frozenset[str]:
+def named(names: str) -> frozenset[str]:
+    """The kinds in a text."""
     return frozenset(names.split())
 
 
-TRANSPARENT = _named(
+TRANSPARENT = named(
     "select getitem narrow index_select chunk split unbind tensor_split hsplit vsplit dsplit "
     "bfloat16 clone contiguous double float half to type type_as dropout "
     "broadcast_to expand expand_as flatten moveaxis movedim permute ravel repeat "
@@ -33,14 +34,14 @@ TRANSPARENT = _named(
 )
 """Kinds that propagate values: they move, copy, select or convert them."""
 
-CONSTANT = _named(
+CONSTANT = named(
     "detach zeros_like ones_like full_like empty_like rand_like randn_like randint_like "
     "new_zeros new_ones new_full new_empty new_tensor bernoulli multinomial argmax argmin sign "
     "sgn round floor ceil"
 )
 """Kinds without a gradient."""
 
-PRODUCTS = _named(
+PRODUCTS = named(
     "linear linear_readout matmul mm bmm mv addmm baddbmm einsum tensordot bilinear conv1d "
     "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
     "scaled_dot_product_attention grouped_mm"
@@ -68,7 +69,7 @@ def is_added(kind: str, slot: tuple[int | str, ...]) -> bool:
 EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
 """Kinds that look up rows of a weight."""
 
-NORMS = _named("layer_norm rms_norm group_norm batch_norm instance_norm normalize")
+NORMS = named("layer_norm rms_norm group_norm batch_norm instance_norm normalize")
 """Kinds whose result does not depend on the size of their input."""
 
 GAINS = NORMS - {"normalize"} | {"mul"}
@@ -82,7 +83,7 @@ RECURRENT = frozenset(
 STEPPED = PRODUCTS | RECURRENT | {"add"}
 """Kinds of which a plan has steps."""
 
-JOINS = _named("add sub rsub cat concat concatenate stack where")
+JOINS = named("add sub rsub cat concat concatenate stack where")
 """Kinds that put a parameter beside values, or add it to them, as a layer does its bias."""
 
 ATTENTION = frozenset(["scaled_dot_product_attention"])
@@ -106,9 +107,8 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def kind_of(function: Callable[..., Any]) -> str:
     """The kind of the calls of a function."""
-    known = KINDS.get(function)
-    if known is not None:
-        return known
+    if function in KINDS:
+        return KINDS[function]
     name = name_of(function).strip("_")
     for namespace in ("linalg_", "fft_", "special_"):
         name = name.removeprefix(namespace)
@@ -168,13 +168,4 @@ METHODS = tuple(
     if kind in STEPPED and function in _NAMES and function.__qualname__.startswith("Tensor")
 )
 """Methods of Tensor that are written in Python and may have a step (``x.__rmatmul__``), their kinds
-and the names of their arguments.
-
-The compiler of torch 2.13 compares them by identity but does not find them in a dict.
-"""
-
-
-def is_torch_function(function: Any) -> bool:
-    """Whether calls of ``function`` are visible to torch-function modes."""
-    listed = torch.overrides.get_overridable_functions().values()
-    return callable(function) and any(function in functions for functions in listed)
+and the names of their arguments: the compiler of torch 2.13 does not find them in a dict."""

@@ -26,11 +26,11 @@ from .. import install
 Place = tuple[str, str, str]
 """(path of the module, kind of the call, source lines, outermost first)."""
 
-_TORCH = str(Path(torch.__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
 _MODULES = str(Path(torch.nn.modules.__file__).parent)
 _MODULE = str(Path(torch.nn.modules.module.__file__))
 _HOME = Path(__file__).parents[3]
-_PACKAGES = tuple(str(_HOME / name) for name in ("fp8", "unit_scaling"))
+PACKAGES = tuple(str(_HOME / name) for name in ("fp8", "unit_scaling"))
 _CALLERS = tuple(str(_HOME / "fp8" / name) for name in ("products", "formats", "distributed"))
 
 
@@ -38,9 +38,9 @@ _CALLERS = tuple(str(_HOME / "fp8" / name) for name in ("products", "formats", "
 def _is_named(file: str) -> bool:
     """Whether a place includes the lines of a file: of the user's code, of torch's modules, and of
     the functions of this library that make calls of torch for another one."""
-    if file.startswith(_TORCH):
+    if file.startswith(TORCH):
         return file.startswith(_MODULES) and file != _MODULE
-    return not file.startswith(_PACKAGES) or file.startswith(_CALLERS)
+    return not file.startswith(PACKAGES) or file.startswith(_CALLERS)
 
 
 _SKIPPED, _NAMED, _FORWARD = range(3)
@@ -48,9 +48,6 @@ _SKIPPED, _NAMED, _FORWARD = range(3)
 _ROLES: dict[int, tuple[CodeType, int]] = {}
 """Id of a code object -> the object, which stays alive, and its role: skipped, named, or the code
 that calls the forward of a module."""
-
-_LINES: dict[tuple[int, ...], str] = {}
-"""(id of a code object, index of its instruction) of each frame -> the lines."""
 
 
 def lines_here() -> str:
@@ -65,7 +62,7 @@ def lines_here() -> str:
         if role[1]:
             key += id(code), frame.f_lasti
         frame = frame.f_back
-    return _LINES.get(key) or _lines_of(key, sys._getframe(2))
+    return _lines_at(key)
 
 
 def _role(code: CodeType) -> tuple[CodeType, int]:
@@ -74,13 +71,15 @@ def _role(code: CodeType) -> tuple[CodeType, int]:
     return _ROLES.setdefault(id(code), (code, role))
 
 
-def _lines_of(key: tuple[int, ...], frame: FrameType | None) -> str:
+@cache
+def _lines_at(key: tuple[int, ...]) -> str:
+    """key: for each frame, innermost first, the id of its code object and its instruction."""
     lines: list[tuple[str, int]] = []
-    while frame is not None and len(lines) < len(key) // 2:
-        if _role(frame.f_code)[1] == _NAMED:
-            lines.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return _LINES.setdefault(key, _joined(reversed(lines)))
+    for code_id, at in zip(key[::2], key[1::2], strict=True):
+        code, _ = _ROLES[code_id]
+        line = next(line for start, end, line in code.co_lines() if start <= at < end)
+        lines.append((code.co_filename, line or 0))
+    return _joined(reversed(lines))
 
 
 @taken_as_constant

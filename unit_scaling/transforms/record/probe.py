@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from fp8.common.threads import Stack
 
 from ...common.watched import WATCHERS
-from ..install import Call, Given, Scope
+from ..install import Args, Call, Given, Kwargs, Scope, pushed
 from .calls import Calls
 
 unseen = torch.DisableTorchFunction
@@ -24,22 +24,12 @@ _OBSERVERS = Stack()
 calls; None for none."""
 
 
-@contextmanager
-def unobserved() -> Iterator[None]:
+def unobserved() -> AbstractContextManager[None]:
     """Within the block, no observer of this thread sees a call."""
-    _OBSERVERS.items.append(None)
-    try:
-        yield
-    finally:
-        _OBSERVERS.items.pop()
+    return pushed(_OBSERVERS.items, None)
 
 
-def _watch(
-    function: Callable[..., Any],
-    body: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _watch(function: Any, body: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """As in `WATCHERS`: passes a call to the innermost observer of the calling thread."""
     observer = _OBSERVERS.items[-1] if _OBSERVERS.items else None
     if observer is None or not observer.sees():
@@ -48,9 +38,8 @@ def _watch(
 
 
 class Observer(Calls):
-    """Observes a call of a model: torch functions, and the ops of `unit_scaling`, residual
-    connections and scales that the model calls by name, but not what those call in turn. path: that
-    of the `Observing` that it is in."""
+    """Observes a call of a model: torch functions, and what of `unit_scaling` the model calls by
+    name, but not what those call in turn. path: that of the `Observing` that it is in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,16 +47,13 @@ class Observer(Calls):
 
     def inside(self, call: Call, path: str, given: Given) -> Any:
         """Returns ``call()``, with this mode above all other modes of the module."""
-        self.path.items.append(path)
-        _OBSERVERS.items.append(self)
-        WATCHERS.append(_watch)
-        try:
-            with self:
-                return call()
-        finally:
-            WATCHERS.pop()
-            _OBSERVERS.items.pop()
-            self.path.items.pop()
+        with (
+            pushed(self.path.items, path),
+            pushed(_OBSERVERS.items, self),
+            pushed(WATCHERS, _watch),
+            self,
+        ):
+            return call()
 
     def sees(self) -> bool:
         """Whether the call is the model's, not this package's or a recording's."""
@@ -94,12 +80,7 @@ class Observing(Scope):
     def active(self) -> bool:
         return bool(self._observers.items)
 
-    @contextmanager
-    def by(self, observer: Observer) -> Iterator[None]:
+    def by(self, observer: Observer) -> AbstractContextManager[None]:
         """Within the block, ``observer`` observes the model."""
         observer.path = self.path
-        self._observers.items.append(observer)
-        try:
-            yield
-        finally:
-            self._observers.items.pop()
+        return pushed(self._observers.items, observer)

@@ -10,14 +10,6 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def norm_of(tensor: Tensor) -> Tensor:
-    """The norm of the values in double precision, in which squares do not overflow."""
-    values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    wide = torch.complex128 if values.dtype.is_complex else torch.float64
-    return torch.linalg.vector_norm(values, dtype=wide)
-
-
-@torch.no_grad()
 def rms_of(tensor: Tensor) -> float:
     """The RMS of the values; 1 if it is zero or not finite, for an example inside torch.vmap, or if
     the tensor is sparse."""
@@ -35,11 +27,6 @@ def has_values(tensors: Iterable[Tensor]) -> bool:
         return all(t.flatten()[:1].any().item() is not None for t in dense)
     except RuntimeError:
         return False
-
-
-def all_zero(tensor: Tensor) -> bool:
-    """Whether all values are zero."""
-    return is_strided(tensor) and has_values([tensor]) and not bool(tensor.any())
 
 
 def has_scale(tensor: Tensor) -> bool:

@@ -1,2 +1,1 @@
-"""Runs a model under its plan. `transform` is what a transformed model holds; `learn` makes its
-plan and `replay` executes it."""
+"""Runs a model under its plan, which `transform` holds, `learn` makes and `replay` executes."""

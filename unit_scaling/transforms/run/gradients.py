@@ -1,13 +1,12 @@
 """The static scales of the gradients that the products of a planned model cast.
 
-A gradient is cast as ``f * Q(g / f)``, where the power of two f is nearest to the RMS of the first
-gradient that is finite and not all zeros, as in recipe "static". The products keep it, whatever the
-recipe casts their other operands with, unless the recipe has a rule for the scale of gradients.
+Gradients are cast as in recipe "static", whatever the recipe casts other operands with, unless it
+has a rule for the scale of gradients.
 """
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,24 +47,20 @@ class GradientScales:
     def named(self) -> dict[str, Tensor]:
         """The scales by path and kind, 0-dim; those of further products are numbered."""
         found: dict[str, Tensor] = {}
+        counts: Counter[str] = Counter()
         for (path, kind, _), scale in self.tensors().items():
-            parts = scale.unbind() if scale.dim() else [scale]
-            for part in parts:
-                first = ".".join(filter(None, [path, kind, "grad"]))
-                name, number = first, 1
-                while name in found:
-                    number += 1
-                    name = f"{first}.{number}"
-                found[name] = part
+            name = ".".join(filter(None, [path, kind, "grad"]))
+            for part in scale.unbind() if scale.dim() else [scale]:
+                counts[name] += 1
+                found[f"{name}.{counts[name]}" if counts[name] > 1 else name] = part
         return found
 
     def exponents(self) -> dict[Place, int | tuple[int, ...]]:
-        """The exponents of the scales that are set."""
         return _exponents(self.tensors())
 
     def agree(self, agreed: Callable[[Mapping[Place, Any]], dict[Place, Any]]) -> None:
-        """Sets the scales that were measured since the last time to those of the first process of
-        the job that has measured them. agreed: returns the values of that process."""
+        """Sets the scales that were measured since the last time to those that ``agreed`` returns
+        for them: those of the first process that has measured them."""
         new = {
             place: scale
             for place, scale in self.tensors().items()
@@ -111,15 +106,6 @@ def _scale(exponent: int | tuple[int, ...]) -> Tensor:
 
 
 def _exponents(scales: Mapping[Place, Tensor]) -> dict[Place, int | tuple[int, ...]]:
-    found: dict[Place, int | tuple[int, ...]] = {}
-    for place, scale in scales.items():
-        values = scale.tolist()
-        if isinstance(values, list):
-            found |= {place: tuple(map(_exponent, values))} if all(values) else {}
-        elif values:
-            found[place] = _exponent(values)
-    return found
-
-
-def _exponent(scale: float) -> int:
-    return round(math.log2(scale)) if scale else 0
+    """Those of the scales that are set."""
+    found = {p: s.log2().round().int().tolist() for p, s in scales.items() if s.all()}
+    return {p: tuple(e) if isinstance(e, list) else e for p, e in found.items()}

@@ -1,8 +1,7 @@
 """Learns the plan of a call: records one copy of the model, then measures a second one.
 
-Both copies run forward only, share the model's parameters and have their own buffers. They have no
-hooks of a user, unless the forward fails without. What they write into parameters is undone, and
-random states are restored.
+Both run forward only, share the model's parameters, which they leave as they are, and have their
+own buffers. They have no hooks of a user, unless the forward fails without.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import math
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median_high
 from typing import Any
 
@@ -28,72 +27,62 @@ from fp8.common.threads import Setting, apart
 from ...parameter import restore_own_tags
 from ...rules.table import find_op
 from ..folding import find_ties
-from ..install import Args, Given, Kwargs
-from ..plan.plan import CallRow, Step, Steps, Tie
+from ..install import Args, Called, Kwargs, pushed
+from ..plan.plan import CallRow, ModelPlan, Step, Steps
 from ..plan.planner import Planner, by_place, step_by_rule
-from ..plan.weights import keep_values, tagged_weights
+from ..plan.weights import demoted, keep_values, named_tags
 from ..record.calls import CallNode, Recorder, Slot, tensors_in
 from ..record.copies import recording_copy
 from ..record.kinds import PRODUCTS, RECURRENT, canonical, is_added
 from ..record.place import Place
-from ..record.values import all_zero, has_scale, rms_of
+from ..record.values import has_scale, has_values, is_strided, rms_of
 from .replay import RUNNING, Replay, take
 
 REACH = 1.5
 """The allowed error of log2(RMS). [1/4, 4] allows 2; 0.5 is left for variation between batches."""
 
 
-@dataclass(frozen=True)
-class Learned:
-    """What a recording adds to a plan; the fields are those of `ModelPlan` and `Decided`."""
-
-    steps: dict[Place, Steps]
-    rows: list[CallRow]
-    inner: frozenset[str]
-    ties: tuple[Tie, ...]
-
-
-def learned(transform: Any, module: nn.Module, path: str, given: Given) -> Learned:
-    """Records and measures a call of ``module``, which is at ``path``, and decides on its calls."""
+def learned(transform: Any, called: Called) -> ModelPlan:
+    """Records and measures a call, and decides on its calls: what this adds to the plan."""
+    module, path, _ = called
     restore_own_tags(module)
-    weights = tagged_weights(module, path)
+    tags = named_tags(module, path)
+    is_first = not transform.plan.covers(path)
     with apart(), torch.inference_mode(False), torch.enable_grad(), _SILENT, uncast():
         try:
-            recording, hooked = _record(transform, module, path, given, False), False
+            recording, hooked = _record(transform, called, False), False
         except Exception:  # the forward may read what a hook of another object stores
-            recording, hooked = _record(transform, module, path, given, True), True
+            recording, hooked = _record(transform, called, True), True
         nodes = recording.nodes
         replaced = frozenset(transform.kinds[f] for f in transform.replacements)
-        changed = recording.changed
         outputs = () if path else recording.outputs
-        planner = Planner(nodes, transform.plan, weights, outputs, replaced, changed)
-        decided = planner.decided()
-        if not transform.plan.covers(path):
-            kept = {name: name in decided.kept for name in sorted(weights.scaled)}
+        planner = Planner(nodes, transform.plan, tags, outputs, replaced, recording.changed)
+        added = planner.added()
+        if is_first:
+            kept = {name: name in planner.kept for name in sorted(planner.scaled)}
             kept = transform.agreed(f"{path}/kept", kept)
-            added = transform.agreed(f"{path}/added", decided.added)
-            keep_values(module, path, [n for n, keeps in kept.items() if keeps], added)
-        steps = by_place(nodes, decided.steps)
-        loops = planner.loops
-        measured = _measure(transform, module, path, given, steps, loops, hooked)
-    agreed = transform.agreed(f"{path}/measured", measured)
+            agreed = transform.agreed(f"{path}/added", added)
+            keep_values(module, path, [n for n, keeps in kept.items() if keeps], agreed)
+        decided, rows = planner.decided()
+        measuring = Measuring(transform, called, by_place(nodes, decided), planner.loops)
+        _run(transform, measuring, _copied(called, hooked))
+    agreed = transform.agreed(f"{path}/measured", measuring.corrections())
     exponents: dict[Place | None, dict[Slot, float]] = defaultdict(dict)
     for (place, slot), exponent in agreed.items():
         if exponent:
             exponents[place][slot] = exponent
-    steps_of = {
-        i: corrected(s, exponents[nodes[i].place], nodes[i].place in loops)
-        for i, s in decided.steps.items()
+    steps = {
+        i: corrected(s, exponents[nodes[i].place], nodes[i].place in measuring.loops)
+        for i, s in decided.items()
     }
-    rows = [
-        CallRow(*name.rpartition(".")[::2], KEPT, WHY_ADDED if name in decided.added else WHY_KEPT)
-        for name in sorted(decided.kept)
-    ]
-    rows += _rows(decided.rows, nodes, exponents)
-    ties: tuple[Tie, ...] = ()
+    found = ModelPlan(transform.plan.init, transform.plan.residual, steps=by_place(nodes, steps))
+    if is_first:
+        found.rows += demoted(module, path, planner.inner)
+    found.rows += _kept_rows(planner.kept, added)
+    found.rows += _rows(rows, nodes, exponents)
     if not path and transform.unit_scaled:
-        ties = find_ties(nodes, steps_of, recording.buffers, recording.outputs)
-    return Learned(by_place(nodes, steps_of), rows, decided.inner, ties)
+        found.ties = find_ties(nodes, steps, recording.buffers, recording.outputs)
+    return found
 
 
 UNSEEN = "unit_scale has not seen this call yet"
@@ -112,14 +101,14 @@ def _without_warnings() -> Any:
     return quiet
 
 
-# Suppresses warnings while recording; they are shown when the model runs. Filters are per process.
 _SILENT = Setting(_without_warnings)
+"""Warnings are shown when the model runs. Filters are per process."""
 
 
 @contextmanager
 def _unchanged(copy: nn.Module) -> Iterator[restored]:
-    """Restores random states, and the parameters, which ``copy`` shares with its model, with their
-    gradients: a model may call ``backward`` itself. Yields what is written into parameters."""
+    """Restores random states, parameters and their gradients: a model may call ``backward``.
+    Yields what is written into parameters."""
     parameters = list(copy.parameters())
     devices = sorted({p.device.index or 0 for p in parameters if p.is_cuda})
     gradients = [p.grad for p in parameters]
@@ -133,61 +122,41 @@ def _unchanged(copy: nn.Module) -> Iterator[restored]:
             parameter.grad = gradient
 
 
-def _record(transform: Any, module: nn.Module, path: str, given: Given, hooked: bool) -> Recorder:
-    copy, (args, kwargs) = _copy(module, hooked), detached(given)
+def _record(transform: Any, called: Called, hooked: bool) -> Recorder:
+    copied = copy, path, given = _copied(called, hooked)
     names = {id(p): name for name, p in copy.named_parameters(prefix=path)}
-    inputs = {id(t) for _, t in tensors_in((args, kwargs))}
     running = transform.path.items
     recorder = Recorder(
         transform.kinds,
         names,
-        inputs,
+        {id(t) for _, t in tensors_in(given)},
         lambda: running[-1] if running else path,
         normalizes=transform.unit_scaled,
     )
-    with _unchanged(copy) as mode:
-        output = _run(transform, recorder, copy, path, args, kwargs)
-        named = copy.named_parameters(prefix=path)
-        recorder.changed = frozenset(name for name, p in named if mode.changed(p))
+    output, recorder.changed = _run(transform, recorder, copied)
     recorder.buffers = {id(b): name for name, b in copy.named_buffers()}
     recorder.outputs = recorder.nodes_of(output)
     return recorder
 
 
-def _measure(
-    transform: Any,
-    module: nn.Module,
-    path: str,
-    given: Given,
-    steps: dict[Place, Steps],
-    loops: frozenset[Place | None],
-    hooked: bool,
-) -> Corrections:
-    copy, (args, kwargs) = _copy(module, hooked), detached(given)
-    mode = Measuring(transform, (copy, path, (args, kwargs)), steps, loops)
-    with _unchanged(copy):
-        _run(transform, mode, copy, path, args, kwargs)
-    return mode.corrections()
-
-
-def _copy(module: nn.Module, hooked: bool) -> nn.Module:
+def _copied(called: Called, hooked: bool) -> Called:
+    module, path, given = called
     copy = recording_copy(module, hooked)
     vars(copy).pop("forward", None)  # what is set on the instance has called the class's
     restore_own_tags(copy)
     for part in copy.modules():
         vars(part)["recorded"] = threading.get_ident()
-    return copy
+    return copy, path, detached(given)
 
 
-def _run(transform: Any, mode: Any, copy: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
-    RUNNING.items.append(transform)
-    transform.path.items.append(path)
-    try:
-        with mode:
-            return copy(*args, **kwargs)
-    finally:
-        transform.path.items.pop()
-        RUNNING.items.pop()
+def _run(transform: Any, mode: Any, called: Called) -> tuple[Any, frozenset[str]]:
+    """The output of a copy, and the names of the parameters that it writes into."""
+    copy, path, (args, kwargs) = called
+    with _unchanged(copy) as written:
+        with pushed(RUNNING.items, transform), pushed(transform.path.items, path), mode:
+            output = copy(*args, **kwargs)
+        named = copy.named_parameters(prefix=path)
+        return output, frozenset(name for name, p in named if written.changed(p))
 
 
 Corrections = dict[tuple[Place, Slot], float]
@@ -199,20 +168,16 @@ class Measuring(Replay):
     that are more than `REACH` octaves from RMS 1 have a power of two from then on."""
 
     def __init__(
-        self,
-        transform: Any,
-        called: Any,
-        steps: dict[Place, Steps],
-        loops: frozenset[Place | None],
+        self, transform: Any, called: Called, steps: dict[Place, Steps], loops: Collection[Any]
     ) -> None:
         super().__init__(transform, called, transform.plan.steps | steps)
-        self._loops = loops
+        self.loops = loops
         self._sizes: dict[tuple[Place, Slot], list[float]] = defaultdict(list)
         self._scales: Corrections = {}  # of parameters, by their tags
 
     def corrections(self) -> Corrections:
-        """The exponents of all arguments, of the median of their sizes; 0 near RMS 1."""
-        return {k: _exponent(*k, sizes) for k, sizes in self._sizes.items()} | self._scales
+        sizes = {key: _exponent(key[0], sizes) for key, sizes in self._sizes.items()}
+        return sizes | self._scales
 
     def _unknown(self, place: Place, function: Any, args: Args, kwargs: Kwargs) -> Steps:
         return (None,)  # this copy takes another branch than the recorded one
@@ -225,10 +190,9 @@ class Measuring(Replay):
         args, kwargs = canonical(function, args, kwargs)
         weighted = place[1] in PRODUCTS or (step is not None and bool(step.terms))
         own: dict[Slot, float] = {}
-        for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
-            if weighted:
-                own |= self._measured(place, slot, tensor, step is not None)
-        step = corrected(step, own, place in self._loops)
+        for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)) if weighted else ():
+            own |= self._measured(place, slot, tensor, step is not None)
+        step = corrected(step, own, place in self.loops)
         if step is None:
             return super()._taken(place, step, function, args, kwargs)
         return take(replace(step, static=()), function, args, kwargs)
@@ -244,14 +208,14 @@ class Measuring(Replay):
             self._scales[place, slot] = static_exponent(tensor)
             return {}
         sizes = self._sizes[place, slot]
-        if not ((changes and sizes) or all_zero(tensor)):  # zeros have no size yet
+        zeros = is_strided(tensor) and has_values([tensor]) and not bool(tensor.any())
+        if not ((changes and sizes) or zeros):  # which have no size yet
             sizes.append(math.log2(rms_of(tensor)))
-        return {slot: e} if (e := _exponent(place, slot, sizes)) and changes else {}
+        return {slot: e} if (e := _exponent(place, sizes)) and changes else {}
 
 
-def _exponent(place: Place, slot: Slot, sizes: list[float]) -> float:
-    """That of the median size. A term of a residual add has its exact size, whose weights are
-    those of terms of RMS 1."""
+def _exponent(place: Place, sizes: list[float]) -> float:
+    """That of the median size: for a product 0 near RMS 1, for a residual add exact."""
     size = median_high(sizes) if sizes else 0.0
     if place[1] not in PRODUCTS:
         return size
@@ -272,12 +236,15 @@ def corrected(
         terms = tuple(t * 2.0**-e for t, e in zip(step.terms, sizes, strict=True))
         return replace(step, terms=terms)
     static = tuple((slot, int(exponent)) for slot, exponent in exponents.items())
-    if step.op in RECURRENT:
-        return step  # its products are inside
     if step.op is None:
         return replace(step, static=static)
     factor = step.factor if in_loop else step.factor * 2.0 ** -sum(exponents.values())
     return replace(step, static=static, factor=factor)
+
+
+def _kept_rows(kept: Collection[str], added: Collection[str]) -> list[CallRow]:
+    whys = {name: WHY_ADDED if name in added else WHY_KEPT for name in sorted(kept)}
+    return [CallRow(*name.rpartition(".")[::2], KEPT, why) for name, why in whys.items()]
 
 
 def _rows(
@@ -296,15 +263,15 @@ def _rows(
 def steps_by_rule(
     place: Place, function: Any, args: Args, kwargs: Kwargs, unit_scaled: bool
 ) -> tuple[Steps, CallRow]:
-    """The steps of a call that no recording shows: the factor of the rule of its op, if one of its
-    operands is a weight of RMS 1."""
+    """The steps of a call that no recording shows: by the rule of its op, if one of its operands is
+    a weight of RMS 1."""
     path, kind, lines = place
     args, kwargs = canonical(function, args, kwargs)
     factors = [t for s, t in (*tensors_in(args), *tensors_in(kwargs)) if not is_added(kind, s)]
     op = find_op(function)
+    step: Step | None = None
+    done, how = "unchanged", "as it is"
     scaled = unit_scaled and any(getattr(t, "mup_divisor", None) for t in factors)
-    if not scaled or op is None or kind not in PRODUCTS | RECURRENT:
-        why = f"not seen in a recording: as it is ({lines})"
-        return (None,), CallRow(path, kind, "unchanged", why)
-    step = step_by_rule(op, function, args, kwargs)
-    return (step,), CallRow(path, kind, "scaled", f"not seen in a recording: by its rule ({lines})")
+    if scaled and op is not None and kind in PRODUCTS | RECURRENT:
+        step, done, how = step_by_rule(op, function, args, kwargs), "scaled", "by its rule"
+    return (step,), CallRow(path, kind, done, f"not seen in a recording: {how} ({lines})")

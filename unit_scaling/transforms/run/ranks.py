@@ -1,9 +1,8 @@
-"""Makes the measurements of all processes of a job equal.
+"""Makes the measurements of all processes of a job equal: gradients averaged over processes need
+one function.
 
-Each process measures on its own data, but gradients averaged over processes need one function. The
-first process to finish writes its measurements to the store of the default process group; the
-others read them. No process waits for another: that would deadlock where processes run different
-models, such as pipeline stages.
+The first process to finish writes its measurements to the store of the default process group; the
+others read them. None waits: that would deadlock with pipeline stages.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ def is_alone() -> bool:
 
 def agreed(name: str, values: Mapping[K, Any]) -> dict[K, Any]:
     """``values``, or for each of them that of the first process to name it. They never change.
-
-    values: numbers, text and lists of these. Processes may name others at other times, as with
-    experts that only some of them have used.
-    """
+    values: numbers, text and lists of these; others at other times, as with unused experts."""
     if is_alone():
         return dict(values)
     store = distributed_c10d._get_default_store()  # public stores must be created anew

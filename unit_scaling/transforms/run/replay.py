@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8.casts.measuring import MEASURING
 from fp8.common.compiler import called
@@ -17,7 +17,7 @@ from fp8.modes.dispatch import COMPOSED
 from fp8.products.active import ACTIVE, with_static
 
 from ...rules.table import OPS
-from ..install import Args, Given, Kwargs
+from ..install import Args, Called, Kwargs
 from ..plan.plan import Step, Steps
 from ..record.calls import Calls, tensors_in
 from ..record.kinds import LAYERS, METHODS, PRODUCTS, RECURRENT, canonical
@@ -34,14 +34,10 @@ RUNNING = Stack()
 
 
 class Replay(Calls):
-    """Executes the plan of a transform for a call of a module. called: the module, its path and its
-    arguments. steps: by default those of the plan."""
+    """Executes a plan for a call of a module. steps: by default those of the transform."""
 
     def __init__(
-        self,
-        transform: Any,
-        called: tuple[nn.Module, str, Given],
-        steps: dict[Place, Steps] | None = None,
+        self, transform: Any, called: Called, steps: dict[Place, Steps] | None = None
     ) -> None:
         super().__init__(in_pairs=transform.unit_scaled)
         self.transform, self.called = transform, called
@@ -50,6 +46,7 @@ class Replay(Calls):
         self._kinds = transform.kinds
         self._counts: dict[Place, int] = {}
         self._eager = not torch.compiler.is_compiling()
+        self._records = self._eager and torch.is_grad_enabled()
         self.latest: Step | None = None  # the step of the previous call, for measuring
         self.place: Place | None = None  # that of the previous call
 
@@ -74,10 +71,6 @@ class Replay(Calls):
             return self._stepped(kind, function, args, kwargs or {})
         finally:
             self._busy = False
-
-    def gradient_scale(self) -> Tensor | None:
-        """The static scale of the gradient of the previous call, if a gradient has set one."""
-        return None if self.place is None else self.transform.gradients.tensors().get(self.place)
 
     def sees(self) -> bool:
         return not self._busy and RUNNING.items[-1] is self.transform
@@ -108,19 +101,12 @@ class Replay(Calls):
             step = steps[min(number, len(steps) - 1)]
         return self._taken(place, step, function, args, kwargs)
 
-    def _unknown(
-        self, place: Place, function: Callable[..., Any], args: Args, kwargs: Kwargs
-    ) -> Steps:
-        steps: Steps = self.transform.learn(place, function, args, kwargs, *self.called)
+    def _unknown(self, place: Place, function: Any, args: Args, kwargs: Kwargs) -> Steps:
+        steps: Steps = self.transform.learn(place, function, args, kwargs, self.called)
         return steps
 
     def _taken(
-        self,
-        place: Place,
-        step: Step | None,
-        function: Callable[..., Any],
-        args: Args,
-        kwargs: Kwargs,
+        self, place: Place, step: Step | None, function: Any, args: Args, kwargs: Kwargs
     ) -> Any:
         self.latest, self.place = step, place
         gradient = None
@@ -128,6 +114,8 @@ class Replay(Calls):
             gradient = self.transform.gradients.of(place)
         if step is None and gradient is None:
             return called(function, args, kwargs)
+        if self._records and step is not None and not torch.is_grad_enabled():
+            self.transform.warn_inside(place, step, self.called[0])
         if step is not None and step.op == "replace":
             output = self.transform.replacements[function](*args, **kwargs)
             return args[0].copy_(output) if step.writes else output
@@ -139,12 +127,7 @@ CAST = PRODUCTS | RECURRENT
 
 
 def take(
-    step: Step,
-    function: Callable[..., Any],
-    args: Args,
-    kwargs: Kwargs,
-    gradient: Any = None,
-    eager: bool = True,
+    step: Step, function: Any, args: Args, kwargs: Kwargs, gradient: Any = None, eager: bool = True
 ) -> Any:
     """The result of a call of torch under its step. gradient: the static scale of its gradient."""
     if step.terms:
@@ -181,12 +164,7 @@ def _weighted_sum(step: Step, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _layer(
-    eager: bool,
-    factor: float,
-    function: Callable[..., Any],
-    input: Tensor,
-    weight: Tensor,
-    *rest: Any,
+    eager: bool, factor: float, function: Any, input: Tensor, weight: Tensor, *rest: Any
 ) -> Any:
     """``factor`` times the result of a linear layer or convolution, by the multiplication that
     costs least: in a graph of the input, where the compiler fuses it with what computes that;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -15,11 +16,12 @@ from fp8.common.threads import Stack, in_shape_inference
 from fp8.modes.autocast import outside_compiler
 from fp8.warnings import ScaleWarning, warn_once
 
-from ...parameter import has_parameter_data, tag
+from ...parameter import has_parameter_data
 from ..folding import Folded, folded
 from ..install import (
     Args,
     Call,
+    Called,
     Given,
     Kwargs,
     Scope,
@@ -29,16 +31,9 @@ from ..install import (
     run_in_mode,
     warn_of_break,
 )
-from ..plan.plan import CallRow, ModelPlan, Steps, check_fits
-from ..plan.weights import (
-    adopt_tags,
-    named_tags,
-    pruned,
-    refuse_split,
-    refuse_weights,
-    tagged_weights,
-)
-from ..record.calls import tensors_in
+from ..plan.plan import ModelPlan, Step, Steps, check_fits
+from ..plan.weights import adopt_tags, named_tags, pruned, refuse_split, refuse_weights, scaled
+from ..record.calls import location, tensors_in
 from ..record.kinds import KINDS, LAYERS, STEPPED
 from ..record.place import Place
 from ..record.probe import unobserved
@@ -52,9 +47,8 @@ Replacements = dict[Callable[..., Any], Callable[..., Any]]
 
 
 class UnitScale(Scope):
-    """The scope of unit scaling. plan: shared by copies made before the first call, so that they
-    compute the same function. applied: the number of recordings that this model's weights know of.
-    """
+    """The scope of unit scaling. plan: shared by copies made before the first call. applied: the
+    number of recordings that this model's weights know of."""
 
     order = 0
 
@@ -72,6 +66,7 @@ class UnitScale(Scope):
 
     def _finish(self) -> None:
         self.recording = threading.RLock()
+        self.looked: set[Place] = set()
         kinds = STEPPED if self.unit_scaled else STEPPED - {"add"}
         #: The functions whose calls may have a step -> their kinds.
         self.kinds = {function: kind for function, kind in KINDS.items() if kind in kinds}
@@ -83,11 +78,10 @@ class UnitScale(Scope):
 
     @property
     def unit_scaled(self) -> bool:
-        """Whether weights and activations have RMS 1; not so with init="preserve"."""
         return self.plan.init != "preserve"
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("recording", "kinds")
+        made = ("recording", "looked", "kinds")
         return {name: value for name, value in vars(self).items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -95,19 +89,17 @@ class UnitScale(Scope):
         self._finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitScale:
-        """A copy with the same plan while that is empty, and with a plan of its own afterwards."""
         other = UnitScale.__new__(UnitScale)
         memo[id(self)] = other
         other.__setstate__(self.__getstate__())
         if self.plan.entries:
-            other.plan = self.plan.copy()
+            other.plan = copy.deepcopy(self.plan)
         other.gradients = GradientScales(self.gradients.exponents())
         return other
 
     # Running
 
     def run(self, call: Call, module: Any, path: str, given: Given) -> Any:
-        """Returns ``call()``, the forward of ``module`` called from outside of the transform."""
         # Inline, as in `run_in_mode`.
         if not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()):
             return outside_compiler(lambda: self.eager(call, module, path, given))
@@ -143,21 +135,15 @@ class UnitScale(Scope):
         return Replay(self, (module, path, given))
 
     def learn(
-        self,
-        place: Place,
-        function: Any,
-        args: Args,
-        kwargs: Kwargs,
-        module: nn.Module,
-        path: str,
-        given: Given,
+        self, place: Place, function: Any, args: Args, kwargs: Kwargs, called: Called
     ) -> Steps:
-        """The steps of a place that no recording has shown: records the running call of ``module``.
-        A call that the recording does not show takes the rule of its op."""
+        """The steps of a place that no recording has shown: records the running call of a module. A
+        call of torch that the recording does not show takes the rule of its op."""
+        module: Any = called[0]
         if torch.compiler.is_dynamo_compiling():
             from ..graph_break import unknown_call
 
-            module._tracing(False)  # type: ignore[operator]  # the break is this transform's own
+            module._tracing(False)  # the break is this transform's own
             unknown_call(lambda: None)
         if torch.compiler.is_exporting():
             raise RuntimeError(
@@ -175,23 +161,39 @@ class UnitScale(Scope):
             if self.adopted:
                 warn_once(ScaleWarning, _unplanned(place), about=module, key="adopted plan")
             if not is_sharded(module):
-                self._record(module, path, given)
+                self._record(called)
             if place not in self.plan.steps:
                 self.plan.steps[place] = by_rule
                 self.plan.rows.append(row)
             self._changed()
             return self.plan.steps[place]
 
+    def warn_inside(self, place: Place, step: Step, module: nn.Module) -> None:
+        """Warns if an autograd function, which no recording has shown, makes a call with a factor.
+        Looks once for each place: torch.no_grad() leads here as well."""
+        scaled = step.op is not None or bool(step.terms)
+        if scaled and place not in self.looked and (inside := location()[1]):
+            path, kind, _ = place
+            warn_once(
+                ScaleWarning,
+                f"{kind} in {path or 'the model itself'} has a factor, and now runs inside "
+                f"{inside}, which did not call it before: if its backward pass reads the weight "
+                "itself, the gradient lacks the factor. Make the first call after unit_scale in "
+                "the mode (training or evaluation) that is trained",
+                about=module,
+                key=f"inside {place}",
+            )
+        self.looked.add(place)
+
     # Recording
 
     def _begin(self, module: nn.Module, path: str, given: Given) -> None:
-        """Records ``module`` before its first call, and applies to its weights what copies of it
-        have learned."""
+        """Records a module before its first call, and tags its weights as copies have learned."""
         if not self.plan.covers(path):
             _check_recordable(module, given)
             if self.unit_scaled:
                 refuse_split(module)
-            self._record(module, path, given)
+            self._record((module, path, given))
             self.plan.tags |= named_tags(module, path)
             self.plan.entries.append(path)
         adopt_tags(module, path, self.plan.tags)
@@ -202,30 +204,26 @@ class UnitScale(Scope):
         """Makes compiled graphs ask for the plan again."""
         self.edition = str(int(self.edition) + 1)
 
-    def _record(self, module: nn.Module, path: str, given: Given) -> None:
+    def _record(self, called: Called) -> None:
+        module, path, _ = called
         self.check_parts(module, path)
         if self.unit_scaled:
             _warn_of_new_weights(module, self)
-        plan, found = self.plan, learned(self, module, path, given)
+        plan, found = self.plan, learned(self, called)
         plan.steps |= {p: steps for p, steps in found.steps.items() if p not in plan.steps}
-        if not plan.covers(path):
-            self._demote(module, path, found.inner)
         kept = {(row.path, row.call) for row in found.rows if row.done == KEPT}
-        plan.rows = [row for row in plan.rows if (row.path, row.call) not in kept]
         known = set(plan.rows)
-        plan.rows += [row for row in found.rows if row not in known]
-        if not path:
-            plan.ties = plan.ties or found.ties
+        rows = [*plan.rows, *(row for row in found.rows if row not in known)]
+        plan.rows = [r for r in rows if r.done == KEPT or (r.path, r.call) not in kept]
+        plan.ties = plan.ties or found.ties
 
     def _agree(self, module: nn.Module) -> None:
-        """Makes the measured scales of gradients equal in all processes, which name their models
-        in the same order."""
+        """Makes the measured scales of gradients equal in all processes."""
         if not is_alone():
             self.name = self.name or model_name(name for name, _ in module.named_parameters())
             self.gradients.agree(lambda exponents: self.agreed("gradients", exponents))
 
     def agreed(self, what: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        """``values``, or those of the first process of the job: all compute one function."""
         return agreed(f"{self.name}/{what}", values)
 
     def check_parts(self, module: nn.Module, path: str = "") -> None:
@@ -238,14 +236,6 @@ class UnitScale(Scope):
                     "it with init='preserve', which has no factors: use one init for both"
                 )
 
-    def _demote(self, module: nn.Module, path: str, names: frozenset[str]) -> None:
-        """Tags as weights the parameters that were taken for the readout before the first call."""
-        parameters = dict(module.named_parameters(prefix=path))
-        for name in sorted(names):
-            tag(parameters[name], "weight")
-            owner, _, leaf = name.rpartition(".")
-            self.plan.rows.append(CallRow(owner, leaf, "tagged as weight", "not the readout"))
-
     # The plan as data
 
     def data(self, model: nn.Module) -> ModelPlan:
@@ -255,20 +245,14 @@ class UnitScale(Scope):
             raise ValueError("the plan of a model with functions in replace cannot be saved")
         if self.plan.entries:
             self._agree(model)
-        plan = self.plan.copy()
+        plan = copy.deepcopy(self.plan)
         plan.tags, plan.gradients = named_tags(model, ""), self.gradients.exponents()
         return plan
 
-    def saved(self, model: nn.Module) -> str:
-        """The plan as JSON, for the state_dict of ``model``; "" if it cannot be saved. Before the
-        first call it says by what the weights were divided."""
-        return "" if self.replacements else self.data(model).to_json()
-
     def adopt(self, model: nn.Module, plan: ModelPlan, rescale: bool) -> None:
-        """Adopts a plan instead of recording the model. Raises ValueError if it is for another."""
         check_fits(model, plan)
         adopt_tags(model, "", plan.tags, rescale)
-        self.plan, self.gradients = plan.copy(), GradientScales(plan.gradients)
+        self.plan, self.gradients = copy.deepcopy(plan), GradientScales(plan.gradients)
         self.plan.tags = {n: t for n, t in plan.tags.items() if plan.covers(n)}
         self.applied, self.adopted = len(plan.entries), bool(plan.entries)
         self._changed()
@@ -279,8 +263,7 @@ class UnitScale(Scope):
         model is then recorded again."""
         with contextlib.suppress(ValueError):
             plan = ModelPlan.from_json(text)
-            scaled = {name for name, tags in plan.tags.items() if tags.mup_divisor}
-            differs = not scaled <= tagged_weights(model, "").scaled
+            differs = not scaled(plan.tags) <= scaled(named_tags(model, ""))
             if plan.entries or not self.plan.entries or differs:
                 self.adopt(model, plan, rescale=False)
 
@@ -293,24 +276,18 @@ class UnitScale(Scope):
             )
 
     def factors(self, model: nn.Module) -> Folded:
-        """Raises ValueError before the first call, and naming the calls whose factors no weight can
-        absorb."""
         if self.replacements:
             raise ValueError("functions in replace of unit_scale cannot be folded into weights")
         solution = Folded({}, {})
         if self.unit_scaled:
             self.check_seen(model, whole=True)
             solution = folded(self.plan.ties)
-        return solution._replace(exponents=_input_exponents(self.plan.steps))
-
-
-def _input_exponents(steps: Mapping[Place, Steps]) -> dict[str, int]:
-    """As in `Folded`; without modules whose products cast their inputs at several exponents."""
-    found: dict[str, set[int]] = defaultdict(set)
-    for (path, kind, _), own in steps.items():
-        if kind in LAYERS:
-            found[path] |= {dict(step.static).get((0,), 0) if step else 0 for step in own}
-    return {path: exponents.pop() for path, exponents in found.items() if len(exponents) == 1}
+        found: dict[str, set[int]] = defaultdict(set)
+        for (path, kind, _), own in self.plan.steps.items():
+            if kind in LAYERS:
+                found[path] |= {dict(step.static).get((0,), 0) if step else 0 for step in own}
+        one = {path: exponents.pop() for path, exponents in found.items() if len(exponents) == 1}
+        return solution._replace(exponents=one)
 
 
 def _unplanned(place: Place) -> str:
