@@ -39,6 +39,9 @@ class Casts(NamedTuple):
     a_for_grad_b: LoweredCast | None = None
 
 
+UNCAST = Casts()
+
+
 def static_exponent(weight: object) -> int:
     """That of a parameter's tag ``mup_scale``; 0 without one."""
     return math.frexp(getattr(weight, "mup_scale", 1.0))[1] - 1

@@ -20,7 +20,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -97,6 +99,14 @@ class LowPrecision(Optimizer):
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for copies and pickle, which cannot read torch's tensors of 8-bit formats."""
+        state = super().__getstate__()
+        readable = {
+            p: {k: _readable(v) for k, v in entry.items()} for p, entry in state["state"].items()
+        }
+        return {**state, "state": defaultdict(dict, readable)}
 
     @property
     def skipped_steps(self) -> int:
@@ -287,6 +297,19 @@ def _refuse(**options: bool | None) -> None:
                 f"{name}={value!r} is not supported in low precision: leave it out, or pass False; "
                 "torch.optim has it"
             )
+
+
+@dataclass(frozen=True)
+class _Bits:
+    tensor: Tensor
+
+    def __reduce__(self) -> Any:
+        return Tensor.view, (self.tensor.view(torch.uint8), self.tensor.dtype)
+
+
+def _readable(value: Any) -> Any:
+    small = type(value) is Tensor and value.is_floating_point() and value.itemsize == 1
+    return _Bits(value) if small else value
 
 
 def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

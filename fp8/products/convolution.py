@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ..casts.counts import product_name
 from ..casts.measuring import measuring
-from ..casts.operands import Casts, casts_of
+from ..casts.operands import UNCAST, casts_of
 from .active import Scales, histories, product_recipe, static_exponents, warn_unsummed
 from .matmul import ONES, Geometry, measured, simulated
 
@@ -31,7 +31,7 @@ def _convolve(
     """The convolution in this form. x: with or without a batch."""
     if x.ndim == weight.ndim - 1:
         return _convolve(x.unsqueeze(0), weight, bias, scales, geometry, unit).squeeze(0)
-    uncast = (Casts(), [None] * 3, geometry)
+    uncast = (UNCAST, [None] * 3, geometry)
     if (recipe := product_recipe(unit)) is None:
         return simulated(x, weight, bias, scales, *uncast)
     states = histories(recipe, "conv", x, weight, layer=True)

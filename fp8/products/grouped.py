@@ -20,6 +20,7 @@ from ..casts.counts import product_name
 from ..casts.groups import aligned, cast_groups, pieces, product_shape
 from ..casts.measuring import measuring
 from ..casts.operands import (
+    UNCAST,
     Casts,
     Exponents,
     SavedOperand,
@@ -140,9 +141,9 @@ def _product(
     groups = b.shape[0] if layer else offs.shape[0]  # type: ignore[union-attr]
     states = histories(recipe, "grouped_mm", a, b, layer=layer, groups=groups)
     if recipe is None:
-        return _simulated(a, b, offs, split, scales, Casts(), states)
+        return _simulated(a, b, offs, split, scales, UNCAST, states)
     if (pass_ := measuring()) is not None:
-        y = _simulated(a, b, offs, split, scales, Casts(), [None] * 3)
+        y = _simulated(a, b, offs, split, scales, UNCAST, [None] * 3)
         return measured(pass_, states, a, b, y, lambda x: pieces(x, offs, split))
     name = product_name("grouped_mm", b if layer else None, recipe)
     warn_unsummed(recipe, "a grouped product")

@@ -72,8 +72,8 @@ def test_unit_scaled_models(level):
     assert model[0].weight.mup_type == "weight"
     losses = run(model, optimizer, 20)
     assert losses[-1] < losses[0]
-    optimizer.add_param_group({"params": [uu.Parameter(torch.ones(4, 4), "weight")]})
-    assert optimizer.param_groups[-1]["mup_lr_scale"] == 0.5
+    optimizer.add_param_group({"params": [uu.Parameter(torch.ones(4, 64), "weight")]})
+    assert optimizer.param_groups[-1]["mup_lr_scale"] == 0.125
     assert optimizer.param_groups[-1]["master_weights"] == LEVELS[level].master
 
 
