@@ -14,9 +14,8 @@ from torch import Tensor
 from benchmarks import preflight, problems
 from benchmarks.preflight import Order, Result
 from fp8.common.step import tensors
-from fp8.lab.preflight.findings import Candidate, Findings, Run
+from fp8.lab.preflight.findings import Run
 from fp8.lab.preflight.training import loss_of
-from fp8.lab.trace import Product
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,17 +39,6 @@ def test_each_model_makes_a_step(name: str):
 
 def _all(batches: list[object]) -> list[Tensor]:
     return [t for batch in batches for t in tensors(batch)]
-
-
-@pytest.mark.parametrize("values", [3, 8, 1000])
-def test_tau_is_the_correlation_of_signs(values: int):
-    """Tau-b is the cosine of the matrices of signs of all differences (Kendall 1945)."""
-    generator = torch.Generator().manual_seed(values)
-    x, y = torch.randint(values, (2, 9), generator=generator).double()
-    signs = [torch.sign(each[:, None] - each).flatten() for each in (x, y)]
-    xs, ys = (dict(zip("abcdefghi", each.tolist(), strict=True)) for each in (x, y))
-    found = preflight.order(xs, ys, combinations(xs, 2))
-    assert found.tau == pytest.approx(float(torch.cosine_similarity(*signs, dim=0)))
 
 
 def test_the_order_of_what_diverged_and_of_what_is_tied():
@@ -77,18 +65,6 @@ def test_losses_differ_by_more_than_their_interval():
     found = {pair for pair in combinations("abcd", 2) if preflight._differ(runs, *pair)}
     assert found == {("a", "b"), ("a", "d"), ("b", "d"), ("c", "d")}
     assert preflight.difference(runs, "b", "a").mean == pytest.approx(0.1, abs=1e-4)
-
-
-def test_the_first_and_last_layers_have_at_least_as_many_flops():
-    products = [
-        Product(name, "linear", 1, 1, size) for name, size in zip("abcd", (1, 2, 3, 4), strict=True)
-    ]
-    candidates = [Candidate("mxfp4", "mxfp4"), Candidate("", "mxfp4", kept=["c"], share=0.7)]
-    found = preflight._selections(Findings(products=products, candidates=candidates))
-    kept = {name: choice.kept for name, choice in found.items()}
-    assert kept == {"search": ["c"], "first": ["a", "b"], "last": ["d"]}
-    assert [choice.share for choice in found.values()] == pytest.approx([0.7, 0.7, 0.6])
-    assert preflight._selections(Findings(products=products)) == {}
 
 
 def test_the_benchmark_measures_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -145,9 +145,7 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "clamped": lambda m, x: m(x).clamp(-0.1, 0.1).square().sum(),
     "written": lambda m, x: m(x).mul_(2).add_(1).square().mean(),
     "part, activated in place": lambda m, x: mse(m.down(F.relu_(m.up(x)))),
-    "model and part": lambda m, x: mse(m(x)) + m.up(x).sin().mean(),
     "detached": lambda m, x: mse(m(x)) + mse(m(x.detach()).detach() * m(x)),
-    "two calls": lambda m, x: mse(m(x)) + 1e3 * m(x[:2]).sum(),
     "training and evaluation": lambda m, x: mse(m.train()(x)) + mse(m.eval()(x[:1])),
     "products of parts": lambda m, x: mse(m.up(x) @ m.up(x).mT) + mse(m(x)),
     "complex": lambda m, x: torch.fft.fft(m(x)).abs().square().mean(),
@@ -285,15 +283,6 @@ for _name, _register in HOOKS.items():
 
 
 @use()
-def activation_that_a_hook_has_kept(m: Any, x: Tensor) -> Any:
-    kept: list[Tensor] = []
-    handle = after(m.up, lambda y: y.retain_grad() or kept.append(y))
-    (mse(m(x)) + kept[-1].sin().mean()).backward()
-    handle.remove()
-    return kept[-1].grad
-
-
-@use()
 def hooks_of_nodes_and_saved_tensors(m: Any, x: Tensor) -> Any:
     seen: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
@@ -353,19 +342,6 @@ for _name, (_pack, _of) in CONTAINERS.items():
         lambda m, x, of=_of: sum(map(mse, of(m(x)))).backward(),
         graph=_name in ("tuple", "dict", "views"),
     )
-
-
-def _cached(m: Any, given: tuple[Tensor, list[Tensor]]) -> Tensor:
-    x, cache = given
-    cache.append(m.up(x))
-    return m.down(torch.stack(cache).tanh().mean(0))
-
-
-@use(made_of(_cached))
-def hidden_in_an_argument(m: Any, x: Tensor) -> Any:
-    cache: list[Tensor] = []
-    loss = sum(mse(m((part, cache))) for part in x.chunk(2))
-    (loss + cache[0].sin().sum()).backward()
 
 
 # Leaves and modules that torch does not know
@@ -442,16 +418,6 @@ def penalty_of_gradients(m: Any, x: Tensor) -> Any:
     (loss + sum(g.square().sum() for g in grads)).backward(retain_graph=True)
     product = sum((g * w.detach()).sum() for g, w in zip(grads, weights, strict=True))
     return torch.autograd.grad(product, weights)  # with the Hessian
-
-
-@use()
-def meta_learning(m: Any, x: Tensor) -> Any:
-    m(x)
-    weights = dict(m.up.named_parameters(prefix="up"))
-    loss = of_weights(m, x[:3])(weights)
-    grads = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
-    fast = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), grads, strict=True)}
-    of_weights(m, x[3:])(fast).backward()
 
 
 def _force(m: Any, x: Tensor) -> Tensor:

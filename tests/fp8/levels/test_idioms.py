@@ -57,7 +57,6 @@ def moved(model):
 AVERAGES = {
     "in place": lambda e, v: e.mul_(DECAY).add_(v, alpha=1 - DECAY),
     "ultralytics": lambda e, v: e.mul_(DECAY).add_((1 - DECAY) * v.detach()),
-    "timm, ModelEma and V2": lambda e, v: e.copy_(e * DECAY + (1 - DECAY) * v),
     "timm, ModelEmaV3": lambda e, v: torch._foreach_lerp_([e], [v], weight=1 - DECAY),
     "torch_ema": lambda e, v: e.sub_((1 - DECAY) * (e - v)),
     "target network": lambda e, v: e.data.copy_((1 - DECAY) * v.data + DECAY * e.data),
