@@ -104,6 +104,18 @@ def test_a_bias_with_a_mean_that_is_set_keeps_its_values(start: str) -> None:
     }
 
 
+@pytest.mark.parametrize("inputs", [1, 8, 15, 16, 64])
+def test_biases_of_few_inputs_are_divided_as_the_result(inputs: int) -> None:
+    """There they are no small part of it: features of one input differ by them. Once."""
+    torch.manual_seed(0)
+    plain = nn.Linear(inputs, 64)
+    model = unit_scale(unit_scale(nn.Sequential(plain, nn.ReLU())))
+    x = torch.randn(256, inputs)
+    expected = plain(x) if inputs < 16 else plain(x) - plain.bias
+    result = F.linear(x, model[0].weight * inputs**-0.5, model[0].bias)
+    torch.testing.assert_close(result * (rms(plain.weight) * inputs**0.5), expected)
+
+
 READS_OF_GAINS = {
     "multiplied": ((32,), lambda m, x: m.gain * m.layer(x), True),
     "of a residual branch": ((32,), lambda m, x: m.layer(x + m.gain * m.layer(x)), True),

@@ -105,13 +105,15 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
     matrix is its tag ``mup_scale``."""
     rows: list[CallRow] = []
     readout, seen = _readout(model) if init == "unit" else None, set[int]()
+    divided = {id(p) for p in model.parameters() if tags_of(p).mup_divisor}  # by an earlier call
     for path, module in model.named_modules():
         if package_of(bare_class(module)) == "unit_scaling":
             continue  # its parameters have RMS 1 and tags
-        for leaf, parameter in module.named_parameters(recurse=False):
+        own = module.named_parameters(recurse=False)
+        for leaf, parameter in sorted(own, key=lambda item: "bias" in item[0]):  # weights first
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                done = _prepared(module, leaf, parameter, init, parameter is readout)
+                done = _prepared(module, leaf, parameter, init, parameter is readout, divided)
                 rows += [] if done is None else [CallRow(path, leaf, *done)]
     parameters = dict(model.named_parameters())
     for name in parameters if init == "preserve" else ():
@@ -122,7 +124,12 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
 
 @torch.no_grad()
 def _prepared(
-    module: nn.Module, leaf: str, parameter: nn.Parameter, init: str, is_readout: bool
+    module: nn.Module,
+    leaf: str,
+    parameter: nn.Parameter,
+    init: str,
+    is_readout: bool,
+    divided: Collection[int],
 ) -> Done | None:
     stacked = holds_experts(module)
     if isinstance(module, ParametrizationList):
@@ -137,11 +144,31 @@ def _prepared(
             return None
         if _has_offset(parameter):
             return "unchanged", "its mean is not zero"
+        if size := _result_size(module, leaf, divided):
+            parameter.div_(size)
+            return "unit scale", f"divided by {size:.4g}, as its layer's result"
         parameter.zero_()
         return "set to zero", "init='unit'"
     tag(parameter, "norm")
     gain = init == "unit" and not isinstance(module, nn.PReLU)  # its slopes are no gains
     return _unit_gain(parameter) if gain else None
+
+
+FEW_INPUTS = 16
+"""From here on a bias of torch, 1/sqrt(fan_in) of its layer's result in RMS, is small."""
+
+
+def _result_size(module: nn.Module, bias: str, divided: Collection[int]) -> float | None:
+    """By what the result of a layer of few inputs is divided with its weight; None for others."""
+    own = dict(module.named_parameters(recurse=False))
+    name = bias.replace("bias", "weight")
+    weight = own.get(name, own.get(f"{name}_orig"))
+    if weight is None or weight.dim() < 2 or weight.is_meta or not bool(weight.any()):
+        return None
+    fan_in, divisor = weight.numel() / len(weight), tags_of(weight).mup_divisor
+    if divisor is None or fan_in >= FEW_INPUTS:
+        return None
+    return 1.0 if id(weight) in divided else divisor * fan_in**0.5
 
 
 def _has_offset(bias: nn.Parameter) -> bool:
