@@ -264,7 +264,10 @@ PREFLIGHT_FLOW = (
         where="fp8/lab/preflight/update_error.py",
     ),
     Step(what="search: which layers to keep", where="fp8/lab/preflight/search.py"),
-    Step(what="estimates for each accelerator", where="fp8/lab/forecast/estimate.py"),
+    Step(
+        what="estimates for each accelerator, forecasts of the best one",
+        where="fp8/lab/preflight/forecasts.py",
+    ),
     Step(what="training: finalists, paired seeds", where="fp8/lab/preflight/paired_runs.py"),
     Step(
         what="policy, sentences, table, page, JSON",

@@ -98,7 +98,10 @@ class Findings:
         products: the trace.
         runs: training runs, the reference's among them.
         candidates: in order of their update error.
-        forecasts: of all candidates on each accelerator, estimates by the sizes of products.
+        forecasts: of all candidates on each accelerator, by the sizes of products; then of the
+            finalists, by the compiler's code.
+        not_forecast: why the latter are missing; "" if none is, and where the compiler does not
+            know the accelerators.
         notes: what was not measured, and why.
     """
 
@@ -111,6 +114,7 @@ class Findings:
     runs: list[Run] = field(default_factory=list)
     candidates: list[Candidate] = field(default_factory=list)
     forecasts: list[Forecast] = field(default_factory=list)
+    not_forecast: str = ""
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

@@ -122,15 +122,18 @@ def worst_error(candidate: Candidate) -> float:
     return max(candidate.errors.values(), default=math.inf)
 
 
+def runs_on(findings: Findings, hardware: str) -> set[str]:
+    """The names of the candidates that an accelerator has units for."""
+    rows = (row for row in findings.forecasts if row.hardware == hardware)
+    return {variant.recipe for row in rows for variant in row.variants if not variant.simulated}
+
+
 def _by_device(candidates: Sequence[Candidate], findings: Findings) -> dict[str, list[Candidate]]:
     """Device -> the candidates that it has units for. Without forecasts: one device for all."""
-    if not findings.forecasts:
+    names = {row.hardware: runs_on(findings, row.hardware) for row in findings.forecasts}
+    if not names:
         return {"": list(candidates)}
-    units = {
-        row.hardware: {variant.recipe for variant in row.variants if not variant.simulated}
-        for row in findings.forecasts
-    }
-    return {device: [c for c in candidates if c.name in names] for device, names in units.items()}
+    return {device: [c for c in candidates if c.name in runs] for device, runs in names.items()}
 
 
 def finalists(findings: Findings) -> dict[str, Candidate]:

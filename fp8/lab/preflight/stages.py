@@ -27,6 +27,7 @@ from ..forecast.result import Forecast
 from ..hardware import BF16, Hardware
 from ..trace import left_alone, quiet, trace
 from .findings import Candidate, Findings, Run
+from .forecasts import compile_steps
 from .paired_runs import FIRST_LOOK, REFERENCE, Budget, OutOfTime, chance_of, compare, train_pairs
 from .search import (
     FINE,
@@ -127,6 +128,7 @@ class PreflightRun:
             "update errors": self._errors,
             "search": self._search,
             "estimates": self._estimate,
+            "forecast": self._compile,
             "training": self._train_finalists,
         }
         try:
@@ -350,6 +352,9 @@ class PreflightRun:
                     variants.append(estimate(products, cast, device, candidate.name))
             forecasts.append(Forecast(device.name, "estimate", tuple(variants)))
         self.findings.forecasts = forecasts
+
+    def _compile(self) -> None:
+        compile_steps(self.problem, self.settings.hardware, self.findings, self.budget)
 
     def _train_finalists(self) -> None:
         """Trains the recipe of `fp8.convert`, the finalists and the transforms: all to the first

@@ -124,7 +124,7 @@ def _savings(findings: Findings, shown: Mapping[str, Candidate], decided: bool) 
     several = len({candidate.name for candidate in shown.values()}) > 1
     saved = {
         row.hardware: _saving(row, shown[row.hardware].name, several)
-        for row in findings.forecasts
+        for row in findings.forecasts  # the compiler's after the estimates
         if row.hardware in shown and shown[row.hardware].name in row
     }
     lines = [
@@ -136,14 +136,18 @@ def _savings(findings: Findings, shown: Mapping[str, Candidate], decided: bool) 
 
 def _saving(forecast: Forecast, name: str, several: bool) -> str:
     policy = f" with {name}" if several else ""
+    step, basis = "the matrix products of a training step are", "estimate"
+    if forecast.source == "compiler":
+        step, basis = "a training step is", "forecast from the compiler's code"
     speedup = 1 / forecast.ratio(name)
     saves = "" if speedup > 1 else "no time is saved: "
-    step = f"the matrix products of a training step are {speedup:.2f} times as fast"
     memory, low, high = "", forecast[name].saved, forecast.variants[0].saved
     if low < high:
-        sizes = f"{bytes_in_words(low)} in place of {bytes_in_words(high)}"
-        memory = f"; what it saves for the backward pass takes {sizes}"
-    return f"{policy}, {saves}{step}{memory} (estimate)."
+        memory = (
+            "; what it saves for the backward pass takes "
+            f"{bytes_in_words(low)} in place of {bytes_in_words(high)}"
+        )
+    return f"{policy}, {saves}{step} {speedup:.2f} times as fast{memory} ({basis})."
 
 
 def bytes_in_words(count: float) -> str:

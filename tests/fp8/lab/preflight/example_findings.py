@@ -46,19 +46,20 @@ def _candidates() -> list[Candidate]:
 
 
 def _forecasts() -> list[Forecast]:
-    """Estimates, one of them of a policy without units."""
+    """Estimates, one of them of a policy without units, and a forecast of one accelerator."""
     name, rows = "mxfp8 except lm_head", []
-    for hardware, speedup, why_not in (
-        ("h100", 1.31, ""),
-        ("h200", 1.31, "it has no MX formats"),
-        ("b200", 1.58, ""),
+    for hardware, source, speedup, why_not in (
+        ("h100", "estimate", 1.31, ""),
+        ("h200", "estimate", 1.31, "it has no MX formats"),
+        ("b200", "estimate", 1.58, ""),
+        ("b200", "compiler", 1.4, ""),
     ):
         high = dict.fromkeys(LAYERS, 1e-3)
         low = {HOSTILE: 1.1e-3, "lm_head": 2e-3 / speedup - 1.1e-3}
         slow = Variant(recipe="bf16", seconds=2e-3, layers=high, saved=2 * 10**9)
         fast = Variant(recipe=name, seconds=2e-3 / speedup, layers=low, saved=10**9)
         fast = dataclasses.replace(fast, simulated=why_not)
-        rows.append(Forecast(hardware, "estimate", (slow, fast)))
+        rows.append(Forecast(hardware, source, (slow, fast)))
     return rows
 
 
@@ -93,6 +94,7 @@ def rich() -> Findings:
         runs=[Run("reference", 0, [4.2, 2.3], 2.3), Run("row", 0, [4.2, math.nan], math.nan)],
         candidates=_candidates(),
         forecasts=_forecasts(),
+        not_forecast="1 of 2 accelerators: compiling took longer than 20% of the budget",
         notes=["unit was not trained: its update error is above 0.5."],
     )
 

@@ -108,7 +108,7 @@ def test_what_decides_appears(whole):
     names = {value for item in findings.candidates for value in (item.name, item.outcome)}
     names |= {forecast.hardware for forecast in findings.forecasts}
     names |= {*findings.verdict.code, *findings.settings, *findings.model, *findings.versions}
-    names |= {*findings.versions.values()}
+    names |= {*findings.versions.values(), findings.not_forecast}
     names |= {*str(findings.verdict).splitlines(), *findings.notes}
     assert not {name for name in names if name not in shown}
     codes = [code.get_text() for code in whole.find_all("code")]
@@ -150,7 +150,7 @@ def test_the_verdict_comes_first_with_its_command():
     )
     assert text(section.code) == "fp8 preflight a.py"
     assert [text(title) for title in section.find_all("h3")] == ["What it saves", "Why", "Notes"]
-    assert {"Recipe", "Gap", "FP8, e4m3, e5m2", "Estimate"} <= {
+    assert {"Recipe", "Gap", "FP8, e4m3, e5m2", "Estimate, forecast"} <= {
         text(term) for term in section.find_all("dt")
     }
 
@@ -160,8 +160,9 @@ def test_estimates_are_called_estimates(whole):
     assert "From rates that are published, not measured." in text(section)
     rows = [[text(cell) for cell in line.find_all(["th", "td"])] for line in section("tr")[1:]]
     name = "mxfp8 except lm_head"
-    assert rows[1] == ["h100", name, "1.53 ms", "0.76", "1 of 2", "1 GB"]
-    assert rows[3] == ["h200", name, "not run: it has no MX formats"]
+    assert rows[1] == ["h100, estimate", name, "1.53 ms", "0.76", "1 of 2", "1 GB"]
+    assert rows[3] == ["h200, estimate", name, "not run: it has no MX formats"]
+    assert rows[-1][0] == "b200, forecast"
 
 
 # Text from outside

@@ -22,14 +22,14 @@ def candidate(name: str, outcome: str, gap: float | None = 0.001, kept: int = 0)
     )  # fmt: skip
 
 
-def forecast(hardware: str, low: float, *names: str) -> Forecast:
+def forecast(hardware: str, low: float, *names: str, source: str = "estimate") -> Forecast:
     """3 s in bf16; of policies half of what is saved, and of 9 layers those that get slower."""
     high = Variant(
         recipe="bf16", seconds=3.0, layers=dict.fromkeys("abcdefghi", 1.0), saved=2 * 10**9
     )
     layers = dict.fromkeys("abcdefghi", low / 3)
     rows = [Variant(recipe=n, seconds=low, layers=layers, saved=10**9) for n in names]
-    return Forecast(hardware, "estimate", (high, *rows))
+    return Forecast(hardware, source, (high, *rows))
 
 
 def decided(*candidates: Candidate, chance: float = 0.0, forecasts: Any = None) -> Findings:
@@ -130,13 +130,14 @@ def test_layers_that_get_slower_are_explained():
     assert "9 of 9 layers on h100" in verdict.reasons[-1]
 
 
-def test_devices_that_agree_share_a_line():
+def test_devices_that_agree_share_a_line_and_the_compiler_replaces_the_estimate():
     row = candidate("row", "as the reference")
-    rows = [forecast(name, 2.0, "row") for name in ("h100", "h200")]
-    rows.append(forecast("b200", 2.5, "row"))
+    rows = [forecast(name, 2.0, "row") for name in ("h100", "h200", "b200")]
+    rows.append(forecast("b200", 2.5, "row", source="compiler"))
     first, second = decided(row, forecasts=rows).verdict.savings
     assert first.startswith("On h100 and h200, the matrix products")
-    assert second.startswith("On b200, the matrix products of a training step are 1.20 times as")
+    assert second.startswith("On b200, a training step is 1.20 times as fast; what it saves")
+    assert second.endswith("(forecast from the compiler's code).")
 
 
 def test_words_of_an_unknown_recipe_and_of_bytes():
