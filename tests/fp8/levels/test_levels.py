@@ -67,6 +67,7 @@ def same_bytes(one, other):
 # --- what it does -------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("MS-AMP", "msamp.initialize", how="own")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_is_the_same_optimizer(name):
     model, optimizer = build(OPTIMIZERS[name])
@@ -180,6 +181,24 @@ def test_micro_batches_clipping_and_grad_scaler_together(level):
         scaler.step(optimizer)
         results.append((norm, numbers(model)))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, torch.inf])
+def test_clipping(norm_type):
+    model, optimizer = build()
+    fp8.initialize(model, optimizer, "O3")
+    backward(model)
+    wide = [dequantized(p.grad).clone() for p in model.parameters()]
+    expected = torch.stack([g.norm(norm_type) for g in wide]).norm(norm_type)
+    for max_norm, factor in ((2 * expected, 1), (expected / 4, 0.25)):
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        for p, g in zip(model.parameters(), wide, strict=True):
+            rtol = 1e-4 * (factor < 1)
+            torch.testing.assert_close(dequantized(p.grad), g * factor, rtol=rtol, atol=1e-6)
+    model[1].bias.grad[0] = torch.inf
+    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
 @pytest.mark.parametrize(

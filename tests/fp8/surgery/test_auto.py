@@ -14,7 +14,7 @@ import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8 import RECIPES
-from fp8.adapters import accelerate, lightning, msamp, torchao, transformer_engine
+from fp8.adapters import accelerate, lightning, torchao, transformer_engine
 from fp8.distributed.fsdp import gather_in_fp8
 from fp8.recipes.recipe import needs_unit_scale
 from unit_scaling.transforms import simulate_fp8, unit_scale
@@ -27,7 +27,6 @@ AUTO_BY_DEFAULT = [
     accelerate.prepare,
     lightning.FP8Precision,
     lightning.FP8FabricPrecision,
-    msamp.initialize,
     torchao.convert,
     transformer_engine.convert,
 ]
