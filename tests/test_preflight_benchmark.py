@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import preflight, problems
-from benchmarks.preflight import Order, Result
+from benchmarks.preflight import Result
 from fp8.common.step import tensors
 from fp8.lab.preflight.findings import Run
 from fp8.lab.preflight.training import loss_of
@@ -39,15 +39,6 @@ def test_each_model_makes_a_step(name: str):
 
 def _all(batches: list[object]) -> list[Tensor]:
     return [t for batch in batches for t in tensors(batch)]
-
-
-def test_the_order_of_what_diverged_and_of_what_is_tied():
-    xs = {"a": 1.0, "b": 2.0, "c": math.inf, "d": math.inf}
-    ys = {"a": 0.1, "b": 0.0, "c": math.inf, "d": 5.0}
-    found = preflight.order(xs, ys, combinations(xs, 2))
-    assert found == Order(same=4, opposite=1, x=1, y=0)
-    assert found.tau == pytest.approx(3 / math.sqrt(6 * 5))
-    assert Order(x=2).tau is None
 
 
 def _runs(**held_out: list[float]) -> list[Run]:
@@ -87,18 +78,10 @@ def test_the_benchmark_measures_and_records(tmp_path: Path, monkeypatch: pytest.
     assert preflight.main() == 0  # the recorded comparison is used
     again = json.loads((tmp_path / "preflight.json").read_text())["rows"][0]["details"]
     assert again["gaps"] == rows[0]["details"]["gaps"]
-    assert again["excess"]
-    assert again["statistic"] == "sequential"
     assert [row["name"] for row in rows] == ["MLP", "all"]
     details = rows[0]["details"]
     assert set(preflight.RECIPES_TRIED) <= set(details["gaps"]) == set(details["errors"])
     assert details["gaps"][details["best"]][0] == min(gap[0] for gap in details["gaps"].values())
-    kept = details["kept"]
-    assert list(kept) == ["search", "first", "last"]
-    assert kept["first"]["share"] >= kept["search"]["share"] - 1e-9 > 0
-    assert kept["first"]["layers"][0] == "enter"
-    assert kept["last"]["layers"][0] == "head"
-    assert all(0 < found["error"] < 1 for found in kept.values())
     assert preflight.standing(Result(**details), "error") in ("lower", "not lower")
     for excess, within in (([0.009, 0.008], True), ([0.1, -0.1], True), ([0.02, 0.01], False)):
         assert preflight.is_within(Result("a", excess=excess)) is within

@@ -4,20 +4,18 @@ form of its rows. The libraries themselves are not needed."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.strangers import reduced
-from benchmarks.strangers.__main__ import COMPILED, has_all, measured, record, recorded, summary
+from benchmarks.strangers.__main__ import COMPILED, measured, summary
 from benchmarks.strangers.case import Case, Stranger, loss_inside
 from benchmarks.strangers.casts import SQNR, Casts, CastSeen
 from benchmarks.strangers.examine import Options, examine
-from tests.transforms.models import Net
 from unit_scaling.transforms import simulate_fp8
 
 
@@ -53,17 +51,6 @@ def _network() -> Case:
     return loss_inside(model, F.cross_entropy, torch.randint(4, (32,)), torch.randn(32, 16))
 
 
-def _careful() -> Case:
-    """A model that runs as long as nothing is changed."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        if type(m.layer) is not nn.Linear:
-            raise KeyError("it was changed")
-        return m.layer(x)
-
-    return Case(Net(forward, layer=nn.Linear(4, 4)), (torch.randn(2, 4),))
-
-
 def _broken() -> Case:
     raise RuntimeError("of its own\nand more")
 
@@ -87,13 +74,6 @@ def test_the_row_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 models: 1 runs; unit inside 1 of 1" in summary([row])
 
 
-def test_a_model_that_fails_is_a_row() -> None:
-    rows: list[dict[str, Any]] = []
-    examine(Stranger("careful", "none", _careful), Options(), rows.append)
-    assert rows[-1]["result"] == "failed: KeyError: 'it was changed'"
-    assert rows[-1]["exact"].startswith("failed")
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, with threads
 def test_a_model_that_cannot_be_built_is_a_row() -> None:
     row = measured(Stranger("broken", "none", _broken), Options(), 60)
@@ -110,16 +90,3 @@ def test_an_architecture_is_reduced_built_and_run() -> None:
     assert reduced._smaller("rope_theta", 1e6) == 1e6
     _, loss = case.run(case.model)
     assert loss is not None
-
-
-def test_a_row_that_has_what_is_asked_is_not_measured_again(tmp_path: Path) -> None:
-    out = tmp_path / "rows" / "strangers.jsonl"
-    assert recorded(out) == {}
-    row = {"name": "net", "library": "none", "result": "runs"}
-    for each in (row, row | {"trained": 0.5}):
-        record(each, out)
-    found = recorded(out)["none/net"]
-    assert found == row | {"trained": 0.5}
-    assert has_all(found, Options(train=True))
-    assert not has_all(found, Options(train=True, compiled=True))
-    assert has_all({"result": "failed: KeyError"}, Options(compiled=True))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import fp8
-from benchmarks import defaults, fine_tuning, one_line, recipe_loss, sizes
+from benchmarks import defaults, one_line, recipe_loss, sizes
 from benchmarks.one_line import WAYS
 
 TINY = {"layers": 1, "heads": 2, "width": 16, "context": 16, "batch_size": 2}
@@ -107,16 +107,3 @@ def test_claims_are_judged_by_the_interval_of_paired_differences(
     assert verdicts(0.3, 0.31, 0.32) == ["opposite", "opposite"]
     assert verdicts(-0.3, 0.1, 0.4) == ["not seen", "not seen"]
     assert verdicts(0.1) == []  # one seed has no interval
-
-
-def test_fine_tuning_trains_and_goes_on(
-    run: Any, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.recipe_loss.SIZE", TINY)
-    monkeypatch.setattr(fine_tuning, "BEFORE", 2)
-    arguments = (fine_tuning, f"--data={text}", "--iters=2", "--seeds=0,1")
-    found = run(*arguments)
-    assert [row["name"] for row in found] == ["fp32", "static", "tensor", "unit"]
-    assert found[0]["losses"] != found[-1]["losses"]
-    monkeypatch.setattr(fine_tuning, "trained", None)
-    assert run(*arguments) == found

@@ -2,10 +2,7 @@
 
 If an op scales its output and its input's gradient differently, its gradient is correct only up to
 a constant. This is harmless at a cut edge of the graph, but wrong inside a residual branch, where
-two paths meet again. A constraint replaces the scales of an op by one common value.
-
-A constraint is given by its name in `CONSTRAINTS`, or None for no constraint.
-
+two paths meet again. A constraint, a name in `CONSTRAINTS`, replaces the scales by one value.
 Source: Blake, Orr and Luschi 2023, "Unit Scaling", section 4.3.
 """
 

@@ -9,12 +9,10 @@
     mup_stacked: whether the first dimension counts parameters of one shape (the weights of several
         experts), so that a learning rate depends on the others alone
 
-Learning rates depend on all; those of SGD on whether there is a mup_divisor.
-
-Tags survive `copy.deepcopy`, `pickle` and `torch.save`, but not the replacement of a parameter
-(``load_state_dict(assign=True)``, ``to_empty`` of a model on the meta device, FSDP2, a
-parametrization). A `TaggedModule`, such as every module of unit_scaling and of a transformed model,
-restores them itself; `remember_tags` and `restore_tags` do so for other modules.
+Learning rates depend on all. Tags survive `copy.deepcopy`, `pickle` and `torch.save`, but not the
+replacement of a parameter (``load_state_dict(assign=True)``, ``to_empty`` of a model on the meta
+device, FSDP2, a parametrization). A `TaggedModule`, such as every module of unit_scaling and of a
+transformed model, restores them; `remember_tags` and `restore_tags` do so for other modules.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import dataclasses
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ..selection.layers import Where, checked_where
 from ..surgery.swap import Make, Padded, layers_for, swap, why_not_fit
 from ..tensors.scaled_tensor import DTYPES
 
-__all__ = ["autocast", "convert", "delayed_scaling", "revert", "te_recipe"]
+__all__ = ["convert", "delayed_scaling", "revert", "te_recipe"]
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _MULTIPLES = {"MXFP8BlockScaling": 32, "Float8BlockScaling": 128}
@@ -201,21 +200,6 @@ def _plain(name: str, cast: Cast, grad: Cast) -> Recipe:
     return Recipe(name=name, input=plain, weight=weight, grad=grad)
 
 
-def autocast(recipe: Any, enabled: bool = True) -> AbstractContextManager[Any]:
-    """TransformerEngine's context manager in which its layers compute in FP8. Amax is reduced over
-    all ranks.
-
-    Args:
-        recipe: a name, a `Recipe`, or a recipe of TransformerEngine's.
-        enabled: whether the layers compute in FP8.
-
-    Raises:
-        ImportError: without TransformerEngine.
-        ValueError: as `te_recipe`.
-    """
-    return need("transformer_engine").autocast(enabled=enabled, recipe=its_recipe(recipe))
-
-
 def its_recipe(recipe: Any) -> Any:
     """TransformerEngine's recipe for a name or a `Recipe`; one of its own unchanged."""
     return te_recipe(recipe) if isinstance(recipe, str | Recipe) else recipe
@@ -229,7 +213,8 @@ class _Autocast(Mixin):
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         recipe, active = self.fp8_te_recipe, self.training or self.fp8_in_eval  # type: ignore[attr-defined]
-        with autocast(recipe or "tensor", enabled=recipe is not None and active):
+        enabled = recipe is not None and active
+        with need("transformer_engine").autocast(enabled=enabled, recipe=recipe):
             return forward(*args, **kwargs)
 
 

@@ -1,13 +1,11 @@
 """Self-test: does a kernel compute on a device what simulation computes?
 
 The first product of a kind on a device multiplies two small matrices with scales that differ
-between tiles, and sizes that need padding. If the kernel raises or is wrong, products of that kind
-are simulated on the device, and `fp8.report` and ``fp8 doctor`` give the reason.
-
-The first graph with such a product casts every bfloat16 number to e4m3 and e5m2, and transposes
-them. If a byte is not that of simulation, all products of compiled code are simulated on the
-device, with a warning: Triton may store transposed bytes that were never computed
-(triton-lang/triton issue 11111). On a CPU this takes 1 to 2 s of processor time, once in a process.
+between tiles. If the kernel raises or is wrong, products of that kind are simulated on the device,
+and `fp8.report` and ``fp8 doctor`` give the reason. The first graph with one casts every bfloat16
+number to e4m3 and e5m2, and transposes them. If a byte is wrong, all products of compiled code are
+simulated on the device, with a warning: Triton may store transposed bytes that were never computed
+(triton-lang/triton issue 11111). On a CPU this takes 1 to 2 s of processor time in a process.
 """
 
 from __future__ import annotations

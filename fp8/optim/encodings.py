@@ -1,7 +1,6 @@
 """How an optimizer stores a tensor: `ENCODINGS`, and the conversions between them and float32.
 
-A scale factor is the value of one unit of the stored numbers, a power of two.
-The rounding never makes a later step of Adam too long:
+A scale factor is a power of two. The rounding never makes a later step of Adam too long:
 
 - Below the smallest normal value of the format a first moment is rounded toward zero and a second
   moment away from zero. So the former decays to zero, and the latter, a divisor, is zero only if it

@@ -1,12 +1,9 @@
 """Checks at the first step of an optimizer: whose parameters it steps, at which rate and eps.
 
 Three mistakes raise no error. An optimizer created before a transform steps the parameters of the
-original model, not of the copy. A rate for weights of RMS 0.02 hardly changes weights of RMS 1, and
-one for all shapes, or without the rule's factors, may be too large. And gradients of weights that
-were divided by their RMS are smaller, perhaps as small as Adam's eps.
-
-A hook of torch, from the first tag or copy on, checks each optimizer of the process until a step
-with gradients.
+original model. A rate for weights of RMS 0.02 hardly changes weights of RMS 1, and one for all
+shapes may be too large. Gradients of weights that were divided by their RMS may be as small as
+Adam's eps. A hook of torch checks each optimizer of the process until a step with gradients.
 """
 
 from __future__ import annotations

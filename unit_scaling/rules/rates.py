@@ -146,7 +146,6 @@ def default_rate(rule: str, param: Any) -> float:
     return row.rate * multiplier(row.mult, param) * lr_scale(rule, param)
 
 
-def _shape(param: Any) -> torch.Size:
+def _shape(param: Any) -> Any:
     """The shape of a parameter; of stacked ones (experts), that of each."""
-    shape: torch.Size = param.shape[1:] if getattr(param, "mup_stacked", False) else param.shape
-    return shape
+    return param.shape[1:] if getattr(param, "mup_stacked", False) else param.shape

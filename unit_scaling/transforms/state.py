@@ -2,13 +2,9 @@
 
 The weights of ``unit_scale(init="unit")`` compute something else in the plain class. A key of their
 state_dict, whose name says what to do, makes strict loading fail there, as its absence does here.
-It is neither parameter nor buffer, so averages and optimizers do not see it.
-
-``from_pretrained`` of transformers would skip the key with a warning. So the configuration that
-`Pretrained` saves has an invalid name of the weights file, which says what to do.
-
-With the plan, a resumed process computes the same bit for bit. It is extra state of torch, which
-torch.save, safetensors and torch.distributed.checkpoint save, and the latter broadcasts.
+``from_pretrained`` of transformers would skip it, so the configuration that `Pretrained` saves has
+an invalid name of the weights file. With the plan, extra state of torch, a resumed process computes
+the same bit for bit.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def compile_steps(
     """Adds to `Findings.forecasts` what the compiler's code tells of bf16, of recipe "tensor" and
     of the finalist, or writes why not. It runs in a process of its own, which is ended when the
     time is up."""
-    policies = ((row, _policies(row, findings)) for row in hardware if row.name in CARDS)
-    questions = [(row, asked) for row, asked in policies if asked]
+    known = (row for row in hardware if row.name in CARDS)
+    questions = [(row, asked) for row in known if (asked := _policies(row, findings))]
     reason = why_not() if questions else ""
     if questions and not reason:
         answers = _answers(problem, questions, budget.part(FORECAST_PART))
@@ -54,12 +54,8 @@ def _policies(hardware: Hardware, findings: Findings) -> list[Policy]:
     return [replace(Policy.from_dict(c.policy), name=c.name) for c in asked]
 
 
-_Questions = Sequence[tuple[Hardware, list[Policy]]]
-
-
-def _answers(problem: Problem, questions: _Questions, budget: Budget) -> list[Any]:
-    """For each accelerator the figures of a `Forecast`, or the error as text, until the time is
-    up."""
+def _answers(problem: Problem, questions: Sequence[Any], budget: Budget) -> list[Any]:
+    """For each accelerator the figures of a `Forecast`, or the error as text, in time."""
     context = multiprocessing.get_context("fork")  # torch has no compiler for GPUs without it
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, problem, questions), daemon=True)
@@ -80,13 +76,12 @@ def _answers(problem: Problem, questions: _Questions, budget: Budget) -> list[An
     return answers
 
 
-def _answer(sender: Any, problem: Problem, questions: _Questions) -> None:
+def _answer(sender: Any, problem: Problem, questions: Sequence[Any]) -> None:
     torch.set_num_threads(1)  # the threads of a process do not survive a fork
-    setup = problem.setup
+    model, batch, loss = problem.setup.model, problem.batch, problem.setup.loss
     for hardware, policies in questions:
         try:
-            batch, loss = problem.batch, setup.loss
-            result = forecast(setup.model, batch, loss, recipes=policies, hardware=hardware)
+            result = forecast(model, batch, loss, recipes=policies, hardware=hardware)
             sender.send(asdict(result))
         except Exception as error:  # of the code of the model, or of the compiler
             sender.send(described(error))

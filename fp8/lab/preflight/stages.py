@@ -121,14 +121,14 @@ class PreflightRun:
 
     def run(self) -> None:
         """All stages that ``findings`` does not have."""
-        threads = torch.get_num_threads()
+        threads, hardware = torch.get_num_threads(), self.settings.hardware
         stages = {
             "trace": self._trace,
             "reference": self._reference,
             "update errors": self._errors,
             "search": self._search,
             "estimates": self._estimate,
-            "forecast": self._compile,
+            "forecast": lambda: compile_steps(self.problem, hardware, self.findings, self.budget),
             "training": self._train_finalists,
         }
         try:
@@ -352,9 +352,6 @@ class PreflightRun:
                     variants.append(estimate(products, cast, device, candidate.name))
             forecasts.append(Forecast(device.name, "estimate", tuple(variants)))
         self.findings.forecasts = forecasts
-
-    def _compile(self) -> None:
-        compile_steps(self.problem, self.settings.hardware, self.findings, self.budget)
 
     def _train_finalists(self) -> None:
         """Trains the recipe of `fp8.convert`, the finalists and the transforms: all to the first

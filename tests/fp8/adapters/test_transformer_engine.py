@@ -243,7 +243,7 @@ def test_dtype_is_kept():
 
 @pytest.mark.proves("TransformerEngine", "FP8 products, everything else as it is", how="library")
 @pytest.mark.parametrize("recipe", KINDS)
-def test_under_its_recipe_in_training_and_in_evaluation_if_asked(recipe):
+def test_under_its_recipe_in_training_and_in_evaluation_if_asked(te, recipe):
     """TransformerEngine checks at the entry of its context whether the device has the recipe."""
     x = torch.randn(5, 128)
     model = convert(nn.Sequential(nn.Linear(128, 128), nn.RMSNorm(128)), recipe)
@@ -254,10 +254,8 @@ def test_under_its_recipe_in_training_and_in_evaluation_if_asked(recipe):
     assert ran(layer, x) == {KINDS[recipe]}
     assert RAN[0] is own
     assert type(fp8.revert(layer)) is nn.Linear
-    with transformer_engine.autocast(recipe):
-        assert recipe_in_force() == transformer_engine.te_recipe(recipe)
-        with transformer_engine.autocast("tensor", enabled=False):
-            assert recipe_in_force() is None
+    with te.autocast(recipe=own):
+        assert recipe_in_force() == own
     assert ran(fp8.revert(model), x) == set()
 
 

@@ -121,12 +121,9 @@ def last(*shape: int) -> Tensor:
 STORED = {
     "contiguous": lambda: torch.randn(2, 24, 9, 9),
     "channels-last": lambda: last(2, 24, 9, 9),
-    "one image, channels-last": lambda: last(1, 6, 5, 4),
     "one channel": lambda: torch.randn(2, 1, 5, 4),
     "one pixel": lambda: torch.randn(2, 6, 1, 1),
-    "columns": lambda: torch.randn(6, 4).t(),
     "some channels, channels-last": lambda: last(4, 12, 5, 4)[:, :6],
-    "expanded pixels": lambda: torch.randn(2, 6, 1, 1).expand(2, 6, 5, 4),
 }
 
 

@@ -6,9 +6,8 @@ for its terms, and every other call runs torch's own function.
 An add is *residual* if one term is an ancestor of the other with a layer in between, a product with
 a weight of RMS 1. The ancestor is the skip connection, the other term the branch. Branches with the
 same origin are found one by one (``x + f(x) + g(x)``) or, already summed (``f(x) + g(x) + x``), as
-one. Two kinds of sums have the coefficients and sizes of their formula: updates of a state by
-products of values alone (the delta rule), and those in a loop over the layer (a recurrence, the
-steps of a solver).
+one. Updates of a state by products of values alone (the delta rule), and sums in a loop over the
+layer (a recurrence, the steps of a solver), have the coefficients of their formula.
 """
 
 from __future__ import annotations

@@ -163,12 +163,11 @@ def _result_size(module: nn.Module, bias: str, divided: Collection[int]) -> floa
     own = dict(module.named_parameters(recurse=False))
     name = bias.replace("bias", "weight")
     weight = own.get(name, own.get(f"{name}_orig"))
-    if weight is None or weight.dim() < 2 or weight.is_meta or not bool(weight.any()):
+    divisor = None if weight is None else tags_of(weight).mup_divisor
+    if weight is None or weight.dim() < 2 or not divisor or not bool(weight.any()):
         return None
-    fan_in, divisor = weight.numel() / len(weight), tags_of(weight).mup_divisor
-    if divisor is None or fan_in >= FEW_INPUTS:
-        return None
-    return 1.0 if id(weight) in divided else divisor * fan_in**0.5
+    size = 1.0 if id(weight) in divided else divisor * (weight.numel() / len(weight)) ** 0.5
+    return size if weight.numel() < FEW_INPUTS * len(weight) else None
 
 
 def _has_offset(bias: nn.Parameter) -> bool:
