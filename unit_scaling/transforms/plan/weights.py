@@ -171,10 +171,10 @@ def _result_size(module: nn.Module, bias: str, divided: Collection[int]) -> floa
 
 
 def _has_offset(bias: nn.Parameter) -> bool:
-    """Whether the mean of a bias differs from zero by four standard errors. It is then no noise
-    around zero, as torch's is, but set: that of a forget gate, a time step or a rare class."""
+    """Whether the mean of a bias differs from zero by four standard errors, or it is one number. It
+    is then no noise, as torch's is, but set: for a forget gate, a time step or a rare class."""
     mean, rms = bias.double().mean().abs(), bias.double().square().mean().sqrt()
-    return bool(mean > 4 * rms / bias.numel() ** 0.5)
+    return bool(mean > 4 * rms / bias.numel() ** 0.5) or (len(bias) > 1 and _is_one_number(bias))
 
 
 def pruned(module: nn.Module) -> dict[str, str]:
