@@ -424,8 +424,8 @@ def _is_float(node: Node) -> bool:
 
 def _float_input(node: Node) -> Node | None:
     """The only floating-point input of a node; None if there are none or several."""
-    found = [source for source in node.all_input_nodes if _is_float(source)]
-    return found[0] if len(found) == 1 else None
+    inputs = [source for source in node.all_input_nodes if _is_float(source)]
+    return inputs[0] if len(inputs) == 1 else None
 
 
 def _close(a: Metrics.Data | None, b: Metrics.Data | None, rtol: float) -> bool:

@@ -107,11 +107,11 @@ def _check_same(
     scope: UnitScale, init: str, residual: str, replace: Replacements, plan: ModelPlan | None
 ) -> None:
     """Raises ValueError for other options than those of a model that is unit-scaled already."""
-    own = scope.plan
-    same = (init, residual) == (own.init, own.residual) and plan is None
+    now = scope.plan
+    same = (init, residual) == (now.init, now.residual) and plan is None
     if not (same and replace.keys() <= scope.replacements.keys()):
         raise ValueError(
-            f"the model is unit-scaled already, with init={own.init!r}, residual={own.residual!r}: "
+            f"the model is unit-scaled already, with init={now.init!r}, residual={now.residual!r}: "
             "pass these, or transform the plain model (unit_scaling.fold)"
         )
 

@@ -216,27 +216,27 @@ def _name(policy: Policy | None) -> str:
 
 def _under(model: nn.Module, policy: Policy | None, ids: Tensor) -> nn.Module:
     """A copy under a policy that shares the parameters."""
-    own = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    copied = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     if policy is None:
-        return own
-    own = revert_layers(own)
+        return copied
+    copied = revert_layers(copied)
     if any(recipe is not None for recipe in policy.recipes):
-        own = convert(own, policy)
-    layers = [m for m in own.modules() if isinstance(m, Converted)]
+        copied = convert(copied, policy)
+    layers = [m for m in copied.modules() if isinstance(m, Converted)]
     if any(cast and cast.scaling == "static" for m in layers for cast in m.fp8_recipe.casts):
-        with evaluating(own):
-            calibrate(own, ids, lambda output: _checked_logits(output, ids).logsumexp(-1).mean())
-    return own
+        with evaluating(copied):
+            calibrate(copied, ids, lambda output: _checked_logits(output, ids).logsumexp(-1).mean())
+    return copied
 
 
 @torch.no_grad()
 def _logits(model: nn.Module, prompts: Sequence[Tensor], cache: str | None) -> list[Tensor]:
-    found = []
+    logits = []
     with evaluating(model), seeded(0):
         for ids in prompts:
             options = {} if cache is None else rounding_cache(model, cache)
-            found.append(_checked_logits(model(ids, **options), ids))
-    return found
+            logits.append(_checked_logits(model(ids, **options), ids))
+    return logits
 
 
 def _checked_logits(output: Any, ids: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def _without_each(
     ours: nn.Module, theirs: nn.Module, measure: Callable[[], float]
 ) -> list[tuple[str, float]]:
     """(layer, what ``measure`` returns with that layer of ``ours`` in ``theirs``)."""
-    found = []
+    measured = []
     trained = dict(ours.named_modules())
     names: dict[int, list[str]] = {}
     for name, module in theirs.named_modules(remove_duplicate=False):
@@ -292,8 +292,8 @@ def _without_each(
         try:
             for place in places:
                 theirs.set_submodule(place, trained[name])
-            found.append((name, measure()))
+            measured.append((name, measure()))
         finally:
             for place in places:
                 theirs.set_submodule(place, layer)
-    return found
+    return measured

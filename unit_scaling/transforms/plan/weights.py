@@ -109,8 +109,8 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
     for path, module in model.named_modules():
         if package_of(bare_class(module)) == "unit_scaling":
             continue  # its parameters have RMS 1 and tags
-        own = module.named_parameters(recurse=False)
-        for leaf, parameter in sorted(own, key=lambda item: "bias" in item[0]):  # weights first
+        named = module.named_parameters(recurse=False)
+        for leaf, parameter in sorted(named, key=lambda item: "bias" in item[0]):  # weights first
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 done = _prepared(module, leaf, parameter, init, parameter is readout, divided)
@@ -160,9 +160,9 @@ FEW_INPUTS = 16
 
 def _result_size(module: nn.Module, bias: str, divided: Collection[int]) -> float | None:
     """By what the result of a layer of few inputs is divided with its weight; None for others."""
-    own = dict(module.named_parameters(recurse=False))
+    parameters = dict(module.named_parameters(recurse=False))
     name = bias.replace("bias", "weight")
-    weight = own.get(name, own.get(f"{name}_orig"))
+    weight = parameters.get(name, parameters.get(f"{name}_orig"))
     divisor = None if weight is None else tags_of(weight).mup_divisor
     if weight is None or weight.dim() < 2 or not divisor or not bool(weight.any()):
         return None

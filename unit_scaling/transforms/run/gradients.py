@@ -107,5 +107,5 @@ def _scale(exponent: int | tuple[int, ...]) -> Tensor:
 
 def _exponents(scales: Mapping[Place, Tensor]) -> dict[Place, int | tuple[int, ...]]:
     """Those of the scales that are set."""
-    found = {p: s.log2().round().int().tolist() for p, s in scales.items() if s.all()}
-    return {p: tuple(e) if isinstance(e, list) else e for p, e in found.items()}
+    exponents = {p: s.log2().round().int().tolist() for p, s in scales.items() if s.all()}
+    return {p: tuple(e) if isinstance(e, list) else e for p, e in exponents.items()}

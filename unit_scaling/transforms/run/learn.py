@@ -75,14 +75,14 @@ def learned(transform: Any, called: Called) -> ModelPlan:
         i: corrected(s, exponents[nodes[i].place], nodes[i].place in measuring.loops)
         for i, s in decided.items()
     }
-    found = ModelPlan(transform.plan.init, transform.plan.residual, steps=by_place(nodes, steps))
+    addition = ModelPlan(transform.plan.init, transform.plan.residual, steps=by_place(nodes, steps))
     if is_first:
-        found.rows += demoted(module, path, planner.inner)
-    found.rows += _kept_rows(planner.kept, added)
-    found.rows += _rows(rows, nodes, exponents)
+        addition.rows += demoted(module, path, planner.inner)
+    addition.rows += _kept_rows(planner.kept, added)
+    addition.rows += _rows(rows, nodes, exponents)
     if not path and transform.unit_scaled:
-        found.ties = find_ties(nodes, steps, recording.buffers, recording.outputs)
-    return found
+        addition.ties = find_ties(nodes, steps, recording.buffers, recording.outputs)
+    return addition
 
 
 UNSEEN = "unit_scale has not seen this call yet"
