@@ -80,10 +80,13 @@ def test_json():
     assert "terms=" in text
 
 
-def test_what_is_no_plan_is_refused():
+def test_other_fields_are_refused_by_name():
     _, plan = planned()
     data = json.loads(plan.to_json())
+    without = {name: value for name, value in data.items() if name != "tags"}
     for bad, why in (
+        ({**data, "colour": 1}, "unknown key of a plan 'colour'"),
+        (without, "a plan needs the keys .*, without 'tags'"),
         ({**data, "version": 8}, "a plan of version 10 is needed, got version 8"),
         ([], "a plan is a dict of fields, got list"),
     ):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fp8.common.report import LEFT_ALONE, as_table
+from fp8.common.validation import check_keys
 
 from ...parameter import Tags
 from ..record.calls import Slot
@@ -122,8 +123,7 @@ class ModelPlan:
         """Returns the plan that `to_json` wrote.
 
         Raises:
-            ValueError: ``text`` is no JSON of a dict, or the version differs.
-            KeyError: a field is missing.
+            ValueError: no JSON of a dict, another version, or an unknown or missing field.
         """
         data = json.loads(text)
         if not isinstance(data, dict):
@@ -131,6 +131,8 @@ class ModelPlan:
         version = data.get("version")
         if version != VERSION:
             raise ValueError(f"a plan of version {VERSION} is needed, got version {version!r}")
+        names = [f.name for f in fields(cls)]
+        check_keys("plan", data, ["version", *names], names)
         return cls(
             data["init"],
             data["residual"],
