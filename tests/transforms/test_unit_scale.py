@@ -99,9 +99,16 @@ def test_a_bias_with_a_mean_that_is_set_keeps_its_values(start: str) -> None:
     model = unit_scale(nn.Sequential(layer, nn.ReLU()))
     kept = start in ("forget gate", "rare class", "few classes")
     assert torch.equal(model[0].bias, layer.bias if kept else torch.zeros_like(layer.bias))
-    assert {row.done for row in uu.report(model) if row.call == "bias"} == {
-        "unchanged" if kept else "set to zero"
-    }
+    done = {row.done for row in uu.report(model) if row.call == "bias"}
+    assert done == {"unchanged" if kept else "set to zero"}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+def test_a_layer_without_outputs_and_a_bias_without_dimensions(init: str) -> None:
+    net = Net(lambda m, x: m.layer(x) + m.bias, layer=nn.Linear(4, 0))
+    net.bias = nn.Parameter(torch.tensor(0.5))
+    assert unit_scale(net, init=init)(torch.ones(2, 4)).shape == (2, 0)
 
 
 @pytest.mark.parametrize("inputs", [1, 8, 15, 16, 64])
@@ -201,10 +208,8 @@ def test_tags_and_optimizer() -> None:
 
 
 @pytest.mark.parametrize("keeps", ["preserve", "masked"])
-def test_a_rate_is_the_same_relative_change_of_all_weights_that_keep_their_values(
-    keeps: str,
-) -> None:
-    """Of the last linear layer too."""
+def test_weights_that_keep_their_values_have_one_relative_rate(keeps: str) -> None:
+    """The last linear layer too."""
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     if keeps == "masked":

@@ -36,7 +36,7 @@ class LrRule:
     mult: LrMult = field(default_factory=dict)
 
 
-def _fan_in(shape: torch.Size) -> int:
+def fan_in(shape: torch.Size) -> int:
     """The number of terms in an output's sum: all dimensions but the first; all of a vector. For an
     embedding the width, u-muP's fan-out (table 2); for transposed weights another such width."""
     return math.prod(shape[1:] if len(shape) > 1 else shape) or 1
@@ -52,18 +52,18 @@ def _width(shape: torch.Size) -> float:
 
 #: u-muP (arXiv 2407.17465), table 2.
 _UMUP: LrFactors = {
-    "weight": lambda shape: float(_fan_in(shape) ** -0.5),
+    "weight": lambda shape: float(fan_in(shape) ** -0.5),
     "bias": _one,
     "norm": _one,
     "output": _one,
 }
 _TO_OUTPUT_SCALE: LrFactors = {
-    "weight": lambda shape: float(_fan_in(shape) ** 0.5),
+    "weight": lambda shape: float(fan_in(shape) ** 0.5),
     "bias": _width,
     "norm": _width,
     "output": _one,
 }
-_MUON: LrFactors = {"weight": lambda shape: math.sqrt(min(shape[0], _fan_in(shape)) or 1)}
+_MUON: LrFactors = {"weight": lambda shape: math.sqrt(min(shape[0], fan_in(shape)) or 1)}
 
 #: "adam" is for all optimizers whose updates have entries of about 1 (Adam, AdamW, Lion, ...).
 #: "sgd" is the same, since gradients of unit-scaled modules have RMS 1. "sgd_to_output_scale" is
@@ -120,7 +120,7 @@ def lr_scale(rule: str, param: Any) -> float:
         )
     shape = _shape(param)
     if row.proportional and getattr(param, "mup_divisor", None):
-        return 5.0 * _fan_in(shape) if kind in ("weight", "output") else 1.0
+        return 5.0 * fan_in(shape) if kind in ("weight", "output") else 1.0
     scale: float = getattr(param, "mup_scale", 1.0) ** (2 if row.proportional else 1)
     return row.factors[kind](shape) * lr_scale_for_depth(param) * scale
 
@@ -136,7 +136,7 @@ def multiplier(mult: LrMult, param: Any) -> float:
     factor 1/sqrt(fan_in) of a weight, 1/4 to that of 16 inputs."""
     factor = mult.get(kind_of(param), 1.0)
     if param.mup_type == "weight" and "few" in mult:
-        factor *= min(1.0, mult["few"] * _fan_in(_shape(param)) ** 0.5)
+        factor *= min(1.0, mult["few"] * fan_in(_shape(param)) ** 0.5)
     return factor
 
 

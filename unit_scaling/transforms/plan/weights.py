@@ -15,6 +15,7 @@ from fp8.common.report import LEFT_ALONE
 from fp8.selection.layers import holds_experts, why_quantized
 
 from ...parameter import Tags, has_parameter_data, remember_tags, retag, tag, tags_of
+from ...rules.rates import fan_in
 from ..record.copies import package_of
 from .plan import CallRow
 
@@ -65,8 +66,7 @@ def _scale_bias(parameters: Mapping[str, nn.Parameter], name: str) -> None:
     bias = parameters.get(owner + dot + leaf.removesuffix("_orig").replace("weight", "bias"))
     weight = parameters[name]
     if bias is not None and bias is not weight and tags_of(weight).mup_type == "weight":
-        fan_in = weight.numel() / len(weight)
-        scale = _nearest_power(tags_of(weight).mup_scale * fan_in**0.5)
+        scale = _nearest_power(tags_of(weight).mup_scale * fan_in(weight.shape) ** 0.5)
         tag(bias, *tags_of(bias)._replace(mup_scale=scale))
 
 
@@ -166,15 +166,16 @@ def _result_size(module: nn.Module, bias: str, divided: Collection[int]) -> floa
     divisor = None if weight is None else tags_of(weight).mup_divisor
     if weight is None or weight.dim() < 2 or not divisor or not bool(weight.any()):
         return None
-    size = 1.0 if id(weight) in divided else divisor * (weight.numel() / len(weight)) ** 0.5
-    return size if weight.numel() < FEW_INPUTS * len(weight) else None
+    inputs = fan_in(weight.shape)
+    size = 1.0 if id(weight) in divided else divisor * inputs**0.5
+    return size if inputs < FEW_INPUTS else None
 
 
 def _has_offset(bias: nn.Parameter) -> bool:
     """Whether the mean of a bias differs from zero by four standard errors, or it is one number. It
     is then no noise, as torch's is, but set: for a forget gate, a time step or a rare class."""
     mean, rms = bias.double().mean().abs(), bias.double().square().mean().sqrt()
-    return bool(mean > 4 * rms / bias.numel() ** 0.5) or (len(bias) > 1 and _is_one_number(bias))
+    return bool(mean > 4 * rms / bias.numel() ** 0.5) or (bias.numel() > 1 and _is_one_number(bias))
 
 
 def pruned(module: nn.Module) -> dict[str, str]:
