@@ -87,9 +87,7 @@ def test_recipes_are_trained_recorded_and_go_on(
     assert again == [*table, table[1] | {"name": "again"}]
 
 
-def test_claims_are_judged_by_the_interval_of_paired_differences(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_claims_are_judged_by_paired_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     claims = (
         recipe_loss.Claim("paper", "ours", "fp32", 0.1),
         recipe_loss.Claim("paper", "ours", "fp32"),

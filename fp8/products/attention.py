@@ -299,8 +299,7 @@ def multi_head_attention_forward(
     separate = (q_proj_weight, k_proj_weight, v_proj_weight)
     weights: Any = separate if use_separate_proj_weight else (in_proj_weight,)
     q, k, v = projections(query, key, value, weights, in_proj_bias)
-    heads = (num_heads, width // num_heads)
-    q, k, v = (t.unflatten(-1, heads).permute(1, 2, 0, 3) for t in (q, k, v))
+    q, k, v = (t.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for t in (q, k, v))
     p = dropout_p if training else 0.0
     probabilities = None
     if need_weights:

@@ -99,9 +99,7 @@ def test_a_format_is_frozen_and_prints_its_name() -> None:
         ({"name": "e4m3", "max": 240.0}, "'e4m3': fp8.FORMATS has other values of that name"),
     ],
 )
-def test_contradictions_and_other_types_are_refused(
-    changes: dict[str, object], message: str
-) -> None:
+def test_contradictions_and_types_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(TypeError if "cannot be" in message else ValueError, match=message):
         row(**changes)
 

@@ -75,9 +75,7 @@ class LowRank(nn.Module):
         (lambda: nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8), "in_proj_weight", (24, 8)),
     ],
 )
-def test_products_that_compute_a_weight_are_not_those_of_the_layer(
-    make, x, name, sizes, recipe, after
-):
+def test_products_that_compute_a_weight_are_not_the_layer_s(make, x, name, sizes, recipe, after):
     """They are not cast, and do not enter the scales of the layer."""
 
     def run(module):

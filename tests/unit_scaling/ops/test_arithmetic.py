@@ -93,9 +93,7 @@ def test_out_is_written_and_may_require_gradients() -> None:
 
 @pytest.mark.parametrize("constraint", ["to_output_scale", None])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
-def test_a_tensor_of_one_element_is_a_number_to_add(
-    shape: tuple[int, ...], constraint: str | None
-) -> None:
+def test_one_element_is_a_number(shape: tuple[int, ...], constraint: str | None) -> None:
     """It adds to the mean alone, and collects the gradients of all that it is added to."""
     one, x = torch.full(shape, 5.0, requires_grad=True), normal(64, 32).float().requires_grad_()
     grad = normal(64, 32).float()

@@ -118,10 +118,8 @@ class Planner:
         calls: dict[Place | None, list[int]] = defaultdict(list)
         for index in filter(self._is_layer, range(len(self.nodes))):
             calls[self.nodes[index].place].append(index)
-        repeated = {place: (at[0], at[-1]) for place, at in calls.items() if len(at) > 1}
-        return frozenset(
-            place for place, (first, last) in repeated.items() if first in self.flow.before([last])
-        )
+        before = self.flow.before
+        return frozenset(p for p, at in calls.items() if len(at) > 1 and at[0] in before(at[-1:]))
 
     def _kept(self) -> frozenset[str]:
         """The weights that keep their values: those that a call reads of which `_is_weight` is
