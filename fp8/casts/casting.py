@@ -138,7 +138,7 @@ def cast_forward(
     if cast is None:
         return x
     if (pass_ := measuring()) is not None:
-        pass_.operand(history, x)
+        pass_.operand(history, x, cast)
         return x
     return _rounded_in_graph(x, _lowered(cast.text, exponent, name, operand, False), axis, history)
 
@@ -148,7 +148,7 @@ def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: st
     if cast is None:
         return x
     if (pass_ := measuring()) is not None:
-        return pass_.gradient(history, x)
+        return pass_.gradient(history, x, cast)
     return _round_gradient(x, history, _lowered(cast.text, 0, name, "grad", False))
 
 

@@ -14,7 +14,9 @@ from torch.nn import Parameter
 from ..common.dtensor import is_dtensor, unreduced
 from ..common.threads import Stack
 from ..common.validation import refuse_transformed
-from ..recipes.scaling import second_moment
+from ..formats.format import get_format
+from ..recipes.cast import Cast
+from ..recipes.scaling import second_moment, static_rms
 from ..tensors.scaled_tensor import dequantized
 
 Parts = Callable[[Tensor], Iterable[Tensor]]
@@ -22,9 +24,11 @@ Parts = Callable[[Tensor], Iterable[Tensor]]
 
 @dataclass
 class Moment:
-    """The operands with one static scale: its state, the sum of their squares, their number."""
+    """The operands with one static scale: its state, the RMS that it gives them, the sum of their
+    squares, their number."""
 
     state: Tensor
+    rms: float = 1.0
     total: Tensor | float = 0.0
     elements: int = 0
 
@@ -39,17 +43,21 @@ class Measurement:
         self.leaders: dict[int, int] = {}
         self._read: dict[Any, tuple[int, Tensor]] = {}
 
-    def operand(self, state: Tensor | None, x: Tensor, parts: Parts | None = None) -> None:
-        """Adds ``x`` with its state. parts: splits x into groups with a state each."""
+    def operand(
+        self, state: Tensor | None, x: Tensor, cast: Cast | None, parts: Parts | None = None
+    ) -> None:
+        """Adds ``x``, of this cast, with its state. parts: splits x into groups with a state
+        each."""
         if parts is not None and state is not None:
             for each, part in zip(state, parts(x), strict=True):
-                self.operand(each, part)
+                self.operand(each, part, cast)
             return
-        if state is None or state.ndim > 1 or state.numel() != 1:
+        if cast is None or state is None or state.ndim > 1 or state.numel() != 1:
             return
         total = second_moment(unreduced(x) if is_dtensor(x) else dequantized(x))
         refuse_transformed(total)
         moment = self.moments.setdefault(state.data_ptr(), Moment(state))
+        moment.rms = static_rms(get_format(cast.format))
         moment.total = moment.total + total
         moment.elements += x.numel()
         if torch.is_grad_enabled() and type(x) in (Tensor, Parameter) and not x.is_inference():
@@ -59,10 +67,12 @@ class Measurement:
             if leader != state.data_ptr():
                 self.leaders[state.data_ptr()] = leader
 
-    def gradient(self, state: Tensor | None, y: Tensor, parts: Parts | None = None) -> Tensor:
+    def gradient(
+        self, state: Tensor | None, y: Tensor, cast: Cast | None, parts: Parts | None = None
+    ) -> Tensor:
         """Returns ``y`` and adds its gradient once that is computed."""
         if state is not None and y.requires_grad:
-            y.register_hook(lambda grad: self.operand(state, grad, parts))
+            y.register_hook(lambda grad: self.operand(state, grad, cast, parts))
         return y
 
 

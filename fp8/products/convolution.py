@@ -36,7 +36,8 @@ def _convolve(
         return simulated(x, weight, bias, scales, *uncast)
     states = histories(recipe, "conv", x, weight, layer=True)
     if (pass_ := measuring()) is not None:
-        return measured(pass_, states, x, weight, simulated(x, weight, bias, scales, *uncast))
+        y = simulated(x, weight, bias, scales, *uncast)
+        return measured(pass_, recipe, states, x, weight, y)
     static = static_exponents(recipe, x, weight)
     name = product_name("conv", weight, recipe)
     casts = casts_of(recipe.text, True, name, static, False)

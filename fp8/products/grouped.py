@@ -144,7 +144,7 @@ def _product(
         return _simulated(a, b, offs, split, scales, UNCAST, states)
     if (pass_ := measuring()) is not None:
         y = _simulated(a, b, offs, split, scales, UNCAST, [None] * 3)
-        return measured(pass_, states, a, b, y, lambda x: pieces(x, offs, split))
+        return measured(pass_, recipe, states, a, b, y, lambda x: pieces(x, offs, split))
     name = product_name("grouped_mm", b if layer else None, recipe)
     warn_unsummed(recipe, "a grouped product")
     casts = casts_of(recipe.text, layer, name, static)

@@ -328,7 +328,7 @@ def multiply(
     layer = kind != "matmul"
     states = histories(recipe, kind, a, b, layer=layer)
     if (pass_ := measuring()) is not None:
-        return measured(pass_, states, a, b, _as_it_is(a, b, bias, scales, bias_scale))
+        return measured(pass_, recipe, states, a, b, _as_it_is(a, b, bias, scales, bias_scale))
     name = product_name(kind, b if kind == "linear" else None, recipe)
     casts = casts_of(recipe.text, layer, name, static)
     sampled = bool(name) and is_sampled(name)  # such products are simulated, with torch's sums
@@ -376,14 +376,19 @@ def simulated(
 
 
 def measured(
-    pass_: Measurement, states: list[Any], a: Tensor, b: Tensor, y: Tensor, parts: Any = None
+    pass_: Measurement,
+    recipe: Recipe,
+    states: list[Any],
+    a: Tensor,
+    b: Tensor,
+    y: Tensor,
+    parts: Any = None,
 ) -> Tensor:
     """``y``, the uncast product of a and b; measures its operands and its gradient. parts: as in
     `Measurement.operand`."""
-    of_a, of_b, of_grad = states
-    pass_.operand(of_a, a, parts)
-    pass_.operand(of_b, b, parts)
-    return pass_.gradient(of_grad, y, parts)
+    for state, x, cast in zip(states[:2], (a, b), recipe.forward, strict=True):
+        pass_.operand(state, x, cast, parts)
+    return pass_.gradient(states[2], y, recipe.grad, parts)
 
 
 def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:

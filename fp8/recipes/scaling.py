@@ -41,7 +41,7 @@ SCALINGS: dict[str, Scaling] = {
     "unit": Scaling("1: the operand is expected to have RMS about 1", (0, 0), ()),
     "tensor": Scaling("one of its largest magnitude, now", (0, 0), _ANY),
     "delayed": Scaling("one of its largest magnitude in the last passes", (0, 0), _ANY),
-    "static": Scaling("one power of two that brings it to RMS 1: `fp8.calibrate`", (0, 0), ()),
+    "static": Scaling("one power of two, from its RMS: `fp8.calibrate`", (0, 0), ()),
     "row": Scaling("one for each row along the summed axis: token, output channel", (1, 0), _ANY),
     "block": Scaling(
         "one for each 128 values along that axis; weights: 128 x 128", (1, 128), _ANY, free=True
@@ -228,13 +228,21 @@ def second_moment(x: Tensor) -> Tensor:
     return aten.linalg_vector_norm.default(x.detach(), dtype=dtype).square()
 
 
-def nearest_power(moment: Tensor) -> Tensor:
-    """2**round(log2(RMS)) of a mean square, float32, clamped; 0 where it is zero, Inf or NaN."""
-    exponent = (moment.log2() / 2).round().clamp(SMALLEST, LARGEST - 1)
+def nearest_power(moment: Tensor, rms: float = 1.0) -> Tensor:
+    """2**round(log2(RMS)) of a mean square, over the power of two ``rms``, float32, clamped; 0
+    where it is zero, Inf or NaN."""
+    exponent = (moment.log2() / 2 - math.log2(rms)).round().clamp(SMALLEST, LARGEST - 1)
     return torch.where((moment > 0) & (moment < torch.inf), exponent.exp2(), 0.0).float()
 
 
-def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
+def static_rms(format: Format) -> float:
+    """The RMS that a static scale gives an operand: 16 in a format that reaches 2**15, such as
+    e5m2, else 1. Gradients become smaller while a model trains, 1000 times and more where it fits
+    its data, and numbers of 2**11 RMS are still in range."""
+    return 16.0 if format.max_exponent >= 15 else 1.0
+
+
+def _static_scale(x: Tensor, state: Tensor, rms: float, record: bool) -> Tensor:
     """The scale in ``state``; if that is not set, (1,), of ``x``, stored (record) if finite."""
     scale = state.float()
     if not state.dim():
@@ -242,7 +250,7 @@ def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
     if x.numel():
         x = x.detach()
         clean = _zero_where_not(x.abs() < torch.inf, x)
-        now = nearest_power(second_moment(clean) / x.numel())
+        now = nearest_power(second_moment(clean) / x.numel(), rms)
         now = torch.where(scale > 0, scale, now)
         if record:
             stored = torch.where(second_moment(x) < torch.inf, now, scale)
@@ -273,7 +281,7 @@ def history_scale(
 ) -> Tensor:
     """The scale of ``x``, 0-dim: by a rule from the history of "delayed", or that of "static"."""
     if rule is None:
-        return _static_scale(x, history, record)
+        return _static_scale(x, history, static_rms(format), record)
     return with_margin(_delayed_scale(x, history, format, rule, record), margin, rule)
 
 

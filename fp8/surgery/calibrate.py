@@ -33,9 +33,10 @@ def calibrate(
     """Sets the scales of recipe "static" from one forward and backward pass.
 
     The scale factor of every operand of every product (input, weight, gradient of the output)
-    becomes ``2**round(log2(RMS))``, the power of two nearest to the operand's RMS. An operand that
-    is all zeros or contains Inf or NaN keeps its scale factor: 1 at first, until a training step in
-    which the operand is neither sets it.
+    becomes ``2**round(log2(RMS))``, the power of two nearest to the operand's RMS; in e5m2, the
+    format of gradients, a 16th of it (`fp8.recipes.scaling.static_rms`). An operand that is all
+    zeros or contains Inf or NaN keeps its scale factor: 1 at first, until a training step in which
+    the operand is neither sets it.
 
     The pass runs in the precision of the model. Layers converted under "auto" that are not
     unit-scaled use "static" afterwards. Nothing else changes. With FSDP, calibrate before sharding,
@@ -66,7 +67,7 @@ def calibrate(
     >>> model = fp8.convert(torch.nn.Linear(64, 64), "static")
     >>> x = 0.01 * torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
     >>> fp8.calibrate(model, x)
-    {'input': -7, 'weight': -4, 'grad': 0}
+    {'input': -7, 'weight': -4, 'grad': -4}
     """
     if (batch is None) == (scales is None):
         raise ValueError("calibrate needs either a batch, to measure, or scales, to set")
@@ -144,9 +145,9 @@ def _write(states: list[Tensor], measurement: Measurement, group: Group) -> None
     moments = torch.tensor(sums, dtype=dtype, device=device)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(moments, torch.distributed.ReduceOp.SUM, group)
-    powers = nearest_power(moments[:, 0] / moments[:, 1])
-    for state, power in zip(states, powers.tolist(), strict=True):
-        if power:
+    means = (moments[:, 0] / moments[:, 1]).unbind()
+    for state, mean, moment in zip(states, means, measured, strict=True):
+        if power := float(nearest_power(mean, moment.rms)):
             state.fill_(power)
 
 

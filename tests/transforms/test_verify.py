@@ -213,7 +213,7 @@ def test_the_result_prints():
     text = str(result)
     assert "(model)  linear" in text
     assert "outside" in text
-    assert "gradient: 0 of 1 inside [0.25, 4]" in text.splitlines()
+    assert "gradient: 0 of 1 inside [0.25, 64]" in text.splitlines()
 
 
 def test_what_is_refused():
@@ -263,7 +263,7 @@ def test_zeros_have_rows_and_do_not_count():
         "1": False,
     }
     assert result.share("weight") == result.share("gradient") == 1
-    assert "gradient: 1 of 1 inside [0.25, 4], 1 of zeros" in str(result).splitlines()
+    assert "gradient: 1 of 1 inside [0.25, 64], 1 of zeros" in str(result).splitlines()
     assert result.diagnosis == WELL
     result = uu.verify(model, x, loss=lambda y: y.square().sum())
     zeros = [row.tensor for row in result if row.rms == 0 and row.kind == "gradient"]
@@ -271,7 +271,7 @@ def test_zeros_have_rows_and_do_not_count():
     assert math.isnan(result.share("gradient"))
     (found,) = result.diagnosis
     assert found.startswith("every gradient is zero: ")
-    assert "gradient: 0 of 0 inside [0.25, 4], 2 of zeros" in str(result).splitlines()
+    assert "gradient: 0 of 0 inside [0.25, 64], 2 of zeros" in str(result).splitlines()
 
 
 def labelled() -> tuple[Tensor, Tensor]:

@@ -21,9 +21,11 @@ from fp8.common.mixin import check_module
 from fp8.common.report import Rows, as_table
 from fp8.common.step import Batch, Loss, call, copied, seeded, starts, tensors, unwrapped
 from fp8.common.validation import check_name, check_whole
+from fp8.formats.format import get_format
 from fp8.modes.autocast import outside_compiler
 from fp8.modes.dispatch import LEFT
 from fp8.modes.dispatch import PRODUCTS as FP8_PRODUCTS
+from fp8.recipes.scaling import static_rms
 
 from ..checks.first_call import LOW_GRADIENT, skip_checks
 from .install import Args, Kwargs, find_scope, install, is_sharded
@@ -47,13 +49,14 @@ from .run.transform import UnitScale
 RANGES: dict[str, tuple[float, float]] = {
     "activation": (1 / 4, 4.0),
     "weight": (1 / 4, 4.0),
-    "gradient": (1 / 4, 4.0),
-    "query-key gradient": (1 / 64, 4.0),
+    "gradient": (1 / 4, 64.0),
+    "query-key gradient": (1 / 64, 64.0),
 }
 """Kind of tensor -> the range that its RMS should be in.
 
 A factor of 4 is two steps of the exponent and costs little of a format's range. "activation" is an
-operand of a product, "gradient" the gradient of its output.
+operand of a product, "gradient" the gradient of its output, to which a static scale gives RMS 16 in
+e5m2.
 
 "query-key gradient" is the gradient of the outputs of products that compute only queries or keys.
 For queries and keys of RMS 1 and logits q.k/d with head width d, it is about 1/sqrt(d): the
@@ -337,7 +340,8 @@ class _Product:
     def gradient_as_cast(self) -> float | None:
         if self.scale is None or not self.gradient or not math.isfinite(self.gradient):
             return self.gradient
-        scale = self.scale.median().item() or 2.0 ** round(math.log2(self.gradient))
+        first = 2.0 ** round(math.log2(self.gradient)) / static_rms(get_format("e5m2"))
+        scale = self.scale.median().item() or first
         return self.gradient / scale
 
 

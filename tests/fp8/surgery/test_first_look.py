@@ -185,7 +185,9 @@ def test_static_scales_are_looked_at_again(way):
     summed(model, steps=1)
     with torch.no_grad():
         model[2].value.fill_(1.0)
-    with pytest.warns(fp8.warnings.ScaleWarning, match=r"grad of '1' is \de\+06 times its static"):
+    with pytest.warns(
+        fp8.warnings.ScaleWarning, match=r"grad of '1' is \d\.?\d*e\+07 times its static"
+    ):
         summed(model, steps=3)
     fp8.calibrate(model, batch(), torch.sum)
     summed(model, steps=8)
