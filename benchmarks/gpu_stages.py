@@ -30,6 +30,7 @@ from fp8.lab.hardware import BF16
 from fp8.native.kernels import kernel_of, multiply, store
 from fp8.native.product import why_not_here
 from fp8.native.selftest import why_not_compiled
+from unit_scaling.transforms import unit_scale
 
 DTYPE = torch.bfloat16
 RECIPES = (
@@ -44,6 +45,9 @@ RECIPES = (
     "static",
 )
 """In the order in which they are measured."""
+
+UNIT_SCALED = ("unit_scale", "unit_scale unit", "unit_scale static")
+"""The same block under `unit_scale`, in bf16 and under a recipe."""
 
 GRAPHS = 256
 """The most graphs of a function, which has one under each recipe."""
@@ -118,13 +122,17 @@ class Case:
         model = self.converted(recipe)
         backend = "inductor" if self.device == "cuda" else "eager"
         for part in model.parts() if isinstance(model, Decoder) else [model]:
-            part.compile(backend=backend, fullgraph=True, dynamic=False, recompile_limit=GRAPHS)
+            part.compile(backend=backend, fullgraph=True, dynamic=False)
         return model
 
     def converted(self, recipe: str) -> nn.Module:
         """A copy under a recipe that shares the parameters."""
         shared = {id(x): x for x in (*self.model.parameters(), *self.model.buffers())}
         model = copy.deepcopy(self.model, shared)
+        scaled, _, name = recipe.partition(" ")
+        if scaled == UNIT_SCALED[0]:
+            model, recipe = unit_scale(model, init="preserve"), name or BF16
+            self.step(model)  # finds the factors
         if recipe.startswith("torchao "):
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -228,10 +236,11 @@ def measured(names: tuple[str, ...], device: str, sizes: Sizes) -> Iterator[Row]
     """A row for each case and recipe, as soon as it is measured; of one that fails, the error."""
     for name in names:
         torch.manual_seed(0)
+        torch._dynamo.config.recompile_limit = GRAPHS
         with torch.device(device):
             case = Case(name, *MODELS[name](sizes), device)
         high = case.variant(BF16)
-        for recipe in (BF16, *recipes()):
+        for recipe in (BF16, *(UNIT_SCALED if name == "block" else ()), *recipes()):
             row: Row = {"case": name, "recipe": recipe}
             if (name, recipe) in PUBLISHED:
                 row["published_ms"] = PUBLISHED[name, recipe]

@@ -116,7 +116,9 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         recipe = ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
-        if recipe is not None and (function in SPECIAL or isinstance(function, OPERATORS)):
+        if recipe is not None and (
+            function in SPECIAL or runs_functions(function) or isinstance(function, OPERATORS)
+        ):
             return self._special(recipe, function, args, kwargs)
         if recipe is None and function in PRODUCTS:
             product_recipe()  # raises if the block belongs to another task

@@ -23,15 +23,14 @@ OPERATORS = torch.ops.higher_order
 Function = Callable[..., Any]
 
 RUNS: dict[Function, tuple[int, ...]] = {
-    checkpoint: (0,),
     OPERATORS.cond: (1, 2),
     OPERATORS.while_loop: (0, 1),
     OPERATORS.map_impl: (0,),
     OPERATORS.scan: (0,),
     OPERATORS.associative_scan: (0,),
 }
-"""A call that runs functions -> their positions among its arguments. Only a graph has a call of a
-checkpoint or of ``associative_scan``: eager code runs its function at once."""
+"""An operator that runs functions -> their positions among its arguments. Only a graph has a call
+of a checkpoint or of ``associative_scan``: eager code runs its function at once."""
 
 _BY_VALUES = (OPERATORS.cond, OPERATORS.while_loop, OPERATORS.map_impl, OPERATORS.scan)
 
@@ -59,7 +58,8 @@ def in_python(function: Function, args: tuple[Any, ...]) -> Function | None:
 
 def runs_functions(function: Function) -> bool:
     """Whether a call runs functions outside of the mode that receives it."""
-    return function in RUNS or function is REGION
+    # Tracing, torch 2.11 finds neither a checkpoint nor a region in a dict.
+    return function is checkpoint or function is REGION or function in RUNS
 
 
 def depends_on_values(function: Function) -> bool:
@@ -74,7 +74,7 @@ def run_within(mode: TorchFunctionMode, function: Function, args: Any, kwargs: A
     within((mode,), tuple)()
     if function is REGION:
         return within((mode,), args[0])(*args[1:], **kwargs)
-    places = RUNS[function]
+    places = (0,) if function is checkpoint else RUNS[function]
     inside = [within((mode,), a) if place in places else a for place, a in enumerate(args)]
     return function(*inside, **kwargs)
 

@@ -25,7 +25,7 @@ from ..products.einsum import as_equation, as_matmul, in_pairs, sums_products
 from ..products.grouped import grouped_mm
 from ..recipes.recipe import Recipe
 from ..warnings import RecipeWarning, warn_once
-from .control_flow import REGION, RUNS, in_python
+from .control_flow import RUNS, in_python
 
 T = TypeVar("T")
 
@@ -308,5 +308,5 @@ LEFT = {function: why for why, functions in _WHY_LEFT.items() for function in fu
 EXPANDED = dict.fromkeys((torch.einsum, *COMPOSED, *RUNS))
 """Functions whose calls may be composed of others: see `expansion`."""
 
-SPECIAL = dict.fromkeys((*PRODUCTS, *COMPOSED, *RUNS, REGION, *LEFT))
+SPECIAL = dict.fromkeys((*PRODUCTS, *COMPOSED, *RUNS, *LEFT))
 """Every function that `fp8.autocast` treats in its own way."""

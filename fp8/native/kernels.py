@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..casts.casting import LoweredCast, QuantizedOperand, format_of, quantized, static_scale
-from ..common.compiler import in_memory
+from ..common.compiler import in_graph, in_memory
 from ..formats.quantize import in_dtype
 from ..recipes.rules import CORRECTED, UNITS
 from .blackwell import block_scaled
@@ -162,6 +162,7 @@ def store(
     return block_scaled(y, scale, unit, spec)
 
 
+@in_graph  # torch 2.11 and 2.12 cannot trace scaled_mm
 def multiply(
     kind: str,
     a: QuantizedOperand,
@@ -202,7 +203,7 @@ def multiply(
     result = F.scaled_mm(
         *(x, y.t(), left, how[0], right, how[1], swizzle, swizzle),
         output_dtype=dtype,
-        use_fast_accum=fast,
+        use_fast_accum=fast and kind != "block",  # which torch refuses
     )
     return times(result, factor) if kind == "mx" else result
 

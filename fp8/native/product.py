@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import LoweredCast, QuantizedOperand, lowered, shifted
+from ..casts.casting import LoweredCast, QuantizedOperand, lowered
 from ..casts.operands import Casts, one_copy, saved_tensors
 from ..common.compiler import (
     apply,
@@ -72,9 +72,7 @@ def kernels(
 ) -> tuple[str, ...]:
     """The kernels (rows of KERNELS) of a product of a (m, k) and b (n, k), which `takes` accepts,
     with a result of ``dtype``, and of its gradients; () if they are to be simulated."""
-    # The self-test does not depend on static scales.
-    a_y, b_y, a_da, b_da, a_db, b_db = (spec and shifted(spec, -spec.margin) for spec in casts)
-    pairs = ((a_y, b_y), (a_da, b_da), (a_db, b_db))
+    pairs = tuple(zip(casts[::2], casts[1::2], strict=True))
     kinds = selftest.kernels(backend, pairs, str(a.device), dtype_name(dtype))
     multiples = [KERNELS[kind].multiple for kind in kinds if kind != HIGH]
     return kinds if all(fits(a, b, multiple) for multiple in multiples) else ()

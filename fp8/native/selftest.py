@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..casts.casting import LoweredCast, lowered, rounded
+from ..casts.casting import LoweredCast, lowered, rounded, shifted
 from ..common.compiler import compiled_as, taken_as_constant
 from ..recipes.cast import Cast
 from .kernels import kernel_of, multiply, store, why_not_kernel
@@ -48,7 +48,7 @@ to the largest and keep 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."
 
 @cache
 def _kernels(
-    backend: str, pairs: tuple[Pair, ...], device: str, dtype: str, compiled: bool = False
+    backend: str, pairs: tuple[Pair, ...], device: str, dtype: str, compiled: bool
 ) -> tuple[str, ...]:
     """The kernels of the products; () if they are to be simulated. Warns, once, of a failed
     self-test and, for "native", of a missing kernel. Arguments as in `why_not`."""
@@ -63,12 +63,24 @@ def _kernels(
     return ()
 
 
+def _unshifted(spec: LoweredCast | None) -> LoweredCast | None:
+    return spec and shifted(spec, -spec.margin)
+
+
+def _of_any_scale(
+    compiled: bool, backend: str, pairs: tuple[Pair, ...], device: str, dtype: str
+) -> tuple[str, ...]:
+    """`_kernels`, which do not depend on static scales."""
+    pairs = tuple((_unshifted(a), _unshifted(b)) for a, b in pairs)
+    return _kernels(backend, pairs, device, dtype, compiled)
+
+
 @taken_as_constant
 def _kernels_in_graph(*key: Any) -> tuple[str, ...]:
-    return _kernels(*key, compiled=True)
+    return _of_any_scale(True, *key)
 
 
-kernels = compiled_as(_kernels_in_graph)(_kernels)
+kernels = compiled_as(_kernels_in_graph)(lambda *key: _of_any_scale(False, *key))
 
 
 @cache
@@ -156,11 +168,13 @@ def _failure(a: LoweredCast, b: LoweredCast, axes: tuple[int, int], device: str,
             store(t if axis == -1 else t.T.contiguous(), spec, axis)
             for t, spec, axis in zip((x, y), (a, b), axes, strict=True)
         )
-        got = multiply(kind, left, right, 0.5, wanted)[:_ROWS]
-        if got.dtype != wanted:
-            return f"the kernel gives {got.dtype}, asked for {wanted}"
-        exact = (rounded(t, spec)[0].double() for t, spec in ((x, a), (y, b)))
-        excess = _excess(got.double(), *exact)
+        exact = [rounded(t, spec)[0].double() for t, spec in ((x, a), (y, b))]
+        excess = 0.0
+        for fast in (False, True):
+            got = multiply(kind, left, right, 0.5, wanted, fast)[:_ROWS]
+            if got.dtype != wanted:
+                return f"the kernel gives {got.dtype}, asked for {wanted}"
+            excess = max(excess, _excess(got.double(), *exact))
     except Exception as error:  # any error means that the product is not available
         return f"the kernel raised {_named(error)}"
     return "" if excess <= 1 else f"the kernel is off by {excess:.2g} times what rounding explains"

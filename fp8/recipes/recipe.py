@@ -58,7 +58,8 @@ class Recipe:
             float32; 0: after all. Needs ``accumulate``.
         fast_sums: the products ("forward", "grad_input", "grad_weight") that kernels of Hopper sum
             in their accumulator of 14 bits, without float32 sums in between, as torchao and
-            TransformerEngine do by default in the forward product. Other devices do not differ.
+            TransformerEngine do by default in the forward product. Other devices, and products with
+            scales by block, do not differ.
         grad_input_weight, grad_weight_grad, grad_weight_input: a different Cast (or None) of the
             weight, the gradient and the input in the product named first; "same": the cast above.
 

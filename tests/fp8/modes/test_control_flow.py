@@ -82,6 +82,8 @@ def gradients(call, x):
 def test_eager_code_casts_what_the_functions_compute(name, sign):
     """With its gradients, those of while_loop too, which torch does not have."""
     call, same = CALLS[name]
+    if name == "scan" and torch.__version__ < (2, 13):
+        pytest.skip("the gradients of scan are wrong in torch 2.11")
     x = sign * randn(3, 2, 4).detach().abs()
     expected = gradients(under(same), x)
     torch.testing.assert_close(gradients(under(call), x), expected)

@@ -132,7 +132,8 @@ def test_checkpoints(way):
     nested = within(
         OFF, lambda x: checkpoint(lambda x: checkpoint(model, x, **how), x, **WAYS["contexts"])
     )
-    if way != "contexts":
+    # Before torch 2.13 the contexts of a checkpoint that raises are open until it is collected.
+    if way != "contexts" and torch.__version__ >= (2, 13):
         with REFUSED:
             nested(randn(3, 8, 16))
 
