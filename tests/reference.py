@@ -48,16 +48,17 @@ def scale_of(
     least: int = -126,
 ) -> float:
     """The scale of a tile by its definition. whole: the largest magnitude of the tensor; real: the
-    type that is calculated in; least: the exponent of the smallest power of two."""
+    type that is calculated in; least: the exponent of the smallest power of two; that of the
+    largest is -least."""
     if not 0 < amax < math.inf:
         return 1.0
     exponent, top = math.frexp(amax)[1] - 1, math.frexp(format.max)[1] - 1
     if rule == "up":
         near = math.frexp(amax / format.max)[1]  # of the quotient, which is rounded
         fitting = (2.0**e for e in range(near - 2, near + 2) if amax <= format.max * 2.0**e)
-        return min(max(next(fitting), 2.0**least), 2.0**127)
+        return min(max(next(fitting), 2.0**least), 2.0**-least)
     if rule == "exact":
-        return min(max(float(real(amax) / real(format.max)), 2.0**-126), 2.0**127)
+        return min(max(float(real(amax) / real(format.max)), 2.0**-126), 2.0**126)
     if rule == "e4m3_eden":
         share = real(17 / 16 * 0.93)
         amax, whole = float(real(amax) * share), float(real(whole) * share)
@@ -66,15 +67,15 @@ def scale_of(
         unit, largest = 1.0, 448 if rule in ("e4m3", "e4m3_up") else 256
         if 0 < whole < math.inf:
             unit = real(whole) / real(largest / guard * format.max)
-            unit = min(max(unit, 2.0**-126), 2.0**127)
+            unit = min(max(unit, 2.0**-126), 2.0**126)
         steps = real(guard) * (real(amax) / real(format.max) / real(unit))
         e4m3 = rounded_number(float(steps), get_format("e4m3"))
         if rule.endswith("_up"):
             codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist()
             steps = real(steps) * real(1 - 4 * np.finfo(real).eps)  # with errors of float32
             e4m3 = min((code for code in codes if code >= steps), default=448.0)
-        return min(max(float(real(max(e4m3, 2.0**-9)) * real(unit)), 2.0**-126), 2.0**127)
-    return 2.0 ** min(max(exponent - top, least), 127)
+        return min(max(float(real(max(e4m3, 2.0**-9)) * real(unit)), 2.0**-126), 2.0**126)
+    return 2.0 ** min(max(exponent - top, least), -least)
 
 
 def scale_by_error(

@@ -39,7 +39,7 @@ from ..formats.quantize import (
 from ..formats.rounding import Grid, divided
 from ..recipes import scaling
 from ..recipes.cast import Cast
-from ..recipes.rules import CORRECTED, POWERS, UNITS
+from ..recipes.rules import CORRECTED, UNITS
 from ..recipes.scaling import inverse_of, scale_of, scaled_tiles, scales_and_unit, with_margin
 from ..tensors.scaled_tensor import dequantized
 from .counts import Observed, observe
@@ -310,9 +310,7 @@ def by_tiles(
 def in_units(x: Tensor, scale: Tensor, rule: str | None) -> Tensor:
     """``x / scale``, for a scale by this rule; exact if that is a power of two."""
     inverse = inverse_of(scale, rule)
-    if inverse is not None:
-        return x * inverse
-    return x / scale if rule in POWERS else divided(x, scale)
+    return divided(x, scale) if inverse is None else x * inverse
 
 
 def _amax_of(x: Any) -> Tensor:

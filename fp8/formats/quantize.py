@@ -21,7 +21,7 @@ from ..common.compiler import (
 from ..common.validation import check_between, check_name
 from .format import Format, dtype_name, get_format
 from .random_bits import Key, Seed, bits_from_key, fewer_bits, random_key
-from .rounding import LAYOUTS, ROUNDINGS, Grid, divided, round_to_grid, saturated
+from .rounding import LAYOUTS, ROUNDINGS, Grid, divided, makes_finite, round_to_grid, saturated
 
 __all__ = ["quantize", "quantize_backward", "quantize_forward"]
 
@@ -170,17 +170,11 @@ class _Backward(torch.autograd.Function):
         return out, None, None, None
 
 
-def _in_graph(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Inf becomes NaN: Triton's ``cvt.rn.satfinite.e5m2x2.f32`` makes it finite (PTX ISA)."""
-    if dtype != torch.float8_e5m2 or x.device.type == "cpu":
-        return x
-    return torch.add(x, x, alpha=0.0)  # Inf * 0 is NaN: one multiply-add
-
-
-@compiled_as(_in_graph)
 def convertible(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` for a conversion to an FP8 ``dtype``, after which Inf and NaN are not finite."""
-    return x
+    if dtype != torch.float8_e5m2 or not makes_finite(x):
+        return x
+    return torch.add(x, x, alpha=0.0)  # Inf * 0 is NaN: one multiply-add
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.compiler import compiled_as
+
 ROUNDINGS = ("nearest", "stochastic")
 
 
@@ -76,11 +78,18 @@ def round_to_grid(x: Tensor, grid: Grid, bits: Tensor | None = None) -> Tensor:
     return _round_by_bits(x, grid, layout, bits)
 
 
+@compiled_as(lambda x: x.device.type != "cpu")
+def makes_finite(x: Tensor) -> bool:
+    """Whether a conversion makes Inf finite, as Triton's ``cvt.rn.satfinite.e5m2x2.f32`` (PTX ISA):
+    in a graph, where Inf becomes NaN before it."""
+    return False
+
+
 def saturated(x: Tensor, unscaled: Tensor, grid: Grid) -> Tensor:
     """Clamps finite values to `grid.largest`, for a conversion that rounds; nonfinite where
     ``unscaled`` is, of which ``x`` is a multiple."""
     y = x.clamp(-grid.largest, grid.largest)
-    if grid.infinity is None or math.isnan(grid.infinity):
+    if grid.infinity is None or math.isnan(grid.infinity) or makes_finite(x):
         return torch.add(y, unscaled, alpha=0.0)  # Inf * 0 is NaN
     infinite = torch.hardshrink(unscaled, torch.finfo(unscaled.dtype).max)
     return (y + infinite).copysign_(unscaled)

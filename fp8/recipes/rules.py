@@ -12,8 +12,9 @@ from ..formats.format import Format, get_format
 from ..formats.quantize import quantize
 from ..formats.rounding import LAYOUTS, divided
 
-SMALLEST, LARGEST = -126, 127
-"""The exponents of scale factors: the normal powers of two of float32. E8M0 starts at 2**-127."""
+SMALLEST, LARGEST = -126, 126
+"""The exponents of scale factors: normal numbers of float32, as their inverses are. Those of E8M0
+are from -127 to 127."""
 
 E8M0 = " e8m0"
 """Suffix of a rule whose scales are stored in E8M0: see `scale_of`."""
@@ -35,7 +36,7 @@ def _power(amax: Tensor, format: Format, carry: int) -> Tensor:
 
 
 _LIMITS = {
-    dtype: (layout.encode(2.0 ** (SMALLEST - 1)), layout.encode(2.0**LARGEST))
+    dtype: (layout.encode(2.0 ** (SMALLEST - 1)), layout.encode(2.0 ** (LARGEST + 1)))
     for dtype, layout in LAYOUTS.items()
 }
 """The bits of the smallest and largest result of `_power`."""

@@ -98,7 +98,7 @@ def scales_and_unit(
     unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The scale factors of the finite values of ``x``, not empty: one along ``dims``, kept as 1, or
-    of all (None); from 2**-126 to 2**127; 1 for zeros. And their unit, 0-dim, for a rule in UNITS.
+    of all (None); from 2**-126 to 2**126; 1 for zeros. And their unit, 0-dim, for a rule in UNITS.
 
     A scale stored in eight bits (a rule in UNITS, or with suffix `E8M0`, which begins at 2**-127)
     is NaN if its tile has Inf or NaN, and so becomes the tile, as in microxcaling; torchao treats
@@ -165,18 +165,19 @@ def _error(
 
 def with_margin(scale: Tensor, margin: int, rule: str) -> Tensor:
     """``scale * 2**margin``, clamped to the range of the rule's scales; NaN stays NaN."""
-    low = SMALLEST - rule.endswith(E8M0)
-    return (scale * 2.0**margin).clamp(2.0**low, 2.0**LARGEST) if margin else scale
+    more = rule.endswith(E8M0)
+    low, high = 2.0 ** (SMALLEST - more), 2.0 ** (LARGEST + more)
+    return (scale * 2.0**margin).clamp(low, high) if margin else scale
 
 
 def inverse_of(scale: Tensor, rule: str | None) -> Tensor | None:
-    """The factor that replaces the division by ``scale``; None: divide. That of a static scale (no
-    rule) is a normal power of two; 2**-127 is subnormal, which some devices flush to zero."""
-    if rule is None:
+    """The factor that replaces the division by ``scale``, a power of two by its rule or without
+    one; None for others. 2**-127 of E8M0 is subnormal, which some devices flush to zero."""
+    if rule is None or rule in POWERS:
         return 1 / scale
     if not rule.endswith(E8M0):
         return None
-    return torch.where(scale < 2.0**SMALLEST, 2.0 ** -(SMALLEST - 1), 1 / scale)
+    return torch.where(scale < 2.0**SMALLEST, 2.0 ** (1 - SMALLEST), 1 / scale)
 
 
 def scale_of_number(amax: float, format: Format) -> float:
@@ -231,7 +232,7 @@ def second_moment(x: Tensor) -> Tensor:
 def nearest_power(moment: Tensor, rms: float = 1.0) -> Tensor:
     """2**round(log2(RMS)) of a mean square, over the power of two ``rms``, float32, clamped; 0
     where it is zero, Inf or NaN."""
-    exponent = (moment.log2() / 2 - math.log2(rms)).round().clamp(SMALLEST, LARGEST - 1)
+    exponent = (moment.log2() / 2 - math.log2(rms)).round().clamp(SMALLEST, LARGEST)
     return torch.where((moment > 0) & (moment < torch.inf), exponent.exp2(), 0.0).float()
 
 

@@ -129,7 +129,7 @@ def _set(states: dict[str, Tensor], scales: Mapping[str, int | None]) -> None:
         raise ValueError(f"scales: {different[0]!r} {what}, one of {len(different)}")
     for name, e in scales.items():
         whole = isinstance(e, int) and not isinstance(e, bool)
-        if e is not None and not (whole and SMALLEST <= e < LARGEST):
+        if e is not None and not (whole and SMALLEST <= e <= LARGEST):
             raise ValueError(f"scales: {name!r} is a whole number from -126 to 126, got {e!r}")
     for name, e in scales.items():
         states[name].fill_(0.0 if e is None else 2.0**e)

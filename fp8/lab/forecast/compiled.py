@@ -142,7 +142,9 @@ def _kernels(graph: Any, fused: dict[str, dict[str, set[str]]]) -> Iterator[Kern
     """The kernels of a graph, in order. fused: node -> its Triton kernels, and the buffers that are
     arguments of each."""
     for node in graph.scheduler.nodes:
-        read, written = (node.get_read_write_buffer_accesses(r, not r) for r in (True, False))
+        read, written = (
+            _whole(graph, node.get_read_write_buffer_accesses(r, not r)) for r in (True, False)
+        )
         kernels = {name: x for n in node.get_nodes() for name, x in fused[n.get_name()].items()}
         if kernels:  # the compiler counts what stays in registers as well
             read = {n: size for n, size in read.items() if n not in written}
@@ -153,6 +155,18 @@ def _kernels(graph: Any, fused: dict[str, dict[str, set[str]]]) -> Iterator[Kern
             name = node.node.get_kernel_name() or type(node.node).__name__
             kind, flops = _product(name, node.node)
             yield Kernel(kind, name, flops, sum(read.values()), sum(written.values()))
+
+
+def _whole(graph: Any, accesses: dict[str, int]) -> dict[str, int]:
+    """Buffer -> bytes. The compiler counts at most 1e9 elements of a buffer."""
+    return {name: _all_of(graph, name, bytes) for name, bytes in accesses.items()}
+
+
+def _all_of(graph: Any, name: str, bytes: int) -> int:
+    layout = _layout(graph.get_buffer(name))
+    if layout is None or bytes < 1e9 * layout.dtype.itemsize:
+        return bytes
+    return math.prod(layout.size) * layout.dtype.itemsize
 
 
 def _product(name: str, node: Any) -> tuple[str, int]:
