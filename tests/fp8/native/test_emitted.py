@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(bool(NO_BUILD), reason=NO_BUILD)
 CASTS = {
     "e5m2": {"format": "e5m2"},
     "e5m2 by tensor": {"format": "e5m2", "scaling": "tensor", "overflow": "nonfinite"},
+    "e5m2 by tensor, saturated": {"format": "e5m2", "scaling": "tensor"},
     "e5m2 by row, exact": {"format": "e5m2", "scaling": "row", "rule": "exact"},
     "e4m3": {"format": "e4m3"},
     "e4m3 by row": {"format": "e4m3", "scaling": "row", "overflow": "nonfinite"},
@@ -68,3 +69,12 @@ def test_inf_is_nan_in_e4m3(name: str, emitted):
 def test_scales_of_rule_exact_divide_exactly(name: str, emitted):
     assert all("div.full" not in ptx for ptx in emitted[name])
     assert any("div.rn.f32" in ptx for ptx in emitted[name])
+
+
+@pytest.mark.parametrize("name", ["e5m2", "e5m2 by tensor, saturated", "e4m3"])
+def test_a_value_takes_few_instructions(name: str, emitted):
+    """A product with a scale, a clamp, and NaN for Inf; a cast is bound by memory up to 28 in all,
+    with loads, conversions and stores in two layouts (H200)."""
+    for ptx in emitted[name]:
+        if values := len(converted(ptx, name.split()[0])):
+            assert len(re.findall(r"^\s+\w+\S*\.f32\s", ptx, re.M)) <= 8 * values

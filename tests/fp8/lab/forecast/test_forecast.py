@@ -224,3 +224,11 @@ def test_a_graph_reads_an_operand_once_for_the_backward_pass():
     loss = lambda y: y.float().square().mean()  # noqa: E731
     plain, row = fp8.forecast(mlp(), batch(), loss, recipes=("row",)).variants
     assert row.moved < 1.6 * plain.moved
+
+
+@compiles
+def test_tensors_of_more_than_a_billion_elements_are_read_whole():
+    """At most 1e9 elements of a buffer are counted by the compiler."""
+    x = torch.empty(65536, 64, dtype=torch.bfloat16, device="meta")
+    layer = nn.Linear(64, 32768, bias=False, dtype=torch.bfloat16, device="meta")
+    assert fp8.forecast(layer, x, recipes=("unit",))["unit"].moved > 3 * 65536 * 32768
