@@ -85,7 +85,8 @@ class Record:
 
 def with_forecasts(rows: list[Row]) -> list[Row]:
     """The rows, measured ones with the forecast of their case and recipe: its ratio to bf16, and by
-    how much it is off. A model is the sum of its parts."""
+    how much it is off, of replayed graphs if they were measured. A model is the sum of its parts.
+    """
     forecast: dict[tuple[str, str], float] = {}
     for row in rows:
         if row["stage"] in FORECASTS:
@@ -103,7 +104,11 @@ def _with_forecast(row: Row, forecast: dict[tuple[str, str], float]) -> Row:
     if row["stage"] in FORECASTS or "ratio" not in row or (case, recipe) not in forecast:
         return row
     ratio = forecast[case, recipe] / forecast[case, BF16]
-    return {**row, "forecast": round(ratio, 3), "off": round(ratio / row["ratio"] - 1, 3)}
+    return {
+        **row,
+        "forecast": round(ratio, 3),
+        "off": round(ratio / row.get("gpu_ratio", row["ratio"]) - 1, 3),
+    }
 
 
 class Process:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import fp8
 from benchmarks.common import Row, compare
@@ -264,20 +265,56 @@ def why_not(recipe: str, device: str) -> str:
 
 
 def paired(case: Case, high: nn.Module, low: nn.Module, sizes: Sizes) -> Row:
-    """The time of a step under a recipe and in bf16, in turns; and the peak of the memory."""
-    row = compare(
-        partial(case.step, high),
-        {"": partial(case.step, low)},
-        rounds=sizes.rounds,
-        seconds=sizes.seconds,
-        clock=clock_of(case.device),
-    )[0]
-    del row["name"]
+    """The time of a step under a recipe and in bf16, in turns; on a GPU the same of replayed graphs
+    ("gpu_..."), between whose kernels no launch of the host is waited for, the kernels that take
+    most of the time, and the peak of the memory."""
+    steps = [partial(case.step, model) for model in (high, low)]
+    row = in_turns(*steps, case.device, sizes)
     if case.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        case.step(low)
+        steps[1]()
         row["peak_GB"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+        try:
+            row["kernels"] = longest_kernels(steps[1])
+            replayed = in_turns(*map(captured, steps), case.device, sizes)
+            row |= {f"gpu_{key}": value for key, value in replayed.items()}
+        except Exception as error:  # what was measured before stays
+            row["gpu_error"] = f"{type(error).__name__}: {error}".partition("\n")[0]
     return row
+
+
+def in_turns(
+    high: Callable[[], object], low: Callable[[], object], device: str, sizes: Sizes
+) -> Row:
+    """The row of `compare` for two functions."""
+    clock = clock_of(device)
+    row = compare(high, {"": low}, rounds=sizes.rounds, seconds=sizes.seconds, clock=clock)[0]
+    del row["name"]
+    return row
+
+
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """The replay of a step, captured as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def longest_kernels(step: Callable[[], object], count: int = 8) -> list[tuple[str, float]]:
+    """The names of kernels of a step and their microseconds, the longest first."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    times = {e.key[:120]: float(e.self_device_time_total) for e in profiled.key_averages()}
+    return sorted(times.items(), key=lambda item: -item[1])[:count]
 
 
 def clock_of(device: str) -> Callable[[], float]:

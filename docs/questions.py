@@ -287,7 +287,9 @@ def _gpu(rows: list[Row]) -> str:
     for row in rows:
         if row["stage"] in cases and "ratio" in row and row["recipe"] != "bf16":
             beside = f" (forecast {row['forecast']:.2f})" if "forecast" in row else ""
-            cases[row["stage"]].append(f"{row['recipe']} {row['ratio']:.2f}{beside}")
+            cases[row["stage"]].append(
+                f"{row['recipe']} {row.get('gpu_ratio', row['ratio']):.2f}{beside}"
+            )
     listed = (
         f"{case}, of bf16's time: {', '.join(texts)}" for case, texts in cases.items() if texts
     )
