@@ -75,11 +75,7 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
 
 
 def convert(
-    model: nn.Module,
-    recipe: Any = AUTO,
-    *,
-    where: Where | None = None,
-    emulate: bool | None = None,
+    model: nn.Module, recipe: Any = AUTO, *, where: Where | None = None, emulate: bool | None = None
 ) -> nn.Module:
     """Replaces nn.Linear with torchao's layers; `fp8.convert` with backend="torchao".
 

@@ -25,10 +25,7 @@ __all__ = ["FP8Converter"]
 
 
 def FP8Converter(
-    recipe: str | Recipe | Policy = AUTO,
-    *,
-    backend: str = "auto",
-    where: Where | None = None,
+    recipe: str | Recipe | Policy = AUTO, *, backend: str = "auto", where: Where | None = None
 ) -> Any:
     """A converter for ``model_registry(flavor, converters=[...])``: the model trains in FP8.
 

@@ -184,11 +184,7 @@ def names_in(
 
 
 def memory_of(
-    weight: str,
-    values: Tensor,
-    scale: Tensor | None,
-    divisor: Tensor | None,
-    device: torch.device,
+    weight: str, values: Tensor, scale: Tensor | None, divisor: Tensor | None, device: torch.device
 ) -> Memory:
     """A weight as FP8 values and float32 scales, without rounding. e2m1 values become e4m3.
 

@@ -37,10 +37,7 @@ SCALINGS = ("unit", "tensor")
 
 
 def gather_in_fp8(
-    model: nn.Module,
-    recipe: str | Recipe = AUTO,
-    *,
-    where: Where | None = None,
+    model: nn.Module, recipe: str | Recipe = AUTO, *, where: Where | None = None
 ) -> Report[Row]:
     """Makes FSDP2 gather the weights of ``model`` in FP8, cast as ``recipe`` casts weights.
 

@@ -41,10 +41,7 @@ def _binary(fn: Callable[..., Tensor], input: Any, other: Any, s: Scales) -> Ten
 
 
 def add_scales(
-    input: Number,
-    other: Number,
-    constraint: str | None = "to_output_scale",
-    alpha: float = 1,
+    input: Number, other: Number, constraint: str | None = "to_output_scale", alpha: float = 1
 ) -> Scales:
     """Uncorrelated terms: 1/sqrt(1 + alpha**2); a broadcast term sums the gradients of its copies.
 
@@ -90,10 +87,7 @@ def add(
     replaces=[*spellings("sub", "subtract", operator="sub"), Tensor.__rsub__, torch.rsub],
 )
 def sub(
-    input: Number,
-    other: Number,
-    constraint: str | None = "to_output_scale",
-    alpha: float = 1,
+    input: Number, other: Number, constraint: str | None = "to_output_scale", alpha: float = 1
 ) -> Tensor:
     """Computes ``s * (input - alpha * other)``; arguments are as in `add`."""
     return add(input, other, constraint, -alpha)

@@ -36,11 +36,7 @@ def channel_norm_scales(input: Tensor) -> Scales:
 
 
 def _norm(
-    fn: Callable[P, Tensor],
-    rule: Callable[..., Scales],
-    about: str,
-    order: str,
-    **defaults: Any,
+    fn: Callable[P, Tensor], rule: Callable[..., Scales], about: str, order: str, **defaults: Any
 ) -> Callable[P, Tensor]:
     """Adds the row of a norm: the gradients of its weight and bias are scaled.
 

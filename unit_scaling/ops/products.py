@@ -250,12 +250,7 @@ def _added(first: str, second: str) -> Adapter:
 
 @row(
     addmm_scales,
-    adapters=by_function(
-        {
-            "addmm": _added("mat1", "mat2"),
-            "baddbmm": _added("batch1", "batch2"),
-        }
-    ),
+    adapters=by_function({"addmm": _added("mat1", "mat2"), "baddbmm": _added("batch1", "batch2")}),
 )
 def addmm(
     input: Tensor,

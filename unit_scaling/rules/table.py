@@ -50,10 +50,7 @@ class Op:
         return "constraint" in inspect.signature(self.fn).parameters
 
     def bind(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        func: Callable[..., Any] | None = None,
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], func: Callable[..., Any] | None = None
     ) -> dict[str, Any]:
         """Returns the keyword arguments of ``fn`` for a call of the torch function ``func``.
 
