@@ -138,19 +138,16 @@ class MultiheadAttention(Normal, nn.MultiheadAttention, op=U.scaled_dot_product_
         q, k, v = self._heads(*projections(*operands, U.linear))
         mask = self._mask(q, k, attn_mask, key_padding_mask)
         settings = (self.dropout if self.training else 0.0, is_causal, self.mult)
+        length = self.context_length
         probabilities = None
         if need_weights:
-            out, probabilities = attention_with_weights(
-                q, k, v, mask, *settings, self.context_length
-            )
+            out, probabilities = attention_with_weights(q, k, v, mask, *settings, length)
             probabilities = probabilities.mean(1) if average_attn_weights else probabilities
             probabilities = probabilities if query.dim() == 3 else probabilities.squeeze(0)
         else:
             if is_causal and key_padding_mask is None:
                 mask = None  # allows torch's causal kernel
-            out = U.scaled_dot_product_attention(
-                q, k, v, mask, *settings, context_length=self.context_length
-            )
+            out = U.scaled_dot_product_attention(q, k, v, mask, *settings, context_length=length)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if query.dim() == 2:
             return out.squeeze(0), probabilities

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from inspect import Parameter, signature
+from inspect import signature
 
 from torch import nn
 
 from .. import functional as U
-from .scaled import Normal
+from .scaled import MULT, Normal
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
 
 #: The arguments of torch's layers, whose constructors take any.
 _LAYER = [p for n, p in signature(nn.RNNBase).parameters.items() if n not in ("mode", "proj_size")]
-_NONLINEARITY = Parameter(
-    "nonlinearity", Parameter.POSITIONAL_OR_KEYWORD, default="tanh", annotation=str
-)
+_NONLINEARITY = MULT.replace(name="nonlinearity", default="tanh", annotation=str)
 
 
 class _Recurrent(Normal):

@@ -65,9 +65,8 @@ class Scaled(nn.Module):
             if p.kind not in _VARIABLE and p.name not in names
         ]
         both = [*cls._ours, *theirs] if cls._leads else [*theirs, *cls._ours]
-        cls._arguments = Signature(
-            [p.replace(default=cls._defaults.get(p.name, p.default)) for p in both]
-        )
+        parameters = [p.replace(default=cls._defaults.get(p.name, p.default)) for p in both]
+        cls._arguments = Signature(parameters)
         cls.__signature__ = cls._arguments  # type: ignore[attr-defined]
         if cls.forward in (Scaled.forward, Weighted.substituted):
             cls.forward = _with_signature(base.forward, cls.forward)  # type: ignore[method-assign]

@@ -100,16 +100,9 @@ class TransformerStack(DepthSequential):
     ) -> None:
         branches = 2 * layers
         self.keeps_rates = getattr(residual_scaling, "keeps_rates", False)
-        super().__init__(
-            *(
-                TransformerLayer(
-                    **kwargs,
-                    mhsa_tau=residual_scaling(2 * i, branches),
-                    mlp_tau=residual_scaling(2 * i + 1, branches),
-                )
-                for i in range(layers)
-            )
-        )
+        taus = [residual_scaling(index, branches) for index in range(branches)]
+        pairs = zip(taus[::2], taus[1::2], strict=True)
+        super().__init__(*(TransformerLayer(**kwargs, mhsa_tau=a, mlp_tau=m) for a, m in pairs))
 
 
 class TransformerDecoder(nn.Sequential):
@@ -140,15 +133,8 @@ class TransformerDecoder(nn.Sequential):
         residual_scaling: ResidualScalingFn = transformer_residual_scaling_rule(),  # noqa: B008
         **attention: Any,
     ) -> None:
-        stack = TransformerStack(
-            layers,
-            residual_scaling,
-            hidden_size=hidden_size,
-            heads=heads,
-            is_causal=True,
-            dropout_p=dropout_p,
-            **attention,
-        )
+        settings = {"hidden_size": hidden_size, "heads": heads, "dropout_p": dropout_p}
+        stack = TransformerStack(layers, residual_scaling, **settings, is_causal=True, **attention)
         parts: dict[str, nn.Module] = {
             "embedding": Embedding(vocab_size, hidden_size),
             "layers": stack,

@@ -89,12 +89,10 @@ def scaled_dot_product_attention(
     s = scaled_dot_product_attention_scales(query, value, *settings)
     temperature = mult * (1 / query.shape[-1] if scale is None else scale)
     options = (dropout_p, is_causal and attn_mask is None, temperature, enable_gqa)
-    if is_fused(query, key, value, attn_mask, dropout_p, enable_gqa):
-        output = attention(query, key, value, attn_mask, *options, unit=True)
-    else:
-        grad_scale = _score_grad_scale(s, value, context_length)
-        mask = _divided(attn_mask, grad_scale)
-        output = attention(query, key, value, mask, *options, unit=True, grad_scale=grad_scale)
+    fused = is_fused(query, key, value, attn_mask, dropout_p, enable_gqa)
+    grad_scale = None if fused else _score_grad_scale(s, value, context_length)
+    mask = _divided(attn_mask, grad_scale)
+    output = attention(query, key, value, mask, *options, unit=True, grad_scale=grad_scale)
     return scale_output(output, s["output"], s["value"])
 
 
@@ -107,9 +105,9 @@ def _score_grad_scale(s: Scales, value: Tensor, context_length: int | None) -> f
     return 2.0 ** -round(math.log2(ratio))
 
 
-def _divided(mask: Tensor | None, grad_scale: float) -> Tensor | None:
+def _divided(mask: Tensor | None, grad_scale: float | None) -> Tensor | None:
     """``mask``, whose gradient is that of the scores without ``grad_scale``."""
-    if mask is None or not mask.requires_grad or grad_scale == 1.0:
+    if grad_scale is None or grad_scale == 1.0 or mask is None or not mask.requires_grad:
         return mask
     return scale_bwd(mask, 1 / grad_scale)
 

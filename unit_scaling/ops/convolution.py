@@ -46,13 +46,11 @@ def conv_scales(
     """
     fan_out, fan_in, *kernel = weight.shape
     dims = len(kernel)
-    margins = each(0 if isinstance(padding, str) else padding, dims)
-    sizes = (input.shape[-dims:], kernel, each(stride, dims), margins, each(dilation, dims))
+    pads = each(0 if isinstance(padding, str) else padding, dims)
+    sizes = (input.shape[-dims:], kernel, each(stride, dims), pads, each(dilation, dims))
     positions, uses = [], []
-    for length, k, step, margin, gap in zip(*sizes, strict=True):
-        room = (
-            length if padding == "same" else (length + 2 * margin - gap * (k - 1) - 1) // step + 1
-        )
+    for length, k, step, pad, gap in zip(*sizes, strict=True):
+        room = length if padding == "same" else (length + 2 * pad - gap * (k - 1) - 1) // step + 1
         positions.append(max(room, 1))  # not 0, which is divided by
         uses.append(k * min(1 / step, positions[-1] / max(length, 1)))
     batch = input.shape[0] if input.ndim == dims + 2 else 1

@@ -22,7 +22,7 @@ from fp8.products.matmul import matmul as matrix_product
 from fp8.products.matmul import to_autocast_dtype
 
 from ..rules.batch import row_scale
-from ..rules.table import Adapter, Constraint, Scales, positional, row, tie
+from ..rules.table import Constraint, Scales, positional, row, tie
 from ..scale import scale_each
 
 #: Exponents of 1/fan-in (output), 1/fan-out (input gradient) and 1/batch (weight gradient).
@@ -163,10 +163,8 @@ def grouped_mm_scales(
         sums = {"output": (rows or 1) ** -0.5, "left": inverse(n), "right": inverse(m)}
         return tie(constraint, **sums)
     weight, other, width = ("right", "left", n) if right.ndim == 3 else ("left", "right", m)
-    return {
-        weight: row_scale(rows),
-        **tie(constraint, output=inverse(k), **{other: inverse(width)}),
-    }
+    tied = tie(constraint, output=inverse(k), **{other: inverse(width)})
+    return {weight: row_scale(rows), **tied}
 
 
 def _torch_grouped_mm(
@@ -201,9 +199,8 @@ def grouped_mm(
         (tokens, n), (groups, m, n), (groups, m, n) or (m, tokens).
     """
     s = grouped_mm_scales(left, right, offs, constraint)
-    return grouped_product(
-        left, right, offs, scales=(s["output"], s["left"], s["right"]), unit=True
-    )
+    scales = (s["output"], s["left"], s["right"])
+    return grouped_product(left, right, offs, scales=scales, unit=True)
 
 
 def addmm_scales(
@@ -225,14 +222,9 @@ def addmm_scales(
         fan_in, fan_out = mat2.shape
         tied = tie(constraint, output=inverse(fan_in) / a, mat1=inverse(fan_out) / a)
         return {"mat2": grad / a, "input": grad / b, **tied}
-    product = matmul_scales(mat1, mat2, None)
+    output, left, right = matmul_scales(mat1, mat2, None).values()
     norm = math.hypot(alpha, beta) or 1.0
-    tied = tie(
-        constraint,
-        output=product["output"] / norm,
-        mat1=product["left"] / a,
-        mat2=product["right"] / a,
-    )
+    tied = tie(constraint, output=output / norm, mat1=left / a, mat2=right / a)
     # Each element of input receives product elements / input elements gradients.
     size = mat1.numel() // (mat1.shape[-1] or 1) * (mat2.shape[-1] if mat2.ndim > 1 else 1)
     share = ((input.numel() or 1) / (size or 1)) ** 0.5 / b
@@ -244,14 +236,11 @@ def is_bias(input: Tensor, mat2: Tensor) -> bool:
     return input.ndim == 1 and mat2.ndim == 2
 
 
-def _added(first: str, second: str) -> Adapter:
-    return positional(f"input {first} {second}", None, **{first: "mat1", second: "mat2"})
+#: `torch.baddbmm` has the names "batch1" and "batch2".
+_ADDED = positional("input mat1 mat2", batch1="mat1", batch2="mat2")
 
 
-@row(
-    addmm_scales,
-    adapters=by_function({"addmm": _added("mat1", "mat2"), "baddbmm": _added("batch1", "batch2")}),
-)
+@row(addmm_scales, adapters=by_function(dict.fromkeys(("addmm", "baddbmm"), _ADDED)))
 def addmm(
     input: Tensor,
     mat1: Tensor,
@@ -362,8 +351,7 @@ def einsum(
 ) -> Tensor:
     """Computes ``s * einsum(equation, left, right, *more)``.
 
-    Two operands are multiplied by one (batched) matrix product, more by products of two, in the
-    order of `torch.einsum`.
+    Two operands are multiplied by one (batched) matrix product, more in pairs, in torch's order.
 
     Args:
         equation: as in `torch.einsum`, with or without "..." and "->".

@@ -8,8 +8,7 @@ They compute torch's function with weights, inputs and hidden states at unit sca
 - A hidden state is torch's times a constant that gives it RMS 1 after the first few steps, for
   standard normal gates. It stays bounded, and an open gate keeps its state.
 
-Nothing else is scaled: gradients are those of this function, except for a factor of weight
-gradients.
+Nothing else is scaled: gradients are those of this function, but for a factor of weight gradients.
 """
 
 from __future__ import annotations
@@ -123,9 +122,8 @@ def _layer(
             i = layer * directions + direction
             ordered = sequence.flip(0) if direction else sequence
             weights = params[i * count : (i + 1) * count]
-            output, final = _direction(
-                step, ordered, [s[i] for s in states], weights, weight_factor
-            )
+            start = [s[i] for s in states]
+            output, final = _direction(step, ordered, start, weights, weight_factor)
             outputs.append(output.flip(0) if direction else output)
             last.append(final)
         sequence = torch.cat(outputs, dim=-1) if bidirectional else outputs[0]

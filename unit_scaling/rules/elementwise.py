@@ -70,9 +70,8 @@ def elementwise_scales(
 ) -> Scales:
     """1/RMS of ``fn(mult * x) / mult`` and of its derivative, for standard normal x."""
     named = named or {}
-    output, derivative = constant(
-        elementwise_rms, fn, mult, tuple(named), *settings, *named.values()
-    )
+    values = (*settings, *named.values())
+    output, derivative = constant(elementwise_rms, fn, mult, tuple(named), *values)
     return tie(constraint, output=mult / output, input=1 / derivative)
 
 

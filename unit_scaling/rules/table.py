@@ -98,9 +98,8 @@ class Op:
     ) -> Scales:
         """Returns the factors that `call` applies, without computing the op."""
         arguments = {**self.bind(args, kwargs, func), **settings}
-        return self.rule(
-            **{name: arguments[name] for name in _SIGNATURES[self.rule] if name in arguments}
-        )
+        read = _SIGNATURES[self.rule]
+        return self.rule(**{name: arguments[name] for name in read if name in arguments})
 
 
 #: All unit-scaled operations by name.
