@@ -93,9 +93,7 @@ def prepare(
         for model in models:
             new[id(model)] = _converted(accelerator, model, recipe, backend, where)
         if opt_level is not None:
-            pair = (new[id(models[0])], optimizers[0])
-            leveled = initialize(*pair, opt_level=opt_level, recipe=None)
-            new |= dict(zip(map(id, (models[0], optimizers[0])), leveled, strict=True))
+            initialize(new[id(models[0])], optimizers[0], opt_level=opt_level, recipe=None)
     except (TypeError, ValueError):
         for model in new.values():
             revert_layers(model)

@@ -1,5 +1,4 @@
-"""The state of training before a loss spike, for `fp8.blame`: callbacks of Lightning and of
-transformers."""
+"""The state before a loss spike, for `fp8.blame`: callbacks of Lightning and of transformers."""
 
 from __future__ import annotations
 
@@ -159,10 +158,8 @@ def transformers_callback(**options: Any) -> Any:
             self._hook = kwargs["model"].register_forward_hook(self._note, with_kwargs=True)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            optimizer = kwargs["optimizer"]
-            self.last_good.before(
-                state.global_step, kwargs["model"], [getattr(optimizer, "optimizer", optimizer)]
-            )
+            optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+            self.last_good.before(state.global_step, kwargs["model"], [optimizer])
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self._hook.remove()

@@ -64,7 +64,6 @@ def for_torchao(
     """The configurations of torchao, and the linear layers for each.
 
     Args:
-        policy: a policy.
         model: the model before torchao converts it; not changed.
         emulate: as in `fp8.adapters.torchao.ao_config`.
 
@@ -91,7 +90,6 @@ def for_transformer_engine(policy: Policy, model: nn.Module) -> tuple[dict[str, 
     """The contexts of TransformerEngine in which a model and some of its modules run.
 
     Args:
-        policy: a policy.
         model: with layers of torch, before those of TransformerEngine replace them; not changed.
 
     Returns:
@@ -161,9 +159,6 @@ def for_megatron(policy: Policy) -> MegatronFiles:
     Args:
         policy: a policy whose rules match the names of Megatron's modules,
             "decoder.layers.0.mlp.linear_fc1".
-
-    Returns:
-        The flags, the file and notes.
 
     Raises:
         ValueError: for a rule of single casts, a recipe that Megatron does not have, "delayed" in a

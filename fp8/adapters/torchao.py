@@ -100,9 +100,8 @@ def convert(
     config, where = its_recipe(recipe), checked_where(where)
     if isinstance(recipe, str | Recipe):
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        config = ao_config(
-            recipe, emulate=bool(why_not_device(device)) if emulate is None else emulate
-        )
+        emulate = bool(why_not_device(device)) if emulate is None else emulate
+        config = ao_config(recipe, emulate=emulate)
     elif config.enable_fsdp_float8_all_gather:
         raise ValueError(
             "enable_fsdp_float8_all_gather must be False: it replaces parameters, which neither "
@@ -126,8 +125,7 @@ def its_recipe(recipe: Any) -> Any:
 
 def revert(model: nn.Module) -> nn.Module:
     """Replaces torchao's layers, whatever created them, with nn.Linear with the same parameters.
-    Returns ``model``, changed in place, or the layer that replaces it. Raises ImportError without
-    torchao."""
+    Returns ``model``, changed in place, or its replacement. Raises ImportError without torchao."""
     need("torchao")
 
     def make(name: str, module: nn.Module) -> nn.Module | None:

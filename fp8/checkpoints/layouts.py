@@ -167,9 +167,7 @@ those of `LAYOUTS`, and those that torchao's ``flatten_tensor_state_dict`` write
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def names_in(
-    checkpoint: Mapping[str, Tensor], weight: str, targets: Collection[str]
-) -> dict[str, str]:
+def names_in(state: Mapping[str, Tensor], weight: str, targets: Collection[str]) -> dict[str, str]:
     """The names in a checkpoint of the parts of a weight, by the keys of `NAMES`; {} without
     values. targets: the names of all weights, which are no part of another one."""
     path, dot, last = weight.rpartition(".")
@@ -177,7 +175,7 @@ def names_in(
         part: name
         for part, forms in NAMES.items()
         for form in reversed(forms)
-        if (name := path + dot + form.format(last)) in checkpoint
+        if (name := path + dot + form.format(last)) in state
         and (name == weight or name not in targets)
     }
     return names if "values" in names else {}

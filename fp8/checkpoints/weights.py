@@ -50,8 +50,7 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
         folder: where to write; created if missing.
 
     Returns:
-        A report with a row for each layer with a recipe: "FP8", or left alone (in high precision),
-        with the reason.
+        A report with a row for each layer with a recipe: "FP8", or why it stays in high precision.
 
     Raises:
         TypeError: if ``model`` is not a module.
@@ -96,9 +95,6 @@ def weights(model: nn.Module) -> Weights:
 
     Args:
         model: converted by `fp8.convert`. It is not copied.
-
-    Returns:
-        The `Weights`.
 
     Raises:
         TypeError, ValueError: as `fp8.export`.

@@ -64,8 +64,7 @@ def gather_in_fp8(
 
     Raises:
         TypeError: if ``model`` is not a module.
-        ValueError: for a recipe, given by name, with another cast, and for a model that is already
-            sharded.
+        ValueError: for a recipe, given by name, with another cast, and for a sharded model.
     """
     check_module("gather_in_fp8", model)
     shared, where = recipe_unless_auto(recipe), checked_where(where)
@@ -223,11 +222,7 @@ class _Weight(Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[_Weight],
-        plain: Tensor,
-        cast: Cast,
-        exponent: int = 0,
-        cached: list[Any] | None = None,
+        cls: Any, plain: Tensor, cast: Cast, exponent: int, cached: list[Any] | None = None
     ) -> _Weight:
         options = {name: getattr(plain, name) for name in ("dtype", "layout", "device")}
         options |= {"strides": plain.stride(), "storage_offset": plain.storage_offset()}
@@ -246,16 +241,14 @@ class _Weight(Tensor):
         first = args[0] if args else None
         leaves = tree_leaves((args, kwargs)) if function._schema.is_mutable else []
         args, kwargs = tree_map_only(_Weight, lambda w: w.plain, (args, kwargs or {}))
-        result = function(*args, **kwargs)
+        out = function(*args, **kwargs)
         for leaf in leaves:
             if isinstance(leaf, _Weight):
                 leaf.cached.clear()
         if function not in _VIEWS | _COPIES or not isinstance(first, _Weight):
-            return result
+            return out
         cached = first.cached if function in _VIEWS else None
-        return tree_map_only(
-            Tensor, lambda t: _Weight(t, first.cast, first.exponent, cached), result
-        )
+        return tree_map_only(Tensor, lambda t: _Weight(t, first.cast, first.exponent, cached), out)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain.__reduce_ex__(protocol)

@@ -53,9 +53,7 @@ class _ScaledWeights(Mixin):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """torch replaces each parameter by a new tensor; copies attributes and hooks to it."""
-        attributes = {
-            name: _attributes(parameter) for name, parameter in _scaled_parameters(self).items()
-        }
+        attributes = {name: _attributes(p) for name, p in _scaled_parameters(self).items()}
         try:
             result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         except RuntimeError as error:
@@ -173,8 +171,7 @@ def store_frozen(model: M, format: str | None = "e4m3", *, where: Where | None =
         ConvertWarning: if no weight was stored.
 
     Raises:
-        ValueError, TypeError: for an unknown format, weights that processes divide, and as
-            `fp8.convert`.
+        ValueError, TypeError: as `fp8.convert`; for an unknown format, and for sharded weights.
 
     >>> import torch, fp8
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))

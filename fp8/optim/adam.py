@@ -17,12 +17,12 @@ smallest normal value can only be too large.) Moments rounded stochastically are
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -103,9 +103,7 @@ class LowPrecision(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickle, which cannot read torch's tensors of 8-bit formats."""
         state = super().__getstate__()
-        readable = {
-            p: {k: _readable(v) for k, v in entry.items()} for p, entry in state["state"].items()
-        }
+        readable = {p: {k: _readable(v) for k, v in e.items()} for p, e in state["state"].items()}
         return {**state, "state": defaultdict(dict, readable)}
 
     @property
@@ -204,8 +202,7 @@ class LowPrecision(Optimizer):
         """
         groups, state = self.param_groups, self.state
         hold = self.register_load_state_dict_pre_hook(_hold)
-        place = functools.partial(_place, groups)
-        release = self.register_load_state_dict_post_hook(place, prepend=True)
+        release = self.register_load_state_dict_post_hook(partial(_place, groups), prepend=True)
         try:
             super().load_state_dict(state_dict)
         except BaseException:
@@ -235,9 +232,8 @@ class AdamW(LowPrecision):
     The arguments of torch keep their positions, names and defaults. The arithmetic is float32. All
     options may differ between parameter groups.
 
-    If a gradient in any group is not finite, no parameter is updated, no state changes, and
-    ``skipped_steps`` counts the step. Deciding this synchronizes with a GPU. A finite element above
-    2**63 counts as that.
+    If any gradient is not finite, no parameter and no state changes, and ``skipped_steps`` counts
+    the step. Deciding this synchronizes with a GPU. A finite element above 2**63 counts as that.
 
     Args:
         params: parameters, named parameters or groups of them; float32, bfloat16 or float16, or

@@ -152,8 +152,7 @@ def read(state: State, name: str) -> Encoded:
 
 
 def portable(parameter: Tensor, state: State) -> State:
-    """The state of a DTensor as DTensors: what has a scale, which belongs to one shard, is decoded
-    to float32."""
+    """The state of a DTensor as DTensors: what has a scale, that of one shard, becomes float32."""
     decoded = {key: value for key, value in state.items() if key not in PURPOSES}
     for name in filter(partial(has, state), (FIRST, SECOND, MASTER)):
         shape = part_of(parameter).shape
@@ -163,8 +162,7 @@ def portable(parameter: Tensor, state: State) -> State:
 
 
 def convert(parameter: Tensor, saved: State, group: Group) -> State:
-    """Converts ``saved``, the state of an Adam of torch or of `fp8.optim`, to the encodings of
-    ``group``.
+    """Converts ``saved``, a state of Adam of torch or `fp8.optim`, to the encodings of ``group``.
 
     A master without a counterpart in ``group`` is written to the parameter. Raises ValueError for
     other states, missing parts, an invalid step count, and moments that no optimizer can produce.

@@ -493,20 +493,18 @@ def _add_(func: Any, x: Any, y: Any, **kwargs: Any) -> Any:
     return x
 
 
-def _unscale(
-    func: Any, tensors: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor
-) -> None:
+def _unscale(func: Any, tensors: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """GradScaler's check and unscaling, which changes only the scale of a ScaledTensor."""
     others = []
     for x in tensors:
         if isinstance(x, ScaledTensor) and x.scale is not None:
-            x.mul_(inverse_scale)
+            x.mul_(inverse)
             finite = x.dequantize(torch.float32).isfinite().all()
             found_inf.copy_(torch.maximum(found_inf, (~finite).to(found_inf.dtype)))
         else:
             others.append(x.written() if isinstance(x, ScaledTensor) else x)
     if others:
-        func(others, found_inf, inverse_scale)
+        func(others, found_inf, inverse)
 
 
 SHORTCUTS: dict[Any, Callable[..., Any]] = {
@@ -514,9 +512,8 @@ SHORTCUTS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.clone.default, aten._to_copy.default), _to_copy),
     aten.copy_.default: _copy_,
     aten.new_empty_strided.default: _new_empty_strided,
-    **dict.fromkeys(
-        (aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar), _times_
-    ),
+    **dict.fromkeys((aten.mul_.Tensor, aten.mul_.Scalar), _times_),
+    **dict.fromkeys((aten.div_.Tensor, aten.div_.Scalar), _times_),
     aten.add_.Tensor: _add_,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }

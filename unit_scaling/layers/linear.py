@@ -24,8 +24,7 @@ class Linear(Product, nn.Linear, op=U.linear):
     default, unlike in torch: the state_dict of an `nn.Linear` with one loads with ``bias=True``.
 
     Args:
-        constraint: ties the scales of output and input gradient; None for a layer that no residual
-            sum follows.
+        constraint: ties the scales of output and input gradient; None if no residual sum follows.
         weight_mup_type: the tag of the weight.
     """
 

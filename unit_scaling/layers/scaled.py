@@ -165,8 +165,7 @@ class Normal(Weighted):
 
 
 class Product(Normal):
-    """A `Normal` without a bias by default, with ``constraint`` and ``weight_mup_type`` after
-    torch's arguments."""
+    """A `Normal`, by default without a bias; ``constraint`` and ``weight_mup_type`` come last."""
 
     _ours = (CONSTRAINT, WEIGHT_MUP_TYPE)
     _defaults: ClassVar = {"bias": False}

@@ -22,8 +22,7 @@ __all__ = ["MLP", "TransformerDecoder", "TransformerLayer", "TransformerStack"]
 class MLP(nn.Module):
     """A gated MLP: ``linear_2(linear_1(x) * silu(linear_gate(x)))``, as in Llama.
 
-    Input and output are (..., hidden_size). expansion_factor: the inner width divided by
-    ``hidden_size``.
+    Input and output are (..., hidden_size). expansion_factor: inner width / ``hidden_size``.
     """
 
     def __init__(self, hidden_size: int, expansion_factor: int = 4) -> None:
@@ -33,8 +32,7 @@ class MLP(nn.Module):
         self.linear_gate = Linear(hidden_size, width)
         self.linear_2 = Linear(width, hidden_size)
         # linear_2 scales the gradient of its input like its output, by 1/sqrt(width), although it
-        # sums over hidden_size terms: the gradients of the first two layers are smaller by the
-        # ratio.
+        # sums over hidden_size terms: the first two layers' gradients are smaller by the ratio.
         self.linear_1.weight_grad_mult = math.sqrt(expansion_factor)
         self.linear_gate.weight_grad_mult = math.sqrt(expansion_factor)
 

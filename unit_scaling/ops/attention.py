@@ -69,8 +69,7 @@ def scaled_dot_product_attention(
         query: (..., L, E).
         key: (..., S, E).
         value: (..., S, V).
-        attn_mask: broadcastable to (..., L, S), boolean or added to the logits; s does not depend
-            on it.
+        attn_mask: broadcastable to (..., L, S), boolean or added to the logits; s ignores it.
         is_causal: as in torch; with ``attn_mask``, it only declares the mask causal, for s.
         mult: a factor of the logits.
         scale: by default 1/E, as in muP; torch's default is 1/sqrt(E).

@@ -65,8 +65,7 @@ def by_name(
 
 
 def spellings(*names: str, operator: str = "") -> list[Callable[..., Any]]:
-    """Every torch function with one of these names, in place (with _) or not, and those of Python's
-    operator."""
+    """Every torch function of these names, in place (with _) or not, and Python's operators."""
     spaces = (functional, torch, Tensor, torch.special)
     spelled = [(space, name + mark) for mark in ("", "_") for name in names for space in spaces]
     if operator:

@@ -108,8 +108,7 @@ batch_norm = _norm(
     Other arguments are as in `group_norm`.
 
     Args:
-        running_mean, running_var: (channels,) or None; updated in place if training, otherwise
-            used.
+        running_mean, running_var: (channels,) or None; updated in place if training, else used.
         training: whether to normalise with the statistics of the batch.
         momentum: the weight of the batch in the running statistics.
     """,
