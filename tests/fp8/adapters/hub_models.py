@@ -32,6 +32,5 @@ def gpt2(**options: Any) -> Any:
     """Its head tied to its embedding, its layers Conv1D."""
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 64}
     sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0}
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**(sizes | {"eos_token_id": 0} | options))
-    )
+    config = transformers.GPT2Config(**(sizes | {"eos_token_id": 0} | options))
+    return transformers.GPT2LMHeadModel(config)

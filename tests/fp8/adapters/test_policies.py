@@ -282,8 +282,7 @@ def test_the_code_for_torchao_and_transformer_engine_runs(te):
     code = as_code(Policy("tensor", rules=[("*.up", None, "mxfp8")], keep=["readout"]))
     exec(code["transformer_engine"], space)
     assert space["contexts"].keys() == {"", "head", *(f"blocks.{i}.up" for i in range(4))}
-    exec(
-        as_code(Policy("tensor", rules=[("*.up", None, "row")], keep=["readout"]))["torchao"], space
-    )
+    policy = Policy("tensor", rules=[("*.up", None, "row")], keep=["readout"])
+    exec(as_code(policy)["torchao"], space)
     kinds = {n for n, m in space["model"].named_modules() if isinstance(m, layers.Float8Linear)}
     assert kinds == {n for n, m in net().named_modules() if isinstance(m, nn.Linear)} - {"head"}

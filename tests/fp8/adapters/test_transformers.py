@@ -117,12 +117,11 @@ def test_checkpointed_activations(name, way, tmp_path):
 def test_saved_and_loaded(name, tmp_path):
     """Names, ties and values are those of the plain model, before and after."""
     model = MODELS[name]()
+    kind = type(model)
     names = set(model.state_dict())
     model = WAYS["fp8"](model)
     trainer(model, tmp_path).save_model(tmp_path / "saved")
-    loaded, said = type(MODELS[name]()).from_pretrained(
-        tmp_path / "saved", output_loading_info=True
-    )
+    loaded, said = kind.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(said.values())
     assert set(loaded.state_dict()) == names == set(model.state_dict())
     assert same_weights(loaded, model)

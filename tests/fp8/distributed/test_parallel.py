@@ -25,9 +25,7 @@ from tests.launch import run_ranks
 
 WORLD, TOKENS, WIDTH = 2, 256, 32
 RECIPES = ("unit", "mxfp8", "bf16")
-LOSS_SCALE = (
-    4096.0  # gradients are no subnormals of e5m2, which a factor of 2 would round elsewhere
-)
+LOSS_SCALE = 4096.0  # no gradient is subnormal in e5m2, where a factor of 2 changes the rounding
 BOUND = {None: 2 * TOKENS * 2**-24, torch.bfloat16: 2.0**-7}  # bf16: each part is rounded to it
 
 Wrap = Callable[[nn.Module], nn.Module]

@@ -150,9 +150,7 @@ def check_casts() -> None:
     nonfinite = x.clone()
     nonfinite[0, 0], nonfinite[-1, -1] = torch.inf, torch.nan
     twice = torch.stack([x, x / 7])
-    casts = {
-        c for r in fp8.RECIPES.values() for c in r.casts if c is not None and not c.keeps_history
-    }
+    casts = {c for r in fp8.RECIPES.values() for c in r.casts if c and not c.keeps_history}
     for cast in sorted((c for c in casts if not lowered(c).is_random), key=str):
         for tensor in (zeros, nonfinite, x.bfloat16()):
             for axis in (-1, -2):

@@ -64,9 +64,7 @@ def test_compiled(level):
 
 @each_level
 def test_unit_scaled_models(level):
-    model, optimizer = build(
-        level, optimizer=lambda p, lr: uu.optim.AdamW(p, lr=lr), transform=unit_scale
-    )
+    model, optimizer = build(level, optimizer=uu.optim.AdamW, transform=unit_scale)
     rates = {group["mup_lr_scale"] for group in optimizer.param_groups}
     assert len(rates) > 1
     assert model[0].weight.mup_type == "weight"

@@ -134,9 +134,8 @@ def test_complex_products(name: str, enabled: bool) -> None:
         result = ours(*operands)
     torch.testing.assert_close(result, expected / 2)
     references = torch.autograd.grad(expected, operands, grad)
-    for mine, reference in zip(
-        torch.autograd.grad(result, operands, grad), references, strict=True
-    ):
+    actual = torch.autograd.grad(result, operands, grad)
+    for mine, reference in zip(actual, references, strict=True):
         torch.testing.assert_close(mine, reference * (mine.norm() / reference.norm()))
 
 

@@ -249,9 +249,8 @@ def oracle(
     query[:8] /= ours.head_dim**0.5
     plain.out_proj.weight *= factor / 8**0.5
     if plain.in_proj_bias is not None:  # one vector for projections of different fan-ins
-        for part, fan_in in zip(
-            plain.in_proj_bias.chunk(3), (8, ours.kdim, ours.vdim), strict=True
-        ):
+        fan_ins = (8, ours.kdim, ours.vdim)
+        for part, fan_in in zip(plain.in_proj_bias.chunk(3), fan_ins, strict=True):
             part /= fan_in**0.5
         plain.in_proj_bias[:8] /= ours.head_dim**0.5
         plain.out_proj.bias /= 8**0.5

@@ -80,9 +80,8 @@ def test_constrained_gradient_is_parallel_to_torch(op: Op):
     plain = PLAIN[op.name] if op.name in PLAIN else op.replaces[0]
     kwargs = torch_kwargs(op)
     ours, theirs = results(op.fn, kwargs), results(plain, kwargs)
-    s = op.rule(
-        **{k: v for k, v in op_kwargs(op).items() if k in inspect.signature(op.rule).parameters}
-    )
+    read = inspect.signature(op.rule).parameters
+    s = op.rule(**{k: v for k, v in op_kwargs(op).items() if k in read})
     for name in theirs.keys() - SUMS.get(op.name, set()):
         # An op with mult=1 is the plain one times its factor; float64, so 1e-9 is rounding.
         torch.testing.assert_close(ours[name], theirs[name] * s[name], rtol=1e-9, atol=1e-9)
@@ -198,9 +197,8 @@ def all_results(fn, settings: dict, calls: dict) -> dict:
     calls = {name: with_gradients(kwargs) for name, kwargs in calls.items()}
     outputs = fn(settings, **calls)
     torch.manual_seed(2)
-    torch.autograd.backward(
-        list(outputs.values()), [torch.randn(y.shape) for y in outputs.values()]
-    )
+    gradients = [torch.randn(y.shape) for y in outputs.values()]
+    torch.autograd.backward(list(outputs.values()), gradients)
     grads = {
         name: {k: v.grad for k, v in kwargs.items() if isinstance(v, Tensor)}
         for name, kwargs in calls.items()

@@ -44,9 +44,8 @@ def oracle(ours: nn.Module, kind: str) -> nn.Module:
     arguments, gates, factor = KINDS[kind]
     settings = {k: getattr(ours, k) for k in ("num_layers", "bias", "batch_first", "bidirectional")}
     plain_class = getattr(nn, kind.split()[0])
-    plain = plain_class(
-        ours.input_size, ours.hidden_size, **settings, **arguments, dtype=torch.float64
-    )
+    sizes = (ours.input_size, ours.hidden_size)
+    plain = plain_class(*sizes, **settings, **arguments, dtype=torch.float64)
     plain.load_state_dict(ours.state_dict())
     share = (1 + 1 / gates) ** -0.5
     for name, p in plain.named_parameters():
@@ -171,10 +170,9 @@ def test_what_has_no_unit_scaled_form_is_refused_by_name():
     with pytest.raises(TypeError, match="'proj_size'"):
         uu.LSTM(6, 5, proj_size=3)
     x = torch.randn(3, 4, 6)
+    weights = nn.LSTM(6, 5, proj_size=3).all_weights[0]
     with pytest.raises(NotImplementedError, match="LSTM with proj_size"):
-        OPS["lstm"].call(
-            (x, (x, x), nn.LSTM(6, 5, proj_size=3).all_weights[0], True), {}, func=torch.lstm
-        )
+        OPS["lstm"].call((x, (x, x), weights, True), {}, func=torch.lstm)
     packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2, 1, 1]))
     for module in (uu.GRU(6, 5), unit_scale(nn.GRU(6, 5)), unit_scale(nn.LSTM(6, 5))):
         with pytest.raises(NotImplementedError, match="packed sequence"):
