@@ -39,11 +39,11 @@ def nothing_compiled_before() -> Iterator[None]:
         torch.compiler.reset()
 
 
-def native_marks(item: pytest.Item) -> list[pytest.Mark]:
-    """That of a test which needs FP8 products of the CPU, given to it or by a parameter's name."""
+def needs_native(item: pytest.Item) -> bool:
+    """Whether a test needs FP8 products of the CPU, by a mark or by a parameter's name."""
     call = getattr(item, "callspec", None)
     named = "native" in map(str, call.params.values()) if call else False
-    return [*item.iter_markers("native"), *([pytest.mark.native.mark] if named else [])]
+    return named or item.get_closest_marker("native") is not None
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
@@ -66,21 +66,16 @@ def sample(items: Sequence[pytest.Item]) -> None:
 
 
 def skip_native(items: Sequence[pytest.Item]) -> None:
-    """Torch 2.11 has FP8 products for GPUs only, and torch 2.12 none in a whole graph."""
-    here = (item for item in items if not item.get_closest_marker("gpu"))
-    native = [(item, marks) for item in here if (marks := native_marks(item))]
+    """Torch 2.11 has FP8 products for GPUs only."""
+    native = [x for x in items if needs_native(x) and not x.get_closest_marker("gpu")]
     if native:
         import torch
 
         from fp8.native.kernels import why_not_device
 
-        why_not = why_not_device(torch.device("cpu"))
-        refuses = torch.__version__ < (2, 13)
-        not_whole = "the compiler of torch 2.12 refuses torch's own ScalingType" if refuses else ""
-        for item, marks in native:
-            whole = any(mark.kwargs.get("whole_graph") for mark in marks)
-            if reason := why_not or (whole and not_whole):
-                item.add_marker(pytest.mark.skip(reason=reason))
+        if why_not := why_not_device(torch.device("cpu")):
+            for item in native:
+                item.add_marker(pytest.mark.skip(reason=why_not))
 
 
 def skip_vmap(items: Sequence[pytest.Item]) -> None:

@@ -208,7 +208,7 @@ def test_other_dtypes_and_autocast(dtype):
     assert run("native", "unit", (x, w, b))[0].dtype == torch.float32
 
 
-@pytest.mark.native(whole_graph=True)
+@pytest.mark.native
 @pytest.mark.parametrize("recipe", ["unit", "row", "row_gw_hp"])
 def test_a_compiled_backward_pass_reads_no_weight(recipe):
     """The forward pass has cast it for both: the partitioner saves bytes."""
@@ -236,7 +236,7 @@ def test_a_compiled_backward_pass_reads_no_weight(recipe):
     torch._dynamo.reset()
 
 
-@pytest.mark.native(whole_graph=True)
+@pytest.mark.native
 @pytest.mark.parametrize(
     "recipe",
     ["block", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TILED[1:])],

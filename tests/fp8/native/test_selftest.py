@@ -186,7 +186,7 @@ def test_modes_of_the_caller_do_not_affect_the_test():
     assert torch.equal(torch.rand(3), want)
 
 
-@pytest.mark.native(whole_graph=True)
+@pytest.mark.native
 def test_the_answer_is_known_to_a_compiler(monkeypatch):
     """Found while it compiles; compiled layers run on the kernel, or simulated, in one piece."""
     layer, x = fp8.convert(nn.Linear(48, 64), "row", backend="native"), randn(16, 48).detach()
@@ -205,7 +205,7 @@ def test_the_answer_is_known_to_a_compiler(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.native(whole_graph=True)
+@pytest.mark.native
 def test_compiled_casts_are_tested_while_a_graph_is_made(monkeypatch):
     """Once, and only for a graph with native products."""
     torch.compiler.reset()
@@ -252,7 +252,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.native(whole_graph=True)
+@pytest.mark.native
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_compiled_wrongly_is_simulated_in_graphs_alone(fault, monkeypatch):
     torch.compiler.reset()
