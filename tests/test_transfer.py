@@ -10,13 +10,7 @@ import pytest
 
 from benchmarks import transfer, transfer_depth
 from notebooks.nanogpt.data import load_corpus
-from notebooks.transfer import (
-    COMPLETE,
-    ENDS,
-    PARAMETRISATIONS,
-    Experiment,
-    train,
-)
+from notebooks.transfer import COMPLETE, ENDS, PARAMETRISATIONS, Experiment, train
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:AdamW steps:fp8.warnings.OptimizerWarning"),  # a sweep

@@ -299,7 +299,7 @@ def by_tiles(
     assert dims is not None
     scale, unit = _scales_of(tiles, dims, spec, axis, of)
     scale = in_memory(scale) if converts else scale
-    units = in_units(tiles.detach().to(scale.dtype), scale, rule)
+    units = in_units(tiles.detach().to(scale.dtype), scale, rule, stored=converts)
     values = quantize_operand(units, format, unscaled=tiles, **rounding_of(spec, converts))
     if rule in CORRECTED and unit is not None:
         count = max(spec.hadamard // spec.tile[1], 1)
@@ -307,10 +307,13 @@ def by_tiles(
     return values, scale, unit, dims
 
 
-def in_units(x: Tensor, scale: Tensor, rule: str | None) -> Tensor:
-    """``x / scale``, for a scale by this rule; exact if that is a power of two."""
+def in_units(x: Tensor, scale: Tensor, rule: str | None, stored: bool = False) -> Tensor:
+    """``x / scale``, for a scale by this rule; exact if that is a power of two. stored: whether the
+    inverse is, which a graph would compute with each element."""
     inverse = inverse_of(scale, rule)
-    return divided(x, scale) if inverse is None else x * inverse
+    if inverse is None:
+        return divided(x, scale)
+    return x * (in_memory(inverse) if stored else inverse)
 
 
 def _amax_of(x: Any) -> Tensor:

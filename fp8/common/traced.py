@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -19,16 +20,27 @@ _UNMARKED = torch.__version__ < "2.13"
 of an autograd function."""
 
 
+_LOCK = threading.Lock()
+_BEFORE: list[bool] = []
+"""The flag at each open `_marked`, of all threads: the first value is restored by the last."""
+
+
 @contextmanager
 def _marked(sets: bool = _UNMARKED) -> Iterator[None]:
     """Sets the private flag of `torch.compiler.is_compiling`, as torch itself does from 2.13 on:
     else `same` and `unaliased` would return views whose gradients are lost."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = before or sets
+    if not sets:
+        yield
+        return
+    with _LOCK:
+        _BEFORE.append(torch.compiler._is_compiling_flag)
+        torch.compiler._is_compiling_flag = True
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = before
+        with _LOCK:
+            last = _BEFORE.pop()
+            torch.compiler._is_compiling_flag = bool(_BEFORE) or last
 
 
 @torch.compiler.allow_in_graph

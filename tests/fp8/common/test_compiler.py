@@ -1,4 +1,4 @@
-"""Functions that the compiler would hide from a plan."""
+"""What is asked and hidden while a graph is compiled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fp8.common import traced
 from tests.transforms.models import Net
 from unit_scaling.transforms import unit_scale
 
@@ -20,3 +21,14 @@ def test_a_compiled_model_computes_them_by_its_plan(function) -> None:
     expected = net(x)
     got = torch.compile(net, backend="eager", fullgraph=True)(x)
     torch.testing.assert_close(got, expected)
+
+
+def test_blocks_that_overlap_in_threads_leave_no_mark_of_compilation():
+    """Functions for eager code alone, such as warnings, would be skipped from then on."""
+    first, second = (traced._marked(True) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.compiler.is_compiling()
+    second.__exit__(None, None, None)
+    assert not torch.compiler.is_compiling()
