@@ -24,12 +24,7 @@ def test_limits(bits, rounding):
     f = FPFormat(*bits, rounding)
     srbits, *limits = LIMITS[bits]
     assert f.srbits == (srbits if rounding == "stochastic" else 0)
-    assert [
-        f.max_absolute_value,
-        f.min_absolute_normal,
-        f.min_absolute_subnormal,
-        f.bits,
-    ] == limits
+    assert [f.max_absolute_value, f.min_absolute_normal, f.min_absolute_subnormal, f.bits] == limits
     assert str(f) == f"E{bits[0]}M{bits[1]}-{'RN' if rounding == 'nearest' else 'SR'}"
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fp8.common.threads import Stack
 from fp8.common.validation import check_whole
 
-_BLOCKS: list[tuple[int, int]] = []
-"""(n, averaged_over) of the open blocks of the process, innermost last. Layers that are
-checkpointed are computed again in threads of autograd."""
+_OWN = Stack()
+"""(n, averaged_over) of the open blocks of this thread, innermost last."""
+_OPEN: list[tuple[int, int]] = []
+"""Those of the process, for threads without one of their own: autograd's, which compute layers
+again that are checkpointed, and others that a model starts."""
 
 
 @contextmanager
@@ -21,7 +24,8 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
     """Declares that an optimizer step sees n times the rows of each call inside the block: the
     gradients of parameters are then those of the whole batch.
 
-    The block applies to forward and backward passes, in all threads. A loss of unit_scaling
+    The block applies to forward and backward passes, in its thread and in those without a block of
+    their own. A loss of unit_scaling
     propagates the gradient of a *sum* over examples, for ``reduction="mean"`` too: the gradients of
     accumulated calls are added, without division of the loss.
 
@@ -37,11 +41,16 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
     """
     check_whole("batch_multiplier: n", n)
     check_whole("batch_multiplier: averaged_over", averaged_over)
-    _BLOCKS.append((n, averaged_over))
+    block = (n, averaged_over)
+    for blocks in (_OWN.items, _OPEN):
+        blocks.append(block)
     try:
         yield
     finally:
-        _BLOCKS.pop()
+        _OWN.items.pop()
+        _OPEN.reverse()
+        _OPEN.remove(block)  # of equal ones that opened last
+        _OPEN.reverse()
 
 
 def row_scale(rows: float, power: float = 0.5) -> float:
@@ -49,6 +58,7 @@ def row_scale(rows: float, power: float = 0.5) -> float:
     rows of the whole batch. rows: of this call; 0 counts as 1."""
     # No float() and no truth value: under torch.compile, rows may be symbolic.
     seen = 1 if rows == 0 else rows
-    multiplier, averaged_over = _BLOCKS[-1] if _BLOCKS else (1, 1)
+    # That of this thread is read, and guarded, where there is one.
+    multiplier, averaged_over = (_OWN.items or _OPEN)[-1] if _OPEN else (1, 1)
     scale: float = averaged_over * (seen * multiplier) ** -power
     return scale

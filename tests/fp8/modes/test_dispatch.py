@@ -241,12 +241,7 @@ def test_integers_and_complex_numbers_are_left_alone(dtype):
     a, b = (torch.arange(n).reshape(s).to(dtype) * 100 for n, s in ((40, A), (48, B)))
     expected = a @ b
     with fp8.autocast("unit"):
-        for y in (
-            a @ b,
-            torch.mm(a, b),
-            F.linear(a, b.mT),
-            torch.einsum("ij,jk", a, b),
-        ):
+        for y in (a @ b, torch.mm(a, b), F.linear(a, b.mT), torch.einsum("ij,jk", a, b)):
             assert torch.equal(y, expected)
         assert torch.equal(torch.addmm(expected, a, b), 2 * expected)
 

@@ -38,12 +38,7 @@ CASES = {
     "converted": (fp8.convert(nn.Linear(16, 16), "tensor"), nullcontext(), 88, 48),
     "autocast": (LAYER, fp8.autocast("tensor"), 88, 48),
     "U.linear": (lambda x: U.linear(x, LAYER.weight, None), nullcontext(), 18, 5),
-    "U.linear with bias": (
-        lambda x: U.linear(x, LAYER.weight, LAYER.bias),
-        nullcontext(),
-        20,
-        8,
-    ),
+    "U.linear with bias": (lambda x: U.linear(x, LAYER.weight, LAYER.bias), nullcontext(), 20, 8),
 }
 
 

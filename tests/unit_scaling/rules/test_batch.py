@@ -1,6 +1,7 @@
 """Gradients of accumulated calls are those of the one large batch."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -105,3 +106,17 @@ def test_all_threads_see_the_block():
     with uu.batch_multiplier(4):
         assert together(lambda: row_scale(16), lambda: row_scale(4)) == [1 / 8, 1 / 4]
     assert row_scale(16) == 1 / 4
+
+
+def test_threads_with_blocks_see_their_own():
+    barrier = threading.Barrier(2)
+
+    def scale(n: int) -> float:
+        with uu.batch_multiplier(n):
+            barrier.wait(60)
+            result = row_scale(1)
+            barrier.wait(60)
+        return result
+
+    assert together(lambda: scale(4), lambda: scale(16)) == [1 / 2, 1 / 4]
+    assert row_scale(1) == 1
