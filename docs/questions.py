@@ -277,8 +277,8 @@ def _forecast(rows: list[Row]) -> str:
     times = ", ".join(f"{row['recipe']} {row['ratio']:.2f}" for row in block)
     off = next(row["off"] for row in rows if row["case"].startswith("median"))
     return (
-        f"A Llama block on an H100, of bf16's time: {times}. Nothing was measured; of published "
-        f"times the forecast is {off:.0%} off in the median, each too fast"
+        f"A Llama block on an H100, of bf16's time: {times}. Of published times "
+        f"the forecast is {off:.0%} off in the median, most too fast"
     )
 
 
