@@ -129,10 +129,10 @@ def row(r: Result) -> Row:
 QUESTION = """\
 what `unit_scale` makes of architectures of the transformers library, in small configurations with
 random weights, measured in one training step: calls of torch functions that are scaled by a rule,
-in no need of a factor, and left alone by name; by `uu.verify` the shares of what products cast with
-an RMS in [1/4, 4], as cast: activations, weights, and gradients but for queries and keys; casts:
-the share of the casts under `simulate_fp8` whose SQNR is within 1.5 dB of their format's own;
-verified where each is 0.95 or more"""
+in no need of a factor, and left alone by name; by `uu.verify` the shares of what products cast
+with an RMS in [1/4, 4], of gradients in [1/4, 64], as cast: activations, weights, and gradients
+but for queries and keys; casts: the share of the casts under `simulate_fp8` whose SQNR is within
+1.5 dB of their format's own; verified where each is 0.95 or more"""
 
 
 def main() -> None:
