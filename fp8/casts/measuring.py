@@ -24,11 +24,10 @@ Parts = Callable[[Tensor], Iterable[Tensor]]
 
 @dataclass
 class Moment:
-    """The operands with one static scale: its state, the RMS that it gives them, the sum of their
-    squares, their number."""
+    """The operands with one static scale: its state, the sum of their squares in units of the RMS
+    that it gives them, their number."""
 
     state: Tensor
-    rms: float = 1.0
     total: Tensor | float = 0.0
     elements: int = 0
 
@@ -57,8 +56,7 @@ class Measurement:
         total = second_moment(unreduced(x) if is_dtensor(x) else dequantized(x))
         refuse_transformed(total)
         moment = self.moments.setdefault(state.data_ptr(), Moment(state))
-        moment.rms = static_rms(get_format(cast.format))
-        moment.total = moment.total + total
+        moment.total = moment.total + total / static_rms(get_format(cast.format)) ** 2
         moment.elements += x.numel()
         if torch.is_grad_enabled() and type(x) in (Tensor, Parameter) and not x.is_inference():
             key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)

@@ -229,10 +229,9 @@ def second_moment(x: Tensor) -> Tensor:
     return aten.linalg_vector_norm.default(x.detach(), dtype=dtype).square()
 
 
-def nearest_power(moment: Tensor, rms: float = 1.0) -> Tensor:
-    """2**round(log2(RMS)) of a mean square, over the power of two ``rms``, float32, clamped; 0
-    where it is zero, Inf or NaN."""
-    exponent = (moment.log2() / 2 - math.log2(rms)).round().clamp(SMALLEST, LARGEST)
+def nearest_power(moment: Tensor) -> Tensor:
+    """2**round(log2(RMS)) of a mean square, float32, clamped; 0 where it is zero, Inf or NaN."""
+    exponent = (moment.log2() / 2).round().clamp(SMALLEST, LARGEST)
     return torch.where((moment > 0) & (moment < torch.inf), exponent.exp2(), 0.0).float()
 
 
@@ -251,7 +250,7 @@ def _static_scale(x: Tensor, state: Tensor, rms: float, record: bool) -> Tensor:
     if x.numel():
         x = x.detach()
         clean = _zero_where_not(x.abs() < torch.inf, x)
-        now = nearest_power(second_moment(clean) / x.numel(), rms)
+        now = nearest_power(second_moment(clean) / (x.numel() * rms**2))
         now = torch.where(scale > 0, scale, now)
         if record:
             stored = torch.where(second_moment(x) < torch.inf, now, scale)

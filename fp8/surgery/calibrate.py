@@ -145,9 +145,9 @@ def _write(states: list[Tensor], measurement: Measurement, group: Group) -> None
     moments = torch.tensor(sums, dtype=dtype, device=device)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(moments, torch.distributed.ReduceOp.SUM, group)
-    means = (moments[:, 0] / moments[:, 1]).unbind()
-    for state, mean, moment in zip(states, means, measured, strict=True):
-        if power := float(nearest_power(mean, moment.rms)):
+    powers = nearest_power(moments[:, 0] / moments[:, 1])
+    for state, power in zip(states, powers.tolist(), strict=True):
+        if power:
             state.fill_(power)
 
 
