@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from fp8.common.threads import Stack
 from fp8.common.validation import check_whole
 
+
+@dataclass(eq=False)  # two equal blocks are not the same
+class _Block:
+    n: int
+    averaged_over: int
+
+
 _OWN = Stack()
-"""(n, averaged_over) of the open blocks of this thread, innermost last."""
-_OPEN: list[tuple[int, int]] = []
+"""The open blocks of this thread, innermost last."""
+_OPEN: list[_Block] = []
 """Those of the process, for threads without one of their own: autograd's, which compute layers
 again that are checkpointed, and others that a model starts."""
 
@@ -25,9 +33,9 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
     gradients of parameters are then those of the whole batch.
 
     The block applies to forward and backward passes, in its thread and in those without a block of
-    their own. A loss of unit_scaling
-    propagates the gradient of a *sum* over examples, for ``reduction="mean"`` too: the gradients of
-    accumulated calls are added, without division of the loss.
+    their own. A loss of unit_scaling propagates the gradient of a *sum* over examples, for
+    ``reduction="mean"`` too: the gradients of accumulated calls are added, without division of the
+    loss.
 
     Args:
         n: the number of processes times the number of accumulated calls.
@@ -41,16 +49,14 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
     """
     check_whole("batch_multiplier: n", n)
     check_whole("batch_multiplier: averaged_over", averaged_over)
-    block = (n, averaged_over)
+    block = _Block(n, averaged_over)
     for blocks in (_OWN.items, _OPEN):
         blocks.append(block)
     try:
         yield
     finally:
-        _OWN.items.pop()
-        _OPEN.reverse()
-        _OPEN.remove(block)  # of equal ones that opened last
-        _OPEN.reverse()
+        for blocks in (_OWN.items, _OPEN):
+            blocks.remove(block)
 
 
 def row_scale(rows: float, power: float = 0.5) -> float:
@@ -58,7 +64,9 @@ def row_scale(rows: float, power: float = 0.5) -> float:
     rows of the whole batch. rows: of this call; 0 counts as 1."""
     # No float() and no truth value: under torch.compile, rows may be symbolic.
     seen = 1 if rows == 0 else rows
-    # That of this thread is read, and guarded, where there is one.
-    multiplier, averaged_over = (_OWN.items or _OPEN)[-1] if _OPEN else (1, 1)
-    scale: float = averaged_over * (seen * multiplier) ** -power
+    n, averaged_over = 1, 1
+    if _OPEN:  # without a block a graph guards nothing else
+        block = (_OWN.items or _OPEN)[-1]
+        n, averaged_over = block.n, block.averaged_over
+    scale: float = averaged_over * (seen * n) ** -power
     return scale
