@@ -235,9 +235,9 @@ def rates(device: str, sizes: Sizes) -> Iterator[Row]:
 
 def measured(names: tuple[str, ...], device: str, sizes: Sizes) -> Iterator[Row]:
     """A row for each case and recipe, as soon as it is measured; of one that fails, the error."""
+    torch._dynamo.config.recompile_limit = GRAPHS
     for name in names:
         torch.manual_seed(0)
-        torch._dynamo.config.recompile_limit = GRAPHS
         with torch.device(device):
             case = Case(name, *MODELS[name](sizes), device)
         high = case.variant(BF16)

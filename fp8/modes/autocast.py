@@ -41,7 +41,7 @@ from ..recipes.history import LayerState
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, recipe_unless_auto
 from ..warnings import RecipeWarning, show
-from .control_flow import run_within, runs_functions, within
+from .control_flow import CALLERS, run_within, runs_functions, within
 from .dispatch import (
     EXPANDED,
     LEFT,
@@ -117,7 +117,7 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         recipe = ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
         if recipe is not None and (
-            function in SPECIAL or runs_functions(function) or isinstance(function, OPERATORS)
+            function in SPECIAL or function in CALLERS or isinstance(function, OPERATORS)
         ):
             return self._special(recipe, function, args, kwargs)
         if recipe is None and function in PRODUCTS:

@@ -22,6 +22,9 @@ REGION = invoke_subgraph_placeholder
 OPERATORS = torch.ops.higher_order
 Function = Callable[..., Any]
 
+CALLERS = (checkpoint, REGION)
+"""Calls that run their first argument. Tracing, torch 2.11 does not find them in a dict."""
+
 RUNS: dict[Function, tuple[int, ...]] = {
     OPERATORS.cond: (1, 2),
     OPERATORS.while_loop: (0, 1),
@@ -58,8 +61,7 @@ def in_python(function: Function, args: tuple[Any, ...]) -> Function | None:
 
 def runs_functions(function: Function) -> bool:
     """Whether a call runs functions outside of the mode that receives it."""
-    # Tracing, torch 2.11 finds neither a checkpoint nor a region in a dict.
-    return function is checkpoint or function is REGION or function in RUNS
+    return function in CALLERS or function in RUNS
 
 
 def depends_on_values(function: Function) -> bool:

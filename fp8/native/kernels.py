@@ -189,7 +189,7 @@ def multiply(
         right = right.expand(y.shape[0], 1).flatten().contiguous()[None]
     elif kind == "block":
         how = (_block_type(x, left), _block_type(y, right))
-        left, right = left.mT, right.mT
+        left, right, fast = left.mT, right.mT, False  # torch refuses fast sums of blocks
     elif kind == "mx":
         how, swizzle = (types.BlockWise1x32,) * 2, F.SwizzleType.SWIZZLE_32_4_4
     else:
@@ -203,7 +203,7 @@ def multiply(
     result = F.scaled_mm(
         *(x, y.t(), left, how[0], right, how[1], swizzle, swizzle),
         output_dtype=dtype,
-        use_fast_accum=fast and kind != "block",  # which torch refuses
+        use_fast_accum=fast,
     )
     return times(result, factor) if kind == "mx" else result
 

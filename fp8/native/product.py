@@ -72,8 +72,7 @@ def kernels(
 ) -> tuple[str, ...]:
     """The kernels (rows of KERNELS) of a product of a (m, k) and b (n, k), which `takes` accepts,
     with a result of ``dtype``, and of its gradients; () if they are to be simulated."""
-    pairs = tuple(zip(casts[::2], casts[1::2], strict=True))
-    kinds = selftest.kernels(backend, pairs, str(a.device), dtype_name(dtype))
+    kinds = selftest.kernels(backend, tuple(casts), str(a.device), dtype_name(dtype))
     multiples = [KERNELS[kind].multiple for kind in kinds if kind != HIGH]
     return kinds if all(fits(a, b, multiple) for multiple in multiples) else ()
 

@@ -48,7 +48,7 @@ to the largest and keep 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."
 
 @cache
 def _kernels(
-    backend: str, pairs: tuple[Pair, ...], device: str, dtype: str, compiled: bool
+    compiled: bool, backend: str, pairs: tuple[Pair, ...], device: str, dtype: str
 ) -> tuple[str, ...]:
     """The kernels of the products; () if they are to be simulated. Warns, once, of a failed
     self-test and, for "native", of a missing kernel. Arguments as in `why_not`."""
@@ -63,24 +63,21 @@ def _kernels(
     return ()
 
 
-def _unshifted(spec: LoweredCast | None) -> LoweredCast | None:
-    return spec and shifted(spec, -spec.margin)
-
-
-def _of_any_scale(
-    compiled: bool, backend: str, pairs: tuple[Pair, ...], device: str, dtype: str
+def _of_casts(
+    compiled: bool, backend: str, casts: tuple[LoweredCast | None, ...], device: str, dtype: str
 ) -> tuple[str, ...]:
-    """`_kernels`, which do not depend on static scales."""
-    pairs = tuple((_unshifted(a), _unshifted(b)) for a, b in pairs)
-    return _kernels(backend, pairs, device, dtype, compiled)
+    """`_kernels` for the casts of all operands, on whose static scales they do not depend."""
+    a_y, b_y, a_da, b_da, a_db, b_db = (spec and shifted(spec, -spec.margin) for spec in casts)
+    pairs = ((a_y, b_y), (a_da, b_da), (a_db, b_db))
+    return _kernels(compiled, backend, pairs, device, dtype)
 
 
 @taken_as_constant
 def _kernels_in_graph(*key: Any) -> tuple[str, ...]:
-    return _of_any_scale(True, *key)
+    return _of_casts(True, *key)
 
 
-kernels = compiled_as(_kernels_in_graph)(lambda *key: _of_any_scale(False, *key))
+kernels = compiled_as(_kernels_in_graph)(lambda *key: _of_casts(False, *key))
 
 
 @cache

@@ -131,8 +131,15 @@ class TransformerDecoder(nn.Sequential):
         residual_scaling: ResidualScalingFn = transformer_residual_scaling_rule(),  # noqa: B008
         **attention: Any,
     ) -> None:
-        settings = {"hidden_size": hidden_size, "heads": heads, "dropout_p": dropout_p}
-        stack = TransformerStack(layers, residual_scaling, **settings, is_causal=True, **attention)
+        stack = TransformerStack(
+            layers,
+            residual_scaling,
+            hidden_size=hidden_size,
+            heads=heads,
+            is_causal=True,
+            dropout_p=dropout_p,
+            **attention,
+        )
         parts: dict[str, nn.Module] = {
             "embedding": Embedding(vocab_size, hidden_size),
             "layers": stack,

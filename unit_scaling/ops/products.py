@@ -222,9 +222,14 @@ def addmm_scales(
         fan_in, fan_out = mat2.shape
         tied = tie(constraint, output=inverse(fan_in) / a, mat1=inverse(fan_out) / a)
         return {"mat2": grad / a, "input": grad / b, **tied}
-    output, left, right = matmul_scales(mat1, mat2, None).values()
+    product = matmul_scales(mat1, mat2, None)
     norm = math.hypot(alpha, beta) or 1.0
-    tied = tie(constraint, output=output / norm, mat1=left / a, mat2=right / a)
+    tied = tie(
+        constraint,
+        output=product["output"] / norm,
+        mat1=product["left"] / a,
+        mat2=product["right"] / a,
+    )
     # Each element of input receives product elements / input elements gradients.
     size = mat1.numel() // (mat1.shape[-1] or 1) * (mat2.shape[-1] if mat2.ndim > 1 else 1)
     share = ((input.numel() or 1) / (size or 1)) ** 0.5 / b
