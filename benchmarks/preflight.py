@@ -33,7 +33,7 @@ from fp8.lab.preflight.findings import Candidate, Findings, Run
 from fp8.lab.preflight.paired_runs import REFERENCE, Gap, gap
 from fp8.lab.preflight.preflight import RECIPES_TRIED, PreflightError, preflight
 from fp8.lab.preflight.search import finalists, keeping, recommended, shares, worst_error
-from fp8.lab.preflight.training import Problem, Snapshot, train, under
+from fp8.lab.preflight.training import Problem, train, under
 from fp8.lab.preflight.update_error import Probe
 from fp8.lab.trace import quiet
 from fp8.recipes.policy import Policy
@@ -185,15 +185,11 @@ def exhaustive(problem: Problem, policies: Mapping[str, Policy]) -> tuple[list[R
         middle = (max(problem.steps // 2, 1),)
         run, snapshots = train(problem, REFERENCE, seed, snapshots=middle)
         runs.append(run)
-        probes += [_probe(problem, seed, snapshot) for snapshot in snapshots]
+        probes += map(Probe, snapshots)
         for name, policy in policies.items():
             with quiet():
                 runs.append(train(problem, name, seed, under(policy))[0])
     return runs, probes
-
-
-def _probe(problem: Problem, seed: int, snapshot: Snapshot) -> Probe:
-    return Probe(problem.start(seed).model, snapshot, problem.setup.loss)
 
 
 def _gap(runs: Iterable[Run], name: str) -> Gap:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 
+from fp8.common.copies import deep_copy
 from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
 
 from . import functional
-from .transforms.record.copies import deep_copy
 from .transforms.track_scales import Metrics, Track
 
 __all__ = ["ScalePair", "ScaleTracker", "ScaleTrackingInterpreter", "analyse_module"]

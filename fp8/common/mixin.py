@@ -155,6 +155,17 @@ def mixin_attributes(module: nn.Module) -> tuple[str, ...]:
     return module._attributes if isinstance(module, Mixin) else ()
 
 
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that every module has: its parameters, buffers, submodules, hooks."""
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes that the class of a module and its users have set: those of every module, and
+    of mixins, are left out."""
+    others = _OF_MODULES.union(mixin_attributes(module))
+    return {name: value for name, value in vars(module).items() if name not in others}
+
+
 def _become(module: nn.Module, mixins: tuple[type[Mixin], ...]) -> None:
     module.__class__ = _below(type(module), _subclass(bare_class(module), mixins))
 

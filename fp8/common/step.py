@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+
+from .mixin import own_attributes
 
 Batch = Any
 """A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments."""
@@ -113,8 +116,8 @@ def find_loss(output: Any) -> Tensor | None:
     candidates = scalars(output)
     if not candidates or _named_loss(output) is not None:
         return candidates[0] if candidates else None
-    leaves = _leaves(t for t in tensors(output) if t.requires_grad and t.dim())
-    return candidates[0] if not leaves or leaves <= _leaves(candidates[:1]) else None
+    trained = leaves(t for t in tensors(output) if t.requires_grad and t.dim())
+    return candidates[0] if not trained or trained <= leaves(candidates[:1]) else None
 
 
 def _named_loss(output: Any) -> Any:
@@ -122,7 +125,8 @@ def _named_loss(output: Any) -> Any:
     return results.get("loss") if isinstance(results, dict) else getattr(results, "loss", None)
 
 
-def _leaves(results: Iterable[Tensor]) -> set[Node]:
+def leaves(results: Iterable[Tensor]) -> set[Any]:
+    """The nodes of a graph that accumulate the gradients of leaves, their ``variable``."""
     todo, visited = [t.grad_fn for t in results], set[Node]()
     while todo:
         node = todo.pop()
@@ -204,9 +208,39 @@ def with_seed(function: Callable[..., Any], seed: int) -> Any:
     return function(seed=seed) if takes_seed else function()
 
 
+_PLAIN = (bool, int, float, complex, str, tuple, type(None))
+_CONTAINERS = (list, dict, set, deque)
+
+
+class _Data:
+    """The numbers and strings among the attributes of a module (a count of its calls), and the
+    items of its lists, dicts, sets and deques."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._kind = module, type(module)
+        attributes = own_attributes(module)
+        self._names = set(attributes)
+        self._plain = {n: v for n, v in attributes.items() if isinstance(v, _PLAIN)}
+        containers = [v for v in attributes.values() if type(v) in _CONTAINERS]
+        self._items = [(container, copy.copy(container)) for container in containers]
+
+    def restore(self) -> None:
+        if type(self._module) is not self._kind:
+            return  # its first call has initialized it, as that of a lazy module
+        for name, value in own_attributes(self._module).items():
+            if name not in self._names and isinstance(value, _PLAIN):
+                del vars(self._module)[name]
+        vars(self._module).update(self._plain)
+        for container, items in self._items:
+            container.clear()
+            add = container.extend if isinstance(container, list | deque) else container.update
+            add(items)
+
+
 @contextmanager
 def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
-    """Restores buffers and the states of random number generators on exit. seed: as in `seeded`."""
+    """Restores buffers, the states of random number generators, and what modules count and keep in
+    Python on exit. seed: as in `seeded`."""
     tensors = [*model.parameters(), *model.buffers()]
     cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
     buffers = [
@@ -215,10 +249,13 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
         for name, buffer in module.named_buffers(recurse=False)
         if not buffer.is_meta
     ]
+    data = [_Data(module) for module in model.modules()]
     try:
         with seeded(seed, cuda):
             yield
     finally:
+        for each in data:
+            each.restore()
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 if getattr(module, name) is not buffer:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..common.copies import training_copy
 from ..common.mixin import check_module
 from ..common.report import as_table
 from ..common.step import Batch, Loss, seeded
@@ -22,7 +23,7 @@ from ..recipes.policy import CASTS, Policy, Rule
 from ..recipes.recipe import OPERANDS, PRODUCTS, Recipe
 from ..surgery.convert import Converted, convert
 from ..surgery.override import override
-from .preflight.training import copies, loss_of
+from .preflight.training import loss_of
 from .trace import quiet
 
 __all__ = ["Blame", "Step", "blame"]
@@ -186,7 +187,7 @@ class _Replay:
         return Step(float(value.detach()), float(norm), after)
 
     def _copies(self) -> tuple[nn.Module, Optimizer | None, Loss | None]:
-        model, optimizer, loss = copies(self._model, self._optimizer, self._loss)
+        model, optimizer, loss = training_copy(self._model, self._optimizer, self._loss)
         if self._policy is not None:
             with quiet():
                 model = convert(model, self._policy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from collections import Counter
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..common.copies import deep_copy
 from ..common.step import Batch, call, copied, tensors, untouched
 from ..products.grouped import MULTIPLY_GROUPS
 from ..surgery.convert import convert, report
@@ -184,7 +184,7 @@ def quiet() -> Iterator[None]:
 def left_alone(model: nn.Module) -> dict[str, str]:
     """Layer -> why `fp8.convert` does not cast it."""
     with quiet():
-        rows = report(convert(copy.deepcopy(model), "tensor", backend="simulate"))
+        rows = report(convert(deep_copy(model), "tensor", backend="simulate"))
     return {row.path or "(model)": row.why for row in rows.left_alone}
 
 
@@ -197,7 +197,7 @@ def trace(model: nn.Module, batch: Batch) -> list[Product]:
     layer are one row, in the order of their first call.
     """
     why_not = left_alone(model)
-    model = copy.deepcopy(model).train()
+    model = deep_copy(model).train()
     with untouched(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _running(model) as names:
         mode = _Trace(_Weights(model), names)
         with mode:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import textwrap
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
+from ..common.copies import deep_copy
 from ..common.mixin import bare_class, check_module
 from ..common.report import CHANGES
 from ..common.step import unwrapped
@@ -158,7 +158,7 @@ def _casts(layer: Any, kind: type[nn.Linear]) -> bool:
         id(p): nn.Parameter(torch.randn(p.shape, generator=generator).to(p.dtype))
         for p in layer.parameters()
     }
-    layer = copy.deepcopy(layer, random)
+    layer = deep_copy(layer, random)
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(2, layer.in_features, generator=generator).to(dtype)
         bias = None if layer.bias is None else layer.bias.to(dtype)

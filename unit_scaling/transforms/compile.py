@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fp8.common.copies import deep_copy
 from fp8.common.mixin import check_module
 from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
 
 from ..checks.optimizers import remember_copy
 from .install import Scope, find_scope, install, is_in_fsdp
-from .record.copies import deep_copy
 from .record.probe import unseen
 
 M = TypeVar("M", bound=nn.Module)
@@ -88,7 +88,7 @@ def copied(module: M, transform: str) -> M:
         raise ValueError(
             f"{transform} copies the model, which FSDP has sharded: call it before fully_shard"
         )
-    result = deep_copy(module, hooked=True)
+    result = deep_copy(module, parameter_hooks=True)
     scope = find_scope(result, Compile)
     if scope is not None and unwrapped(result) is result:
         scope.start(result)

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8.common.compiler import FIRST_LOOK
+from fp8.common.copies import deep_copy
 from fp8.common.mixin import check_module
 from fp8.common.report import Rows, as_table
 from fp8.common.step import Batch, Loss, call, copied, seeded, starts, tensors, unwrapped
@@ -30,7 +31,6 @@ from fp8.recipes.scaling import static_rms
 from ..checks.first_call import LOW_GRADIENT, skip_checks
 from .install import Args, Kwargs, find_scope, install, is_sharded
 from .record.calls import Slot, tensors_in
-from .record.copies import deep_copy
 from .record.kinds import (
     ATTENTION,
     EMBEDDINGS,

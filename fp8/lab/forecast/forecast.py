@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
+from ...common.copies import deep_copy
 from ...common.libraries import need
 from ...common.mixin import check_module
 from ...common.step import Batch, Loss, call, loss_value, unwrapped
@@ -162,7 +162,7 @@ class _Step(NamedTuple):
 
     def compiled(self, converter: _Converter) -> list[Graph]:
         shared = {id(x): x for x in (*self.model.parameters(), *self.model.buffers())}
-        model = converter(copy.deepcopy(self.model, shared))
+        model = converter(deep_copy(self.model, shared))
         if any(recipe.keeps_history for recipe in converter.recipes):
             self._calibrate(model)
 
@@ -240,4 +240,4 @@ def _empty(model: nn.Module, batch: Batch, device: str) -> tuple[nn.Module, Batc
             new = nn.Parameter(new, tensor.requires_grad)
         vars(new).update(vars(tensor))
         memo[id(tensor)] = new
-    return copy.deepcopy(model, memo), pytree.tree_map(empty, batch)
+    return deep_copy(model, memo), pytree.tree_map(empty, batch)

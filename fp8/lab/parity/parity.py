@@ -6,7 +6,6 @@ different probabilities, updates are off-policy by that difference.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...adapters.transformers import is_pretrained, rounding_cache
+from ...common.copies import sharing_copy
 from ...common.mixin import check_module
 from ...common.report import as_table, finite
 from ...common.step import evaluating, seeded, unwrapped
@@ -216,7 +216,7 @@ def _name(policy: Policy | None) -> str:
 
 def _under(model: nn.Module, policy: Policy | None, ids: Tensor) -> nn.Module:
     """A copy under a policy that shares the parameters."""
-    copied = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    copied = sharing_copy(model)
     if policy is None:
         return copied
     copied = revert_layers(copied)

@@ -216,18 +216,30 @@ class PreflightRun:
             if math.isfinite(run.losses[-1]):
                 became = "held-out loss of the reference is not finite"
             raise ValueError(f"the {became}: nothing can be compared with it")
-        optimizer = self.problem.setup.optimizer
-        if optimizer and not any(group.get("lr", 1.0) for group in optimizer.param_groups):
-            self._note(
-                "the optimizer's learning rate is 0, so that nothing was trained: schedules, which "
-                "set it so for a warmup, make no steps here; pass the rate to train at"
-            )
+        self._check_moved()
         tenth = max(len(run.losses) // 10, 1)
         first, last = map(statistics.fmean, (run.losses[:tenth], run.losses[-tenth:]))
         if not last < first:
             self._note(
                 f"the reference's loss did not fall: {first:.4g} at first, {last:.4g} at last; "
                 "gaps and update errors say little about such a run"
+            )
+
+    def _check_moved(self) -> None:
+        """Notes the parameters that the reference did not train. Raises ValueError if a run has
+        computed with the caller's model."""
+        self.problem.check_apart()
+        optimizer = self.problem.setup.optimizer
+        if optimizer and not any(group.get("lr", 1.0) for group in optimizer.param_groups):
+            self._note(
+                "the optimizer's learning rate is 0, so that nothing was trained: schedules, which "
+                "set it so for a warmup, make no steps here; pass the rate to train at"
+            )
+        elif unmoved := self.probes[-1].unmoved(self.problem.setup.model):
+            names = ", ".join(unmoved[:3]) + (", ..." if len(unmoved) > 3 else "")
+            self._note(
+                f"{len(unmoved)} parameters did not move in {self.problem.steps} steps, so that "
+                f"nothing is known of their training: {names}"
             )
 
     def _fit(self) -> None:
@@ -267,8 +279,7 @@ class PreflightRun:
             at = sorted({max(steps // 4, 1), steps}) if first else ()
             run, snapshots = train(self.problem, name, seed, prepare, snapshots=at, on_step=on_step)
         if first:
-            model, loss = self.problem.setup.model, self.problem.setup.loss
-            self._probes = [Probe(model, snapshot, loss) for snapshot in snapshots]
+            self._probes = [Probe(snapshot) for snapshot in snapshots]
             if not any(r.name == name and r.seed == seed for r in self.findings.runs):
                 self.findings.runs.append(run)
         return run

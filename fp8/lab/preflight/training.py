@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...common.copies import training_copy
 from ...common.mixin import check_module
 from ...common.step import (
     Batch,
@@ -22,9 +24,11 @@ from ...common.step import (
     call,
     copied,
     evaluating,
+    leaves,
     loss_value,
     seeded,
     tensors_within,
+    untouched,
     unwrapped,
     with_seed,
 )
@@ -103,12 +107,14 @@ def _as_setup(value: Any) -> Setup:
 
 @dataclass
 class Snapshot:
-    """The weights and second moments of a run at a step, by name, and the batch that comes next.
-    trained: the names of the parameters that the optimizer steps. beta2: the decay rate of second
-    moments. seen: the share of a mean square that they hold so far, 1 - beta2 ** steps."""
+    """Copies of the model and loss of a run after a step, the second moments by name, and the batch
+    that comes next. trained: the names of the parameters that the optimizer steps. beta2: the decay
+    rate of second moments. seen: the share of a mean square that they hold so far, 1 - beta2 **
+    steps."""
 
     step: int
-    weights: dict[str, Any]
+    model: nn.Module
+    loss: Loss | None
     second_moments: dict[str, Tensor]
     batch: Batch
     trained: frozenset[str]
@@ -141,6 +147,14 @@ class _Drawn:
         return _Drawn(setup, self.weights, self.sums[:count])
 
 
+class _Callers(NamedTuple):
+    """A parameter of the caller's model. had_grad: before the preflight."""
+
+    name: str
+    parameter: weakref.ref[Tensor]
+    had_grad: bool
+
+
 class Problem:
     """Gives every run of a seed the same weights and batches. A function is called once for each
     seed, as another call may return something else. A `Setup` is used for all seeds: seed 0 takes
@@ -151,6 +165,7 @@ class Problem:
         self.held_out = held_out
         self._source = source
         self._drawn: dict[int, _Drawn] = {}
+        self._callers: list[_Callers] = []
         self._draw(0)
 
     @property
@@ -187,7 +202,7 @@ class Problem:
                 "in memory that is written again, as runs are compared on the same batches"
             )
         setup = drawn.setup
-        model, optimizer, loss = copies(setup.model, setup.optimizer, setup.loss)
+        model, optimizer, loss = training_copy(setup.model, setup.optimizer, setup.loss)
         if optimizer is None:
             parameters = [p for p in model.parameters() if p.requires_grad]
             if not parameters:
@@ -208,11 +223,38 @@ class Problem:
             anew = callable(self._source)
             with seeded(seed):
                 value = with_seed(self._source, seed) if anew else self._source
-                setup = _own(_as_setup(value), anew)
+                given = _as_setup(value)
+                if not seed:
+                    self._note_callers(given.model)
+                setup = _own(given, anew)
                 batches, sums = self._take(setup.batches)
             weights = _checksum(setup.model.state_dict())
             self._drawn[seed] = _Drawn(replace(setup, batches=batches), weights, sums)
         return self._drawn[seed]
+
+    def _note_callers(self, model: nn.Module) -> None:
+        """Notes the parameters of the caller's model, which no run may read."""
+        for name, parameter in unwrapped(model).named_parameters():
+            had_grad = parameter.grad is not None
+            self._callers.append(_Callers(name, weakref.ref(parameter), had_grad))
+
+    def check_apart(self, loss: Tensor | None = None) -> None:
+        """Raises ValueError if a run has trained or changed the caller's model. loss: one whose
+        graph is read too."""
+        read = {id(node.variable) for node in leaves([] if loss is None else [loss])}
+        for name, parameter, had_grad in self._callers:
+            tensor = parameter()
+            if tensor is not None and (id(tensor) in read or (tensor.grad is not None) > had_grad):
+                raise ValueError(
+                    f"a copy of the model computes with {name} of the model itself, which is not "
+                    "trained: the model or the loss refers to it by a class attribute, a registry "
+                    "or a global of another file. Refer to it by an attribute of the module"
+                )
+        if _checksum(self.setup.model.state_dict()) != self._draw(0).weights:
+            raise ValueError(
+                "a run of a copy of the model has changed the model itself: the model or the loss "
+                "writes into it by a class attribute, a registry or a global of another file"
+            )
 
     def _take(self, batches: Iterable[Batch]) -> tuple[list[Batch], list[int]]:
         drawn, sums = list[Batch](), list[int]()
@@ -247,24 +289,11 @@ def _own(setup: Setup, anew: bool) -> Setup:
     setup = replace(setup, model=unwrapped(setup.model))
     converted = any(row.done == "converted" for row in report(setup.model))
     if anew or converted:
-        model, optimizer, loss = copies(setup.model, setup.optimizer, setup.loss)
+        model, optimizer, loss = training_copy(setup.model, setup.optimizer, setup.loss)
         setup = replace(setup, model=model, optimizer=optimizer, loss=loss)
     if converted:
         revert_layers(setup.model)
     return setup
-
-
-def copies(
-    model: nn.Module, optimizer: Optimizer | None, loss: Loss | None
-) -> tuple[nn.Module, Optimizer | None, Loss | None]:
-    """Copies; of the loss if it is a module. torch leaves the attributes of an optimizer's class
-    out of its copy, as an optimizer that it wraps."""
-    memo: dict[int, Any] = {}
-    own, made = copy.deepcopy((model, optimizer), memo)
-    for name, value in vars(optimizer).items() if optimizer is not None else ():
-        if not hasattr(made, name):
-            setattr(made, name, copy.deepcopy(value, memo))
-    return own, made, copy.deepcopy(loss, memo) if isinstance(loss, nn.Module) else loss
 
 
 def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
@@ -330,7 +359,7 @@ def train(
             loss.backward()
             optimizer.step()
             if step in snapshots:
-                taken.append(_snapshot(step, model, optimizer, start.batches[step % steps]))
+                taken.append(_snapshot(step, start, start.batches[step % steps]))
             if step in evaluated:
                 held.append(_evaluate(start))
             on_step()
@@ -341,16 +370,15 @@ def train(
 
 
 def _evaluate(start: _Start) -> float:
-    with evaluating(start.model), seeded(None):
+    parts = nn.ModuleList(x for x in (start.model, start.loss) if isinstance(x, nn.Module))
+    with evaluating(start.model), untouched(parts):
         losses = [loss_of(start.model, x, start.loss).detach() for x in start.held_out]
     return sum(map(float, losses)) / len(losses)
 
 
-def _snapshot(step: int, model: nn.Module, optimizer: Optimizer, batch: Batch) -> Snapshot:
-    weights = {
-        name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-        for name, value in model.state_dict().items()
-    }
+def _snapshot(step: int, start: _Start, batch: Batch) -> Snapshot:
+    model, optimizer = start.model, start.optimizer
+    copied_model, _, loss = training_copy(model, None, start.loss)
     groups = optimizer.param_groups
     stepped = {id(p) for group in groups for p in group["params"]}
     trained = {name: p for name, p in model.named_parameters() if id(p) in stepped}
@@ -359,7 +387,8 @@ def _snapshot(step: int, model: nn.Module, optimizer: Optimizer, batch: Batch) -
     beta2 = float(next((group["betas"][1] for group in groups if "betas" in group), 0.999))
     steps = max((float(state.get("step", 0)) for state in optimizer.state.values()), default=0.0)
     seen = 1 - beta2 ** max(steps, 1)
-    return Snapshot(step, weights, moments, batch, frozenset(trained), beta2, seen)
+    trained_names = frozenset(trained)
+    return Snapshot(step, copied_model, loss, moments, batch, trained_names, beta2, seen)
 
 
 def _second_moment(state: dict[str, Any], parameter: Tensor) -> Tensor | None:

@@ -13,29 +13,29 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ...common.step import Loss, call, copied, loss_value, scalars, untouched
+from ...common.copies import training_copy
+from ...common.step import call, copied, loss_value, scalars, untouched
 from ...recipes.policy import Policy
 from ...recipes.recipe import Recipe
 from ...surgery.convert import convert, revert_layers
 from ..stats import stats
 from ..trace import quiet
-from .training import Problem, Snapshot, copies, loss_of
+from .training import Problem, Snapshot, loss_of
 
 EPSILON = 1e-8
 """Added to sqrt(v): Adam's epsilon."""
 
 
 class Probe:
-    """Measures update errors at one snapshot, on a copy of the model, with the same random numbers
-    in all passes. Raises ValueError if the gradient is zero or not finite."""
+    """Measures update errors at one snapshot, with the same random numbers in all passes. Raises
+    ValueError if the gradient is zero or not finite."""
 
-    def __init__(self, model: nn.Module, snapshot: Snapshot, loss: Loss | None) -> None:
+    def __init__(self, snapshot: Snapshot) -> None:
         self.step = snapshot.step
         self.batch = snapshot.batch
-        self.model, _, self._loss = copies(model, None, loss)
+        self.model, self._loss = snapshot.model, snapshot.loss
         own = (self.model, self._loss)
         self._modules = nn.ModuleList(x for x in own if isinstance(x, nn.Module))
-        self.model.load_state_dict(snapshot.weights)
         self.model.train()
         names = {id(p): name for name, p in self.model.named_parameters()}
         self._leaves = [
@@ -43,7 +43,8 @@ class Probe:
             for p in self.model.parameters()
             if p.requires_grad and names[id(p)] in snapshot.trained
         ]
-        self._moments = [snapshot.second_moments.get(names[id(p)]) for p in self._leaves]
+        self._trained = [names[id(p)] for p in self._leaves]
+        self._moments = [snapshot.second_moments.get(name) for name in self._trained]
         self._new = 1 - snapshot.beta2
         self._reference = self._gradients()
         self._complete(snapshot.seen)
@@ -66,6 +67,11 @@ class Probe:
             for q, g, v in zip(gradients, self._reference, self._moments, strict=True)
         )
         return math.sqrt(noise / self._norm) if math.isfinite(noise) else math.inf
+
+    def unmoved(self, model: nn.Module) -> list[str]:
+        """The names of the parameters that were stepped and are as in ``model``."""
+        named, before = dict(self.model.named_parameters()), dict(model.named_parameters())
+        return [name for name in self._trained if torch.equal(named[name], before[name])]
 
     @property
     def in_steps(self) -> bool:
@@ -98,7 +104,7 @@ class Probe:
 def check_reference(problem: Problem) -> list[str]:
     """Raises ValueError if a step of the model casts operands: the candidates are compared with it.
     Returns notes: that its output has several losses, of which the runs minimize one."""
-    model, _, loss = copies(problem.setup.model, None, problem.setup.loss)
+    model, _, loss = training_copy(problem.setup.model, None, problem.setup.loss)
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     if any(torch.is_autocast_enabled(kind) for kind in {p.device.type for p in trained}):
@@ -111,6 +117,7 @@ def check_reference(problem: Problem) -> list[str]:
         output = call(model, copied(problem.batch))
         value = loss_value(output, loss)
         if value is not None and value.requires_grad and trained:
+            problem.check_apart(value)
             torch.autograd.grad(value, trained, allow_unused=True)
     if rows := casts.rows():
         listed = ", ".join(f"the {r.operand} of {r.layer} to {r.format}" for r in rows[:3])

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import unit_scaling as uu
+from fp8.common.copies import deep_copy
 from tests.transforms.models import Net
 from unit_scaling.transforms import compile, simulate_fp8, unit_scale
-from unit_scaling.transforms.record.copies import deep_copy
 
 
 def block(how: str) -> nn.Module:

@@ -3,6 +3,7 @@
 import copy
 import math
 from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from fp8.lab.preflight.findings import Candidate, Findings
 from fp8.lab.preflight.paired_runs import REFERENCE, Budget, OutOfTime
 from fp8.lab.preflight.preflight import Preflight, PreflightError
 from fp8.lab.preflight.search import finalists, recommended
-from fp8.lab.preflight.training import Setup
+from fp8.lab.preflight.training import Problem, Setup, train
+from fp8.lab.preflight.update_error import Probe, check_reference
 from unit_scaling.transforms import simulate_fp8
 
 from .problems import Classifier, batches, setup
@@ -293,6 +295,71 @@ def test_a_loss_that_does_not_fall_and_batches_that_run_out_are_noted():
     assert any("did not fall" in note for note in notes)
     assert any("learning rate is 0" in note for note in notes)
     assert any("no second moments" in note for note in notes)
+
+
+class Held(Classifier):
+    """Calls one of its blocks by a function, as minGPT does; or by what no copy can find."""
+
+    registry: ClassVar[dict[str, nn.Module]] = {}
+
+    def __init__(self, how):
+        super().__init__()
+        block = self.blocks[0]
+        self.registry["block"] = block
+        self.run = {"closure": lambda x: block(x), "registry": None}[how]
+
+    def forward(self, x, y):
+        x = self.first(x)
+        run = self.run or self.registry["block"]
+        return nn.functional.cross_entropy(self.head(x + run(x).relu()), y)
+
+
+def test_a_function_of_a_block_trains_and_casts_that_of_the_copy():
+    """A block that the model does not call is noted: it did not move."""
+    model = Held("closure")
+    problem = Problem(Setup(model, batches(20)), 12, 2)
+    _, (snapshot,) = train(problem, "x", snapshots=(12,))
+    probe = Probe(snapshot)
+    assert probe(fp8.Policy(None, rules=[("blocks.0", None, "mxfp4")])) > 0.01
+    assert probe.unmoved(model) == ["blocks.1.weight", "blocks.1.bias"]
+    notes = fp8.preflight(model, batches(20), **ONE).findings.notes
+    assert any("2 parameters did not move in 12 steps" in note for note in notes)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_copy_that_computes_with_the_caller_s_model_is_refused(as_function):
+    made = Held("registry"), batches(20)
+    arguments = ((lambda: made),) if as_function else made
+    with pytest.raises(PreflightError, match=r"computes with blocks.0.(weight|bias) of the model"):
+        fp8.preflight(*arguments, **ONE)
+
+
+def test_a_model_that_counts_its_calls_counts_those_of_its_training_alone():
+    """Neither held-out losses nor update errors advance it, nor what it keeps in a list."""
+
+    class Counting(Classifier):
+        calls = 0
+
+        def __init__(self):
+            super().__init__()
+            self.losses = []
+
+        def forward(self, x, y):
+            self.calls += 1
+            self.losses.append(float((loss := super().forward(x, y)).detach()))
+            return loss * (1 + self.calls)
+
+    model = Counting()
+    problem = Problem(Setup(model, batches(20)), 12, 4)
+    check_reference(problem)
+    run, (snapshot,) = train(problem, "x", snapshots=(12,))
+    assert (model.calls, snapshot.model.calls, len(snapshot.model.losses)) == (0, 12, 12)
+    for number, loss in enumerate(run.losses, 1):
+        assert loss == pytest.approx((1 + number) * snapshot.model.losses[number - 1])
+    probe = Probe(snapshot)
+    assert probe("row") == probe("row")
+    assert probe.model.calls == 12
 
 
 def test_several_losses_are_noted():

@@ -233,7 +233,7 @@ def test_snapshots_hold_weights_moments_and_the_next_batch():
     made = by_hand_at(2)
     assert first.step == 2
     for name, parameter in made.model.named_parameters():
-        assert torch.equal(first.weights[name], parameter)
+        assert torch.equal(first.model.get_parameter(name), parameter)
         moment = made.optimizer.state[parameter]["exp_avg_sq"]
         assert torch.equal(first.second_moments[name], moment)
     assert torch.equal(first.batch[0], made.batches[2][0])
