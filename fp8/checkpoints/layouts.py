@@ -8,7 +8,8 @@ The names, dtypes and shapes are those that compressed-tensors 0.20 (``compresso
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -166,6 +167,10 @@ those of `LAYOUTS`, and those that torchao's ``flatten_tensor_state_dict`` write
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
+_GROUPS = {torch.float8_e8m0fnu: 32, torch.float8_e4m3fn: 16}
+"""The dtype of scales -> the values of a row that share one, where no configuration says it: by the
+definitions of MX (OCP Microscaling Formats 1.0, section 5.3) and of NVFP4."""
+
 
 def names_in(state: Mapping[str, Tensor], weight: str, targets: Collection[str]) -> dict[str, str]:
     """The names in a checkpoint of the parts of a weight, by the keys of `NAMES`; {} without
@@ -181,15 +186,48 @@ def names_in(state: Mapping[str, Tensor], weight: str, targets: Collection[str])
     return names if "values" in names else {}
 
 
+def tile_in(config: Mapping[str, Any], path: str, kind: type[nn.Module]) -> Tile | None:
+    """The values of a weight that share a scale by a quantization_config; None if it does not say.
+    path, kind: of the layer. Of several groups, the one that compressed-tensors takes."""
+    tiles: dict[int, set[Tile | None]] = {}
+    for group in (config.get("config_groups") or {}).values():
+        rank = min(_rank(target, path, kind) for target in group["targets"])
+        if group.get("weights"):
+            tiles.setdefault(rank, set()).add(_tile_by(group["weights"]))
+    nearest = tiles[min(tiles)] if tiles else set()
+    return nearest.pop() if len(nearest) == 1 else _tile_by(config)
+
+
+def _rank(target: str, path: str, kind: type[nn.Module]) -> int:
+    """How closely a target is a layer: by name, by pattern, by class, not at all."""
+    if target.startswith("re:"):
+        return 1 if re.match(target.removeprefix("re:"), path) else 3
+    if target == path:
+        return 0
+    return 2 if target in [base.__name__ for base in kind.__mro__] else 3
+
+
+def _tile_by(settings: Mapping[str, Any]) -> Tile | None:
+    """By a quantization_config, or by the arguments of weights in a group of it."""
+    block = settings.get("weight_block_size") or settings.get("block_structure")
+    if block:
+        return int(block[0]), int(block[1])
+    if settings.get("group_size"):
+        return 1, max(settings["group_size"], 0)  # -1: all of a row
+    return {"channel": (1, 0), "tensor": (0, 0)}.get(settings.get("strategy", ""))
+
+
 def memory_of(
-    weight: str, values: Tensor, scale: Tensor | None, divisor: Tensor | None, device: torch.device
+    weight: str, tensors: Mapping[str, Tensor], tile: Tile | None, device: torch.device
 ) -> Memory:
     """A weight as FP8 values and float32 scales, without rounding. e2m1 values become e4m3.
 
-    weight: its name, for errors. values: e4m3, e5m2, or packed e2m1 in uint8. scale: of the
-    tensor, of each row or of each block; bytes are biased exponents. divisor: of the scales.
-    Raises ValueError for another dtype, and scales that fit no tiles of powers of two.
+    weight: its name, for errors. tensors: by the keys of `NAMES`; values in e4m3, e5m2, or packed
+    e2m1 in uint8; scales of the tensor, of each row or of each block; bytes are biased exponents.
+    tile: the values that share a scale; None: as the shapes say. Raises ValueError for another
+    dtype, and for scales that do not have the tile or, without one, admit several.
     """
+    values, scale = tensors["values"], tensors["scale"]
     if values.dtype == torch.uint8:
         codes = torch.stack([values & 15, values >> 4], -1).flatten(-2)
         magnitudes = values.new_tensor(_E2M1, dtype=torch.float32)[(codes & 7).long()]
@@ -197,32 +235,51 @@ def memory_of(
     formats = {FORMATS[name].dtype: name for name in ("e4m3", "e5m2")}
     if values.dtype not in formats:
         raise ValueError(f"{weight} is stored in {values.dtype}; load reads e4m3, e5m2 and e2m1")
-    scale = torch.ones(()) if scale is None else scale
     if scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
-    scale = scale.float() if divisor is None else scale.float() / divisor.float()
-    tile = None
+    group, scale = _GROUPS.get(scale.dtype), scale.float()
+    if "divisor" in tensors:
+        scale = scale / tensors["divisor"].float()
     if scale.numel() == 1:
-        scale = scale.reshape(())
-    else:
-        if scale.shape == values.shape[:1]:
-            scale = scale.reshape(-1, *[1] * (values.dim() - 1))
-        tile = _tile_of(weight, values.shape, scale.shape)
+        scale = scale.reshape([1] * values.dim())
+    elif scale.shape == values.shape[:1]:
+        scale = scale.reshape(-1, *[1] * (values.dim() - 1))
+    if scale.numel() > 1 or (values.dim() > 1 and any(tile or ())):
+        tile = _tile_of(weight, values.shape, scale.shape, tile, group)
+    if scale.numel() == 1:
+        scale, tile = scale.reshape(()), None
     return Memory(values.to(device), scale.to(device), formats[values.dtype], tile)
 
 
-def _tile_of(weight: str, shape: Sequence[int], grid: Sequence[int]) -> Tile:
-    """The tile of a grid of scales. A number of tiles above 1 fits one power of two at most."""
-    tile: list[int] = []
-    for n, count in zip(shape[-2:], grid[-2:], strict=False):
-        sizes = [n] if count == 1 else [1 << k for k in range(n.bit_length())]
-        tile += [by for by in sizes if -(-n // by) == count]
-    if len(tile) != 2 or [*shape[:-2]] != [*grid[:-2]]:
-        raise ValueError(
-            f"{weight} of shape {tuple(shape)} has scales of shape {tuple(grid)}: load reads one "
-            "for the tensor, for each row, and for each block whose sizes are powers of two"
-        )
-    return tile[0], tile[1]
+def _tile_of(
+    weight: str, shape: torch.Size, grid: torch.Size, tile: Tile | None, group: int | None
+) -> Tile:
+    """The tile of a grid of scales. group: the values of a row that share a scale of this dtype."""
+    rows, columns = tile or (None, None)
+    if len(grid) == len(shape) > 1 and grid[:-2] == shape[:-2]:
+        if tile is None and group and (grid[-2], grid[-1] * group) == shape[-2:]:
+            rows, columns = 1, group
+        down, along = _size(shape[-2], grid[-2], rows), _size(shape[-1], grid[-1], columns)
+        if down and along:
+            return down, along
+    why = "which fit no block size, or several"
+    if tile is not None:
+        why = f"not one for each block of {tile[0] or 'all'} x {tile[1] or 'all'}"
+    raise ValueError(
+        f"{weight} of shape {tuple(shape)} has scales of shape {tuple(grid)}, {why}: pass config=, "
+        'the quantization_config of the file, such as {"weight_block_size": [128, 128]}'
+    )
+
+
+def _size(n: int, count: int, by: int | None) -> int | None:
+    """The size of blocks, the last one full or not, of which ``count`` are ``n`` values: ``by`` (0:
+    all), or without it the only one; None if there is none."""
+    if by is not None:
+        size = min(by or n, n)
+        return size if n and -(-n // size) == count else None
+    least = -(-n // max(count, 1))
+    most = n if count == 1 else -(-n // (count - 1)) - 1
+    return least if least == most else None
 
 
 def configuration(layers: dict[str, nn.Module], ignore: list[str]) -> dict[str, Any]:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..common.dtensor import is_dtensor
 from ..common.libraries import need
-from ..common.mixin import check_module
+from ..common.mixin import bare_class, check_module
 from ..common.step import unwrapped
 from ..levels.weights import copied_parameter, replace, scaled_parameter
+from ..recipes.scaling import Tile
 from ..selection.policies import bare_name
 from ..surgery.convert import check_ready
 from ..tensors.scaled_tensor import DTYPES, ScaledTensor
-from .layouts import memory_of, names_in
-from .weights import state_of
+from .layouts import NAMES, memory_of, names_in, tile_in
+from .weights import extra_of, state_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -35,30 +36,55 @@ OF_ACTIVATIONS = (
 compute their own."""
 
 
-def load(model: M, source: Source, *, frozen: bool = True) -> M:
+class Checkpoint(NamedTuple):
+    """What a source has. config: the quantization_config, if any. tied: other name -> name. tiles:
+    name of values -> their tile, of tensors that know it. unscaled: as in `load`."""
+
+    tensors: dict[str, Tensor]
+    config: Mapping[str, Any]
+    tied: Mapping[str, str] = {}
+    tiles: Mapping[str, Tile] = {}
+    unscaled: bool = False
+
+
+def load(
+    model: M,
+    source: Source,
+    *,
+    frozen: bool = True,
+    config: Mapping[str, Any] | None = None,
+    unscaled: bool = False,
+) -> M:
     """Loads a checkpoint in low precision into ``model``, in place.
 
     Reads what `fp8.export` writes, and the files of model hubs (docs/fine-tuning.md lists their
     layouts). A weight is ``values * scale`` in float32, rounded once to the dtype of its parameter.
-    Scales of activations are left in the file. Names are those of the model's state_dict; of tied
-    names one is enough.
+    Which values share a scale is what the configuration of the file says; what it does not say
+    follows from the shapes, if they admit one answer. Scales of activations are left in the file.
+    Names are those of the model's state_dict; of tied names one is enough.
 
     Args:
         model: plain or converted, changed in place. Parameters on the meta device get the memory of
             the file.
         source: a safetensors file; a folder with ``model.safetensors`` or its index; or a
-            state_dict, whose tensors are copied.
+            state_dict, whose tensors are copied. The folder's config.json or fp8.json has the
+            quantization_config.
         frozen: True makes each weight in low precision a `ScaledTensor` with the values and scales
             of the file, one byte a value, which does not require a gradient, as by
             `fp8.store_frozen`: add adapters and make optimizers after it. False gives all
             parameters in high precision, in the dtypes that they have.
+        config: a quantization_config, which replaces that of the folder.
+        unscaled: whether FP8 values without a scale are the numbers themselves, as of
+            ``weight.to(torch.float8_e4m3fn)``.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: for missing and unexpected names, another shape, weights stored otherwise than
-            in FP8 or FP4, unlike tensors of tied names, and shards. Nothing has changed then.
+        ValueError: for missing and unexpected names, missing scales, scales that do not have the
+            configured blocks or fit several, another shape, weights stored otherwise than in FP8 or
+            FP4, unlike tensors of tied names, shards, and weights of the plain model for one whose
+            state_dict marks them as transformed. Nothing has changed then.
         TypeError: if ``model`` is not a module or ``source`` neither a path nor a state_dict.
         ImportError: for files without safetensors.
 
@@ -72,19 +98,22 @@ def load(model: M, source: Source, *, frozen: bool = True) -> M:
     """
     check_module("load", model)
     check_ready(model)
-    checkpoint, tied = _read(source)
+    checkpoint = _read(source, config)._replace(unscaled=unscaled)
+    tensors, tied = checkpoint.tensors, checkpoint.tied
     inner = unwrapped(model)
     targets = {name: target for name, (_, target) in state_of(inner).items()}
-    read = partial(names_in, checkpoint, targets=targets)
+    read = partial(names_in, tensors, targets=targets)
     names = {name: parts for name in targets if (parts := read(name) or read(tied.get(name, "")))}
-    _check(inner, targets, names, checkpoint)
+    modules = {bare_name(path): module for path, module in inner.named_modules()}
+    extra = extra_of(inner)
+    _check(inner, targets, names, tensors, extra)
     new: dict[Tensor, Tensor] = {}
-    state: dict[str, Tensor] = {}
+    state = {name: tensors[name] for name in extra if name in tensors}
     for name, parts in names.items():
         target = targets[name]
         if target not in new:
-            tensors = {part: checkpoint[key] for part, key in parts.items()}
-            value = _value(name, tensors, target, frozen)
+            layer = modules[name.rpartition(".")[0]]
+            value = _value(name, parts, checkpoint, layer, target, frozen)
             if isinstance(value, ScaledTensor) or target.is_meta:
                 new[target] = value
             else:
@@ -95,66 +124,82 @@ def load(model: M, source: Source, *, frozen: bool = True) -> M:
     return model
 
 
-def _read(source: Source) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a checkpoint, and its ties: other name -> name."""
+def _read(source: Source, config: Mapping[str, Any] | None) -> Checkpoint:
     if isinstance(source, Mapping):
-        return _parts_of(source), {}
+        return _parts_of(source, config or {})
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"load reads a path or a state_dict, not a {type(source).__name__}")
-    path, tied = Path(source), {}
+    path = Path(source)
+    folder = path if path.is_dir() else path.parent
     files = [path]
     if path.is_dir():
-        index, about = path / "model.safetensors.index.json", path / "fp8.json"
+        index = path / "model.safetensors.index.json"
         files = [path / "model.safetensors"]
         if index.exists():
             shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             files = [path / shard for shard in sorted(set(shards))]
-        if about.exists():
-            tied = json.loads(about.read_text(encoding="utf-8"))["tied"]
     if absent := [file for file in files if not file.is_file()]:
         raise ValueError(f"load found no file {absent[0]}")
+    about: dict[str, Any] = {}
+    for file in (folder / "config.json", folder / "fp8.json"):
+        if file.exists():
+            about |= json.loads(file.read_text(encoding="utf-8"))
+    if config is None:
+        config = about.get("quantization_config")
     load_file = need("safetensors").load_file
-    return {name: t for file in files for name, t in load_file(file).items()}, tied
+    tensors = {name: t for file in files for name, t in load_file(file).items()}
+    return Checkpoint(tensors, config or {}, about.get("tied", {}))
 
 
-def _parts_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _parts_of(state: Mapping[str, Any], config: Mapping[str, Any]) -> Checkpoint:
     """Copies of the plain tensors that a state_dict consists of, under their names in files."""
     parts: dict[str, Tensor] = {}
+    tiles: dict[str, Tile] = {}
     for name, x in state.items():
         path, dot, last = name.rpartition(".")
         if isinstance(x, ScaledTensor):
             if x.scale is not None and x.is_whole() and x.stored.itemsize == 1:
                 parts |= {name: x.stored, f"{name}_scale": x.scale}
+                tiles[name] = x.memory.tile or (0, 0)
             else:
                 parts[name] = x.dequantize()
         elif type(x).__name__ == "Float8Tensor":  # torchao's
             stem = f"{path}{dot}_{last}"
             parts |= {f"{stem}_qdata": x.qdata, f"{stem}_scale": x.scale}
+            if x.scale.numel() > 1:
+                tiles[f"{stem}_qdata"] = (x.block_size[-2], x.block_size[-1])
         elif type(x) in (Tensor, nn.Parameter):
             parts[name] = x
         elif isinstance(x, Tensor):
             kind = type(x).__name__
             raise ValueError(f"{name} is a {kind}, which load cannot read: dequantize it before")
-    return {name: x.detach().clone() for name, x in parts.items()}
+    copies = {name: x.detach().clone() for name, x in parts.items()}
+    return Checkpoint(copies, config, tiles=tiles)
 
 
 def _check(
     model: nn.Module,
     targets: Mapping[str, Tensor],
     names: Mapping[str, Mapping[str, str]],
-    checkpoint: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    extra: Collection[str],
 ) -> None:
     """Raises the ValueErrors of `load` that concern names, ties, shards and meta buffers."""
     first: dict[int, str] = {}
     for name, parts in names.items():
         other = first.setdefault(id(targets[name]), name)
-        tensors = (checkpoint[key].float() for key in (parts["values"], names[other]["values"]))
-        if other != name and not torch.equal(*tensors):
-            raise ValueError(f"{other} and {name} are one parameter, with unlike tensors here")
-    known = {*OF_ACTIVATIONS, *(key for parts in names.values() for key in parts.values())}
+        for part in NAMES if other != name else ():
+            pair = [tensors[p[part]].float() for p in (parts, names[other]) if part in p]
+            if len(pair) == 1 or (pair and not torch.equal(*pair)):
+                raise ValueError(f"{other} and {name} are one parameter, with unlike tensors here")
+    # Weights in low precision replace parameters and do not pass through `load_state_dict`. A model
+    # whose weights a transform has changed has an entry there that makes it refuse others.
+    marks = {name for name in extra if not name.endswith("_extra_state")}
+    known = {*OF_ACTIVATIONS, *extra, *(key for parts in names.values() for key in parts.values())}
+    missing = [name for name, target in targets.items() if id(target) not in first]
     differ = {
-        "missing": [name for name, target in targets.items() if id(target) not in first],
-        "unexpected": [k for k in checkpoint if not {k, k.rpartition(".")[2]} & known],
+        "missing": missing + sorted(marks - tensors.keys()),
+        "unexpected": [k for k in tensors if not {k, k.rpartition(".")[2]} & known],
     }
     if text := "; ".join(f"{what}: {', '.join(keys)}" for what, keys in differ.items() if keys):
         kind = type(model).__name__
@@ -166,13 +211,28 @@ def _check(
             raise ValueError(f"{name} is on the meta device and in no checkpoint: give it memory")
 
 
-def _value(name: str, tensors: Mapping[str, Tensor], target: Tensor, frozen: bool) -> Tensor:
-    """What takes the place of ``target``, or is copied to it. tensors: by the keys of `NAMES`."""
-    values, scale = tensors["values"], tensors.get("scale")
+def _value(
+    name: str,
+    parts: Mapping[str, str],
+    checkpoint: Checkpoint,
+    layer: nn.Module,
+    target: Tensor,
+    frozen: bool,
+) -> Tensor:
+    """What takes the place of ``target``, or is copied to it. layer: the module that has it."""
+    tensors = {part: checkpoint.tensors[key] for part, key in parts.items()}
+    values = tensors["values"]
     device = values.device if target.is_meta else target.device
     value: Any = values
-    if scale is not None or (values.dtype.itemsize == 1 and target.is_floating_point()):
-        memory = memory_of(name, values, scale, tensors.get("divisor"), device)
+    low = values.itemsize == 1 or not values.is_floating_point()
+    low = low and target.is_floating_point() and values.dtype != target.dtype
+    if low or "scale" in tensors:
+        if checkpoint.unscaled and values.is_floating_point():
+            tensors.setdefault("scale", torch.ones(()))
+        _need_scales(name, tensors, checkpoint.config.get("quant_method"))
+        by_config = tile_in(checkpoint.config, name.rpartition(".")[0], bare_class(layer))
+        tile = checkpoint.tiles.get(parts["values"], by_config)
+        memory = memory_of(name, tensors, tile, device)
         value = ScaledTensor(memory, torch.float32)
     if value.shape != target.shape:
         file, in_model = tuple(value.shape), tuple(target.shape)
@@ -184,3 +244,18 @@ def _value(name: str, tensors: Mapping[str, Tensor], target: Tensor, frozen: boo
             raise ValueError(f"{name} of {target.dtype} cannot be frozen in FP8: pass frozen=False")
         value = value.dequantize(target.dtype)
     return copied_parameter(target, value.to(target.dtype)) if target.is_meta else value
+
+
+def _need_scales(name: str, tensors: Mapping[str, Tensor], method: str | None) -> None:
+    """Raises ValueError for values without a scale: with 1, weights are 100 times too large."""
+    # NVFP4 has two levels: scales in e4m3, and one for the tensor.
+    two = "scale" in tensors and tensors["scale"].dtype == torch.float8_e4m3fn
+    part = "divisor" if two else "scale"
+    if part not in tensors:
+        path, dot, last = name.rpartition(".")
+        sought = ", ".join(path + dot + form.format(last) for form in NAMES[part])
+        raise ValueError(
+            f"{name} is stored in {tensors['values'].dtype} without a scale: the checkpoint "
+            f"(quant_method {method!r}) has none of {sought}. unscaled=True takes FP8 values as "
+            "the numbers themselves"
+        )

@@ -194,6 +194,12 @@ def state_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
+def extra_of(model: nn.Module) -> list[str]:
+    """The names in the state_dict that are those of no parameter or buffer."""
+    named = {bare_name(name) for name in _named(model)}
+    return [name for name in map(bare_name, model.state_dict()) if name not in named]
+
+
 def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:
     """What transforms removed from the model: id of a parameter or buffer -> the factor it lacks;
     layer -> the ratio of its input, as it is cast, to the input in the plain model."""

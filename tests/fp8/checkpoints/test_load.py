@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fp8
 from tests.fp8.checkpoints.reading import same
+from unit_scaling.transforms import unit_scale
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -186,7 +187,8 @@ def test_compressed_tensors(scheme, dtype, tmp_path):
 
     model = net(0, dtype)
     groups = {scheme: ["first", "second"]}
-    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["head"]))
+    config = QuantizationConfig(config_groups=groups, ignore=["head"])
+    apply_quantization_config(model, config)
     layers = [model.first, model.second]
     for layer in layers:
         args = layer.quantization_scheme.weights
@@ -203,6 +205,8 @@ def test_compressed_tensors(scheme, dtype, tmp_path):
     checkpoint = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     del checkpoint["head.weight"]
     safetensors.save_file(checkpoint, tmp_path / "model.safetensors")
+    about = {"quantization_config": json.loads(config.model_dump_json())}
+    (tmp_path / "config.json").write_text(json.dumps(about))
     ours = [fp8.load(net(1, dtype), tmp_path, frozen=frozen) for frozen in (True, False)]
     for name, layer in zip(LAYERS, layers, strict=True):
         decompress_module(layer)
@@ -228,13 +232,14 @@ def test_blocks_of_transformers(dtype):
             self.gate_up_proj = nn.Parameter(torch.empty(3, 256, 384, dtype=torch.bfloat16))
 
     checkpoint = {"gate_up_proj": values, "gate_up_proj_scale_inv": scales}
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     for frozen in (True, False):
-        experts = fp8.load(Experts(), checkpoint, frozen=frozen)
+        experts = fp8.load(Experts(), checkpoint, frozen=frozen, config=config)
         for i in range(3):
             want = oracle._dequantize_one(values[i], scales[i], torch.bfloat16)
             assert torch.equal(experts.gate_up_proj.detach()[i], want)
     layer = nn.Sequential(nn.Linear(384, 256, bias=False))
-    fp8.load(layer, {"0.weight": values[0], "0.weight_scale_inv": scales[0]})
+    fp8.load(layer, {"0.weight": values[0], "0.weight_scale_inv": scales[0]}, config=config)
     want = oracle._dequantize_one(values[0], scales[0], torch.float32)
     assert torch.equal(layer[0].weight.dequantize(), want)
 
@@ -243,7 +248,8 @@ def test_a_block_that_is_not_full():
     """576 rows of DeepSeek-V3's kv_a_proj: four blocks and a half."""
     values, scales = torch.ones(576, 64).to(torch.float8_e4m3fn), torch.arange(1.0, 6.0)[:, None]
     layer = nn.Sequential(nn.Linear(64, 576, bias=False))
-    fp8.load(layer, {"0.weight": values, "0.weight_scale_inv": scales})
+    config = {"weight_block_size": [128, 128]}
+    fp8.load(layer, {"0.weight": values, "0.weight_scale_inv": scales}, config=config)
     want = torch.arange(576) // 128 + 1.0
     assert torch.equal(layer[0].weight.dequantize(), want[:, None].expand(-1, 64))
 
@@ -386,6 +392,15 @@ UNREADABLE = [
     ({"first.weight_scale": torch.ones(2)}, r"has scales of shape \(2,\)"),
     ({"first.weight": torch.ones(128, 256).to(torch.int8)}, "is stored in torch.int8"),
     ({"head.weight": torch.ones(32, 64)}, "embed.weight and head.weight are one parameter"),
+    (
+        {
+            **dict.fromkeys(("embed.weight", "head.weight"), torch.ones(32, 64).to(FP8.dtype)),
+            "embed.weight_scale": torch.ones(1),
+            "head.weight_scale": torch.full((1,), 2.0),
+        },
+        "embed.weight and head.weight are one parameter",
+    ),
+    ({"first.weight_scale": None}, "first.weight is stored in torch.float8_e4m3fn without a scale"),
 ]
 
 
@@ -415,6 +430,65 @@ def test_refused_by_name(tmp_path):
     assert not isinstance(model.first.weight, fp8.ScaledTensor)
 
 
+def transformed(how: str) -> Any:
+    """A model that `unit_scale` has transformed, before or after the call that sets its factors."""
+    model = net(1)
+    model = fp8.convert(model, "unit") if "converted" in how else model
+    model = unit_scale(model, init="preserve" if "preserve" in how else "unit")
+    if "run" in how:
+        model(X)
+    return torch.compile(model) if "compiled" in how else model
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("how", ["new", "run", "run, converted", "run, compiled"])
+def test_a_transformed_model_refuses_plain_weights(how, frozen, tmp_path):
+    """Its own weights are others: the entry of its state_dict that says so is missing. With the
+    entry, they load, and it computes as before. Nothing of it is known to `fp8`."""
+    exported("row", tmp_path)
+    model = transformed(how)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"missing: .*unit_scaled_load_into_unit_scale"):
+        fp8.load(model, tmp_path, frozen=frozen)
+    with pytest.raises(ValueError, match=r"missing: .*unit_scaled_load_into_unit_scale"):
+        fp8.load(model, net(2).state_dict(), frozen=frozen)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    own = transformed("run")
+    again = fp8.load(transformed("new"), own.state_dict(), frozen=frozen)
+    assert torch.equal(again(X), own(X))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("how", ["preserve", "preserve, run", "preserve, run, compiled"])
+def test_a_transform_that_keeps_weights_takes_plain_ones(how, frozen, tmp_path):
+    exported("row", tmp_path)
+    model = fp8.load(transformed(how), tmp_path, frozen=frozen)
+    torch.testing.assert_close(model(X), fp8.load(net(2), tmp_path, frozen=False)(X))
+
+
+def test_an_entry_beside_parameters_marks_a_model():
+    """Any module's: one that refuses a strict `load_state_dict` without it."""
+
+    class Marked(nn.Linear):
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "weights_are_times_two"] = torch.tensor(1)
+
+        def get_extra_state(self) -> Any:
+            return torch.tensor(2)
+
+        def set_extra_state(self, state: Any) -> None:
+            self.seen = state
+
+    values = {"0.weight": torch.ones(2, 4).to(torch.float8_e4m3fn), "0.weight_scale": torch.ones(1)}
+    model = nn.Sequential(Marked(4, 2, bias=False))
+    with pytest.raises(ValueError, match=r"missing: 0\.weights_are_times_two$"):
+        fp8.load(model, values)
+    fp8.load(model, values | {"0.weights_are_times_two": torch.tensor(1)})
+    fp8.load(model, {**model.state_dict(), "0._extra_state": torch.tensor(3)})
+    assert model[0].seen == 3
+
+
 def test_a_parameter_named_as_a_scale_is_a_parameter():
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -429,7 +503,7 @@ def test_values_without_scales_exponents_and_scales_of_activations():
     """The last are left in the file."""
     layer = nn.Sequential(nn.Linear(4, 2, bias=False))
     values = torch.tensor([[1.0, -2, 0.5, 448], [0, 3, 4, 5]]).to(torch.float8_e5m2)
-    fp8.load(layer, {"0.weight": values})
+    fp8.load(layer, {"0.weight": values}, unscaled=True)
     assert torch.equal(layer[0].weight.dequantize(), values.float())
     one = torch.ones(2, 4).to(torch.float8_e4m3fn)
     bits = torch.tensor([[0], [255]], dtype=torch.uint8)
