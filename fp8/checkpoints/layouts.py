@@ -186,29 +186,26 @@ def names_in(state: Mapping[str, Tensor], weight: str, targets: Collection[str])
     return names if "values" in names else {}
 
 
-def tile_in(config: Mapping[str, Any], path: str, kind: type[nn.Module]) -> Tile | None:
-    """The values of a weight that share a scale by a quantization_config; None if it does not say.
-    path, kind: of the layer. Of several groups, the one that compressed-tensors takes."""
-    tiles: dict[int, set[Tile | None]] = {}
+def targets_in(config: Mapping[str, Any]) -> dict[str, Tile | None]:
+    """By a quantization_config: a target of compressed-tensors, which is the name of a layer, "re:"
+    and a pattern, or a class -> the values of a weight that share a scale, if it says so."""
+    tiles: dict[str, Tile | None] = {}
     for group in (config.get("config_groups") or {}).values():
-        rank = min(_rank(target, path, kind) for target in group["targets"])
         if group.get("weights"):
-            tiles.setdefault(rank, set()).add(_tile_by(group["weights"]))
-    nearest = tiles[min(tiles)] if tiles else set()
-    return nearest.pop() if len(nearest) == 1 else _tile_by(config)
+            tiles |= dict.fromkeys(group["targets"], _tile_by(group["weights"]))
+    return tiles or {"re:": _tile_by(config)}
 
 
-def _rank(target: str, path: str, kind: type[nn.Module]) -> int:
-    """How closely a target is a layer: by name, by pattern, by class, not at all."""
-    if target.startswith("re:"):
-        return 1 if re.match(target.removeprefix("re:"), path) else 3
-    if target == path:
-        return 0
-    return 2 if target in [base.__name__ for base in kind.__mro__] else 3
+def tile_in(targets: Mapping[str, Tile | None], path: str, kind: type[nn.Module]) -> Tile | None:
+    """The tile of a layer by `targets_in`, with names before patterns before classes."""
+    patterns = (t for t in targets if t.startswith("re:") and re.match(t.removeprefix("re:"), path))
+    classes = (base.__name__ for base in kind.__mro__ if base.__name__ in targets)
+    target = path if path in targets else next(patterns, None) or next(classes, None)
+    return targets.get(target or "")
 
 
 def _tile_by(settings: Mapping[str, Any]) -> Tile | None:
-    """By a quantization_config, or by the arguments of weights in a group of it."""
+    """Of a quantization_config, or of the arguments of weights in a group of it."""
     block = settings.get("weight_block_size") or settings.get("block_structure")
     if block:
         return int(block[0]), int(block[1])

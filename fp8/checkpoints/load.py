@@ -21,7 +21,7 @@ from ..recipes.scaling import Tile
 from ..selection.policies import bare_name
 from ..surgery.convert import check_ready
 from ..tensors.scaled_tensor import DTYPES, ScaledTensor
-from .layouts import NAMES, memory_of, names_in, tile_in
+from .layouts import NAMES, memory_of, names_in, targets_in, tile_in
 from .weights import extra_of, state_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -37,13 +37,15 @@ compute their own."""
 
 
 class Checkpoint(NamedTuple):
-    """What a source has. config: the quantization_config, if any. tied: other name -> name. tiles:
-    name of values -> their tile, of tensors that know it. unscaled: as in `load`."""
+    """What a source has. config: the quantization_config, if any, and targets: of it. tied: other
+    name -> name. tiles: name of values -> their tile, of tensors that know it. unscaled: as in
+    `load`."""
 
     tensors: dict[str, Tensor]
     config: Mapping[str, Any]
     tied: Mapping[str, str] = {}
     tiles: Mapping[str, Tile] = {}
+    targets: Mapping[str, Tile | None] = {}
     unscaled: bool = False
 
 
@@ -98,13 +100,15 @@ def load(
     """
     check_module("load", model)
     check_ready(model)
-    checkpoint = _read(source, config)._replace(unscaled=unscaled)
+    checkpoint = _read(source, config)
+    checkpoint = checkpoint._replace(targets=targets_in(checkpoint.config), unscaled=unscaled)
     tensors, tied = checkpoint.tensors, checkpoint.tied
     inner = unwrapped(model)
     targets = {name: target for name, (_, target) in state_of(inner).items()}
     read = partial(names_in, tensors, targets=targets)
     names = {name: parts for name in targets if (parts := read(name) or read(tied.get(name, "")))}
-    modules = {bare_name(path): module for path, module in inner.named_modules()}
+    named = inner.named_modules(remove_duplicate=False)
+    modules = {bare_name(path): module for path, module in named}
     extra = extra_of(inner)
     _check(inner, targets, names, tensors, extra)
     new: dict[Tensor, Tensor] = {}
@@ -125,6 +129,9 @@ def load(
 
 
 def _read(source: Source, config: Mapping[str, Any] | None) -> Checkpoint:
+    if not isinstance(config, Mapping | None):
+        kind = type(config).__name__
+        raise TypeError(f"config is a quantization_config as a dict or None, not a {kind}")
     if isinstance(source, Mapping):
         return _parts_of(source, config or {})
     if not isinstance(source, str | os.PathLike):
@@ -230,7 +237,7 @@ def _value(
         if checkpoint.unscaled and values.is_floating_point():
             tensors.setdefault("scale", torch.ones(()))
         _need_scales(name, tensors, checkpoint.config.get("quant_method"))
-        by_config = tile_in(checkpoint.config, name.rpartition(".")[0], bare_class(layer))
+        by_config = tile_in(checkpoint.targets, name.rpartition(".")[0], bare_class(layer))
         tile = checkpoint.tiles.get(parts["values"], by_config)
         memory = memory_of(name, tensors, tile, device)
         value = ScaledTensor(memory, torch.float32)

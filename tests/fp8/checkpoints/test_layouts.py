@@ -351,10 +351,9 @@ def test_experts_in_one_tensor():
 
     codes = numbers((300, 96)).reshape(3, 100, 96).to(torch.float8_e4m3fn)
     wide = codes.float()
-    for block, config in (
-        ((50, 96), {"weight_block_size": [50, 96]}),
-        ((1, 48), arguments((1, 48), 8)),
-    ):
+    groups = arguments((1, 48), 8)
+    groups["config_groups"]["group_0"]["targets"] = ["Experts"]
+    for block, config in (((50, 96), {"weight_block_size": [50, 96]}), ((1, 48), groups)):
         scales = torch.rand(3, 100 // block[0], 96 // block[1])
         want = wide * scales.repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
         experts = fp8.load(Experts(), {"up": codes, "up_scale": scales}, config=config)
@@ -363,3 +362,29 @@ def test_experts_in_one_tensor():
     for scales in (each, each.flatten()):
         experts = fp8.load(Experts(), {"up": codes, "up_scale": scales})
         assert torch.equal(experts.up.dequantize(), wide * each)
+    config = arguments((1, 48), 8)  # of linear layers: it says nothing of these
+    with pytest.raises(ValueError, match="fit no block size, or several"):
+        fp8.load(Experts(), {"up": codes, "up_scale": torch.rand(3, 100, 2)}, config=config)
+    experts = fp8.load(Experts(), {"up": codes, "up_scale": torch.ones(1)}, config=config)
+    assert torch.equal(experts.up.dequantize(), wide)
+
+
+def test_a_layer_under_two_names():
+    """As in torch's state_dict, which has it twice; a configuration names it by either."""
+    shared = nn.Linear(96, 96, bias=False)
+    file = deepseek((96, 96), (48, 48))
+    state = {name.replace("0.", f"{i}."): x for i in (0, 1) for name, x in file.tensors.items()}
+    for frozen in (True, False):
+        model: Any = nn.Sequential(shared, shared)
+        fp8.load(model, state, config=file.config, frozen=frozen)
+        assert model[0] is model[1]
+        assert torch.equal(model[0].weight.detach() * 1, reference(file, (48, 48)))
+
+
+def test_configurations_are_dicts():
+    file = deepseek((96, 96), (48, 48))
+    for config in ([48, 48], "config.json"):
+        with pytest.raises(
+            TypeError, match=r"config is a quantization_config as a dict or None, not"
+        ):
+            fp8.load(layer((96, 96)), file.tensors, config=config)  # type: ignore[arg-type]
