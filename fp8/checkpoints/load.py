@@ -17,12 +17,13 @@ from ..common.libraries import need
 from ..common.mixin import bare_class, check_module
 from ..common.step import unwrapped
 from ..levels.weights import copied_parameter, replace, scaled_parameter
+from ..recipes.history import is_history
 from ..recipes.scaling import Tile
 from ..selection.policies import bare_name
 from ..surgery.convert import check_ready
 from ..tensors.scaled_tensor import DTYPES, ScaledTensor
 from .layouts import NAMES, memory_of, names_in, targets_in, tile_in
-from .weights import extra_of, state_of
+from .weights import state_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -37,9 +38,8 @@ compute their own."""
 
 
 class Checkpoint(NamedTuple):
-    """What a source has. config: the quantization_config, if any, and targets: of it. tied: other
-    name -> name. tiles: name of values -> their tile, of tensors that know it. unscaled: as in
-    `load`."""
+    """What a source has. targets: of its quantization_config. tied: other name -> name. tiles: name
+    of values -> their tile, of tensors that know it. unscaled: as in `load`."""
 
     tensors: dict[str, Tensor]
     config: Mapping[str, Any]
@@ -109,7 +109,8 @@ def load(
     names = {name: parts for name in targets if (parts := read(name) or read(tied.get(name, "")))}
     named = inner.named_modules(remove_duplicate=False)
     modules = {bare_name(path): module for path, module in named}
-    extra = extra_of(inner)
+    full = {bare_name(name): name for name in inner.state_dict()}
+    extra = {name for name in full.keys() - targets.keys() if not is_history(name)}
     _check(inner, targets, names, tensors, extra)
     new: dict[Tensor, Tensor] = {}
     state = {name: tensors[name] for name in extra if name in tensors}
@@ -123,7 +124,6 @@ def load(
             else:
                 state[name] = value
     replace(inner, new)
-    full = {bare_name(name): name for name in inner.state_dict()}
     inner.load_state_dict({full[name]: value for name, value in state.items()}, strict=False)
     return model
 

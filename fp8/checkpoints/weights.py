@@ -22,7 +22,7 @@ from ..common.report import LEFT_ALONE, Report, Row
 from ..common.step import unwrapped
 from ..formats.format import get_format
 from ..recipes.cast import Cast
-from ..recipes.history import histories
+from ..recipes.history import histories, is_history
 from ..recipes.scaling import history_scale
 from ..selection.layers import is_transposed
 from ..selection.policies import bare_name
@@ -184,20 +184,13 @@ class Weights:
 
 def state_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     """Name -> (the tensor in the state_dict, the parameter or buffer), without histories."""
-    history = histories(model)
     named = {bare_name(name): (name, t) for name, t in _named(model).items()}
     state = {bare_name(name): tensor for name, tensor in model.state_dict().items()}
     return {
         name: (state[name], source)
         for name, (full, source) in named.items()
-        if name in state and full not in history
+        if name in state and not is_history(full)
     }
-
-
-def extra_of(model: nn.Module) -> list[str]:
-    """The names in the state_dict that are those of no parameter or buffer."""
-    named = {bare_name(name) for name in _named(model)}
-    return [name for name in map(bare_name, model.state_dict()) if name not in named]
 
 
 def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:

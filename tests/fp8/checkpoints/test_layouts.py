@@ -379,6 +379,10 @@ def test_a_layer_under_two_names():
         fp8.load(model, state, config=file.config, frozen=frozen)
         assert model[0] is model[1]
         assert torch.equal(model[0].weight.detach() * 1, reference(file, (48, 48)))
+        model = fp8.convert(nn.Sequential(nn.Linear(96, 96, bias=False)), "static")
+        model.append(model[0])  # with its scales, which are in no file
+        fp8.load(model, state, config=file.config, frozen=frozen)
+        assert torch.equal(model[1].weight.detach() * 1, reference(file, (48, 48)))
 
 
 def test_configurations_are_dicts():
