@@ -137,7 +137,9 @@ class MultiheadAttention(Normal, nn.MultiheadAttention, op=U.scaled_dot_product_
         operands = (query, key, value, weights, self.in_proj_bias)
         q, k, v = self._heads(*projections(*operands, U.linear))
         mask = self._mask(q, k, attn_mask, key_padding_mask)
-        settings = (self.dropout if self.training else 0.0, is_causal, self.mult)
+        # with padding, fewer keys than a causal mask shows: the rule counts them
+        causal = is_causal and key_padding_mask is None
+        settings = (self.dropout if self.training else 0.0, causal, self.mult)
         length = self.context_length
         probabilities = None
         if need_weights:
@@ -145,7 +147,7 @@ class MultiheadAttention(Normal, nn.MultiheadAttention, op=U.scaled_dot_product_
             probabilities = probabilities.mean(1) if average_attn_weights else probabilities
             probabilities = probabilities if query.dim() == 3 else probabilities.squeeze(0)
         else:
-            if is_causal and key_padding_mask is None:
+            if causal:
                 mask = None  # allows torch's causal kernel
             out = U.scaled_dot_product_attention(q, k, v, mask, *settings, context_length=length)
         out = self.out_proj(out.transpose(1, 2).flatten(2))

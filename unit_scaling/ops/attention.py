@@ -11,18 +11,42 @@ from torch.nn import functional as F
 
 from fp8.products.attention import attention, by_products, is_fused
 
-from ..core.functional import logarithmic_interpolation
 from ..rules.table import Scales, row
 from ..scale import scale_bwd, scale_output
 
+HIDDEN = -1000.0
+"""A mask hides a key by a bias of at most this, whose exponential is 0 in every dtype: by -inf,
+torch.finfo(dtype).min, or the -1e4 and -1e9 of older models."""
 
-def _average_std(length: int, is_causal: bool) -> float:
-    """The RMS of a uniform average of uncorrelated rows: of all, or of those so far if causal,
-    whose mean square is about log(length)/length."""
+
+def _mean_square(length: int, is_causal: bool) -> float:
+    """The mean square of a uniform average of uncorrelated rows: of all, or of those so far if
+    causal, about log(length)/length."""
     if length <= 1:
         return 1.0
     # log2, which stays symbolic in a graph; with log, each length would be compiled
-    return math.sqrt((math.log2(length) * math.log(2) if is_causal else 1.0) / length)
+    return (math.log2(length) * math.log(2) if is_causal else 1.0) / length
+
+
+def _masked_mean_square(mask: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
+    """`_mean_square` for a mask: the mean over queries of one over the number of keys that each
+    sees; queries that see none are left out. The result is a tensor: to read its value would
+    synchronize a device, break a graph and fail under `torch.vmap`.
+
+    A finite bias is a logit, which a model may learn; a factor that depends on it would add a term
+    to its gradient.
+    """
+    shown = mask.detach() if mask.dtype == torch.bool else mask.detach() > HIDDEN
+    seen = shown.expand(*mask.shape[:-1], keys).sum(-1, dtype=dtype)
+    sees = seen > 0
+    mean = (sees / seen.clamp(min=1)).sum() / sees.sum().clamp(min=1)
+    mean = mean.clamp(min=_mean_square(keys, False))  # where no query sees a key
+    if mask.dim() < 2 or mask.shape[-2] != keys:
+        return mean
+    # u-muP, and unit-scaling 0.3.5 for is_causal, approximate the sum of 1/n up to keys, which is
+    # about log(keys) + 0.58, by the logarithm: a causal mask has the factor of is_causal.
+    causal = (seen == torch.arange(1, keys + 1, dtype=dtype, device=mask.device)).all()
+    return torch.where(causal, _mean_square(keys, True), mean)
 
 
 def scaled_dot_product_attention_scales(
@@ -33,18 +57,25 @@ def scaled_dot_product_attention_scales(
     mult: float = 1.0,
     scale: float | None = None,
     context_length: int | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Scales:
     """Between a uniform average of the values (small logits) and one of them (large logits).
 
     The weight is 1 / (1 + 4 / std**2), a fit, for logits of standard deviation std = mult * scale *
     sqrt(width). One factor for all: query, key and value are computed from the same activations.
-    Source: u-muP, arXiv 2407.17465, appendix B.
+    With a mask it is a tensor that follows from the number of keys each query sees, unless
+    is_causal or context_length gives that number. Source: u-muP, arXiv 2407.17465, appendix B.
     """
     width = query.shape[-1]
     length = value.shape[-2] if context_length is None else context_length
     std = mult * (1 / width if scale is None else scale) * math.sqrt(width)
     alpha = 1 / (1 + 4 / std**2) if std else 0.0
-    factor = 1 / logarithmic_interpolation(alpha, _average_std(length, is_causal), 1)
+    average: Any = _mean_square(length, is_causal)
+    if attn_mask is not None and not is_causal and context_length is None:
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        average = _masked_mean_square(attn_mask, length, dtype)
+    # 1 over the logarithmic interpolation between the RMS of the average and 1
+    factor = average ** ((alpha - 1) / 2)
     if 0 < dropout_p < 1:
         factor *= math.sqrt(1 - dropout_p)
     return {"output": factor, "query": factor, "key": factor, "value": factor}
@@ -69,12 +100,14 @@ def scaled_dot_product_attention(
         query: (..., L, E).
         key: (..., S, E).
         value: (..., S, V).
-        attn_mask: broadcastable to (..., L, S), boolean or added to the logits; s ignores it.
-        is_causal: as in torch; with ``attn_mask``, it only declares the mask causal, for s.
+        attn_mask: broadcastable to (..., L, S), boolean or added to the logits. s follows from the
+            number of keys that each query sees, which are those with a bias above -1000.
+        is_causal: as in torch; with ``attn_mask``, it only declares the mask causal, for s, and the
+            mask is not read for s.
         mult: a factor of the logits.
         scale: by default 1/E, as in muP; torch's default is 1/sqrt(E).
-        context_length: the length that s is computed for instead of S, such as the maximum sequence
-            length, so that s is the same for all lengths.
+        context_length: the number of keys that s is computed for instead of S and the mask, such as
+            the maximum sequence length, so that s is the same for all lengths and all masks.
 
     Returns:
         (..., L, V).
@@ -92,13 +125,22 @@ def scaled_dot_product_attention(
     grad_scale = None if fused else _score_grad_scale(s, value, context_length)
     mask = _divided(attn_mask, grad_scale)
     output = attention(query, key, value, mask, *options, unit=True, grad_scale=grad_scale)
+    if attn_mask is not None:
+        s = scaled_dot_product_attention_scales(query, value, *settings, attn_mask)
+    return _scaled(output, s)
+
+
+def _scaled(output: Tensor, s: Scales) -> Tensor:
+    """``output`` by the one factor of the rule: a number, or a tensor where a mask was read."""
+    if isinstance(s["output"], Tensor):
+        return output * s["output"]
     return scale_output(output, s["output"], s["value"])
 
 
 def _score_grad_scale(s: Scales, value: Tensor, context_length: int | None) -> float:
     """The power of two that brings the gradient of the scores to about the RMS of the output's: P *
     (G @ value.T), less its mean, with P the probabilities, whose mean square times the number of
-    keys s["output"] brings to 1, and G the gradient."""
+    keys s["output"] brings to 1, and G the gradient. A number: s is that of no mask."""
     keys = value.shape[-2] if context_length is None else context_length
     ratio = math.sqrt(max(1, value.shape[-1]) / max(1, keys)) / s["output"]
     return 2.0 ** -round(math.log2(ratio))
@@ -130,8 +172,8 @@ def attention_with_weights(
     mask = _divided(attn_mask, grad_scale)
     how: Any = {"unit": True, "grad_scale": grad_scale}
     output, weights = by_products(query, key, value, mask, *options, **how)
-    output = scale_output(output, s["output"], s["value"])
-    return output, weights if grad_scale == 1.0 else scale_bwd(weights, grad_scale)
+    s = scaled_dot_product_attention_scales(query, value, *settings, attn_mask)
+    return _scaled(output, s), weights if grad_scale == 1.0 else scale_bwd(weights, grad_scale)
 
 
 def rotary_scales() -> Scales:

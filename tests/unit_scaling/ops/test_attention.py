@@ -28,6 +28,18 @@ def qkv(queries: int, keys: int, heads: int = 2, kv_heads: int = 2) -> list[Tens
     return [torch.randn(3, h, n, 4, dtype=torch.float64) for h, n in sizes]
 
 
+def factor(q: Tensor, v: Tensor, shown: Tensor | None, **settings: object) -> float:
+    """The rule's factor for a mask, by counting: that of the harmonic mean of the numbers of keys
+    that queries see. shown: boolean, with a row for each query."""
+    if shown is not None:
+        counts = [sum(row) for row in shown.flatten(0, -2).tolist() if any(row)]
+        if counts == [*range(1, shown.shape[-1] + 1)]:
+            settings["is_causal"] = True
+        else:
+            settings["context_length"] = len(counts) / sum(1 / n for n in counts)
+    return ATTENTION.rule(q, v, **settings)["output"]
+
+
 # --- the function --------------------------------------------------------------------------
 
 
@@ -55,12 +67,12 @@ def test_is_causal_beside_a_mask_says_that_the_mask_is_causal(kind: str):
     mask = torch.ones(3, 7).bool().tril(diagonal=4)  # three new tokens after four
     if kind == "additive":
         mask = torch.zeros(3, 7).double().masked_fill(~mask, -math.inf)
-    causal, whole = (ATTENTION.rule(q, v, is_causal=c)["output"] for c in (True, False))
-    assert causal != whole
     plain = F.scaled_dot_product_attention(q, k, v, mask, scale=1 / 4)
-    for is_causal, s in ((True, causal), (False, whole)):
-        got = U.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
-        torch.testing.assert_close(got, plain * s)
+    declared = U.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+    torch.testing.assert_close(declared, plain * factor(q, v, None, is_causal=True))
+    read = U.scaled_dot_product_attention(q, k, v, mask)  # queries that see 5, 6 and 7 keys
+    counted = ATTENTION.rule(q, v, context_length=3 / (1 / 5 + 1 / 6 + 1 / 7))["output"]
+    torch.testing.assert_close(read, plain * counted)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -118,14 +130,15 @@ def test_attention_that_torch_does_not_fuse(case: str):
     learns = [*inputs, mask] if mask is not None and mask.requires_grad else inputs
     given = {"scale": 1 / 4} | settings
     names = ("dropout_p", "is_causal", "scale")
-    s = ATTENTION.rule(*inputs[::2], **{name: given[name] for name in names if name in given})
+    shown = mask if mask is None or mask.dtype == torch.bool else mask > -math.inf
+    s = factor(*inputs[::2], shown, **{name: given[name] for name in names if name in given})
     torch.manual_seed(1)
     plain = F.scaled_dot_product_attention(*inputs, **given)
     torch.manual_seed(1)
     ours = U.scaled_dot_product_attention(*inputs, **given)
-    torch.testing.assert_close(ours, plain * s["output"])
+    torch.testing.assert_close(ours, plain * s)
     grad = torch.randn_like(plain)
-    expected = torch.autograd.grad(plain, learns, grad * s["value"])
+    expected = torch.autograd.grad(plain, learns, grad * s)
     torch.testing.assert_close(torch.autograd.grad(ours, learns, grad), expected)
 
 
@@ -229,25 +242,27 @@ ARGUMENTS = {
 }
 
 
+MASKED = "no,padding,both,hint and padding,heads,biases,causal,no hint".split(",")
+
+
 @torch.no_grad()
 def oracle(
-    ours: uu.MultiheadAttention, arguments: dict, context: int, causal: bool
+    ours: uu.MultiheadAttention, arguments: dict, keys: int, shown: Tensor | None
 ) -> nn.MultiheadAttention:
     """torch's module, in float64, with the weights that make it the same function.
 
     Projections are scaled by 1/sqrt(fan-in); torch divides logits by sqrt(width), we by width; the
-    output of attention has the rule's factor.
+    output of attention has the rule's factor. shown: the keys that each query sees.
     """
     plain = nn.MultiheadAttention(8, 2, **arguments, dtype=torch.float64)
     plain.load_state_dict(ours.state_dict())
-    head = torch.empty(1, 1, context, ours.head_dim)
-    factor = ATTENTION.rule(head, head, is_causal=causal)["output"]
+    head = torch.empty(1, 1, keys, ours.head_dim)
     for p in plain.parameters(recurse=False):
         if p.dim() == 2:
             p /= p.shape[1] ** 0.5
     query = plain.in_proj_weight if plain.in_proj_weight is not None else plain.q_proj_weight
     query[:8] /= ours.head_dim**0.5
-    plain.out_proj.weight *= factor / 8**0.5
+    plain.out_proj.weight *= factor(head, head, shown) / 8**0.5
     if plain.in_proj_bias is not None:  # one vector for projections of different fan-ins
         fan_ins = (8, ours.kdim, ours.vdim)
         for part, fan_in in zip(plain.in_proj_bias.chunk(3), fan_ins, strict=True):
@@ -258,7 +273,7 @@ def oracle(
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.parametrize("masked", ["no", "padding", "both", "heads", "causal"])
+@pytest.mark.parametrize("masked", MASKED)
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_multihead_attention(name: str, masked: str, need_weights: bool):
     arguments = ARGUMENTS[name]
@@ -266,23 +281,35 @@ def test_multihead_attention(name: str, masked: str, need_weights: bool):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_()  # biases too
-    length, keys, batch = 5, 5 if masked == "causal" or name == "self" else 4, 3
+    square = name == "self" or masked in ("causal", "no hint")
+    length, keys, batch = 5, 5 if square else 4, 3
     query = torch.randn(length, batch, 8).double()
     key = torch.randn(keys, batch, arguments.get("kdim", 8)).double()
     value = torch.randn(keys, batch, arguments.get("vdim", 8)).double()
     inputs = (query,) * 3 if name == "self" else (query, key, value)
     inputs = [x.transpose(0, 1) for x in inputs] if module.batch_first else inputs
+    padded = torch.arange(keys) > torch.arange(batch)[:, None]  # one key more in each example
+    hidden = torch.rand(length, keys) < 0.3
+    hidden[:, 0] = False
+    causal = torch.ones(length, keys).bool().triu(1)
+    heads = torch.randn(2 * batch, length, keys).double()
     masks = {
         "no": {},
-        "padding": {"key_padding_mask": torch.arange(keys).expand(batch, -1) > 2},
-        "both": {
-            "key_padding_mask": torch.arange(keys).expand(batch, -1) > 2,
-            "attn_mask": torch.arange(keys).expand(length, -1) == 1,
-        },
-        "heads": {"attn_mask": torch.randn(2 * batch, length, keys).double()},
-        "causal": {"attn_mask": torch.ones(length, keys).bool().triu(1), "is_causal": True},
+        "padding": {"key_padding_mask": padded},
+        "both": {"key_padding_mask": padded, "attn_mask": hidden},
+        "hint and padding": {"key_padding_mask": padded, "attn_mask": causal, "is_causal": True},
+        "heads": {"attn_mask": heads.masked_fill(hidden, -math.inf)},
+        "biases": {"attn_mask": heads},
+        "causal": {"attn_mask": causal, "is_causal": True},
+        "no hint": {"attn_mask": causal},
     }[masked]
-    plain = oracle(module, arguments, keys, masked == "causal")
+    shown = torch.ones(length, keys).bool()
+    if "attn_mask" in masks:
+        mask = masks["attn_mask"]
+        shown = ~mask if mask.dtype == torch.bool else mask[0] > -math.inf
+    if "key_padding_mask" in masks:
+        shown = shown & ~padded[:, None]
+    plain = oracle(module, arguments, keys, shown)
     for average in (True, False) if need_weights else (True,):
         settings = {"need_weights": need_weights, "average_attn_weights": average, **masks}
         torch.testing.assert_close(module(*inputs, **settings), plain(*inputs, **settings))

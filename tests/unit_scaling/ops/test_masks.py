@@ -1,0 +1,262 @@
+"""The factor of attention follows from its mask: from how many keys each query sees."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import unit_scaling as uu
+import unit_scaling.functional as U
+from unit_scaling.rules.table import OPS
+
+BATCH, HEADS, LENGTH, WIDTH = 64, 2, 48, 32
+ROW = torch.arange(LENGTH)[:, None]
+KEY = torch.arange(LENGTH)
+CAUSAL = ROW >= KEY
+ATTENTION = OPS["scaled_dot_product_attention"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def window(size: int) -> Tensor:
+    return CAUSAL & (size > ROW - KEY)
+
+
+def random(*sizes: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(*sizes, LENGTH, generator=generator) < 0.2
+
+
+def padding() -> Tensor:
+    lengths = torch.randint(1, LENGTH, (BATCH,), generator=torch.Generator().manual_seed(1))
+    return lengths[:, None, None, None] > KEY
+
+
+#: Which keys a query sees: broadcastable to (batch, heads, queries, keys).
+MASKS: dict[str, Callable[[], Tensor]] = {
+    "all": lambda: torch.ones(LENGTH, LENGTH).bool(),
+    "causal": lambda: CAUSAL,
+    "itself": lambda: window(1),
+    "window of 4": lambda: window(4),
+    "window of 16": lambda: window(16),
+    "both sides": lambda: (ROW - KEY).abs() < 3,
+    "documents": lambda: ROW // 12 == KEY // 12,
+    "causal documents": lambda: CAUSAL & (ROW // 12 == KEY // 12),
+    "prefix": lambda: CAUSAL | (KEY < 20),
+    "random": lambda: random(LENGTH),
+    "random by head": lambda: random(1, HEADS, LENGTH),
+    "padding": padding,
+    "padding and causal": lambda: padding() & CAUSAL,
+    "queries without keys": lambda: window(4) & (ROW > 9),
+    "one key for all": lambda: KEY == 3,
+    "the same for all keys": lambda: ROW > 20,
+}
+each_mask = pytest.mark.parametrize("name", MASKS)
+
+#: Ways of writing a mask.
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "boolean": lambda shown: shown,
+    "-inf": lambda shown: torch.zeros(shown.shape).masked_fill(~shown, -math.inf),
+    "finfo.min": lambda shown: (~shown).float() * torch.finfo().min,
+    "-1e9": lambda shown: (~shown).float() * -1e9,
+    "-1e4": lambda shown: (~shown).float() * -1e4,
+    "of bfloat16": lambda shown: ((~shown).float() * -1e4).bfloat16(),
+    "minimum of float16": lambda shown: (~shown).half() * torch.finfo(torch.float16).min,
+    "of four dimensions": lambda shown: shown.expand(BATCH, HEADS, LENGTH, LENGTH),
+}
+
+
+def scale(shown: Tensor, **settings: object) -> Tensor:
+    """The factor of the rule for operands of these sizes."""
+    like = torch.empty(BATCH, HEADS, LENGTH, WIDTH)
+    return torch.as_tensor(ATTENTION.rule(like, like, attn_mask=shown, **settings)["output"])
+
+
+def rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+@each_mask
+def test_outputs_and_gradients_have_rms_1(name: str):
+    """Of queries that see a key, and of values that are seen as often as keys are.
+
+    A mean over the `BATCH * HEADS * WIDTH` = 4096 columns, which are independent, has a standard
+    error of sqrt(2 / 4096) for the mean square, and half of it for the RMS: five of them.
+    """
+    shown = MASKS[name]()
+    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, WIDTH, requires_grad=True) for _ in range(3))
+    output = U.scaled_dot_product_attention(q, k, v, shown)
+    grad = torch.randn_like(output)
+    (of_value,) = torch.autograd.grad(output, v, grad)
+    rows = shown.expand(BATCH, HEADS, LENGTH, LENGTH).any(-1)
+    error = 5 / math.sqrt(2 * BATCH * HEADS * WIDTH)
+    # u-muP has log(n) for the sum of 1/1 to 1/n: is_causal and a causal mask have the same excess
+    harmonic = sum(1 / n for n in range(1, LENGTH + 1))
+    excess = math.sqrt(harmonic / math.log(LENGTH)) if name == "causal" else 1.0
+    assert rms(output[rows]) == pytest.approx(excess, rel=error)
+    assert not output[~rows].any()
+    # as many squares of probabilities in columns as in rows: those of rows that see keys
+    seen = math.sqrt(rows.double().mean().item())
+    assert rms(of_value) == pytest.approx(excess * seen, rel=2 * error)
+
+
+def test_all_ways_of_saying_causal_have_one_factor():
+    """To rounding: a number of Python, and a tensor of float32."""
+    said = scale(None, is_causal=True)
+    for form in FORMS.values():
+        torch.testing.assert_close(scale(form(CAUSAL)), said, rtol=2e-7, atol=0)
+    torch.testing.assert_close(scale(CAUSAL, is_causal=True), said, rtol=0, atol=0)
+    torch.testing.assert_close(scale(MASKS["all"]()), scale(None), rtol=2e-7, atol=0)
+    assert said != scale(None)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@each_mask
+def test_a_mask_has_one_factor_in_all_its_forms(name: str, form: str):
+    """By counting: the factor of the harmonic mean of the numbers of keys."""
+    shown = MASKS[name]()
+    rows = shown.expand(*torch.broadcast_shapes(shown.shape, (LENGTH, LENGTH))).sum(-1).flatten()
+    length = 1 / (1 / rows[rows > 0].double()).mean().item()
+    want = scale(None, is_causal=True) if name == "causal" else scale(None, context_length=length)
+    torch.testing.assert_close(scale(FORMS[form](shown)), want, rtol=1e-6, atol=0)
+
+
+def test_biases_that_are_finite_are_not_read():
+    """ALiBi: the factor of all keys, or of those that its -inf leaves. A bias that a model learns
+    has a gradient that knows of no factor, and the same factor in training and evaluation."""
+    slopes = 2.0 ** -torch.arange(1, HEADS + 1)[:, None, None]
+    alibi = slopes * (KEY - ROW)
+    torch.testing.assert_close(scale(alibi), scale(None), rtol=2e-7, atol=0)
+    causal = alibi.masked_fill(~CAUSAL, -math.inf)
+    torch.testing.assert_close(scale(causal), scale(CAUSAL), rtol=0, atol=0)
+    learned = torch.randn(LENGTH, LENGTH, requires_grad=True)
+    assert not scale(learned).requires_grad
+    q, k, v = (torch.randn(1, 1, 5, 4, dtype=torch.float64) for _ in range(3))
+    bias = torch.randn(5, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda m: U.scaled_dot_product_attention(q, k, v, m), bias)
+
+
+def test_masks_at_their_limits():
+    """No key for any query, no query, no key, one of each, and float64: as torch without a factor,
+    and a factor that is finite."""
+    for queries, keys in ((3, 4), (0, 4), (3, 0), (1, 1)):
+        q = torch.randn(2, 2, queries, 8, dtype=torch.float64)
+        k, v = torch.randn(2, 2, 2, keys, 8, dtype=torch.float64)
+        for shown in (torch.zeros(queries, keys).bool(), torch.ones(queries, keys).bool()):
+            s = ATTENTION.rule(q, v, attn_mask=shown)["output"]
+            assert s.dtype == torch.float64
+            assert s.isfinite()
+            plain = nn.functional.scaled_dot_product_attention(q, k, v, shown, scale=1 / 8)
+            torch.testing.assert_close(U.scaled_dot_product_attention(q, k, v, shown), plain * s)
+
+
+def test_a_mask_that_does_not_fit_is_torchs_error():
+    q = torch.randn(2, 2, 5, 4)
+    for sizes in ((5, 4), (4, 5), (3, 1, 5, 5)):
+        with pytest.raises(RuntimeError, match=r"size|must match"):
+            U.scaled_dot_product_attention(q, q, q, torch.ones(sizes).bool())
+
+
+def attend(x: Tensor, mask: Tensor) -> Tensor:
+    return U.scaled_dot_product_attention(x, x, x, mask)
+
+
+@pytest.mark.parametrize("form", ["boolean", "-inf"])
+@pytest.mark.parametrize("name", ["causal", "window of 4", "padding and causal", "one key for all"])
+def test_compiled_is_eager(name: str, form: str):
+    """With the mask as an argument and as a buffer, in one graph, with gradients."""
+    mask = FORMS[form](MASKS[name]())
+    x = torch.randn(BATCH, 1, LENGTH, 8, requires_grad=True)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", mask)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return attend(x, self.mask)
+
+    torch._dynamo.reset()
+    for function, args in ((attend, (x, mask)), (Model(), (x,))):
+        got = torch.compile(function, fullgraph=True, backend="aot_eager")(*args)
+        want, grad = function(*args), torch.randn_like(x)
+        torch.testing.assert_close(got, want)
+        of_got, of_want = (torch.autograd.grad(y, x, grad) for y in (got, want))
+        torch.testing.assert_close(of_got, of_want)
+
+
+def test_masks_of_all_lengths_share_a_dynamic_graph():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (12, 20, 36):
+        x = torch.randn(2, 4, length, 8)
+        for mask in (torch.ones(length, length).bool().tril(), torch.rand(length, length) < 0.5):
+            torch.testing.assert_close(compiled(x, mask), attend(x, mask))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_functional_transforms_and_export():
+    x, masks = torch.randn(3, 2, 6, 8), torch.rand(3, 6, 6) < 0.5
+    each = [attend(one, mask) for one, mask in zip(x, masks, strict=True)]
+    torch.testing.assert_close(torch.vmap(attend)(x, masks), torch.stack(each))
+    low = torch.vmap(attend)(x.bfloat16(), masks)
+    assert low.dtype == torch.bfloat16
+
+    def loss(x: Tensor, mask: Tensor) -> Tensor:
+        return attend(x, mask).square().sum()
+
+    per_example = torch.vmap(torch.func.grad(loss))(x, masks)
+    for got, one, mask in zip(per_example, x, masks, strict=True):
+        one = one.clone().requires_grad_()
+        loss(one, mask).backward()
+        torch.testing.assert_close(got, one.grad)
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return attend(x, mask)
+
+    program = torch.export.export(Model(), (x, masks[0])).module()
+    for mask in masks:
+        torch.testing.assert_close(program(x, mask), attend(x, mask))
+
+
+def test_no_value_of_a_mask_is_read():
+    """Fake tensors have none; on a card each read would be a synchronization."""
+    with FakeTensorMode():
+        x, mask = torch.empty(2, 4, 6, 8, device="cuda"), torch.empty(6, 6, device="cuda")
+        assert attend(x, mask.bool()).device.type == "cuda"
+        assert attend(x.bfloat16(), mask.bfloat16()).dtype == torch.bfloat16
+
+
+MODULE_MASKS = {
+    "attn_mask": {"attn_mask": ~window(4)},
+    "of heads": {"attn_mask": ~window(4).expand(BATCH * HEADS, LENGTH, LENGTH)},
+    "of floats": {"attn_mask": FORMS["-inf"](window(4))},
+    "padding": {"key_padding_mask": ~padding().reshape(BATCH, LENGTH)},
+    "both": {"attn_mask": ~CAUSAL, "key_padding_mask": ~padding().reshape(BATCH, LENGTH)},
+    "with a hint": {
+        "attn_mask": ~CAUSAL,
+        "key_padding_mask": ~padding().reshape(BATCH, LENGTH),
+        "is_causal": True,
+    },
+}
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("masks", MODULE_MASKS)
+def test_multihead_attention_has_rms_1(masks: str, need_weights: bool):
+    """As `test_outputs_and_gradients_have_rms_1`; a projection has BATCH * 64 independent columns,
+    times 10 % for what the weights, drawn once, add."""
+    module = uu.MultiheadAttention(HEADS * WIDTH, HEADS, batch_first=True)
+    x = torch.randn(BATCH, LENGTH, HEADS * WIDTH)
+    output, _ = module(x, x, x, need_weights=need_weights, **MODULE_MASKS[masks])
+    assert rms(output) == pytest.approx(1, rel=0.1 + 5 / math.sqrt(2 * BATCH * HEADS * WIDTH))
