@@ -1,8 +1,8 @@
 """`python -m docs.demo FOLDER`: records the results of ``make demo`` in FOLDER.
 
 Writes benchmarks/results/demo.json and docs/demo.png. `PARTS` are what `python -m docs.build`
-writes of all results into README.md, docs/demo-results.md and docs/learning-rates.md, between
-``<!-- NAME -->`` and ``<!-- /NAME -->``.
+writes between ``<!-- NAME -->`` and ``<!-- /NAME -->``: of all results into README.md,
+docs/demo-results.md and docs/learning-rates.md, of a table of the code into docs/from-nn-to-uu.md.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from docs.questions import RESULTS
 from notebooks.nanogpt.session import PLOT
 from notebooks.nanogpt.session import RESULTS as RUN
 from notebooks.nanogpt.variants import VARIANTS
+from unit_scaling.common.missing import MISSING, names
 
 README = Path(__file__).parents[1] / "README.md"
 PAGE = Path(__file__).with_name("demo-results.md")
 RATES = Path(__file__).with_name("learning-rates.md")
+PORTING = Path(__file__).with_name("from-nn-to-uu.md")
 PICTURE = Path(__file__).with_name("demo.png")
 
 COLUMNS = {  # heading: key of a row of results/demo.json, format
@@ -175,9 +177,20 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
+def missing() -> str:
+    """Names of torch.nn that `unit_scaling` lacks, and what to use."""
+    lines = []
+    for what, row in MISSING.items():
+        advice = what.format(torch="torch's", base="NAME", function="name")
+        advice = re.sub(r"\b(uu|U|F|torch|fp8)\.[\w.]+(\(.*\))?", r"`\g<0>`", advice)
+        lines.append([", ".join(f"`{name}`" for name in names(row)), advice])
+    return table("names | what to use", lines)
+
+
 PARTS: dict[Path, dict[str, Callable[[], str]]] = {
     README: {"demo": summary, "times": times, "one_line": one_line_summary},
     PAGE: {"demo": demo, "training": training},
+    PORTING: {"missing": missing},
     RATES: {
         "one_line": one_line,
         "defaults": partial(every_row, "defaults", "changed"),

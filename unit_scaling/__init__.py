@@ -13,6 +13,7 @@ from . import (
     transforms,
     utils,
 )
+from .common.missing import explain_missing
 from .core.functional import completep_residual_scaling_rule, transformer_residual_scaling_rule
 from .layers.attention import *
 from .layers.containers import *
@@ -29,6 +30,8 @@ from .rules.elementwise import unit_scaled
 from .transforms import fold, report, verify
 from .transforms.unit_scale import plan
 from .version import __version__
+
+explain_missing()
 
 __all__ = [
     "MupType",

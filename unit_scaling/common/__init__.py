@@ -1,3 +1,3 @@
-"""What every part needs: watched functions, errors of arguments, constants of graphs.
+"""What every part needs: watched functions, errors of arguments and of names, constants of graphs.
 Imports nothing of the package.
 """
