@@ -45,7 +45,7 @@ def _masked_mean_square(mask: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
         return mean
     # u-muP, and unit-scaling 0.3.5 for is_causal, approximate the sum of 1/n up to keys, which is
     # about log(keys) + 0.58, by the logarithm: a causal mask has the factor of is_causal.
-    causal = (seen == torch.arange(1, keys + 1, dtype=dtype, device=mask.device)).all()
+    causal = (seen == torch.ones_like(seen).cumsum(-1)).all()  # not arange: it is no DTensor
     return torch.where(causal, _mean_square(keys, True), mean)
 
 

@@ -2,14 +2,19 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import unit_scaling as uu
 import unit_scaling.functional as U
+from tests.launch import run_ranks
 from unit_scaling.rules.table import OPS
 
 BATCH, HEADS, LENGTH, WIDTH = 64, 2, 48, 32
@@ -235,6 +240,20 @@ def test_no_value_of_a_mask_is_read():
         x, mask = torch.empty(2, 4, 6, 8, device="cuda"), torch.empty(6, 6, device="cuda")
         assert attend(x, mask.bool()).device.type == "cuda"
         assert attend(x.bfloat16(), mask.bfloat16()).dtype == torch.bfloat16
+
+
+def check_ranks(rank: int, store: Path) -> None:
+    """Masks that are DTensors: the count is that of the whole mask on each rank."""
+    mesh = init_device_mesh("cpu", (2,))
+    for shown in (CAUSAL, CAUSAL.expand(4, 1, -1, -1), padding()[:4], window(4)):
+        placement = Shard(0) if shown.dim() == 4 else Replicate()
+        counted = scale(distribute_tensor(shown.contiguous(), mesh, [placement]))
+        torch.testing.assert_close(counted.full_tensor(), scale(shown))
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
+def test_masks_of_several_processes(tmp_path: Path):
+    run_ranks(check_ranks, 2, tmp_path / "store", warnings="default")
 
 
 MODULE_MASKS = {
