@@ -17,7 +17,8 @@ from torch import Tensor
 from ..common.watched import watched
 from ..constraints import apply_constraint
 
-#: Scale factors by name: "output", or the argument whose gradient is multiplied.
+#: Scale factors by name: "output", or the argument whose gradient is multiplied. Numbers, but for
+#: attention with a mask: a 0-dim tensor.
 Scales = dict[str, float]
 
 #: The name of a constraint, None, or the scales themselves, set by a plan: (name, scale) pairs.
@@ -36,7 +37,7 @@ class Op:
     name: str
     #: The unit-scaled operation, ``unit_scaling.functional.<name>``.
     fn: Callable[..., Any]
-    #: (arguments of ``fn`` by name) -> `Scales`. Reads shapes only.
+    #: (arguments of ``fn`` by name) -> `Scales`. Reads shapes only, and the mask of attention.
     rule: Callable[..., Scales]
     #: Every torch callable that ``fn`` replaces, the plainest first; () if torch has none.
     replaces: tuple[Callable[..., Any], ...]
