@@ -22,8 +22,8 @@ Section = list[dict[str, str]]
 def examine() -> dict[str, Section]:
     """Rows for "system", "devices", "recipes" and "libraries", all of which are imported.
 
-    recipes: for each device "native", if torch's kernels pass the self-test (`fp8.native.selftest`,
-    with results in bfloat16), or "simulated", and the reason.
+    recipes: how products run by default on each device: "native", if it is a GPU whose kernels pass
+    the self-test (`fp8.native.selftest`, with results in bfloat16), or "simulated", and why.
     """
     devices = _devices()
     return {
@@ -54,6 +54,8 @@ def _device(device: torch.device) -> dict[str, str]:
 
 def _recipe(name: str, device: torch.device) -> dict[str, str]:
     why = why_not_here(RECIPES[name], device, torch.bfloat16)
+    if not why and device.type != "cuda":
+        why = f'native if backend="native" requests it: "auto" simulates on {device.type.upper()}s'
     runs = "simulated" if why else "native"
     return {"recipe": name, "device": str(device), "runs": runs, "why": why}
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from ..common.dtensor import is_dtensor
+from ..common.libraries import explains_arguments
 from ..common.mixin import check_module
 from ..common.report import note
 from ..common.validation import check_name
@@ -79,6 +80,7 @@ def initialize(
 def initialize(
     model: M, optimizer: Opt, opt_level: str = "O2", recipe: Choice = AUTO
 ) -> tuple[M, Opt]: ...
+@explains_arguments
 def initialize(
     model: M, optimizer: Optimizer | None = None, opt_level: str = "O2", recipe: Choice = AUTO
 ) -> tuple[M, Optimizer]:

@@ -24,7 +24,8 @@ Scales = tuple[float, float, float]
 
 BACKENDS = ("simulate", "native", "auto")
 """How a product is computed. "simulate": from rounded operands in their dtype. "native": by torch's
-FP8 kernels where they support it. "auto": by those on devices that have them."""
+FP8 kernels where they support it. "auto": by those on CUDA devices that have them; products on CPUs
+are simulated unless "native" requests kernels."""
 
 
 def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) -> str:

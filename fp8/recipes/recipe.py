@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
+from ..common.libraries import who_takes
 from ..common.validation import check_between, check_choice, check_keys, check_name
 from ..formats.format import get_format
 from .cast import Cast
@@ -306,7 +307,8 @@ def recipe_unless_auto(recipe: str | Recipe) -> Recipe | None:
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):
-        raise TypeError(f"a recipe must be a name or a Recipe, not {type(recipe).__name__}")
+        kind = type(recipe).__name__
+        raise TypeError(f"a recipe must be a name or a Recipe, not {kind}{who_takes(recipe)}")
     check_name("recipe", recipe, (AUTO, *RECIPES))
     return RECIPES.get(recipe)
 

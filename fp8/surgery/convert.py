@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..casts.counts import forget_checks
 from ..common.compiler import FIRST_LOOK, eager_only, taken_as_constant
+from ..common.libraries import explains_arguments
 from ..common.mixin import (
     Mixin,
     add_mixin,
@@ -153,6 +154,7 @@ def _leave_parametrizations(layer: nn.Module) -> None:
         add_mixin(part, _OfParameters)
 
 
+@explains_arguments
 def convert(
     model: M,
     recipe: str | Recipe | Policy = AUTO,

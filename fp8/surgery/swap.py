@@ -19,7 +19,7 @@ Make = Callable[[str, nn.Module], "nn.Module | str | None"]
 
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "hook" in key)
 _CARRIED = "fp8_carried"
-_ADAPTED = "fp8_adapted"
+ADAPTED = "fp8_adapted"
 
 
 class Adapted(NamedTuple):
@@ -31,7 +31,7 @@ class Adapted(NamedTuple):
 
 def adapted(model: nn.Module) -> Adapted | None:
     """The record that `swap` stored on ``model``, or None."""
-    return vars(model).get(_ADAPTED)
+    return vars(model).get(ADAPTED)
 
 
 def is_replacement(module: nn.Module) -> bool:
@@ -73,10 +73,10 @@ def swap(
     model = replacements.get(id(model), model)
     if not adapter:
         for module in model.modules():
-            vars(module).pop(_ADAPTED, None)
+            vars(module).pop(ADAPTED, None)
             vars(module).pop(_CARRIED, None)
     else:
-        vars(model)[_ADAPTED] = Adapted(adapter, Report(rows))
+        vars(model)[ADAPTED] = Adapted(adapter, Report(rows))
         if not replacements:
             warn_nothing(model, rows)
     return model

@@ -1,0 +1,174 @@
+"""MS-AMP's functions by their names. MS-AMP itself has no distribution and does not import with
+this torch: what is called by its own functions is bound to their published signatures."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8
+from fp8.adapters import msamp
+from fp8.common.libraries import LIBRARIES
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
+
+
+class ScalingParameter:
+    """As that of MS-AMP, no tensor, and without ``dim``."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.grad, self.requires_grad = value, None, True
+
+
+class FP8Linear(nn.Module):
+    def __init__(self, old: nn.Linear) -> None:
+        super().__init__()
+        self._parameters["weight"] = ScalingParameter(old.weight.detach().half())
+        self.bias = old.bias
+
+
+CALLS: list[dict[str, Any]] = []
+
+
+def initialize(model, optimizer=None, opt_level="O1", use_te=False):
+    """With the signature of msamp/__init__.py of MS-AMP 0.4.0 (commit 9746ea8)."""
+    CALLS.append({"opt_level": opt_level, "use_te": use_te})
+    for name, layer in model.named_children():
+        if isinstance(layer, nn.Linear):
+            setattr(model, name, FP8Linear(layer))
+    return model, "its optimizer"
+
+
+def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False):
+    """With the signature of msamp/nn/clip_grad.py of MS-AMP 0.4.0 (commit 9746ea8)."""
+    CALLS.append({"max_norm": max_norm, "norm_type": norm_type, "error": error_if_nonfinite})
+    return torch.tensor(2.0)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """In the place of MS-AMP."""
+    module = types.ModuleType("msamp")
+    module.initialize, module.clip_grad_norm_ = initialize, clip_grad_norm_
+    monkeypatch.setitem(sys.modules, "msamp", module)
+    CALLS.clear()
+    return module
+
+
+@pytest.mark.proves("MS-AMP", "msamp.initialize", how="signatures")
+@pytest.mark.parametrize("function", [initialize, clip_grad_norm_], ids=lambda f: f.__name__)
+def test_the_signatures_are_its_own(function):
+    def described(function: Any) -> list[tuple[str, Any]]:
+        return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+
+    assert described(getattr(msamp, function.__name__)) == described(function)
+
+
+def test_it_is_called_where_it_imports(model, library):
+    optimizer = torch.optim.Adam(model.parameters())
+    result = msamp.initialize(model, optimizer, "O2")
+    assert result == (model, "its optimizer")
+    assert CALLS == [{"opt_level": "O2", "use_te": False}]
+    report = fp8.report(model)
+    assert [(row.path, row.what, row.why) for row in report] == [("0", "FP8Linear", "MS-AMP")]
+    assert report.notes == ["level O2, by msamp.initialize of MS-AMP unknown"]
+    norm = msamp.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    assert norm == 2
+    assert CALLS[1] == {"max_norm": 1.0, "norm_type": 2.0, "error": True}
+    for function in (fp8.revert, fp8.convert):
+        with pytest.raises(ValueError, match="MS-AMP replaced weights of the Sequential"):
+            function(model)
+
+
+def test_what_it_left_is_reported(library):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Embedding(4, 16))
+    msamp.initialize(model)
+    whys = [(row.path, row.done, row.why) for row in fp8.report(model)]
+    assert whys == [
+        ("0", "converted", "MS-AMP"),
+        ("1", "left alone", "MS-AMP does not replace it"),
+    ]
+
+
+@pytest.mark.proves("MS-AMP", "msamp.initialize", how="own")
+@pytest.mark.parametrize("level", fp8.LEVELS)
+def test_ours_is_called_where_it_does_not(model, level):
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = msamp.initialize(model, optimizer, level)
+    report = fp8.report(model)
+    assert report.notes[0].startswith(f"level {level}: ")
+    assert report.notes[1] == "by fp8.initialize; MS-AMP: not installed"
+    assert report[0].why.startswith("tensor")
+    weight = model[0].weight.detach().to(torch.float32).clone()
+    for _ in range(2):
+        model(torch.randn(16, 32)).square().sum().backward()
+        optimizer.step()
+    assert not torch.equal(model[0].weight.to(torch.float32), weight)
+    assert isinstance(model[0].weight, fp8.ScaledTensor)
+
+
+def test_the_level_is_o1_by_default(model):
+    """As there; fp8.initialize has O2."""
+    _, optimizer = msamp.initialize(model)
+    assert isinstance(optimizer, fp8.optim.AdamW)
+    assert fp8.report(model).notes[0].startswith("level O1: ")
+
+
+def test_a_broken_library_is_said(model, tmp_path: Path, monkeypatch):
+    """As where its NCCL is missing: it raises a RuntimeError when it is imported."""
+    (tmp_path / "msamp.py").write_text("raise RuntimeError('libmsamp_dist.so is missing')")
+    monkeypatch.delitem(sys.modules, "msamp", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    msamp.initialize(model, opt_level="O1")
+    why = "by fp8.initialize; MS-AMP: RuntimeError: libmsamp_dist.so is missing"
+    assert fp8.report(model).notes[1] == why
+
+
+def test_use_te_needs_transformer_engine(model, monkeypatch):
+    """By position too, as in MS-AMP: the fourth argument. Nothing has changed."""
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match="transformer_engine is") as raised:
+        msamp.initialize(model, torch.optim.Adam(model.parameters()), "O2", True)
+    assert LIBRARIES["transformer_engine"].get in str(raised.value)
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_use_te_leaves_the_products(te):
+    model = nn.Sequential(te.Linear(32, 32, device="cpu"), nn.Linear(32, 32))
+    msamp.initialize(model, torch.optim.Adam(model.parameters()), "O2", True)
+    assert not [row for row in fp8.report(model) if row.done == "converted"]
+    assert type(model[0].weight) is nn.Parameter
+    assert isinstance(model[1].weight, fp8.ScaledTensor)
+
+
+@pytest.mark.parametrize("level", [None, "O3"])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, torch.inf])
+def test_clip_grad_norm(model, level, norm_type):
+    optimizer = torch.optim.Adam(model.parameters())
+    if level is not None:
+        msamp.initialize(model, optimizer, level)
+    model(torch.randn(16, 32)).square().sum().backward()
+    wide = [p.grad.to(torch.float32).clone() for p in model.parameters()]
+    expected = torch.stack([g.norm(norm_type) for g in wide]).norm(norm_type)
+    for max_norm, factor in ((0, 1), (-1.0, 1), (2 * expected, 1), (expected / 4, 0.25)):
+        parameters = iter(list(model.parameters()))  # 0 and less do not clip
+        norm = msamp.clip_grad_norm_(parameters, max_norm, norm_type)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        for p, g in zip(model.parameters(), wide, strict=True):
+            clipped = p.grad.to(torch.float32)
+            torch.testing.assert_close(clipped, g * factor, rtol=1e-4 * (factor < 1), atol=1e-6)
+    model[1].bias.grad[0] = torch.inf
+    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+        msamp.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)

@@ -1,0 +1,109 @@
+"""Objects and arguments of other libraries: the error names the adapter that takes them."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+import fp8
+from fp8.common.libraries import ARGUMENTS, LIBRARIES
+from tests.fp8.adapters.te_library import te  # noqa: F401
+
+
+def of_torchao() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        pytest.importorskip("torchao")
+        return importlib.import_module("torchao.float8").Float8LinearConfig()
+
+
+def of_a_subclass() -> Any:
+    kind = type(of_torchao())
+    return type("Mine", (kind,), {"__module__": "mine"})()
+
+
+def of_accelerate() -> Any:
+    pytest.importorskip("accelerate")
+    return importlib.import_module("accelerate.utils").AORecipeKwargs(config=of_torchao())
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16))
+
+
+TAKERS: dict[Callable[[], Any], str] = {
+    of_torchao: r"; fp8.adapters.torchao.convert\(model, config\) takes it",
+    of_a_subclass: r"; fp8.adapters.torchao.convert\(model, config\) takes it",
+    of_accelerate: r"; fp8.adapters.accelerate.prepare\(accelerator, model, recipe=...\) takes it",
+    object: "object$",
+    dict: "dict$",
+}
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "convert": lambda recipe: fp8.convert(linear(), recipe),
+    "backend": lambda recipe: fp8.convert(linear(), recipe, backend="torchao"),
+    "autocast": fp8.autocast,
+    "initialize": lambda recipe: fp8.initialize(linear(), None, "O2", recipe),
+    "policy": fp8.Policy,
+    "rule": lambda recipe: fp8.Rule("0", recipe),
+    "switch": lambda recipe: fp8.Policy(switch=[(0.5, recipe)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")  # Accelerate's own
+@pytest.mark.parametrize("make", TAKERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("use", USES)
+def test_a_recipe_object_of_a_library_names_its_adapter(use, make):
+    name = type(make()).__name__
+    with pytest.raises(TypeError, match=f"must be a name or a Recipe, not {name}") as raised:
+        USES[use](make())
+    assert raised.match(TAKERS[make])
+
+
+def test_so_do_those_of_transformer_engine(te):  # noqa: F811
+    recipe = importlib.import_module("transformer_engine.common.recipe").DelayedScaling()
+    with pytest.raises(TypeError, match=r"fp8.adapters.transformer_engine.convert\(model, recipe"):
+        fp8.convert(linear(), recipe)
+
+
+def test_an_adapter_that_is_named_is_there():
+    said = [*ARGUMENTS.values(), *(f"fp8.adapters.{row.takes}" for row in LIBRARIES.values())]
+    for text in said:
+        path = text.split("(")[0].split(" ")[0]
+        module, _, name = path.rpartition(".")
+        assert module == "fp8.adapters" or hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("function", [fp8.convert, fp8.initialize], ids=lambda f: f.__name__)
+def test_an_argument_of_a_library_names_its_adapter(function, name):
+    called = f"fp8.{function.__name__} has no {name}=; "
+    with pytest.raises(TypeError, match=called + r"fp8\.adapters\.") as raised:
+        function(linear(), **{name: None})
+    assert ARGUMENTS[name] in str(raised.value)
+
+
+@pytest.mark.parametrize("function", [fp8.convert, fp8.initialize], ids=lambda f: f.__name__)
+def test_another_argument_is_refused_as_in_python(function):
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'typo'"):
+        function(linear(), typo=1)
+
+
+def test_what_the_messages_say_to_write_converts():
+    """The filter of torchao takes (module, name)."""
+    config = of_torchao()
+    adapter = importlib.import_module("fp8.adapters.torchao")
+
+    def chosen(module: nn.Module, name: str) -> bool:
+        return name != "1"
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        adapter.convert(model, config, where=lambda name, layer: chosen(layer, name))
+    assert [row.done for row in fp8.report(model)] == ["converted", "left alone"]
