@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo record test test-all test-engines lint format bench gpu notebooks docs clean
+.PHONY: help setup demo record check test test-all test-engines lint format bench gpu notebooks docs clean
 
 help:  ## list the targets and what each costs (times: 2 CPU cores)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,7 +31,11 @@ record: $(RUN)  ## the demo, with its results written into README.md and docs/ (
 	$(BIN)/python -m docs.demo out/record
 	$(BIN)/python -m docs.build
 
-test: $(STAMP)  ## run the tests (8 to 10 minutes, no GPU)
+check: lint  ## lint, call each public name, run the tests of files changed since main (about a minute)
+	tests=$$($(BIN)/python -m tests.changed) && $(BIN)/python -m pytest -n auto --dist worksteal \
+	  tests/test_smoke.py tests/test_structure.py $$tests
+
+test: $(STAMP)  ## run the tests (4 to 7 minutes, no GPU)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-all: $(STAMP)  ## run the tests and the exhaustive checks, every fp32 bit pattern (long)

@@ -59,7 +59,7 @@ DOCUMENTS = {
     "MS-AMP": (
         _GUIDE,
         "It has no distribution and does not run on today's torch: the tests compute its "
-        "arithmetic independently.",
+        "arithmetic independently, and bind to its signatures.",
     ),
     "Lightning": ("N-Bit Precision (Intermediate)", "Installed and run on CPU."),
     "Composer": (

@@ -51,6 +51,7 @@ MODULES = (
     "fp8.adapters.composer",
     "fp8.adapters.last_good",
     "fp8.adapters.lightning",
+    "fp8.adapters.msamp",
     "fp8.adapters.policies",
     "fp8.adapters.torchao",
     "fp8.adapters.torchtitan",
