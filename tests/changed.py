@@ -1,4 +1,4 @@
-"""`python -m tests.changed`: the tests of the files that changed since main, as arguments of pytest.
+"""`python -m tests.changed`: the tests of files that changed since main, as arguments of pytest.
 
 Compares the working tree, with what is not committed and not tracked, with the last commit that it
 shares with main. A test file runs itself; a source file the tests with its name in the folder that

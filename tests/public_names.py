@@ -1,69 +1,107 @@
-"""`python -m tests.public_names`: writes tests/names_gone.txt, the public names of the commits
-before that are not here any more. tests/test_changelog.py looks for each in CHANGELOG.md.
+"""`python -m tests.public_names`: writes tests/names_gone.txt, the public names of earlier commits
+that are not here any more. tests/test_changelog.py looks for each of them in CHANGELOG.md.
 
-Public are the names in the ``__all__`` of a module, the module itself, and the keys of `TABLES`. A
-name that another module exports today has moved; it is not in the list, its old module is. Needs the
-whole history, and half a second for each commit that it looks at.
+Public are the modules of the API reference, what they export, and the keys of `TABLES`, each at its
+commit. A name that another public module exports today has moved: only its module is in the list.
+Needs the whole history, and a second or two for each commit that it looks at.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
+import itertools
 import json
 import os
-import pkgutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 GONE = Path(__file__).with_name("names_gone.txt")
 PACKAGES = ("fp8", "unit_scaling")
-EVERY = 20
 
 TABLES = {
-    **{"FORMATS": "format", "RECIPES": "recipe", "RULES": "rule", "SCALINGS": "scaling"},
-    **{"ROUNDINGS": "rounding", "ENCODINGS": "encoding", "LEVELS": "level"},
-    **{"CONSTRAINTS": "constraint", "LR_RULES": "learning-rate rule", "BACKENDS": "backend"},
-    **{"ADAPTERS": "backend", "ROLES": "role"},
+    "FORMATS": "format",
+    "RECIPES": "recipe",
+    "RULES": "rule",
+    "SCALINGS": "scaling",
+    "ROUNDINGS": "rounding",
+    "ENCODINGS": "encoding",
+    "LEVELS": "level",
+    "ROLES": "role",
+    "CONSTRAINTS": "constraint",
+    "LR_RULES": "learning-rate rule",
+    "BACKENDS": "backend",
 }
-"""A table, or a tuple of names, that a user chooses from -> what it holds."""
+"""A table, or a tuple of names, that users choose from -> what it holds."""
 
-LINES = (
-    r"__all__|^ *\"[A-Za-z_0-9]+\"[,:]|^ *(_all|_add|_stored|Recipe|Format|replace)\(|^@(row|op)\b"
-)
-"""Every commit that changes such a line is looked at, an entry of a list or table, and every
+LINES = r'__all__|^ *"[A-Za-z_0-9]+"[,:]|^ *(_all|_add|Recipe|Format|replace)\(|^@(row|op)\b'
+"""Every commit that changes such a line, an entry of a list or table, is looked at, and every
 `EVERY`-th one."""
+EVERY = 20
 
 
-def public(packages: Iterable[str] = PACKAGES) -> set[str]:
-    """The public names: "fp8.autocast", "module fp8.optim", "format e4m3"."""
+def public(modules: Iterable[str]) -> set[str]:
+    """The public names of the packages that can be imported: "module fp8.optim", "fp8.autocast",
+    "format e4m3"."""
     found = set()
-    for module in modules(packages):
-        listed = vars(module).get("__all__")
-        if listed is not None:
-            found.add(f"module {module.__name__}")
-            found |= {f"{module.__name__}.{name}" for name in listed if name[0] != "_"}
-        for table, kind in TABLES.items():
-            rows = vars(module).get(table)
-            if isinstance(rows, Mapping | tuple | list):
-                found |= {f"{kind} {row}" for row in rows if isinstance(row, str)}
+    for name in modules:
+        try:
+            exported = importlib.import_module(name).__all__
+        except Exception as error:  # an old commit that this torch does not run
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
+        found.add(f"module {name}")
+        found |= {f"{name}.{export}" for export in exported if export[0] != "_"}
+    loaded = [m for name, m in [*sys.modules.items()] if name.partition(".")[0] in PACKAGES]
+    for module, (table, kind) in itertools.product(loaded, TABLES.items()):
+        rows = vars(module).get(table, ())
+        found |= {f"{kind} {row}" for row in rows if isinstance(row, str)}
     return found
 
 
-def modules(packages: Iterable[str]) -> Iterator[object]:
-    for package in packages:
-        yield (top := importlib.import_module(package))
-        for info in pkgutil.walk_packages(top.__path__, f"{package}."):
-            if not any(part.startswith("_") for part in info.name.split(".")):
-                try:
-                    yield importlib.import_module(info.name)
-                except Exception as error:
-                    print(f"{info.name}: {error}", file=sys.stderr)
+def documented(root: Path) -> list[str]:
+    """The modules of the API reference, MODULES of a file in docs/, and all adapters."""
+    found = list(PACKAGES)
+    for path in root.glob("docs/*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODULES":
+                found += ast.literal_eval(node.value)
+    found += [f"fp8.adapters.{path.stem}" for path in root.glob("fp8/adapters/[a-z]*.py")]
+    return list(dict.fromkeys(found))
+
+
+def is_here(name: str, now: set[str]) -> bool:
+    """Whether a public name exists, or is exported by another module. now: `public` of today."""
+    kind, _, module = name.rpartition(" ")
+    if kind == "module":
+        try:
+            return importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # its parent is gone
+            return False
+    return name in now or (not kind and _last(name) in map(_last, now))
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def commits() -> list[str]:
+    """Those of the main line to look at, oldest first."""
+    every = _log()
+    chosen = {*every[::EVERY], *_log(f"-G{LINES}", "--", *PACKAGES, "docs")}
+    return [commit for commit in every if commit in chosen]
+
+
+def _log(*args: str) -> list[str]:
+    log = ["git", "log", "--first-parent", "-m", "--format=%h", "--reverse", *args]
+    return subprocess.check_output(log, cwd=ROOT, text=True).split()
 
 
 def of_commit(commit: str) -> set[str]:
@@ -72,12 +110,14 @@ def of_commit(commit: str) -> set[str]:
     if os.fork() == 0:
         try:
             with tempfile.TemporaryDirectory() as folder:
-                archive = ["git", "archive", commit, *PACKAGES]
-                with subprocess.Popen(archive, cwd=ROOT, stdout=subprocess.PIPE) as packed:
-                    tarfile.open(fileobj=packed.stdout, mode="r|").extractall(folder)
+                packed = subprocess.Popen(["git", "archive", commit], cwd=ROOT, stdout=-1)
+                with tarfile.open(fileobj=packed.stdout, mode="r|") as archive:
+                    archive.extractall(folder)
+                # Not those that are installed or lie here.
                 sys.path[:] = [folder, *(p for p in sys.path if not (Path(p) / "fp8").exists())]
                 sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in str(f)]
-                os.write(write, json.dumps(sorted(public())).encode())
+                names = public(documented(Path(folder)))
+                os.write(write, json.dumps(sorted(names)).encode())
         finally:
             os._exit(0)
     os.close(write)
@@ -87,10 +127,40 @@ def of_commit(commit: str) -> set[str]:
     return set(json.loads(text or "[]"))
 
 
-def commits() -> list[str]:
-    """Those of the main line to look at, oldest first."""
-    log = ["git", "log", "--first-parent", "-m", "--format=%h", "--reverse"]
-    run = lambda *args: subprocess.check_output([*log, *args], cwd=ROOT, text=True).split()
-    every = run()
-    chosen = {*every[::EVERY], *run(f"-G{LINES}", "--", *PACKAGES)}
-    return [commit for commit in every if commit in chosen]
+def as_text(gone: Iterable[str]) -> str:
+    """A line for each module, "fp8.optim: Muon SGD", or kind, "format: e1m2". A name that several
+    modules exported is in the line of the first."""
+    lines = defaultdict[str, list[str]](list)
+    seen = set()
+    for name in sorted(gone, key=lambda name: (name.count("."), name)):
+        home, leaf = name.rsplit(" " if " " in name else ".", 1)
+        if " " in name or leaf not in seen:
+            lines[home].append(leaf)
+            seen.add(leaf)
+    return "".join(f"{home}: {' '.join(leaves)}\n" for home, leaves in sorted(lines.items()))
+
+
+def read() -> list[str]:
+    """The names in the list, as `public` has them."""
+    text = GONE.read_text(encoding="utf-8")
+    lines = [line.split(": ") for line in text.splitlines() if not line.startswith("#")]
+    kinds = {"module", *TABLES.values()}
+    return [
+        f"{home} {name}" if home in kinds else f"{home}.{name}"
+        for home, names in lines
+        for name in names.split()
+    ]
+
+
+def main() -> None:
+    importlib.import_module("torch")  # before the forks
+    looked_at = commits()
+    seen = set().union(*map(of_commit, looked_at))
+    now = of_commit("HEAD")
+    gone = [name for name in seen if not is_here(name, now)]
+    about = f"# Written by `python -m tests.public_names`, up to commit {looked_at[-1]}.\n"
+    GONE.write_text(about + as_text(gone), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The changelog names every public name of an earlier commit that is not here any more."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.public_names import GONE, TABLES, documented, is_here, public, read
+
+ROOT = Path(__file__).parents[1]
+REMOVED = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("### Removed and moved")[2]
+CODE = re.findall(r"`([^`]+)`", REMOVED)
+
+
+def is_named(name: str, text: str = REMOVED, code: list[str] = CODE) -> bool:
+    """Whether a text names what `public` lists: a module or one that it was part of by its path; a
+    key of a table in quotes, or a format as code; else a name as a word in code."""
+    kind, _, last = name.rpartition(" ")
+    if kind == "module":
+        parts = last.split(".")
+        paths = {".".join(parts[:n]) for n in range(2, len(parts) + 1)}
+        gone = {path for path in paths if not is_here(f"module {path}", set())}
+        return any(path in re.findall(r"[\w.]+", each) for path in gone for each in code)
+    if kind:
+        return f'"{last}"' in text
+    word = rf"(?<!\w){re.escape(name.rpartition('.')[2])}(?!\w)"
+    return any(re.search(word, each) for each in code)
+
+
+def test_every_name_that_went_is_in_the_changelog():
+    now = public(documented(ROOT))
+    names = read()
+    assert len(names) > 20
+    missing = [name for name in names if not (is_here(name, now) or is_named(name))]
+    assert not missing, f"the table of what was removed lacks {missing}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("rule ceil", 'rules "ceil" and "even"', True),
+        ("rule ceil", 'rule "ceiling"', False),
+        ("fp8.optim.SGD", "`fp8.optim.SGD`, `Muon`", True),
+        ("fp8.optim.SGD", "fp8.optim.SGD, without marks", False),
+        ("fp8.state", "`fp8.state_bytes`", False),
+        ("module fp8.studies.page", "`fp8.studies`", True),
+        ("module fp8.studies.page", "`fp8.studies2`", False),
+        ("module fp8.recipes.gone", "`fp8.recipes`", False),  # which is still there
+    ],
+)
+def test_what_counts_as_named(name, text, named):
+    assert is_named(name, text, re.findall(r"`([^`]+)`", text)) == named
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [
+        ("fp8.autocast", True),
+        ("fp8.lab.blame.convert", True),  # moved
+        ("fp8.optim.Muon", False),
+        ("format e4m3", True),
+        ("format e1m2", False),
+        ("recipe e4m3", False),  # a key of another table
+        ("module fp8.native.product", True),
+        ("module fp8.studies", False),
+        ("module fp8.studies.page", False),
+    ],
+)
+def test_what_counts_as_here(name, here):
+    assert is_here(name, public(documented(ROOT))) == here
+
+
+def test_tables_are_read():
+    found = public(documented(ROOT))
+    for kind in TABLES.values():
+        assert any(name.startswith(f"{kind} ") for name in found), kind
+    assert {"recipe tensor", "rounding nearest", "fp8.optim.AdamW", "module fp8.optim"} <= found
+
+
+def test_the_list_is_small():
+    assert GONE.stat().st_size < 10_000
