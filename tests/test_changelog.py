@@ -33,6 +33,7 @@ def test_every_name_that_went_is_in_the_changelog():
     now = public(documented(ROOT))
     names = read()
     assert len(names) > 20
+    assert not [name for name in names if is_named(name, "", [])]
     missing = [name for name in names if not (is_here(name, now) or is_named(name))]
     assert not missing, f"the table of what was removed lacks {missing}"
 
