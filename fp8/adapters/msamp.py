@@ -1,13 +1,11 @@
-"""MS-AMP: its functions by their names, by MS-AMP itself where it is installed, else by
-`fp8.initialize`.
-
-MS-AMP 0.4 needs torch 2.1 and a NCCL of its own, and changes functions of torch when it is
-imported. Only what its source says of `initialize` and `clip_grad_norm_` is relied on here.
-"""
+"""MS-AMP: its functions by their names, by MS-AMP itself where it can be imported, which changes
+functions of torch, else by `fp8.initialize`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +31,10 @@ def initialize(
 
     Args:
         model, optimizer, opt_level: as in `fp8.initialize`; MS-AMP itself has no "O3".
-        use_te: whether the model has layers of TransformerEngine, which compute their own products.
-            `fp8.initialize` then leaves products as they are.
+        use_te: whether the layers are TransformerEngine's, which compute their own products.
 
     Returns:
-        (model, optimizer). The optimizer is a new one if MS-AMP made it.
+        (model, optimizer); of MS-AMP a new optimizer.
 
     Raises:
         ImportError: for ``use_te`` without TransformerEngine.
@@ -71,19 +68,9 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """``msamp.clip_grad_norm_``: that of torch, without clipping for ``max_norm`` <= 0.
-
-    Args:
-        parameters: parameters of a model at a level, or any others.
-        max_norm, norm_type, error_if_nonfinite: as in torch.
-
-    Returns:
-        The norm of all gradients together.
-
-    Raises:
-        RuntimeError: if the norm is not finite, with ``error_if_nonfinite``.
-    """
-    library = probe("msamp").module
+    """``msamp.clip_grad_norm_``: as `torch.nn.utils.clip_grad_norm_`, but ``max_norm`` <= 0 clips
+    nothing. Returns the norm of all gradients together."""
+    library: Any = sys.modules.get("msamp")  # whose gradients are no tensors: no import each step
     if library is not None:
         return library.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
     limit = max_norm if max_norm > 0 else torch.inf

@@ -12,28 +12,16 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-__all__ = [
-    "ARGUMENTS",
-    "LIBRARIES",
-    "TRANSFORMS",
-    "Found",
-    "Library",
-    "explains_arguments",
-    "need",
-    "probe",
-    "transforms",
-    "who_takes",
-]
+__all__ = ["LIBRARIES", "TRANSFORMS", "Found", "Library", "need", "probe", "transforms"]
 
 
 class Library(NamedTuple):
     """A row of LIBRARIES. module: the module to import. distribution: its name in a registry. get:
-    how to install it. takes: the function of `fp8.adapters` that takes its recipe objects."""
+    how to install it."""
 
     module: str
     distribution: str
     get: str
-    takes: str = ""
 
 
 def _extra(name: str) -> str:
@@ -46,22 +34,14 @@ LIBRARIES: dict[str, Library] = {
         "transformer_engine.pytorch",
         "transformer_engine",
         "pip install --no-build-isolation 'unit-scaling-fp8[te]', on Linux, with CUDA's nvcc",
-        takes="transformer_engine.convert(model, recipe)",
     ),
-    "torchao": Library(
-        "torchao.float8", "torchao", _extra("torchao"), takes="torchao.convert(model, config)"
-    ),
+    "torchao": Library("torchao.float8", "torchao", _extra("torchao")),
     # No distribution of it is published, and its latest version does not import with torch 2.11.
     "msamp": Library(
         "msamp", "MS-AMP", "from github.com/Azure/MS-AMP, with torch 2.1, DeepSpeed and its NCCL"
     ),
     "bitsandbytes": Library("bitsandbytes", "bitsandbytes", _extra("bitsandbytes")),
-    "accelerate": Library(
-        "accelerate",
-        "accelerate",
-        _extra("accelerate"),
-        takes="accelerate.prepare(accelerator, model, recipe=...)",
-    ),
+    "accelerate": Library("accelerate", "accelerate", _extra("accelerate")),
     "lightning": Library("lightning", "lightning", _extra("lightning")),
     "transformers": Library("transformers", "transformers", _extra("transformers")),
     "composer": Library(  # versions that mosaicml 0.32.1 was tested with
@@ -77,14 +57,19 @@ LIBRARIES: dict[str, Library] = {
 }
 """Name -> module, distribution and installation command of an optional library."""
 
-_TORCHAO = "fp8.adapters.torchao.convert(model, config"
-
-ARGUMENTS: dict[str, str] = {
-    "config": f"{_TORCHAO}) takes torchao's",
-    "module_filter_fn": f"{_TORCHAO}, where=lambda name, layer: f(layer, name)) takes torchao's",
-    "use_te": "fp8.adapters.msamp.initialize takes MS-AMP's",
+TAKES = {
+    "transformer_engine": "convert(model, recipe)",
+    "torchao": "convert(model, config)",
+    "accelerate": "prepare(accelerator, model, recipe=...)",
 }
-"""Argument of another library's function -> what takes it here."""
+"""A library of LIBRARIES -> the function of its adapter that takes its recipe objects."""
+
+ARGUMENTS = {
+    "config": "torchao.convert(model, config)",
+    "module_filter_fn": "torchao.convert(model, config, where=lambda name, layer: f(layer, name))",
+    "use_te": "msamp.initialize(model, optimizer, opt_level, use_te)",
+}
+"""An argument of another library's function -> the function of `fp8.adapters` in its place."""
 
 TRANSFORMS = "fp8.transforms"
 """The group of entry points of transforms: functions of a model that return one that trains with
@@ -147,24 +132,24 @@ def need(name: str) -> Any:
 
 
 def who_takes(recipe: object) -> str:
-    """The adapter that takes ``recipe``, an object of a library of `LIBRARIES` or of a subclass of
-    its classes, as the end of a message; "" for other objects."""
+    """The adapter that takes ``recipe``, an object of a library in `TAKES` or of a subclass of its
+    classes, as the end of a message; "" for other objects."""
     tops = {kind.__module__.partition(".")[0] for kind in type(recipe).__mro__}
-    for library in LIBRARIES.values():
-        if library.takes and library.module.partition(".")[0] in tops:
-            return f"; fp8.adapters.{library.takes} takes it"
+    for name, function in TAKES.items():
+        if LIBRARIES[name].module.partition(".")[0] in tops:
+            return f"; fp8.adapters.{name}.{function} takes it"
     return ""
 
 
 def explains_arguments(function: F) -> F:
-    """Decorator of ``function``: an argument that `ARGUMENTS` lists raises a TypeError that names
-    what takes it, in place of Python's."""
+    """Decorator: an argument in `ARGUMENTS` raises a TypeError that names what takes it."""
 
     @functools.wraps(function)
     def explained(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
             if name in ARGUMENTS:
-                raise TypeError(f"fp8.{function.__name__} has no {name}=; {ARGUMENTS[name]}")
+                instead = f"use fp8.adapters.{ARGUMENTS[name]}"
+                raise TypeError(f"fp8.{function.__name__} has no {name}=; {instead}")
         return function(*args, **kwargs)
 
     return cast("F", explained)

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import fp8
-from fp8.common.libraries import ARGUMENTS, LIBRARIES
+from fp8.common.libraries import ARGUMENTS, LIBRARIES, TAKES
 from tests.fp8.adapters.te_library import te  # noqa: F401
 
 
@@ -72,17 +72,17 @@ def test_so_do_those_of_transformer_engine(te):  # noqa: F811
 
 
 def test_an_adapter_that_is_named_is_there():
-    said = [*ARGUMENTS.values(), *(f"fp8.adapters.{row.takes}" for row in LIBRARIES.values())]
-    for text in said:
-        path = text.split("(")[0].split(" ")[0]
-        module, _, name = path.rpartition(".")
-        assert module == "fp8.adapters" or hasattr(importlib.import_module(module), name)
+    said = [*ARGUMENTS.values(), *(f"{name}.{function}" for name, function in TAKES.items())]
+    for call in said:
+        module, _, name = call.partition("(")[0].rpartition(".")
+        assert callable(getattr(importlib.import_module(f"fp8.adapters.{module}"), name))
+    assert TAKES.keys() <= LIBRARIES.keys()
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.parametrize("function", [fp8.convert, fp8.initialize], ids=lambda f: f.__name__)
 def test_an_argument_of_a_library_names_its_adapter(function, name):
-    called = f"fp8.{function.__name__} has no {name}=; "
+    called = f"fp8.{function.__name__} has no {name}=; use "
     with pytest.raises(TypeError, match=called + r"fp8\.adapters\.") as raised:
         function(linear(), **{name: None})
     assert ARGUMENTS[name] in str(raised.value)
