@@ -150,6 +150,18 @@ def test_make_targets_exist_and_install_what_they_need(tmp_path: Path):
         assert re.findall(r"\.\[(\w+)\]", said) == extras
 
 
+def test_checks_run():
+    """CI runs lint and the README's test command; CONTRIBUTING and pre-commit the short one."""
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.findall(r"^make ([a-z-]+)$", ci, re.MULTILINE) == ["lint", "test"]
+    assert re.search(r"^make check ", CONTRIBUTING.read_text(encoding="utf-8"), re.MULTILINE)
+    assert "entry: make check\n" in (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    command = ["make", "--dry-run", "check"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert all(part in said for part in ("bin/ruff check", "bin/mypy\n", "tests.changed"))
+    assert "tests/test_smoke.py" in said
+
+
 def test_pages_are_short():
     """README: 120 lines, about twenty of them code; CONTRIBUTING 1,500 words; all together."""
     readme = ROOT / "README.md"
