@@ -2,7 +2,7 @@
 that are not here any more. tests/test_changelog.py looks for each of them in CHANGELOG.md.
 
 Public are the modules of the API reference, what they export, and the keys of `TABLES`, each at its
-commit. A name that another public module exports today has moved: only its module is in the list.
+commit. A name that its module still has, or that another one lists, is not gone.
 Needs the whole history, and a second or two for each commit that it looks at.
 """
 
@@ -88,14 +88,20 @@ def documented(root: Path) -> list[str]:
 
 
 def is_here(name: str, now: set[str]) -> bool:
-    """Whether a public name exists, or is exported by another module. now: `public` of today."""
+    """Whether a public name is still there, or listed by another module. now: `public` of today."""
     kind, _, module = name.rpartition(" ")
     if kind == "module":
         try:
             return importlib.util.find_spec(module) is not None
         except ModuleNotFoundError:  # its parent is gone
             return False
-    return name in now or (not kind and _last(name) in map(_last, now))
+    return name in now or (not kind and (_last(name) in map(_last, now) or _is_read(name)))
+
+
+def _is_read(name: str) -> bool:
+    """Whether a module has the name, listed or not."""
+    home, _, last = name.rpartition(".")
+    return is_here(f"module {home}", set()) and hasattr(importlib.import_module(home), last)
 
 
 def _last(name: str) -> str:
