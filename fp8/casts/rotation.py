@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..common.compiler import compiled_as
 from ..common.dtensor import as_shard, check_whole, is_dtensor
-from ..formats.random_bits import KEY_START
+from ..formats.random_bits import KEY_START, bits_from_key, drawn_key
 
 aten = torch.ops.aten
 
@@ -33,7 +33,8 @@ def rotation_signs(spec: Any, like: Tensor) -> Tensor | None:
         return None
     if is_dtensor(like):
         raise ValueError('random signs differ under tensor parallelism; take signs="fixed"')
-    return _after(1.0 - 2.0 * torch.randint(2, (spec.hadamard,), device=like.device), like)
+    bits = bits_from_key((spec.hadamard,), drawn_key(like.device), device=like.device)
+    return _after(1.0 - 2.0 * (bits & 1), like)
 
 
 @compiled_as(lambda x, like: x + like[:0].sum())

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..common.compiler import (
     apply,
-    compiled_as,
     eager_only,
     is_differentiated_again,
     reads_values,
@@ -20,7 +19,7 @@ from ..common.compiler import (
 )
 from ..common.validation import check_between, check_name
 from .format import Format, dtype_name, get_format
-from .random_bits import Key, Seed, bits_from_key, fewer_bits, random_key
+from .random_bits import Key, Seed, bits_from_key, drawn_key, fewer_bits, random_key
 from .rounding import LAYOUTS, ROUNDINGS, Grid, divided, makes_finite, round_to_grid, saturated
 
 __all__ = ["quantize", "quantize_backward", "quantize_forward"]
@@ -65,8 +64,9 @@ def quantize(
             and in compiled code, other values give NaN instead of an error.
         seed: for "stochastic", an int, a 0-dim int64 tensor, or a sequence of these such as (seed,
             step, stream). The same seed gives the same result in eager and compiled code, on every
-            device and for all strides. None draws a seed from torch's default generator:
-            reproducible under torch.manual_seed, but different in eager and compiled code.
+            device and for all strides. None draws one by the state of torch's CPU generator:
+            reproducible under torch.manual_seed, and no number that torch draws changes. A graph
+            may draw the seeds of several casts in another order than eager code.
         random_bits: for "stochastic", the number of random bits, 1 to 31; hardware has few. The
             probability of rounding up is a multiple of 2**-random_bits.
 
@@ -276,12 +276,7 @@ def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
         if seed is not None:
             raise ValueError(f"rounding={rounding!r} takes no seed; 'stochastic' does")
         return None
-    return random_key(_drawn(device) if seed is None else seed)
-
-
-@compiled_as(lambda device: torch.randint(2**63 - 1, (), device=device))
-def _drawn(device: torch.device) -> Tensor | int:
-    return int(torch.randint(2**63 - 1, ()))
+    return drawn_key(device) if seed is None else random_key(seed)
 
 
 def _quantize(

@@ -1,14 +1,26 @@
 """Counter-based random bits: a hash of a key and the position of an element, by integer arithmetic
-of torch alone: the same in eager and compiled code on every device."""
+of torch alone: the same in eager and compiled code on every device.
+
+`drawn_key` draws the key of a cast without a seed: a hash of the state of torch's CPU generator, in
+which it then counts the draw in bits that no random number is computed from. So all numbers that
+torch draws (a dropout mask) are those without the cast; and what seeds, saves or restores that
+generator (`torch.manual_seed`, `fork_rng`, an activation checkpoint, a resumed run) does so for
+casts.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ..common.compiler import compiled_as, taken_as_constant
 
 Word = TypeVar("Word", int, Tensor)
 Seed = int | Tensor | Sequence[int | Tensor]
@@ -108,3 +120,92 @@ def fewer_bits(bits: Tensor, count: int) -> Tensor:
     if count == 31:
         return bits
     return (bits & (2**31 - 2 ** (31 - count))) | 2 ** (30 - count)
+
+
+# Keys without a seed
+
+_UNREAD = 2**31 - 1
+"""The bits that count, of the first of the 624 words of a state. The Mersenne Twister (Matsumoto
+and Nishimura 1998) has 19937 bits of state: it computes the next 624 words from the highest bit of
+the first word and all of the others, and torch does so before it returns the first word."""
+
+_WORDS = slice(2, 6)
+"""In a state as int64, of the CPU generator of torch: the position, and the first words."""
+
+_LOCK = threading.Lock()
+
+
+def _draw() -> int:
+    """A key; the next call returns another one. Raises RuntimeError inside of `torch.vmap` unless
+    its randomness is "same", as a draw from the generator does: a permutation of one element is
+    one that reads no number."""
+    int(torch.randperm(1, device="cpu"))
+    with _LOCK:
+        state = torch.default_generator.get_state()
+        words = state.numpy().view(np.int64)[_WORDS]
+        position, first, *others = words.tolist()
+        words[1] = first & ~_UNREAD | (first + 1) & _UNREAD
+        torch.default_generator.set_state(state)
+    key = random_key((position, first, *others))
+    assert isinstance(key, int)
+    return key
+
+
+def _placed(key: int, device: torch.device) -> Tensor:
+    """A key as a tensor; while a CUDA graph is captured, whose replays run no Python, one drawn
+    from the CUDA generator, which each replay advances."""
+    if _is_captured(device):
+        return torch.randint(2**63 - 1, (), device=device)
+    return torch.full((), key, dtype=torch.int64, device=device)
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+# Of the CPU in every graph: what recomputes a segment of a graph restores the generator of that
+# device. number: makes calls differ, of which the compiler would leave one.
+@torch.library.custom_op(
+    "fp8::random_key",
+    mutates_args=(),
+    schema="(int number, *, Device device) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+def _random_key(number: int, *, device: torch.device) -> Tensor:
+    return torch.tensor(_draw())
+
+
+@_random_key.register_fake
+def _(number: int, *, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
+@torch.library.custom_op(
+    "fp8::placed_key", mutates_args=(), schema="(Tensor key, Device device) -> Tensor"
+)
+def _placed_key(key: Tensor, device: torch.device) -> Tensor:
+    return _placed(int(key), device)
+
+
+@_placed_key.register_fake
+def _(key: Tensor, device: torch.device) -> Tensor:
+    return key.new_empty((), device=device)
+
+
+_NUMBERS = itertools.count()
+
+
+@taken_as_constant
+def _number() -> int:
+    return next(_NUMBERS)
+
+
+def _key_in_graph(device: torch.device) -> Tensor:
+    key = torch.ops.fp8.random_key(_number(), device=torch.device("cpu"))
+    return key if device.type == "cpu" else torch.ops.fp8.placed_key(key, device)
+
+
+@compiled_as(_key_in_graph)
+def drawn_key(device: torch.device) -> Key:
+    """A key for a tensor on ``device``, as the state of torch's CPU generator decides it."""
+    return _placed(0, device) if _is_captured(device) else _draw()

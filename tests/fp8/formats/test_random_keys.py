@@ -1,0 +1,261 @@
+"""Keys of casts without a seed: what torch draws does not depend on them, and they repeat whenever
+the state of torch's generator does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fp8
+from fp8 import Cast, Recipe
+from fp8.casts.rotation import rotation_signs
+from fp8.formats.quantize import quantize_forward
+from fp8.formats.random_bits import drawn_key
+
+CPU = torch.device("cpu")
+
+NUMBERS: dict[str, Callable[[], Tensor]] = {
+    "rand": lambda: torch.rand(3),
+    "randn of one": lambda: torch.randn(1),  # torch keeps the second of a pair for the next call
+    "randn of many": lambda: torch.randn(100),
+    "double": lambda: torch.randn(3, dtype=torch.float64),
+    "randint": lambda: torch.randint(2**63 - 1, (3,)),
+    "randperm": lambda: torch.randperm(20),
+    "bernoulli": lambda: torch.bernoulli(torch.full((30,), 0.5)),
+    "dropout": lambda: F.dropout(torch.ones(700)),
+    "exponential": lambda: torch.empty(5).exponential_(),
+    "multinomial": lambda: torch.multinomial(torch.ones(9), 4),
+}
+"""Random numbers of torch."""
+
+HOW = Cast(format="e2m1", scaling="tensor", rounding="stochastic", hadamard=16, signs="random")
+RANDOM = Recipe(name="random", input=HOW, weight=HOW, grad=HOW)
+"""Every choice of every cast is random, in the forward pass and in the backward pass."""
+
+RECIPES: dict[str, Any] = {name: name for name in ("nvfp4", "quartet2", "tetrajet2")}
+RECIPES["random"] = RANDOM
+
+
+def quantized() -> Tensor:
+    return fp8.quantize(torch.linspace(-3, 3, 64), "e2m1", rounding="stochastic")
+
+
+def drawn(count: int) -> list[int]:
+    return [int(drawn_key(CPU)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 622, 623, 624, 625, 1248])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_torch_draws_the_same_numbers_wherever_keys_are_drawn(name: str, before: int):
+    """From each position in the 624 words of a state, and across several of them."""
+    found = []
+    for casts in (0, 1, 3):
+        torch.manual_seed(before)
+        torch.rand(before)
+        numbers = []
+        for _ in range(40):
+            drawn(casts)
+            numbers.append(NUMBERS[name]())
+        found.append(torch.cat([*numbers, torch.rand(700)]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert torch.initial_seed() == before
+
+
+def test_keys_differ():
+    """Also those drawn after other numbers, and those of other seeds."""
+    keys = []
+    for seed in (0, 1, 2**31 - 1, 2**31, -1):  # of a seed, torch reads 32 bits
+        torch.manual_seed(seed)
+        for _ in range(50):
+            keys += drawn(20)
+            torch.rand(31)
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("number", NUMBERS.values(), ids=list(NUMBERS))
+def test_what_restores_the_generator_restores_the_draws(number: Callable[[], Tensor]):
+    torch.manual_seed(3)
+    first = [quantized(), number(), quantized(), quantized()]
+    assert not torch.equal(first[2], first[3])
+    torch.manual_seed(3)
+    assert all(map(torch.equal, [quantized(), number(), quantized()], first))
+    state = torch.get_rng_state()
+    with torch.random.fork_rng():
+        quantized()
+        torch.manual_seed(3)
+        assert torch.equal(quantized(), first[0])
+    assert torch.equal(quantized(), first[3])
+    torch.set_rng_state(state)
+    assert torch.equal(quantized(), first[3])
+
+
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_the_default_device_does_not_matter(default: str):
+    torch.manual_seed(3)
+    expected = drawn(3)
+    torch.manual_seed(3)
+    with torch.device(default), torch.inference_mode():
+        assert drawn(3) == expected
+
+
+def test_threads_draw_different_keys():
+    keys: list[int] = []
+    threads = [threading.Thread(target=lambda: keys.extend(drawn(200))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(keys)) == 800
+
+
+@pytest.mark.vmap
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # quantize works in place
+@pytest.mark.parametrize("randomness", ["error", "different"])
+def test_under_vmap_the_samples_share_their_bits_or_are_refused(randomness: str):
+    """As torch refuses a number that all samples share, unless asked for it."""
+    x = torch.linspace(-3, 3, 64).expand(4, 64)
+
+    def cast(x: Tensor) -> Tensor:
+        return fp8.quantize(x, "e2m1", rounding="stochastic")
+
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.func.vmap(cast, randomness=randomness)(x)
+    same = torch.func.vmap(cast, randomness="same")(x)
+    assert torch.equal(same, same[:1].expand(4, 64))
+
+
+def test_signs_are_fair_and_of_a_key_each():
+    torch.manual_seed(0)
+    like = torch.ones(3, 16)
+    signs = torch.stack([rotation_signs(HOW, like) for _ in range(4000)])
+    assert set(signs.unique().tolist()) == {-1.0, 1.0}
+    assert (signs.sum(0).abs() <= 5 * 4000**0.5).all()
+    assert len({tuple(row) for row in signs.tolist()}) > 3500  # of 2**16
+
+
+# Models
+
+
+class Net(nn.Module):
+    """Dropout before, between and after layers; returns what it drops too."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(count))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        masks = []
+        for layer in self.layers:
+            mask = F.dropout(torch.ones_like(x), 0.4)
+            x = torch.tanh(layer(x * mask))
+            masks.append(mask)
+        return x, [*masks, F.dropout(torch.ones_like(x))]
+
+
+def masks_of(recipe: Any, compiled: bool) -> list[Tensor]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    net, x = Net(1 if compiled else 3), torch.randn(8, 32)
+    if recipe is not None:
+        fp8.convert(net, recipe, backend="simulate")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = torch.compile(net, fullgraph=True) if compiled else net
+    torch.manual_seed(1)
+    seen = []
+    for _ in range(3):
+        y, masks = run(x)
+        y.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [mask.clone() for mask in masks]
+    return [*seen, torch.rand(9)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_dropout_masks_are_those_of_the_model_without_casts(recipe: Any):
+    """In each step of a training: a backward pass draws keys, too."""
+    assert all(map(torch.equal, masks_of(recipe, False), masks_of(None, False)))
+
+
+def test_dropout_masks_are_those_of_the_compiled_model_without_casts():
+    assert all(map(torch.equal, masks_of(RANDOM, True), masks_of(None, True)))
+    torch.compiler.reset()
+
+
+def test_compiled_code_draws_anew_repeats_under_a_seed_and_equals_eager_code():
+    torch.compiler.reset()
+    x = torch.linspace(-3, 3, 64)
+
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        first = fp8.quantize(x, "e2m1", rounding="stochastic")
+        return first, fp8.quantize(x, "e2m1", rounding="stochastic")
+
+    run = torch.compile(two, fullgraph=True)
+    torch.manual_seed(1)
+    calls = [run(x) for _ in range(3)]
+    torch.manual_seed(1)
+    for call in calls:
+        assert all(map(torch.equal, run(x), call))
+    torch.manual_seed(1)
+    assert sorted(y.tolist() for y in two(x)) == sorted(y.tolist() for y in calls[0])
+    assert len({tuple(y.tolist()) for call in calls for y in call}) == 6
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_recomputes_with_the_same_bits(backend: str | None, reentrant: bool):
+    """The gradient of y * y / 2 is the y that is recomputed; the second segment draws other bits
+    between the first one and its recomputation."""
+    torch.compiler.reset()
+    x = torch.linspace(-3, 3, 64).requires_grad_()
+
+    def segment(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = quantize_forward(x, "e2m1", rounding="stochastic")
+        return y * y / 2, y.detach()
+
+    def two(x: Tensor) -> list[Tensor]:
+        return [t for _ in range(2) for t in checkpoint(segment, x, use_reentrant=reentrant)]
+
+    run = two if backend is None else torch.compile(two, backend=backend)
+    for _ in range(3):
+        first, y, second, z = run(x)
+        (grad,) = grads(first.sum() + 64 * second.sum(), x)
+        assert torch.equal(grad, y + 64 * z)
+        assert not torch.equal(y, z)
+    torch.compiler.reset()
+
+
+def grads(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
+    """By ``backward``, which a reentrant checkpoint needs."""
+    for x in inputs:
+        x.grad = None
+    loss.backward()
+    return [x.grad for x in inputs]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_a_model_trains_alike_with_and_without_checkpoints(recipe: Any, reentrant: bool):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 32))
+    model = fp8.convert(layers, recipe, backend="simulate")
+    x = torch.randn(8, 32, requires_grad=True)
+
+    def run(checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        results = []
+        for _ in range(2):
+            y = checkpoint(model, x, use_reentrant=reentrant) if checkpointed else model(x)
+            results += [y.detach(), *grads(y.square().mean(), x, *model.parameters())]
+        return results
+
+    assert all(map(torch.equal, run(True), run(False)))
