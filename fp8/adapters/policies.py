@@ -215,7 +215,8 @@ def _precision_file(policy: Policy, base: dict[str, str]) -> str:
         config = _in_megatron(what, rule.recipe)
         if config.get("fp8_quantization_recipe") == "delayed":
             raise ValueError(f"{what}: Megatron has 'delayed' for the whole model only")
-        match(f"rule_{index}", rule.layers, config | enable if config else {})
+        glob = rule.layers.replace("[", "[[]")  # Megatron reads brackets as `fnmatch`
+        match(f"rule_{index}", glob, config | enable if config else {})
     return json.dumps({"configs": configs, "matchers": matchers}, indent=2) if matchers else ""
 
 

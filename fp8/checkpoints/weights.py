@@ -26,6 +26,7 @@ from ..recipes.history import histories, is_history
 from ..recipes.scaling import history_scale
 from ..selection.layers import is_transposed
 from ..selection.policies import bare_name
+from ..surgery.override import check_not_overridden
 from ..surgery.swap import is_replacement
 from . import layouts
 from .layouts import INPUTS, LAYOUTS, Entry
@@ -54,9 +55,9 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
 
     Raises:
         TypeError: if ``model`` is not a module.
-        ValueError: if nothing is in FP8, as of a "delayed" or "static" model that has not run; for
-            layers of another library; for factors that no weight can hold (modules of
-            `unit_scaling`, and what `fold` rejects).
+        ValueError: if nothing is in FP8, as of a "delayed" or "static" model that has not run;
+            inside of `fp8.override`; for layers of another library; for factors that no weight can
+            hold (modules of `unit_scaling`, and what `fold` rejects).
         ImportError: without safetensors.
     """
     check_module("export", model)
@@ -126,6 +127,7 @@ class Weights:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model = unwrapped(model)
+        check_not_overridden("export", model)
         modules: dict[str, Any] = {bare_name(name): m for name, m in model.named_modules()}
         self._factors, self._ratios = _factors(model)
         rows, self._layers = _layers(modules)

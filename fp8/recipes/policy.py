@@ -60,7 +60,8 @@ class Rule:
     """The recipe of some layers, or of some of their casts.
 
     Attributes:
-        layers: a glob on the dotted name of a layer, as `fnmatch` reads it: "lm_head", "*.mlp.*".
+        layers: the dotted name of a layer, or a pattern: "lm_head", "*.mlp.*". "*" matches any
+            characters, dots included, and "?" one; all others, as brackets, are themselves.
         recipe: a name in `fp8.RECIPES`, a `Recipe`, "auto", or None for high precision.
         product: the casts that the rule concerns: those of a product ("forward", "grad_input",
             "grad_weight"), of an operand ("input", "weight", "grad"), or one ("forward.input", a

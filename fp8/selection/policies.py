@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from functools import cache
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -114,9 +115,18 @@ def _matched(said: str, rule: Rule, model: nn.Module, layers: Layers) -> set[str
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches a name, with or without the names that wrappers put in."""
+    """Whether a pattern of a `Rule` matches a name, with or without the names that wrappers put
+    in."""
     name = name or "(model)"  # as in reports
-    return any(n == pattern or fnmatchcase(n, pattern) for n in {name, bare_name(name)})
+    compiled = _compiled(pattern)
+    return any(compiled.fullmatch(n) for n in (name, bare_name(name)))
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Not `fnmatch`, whose brackets are sets of characters: parts of a name may have brackets."""
+    literal = re.escape(pattern)
+    return re.compile(literal.replace(r"\*", ".*").replace(r"\?", "."), re.DOTALL)
 
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")

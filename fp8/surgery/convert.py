@@ -47,8 +47,11 @@ from .swap import adapted, is_replacement, warn_nothing
 
 M = TypeVar("M", bound=nn.Module)
 
+OVERRIDDEN = "fp8_overridden"
+"""The attribute of layers in a block of `fp8.override`."""
+
 _SET = (
-    *("fp8_recipe", "fp8_sources", "fp8_asked", "fp8_backend", "fp8_why"),
+    *("fp8_recipe", "fp8_sources", "fp8_asked", "fp8_backend", "fp8_why", OVERRIDDEN),
     *("fp8_transposed", "fp8_switches", "fp8_since", "fp8_policy", "fp8_apart"),
 )
 """The attributes that `convert` sets on a layer or on the model, besides classes and buffers."""
@@ -339,6 +342,7 @@ def advance(model: nn.Module, fraction: float) -> bool:
     Raises:
         TypeError: if ``model`` is not a module or ``fraction`` is not a number.
         ValueError: for a fraction outside of 0 to 1; if no policy of the model has a switch.
+        RuntimeError: inside of `fp8.override`.
 
     >>> import torch, fp8
     >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16))
@@ -353,8 +357,15 @@ def advance(model: nn.Module, fraction: float) -> bool:
             "no part of the model was converted with a policy that has a switch: "
             "fp8.convert(model, fp8.Policy(recipe, switch=[(0.9, 'bf16')]))"
         )
+    if any(map(is_overridden, model.modules())):
+        raise RuntimeError("fp8.advance belongs outside of fp8.override: close the block first")
     changed = [_advance(owner, fraction) for owner in owners]
     return any(changed)
+
+
+def is_overridden(module: nn.Module) -> bool:
+    """Whether a block of `fp8.override` is open for a layer."""
+    return OVERRIDDEN in vars(module)
 
 
 def _advance(owner: nn.Module, fraction: float) -> bool:

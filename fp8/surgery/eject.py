@@ -27,6 +27,7 @@ from ..selection.layers import is_unit_scaled
 from ..version import __version__
 from .calibrate import calibration
 from .convert import Converted
+from .override import check_not_overridden
 from .swap import is_replacement
 
 MAX_LINES, WIDTH = 150, 100
@@ -68,8 +69,9 @@ def eject(model: nn.Module, path: str | Path) -> Path:
 
     Raises:
         TypeError: if ``model`` is not a module.
-        ValueError: if nothing is converted; for what the file does not have, with the layers
-            concerned; for static scales of more layers than fit; for a path that is no module.
+        ValueError: if nothing is converted; inside of `fp8.override`; for what the file does not
+            have, with the layers concerned; for static scales of more layers than fit; for a path
+            that is no module.
 
     >>> import torch, fp8, tempfile, pathlib
     >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "tensor")
@@ -82,6 +84,7 @@ def eject(model: nn.Module, path: str | Path) -> Path:
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise ValueError(f"eject writes a module, such as my_fp8.py, got {str(path)!r}")
     model = unwrapped(model)
+    check_not_overridden("eject", model)
     layers = list(_layers(model))
     if refused := [(name or "(model)", why) for name, why in _refused(model, layers) if why]:
         whys = {why: ", ".join(n for n, w in refused if w == why) for _, why in refused}

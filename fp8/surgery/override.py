@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import threading
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
@@ -16,12 +19,22 @@ from ..recipes.policy import CASTS, Rule, RuleTuple, Source, composed, source_of
 from ..selection.layers import auto_of
 from ..selection.policies import matches
 from ..warnings import RecipeWarning, show
-from .convert import Converted, set_recipe
+from .convert import OVERRIDDEN, Converted, is_overridden, set_recipe
 
 _RESTORED = (
     *("fp8_recipe", "fp8_backend", "fp8_since"),
     *("fp8_measured", "fp8_by_call", "_buffers"),
 )
+_NUMBERS = itertools.count()
+_LOCK = threading.Lock()
+
+
+class Overridden(NamedTuple):
+    """Of a layer in open blocks. before: its attributes without them. rules: of each block, by its
+    number, in the order in which they were opened."""
+
+    before: dict[str, Any]
+    rules: dict[int, list[Rule]]
 
 
 class override:
@@ -31,8 +44,11 @@ class override:
     of the recipe in force, to the products whose forward pass runs in the block, and to their
     backward pass, wherever that runs. Checkpoints with ``use_reentrant=False`` run both inside of
     the block, or both outside. Inside of ``fp8.autocast(enabled=False)`` it has no effect, and
-    warns. Afterwards every layer is as before, with its scales and histories. Blocks can be nested.
-    A compiled model is compiled again. `advance` belongs outside of the block.
+    warns. A block holds for all threads. Blocks can be nested, and closed in any order: each
+    removes its own rules, and with a warning those that have no recipe without them. After the last
+    one every layer is as before, with its scales and histories; scales of casts that only a block
+    has end with it. `fp8.convert` and `fp8.revert` end the effect on the layers that they change. A
+    compiled model is compiled again. `fp8.advance`, `fp8.eject` and `fp8.export` are refused.
 
     Args:
         model: a model that `fp8.convert` has converted, or a part of it.
@@ -59,25 +75,25 @@ class override:
             raise ValueError('override needs a rule: ("*.mlp.*", "grad_weight", None)')
         self._model = model
         self._rules = tuple(map(Rule.of, rules))
-        self._before: list[list[tuple[Any, dict[str, Any]]]] = []
-        self._hooks: list[Any] = []
-        self._sources()  # raises before anything changes
+        self._open: list[tuple[int, dict[Any, Any]]] = []  # numbers, and hooks by layer
+        self._by_layer()  # raises before anything changes
 
-    def _sources(self) -> dict[Any, tuple[Source, ...]]:
+    def _by_layer(self) -> dict[Any, list[Rule]]:
+        """Layer -> its rules, which have a recipe on top of the one in force."""
         modules = self._model.named_modules()
         named: dict[str, Any] = {n: m for n, m in modules if isinstance(m, Converted)}
-        by_layer: dict[Any, list[Source]] = {}
+        by_layer: dict[Any, list[Rule]] = {}
         for rule in self._rules:
             layers = {name: m for name, m in named.items() if matches(rule.layers, name)}
             if not layers:
                 names = ", ".join(map(repr, list(named)[:8])) or "none"
                 raise ValueError(f"override: {rule} matches no converted layer; there are {names}")
             for layer in layers.values():
-                sources = by_layer.setdefault(layer, [vars(layer)["fp8_recipe"]] * len(CASTS))
-                for cast in rule.casts:
-                    sources[cast] = source_of(rule.recipe)
-                composed(tuple(sources), auto_of(layer))  # raises for what no recipe has
-        return {layer: tuple(sources) for layer, sources in by_layer.items()}
+                by_layer.setdefault(layer, []).append(rule)
+        for layer, rules in by_layer.items():
+            in_force = (vars(layer)["fp8_recipe"],) * len(CASTS)
+            composed(_changed(in_force, rules), auto_of(layer))  # raises for what no recipe has
+        return by_layer
 
     def __enter__(self) -> override:
         if ACTIVE.blocks and ACTIVE.blocks[-1].off:
@@ -86,24 +102,76 @@ class override:
                 "fp8.override has no effect inside of fp8.autocast(enabled=False), where converted "
                 "layers run in high precision: open it outside of such blocks",
             )
-        before = []
-        for layer, sources in self._sources().items():
-            attributes = {key: vars(layer)[key] for key in _RESTORED if key in vars(layer)}
-            before.append((layer, attributes | {"_buffers": dict(layer._buffers)}))
-            set_recipe(layer, sources)
-            vars(layer)["fp8_since"] = "override"
-            self._hooks.append(layer.register_forward_pre_hook(_check_checkpoint))
-        self._before.append(before)
+        with _LOCK:
+            number, hooks = next(_NUMBERS), {}
+            for layer, rules in self._by_layer().items():
+                before = {key: vars(layer)[key] for key in _RESTORED if key in vars(layer)}
+                record = vars(layer).setdefault(OVERRIDDEN, Overridden(before, {}))
+                if record.before is before:
+                    before["_buffers"] = dict(layer._buffers)
+                record.rules[number] = rules
+                _apply(layer, record)
+                hooks[layer] = layer.register_forward_pre_hook(_check_checkpoint)
+            self._open.append((number, hooks))
         forget_checks(self._model)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for layer, attributes in self._before.pop():
-            self._hooks.pop().remove()
-            for key in _RESTORED:
-                vars(layer).pop(key, None)
-            vars(layer).update(attributes)
+        dropped: list[str] = []
+        with _LOCK:
+            number, hooks = self._open.pop()
+            for layer, hook in hooks.items():
+                hook.remove()
+                record = vars(layer).get(OVERRIDDEN)
+                # None: a conversion inside of the block has replaced what it changed.
+                if record is not None and record.rules.pop(number, None):
+                    dropped += _apply(layer, record)
         forget_checks(self._model)
+        for message in dropped:
+            show(RecipeWarning, message)
+
+
+def _changed(sources: tuple[Source, ...], rules: Iterable[Rule]) -> tuple[Source, ...]:
+    changed = list(sources)
+    for rule in rules:
+        for cast in rule.casts:
+            changed[cast] = source_of(rule.recipe)
+    return tuple(changed)
+
+
+def _apply(layer: Any, record: Overridden) -> list[str]:
+    """Sets the recipe of a layer from that without blocks and the rules of the open ones. Drops
+    those that have no recipe without a block that was closed, and returns why."""
+    inside, dropped = layer._buffers, []
+    for key in _RESTORED:
+        vars(layer).pop(key, None)
+    vars(layer).update(record.before | {"_buffers": dict(record.before["_buffers"])})
+    recipe = layer.fp8_recipe
+    sources: tuple[Source, ...] = (recipe,) * len(CASTS)
+    for number, rules in list(record.rules.items()):
+        changed = _changed(sources, rules)
+        try:
+            recipe = composed(changed, auto_of(layer))
+            sources = changed
+        except ValueError as error:
+            del record.rules[number]
+            dropped.append(f"fp8.override: {rules[0]} needs a block that was closed: {error}")
+    if not record.rules:
+        del vars(layer)[OVERRIDDEN]
+        return dropped
+    if recipe is not None and recipe.keeps_history:  # of open blocks, perhaps with set scales
+        layer._buffers |= {k: b for k, b in inside.items() if k not in layer._buffers}
+    set_recipe(layer, sources)
+    vars(layer)["fp8_since"] = "override"
+    return dropped
+
+
+def check_not_overridden(what: str, model: nn.Module) -> None:
+    """Raises ValueError if a block is open for a layer of ``model``."""
+    for name, module in model.named_modules():
+        if is_overridden(module):
+            why = f"would write the recipe of the block for {name or '(model)'!r}: close it first"
+            raise ValueError(f"{what} inside of fp8.override {why}")
 
 
 _REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
