@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from ..common.mixin import check_module
 from ..common.report import as_table
 from ..common.step import Batch, Loss, seeded
 from ..common.validation import check_number
-from ..recipes.policy import CASTS, Policy, Rule
+from ..recipes.policy import CASTS, Policy, Rule, composed
 from ..recipes.recipe import OPERANDS, PRODUCTS, Recipe
 from ..surgery.convert import Converted, convert
 from ..surgery.override import override
@@ -102,10 +103,12 @@ def blame(
     the step is not finite, or is larger than ``threshold`` times that in high precision. Where high
     precision has no fault, a bisection over layers, then over their products, then over the
     operands of these, finds a smallest set of casts whose high precision removes it: no part of the
-    set does. Each takes about ``k * log2(n)`` replays, where k of n parts are at fault.
+    set does. Casts that only occur together, as of two operands that are rotated alike, are one
+    part. Each takes about ``k * log2(n)`` replays, where k of n parts are at fault.
 
-    Every replay runs on a copy of the model and optimizer, with the same random numbers. Neither
-    they nor the states of the random number generators are changed.
+    Every replay runs on a copy of the model and optimizer, with the same random numbers: dropout
+    masks do not depend on which casts are random. Neither the model nor the optimizer nor the
+    states of the random number generators are changed.
 
     Args:
         model: a model that `fp8.convert` has converted; or one in high precision, with ``policy``.
@@ -157,7 +160,7 @@ class _Replay:
         self.count = 0
         converted, *_ = self._copies()
         modules = converted.named_modules()
-        self.layers = [name for name, module in modules if isinstance(module, Converted)]
+        self.layers = {n: m.fp8_recipe for n, m in modules if isinstance(m, Converted)}
         if not self.layers:
             raise ValueError(
                 "blame: no layer of the model is converted: pass the policy it trains under, or "
@@ -194,27 +197,51 @@ class _Replay:
         return model, optimizer, loss
 
 
+class _Part(NamedTuple):
+    """Casts of a layer, as indices in CASTS, that may be in high precision alone."""
+
+    layer: str
+    casts: frozenset[int]
+
+
 def _at_fault(replay: _Replay, is_repaired: Callable[[Step], bool]) -> tuple[Rule, ...]:
     """Rules for the casts at fault: of layers, then of products, then of operands."""
 
     @cache
-    def repaired_by(rules: frozenset[Rule]) -> bool:
-        return is_repaired(replay(sorted(rules, key=str)))
+    def repaired_by(rules: tuple[Rule, ...]) -> bool:
+        return is_repaired(replay(rules))
 
-    def smallest(rules: Sequence[Rule]) -> list[Rule] | None:
-        return _smallest(rules, lambda part: repaired_by(frozenset(part)))
+    def smallest(parts: Sequence[_Part]) -> list[_Part] | None:
+        return _smallest(parts, lambda chosen: repaired_by(_joined(chosen)))
 
-    rules = smallest([Rule(name or "*") for name in replay.layers]) or [Rule("*")]
-    for names_in in (lambda rule: PRODUCTS, _operands):
-        parts = [Rule(rule.layers, product=name) for rule in rules for name in names_in(rule)]
-        with suppress(ValueError):  # casts that only occur together: of a rotation, a stored scale
-            rules = smallest(parts) or rules
-    return tuple(_joined(rules))
+    every = frozenset(range(len(CASTS)))
+    parts = smallest([_Part(name, every) for name in replay.layers])
+    if parts is None:
+        return (Rule("*"),)
+    products = [frozenset(Rule("*", product=name).casts) for name in PRODUCTS]
+    for pieces in (products, [frozenset([cast]) for cast in every]):
+        split = [part for whole in parts for part in _split(replay, whole, pieces)]
+        parts = smallest(split) or parts
+    return _joined(parts)
 
 
-def _operands(rule: Rule) -> Iterable[str]:
-    """Of a product; of a layer whose products cannot be told apart, in both of their products."""
-    return OPERANDS if rule.product is None else [CASTS[index] for index in rule.casts]
+def _split(replay: _Replay, whole: _Part, pieces: Iterable[frozenset[int]]) -> list[_Part]:
+    """For each of ``pieces`` in a part, the fewest casts that include it and may be in high
+    precision alone: both operands of a product that are rotated alike, both casts of an operand
+    with a history. Small ones first, which `_smallest` prefers."""
+    recipe, casts = replay.layers[whole.layer], sorted(whole.casts)
+    sets = [frozenset(some) for n in range(len(casts)) for some in combinations(casts, n + 1)]
+    allowed = [some for some in sets if _composes(recipe, some)]
+    found = {next((some for some in allowed if piece <= some), whole.casts) for piece in pieces}
+    return [_Part(whole.layer, some) for some in sorted(found, key=lambda some: (len(some), *some))]
+
+
+def _composes(recipe: Recipe, high: frozenset[int]) -> bool:
+    try:
+        composed(tuple(None if i in high else recipe for i in range(len(CASTS))), recipe)
+    except ValueError:
+        return False
+    return True
 
 
 def _smallest(parts: Sequence[T], repairs: Callable[[Sequence[T]], bool]) -> list[T] | None:
@@ -232,14 +259,16 @@ def _smallest(parts: Sequence[T], repairs: Callable[[Sequence[T]], bool]) -> lis
     return needed
 
 
-def _joined(rules: Sequence[Rule]) -> list[Rule]:
-    """The same casts in fewer rules: an operand in both of its products, all of a product."""
+def _joined(parts: Iterable[_Part]) -> tuple[Rule, ...]:
+    """The casts of parts in few rules: an operand in both of its products, all of a product."""
+    of_layer: dict[str, set[int]] = {}
+    for part in parts:
+        of_layer.setdefault(part.layer, set()).update(part.casts)
     joined = []
-    for layers in dict.fromkeys(rule.layers for rule in rules):
-        casts = {index for rule in rules if rule.layers == layers for index in rule.casts}
+    for layer, casts in of_layer.items():
         for concern in (None, *OPERANDS, *PRODUCTS, *CASTS):
-            rule = Rule(layers, product=concern)
+            rule = Rule(layer or "*", product=concern)
             if casts and casts.issuperset(rule.casts):
                 joined.append(rule)
                 casts.difference_update(rule.casts)
-    return joined
+    return tuple(joined)

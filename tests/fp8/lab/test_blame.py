@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
+from itertools import combinations
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import fp8
-from fp8.lab.blame import Blame, _smallest
+from fp8 import Rule
+from fp8.lab.blame import Blame, _joined, _Part, _smallest, _split
 from fp8.lab.trace import quiet
+from fp8.recipes.recipe import PRODUCTS
 
 WIDTH, LAYERS = 16, 4
 
@@ -191,6 +196,93 @@ def test_a_fault_that_only_the_next_loss_shows():
     assert "loss after it" in str(result)
     assert torch.equal(model[0].weight, before)
     assert model[0].weight.grad is None
+
+
+TOGETHER = ["nvfp4", "quartet2", "tetrajet2"]
+"""Recipes that rotate both operands of a product."""
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("name", TOGETHER)
+def test_operands_that_are_rotated_alike_are_named_together(name: str, layer: int):
+    """A gradient above 448 in the weight's product, and a weight where nothing is rotated."""
+    recipe = fp8.RECIPES[name]
+    how = recipe.grad_weight[0]
+    plain: dict[str, Any] = {"format": "e4m3", "scaling": "unit", "overflow": "nonfinite"}
+    turned = fp8.Cast(**plain, hadamard=how.hadamard, signs=how.signs)
+    again = {"grad_weight_grad": turned, "grad_weight_input": turned}
+    casts = {"weight": fp8.Cast(**plain), "grad_input_weight": recipe.grad_input[1]}
+    model, x = network()
+    loss = near(model, x)
+    with quiet():
+        fp8.convert(model, dataclasses.replace(recipe, **casts, **again), backend="simulate")
+    _large("grads", layer, 1e9)(model, x)
+    assert named(fp8.blame(model, x, loss)) == [(layer, "grad_weight")]
+    other = (layer + 1) % LAYERS
+    _large_weight(other)(model, x)
+    result = fp8.blame(model, x, loss)
+    assert named(result) == sorted([(layer, "grad_weight"), (other, "forward.weight")])
+    assert result.repaired is not None
+    assert all(map(math.isfinite, result.repaired.judged))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_nvidia", "four_over_six", *TOGETHER])
+def test_recipes_of_four_bits_as_they_are(recipe: str):
+    """The sum of gradients of random casts is no fault that a bisection has to find exactly."""
+    model, x = network()
+    with quiet():
+        fp8.convert(model, recipe, backend="simulate")
+    result = fp8.blame(model, x, near(model, x), threshold=1 + 1e-6)
+    assert result.low != result.high
+    assert bool(result.rules) == (result.repaired is not None)
+    if result.rules:
+        fp8.override(model, *result.rules)
+
+
+@pytest.mark.parametrize("recipe", fp8.RECIPES)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_parts_of_a_layer_have_a_recipe_alone_and_together(recipe: str, name: str):
+    """Every part, every union of parts, and no smaller part that includes the casts."""
+    replay: Any = SimpleNamespace(layers={"0": fp8.RECIPES[recipe]})
+    whole = _Part("0", frozenset(range(6)))
+    singles = _split(replay, whole, [frozenset([cast]) for cast in range(6)])
+    products = _split(replay, whole, [frozenset(Rule("*", product=name).casts)])
+    model = fp8.convert(nn.Sequential(nn.Linear(16, 16)), recipe, backend="simulate")
+    for count in (1, 2, 3):
+        for parts in combinations([*singles, *products], count):
+            fp8.override(model, *_joined(parts))
+    assert frozenset().union(*[part.casts for part in singles]) == whole.casts
+    for part in singles:
+        for inner in combinations(part.casts, len(part.casts) - 1):
+            if inner and frozenset(inner) not in {p.casts for p in singles}:
+                with pytest.raises(ValueError, match=r"rotated alike|one history"):
+                    fp8.override(model, *_joined([_Part("0", frozenset(inner))]))
+
+
+@pytest.mark.parametrize("recipe", TOGETHER)
+def test_replays_have_equal_dropout_masks_where_casts_are_random(recipe: str):
+    seen: list[Tensor] = []
+
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                seen.append(nn.functional.dropout(torch.ones_like(x)))
+                x = torch.tanh(layer(x * seen[-1]))
+            return x
+
+    torch.manual_seed(0)
+    how = fp8.Cast(format="e2m1", scaling="tensor", rounding="stochastic")
+    forward = dataclasses.replace(fp8.RECIPES[recipe], input=how, weight=how)
+    model = fp8.convert(Dropping(), forward, backend="simulate")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    result = fp8.blame(model, torch.randn(8, 32), lambda y: y.square().mean(), optimizer=optimizer)
+    assert len(seen) == 6 * result.replays > 6
+    for i, mask in enumerate(seen):
+        assert torch.equal(mask, seen[i % 6])
 
 
 def test_nothing_of_the_users_changes():
