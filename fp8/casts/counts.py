@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ..common.compiler import eager_only
-from ..common.threads import in_shape_inference
+from ..common.threads import in_shape_inference, recomputes
 from ..formats.format import Format
 from ..warnings import RecipeWarning, ScaleWarning, warn_once
 
@@ -91,6 +91,8 @@ class CastRecorder:
         return path if stack else module or "(model)"
 
     def count(self, layer: str, operand: str, cast: Observed) -> None:
+        if operand in ("input", "weight") and recomputes():
+            return
         x, y, scale, format, static = cast
         step = stride(x, self.sample)
         low, high = torch.ops.aten.aminmax.default(x.detach())

@@ -126,6 +126,11 @@ def in_recomputation() -> bool:
     return "recompute_fn" in _running()
 
 
+def recomputes() -> bool:
+    """Whether a checkpoint is recomputing, or runs the backward pass of what it recomputed."""
+    return not {"recompute_fn", "backward"}.isdisjoint(_running())
+
+
 def checkpoints() -> int:
     """The number of checkpoints whose forward pass or recomputation is running."""
     calls = ("checkpoint", "recompute_fn", "backward")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8 import RECIPES
@@ -259,3 +260,32 @@ def test_refusals():
     with pytest.raises(Exception, match="Unsupported context manager"):
         torch.compile(inside, fullgraph=True, backend="eager")(randn(2))
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", ["tensor", "mxfp8", "nvfp4"])
+def test_recomputed_elements_count_once(recipe, reentrant, compiled):
+    """Forward and backward pass inside: the rows are those without checkpoints."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    fp8.convert(model, recipe, backend="simulate")
+    x = torch.randn(8, 32, requires_grad=True)
+
+    def run(x, checkpointed):
+        for _ in range(2):
+            x = checkpoint(model, x, use_reentrant=reentrant) if checkpointed else model(x)
+        return x.square().sum()
+
+    rows = []
+    for checkpointed in (False, True):
+        step = torch.compile(run, backend="eager") if compiled else run
+        seen = fp8.stats(model)
+        torch.manual_seed(1)
+        with seen:
+            step(x, checkpointed).backward()
+        rows.append(by_operand(seen))
+    assert rows[0] == rows[1]
+    operands = {operand for _, operand in rows[0]}
+    assert {"input", "weight", "grad"} <= operands
