@@ -27,6 +27,7 @@ from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, Recipe, recipe_unless_auto
 from ..recipes.scaling import largest_finite, scale_of, with_margin
 from ..selection.layers import LAYERS, Where, auto_of, checked_where
+from ..surgery.swap import warn_nothing
 
 __all__ = ["gather_in_fp8", "update_scales"]
 
@@ -62,6 +63,9 @@ def gather_in_fp8(
     Returns:
         A report with one row for each layer with a weight.
 
+    Warns:
+        ConvertWarning: if ``where`` chooses no weight that is sent.
+
     Raises:
         TypeError: if ``model`` is not a module.
         ValueError: for a recipe, given by name, with another cast, and for a sharded model.
@@ -87,6 +91,8 @@ def gather_in_fp8(
         module.register_state_dict_post_hook(_as_plain)
         module.weight = replaced[module.weight]
         rows.append(Row(name, kind, f"sent as {cast}"))
+    if where is not None and not replaced:
+        warn_nothing(model, rows, "sent")
     return Report(rows)
 
 

@@ -15,7 +15,7 @@ from ..selection.layers import LAYERS, Where, checked_where, is_transposed, why_
 from ..surgery.convert import check_ready
 from ..tensors import scaled_tensor
 from ..tensors.scaled_tensor import DTYPES, Memory, ScaledTensor, gradient
-from ..warnings import ConvertWarning, warn_once
+from ..warnings import ConvertWarning, show
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -195,7 +195,7 @@ def store_frozen(model: M, format: str | None = "e4m3", *, where: Where | None =
     chosen = [layer for name, layer in layers.items() if where is None or where(name, layer)]
     frozen = [p for layer in chosen for p in storable(layer) if not (p.requires_grad or p.is_meta)]
     if not frozen:
-        warn_once(ConvertWarning, _NOTHING.format(type(model).__name__, len(chosen)), model)
+        show(ConvertWarning, _NOTHING.format(type(model).__name__, len(chosen)))
     weights = [p for p in frozen if not isinstance(p, ScaledTensor)]
     if any(map(is_dtensor, weights)):
         raise ValueError(

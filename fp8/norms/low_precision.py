@@ -21,7 +21,7 @@ from ..common.mixin import Mixin, add_mixin, bare_class, check_module, remove_mi
 from ..common.report import CHANGES, LEFT_ALONE, Change, Row
 from ..common.validation import check_name
 from ..formats.format import dtype_name
-from ..warnings import ConvertWarning, warn_once
+from ..warnings import ConvertWarning, show, warn_once
 from .layer_norm2d import LayerNorm2d, layer_norm2d
 
 M = TypeVar("M", bound=nn.Module)
@@ -185,7 +185,7 @@ def apply_low_precision_layernorm(
         add_mixin(module, _LowPrecision, inside=True)
         module.norm_dtype = dtype  # type: ignore[assignment]
     if not norms:
-        warn_once(ConvertWarning, "the model has no such norm to change", model, "norms")
+        show(ConvertWarning, "the model has no such norm to change")
     return model
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from ..common.mixin import Mixin, bare_class
 from ..common.report import LEFT_ALONE, Report, Row
 from ..selection.layers import Where, inside_attention, why_quantized
-from ..warnings import ConvertWarning, warn_once
+from ..warnings import ConvertWarning, show
 
 Make = Callable[[str, nn.Module], "nn.Module | str | None"]
 """(name, module) -> its replacement; the reason why it stays; or None, if it is not concerned."""
@@ -82,16 +82,16 @@ def swap(
     return model
 
 
-def warn_nothing(model: nn.Module, rows: Iterable[Row]) -> None:
-    """Warns that no layer of ``model`` was chosen and converted. rows: the rows of its report."""
+def warn_nothing(model: nn.Module, rows: Iterable[Row], done: str = "converted") -> None:
+    """Warns that no layer of ``model`` was chosen and converted, at each call: the one before may
+    have had another where=. rows: of its report. done: what was asked for."""
     whys = Counter(row.why for row in rows if row.left_alone or row.why)
     reasons = "; ".join(f"{why} ({count})" for why, count in whys.most_common())
-    warn_once(
+    show(
         ConvertWarning,
-        f"no layer of the {bare_class(model).__name__} was chosen and converted. Its layers: "
+        f"no layer of the {bare_class(model).__name__} was chosen and {done}. Its layers: "
         f"{reasons or 'none has a weight'}. A where= is called as where(name, layer), with names "
         "as in fp8.report(model)",
-        model,
     )
 
 

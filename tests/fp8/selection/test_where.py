@@ -186,6 +186,37 @@ def test_other_choices_are_refused_and_change_nothing(where, message):
     assert {module.fp8_recipe.name for module in model if "fp8_recipe" in vars(module)} == {"row"}
 
 
+def never(name: str, layer: nn.Module) -> bool:
+    return False
+
+
+def with_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)).requires_grad_(False)
+
+
+CHOOSE = {
+    "convert": lambda model: fp8.convert(model, "tensor", where=never),
+    "a policy": lambda model: fp8.convert(model, Policy("tensor", first=0), where=never),
+    "torchao": lambda model: torchao.convert(model, "tensor", where=never),
+    "store_frozen": lambda model: fp8.store_frozen(model, where=never),
+    "norms": lambda model: fp8.apply_low_precision_layernorm(model, "amp_bf16", where=never),
+    "gather_in_fp8": lambda model: gather_in_fp8(model, where=never),
+}
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("name", CHOOSE)
+def test_a_choice_of_nothing_warns_each_time(name, before):
+    """Also of a model that was converted before: its layers are reverted."""
+    model = with_norm()
+    if before and name != "gather_in_fp8":
+        fp8.convert(model, "tensor")
+    for _ in range(2):
+        with pytest.warns(fp8.warnings.ConvertWarning, match="no") as seen:
+            CHOOSE[name](model)
+        assert [warning.filename for warning in seen] == [__file__]
+
+
 NOTHING = {
     "no layer of the Sequential .*not chosen": lambda: fp8.convert(
         mlp(), "tensor", where=lambda name, layer: name == "up"
