@@ -130,16 +130,21 @@ and Nishimura 1998) has 19937 bits of state: it computes the next 624 words from
 the first word and all of the others, and torch does so before it returns the first word."""
 
 _WORDS = slice(2, 6)
-"""In a state as int64, of the CPU generator of torch: the position, and the first words."""
+"""In a state of torch's CPU generator, as int64: the position, and the first words."""
 
 _LOCK = threading.Lock()
+_NUMBERS = itertools.count()
 
 
 def _draw() -> int:
-    """A key; the next call returns another one. Raises RuntimeError inside of `torch.vmap` unless
-    its randomness is "same", as a draw from the generator does: a permutation of one element is
-    one that reads no number."""
-    int(torch.randperm(1, device="cpu"))
+    """A key; the next call returns another one. As a draw from the generator, it raises
+    RuntimeError inside of `torch.vmap` unless its randomness is "same"."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph would repeat the random bits of a cast at each replay: cast to nearest "
+            "in it, or give quantize(seed=) a tensor that changes"
+        )
+    int(torch.randperm(1, device="cpu"))  # refused in `torch.vmap`; reads no random number
     with _LOCK:
         state = torch.default_generator.get_state()
         words = state.numpy().view(np.int64)[_WORDS]
@@ -151,18 +156,6 @@ def _draw() -> int:
     return key
 
 
-def _placed(key: int, device: torch.device) -> Tensor:
-    """A key as a tensor; while a CUDA graph is captured, whose replays run no Python, one drawn
-    from the CUDA generator, which each replay advances."""
-    if _is_captured(device):
-        return torch.randint(2**63 - 1, (), device=device)
-    return torch.full((), key, dtype=torch.int64, device=device)
-
-
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 # Of the CPU in every graph: what recomputes a segment of a graph restores the generator of that
 # device. number: makes calls differ, of which the compiler would leave one.
 @torch.library.custom_op(
@@ -172,27 +165,12 @@ def _is_captured(device: torch.device) -> bool:
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 def _random_key(number: int, *, device: torch.device) -> Tensor:
-    return torch.tensor(_draw())
+    return torch.tensor(_draw(), device=device)
 
 
 @_random_key.register_fake
 def _(number: int, *, device: torch.device) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=device)
-
-
-@torch.library.custom_op(
-    "fp8::placed_key", mutates_args=(), schema="(Tensor key, Device device) -> Tensor"
-)
-def _placed_key(key: Tensor, device: torch.device) -> Tensor:
-    return _placed(int(key), device)
-
-
-@_placed_key.register_fake
-def _(key: Tensor, device: torch.device) -> Tensor:
-    return key.new_empty((), device=device)
-
-
-_NUMBERS = itertools.count()
 
 
 @taken_as_constant
@@ -202,10 +180,10 @@ def _number() -> int:
 
 def _key_in_graph(device: torch.device) -> Tensor:
     key = torch.ops.fp8.random_key(_number(), device=torch.device("cpu"))
-    return key if device.type == "cpu" else torch.ops.fp8.placed_key(key, device)
+    return key.to(device, non_blocking=True)  # from pageable memory: no synchronization
 
 
 @compiled_as(_key_in_graph)
 def drawn_key(device: torch.device) -> Key:
     """A key for a tensor on ``device``, as the state of torch's CPU generator decides it."""
-    return _placed(0, device) if _is_captured(device) else _draw()
+    return _draw()
