@@ -87,6 +87,23 @@ def test_compiled():
     assert torch.equal(compiled(x), before)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+def test_a_compiled_model_sees_each_block_close(order):
+    torch.compiler.reset()
+    model, x = model_and_input("tensor")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    before = step(compiled, x)
+    blocks = [fp8.override(model, rule) for rule in (("0", None, "mxfp8"), ("*", "input", None))]
+    for block in blocks:
+        block.__enter__()
+        assert all(equal(step(compiled, x), step(model, x)))
+    for index in order:
+        blocks[index].__exit__(None, None, None)
+        assert all(equal(step(compiled, x), step(model, x)))
+        assert all(equal(step(compiled, x), before)) == (index == order[1])
+    torch.compiler.reset()
+
+
 def test_bad_input():
     model, _ = model_and_input()
     with pytest.raises(ValueError, match=r"'3' matches no converted layer; there are '0', '2'"):
