@@ -39,8 +39,15 @@ from ..formats.quantize import (
 from ..formats.rounding import Grid, divided
 from ..recipes import scaling
 from ..recipes.cast import Cast
-from ..recipes.rules import CORRECTED, UNITS
-from ..recipes.scaling import inverse_of, scale_of, scaled_tiles, scales_and_unit, with_margin
+from ..recipes.rules import CORRECTED, E8M0, UNITS
+from ..recipes.scaling import (
+    inverse_of,
+    scale_of,
+    scaled_tiles,
+    scales_and_unit,
+    times_power,
+    with_margin,
+)
 from ..tensors.scaled_tensor import dequantized
 from .counts import Observed, observe
 from .measuring import measuring
@@ -279,7 +286,8 @@ def _rounded(
         whole = scale
     else:
         values, whole, _, _ = by_tiles(x, spec, axis, of)
-        y = untiled(values.mul_(whole).to(x.dtype), x, spec.tile, axis)
+        multiplied = times_power(values, whole) if rule.endswith(E8M0) else values.mul_(whole)
+        y = untiled(multiplied.to(x.dtype), x, spec.tile, axis)
         if label:
             whole = untiled(whole.expand(values.shape), x, spec.tile, axis)
     if label:
@@ -313,7 +321,8 @@ def in_units(x: Tensor, scale: Tensor, rule: str | None, stored: bool = False) -
     inverse = inverse_of(scale, rule)
     if inverse is None:
         return divided(x, scale)
-    return x * (in_memory(inverse) if stored else inverse)
+    inverse = in_memory(inverse) if stored else inverse
+    return times_power(x, inverse) if str(rule).endswith(E8M0) else x * inverse
 
 
 def _amax_of(x: Any) -> Tensor:

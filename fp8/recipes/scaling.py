@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.compiler import compiled_as, eager_only
+from ..common.compiler import compiled_as, eager_only, reads_values
 from ..common.dtensor import is_dtensor, part_of, reduced
 from ..common.validation import refuse_transformed
 from ..formats.format import Format, get_format
 from ..formats.quantize import in_dtype, quantize_operand
+from ..formats.rounding import LAYOUTS
 from .rules import BY_ERROR, E8M0, LARGEST, POWERS, RULES, SMALLEST, UNITS, defined
 
 __all__ = ["SCALINGS", "Scaling", "Tile"]
@@ -158,16 +159,24 @@ def _error(
     x: Tensor, dims: tuple[int, ...] | None, format: Format, scale: Tensor, by: Tensor
 ) -> Tensor:
     """The squared error of ``x`` over ``dims``, in units of ``by`` and the largest power of two."""
-    x, by = x.detach().to(scale.dtype), by * 2.0**format.max_exponent
+    x, layout = x.detach().to(scale.dtype), LAYOUTS[scale.dtype]
+    # In units of a power of two next to ``by``: an error of small numbers may be flushed to zero.
+    unit = (by.view(layout.integer) & layout.infinity).view(by.dtype).reciprocal()
+    x, scale, by = x * unit, scale * unit, by * unit * 2.0**format.max_exponent
     square = ((quantize_operand(x, format, scale=scale) - x) / by).square()
     return square.sum() if dims is None else square.sum(dims, keepdim=True)
 
 
 def with_margin(scale: Tensor, margin: int, rule: str) -> Tensor:
     """``scale * 2**margin``, clamped to the range of the rule's scales; NaN stays NaN."""
-    more = rule.endswith(E8M0)
-    low, high = 2.0 ** (SMALLEST - more), 2.0 ** (LARGEST + more)
-    return (scale * 2.0**margin).clamp(low, high) if margin else scale
+    if not margin:
+        return scale
+    if not rule.endswith(E8M0):
+        return (scale * 2.0**margin).clamp(2.0**SMALLEST, 2.0**LARGEST)
+    # 2**-127 is subnormal, and may be flushed to zero.
+    least = SMALLEST - 1
+    larger = torch.where(scale < 2.0**SMALLEST, 2.0 ** (least + margin), scale * 2.0**margin)
+    return larger.clamp(2.0**least, 2.0 ** (LARGEST + 1))
 
 
 def inverse_of(scale: Tensor, rule: str | None) -> Tensor | None:
@@ -178,6 +187,19 @@ def inverse_of(scale: Tensor, rule: str | None) -> Tensor | None:
     if not rule.endswith(E8M0):
         return None
     return torch.where(scale < 2.0**SMALLEST, 2.0 ** (1 - SMALLEST), 1 / scale)
+
+
+def times_power(x: Tensor, power: Tensor) -> Tensor:
+    """``x * power``, for powers of two from 2**-127 to 2**127. The first is subnormal, and zero for
+    CPUs under torch.set_flush_denormal(True) and for other devices: two factors are not."""
+    if x.device.type == "cuda":  # which keeps subnormal numbers, in graphs too
+        return x * power
+    if reads_values(power):
+        with suppress(RuntimeError):  # under vmap
+            if bool((power >= 2.0**SMALLEST).all()):  # the usual case
+                return x * power
+    half = torch.where(power < 2.0**SMALLEST, 0.5, 1.0)
+    return (x * half).mul_(power.clamp(min=2.0**SMALLEST))
 
 
 def scale_of_number(amax: float, format: Format) -> float:

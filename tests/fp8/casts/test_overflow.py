@@ -13,6 +13,9 @@ import fp8
 from fp8 import FORMATS, RECIPES, Cast
 from fp8.casts.casting import cast_forward
 from fp8.formats.quantize import quantize_operand
+from fp8.recipes.rules import CORRECTED
+from fp8.recipes.scaling import SCALINGS
+from tests import reference
 from tests.fp8.blocks import block
 from tests.fp8.native.scaled_mm import emulated
 from tests.fp8.native.test_product import NATIVE, TILED
@@ -203,6 +206,59 @@ def test_under_vmap():
         got = torch.func.vmap(lambda row, cast=cast: cast_forward(row[None], cast)[0])(x)
         want = torch.stack([cast_forward(row[None], cast)[0] for row in x])
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+MX = [name for name in FORMATS if FORMATS[name].max_exponent < 16]
+SMALL_CASTS = {
+    **{f"{format} {rule}": Cast(format=format, scaling="mx", rule=rule)
+       for format in MX for rule in ("up", "floor")},
+    "margin": Cast(format="e2m1", scaling="mx", margin=2),
+    **{rule: Cast(format="e2m1", scaling="nv", rule=rule)
+       for rule in SCALINGS["nv"].rules if rule not in CORRECTED},
+}  # fmt: skip
+TINY = torch.finfo(torch.float32).tiny
+
+
+def at_every_exponent(how: Cast) -> list[Tensor]:
+    """Matrices whose tiles have their largest magnitude at 2**-149 to 2**127, subnormal numbers
+    taken for zero. The scales of "nv" depend on all of a matrix."""
+    base = randn(277, 64).double()
+    base = base / base.abs().unflatten(-1, (2, 32)).amax(-1).repeat_interleave(32, -1)
+    base[:, 1::2] *= 2.0 ** -torch.arange(16.0).repeat(2)
+    x = (base * 2.0 ** torch.arange(-149.0, 128.0, dtype=torch.double)[:, None]).float()
+    x = torch.where(x.abs() < TINY, 0.0, x)
+    return list(x.split(1)) if how.scaling == "nv" else [x]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("cast", SMALL_CASTS)
+def test_flushed_subnormals_change_no_normal_result(cast):
+    """2**-127 is a scale of E8M0 and the inverse of another one: no product may use it."""
+    how = SMALL_CASTS[cast]
+    for x in at_every_exponent(how):
+        with flush_denormal():
+            got = cast_forward(x, how)
+        wanted = [cast_forward(x, how)]
+        wanted += [] if how.margin else [reference.cast(x, how).float()]
+        for want in wanted:
+            normal = want.abs() >= TINY
+            assert torch.equal(got[normal], want[normal])
+            assert not (got[~normal].abs() > TINY).any()
+
+
+@pytest.mark.parametrize("cast", ["e4m3 floor", "margin", "e4m3"])
+def test_flushed_subnormals_change_no_normal_result_of_a_graph(cast):
+    how = SMALL_CASTS[cast]
+    xs = at_every_exponent(how)[:: 4 if how.scaling == "nv" else 1]
+    compiled = torch.compile(lambda x: cast_forward(x, how), fullgraph=True, dynamic=False)
+    compiled(xs[0])
+    for x in xs:
+        want = cast_forward(x, how)
+        with flush_denormal():
+            got = compiled(x)
+        normal = want.abs() >= TINY
+        assert torch.equal(got[normal], want[normal])
+        assert torch.equal(compiled(x), want)
 
 
 def test_flushed_subnormals():
