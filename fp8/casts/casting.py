@@ -97,11 +97,10 @@ def lowered(cast: Cast) -> LoweredCast:
     return _lowered(cast.text)
 
 
-def _from_text(
-    text: str, exponent: int = 0, name: str = "", operand: str = "", rotated: bool = True
-) -> LoweredCast:
+@cache
+def _from_text(text: str, exponent: int = 0, rotated: bool = True) -> LoweredCast:
     cast: LoweredCast | None = LoweredCast.from_text(text)
-    cast = labelled(shifted(cast if rotated else unrotated(cast), exponent), name, operand)
+    cast = shifted(cast if rotated else unrotated(cast), exponent)
     assert cast is not None
     return cast
 
@@ -111,7 +110,7 @@ def _fields(*key: Any) -> tuple[Any, ...]:
     return tuple(_from_text(*key))
 
 
-_lowered = compiled_as(lambda *key: LoweredCast(*_fields(*key)))(cache(_from_text))
+_lowered = compiled_as(lambda *key: LoweredCast(*_fields(*key)))(_from_text)
 
 
 def shifted(spec: LoweredCast | None, exponent: int) -> LoweredCast | None:
@@ -147,7 +146,8 @@ def cast_forward(
     if (pass_ := measuring()) is not None:
         pass_.operand(history, x, cast)
         return x
-    return _rounded_in_graph(x, _lowered(cast.text, exponent, name, operand, False), axis, history)
+    spec = labelled(_lowered(cast.text, exponent, False), name, operand)
+    return _rounded_in_graph(x, spec, axis, history)
 
 
 def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: str) -> Tensor:
@@ -156,7 +156,8 @@ def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: st
         return x
     if (pass_ := measuring()) is not None:
         return pass_.gradient(history, x, cast)
-    return _round_gradient(x, history, _lowered(cast.text, 0, name, "grad", False))
+    spec = labelled(_lowered(cast.text, 0, False), name, "grad")
+    return _round_gradient(x, history, spec)
 
 
 @in_graph

@@ -165,7 +165,6 @@ class CastLossCheck:
         self.warned = False
         self.token = str(next(_TOKENS))
         _RECORDERS[self.token] = self
-        _LATEST.append(self)
 
     def count(self, layer: str, operand: str, cast: Observed) -> None:
         x, y, scale, format, static = cast
@@ -226,7 +225,7 @@ def _check_without(recipe: str) -> CastLossCheck | None:
         frame = frame.f_back
     line = (frame.f_code.co_filename, frame.f_lineno, recipe)
     if OPEN.check is None and line not in _CHECKED_LINES:
-        OPEN.check = CastLossCheck(recipe)
+        OPEN.check = _new_check(recipe)
     _CHECKED_LINES.add(line)
     return OPEN.check
 
@@ -245,7 +244,13 @@ def _check_of(weight: nn.Parameter, recipe: str) -> tuple[CastLossCheck | None, 
         return None, ""
     last = OPEN.check
     goes_on = last is not None and last.recipe == recipe and not last.warned
-    return (last if goes_on else CastLossCheck(recipe)), ""
+    return (last if goes_on else _new_check(recipe)), ""
+
+
+def _new_check(recipe: str) -> CastLossCheck:
+    """One that no model in _CHECK_OF keeps alive."""
+    _LATEST.append(check := CastLossCheck(recipe))
+    return check
 
 
 def is_sampled(name: str) -> bool:

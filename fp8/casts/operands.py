@@ -47,12 +47,9 @@ def static_exponent(weight: object) -> int:
     return math.frexp(getattr(weight, "mup_scale", 1.0))[1] - 1
 
 
+@cache
 def _casts_of(
-    text: str,
-    layer: bool = True,
-    name: str = "",
-    static: Exponents = (0, 0),
-    rotated: bool = True,
+    text: str, layer: bool = True, static: Exponents = (0, 0), rotated: bool = True
 ) -> Casts:
     """The lowered casts of the recipe with this `Recipe.text`. layer: whether b is a weight;
     otherwise it is cast like a, and in the backward pass rotated like the gradient."""
@@ -67,10 +64,7 @@ def _casts_of(
         a, a_for_grad_b = (shifted(spec, static[0]) for spec in (a, a_for_grad_b))
         b, b_for_grad_a = (shifted(spec, static[1]) for spec in (b, b_for_grad_a))
     casts = [a, b, grad_for_a, b_for_grad_a, grad_for_b, a_for_grad_b]
-    casts = casts if rotated else list(map(unrotated, casts))
-    second = "weight" if layer else "other"
-    roles = ("input", second, "grad", f"{second} again", "grad again", "input again")
-    return Casts(*map(labelled, casts, [name] * len(casts), roles))
+    return Casts(*(casts if rotated else map(unrotated, casts)))
 
 
 @taken_as_constant
@@ -82,7 +76,15 @@ def _in_graph(*key: Any) -> Casts:
     return Casts(*[fields and LoweredCast(*fields) for fields in _fields(*key)])
 
 
-casts_of = compiled_as(_in_graph)(cache(_casts_of))
+casts_of = compiled_as(_in_graph)(_casts_of)
+
+
+def named(casts: Casts, name: str, layer: bool = True) -> Casts:
+    """``casts``, of `casts_of`, of the product ``name``, which has the number of its recorder: so
+    caches have no such key."""
+    second = "weight" if layer else "other"
+    roles = ("input", second, "grad", f"{second} again", "grad again", "input again")
+    return Casts(*map(labelled, casts, [name] * len(casts), roles))
 
 
 def one_copy(first: LoweredCast | None, second: LoweredCast | None) -> bool:
@@ -102,15 +104,23 @@ class Copies(NamedTuple):
     casts: Casts
 
 
-@cache
 def copies_of(casts: Casts) -> Copies:
     """What the backward products cast again."""
+    spec = next(filter(None, casts), None)
+    is_named = spec is not None and spec.label
+    return _copies_of(casts) if is_named else _cached_copies_of(casts)
+
+
+def _copies_of(casts: Casts) -> Copies:
     a, b = one_copy(casts.a, casts.a_for_grad_b), one_copy(casts.b, casts.b_for_grad_a)
     needed = casts._replace(
         a_for_grad_b=None if a else casts.a_for_grad_b,
         b_for_grad_a=None if b else casts.b_for_grad_a,
     )
     return Copies(a, b, needed)
+
+
+_cached_copies_of = cache(_copies_of)
 
 
 class SavedOperand(NamedTuple):

@@ -26,6 +26,7 @@ from ..casts.operands import (
     SavedOperand,
     casts_of,
     copies_of,
+    named,
     one_copy,
     save_operands,
     saved_operands,
@@ -147,7 +148,8 @@ def _product(
         return measured(pass_, recipe, states, a, b, y, lambda x: pieces(x, offs, split))
     name = product_name("grouped_mm", b if layer else None, recipe)
     warn_unsummed(recipe, "a grouped product")
-    casts = casts_of(recipe.text, layer, name, static)
+    casts = casts_of(recipe.text, layer, static)
+    casts = named(casts, name, layer) if name else casts
     return _simulated(a, b, offs, split, scales, casts, states)
 
 

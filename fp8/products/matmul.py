@@ -30,6 +30,7 @@ from ..casts.operands import (
     SavedOperand,
     casts_of,
     copies_of,
+    named,
     one_copy,
     save_operands,
     saved_operands,
@@ -330,7 +331,8 @@ def multiply(
     if (pass_ := measuring()) is not None:
         return measured(pass_, recipe, states, a, b, _as_it_is(a, b, bias, scales, bias_scale))
     name = product_name(kind, b if kind == "linear" else None, recipe)
-    casts = casts_of(recipe.text, layer, name, static)
+    unnamed = casts_of(recipe.text, layer, static)
+    casts = named(unnamed, name, layer) if name else unnamed
     sampled = bool(name) and is_sampled(name)  # such products are simulated, with torch's sums
     if recipe.accumulate is not None and not sampled:
         from ..lab.sums import product as sums
@@ -340,7 +342,6 @@ def multiply(
         return sums.product(a, b, bias, states, how)
     if backend != "simulate" and not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
-        unnamed = casts_of(recipe.text, layer, "", static) if name else casts
         if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
             dtype, fast = dtype_name(like.dtype), recipe.is_fast
             settings = native.Settings(kinds, scales, casts, dtype, bias_scale, fast, layer)

@@ -203,7 +203,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
         if getattr(weight, "fp8_cache", None) is not None:  # of a block around this one
             continue
         static = (0, static_exponent(weight) if planned else 0)
-        casts = casts_of(layer.fp8_recipe.text, True, "", static)
+        casts = casts_of(layer.fp8_recipe.text, True, static)
         scale = getattr(layer, "fp8_scale_weight", None)
         if _is_cacheable(layer, weight, casts, scale):
             weight.fp8_cache = WeightCast(weight, casts, scale)  # type: ignore[attr-defined]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -13,6 +17,7 @@ from fp8.casts import casting
 from fp8.products.matmul import linear
 from tests.fp8.blocks import block, bytes_of, saved_by
 from tests.fp8.products.test_matmul import DTYPES, randn
+from unit_scaling.transforms import simulate_fp8
 
 each_backend = pytest.mark.parametrize("backend", ["simulate", "native"])
 
@@ -114,3 +119,40 @@ def test_an_activation_that_changed_is_cast_again(change, backend):
         assert torch.equal(got, expected)
         (dw,), (other,) = (torch.autograd.grad(out.sum(), w) for out in (got, expected))
         torch.testing.assert_close(dw, other, rtol=0, atol=0)
+
+
+def count_of_objects() -> int:
+    for _ in range(2):
+        gc.collect()
+    return len(gc.get_objects())
+
+
+def converted(model: nn.Module) -> nn.Module:
+    return fp8.convert(model, "tensor")
+
+
+def recorded(model: nn.Module) -> nn.Module:
+    with fp8.stats(fp8.convert(model, "mxfp8")):
+        model(torch.ones(8, 32)).sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("copied", [simulate_fp8, converted, recorded])
+@pytest.mark.parametrize("kind", ["linear", "conv", "attention"])
+def test_copies_of_a_model_leave_nothing(copied, kind):
+    """No cache has a key of a single model: the names of products have numbers of recorders."""
+    layers = {
+        "linear": nn.Sequential(nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 16)),
+        "conv": nn.Conv1d(8, 8, 3),
+        "attention": nn.TransformerEncoderLayer(32, 2, 16, batch_first=True),
+    }
+
+    def run() -> None:
+        copied(copy.deepcopy(layers[kind]))(torch.ones(8, 32)).sum().backward()
+
+    for _ in range(5):
+        run()
+    before = count_of_objects()
+    for _ in range(50):
+        run()
+    assert count_of_objects() - before < 50  # less than one each
