@@ -166,7 +166,9 @@ def _round_gradient(x: Tensor, history: Tensor | None, spec: LoweredCast | None)
 
 
 @in_graph
-def _rounded_in_graph(x: Tensor, spec: LoweredCast, axis: int, history: Tensor | None) -> Tensor:
+def _rounded_in_graph(
+    x: Tensor, spec: LoweredCast | None, axis: int, history: Tensor | None
+) -> Tensor:
     return rounded(x, spec, axis, history)[0]
 
 

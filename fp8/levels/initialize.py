@@ -22,10 +22,12 @@ from torch.optim import Optimizer
 from ..common.dtensor import is_dtensor
 from ..common.libraries import explains_arguments
 from ..common.mixin import check_module
-from ..common.report import note
+from ..common.report import CHANGES, LEFT_ALONE, Change, Row, note
 from ..common.validation import check_name
+from ..formats.format import dtype_name
 from ..optim import Adam, AdamW
 from ..optim.adam import LowPrecision, check_group
+from ..optim.encodings import WIDE
 from ..optim.state import convert as convert_state
 from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
@@ -89,7 +91,8 @@ def initialize(
     The weights of linear layers and convolutions that the optimizer trains become ScaledTensors,
     and so do their gradients. Names, ties, hooks, tags, gradients, parameter groups, schedulers and
     existing states stay. The weights are new objects: whatever else refers to the old ones (a list
-    of parameters, averaged weights) must be updated. `fp8.report` names the level.
+    of parameters, averaged weights) must be updated. `fp8.report` names the level, and the float64
+    and complex parameters, which stay as they are and are stepped as `torch.optim` does.
 
     Wrap the model in DistributedDataParallel and compile it afterwards. At O3, weights are rounded
     in the first step of the optimizer and not before it.
@@ -111,8 +114,8 @@ def initialize(
     Raises:
         ValueError: for an unknown level or recipe; for a model that has a level, is wrapped or is
             on the meta device; for an optimizer of other parameters or with an unsupported option.
-        TypeError: for another optimizer, and for one of float64 parameters. If an error is raised,
-            nothing has changed.
+        TypeError: for another optimizer, and for one of parameters that it cannot step. If an error
+            is raised, nothing has changed.
 
     >>> import torch, fp8
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
@@ -138,7 +141,26 @@ def initialize(
     replaced = scale_weights(model, weights, level.weight, level.grad)
     _take_over(optimizer, kind, defaults, level.formats, replaced)
     note(model, _note(level, optimizer, len(replaced), made))
+    vars(model)[_LEVEL] = level.name
     return model, optimizer
+
+
+_LEVEL = "fp8_level"
+"""The attribute of a model that has a level: its name."""
+
+
+def _rows_of_wide(model: nn.Module) -> list[Row]:
+    """A row for each trained parameter of a dtype that no level stores."""
+    if _LEVEL not in vars(model):
+        return []
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    wide = {name: dtype_name(p.dtype) for name, p in named.items() if p.dtype in WIDE}
+    return [Row(name, "Parameter", LEFT_ALONE, _WIDE.format(it)) for name, it in wide.items()]
+
+
+_WIDE = "{0}: no level stores it; it is stepped as by torch.optim, with its state in {0}"
+
+CHANGES.append(Change(_rows_of_wide, lambda model: None))
 
 
 def _note(level: Level, optimizer: Optimizer, count: int, made: bool) -> str:

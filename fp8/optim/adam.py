@@ -36,9 +36,9 @@ from ..formats.format import dtype_name
 from ..tensors.scaled_tensor import DTYPES
 from ..warnings import OptimizerWarning, warn_once
 from . import state as states
-from .encodings import ENCODINGS, MASTERS, MOMENTS
+from .encodings import ENCODINGS, MASTERS, MOMENTS, WIDE
 from .state import MASTER, Group, parameters_of
-from .step import LARGEST, Unit, how_of, update
+from .step import LARGEST, Unit, how_of, step_as_torch, update
 
 KEPT = (*MOMENTS, "master_weights", "stochastic_weights", "min_size", "compile")
 """The settings that load_state_dict does not change."""
@@ -152,24 +152,33 @@ class LowPrecision(Optimizer):
             warn_once(OptimizerWarning, _NOTHING_ROUNDED, about=self)
         grads = (g if len(g) else g.new_zeros(1) for g in map(Unit.gradient, units))  # empty shard
         looks = [x for g in grads for x in torch.aminmax(g)]
+        wide = [part_of(p.grad) for p in parameters_of(self) if _is_wide(p)]
+        # Not their largest magnitudes, which may be more than float32 represents.
+        looks += [torch.where(g.isfinite().all(), 0.0, math.nan) for g in wide]
         looks += [amax for unit in units for amax in unit.amaxes() if amax is not None]
         alike = len({x.device for x in looks}) == 1  # one synchronization with a GPU
         values = torch.stack([x.float() for x in looks]).tolist() if alike else map(float, looks)
         numbers = iter(values)
         largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
-        if not states.everywhere(all(x < math.inf for x in largest), parameters_of(self)):
+        are_finite = all(x < math.inf for x in [*largest, *itertools.islice(numbers, len(wide))])
+        if not states.everywhere(are_finite, parameters_of(self)):
             return False
         for unit, x in zip(units, largest, strict=True):
             for state in unit.states:
                 state["step"] += 1
             update(unit, x, unit.scales(min(x, LARGEST), numbers))
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if _is_wide(p)]
+            for parameter in parameters:
+                states.prepare(self.state[parameter], parameter, group)
+            step_as_torch(group, self.decoupled, parameters, [self.state[p] for p in parameters])
         return True
 
     def _units(self) -> list[Unit]:
         units: dict[Any, Unit] = {}
         every = [(group, p) for group in self.param_groups for p in group["params"]]
         for index, (group, parameter) in enumerate(every):
-            if parameter.grad is None:
+            if parameter.grad is None or _is_wide(parameter):
                 continue
             state = self.state[parameter]
             stored_as = states.prepare(state, parameter, group)
@@ -214,8 +223,9 @@ class LowPrecision(Optimizer):
 
 
 _NOTHING_ROUNDED = (
-    "stochastic_weights=True rounds no weight of this optimizer, because all are float32 or have "
-    "float32 masters. It is for bfloat16 and float16 weights, ScaledTensors and float16 masters"
+    "stochastic_weights=True rounds no weight of this optimizer, because all are float32 or wider, "
+    "or have float32 masters. It is for bfloat16 and float16 weights, ScaledTensors and float16 "
+    "masters"
 )
 
 
@@ -230,14 +240,15 @@ class AdamW(LowPrecision):
     """`torch.optim.AdamW` (decoupled weight decay) with states in low precision.
 
     The arguments of torch keep their positions, names and defaults. The arithmetic is float32. All
-    options may differ between parameter groups.
+    options may differ between parameter groups. Parameters in float64, complex64 and complex128 are
+    stepped as `torch.optim` does, to the bit, with states in their dtype.
 
     If any gradient is not finite, no parameter and no state changes, and ``skipped_steps`` counts
     the step. Deciding this synchronizes with a GPU. A finite element above 2**63 counts as that.
 
     Args:
         params: parameters, named parameters or groups of them; float32, bfloat16 or float16, or
-            tensor subclasses of these dtypes (`fp8.ScaledTensor`).
+            tensor subclasses of these dtypes (`fp8.ScaledTensor`); float64 and complex.
         first_moment, second_moment: names in `MOMENTS`, of `ENCODINGS`. Bytes per element:
             "float32" 4; "bfloat16" 2; "float16" 2 and "e4m3" 1, both with one scale per tensor;
             "e4m3_block" and "e5m3_block" 1.03, with a scale for each block of 128.
@@ -263,7 +274,7 @@ class AdamW(LowPrecision):
 
 def check_group(group: Group) -> None:
     """Raises ValueError or TypeError for invalid settings of a group, and parameters of a dtype
-    that has no ScaledTensor."""
+    that cannot be stepped."""
     for name, allowed in {**MOMENTS, "master_weights": (None, *MASTERS)}.items():
         check_name(name, group[name], allowed)
     check_flag("stochastic_weights", group["stochastic_weights"])
@@ -274,8 +285,8 @@ def check_group(group: Group) -> None:
     if not isinstance(group["seed"], int):
         raise TypeError(f"seed is an int, got {group['seed']!r}")
     for parameter in group["params"]:
-        if parameter.dtype not in DTYPES:
-            listed = ", ".join(map(dtype_name, DTYPES))
+        if parameter.dtype not in (*DTYPES, *WIDE):
+            listed = ", ".join(map(dtype_name, (*DTYPES, *WIDE)))
             raise TypeError(f"cannot step a parameter of {parameter.dtype}; allowed are {listed}")
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
@@ -284,6 +295,11 @@ def check_group(group: Group) -> None:
         check_number(f"betas[{i}]", beta)
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
+
+
+def _is_wide(parameter: Tensor) -> bool:
+    """Whether it has a gradient, and torch's function steps it: complex and float64 ones."""
+    return parameter.grad is not None and parameter.dtype in WIDE
 
 
 def _refuse(**options: bool | None) -> None:

@@ -82,6 +82,11 @@ WEIGHTS = {
 }
 """The encodings of weights without a master, by dtype."""
 
+WIDE = {
+    dtype: Encoding(dtype, _FLOAT32) for dtype in (torch.float64, torch.complex64, torch.complex128)
+}
+"""The encodings of the moments of parameters that torch's own function steps, by their dtype."""
+
 
 class Encoded(NamedTuple):
     """An encoded tensor. values: (n,). scale: None, or float32 0-dim or (blocks,). amax: 0-dim

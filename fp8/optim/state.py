@@ -18,7 +18,7 @@ from ..formats.quantize import quantize
 from ..formats.random_bits import Seed
 from ..recipes.scaling import scale_of, scale_of_number
 from ..tensors.scaled_tensor import ScaledTensor, dequantized, store
-from .encodings import ENCODINGS, WEIGHTS, Encoded, Encoding, decode, write, zeros
+from .encodings import ENCODINGS, WEIGHTS, WIDE, Encoded, Encoding, decode, write, zeros
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
 """Names of the tensors in a state. All but the master are those of torch."""
@@ -81,6 +81,8 @@ def rounded_stochastically(x: Tensor, weight: Tensor, seed: Seed) -> Tensor:
 def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
     """The tensors to store for a parameter, and their encodings. float32 weights have no master,
     unless they are of a tensor subclass (ScaledTensor), which may be coarser."""
+    if parameter.dtype in WIDE:
+        return dict.fromkeys((FIRST, SECOND), WIDE[parameter.dtype])
     small = parameter.numel() < group["min_size"]
     encodings = {FIRST: group["first_moment"], SECOND: group["second_moment"]}
     coarse = parameter.dtype != torch.float32 or not in_dtype(part_of(parameter))
@@ -218,16 +220,26 @@ def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, sav
             f"{name} has shape {tuple(shape)}, its parameter {tuple(here.shape)}: this is the "
             "state of another model"
         )
+    if source.values.is_complex() != here.is_complex():
+        raise ValueError(
+            f"{name} is {source.values.dtype}, its parameter {here.dtype}: this is the state of "
+            "another model"
+        )
     source = Encoded(*(x if x is None else x.to(here.device, copy=True) for x in source))  # type: ignore[arg-type]
     if source.scale is not None:
         _check_numbers(name + PARTS[1], source.scale)
+    wide = encoding.dtype in WIDE
+    numbers = source.values if wide and source.scale is None else decode(source)
     if name != MASTER:
-        _check_numbers(name, decode(source), 0.0 if name == SECOND else -math.inf)
+        parts = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+        _check_numbers(name, parts, 0.0 if name == SECOND else -math.inf)
     scale = "none" if source.scale is None else "block" if source.scale.dim() else "tensor"
     if (source.values.dtype, scale) == (encoding.dtype, encoding.scale):
         _put(state, name, source, here.shape)
+    elif wide:
+        _put(state, name, Encoded(numbers.to(encoding.dtype)), here.shape)
     else:
-        keep(state, name, parameter, encoding, decode(source))
+        keep(state, name, parameter, encoding, numbers)
 
 
 def state_bytes(optimizer: Optimizer) -> dict[str, int]:

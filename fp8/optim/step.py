@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from ..common.dtensor import part_of
 from ..formats.quantize import CHUNK
@@ -199,6 +200,32 @@ class Unit:
 def _parts(flat: Tensor, of: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     for x, part in zip(of, flat.split([x.numel() for x in of]), strict=True):
         yield x, part.view(x.shape)
+
+
+def step_as_torch(
+    group: Group, decoupled: bool, parameters: list[Tensor], states: list[State]
+) -> None:
+    """Steps parameters of the dtypes in `WIDE`, and their states, as `torch.optim.Adam` does."""
+    if not parameters:
+        return
+    b1, b2 = group["betas"]
+    adam(
+        [part_of(parameter.detach()) for parameter in parameters],
+        [part_of(parameter.grad.detach()) for parameter in parameters],  # type: ignore[union-attr]
+        [state[FIRST] for state in states],
+        [state[SECOND] for state in states],
+        [],
+        [state["step"] for state in states],
+        has_complex=any(map(torch.is_complex, parameters)),
+        decoupled_weight_decay=decoupled,
+        amsgrad=False,
+        beta1=b1,
+        beta2=b2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
 
 
 def how_of(parameter: Tensor, stored_as: dict[str, Encoding], group: Group) -> _How:
