@@ -71,6 +71,9 @@ PRIVATE = {
         "torch._inductor": "compile(): a thread uses it while dynamo, which has a lock, compiles",
         "torch.compiler._is_compiling_flag": "what is_compiling() reads; set by torch 2.13 alone",
     },
+    "fp8/common/flops.py": {
+        "torch.utils._python_dispatch": "the FLOP counters that are open",
+    },
     "fp8/common/compiler.py": {
         "torch._dynamo": "has read torch's list of overridable functions, and keeps it",
     },

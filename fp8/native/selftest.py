@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..casts.casting import LoweredCast, lowered, rounded, shifted
 from ..common.compiler import compiled_as, taken_as_constant
+from ..common.flops import SCALED, count_flops
 from ..recipes.cast import Cast
 from .kernels import kernel_of, multiply, store, why_not_kernel
 
@@ -56,6 +57,7 @@ def _kernels(
     if compiled and not why:
         which, why = "products of compiled code", why_not_compiled(device)
     if not why:
+        count_flops(SCALED)
         return tuple(kernel_of(*pair)[0] for pair in pairs)
     if backend == "native" or not _why_not_expected(pairs, device):
         message = f"{which} are simulated on {device}: {why}"

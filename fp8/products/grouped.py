@@ -33,6 +33,7 @@ from ..casts.operands import (
 )
 from ..casts.rotation import rotation_signs, without_autocast
 from ..common.compiler import apply, in_graph, is_differentiated_again
+from ..common.flops import GROUPED, count_flops
 from ..recipes.recipe import Recipe
 from .active import Scales, histories, product_recipe, static_exponents, warn_unsummed
 from .matmul import ONES, Operands, Settings, gemm, measured
@@ -163,6 +164,7 @@ def _simulated(
     casts: Casts,
     states: list[Any],
 ) -> Tensor:
+    count_flops(GROUPED)
     of_a, of_b, of_grad = states
     signs = rotation_signs(casts.a, a)
     cast_a, scale_a = cast_groups(a, offs, split, -1, casts.a, of_a, signs=signs)

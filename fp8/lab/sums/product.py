@@ -20,6 +20,7 @@ from ...casts.casting import LoweredCast, QuantizedOperand, format_of, quantized
 from ...casts.operands import Casts, one_copy, saved_tensors
 from ...casts.rotation import rotation_signs
 from ...common.compiler import in_graph, is_differentiated_again, updates_states
+from ...common.flops import SUMMED, count_flops
 from ...formats.quantize import check_dtype
 from ...recipes.scaling import widened
 from ...recipes.tensor_cores import TENSOR_CORES
@@ -192,6 +193,9 @@ def _summed(
 def _as_used(a: Tensor, b: Tensor, transposed: Sequence[bool]) -> tuple[Tensor, Tensor]:
     """The operands or, of those that are ``transposed``, the transposes."""
     return a.mT if transposed[0] else a, b.mT if transposed[1] else b
+
+
+count_flops(SUMMED)
 
 
 @_summed.register_fake
