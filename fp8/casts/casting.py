@@ -267,9 +267,14 @@ def _resolved_grid(format: str, overflow: str, dtype: torch.dtype, scaled: bool)
     return operand_grid(resolved_format(format), overflow, dtype, scaled)
 
 
+def is_plain(spec: LoweredCast | Cast) -> bool:
+    """Whether a conversion to the dtype of the format can round under a cast."""
+    return (spec.rounding, spec.overflow) == ("nearest", "saturate")
+
+
 def rounding_of(spec: LoweredCast | Cast, converts: bool = False) -> dict[str, Any]:
     """The arguments of `quantize_operand` for a cast. converts: as in `quantized`."""
-    if converts and (spec.rounding, spec.overflow) == ("nearest", "saturate"):
+    if converts and is_plain(spec):
         return {"rounding": "none"}
     return {"rounding": spec.rounding, "overflow": spec.overflow}
 
@@ -433,8 +438,10 @@ def quantized(
     x = dequantized(x, torch.float32)
     scale = whole_scale(x, spec, format_of(spec), history, record)
     if spec.rule is None or scale is not None:
-        format = format_of(spec)
-        units = x if scale is None else in_units(x, scale, spec.rule)
+        format, stored = format_of(spec), converts and spec.rule is not None
+        if stored and scale is not None:  # each thread would compute, and clamp, it again
+            scale = in_memory(scale)
+        units = x if scale is None else in_units(x, scale, spec.rule, stored)
         values = quantize_operand(units, format, unscaled=x, **rounding_of(spec, converts))
         if spec.label and spec.rule is None and history is None:
             observe(spec.label, Observed(units, values, None, format))

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .threads import GRAPH_FUNCTIONS, Stack, refuse_split_graphs
+from .threads import GRAPH_FUNCTIONS, Stack, frames, refuse_split_graphs
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -106,6 +106,19 @@ def in_graph(function: Fn, graph: Callable[..., Any] | None = None) -> Fn:
         return function(*args, **kwargs)
 
     return cast("Fn", called_by_name)
+
+
+def is_inductors() -> bool:
+    """Whether the graph that calls this, from an `in_graph` function, becomes kernels of inductor:
+    not one that is exported, nor one that torch.compile makes for "eager" or "aot_eager", which
+    run the functions of torch. False before torch 2.13, where running code may count as compiled.
+    """
+    old = torch.__version__ < "2.13"
+    if old or not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    files = [frame.f_code.co_filename for frame in frames()]
+    by_dynamo = any(file.endswith("convert_frame.py") for file in files)
+    return not by_dynamo or any("_inductor" in file for file in files)
 
 
 def reads_values(x: Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.compiler import compiled_as
+from ..common.compiler import compiled_as, in_graph, is_inductors
 
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -85,9 +85,28 @@ def makes_finite(x: Tensor) -> bool:
     return False
 
 
+_CUDA = torch.version.cuda is not None
+
+
+@compiled_as(lambda x: _CUDA and x.device.type == "cuda")
+def _is_for_cuda(x: Tensor) -> bool:
+    return False
+
+
+@in_graph
+def _saturated_on_cuda(x: Tensor, unscaled: Tensor, largest: float) -> Tensor:
+    """`saturated`. Triton's conversion (3.6 to 3.8, from compute capability 8.9 on) saturates, Inf
+    too: ``cvt.rn.satfinite``. After ``min.NaN`` and ``max.NaN``, which a clamp becomes, an H100 may
+    store transposed bytes that were never computed (triton-lang/triton issue 11111)."""
+    y = x if is_inductors() else x.clamp(-largest, largest)
+    return torch.add(y, unscaled, alpha=0.0)  # Inf * 0 is NaN
+
+
 def saturated(x: Tensor, unscaled: Tensor, grid: Grid) -> Tensor:
     """Clamps finite values to `grid.largest`, for a conversion that rounds; nonfinite where
-    ``unscaled`` is, of which ``x`` is a multiple."""
+    ``unscaled`` is, of which ``x`` is a multiple. In a graph without Inf, which it makes NaN."""
+    if _is_for_cuda(x):
+        return _saturated_on_cuda(x, unscaled, grid.largest)
     y = x.clamp(-grid.largest, grid.largest)
     if grid.infinity is None or math.isnan(grid.infinity) or makes_finite(x):
         return torch.add(y, unscaled, alpha=0.0)  # Inf * 0 is NaN

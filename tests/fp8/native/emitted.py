@@ -1,9 +1,9 @@
 """The PTX that the compiler makes of casts for an NVIDIA H100, on a machine without one.
 
 A script, because it changes torch for its whole process: tensors of "cuda" are fake, and questions
-about the device are answered here. Arguments: "saved", or the keyword arguments of a `Cast` as
-JSON. Prints JSON: for each argument the PTX of its kernels. Needs a CUDA build of torch with the
-Triton of its wheel.
+about the device are answered here. Arguments: "saved", "selftest", or the keyword arguments of a
+`Cast` as JSON. Prints JSON: for each argument the PTX of its kernels. Needs a CUDA build of torch
+with the Triton of its wheel.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 
 from fp8.casts.casting import lowered
 from fp8.casts.operands import _stored
+from fp8.native import selftest
 from fp8.native.kernels import _filled, store
 from fp8.recipes.cast import Cast
 
@@ -70,6 +71,8 @@ def kernels_of(argument: str) -> list[str]:
     """The PTX of the kernels of a cast of a bfloat16 matrix and of its transpose, as the backward
     pass of a product casts a gradient; or of an e5m2 operand that is saved."""
     EMITTED.clear()
+    if argument == "selftest":
+        return of_selftest()
     spec = None if argument == "saved" else lowered(Cast(**json.loads(argument)))
 
     def cast(x: Tensor) -> Any:
@@ -80,6 +83,15 @@ def kernels_of(argument: str) -> list[str]:
     with FakeTensorMode():
         x = torch.empty(512, 256, dtype=torch.bfloat16, device="cuda")
         torch._inductor.compile(make_fx(cast)(x), [x])
+    return list(EMITTED)
+
+
+def of_selftest() -> list[str]:
+    """The PTX of the casts that are compared on a device before compiled code is trusted."""
+    for size in selftest._SIZES:
+        with FakeTensorMode():
+            x = torch.empty(size, dtype=torch.bfloat16, device="cuda")
+            torch._inductor.compile(make_fx(selftest._casts)(x), [x])
     return list(EMITTED)
 
 
