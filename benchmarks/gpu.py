@@ -43,7 +43,8 @@ forecast: what fp8.forecast says"""
 SECONDS = 470.0
 """For everything: the command promises eight minutes."""
 
-RATES = {"selftest": 70.0, "rates": 30.0, "nanochat": 70.0, "block": 110.0, "model": 90.0}
+RATES = {"selftest": 70.0, "rates": 30.0, "nanochat": 45.0, "block": 75.0, "model": 60.0}
+RATES |= {"nanochat torchao": 25.0, "block torchao": 35.0, "model torchao": 30.0}
 LAST = {"tests": 100.0, **dict.fromkeys(FORECASTS, 100.0)}
 """Stage -> its share of the time, in seconds of SECONDS. Those of LAST time nothing and run side by
 side; time that a stage leaves is the next ones'."""
@@ -94,8 +95,9 @@ def with_forecasts(rows: list[Row]) -> list[Row]:
             forecast[case, recipe] = row["ms"]
             in_model = row["times_in_model"] * row["ms"]
             forecast["model", recipe] = forecast.get(("model", recipe), 0.0) + in_model
-    if not {"forecast block", "forecast readout"} <= {row["stage"] for row in rows}:
-        forecast = {key: ms for key, ms in forecast.items() if key[0] != "model"}
+    for case, recipe in list(forecast):
+        if case == "model" and not {("block", recipe), ("readout", recipe)} <= forecast.keys():
+            del forecast[case, recipe]
     return [_with_forecast(row, forecast) for row in rows]
 
 

@@ -11,11 +11,12 @@ import time
 from pathlib import Path
 
 from benchmarks import gpu
-from benchmarks.gpu_stages import Sizes
+from benchmarks.gpu_stages import STAGES, Sizes
 from fp8.lab.hardware import BF16
 
 ROOT = Path(__file__).parents[1]
 SMALL = Sizes.small()
+PARTS = ("block", "readout")
 
 
 def test_rows_are_written_as_they_come_and_stay_after_sigterm(tmp_path: Path):
@@ -52,3 +53,31 @@ def test_a_stage_ends_with_its_time_and_a_failure_is_not_the_end(tmp_path: Path)
     assert [row["stage"] for row in written["rows"]] == ["rates"]
     assert written["stages"]["selftest"]["ended"] == "its time was up"
     assert written["stages"]["model"]["ended"].startswith("failed: exit code 1: RuntimeError")
+
+
+def test_torchao_runs_in_a_process_of_its_own(tmp_path: Path):
+    """Whose conversion changes inductor for the whole process. bf16 counts once in a model."""
+    out = tmp_path / "gpu.json"
+    record = gpu.Record(out, [], "cpu")
+    gpu.run_all(["nanochat torchao"], record, 300.0, "cpu", small=True)
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["case"] for row in rows} == {"linear", "head"}
+    assert {row["recipe"].partition(" ")[0] for row in rows} == {"torchao"}
+    assert not [row for row in rows if "error" in row]
+    assert {f"{stage} torchao" for stage in ("nanochat", "block", "model")} <= STAGES.keys()
+    assert set(STAGES) == {*gpu.RATES, *gpu.LAST}
+    assert sum(gpu.RATES.values()) + max(gpu.LAST.values()) <= gpu.SECONDS
+    ours, theirs = (
+        [{"recipe": r, "ms": ms, "times_in_model": 2} for r, ms in times.items()]
+        for times in ({BF16: 1.0, "tensor": 0.5}, {"torchao tensorwise": 0.25})
+    )
+    rows = [{"stage": f"forecast {case}", "case": case, **row} for case in PARTS for row in ours]
+    rows += [
+        {"stage": f"forecast {case} torchao", "case": case, **row}
+        for case in PARTS
+        for row in theirs
+    ]
+    rows += [{"stage": "model", "case": "model", "recipe": "torchao tensorwise", "ratio": 0.5}]
+    assert gpu.with_forecasts(rows)[-1]["forecast"] == 0.25
+    without = [row for row in rows if row["stage"] != "forecast readout torchao"]
+    assert "forecast" not in gpu.with_forecasts(without)[-1]
