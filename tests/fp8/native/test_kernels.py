@@ -8,14 +8,16 @@ import pytest
 import torch
 
 import fp8
-from fp8 import RECIPES, Cast
+from fp8 import FORMATS, RECIPES, Cast
 from fp8.casts import casting
 from fp8.casts.casting import lowered
 from fp8.casts.operands import casts_of
+from fp8.formats import rounding
 from fp8.native import kernels
 from fp8.native.blackwell import swizzled
 from fp8.native.kernels import KERNELS, kernel_of, store
 from tests.fp8.native.scaled_mm import SWIZZLES, TYPES, decoded, unswizzled
+from tests.fp8.oracles import all_patterns
 from tests.fp8.products.test_matmul import randn
 
 TILED = ["block", "mxfp8", "nvfp4"]
@@ -156,3 +158,33 @@ def test_what_each_device_is_expected_to_have(monkeypatch):
     why = kernels.why_not_kernel("block", device)
     assert why == "scales by block need CUDA devices of compute capability 9.0, not 12.0"
     assert not fp8.native.kernels.why_not_kernel("row", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("how", [{}, {"scaling": "tensor"}, {"scaling": "tensor", "rule": "exact"}])
+def test_a_conversion_that_saturates_needs_no_clamp(format, how, monkeypatch):
+    """``cvt.rn.satfinite`` of the PTX ISA, of what a graph for CUDA computes, on every bfloat16
+    number, and scaled ones beyond float32: the bytes of a CPU, where these are finite."""
+    monkeypatch.setattr(rounding, "is_inductors", lambda: True)
+    monkeypatch.setattr(rounding, "_is_for_cuda", lambda x: True)
+    x = all_patterns(torch.bfloat16).view(256, 256)
+    top = FORMATS[format].max
+    dtype = FORMATS[format].dtype
+    for factor in (1.0, 2.0**-30, 2.0**-100):
+        y = (x * factor).to(torch.bfloat16)
+        spec = lowered(Cast(format=format, **how))
+        graph = casting.quantized(y, spec, converts=True).values
+        converted = torch.where(graph.isnan(), graph, graph.clamp(-top, top)).to(dtype)
+        with monkeypatch.context() as eager:
+            eager.setattr(rounding, "_is_for_cuda", lambda x: False)
+            want = store(y, spec).values
+        finite = want.float().isfinite()
+        assert torch.equal(finite, converted.float().isfinite())
+        got = converted.view(torch.uint8)[finite]
+        assert torch.equal(got, want.view(torch.uint8)[finite])
+    large = torch.tensor([3e38, -3e38, torch.inf, torch.nan, -0.0])
+    units = large * 2.0**20
+    got = rounding._saturated_on_cuda(units, large, top)
+    assert got[0] == torch.inf  # which saturates
+    assert got[2:4].isnan().all()
+    assert got[4].signbit()
