@@ -40,14 +40,7 @@ from ..formats.rounding import Grid, divided
 from ..recipes import scaling
 from ..recipes.cast import Cast
 from ..recipes.rules import CORRECTED, E8M0, UNITS
-from ..recipes.scaling import (
-    inverse_of,
-    scale_of,
-    scaled_tiles,
-    scales_and_unit,
-    times_power,
-    with_margin,
-)
+from ..recipes.scaling import inverse_of, scale_of, scaled_tiles, scales_and_unit, with_margin
 from ..tensors.scaled_tensor import dequantized
 from .counts import Observed, observe
 from .measuring import measuring
@@ -84,6 +77,11 @@ class LoweredCast(NamedTuple):
     def from_text(text: str, label: str = "") -> LoweredCast:
         format, rule, tile, *others = json.loads(text)
         return LoweredCast._make([format, rule, tuple(tile), *others, label])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a conversion to the dtype of the format can round."""
+        return (self.rounding, self.overflow) == ("nearest", "saturate")
 
     @property
     def is_random(self) -> bool:
@@ -156,8 +154,7 @@ def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: st
         return x
     if (pass_ := measuring()) is not None:
         return pass_.gradient(history, x, cast)
-    spec = labelled(_lowered(cast.text, 0, False), name, "grad")
-    return _round_gradient(x, history, spec)
+    return _round_gradient(x, history, labelled(_lowered(cast.text, 0, False), name, "grad"))
 
 
 @in_graph
@@ -267,14 +264,9 @@ def _resolved_grid(format: str, overflow: str, dtype: torch.dtype, scaled: bool)
     return operand_grid(resolved_format(format), overflow, dtype, scaled)
 
 
-def is_plain(spec: LoweredCast | Cast) -> bool:
-    """Whether a conversion to the dtype of the format can round under a cast."""
-    return (spec.rounding, spec.overflow) == ("nearest", "saturate")
-
-
 def rounding_of(spec: LoweredCast | Cast, converts: bool = False) -> dict[str, Any]:
     """The arguments of `quantize_operand` for a cast. converts: as in `quantized`."""
-    if converts and is_plain(spec):
+    if converts and isinstance(spec, LoweredCast) and spec.is_plain:
         return {"rounding": "none"}
     return {"rounding": spec.rounding, "overflow": spec.overflow}
 
@@ -294,8 +286,8 @@ def _rounded(
         whole = scale
     else:
         values, whole, _, _ = by_tiles(x, spec, axis, of)
-        multiplied = times_power(values, whole) if rule.endswith(E8M0) else values.mul_(whole)
-        y = untiled(multiplied.to(x.dtype), x, spec.tile, axis)
+        multiply = scaling.times_power if rule.endswith(E8M0) else Tensor.mul_
+        y = untiled(multiply(values, whole).to(x.dtype), x, spec.tile, axis)
         if label:
             whole = untiled(whole.expand(values.shape), x, spec.tile, axis)
     if label:
@@ -330,7 +322,7 @@ def in_units(x: Tensor, scale: Tensor, rule: str | None, stored: bool = False) -
     if inverse is None:
         return divided(x, scale)
     inverse = in_memory(inverse) if stored else inverse
-    return times_power(x, inverse) if str(rule).endswith(E8M0) else x * inverse
+    return scaling.times_power(x, inverse) if str(rule).endswith(E8M0) else x * inverse
 
 
 def _amax_of(x: Any) -> Tensor:

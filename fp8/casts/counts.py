@@ -225,7 +225,7 @@ def _check_without(recipe: str) -> CastLossCheck | None:
         frame = frame.f_back
     line = (frame.f_code.co_filename, frame.f_lineno, recipe)
     if OPEN.check is None and line not in _CHECKED_LINES:
-        OPEN.check = _new_check(recipe)
+        OPEN.check = _kept(CastLossCheck(recipe))
     _CHECKED_LINES.add(line)
     return OPEN.check
 
@@ -244,12 +244,12 @@ def _check_of(weight: nn.Parameter, recipe: str) -> tuple[CastLossCheck | None, 
         return None, ""
     last = OPEN.check
     goes_on = last is not None and last.recipe == recipe and not last.warned
-    return (last if goes_on else _new_check(recipe)), ""
+    return (last if goes_on else _kept(CastLossCheck(recipe))), ""
 
 
-def _new_check(recipe: str) -> CastLossCheck:
-    """One that no model in _CHECK_OF keeps alive."""
-    _LATEST.append(check := CastLossCheck(recipe))
+def _kept(check: CastLossCheck) -> CastLossCheck:
+    """``check``, which no model in _CHECK_OF keeps alive."""
+    _LATEST.append(check)
     return check
 
 

@@ -108,9 +108,10 @@ def copies_of(casts: Casts) -> Copies:
     """What the backward products cast again."""
     spec = next(filter(None, casts), None)
     is_named = spec is not None and spec.label
-    return _copies_of(casts) if is_named else _cached_copies_of(casts)
+    return (_copies_of.__wrapped__ if is_named else _copies_of)(casts)
 
 
+@cache
 def _copies_of(casts: Casts) -> Copies:
     a, b = one_copy(casts.a, casts.a_for_grad_b), one_copy(casts.b, casts.b_for_grad_a)
     needed = casts._replace(
@@ -118,9 +119,6 @@ def _copies_of(casts: Casts) -> Copies:
         b_for_grad_a=None if b else casts.b_for_grad_a,
     )
     return Copies(a, b, needed)
-
-
-_cached_copies_of = cache(_copies_of)
 
 
 class SavedOperand(NamedTuple):

@@ -15,7 +15,7 @@ SUMMED = ("fp8::summed",)
 
 @cache
 def count_flops(names: tuple[str, ...]) -> None:
-    """Registers the formula of operators which have none. Called by the first product of a kind,
+    """Registers the formula of operators that have none. Called by the first product of a kind,
     because the counter imports Triton, which takes as long as fp8. Counters that are open have a
     copy of torch's table, and get the formula too."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack

@@ -151,11 +151,9 @@ _LEVEL = "fp8_level"
 
 def _rows_of_wide(model: nn.Module) -> list[Row]:
     """A row for each trained parameter of a dtype that no level stores."""
-    if _LEVEL not in vars(model):
-        return []
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    wide = {name: dtype_name(p.dtype) for name, p in named.items() if p.dtype in WIDE}
-    return [Row(name, "Parameter", LEFT_ALONE, _WIDE.format(it)) for name, it in wide.items()]
+    named = model.named_parameters() if _LEVEL in vars(model) else ()
+    wide = [(name, dtype_name(p.dtype)) for name, p in named if p.requires_grad and p.dtype in WIDE]
+    return [Row(name, "Parameter", LEFT_ALONE, _WIDE.format(dtype)) for name, dtype in wide]
 
 
 _WIDE = "{0}: no level stores it; it is stepped as by torch.optim, with its state in {0}"

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import (
-    LoweredCast,
-    QuantizedOperand,
-    format_of,
-    is_plain,
-    quantized,
-    static_scale,
-)
+from ..casts.casting import LoweredCast, QuantizedOperand, format_of, quantized, static_scale
 from ..common.compiler import in_graph, in_memory
 from ..formats.quantize import in_dtype
 from ..recipes.rules import CORRECTED, UNITS
@@ -155,10 +148,8 @@ def store(
     y, scale, unit = quantized(x, spec, axis, history, record, converts=True)
     across, along = spec.tile
     dtype, kind = format_of(spec).dtype, _kind(spec)
-    if not along and is_plain(spec) and not spec.label:  # Inf is NaN already, in graphs
-        return QuantizedOperand(y.to(dtype), scale)
-    if not along:
-        return QuantizedOperand(in_dtype(y, dtype), scale)
+    if not along:  # under a plain cast Inf is NaN already, in graphs, which have no labels
+        return QuantizedOperand(y.to(dtype) if spec.is_plain else in_dtype(y, dtype), scale)
     # A column of scales starts at a multiple of 16 bytes.
     rows = max(across, ALIGNMENT) if kind == "block" else 1
     y = F.pad(y, (0, -y.shape[1] % KERNELS[kind].multiple, 0, -y.shape[0] % rows))

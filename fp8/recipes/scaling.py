@@ -171,12 +171,10 @@ def with_margin(scale: Tensor, margin: int, rule: str) -> Tensor:
     """``scale * 2**margin``, clamped to the range of the rule's scales; NaN stays NaN."""
     if not margin:
         return scale
-    if not rule.endswith(E8M0):
-        return (scale * 2.0**margin).clamp(2.0**SMALLEST, 2.0**LARGEST)
-    # 2**-127 is subnormal, and may be flushed to zero.
-    least = SMALLEST - 1
-    larger = torch.where(scale < 2.0**SMALLEST, 2.0 ** (least + margin), scale * 2.0**margin)
-    return larger.clamp(2.0**least, 2.0 ** (LARGEST + 1))
+    more, larger = rule.endswith(E8M0), scale * 2.0**margin
+    if more:  # 2**-127 is subnormal, and may be flushed to zero
+        larger = torch.where(scale < 2.0**SMALLEST, 2.0 ** (SMALLEST - 1 + margin), larger)
+    return larger.clamp(2.0 ** (SMALLEST - more), 2.0 ** (LARGEST + more))
 
 
 def inverse_of(scale: Tensor, rule: str | None) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -275,3 +276,46 @@ def test_auto_on_the_cpu_tests_nothing(monkeypatch):
     layer = fp8.convert(nn.Linear(48, 64), "unit")
     layer(torch.ones(16, 48)).sum().backward()
     assert selftest._kernels.cache_info().currsize == 0
+
+
+def test_every_configuration_of_every_kernel_runs(monkeypatch):
+    """Those of two kernels, of which one has fewer; the tuning of other threads stays."""
+    heuristics = pytest.importorskip("torch._inductor.runtime.triton_heuristics")
+    kind, tuned = heuristics.CachingAutotuner, []
+    monkeypatch.setattr(kind, "autotune_to_one_config", lambda tuner, *args: tuned.append(tuner))
+
+    def tuner(*names: str):
+        made = object.__new__(kind)
+        made.launchers = list(names)
+        return made
+
+    kernels = tuner("a", "b", "c"), tuner("d", "e"), tuner("f")
+
+    def run(x: Tensor) -> list[str]:
+        for kernel in kernels:
+            if len(kernel.launchers) > 1:
+                kernel.autotune_to_one_config(x)
+        thread = threading.Thread(target=tuner("g", "h").autotune_to_one_config, args=(x,))
+        thread.start()
+        thread.join()
+        return [name for kernel in kernels for name in kernel.launchers]
+
+    monkeypatch.setattr(traced, "compiled", lambda function, x: run)
+    results = list(traced.in_each_configuration(run, torch.empty(4, device="meta")))
+    assert results == [["a", "d", "f"], ["b", "e", "f"], ["c", "d", "f"]]
+    assert [one.launchers for one in tuned] == [["g", "h"]] * len(results)
+    kernels[0].launchers = ["a", "b"]
+    kernels[0].autotune_to_one_config()
+    assert tuned[-1] is kernels[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_each_configuration_of_a_gpu_is_compared():
+    """The results are those of eager casts in all of them; a graph for each of four sizes."""
+    x = randn(256, 1024).detach().bfloat16().cuda()
+    runs = list(traced.in_each_configuration(selftest._casts, x))
+    assert len(runs) >= 4
+    for stored in runs:
+        assert not selftest._difference(stored, x)
+    assert not selftest.why_not_compiled("cuda:0")
